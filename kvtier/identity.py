@@ -1,0 +1,198 @@
+"""Who a chunk is: the namespace (everything that must match before bytes may be reused) and its chained keys.
+
+    namespace id = blake3-128(canonical JSON of Namespace)                                    16 bytes
+    key of chunk i = blake3-128(key of chunk i-1 || token ids, u32 little-endian || extras)   16 bytes
+                     chunk 0 chains from the namespace id
+
+Every part of a key's input has a fixed width except the last (a namespace fixes how many tokens a chunk has), so two
+different prefixes never hash the same bytes. Extras are what the engine computes with besides tokens. A chunk's
+extras are items, each
+
+    offset size
+         0    1  kind: 1 LoRA adapter, 2 multimodal item, 3 cache salt
+         1    4  bytes of the fields that follow
+         5    n  fields; a text field is its length (u32) and its UTF-8
+
+in ascending order of their bytes. Keys owe nothing to the engine's own block hashes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from blake3 import blake3
+
+from kvtier.errors import Corrupt
+from kvtier.geometry import Geometry
+from kvtier.record import FORMAT_VERSION
+
+ID_BYTES = 16
+"""Bytes of a namespace id and of a chunk key."""
+
+_TOKEN_BYTES = 4
+_KIND_LORA, _KIND_MULTIMODAL, _KIND_SALT = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class CodecId:
+    """What fixes the bytes that a codec makes of the same KV."""
+
+    name: str
+    version: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that must be equal before one engine may use KV bytes of another.
+
+    Not in it, because they change nothing in a chunk's KV: parallel sizes, rank, engine version, block size.
+
+    engine: family whose KV semantics these are ("vllm").
+    weights: kvtier.fingerprint.weights_fingerprint, or the configured model_tag.
+    model_dtype: dtype of the activations; quantization: of the weights, "" for none. Both change the KV's values.
+    positions: canonical_text of the positional-encoding settings (rope scaling, theta, maximum length that changes it).
+    hf_overrides: canonical_text of what overrides the model's own configuration, "" for none.
+    draft: fingerprint of the draft model if its layers are cached, else "".
+    epoch: moves on when weights change in place.
+    """
+
+    engine: str
+    weights: str
+    geometry: Geometry
+    model_dtype: str
+    quantization: str
+    positions: str
+    hf_overrides: str
+    codec: CodecId
+    draft: str
+    epoch: str
+    format_version: int = FORMAT_VERSION
+
+    def canonical_json(self) -> str:
+        """The text that is hashed and stored: sorted keys, no spaces, ASCII."""
+        return canonical_text(asdict(self))
+
+    @property
+    def id(self) -> bytes:
+        """16 bytes; their hex is the name of the namespace's folder."""
+        return blake3(self.canonical_json().encode("ascii")).digest(length=ID_BYTES)
+
+    @classmethod
+    def from_json(cls, text: str) -> Namespace:
+        """The inverse of canonical_json. Raises Corrupt unless `text` is exactly what canonical_json writes."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise Corrupt(f"namespace: not JSON: {error}") from None
+        _check_fields("namespace", cls, values)
+        _check_fields("geometry", Geometry, values["geometry"])
+        _check_fields("codec", CodecId, values["codec"])
+        parts = {"geometry": Geometry(**values["geometry"]), "codec": CodecId(**values["codec"])}
+        namespace = cls(**{**values, **parts})
+        if namespace.canonical_json() != text:
+            raise Corrupt("namespace: its JSON is not in canonical form")
+        return namespace
+
+
+def canonical_text(value: Any) -> str:
+    """JSON of `value` that is the same for equal values: sorted keys, no spaces, ASCII. Raises ValueError on NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def chunk_keys(
+    namespace_id: bytes,
+    tokens: Sequence[int],
+    chunk_tokens: int,
+    extras: Mapping[int, bytes],
+    first: int = 0,
+    parent: bytes | None = None,
+) -> list[bytes]:
+    """Keys of the whole chunks `first`, `first` + 1, ... of `tokens`; a partial last chunk has none.
+
+    Args:
+        tokens: all token ids of the prompt from its start, each in [0, 2^32).
+        extras: chunk number -> join_extras of its items; absent means none.
+        first, parent: continue a chain: chunk number to begin with, and the key of the chunk before it.
+
+    100,000 tokens (390 chunks of 256) take 2.0 ms on one core of an AMD EPYC, most of it making u32 of ints.
+    """
+    if (first == 0) != (parent is None):
+        raise ValueError("a chain continues with both `first` and `parent`, or starts with neither")
+    end = len(tokens) // chunk_tokens
+    if first >= end:
+        return []
+    data = _token_bytes(tokens[first * chunk_tokens : end * chunk_tokens])
+    width = chunk_tokens * _TOKEN_BYTES
+    key = namespace_id if parent is None else parent
+    keys = []
+    for chunk in range(first, end):
+        offset = (chunk - first) * width
+        content = key + data[offset : offset + width]
+        if chunk in extras:
+            content += extras[chunk]
+        key = blake3(content).digest(length=ID_BYTES)
+        keys.append(key)
+    return keys
+
+
+def lora_extra(name: str, fingerprint: str) -> bytes:
+    """Item for a LoRA adapter. It is needed in the first chunk only: later keys chain from it."""
+    return _item(_KIND_LORA, _text(name) + _text(fingerprint))
+
+
+def multimodal_extra(identifier: str, offset_tokens: int, length_tokens: int) -> bytes:
+    """Item for one image, audio or video whose placeholders overlap the chunk.
+
+    Args:
+        identifier: hash of the content (and of what processing depends on).
+        offset_tokens: of its first placeholder from the chunk's first token; negative if it began in a chunk before.
+        length_tokens: of all its placeholders.
+    """
+    return _item(_KIND_MULTIMODAL, _text(identifier) + struct.pack("<qq", offset_tokens, length_tokens))
+
+
+def salt_extra(salt: str) -> bytes:
+    """Item for a cache salt (a tenant). It is needed in the first chunk only: later keys chain from it."""
+    return _item(_KIND_SALT, _text(salt))
+
+
+def join_extras(items: Iterable[bytes]) -> bytes:
+    """The extras of a chunk, whatever order its items come in. No items: b""."""
+    return b"".join(sorted(items))
+
+
+def _token_bytes(tokens: Sequence[int]) -> bytes:
+    words = array("I", tokens)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8")
+    return struct.pack("<I", len(data)) + data
+
+
+def _item(kind: int, body: bytes) -> bytes:
+    return struct.pack("<BI", kind, len(body)) + body
+
+
+def _check_fields(what: str, cls: Any, values: object) -> None:
+    """Raises Corrupt unless `values` is a mapping with exactly the fields of the dataclass, ints and texts as such."""
+    if not isinstance(values, dict):
+        raise Corrupt(f"{what}: not a mapping")
+    expected = {field.name: field.type for field in fields(cls)}
+    if set(values) != set(expected):
+        raise Corrupt(f"{what}: fields {sorted(set(values) ^ set(expected))} are missing or not known")
+    for name, kind in expected.items():
+        if kind == "int" and type(values[name]) is not int:
+            raise Corrupt(f"{what}: {name} is not a whole number")
+        if kind in ("str", "AttentionKind") and not isinstance(values[name], str):
+            raise Corrupt(f"{what}: {name} is not a text")
