@@ -1,0 +1,150 @@
+"""The shape of a model's KV, and which part of it a rank owns. Pure arithmetic; no torch, no I/O.
+
+A chunk's KV is a rectangle of layers x KV heads. Everything that is stored, read or counted as present is a
+rectangle too (`Extent`), so tensor and pipeline parallelism are nothing but ways of cutting one rectangle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+PAGE_BYTES = 4096
+"""Unit of direct I/O: offsets, lengths and addresses of all transfers are multiples of it."""
+
+AttentionKind = Literal["heads", "mla"]
+
+
+def padded(n_bytes: int) -> int:
+    """`n_bytes` rounded up to whole pages."""
+    return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A rectangle: layers [first_layer, first_layer + n_layers) x heads [first_head, first_head + n_heads)."""
+
+    first_layer: int
+    n_layers: int
+    first_head: int
+    n_heads: int
+
+    @property
+    def end_layer(self) -> int:
+        return self.first_layer + self.n_layers
+
+    @property
+    def end_head(self) -> int:
+        return self.first_head + self.n_heads
+
+    @property
+    def cells(self) -> int:
+        return self.n_layers * self.n_heads
+
+    def intersect(self, other: Extent) -> Extent | None:
+        """The common rectangle, or None when there is none."""
+        first_layer = max(self.first_layer, other.first_layer)
+        first_head = max(self.first_head, other.first_head)
+        n_layers = min(self.end_layer, other.end_layer) - first_layer
+        n_heads = min(self.end_head, other.end_head) - first_head
+        if n_layers <= 0 or n_heads <= 0:
+            return None
+        return Extent(first_layer, n_layers, first_head, n_heads)
+
+    def contains(self, other: Extent) -> bool:
+        return self.intersect(other) == other
+
+
+def covers(parts: Iterable[Extent], whole: Extent) -> bool:
+    """True when every layer and head of `whole` lies in at least one of `parts` (which may overlap)."""
+    remaining = [whole]
+    for part in parts:
+        remaining = [piece for hole in remaining for piece in _subtract(hole, part)]
+        if not remaining:
+            return True
+    return not remaining
+
+
+def _subtract(hole: Extent, part: Extent) -> list[Extent]:
+    common = hole.intersect(part)
+    if common is None:
+        return [hole]
+    pieces = []
+    for first, end in ((hole.first_layer, common.first_layer), (common.end_layer, hole.end_layer)):
+        if end > first:
+            pieces.append(Extent(first, end - first, hole.first_head, hole.n_heads))
+    for first, end in ((hole.first_head, common.first_head), (common.end_head, hole.end_head)):
+        if end > first:
+            pieces.append(Extent(common.first_layer, common.n_layers, first, end - first))
+    return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What one chunk of one model holds.
+
+    Units: `k_head_size` and `v_head_size` count elements of one head's vector; `v_head_size` is 0 for MLA, whose
+    one latent head stands for K and V. `dtype` is the KV cache's element type by its torch name.
+    """
+
+    layers: int
+    kv_heads: int
+    k_head_size: int
+    v_head_size: int
+    dtype: str
+    element_bytes: int
+    attention: AttentionKind
+    chunk_tokens: int
+
+    @property
+    def whole(self) -> Extent:
+        return Extent(0, self.layers, 0, self.kv_heads)
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of K and V of one token, one layer, one head, as the engine holds them."""
+        return (self.k_head_size + self.v_head_size) * self.element_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV over all layers and heads, as the engine holds them."""
+        return self.vector_bytes * self.layers * self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one rank holds (`reads`) and what of it this rank stores (`writes`; None: another rank does)."""
+
+    rank: int
+    reads: Extent
+    writes: Extent | None
+
+
+def share_of_rank(geometry: Geometry, tensor_rank: int, tensor_size: int, rank: int, stage: range) -> RankShare:
+    """The share of one rank.
+
+    Args:
+        tensor_rank, tensor_size: place in the tensor-parallel group.
+        rank: number of the rank within the engine (tensor x pipeline); names its segment files.
+        stage: the global layer numbers that this pipeline stage holds, contiguous.
+
+    With more ranks than KV heads, heads are duplicated and the lowest rank of each writes. MLA has one head that
+    every rank holds: the ranks of a stage split its layers when writing, and each reads all of them.
+    """
+    if geometry.attention == "mla" or geometry.kv_heads == 1:
+        reads = Extent(stage.start, len(stage), 0, 1)
+        first = stage.start + len(stage) * tensor_rank // tensor_size
+        end = stage.start + len(stage) * (tensor_rank + 1) // tensor_size
+        return RankShare(rank, reads, Extent(first, end - first, 0, 1) if end > first else None)
+    if tensor_size <= geometry.kv_heads:
+        if geometry.kv_heads % tensor_size:
+            raise ValueError(f"{geometry.kv_heads} KV heads do not divide over {tensor_size} ranks")
+        n_heads = geometry.kv_heads // tensor_size
+        extent = Extent(stage.start, len(stage), tensor_rank * n_heads, n_heads)
+        return RankShare(rank, extent, extent)
+    if tensor_size % geometry.kv_heads:
+        raise ValueError(f"{tensor_size} ranks do not divide over {geometry.kv_heads} KV heads")
+    copies = tensor_size // geometry.kv_heads
+    extent = Extent(stage.start, len(stage), tensor_rank // copies, 1)
+    return RankShare(rank, extent, extent if tensor_rank % copies == 0 else None)

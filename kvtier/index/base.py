@@ -1,0 +1,129 @@
+"""The index: key -> where its records lie. A hint, never the truth (I5): losing it costs hits, not correctness.
+
+Implementations are synchronous and safe to call from several threads; `kvtier.index.memory` is the model that the
+others are tested against. Keys are 16 bytes and unique over namespaces (they chain from the namespace id).
+Times are seconds since the epoch and passed in (I6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvtier.geometry import Extent
+
+
+class Location(NamedTuple):
+    """Where one rank's record of a chunk lies: `<set>-<rank>.kvseg`, slot `slot`."""
+
+    set_id: int
+    rank: int
+    slot: int
+    slab_bytes: int
+    extent: Extent
+    checksums: tuple[int, ...]
+    """One a head of `extent`, in head order."""
+
+
+class NewRecord(NamedTuple):
+    """A record that was written whole and may become visible (I1). `whole`: what makes its chunk complete."""
+
+    key: bytes
+    location: Location
+    whole: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class SetInfo:
+    """A segment set: the segments that one engine's ranks fill together. The unit of eviction.
+
+    n_bytes: what its files take on disk over all ranks (they are allocated whole).
+    is_open: its writer may still add records; it is not evicted while its writer lives.
+    """
+
+    set_id: int
+    namespace: bytes
+    owner: str
+    n_bytes: int
+    created_s: float
+    used_s: float
+    is_open: bool = True
+    is_pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCounts:
+    chunks: int
+    records: int
+    sets: int
+    n_bytes: int
+    """Sum of the sets' n_bytes."""
+
+
+class Index(Protocol):
+    """Every method may raise IndexUnavailable. No method waits longer than the index's configured timeout (I10)."""
+
+    def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Entries (kvtier.index.entry) of the longest prefix of `keys` that is complete: all layers, all heads.
+
+        One round trip for all keys; writes nothing. Recency is reported apart, with `touch`.
+        """
+        ...
+
+    def publish(self, records: Sequence[NewRecord]) -> int:
+        """Makes records visible, atomically for each key; returns how many were taken.
+
+        Refused, and so not counted: a record of a set that is not registered (it was evicted while being written),
+        and one whose extent the entry already has from another location (the first writer wins).
+        """
+        ...
+
+    def retract(self, key: bytes, location: Location) -> bool:
+        """Takes `location` out of the key's entry if it is still there; True if it was. Never touches another."""
+        ...
+
+    def create_set(self, info: SetInfo) -> bool:
+        """Registers a set; False when its id is taken."""
+        ...
+
+    def close_set(self, set_id: int, n_bytes: int) -> None:
+        """Its writer is done: no further records; its files now take `n_bytes`. Unknown ids are ignored."""
+        ...
+
+    def sets(self) -> list[SetInfo]: ...
+
+    def members(self, set_id: int) -> list[tuple[bytes, Location]]:
+        """The visible records that lie in a set."""
+        ...
+
+    def remove_set(self, set_id: int) -> int:
+        """Takes the set and all its records out of the index; returns how many records. Idempotent."""
+        ...
+
+    def touch(self, used: Mapping[int, float]) -> None:
+        """Raises `used_s` of sets (set id -> time); never lowers it."""
+        ...
+
+    def pin_set(self, set_id: int, pinned: bool) -> bool:
+        """Protects a set from eviction; False when it is unknown."""
+        ...
+
+    def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
+        """Takes or renews the lease `name`. Returns its fencing token, which grows with each new owner; None while
+        another owner's lease has not run out."""
+        ...
+
+    def lease_owner(self, name: str, now_s: float) -> str | None:
+        """Who holds the lease, if anybody does now."""
+        ...
+
+    def release_lease(self, name: str, owner: str) -> None: ...
+
+    def counts(self) -> IndexCounts: ...
+
+    def clear(self) -> None:
+        """Forgets every set and record (leases stay); before a rebuild."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,125 @@
+"""Bounded work queues. The only place in the library that starts threads (apart from the native I/O threads).
+
+A job is a callable without arguments or result; it reports through what it closes over. `submit` refuses when the
+queue is full and never blocks the engine (I4).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+log = logging.getLogger("kvtier")
+
+Job = Callable[[], None]
+
+
+class Jobs(Protocol):
+    def submit(self, job: Job) -> bool:
+        """Queues a job; False when the queue is full or closed."""
+        ...
+
+    def pending(self) -> int:
+        """Jobs queued or running."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until nothing is pending; False when `timeout_s` passed first (I10)."""
+        ...
+
+    def close(self) -> None:
+        """Takes no further jobs, drops the queued ones, and lets running ones end by themselves."""
+        ...
+
+
+class ThreadJobs:
+    """Daemon threads over one bounded queue. Jobs must not raise: one that does is our bug, and is logged."""
+
+    def __init__(self, name: str, threads: int, queued_max: int) -> None:
+        self._queued_max = queued_max
+        self._queue: deque[Job] = deque()
+        self._running = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        for number in range(threads):
+            threading.Thread(target=self._work, name=f"kvtier-{name}-{number}", daemon=True).start()
+
+    def submit(self, job: Job) -> bool:
+        with self._changed:
+            if self._closed or len(self._queue) >= self._queued_max:
+                return False
+            self._queue.append(job)
+            self._changed.notify()
+            return True
+
+    def pending(self) -> int:
+        with self._changed:
+            return len(self._queue) + self._running
+
+    def drain(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._queue or self._running:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    return False
+            return True
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closed:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+                self._running += 1
+            try:
+                job()
+            except BaseException:
+                log.critical("a background job raised; this is a bug in kvtier", exc_info=True)
+                raise
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
+
+
+class ManualJobs:
+    """Runs nothing by itself: tests and the simulation run queued jobs one at a time, in the order they choose."""
+
+    def __init__(self, queued_max: int) -> None:
+        self._queued_max = queued_max
+        self._queue: list[Job] = []
+        self._closed = False
+
+    def submit(self, job: Job) -> bool:
+        if self._closed or len(self._queue) >= self._queued_max:
+            return False
+        self._queue.append(job)
+        return True
+
+    def run(self, position: int = 0) -> None:
+        """Runs the queued job at `position`."""
+        self._queue.pop(position)()
+
+    def pending(self) -> int:
+        return len(self._queue)
+
+    def drain(self, timeout_s: float) -> bool:
+        while self._queue:
+            self.run()
+        return True
+
+    def close(self) -> None:
+        self._closed = True
+        self._queue.clear()

@@ -1,0 +1,63 @@
+"""Counters of one engine half: what was asked, moved, skipped and found bad. Thread-safe, no exporter in it.
+
+Every name is the number's unit last; all are sums since the start, so that any exporter can add them up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+LOOKUPS = "lookups"
+LOOKUP_SECONDS = "lookup_seconds"
+LOOKUP_TOKENS = "lookup_tokens"
+HIT_TOKENS = "hit_tokens"
+LOAD_REQUESTS = "load_requests"
+LOAD_TOKENS = "load_tokens"
+LOAD_BYTES = "load_bytes"
+LOAD_SECONDS = "load_seconds"
+LOAD_FAILURES = "load_failures"
+HOST_HIT_CHUNKS = "host_hit_chunks"
+SAVE_TOKENS = "save_tokens"
+SAVE_BYTES = "save_bytes"
+SAVE_SECONDS = "save_seconds"
+SKIPPED_QUEUE_FULL = "skipped_chunks_queue_full"
+SKIPPED_NO_SPACE = "skipped_chunks_no_space"
+SKIPPED_PRESENT = "skipped_chunks_present"
+SKIPPED_FAILED = "skipped_chunks_failed"
+CHECKSUM_FAILURES = "checksum_failures"
+INDEX_ERRORS = "index_errors"
+EVICTED_BYTES = "evicted_bytes"
+
+NAMES = (
+    LOOKUPS, LOOKUP_SECONDS, LOOKUP_TOKENS, HIT_TOKENS,
+    LOAD_REQUESTS, LOAD_TOKENS, LOAD_BYTES, LOAD_SECONDS, LOAD_FAILURES, HOST_HIT_CHUNKS,
+    SAVE_TOKENS, SAVE_BYTES, SAVE_SECONDS,
+    SKIPPED_QUEUE_FULL, SKIPPED_NO_SPACE, SKIPPED_PRESENT, SKIPPED_FAILED,
+    CHECKSUM_FAILURES, INDEX_ERRORS, EVICTED_BYTES,
+)  # fmt: skip
+
+
+class Metrics:
+    """A bag of the counters above; a name that is not one of them is our bug."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()
+
+    def add(self, name: str, value: float = 1) -> None:
+        assert name in NAMES, name
+        with self._lock:
+            self._total[name] += value  # type: ignore[assignment]
+
+    def total(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._total)
+
+    def take(self) -> dict[str, float]:
+        """What came since the last `take`; names without change are left out."""
+        with self._lock:
+            since = {name: value - self._taken[name] for name, value in self._total.items()}
+            self._taken = Counter(self._total)
+        return {name: value for name, value in since.items() if value}

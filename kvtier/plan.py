@@ -1,0 +1,79 @@
+"""What passes from deciding (Store, in the engine's scheduler process) to moving (Transfer, in its workers).
+
+Frozen and picklable: a plan travels in the engine's per-step metadata, in a queue or over a socket unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class SaveChunk:
+    """One chunk to save: where it lies in the engine, and the slot that every rank's record of it takes."""
+
+    key: bytes
+    parent: bytes
+    set_id: int
+    slot: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Chunks to save in this step. `slots` is how many slots each segment of their sets has."""
+
+    namespace: bytes
+    slots: int
+    chunks: tuple[SaveChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChunk:
+    """One chunk to load.
+
+    entry: the index's value for the key (kvtier.index.entry): where its records lie, with their checksums.
+    block_ids: the engine's blocks of the whole chunk, in order; those before `first_token` are never touched.
+    first_token: tokens of the chunk that the engine already has (they lie in blocks that others may share).
+    """
+
+    key: bytes
+    entry: bytes
+    block_ids: tuple[int, ...]
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """All chunks of one request's load, in the order of the prompt."""
+
+    request_id: str
+    namespace: bytes
+    chunks: tuple[LoadChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDone:
+    """A rank's one answer to a LoadPlan. `failed_blocks`: from the first bad chunk on, to be recomputed."""
+
+    request_id: str
+    failed_blocks: frozenset[int]
+
+
+class SaveOutcome(Enum):
+    """What became of one chunk on one rank."""
+
+    SAVED = "saved"
+    PRESENT = "present"  # another writer had stored it already
+    QUEUE_FULL = "queue_full"  # skipped: a forward never waits for storage
+    NO_SPACE = "no_space"  # the disk or the capacity is full
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDone:
+    """A rank's one answer to a SaveChunk."""
+
+    key: bytes
+    outcome: SaveOutcome

@@ -1,0 +1,161 @@
+"""The on-disk format: segments and records, as byte tables and the code that packs them. No file is opened here.
+
+All integers are little-endian. Every header is one page (4096 bytes) whose CRC-32 (zlib's) is taken with the CRC
+field zero. Unused bytes are zero.
+
+Segment file `<set>-<rank>.kvseg`: a header page, then `slots` record slots of `slot_bytes` each; slot s starts at
+byte 4096 + s * slot_bytes.
+
+    segment header              record header
+    offset size                 offset size
+         0    8  "KVTSEG01"          0    8  "KVTREC01"
+         8    4  format version      8    4  format version
+        12    4  CRC-32             12    4  CRC-32
+        16   16  namespace id       16   16  key of the chunk
+        32    8  segment set id     32   16  key of the chunk before it (namespace id for the first)
+        40    4  rank               48   16  namespace id
+        44    4  slots              64    8  bytes of a slab
+        48    8  slot_bytes         72    4  tokens
+        56    8  extent             76    4  slot
+        64    8  slab_bytes         80    8  extent
+        72    8  created, unix ms   88    8  segment set id
+                                   128  8*n  checksum of each slab, in head order (at most 496)
+
+    extent: first layer u16, layers u16, first head u16, heads u16
+
+Record = header page, then one slab a head, in head order, each padded to whole pages: any run of heads is one
+contiguous range. A record's header is written after its slabs, so that a valid header under a killed writer means a
+complete record (after power loss the checksums decide). Segments are never rewritten.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from kvtier.errors import Corrupt
+from kvtier.geometry import PAGE_BYTES, Extent
+
+FORMAT_VERSION = 1
+SEGMENT_MAGIC = b"KVTSEG01"
+RECORD_MAGIC = b"KVTREC01"
+CHECKSUMS_OFFSET = 128
+HEADS_PER_RECORD_MAX = (PAGE_BYTES - CHECKSUMS_OFFSET) // 8
+
+_CRC_OFFSET = 12
+_SEGMENT = struct.Struct("<8sII16sQIIQ4HQQ")
+_RECORD = struct.Struct("<8sII16s16s16sQII4HQ")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What a segment file says of itself."""
+
+    namespace: bytes
+    set_id: int
+    rank: int
+    slots: int
+    slot_bytes: int
+    extent: Extent
+    slab_bytes: int
+    created_ms: int
+
+    def slot_offset(self, slot: int) -> int:
+        return PAGE_BYTES + slot * self.slot_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return PAGE_BYTES + self.slots * self.slot_bytes
+
+    def pack(self) -> bytes:
+        e = self.extent
+        body = _SEGMENT.pack(
+            SEGMENT_MAGIC, FORMAT_VERSION, 0, self.namespace, self.set_id, self.rank, self.slots, self.slot_bytes,
+            e.first_layer, e.n_layers, e.first_head, e.n_heads, self.slab_bytes, self.created_ms,
+        )  # fmt: skip
+        return _with_crc(body)
+
+    @classmethod
+    def unpack(cls, page: bytes) -> SegmentHeader:
+        """Raises Corrupt when the page is not a whole, consistent segment header of this format version."""
+        _check(page, SEGMENT_MAGIC, "segment")
+        (_, _, _, namespace, set_id, rank, slots, slot_bytes, l0, nl, h0, nh, slab_bytes, created_ms) = (
+            _SEGMENT.unpack_from(page)
+        )
+        header = cls(namespace, set_id, rank, slots, slot_bytes, Extent(l0, nl, h0, nh), slab_bytes, created_ms)
+        _check_slabs(header.extent, slab_bytes)
+        if slot_bytes != record_bytes(header.extent, slab_bytes):
+            raise Corrupt(f"segment header: slot of {slot_bytes} bytes does not hold its record")
+        return header
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """What a record says of itself."""
+
+    key: bytes
+    parent: bytes
+    namespace: bytes
+    slab_bytes: int
+    tokens: int
+    slot: int
+    extent: Extent
+    set_id: int
+    checksums: tuple[int, ...]
+
+    def pack(self) -> bytes:
+        e = self.extent
+        body = _RECORD.pack(
+            RECORD_MAGIC, FORMAT_VERSION, 0, self.key, self.parent, self.namespace, self.slab_bytes, self.tokens,
+            self.slot, e.first_layer, e.n_layers, e.first_head, e.n_heads, self.set_id,
+        )  # fmt: skip
+        sums = struct.pack(f"<{len(self.checksums)}Q", *self.checksums)
+        return _with_crc(body.ljust(CHECKSUMS_OFFSET, b"\0") + sums)
+
+    @classmethod
+    def unpack(cls, page: bytes) -> RecordHeader:
+        """Raises Corrupt when the page is not a whole, consistent record header of this format version."""
+        _check(page, RECORD_MAGIC, "record")
+        (_, _, _, key, parent, namespace, slab_bytes, tokens, slot, l0, nl, h0, nh, set_id) = _RECORD.unpack_from(page)
+        extent = Extent(l0, nl, h0, nh)
+        _check_slabs(extent, slab_bytes)
+        sums = struct.unpack_from(f"<{nh}Q", page, CHECKSUMS_OFFSET)
+        return cls(key, parent, namespace, slab_bytes, tokens, slot, extent, set_id, sums)
+
+
+def record_bytes(extent: Extent, slab_bytes: int) -> int:
+    """Bytes of a record on disk: its header page and one slab a head."""
+    return PAGE_BYTES + extent.n_heads * slab_bytes
+
+
+def is_blank(page: bytes) -> bool:
+    """A page that nobody wrote: a slot that was never filled, or whose writer died before the header."""
+    return not any(page)
+
+
+def _with_crc(body: bytes) -> bytes:
+    page = bytearray(body.ljust(PAGE_BYTES, b"\0"))
+    struct.pack_into("<I", page, _CRC_OFFSET, zlib.crc32(page))
+    return bytes(page)
+
+
+def _check(page: bytes, magic: bytes, what: str) -> None:
+    if len(page) < PAGE_BYTES:
+        raise Corrupt(f"{what} header: {len(page)} bytes, a page has {PAGE_BYTES}")
+    if page[:8] != magic:
+        raise Corrupt(f"{what} header: starts with {page[:8]!r}")
+    version, crc = struct.unpack_from("<II", page, 8)
+    blank = bytearray(page[:PAGE_BYTES])
+    blank[_CRC_OFFSET : _CRC_OFFSET + 4] = bytes(4)
+    if zlib.crc32(blank) != crc:
+        raise Corrupt(f"{what} header: its CRC is wrong")
+    if version != FORMAT_VERSION:
+        raise Corrupt(f"{what} header: format {version}, this kvtier reads {FORMAT_VERSION}")
+
+
+def _check_slabs(extent: Extent, slab_bytes: int) -> None:
+    if not 1 <= extent.n_heads <= HEADS_PER_RECORD_MAX or extent.n_layers < 1:
+        raise Corrupt(f"header: {extent.n_heads} heads x {extent.n_layers} layers")
+    if slab_bytes <= 0 or slab_bytes % PAGE_BYTES:
+        raise Corrupt(f"header: a slab of {slab_bytes} bytes is not whole pages")

@@ -1,0 +1,109 @@
+"""SlotTable: which chunk lies in which slot of an arena. Pure bookkeeping: no bytes, no clock, no locks.
+
+A slot is free, reserved (somebody fills it), or cached (holds a chunk that can be found by its key). A cached slot
+with leases is being read and is never given to anybody else (I3). When no slot is free, the cached slot that was
+used longest ago and has no lease is taken.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Content = TypeVar("Content")
+
+
+@dataclass(slots=True)
+class _Cached(Generic[Content]):
+    slot: int
+    content: Content
+    leases: int = 0
+
+
+class SlotTable(Generic[Content]):
+    """Bookkeeping of `n_slots` slots. `Content` is what the caller wants to know about a cached chunk."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.n_slots = n_slots
+        self._free = list(range(n_slots - 1, -1, -1))
+        self._reserved: set[int] = set()
+        self._cached: OrderedDict[bytes, _Cached[Content]] = OrderedDict()  # least recently used first
+        self._dropped: dict[int, _Cached[Content]] = {}  # no longer findable, but still leased
+
+    def reserve(self) -> int | None:
+        """A slot to fill, now the caller's; None when every slot is reserved or leased."""
+        if not self._free and not self._evict_one():
+            return None
+        slot = self._free.pop()
+        self._reserved.add(slot)
+        return slot
+
+    def commit(self, slot: int, key: bytes, content: Content) -> bool:
+        """The reserved slot now holds `key`. False (and the slot is free) when another slot holds it already."""
+        self._reserved.remove(slot)
+        if key in self._cached:
+            self._free.append(slot)
+            return False
+        self._cached[key] = _Cached(slot, content)
+        return True
+
+    def discard(self, slot: int) -> None:
+        """Gives a reserved slot back unfilled."""
+        self._reserved.remove(slot)
+        self._free.append(slot)
+
+    def lease(self, key: bytes) -> tuple[int, Content] | None:
+        """The slot that holds `key`, protected until `release`; None when it is not here."""
+        cached = self._cached.get(key)
+        if cached is None:
+            return None
+        self._cached.move_to_end(key)
+        cached.leases += 1
+        return cached.slot, cached.content
+
+    def release(self, slot: int, key: bytes) -> None:
+        """Ends one lease."""
+        cached = self._dropped.get(slot) or self._cached[key]
+        assert cached.slot == slot and cached.leases > 0
+        cached.leases -= 1
+        if slot in self._dropped and cached.leases == 0:
+            del self._dropped[slot]
+            self._free.append(slot)
+
+    def drop(self, key: bytes) -> None:
+        """Makes `key` unfindable (its bytes are bad); the slot is free once its leases end."""
+        cached = self._cached.pop(key, None)
+        if cached is None:
+            return
+        if cached.leases:
+            self._dropped[cached.slot] = cached
+        else:
+            self._free.append(cached.slot)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._cached
+
+    def __len__(self) -> int:
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """How many `reserve` calls in a row would succeed now."""
+        return len(self._free) + sum(1 for cached in self._cached.values() if cached.leases == 0)
+
+    def check(self) -> None:
+        """Asserts that every slot is in exactly one state."""
+        cached = [entry.slot for entry in self._cached.values()]
+        slots = self._free + list(self._reserved) + cached + list(self._dropped)
+        assert sorted(slots) == list(range(self.n_slots)), slots
+        assert all(entry.leases >= 0 for entry in self._cached.values())
+        assert all(entry.leases > 0 for entry in self._dropped.values())
+
+    def _evict_one(self) -> bool:
+        for key, cached in self._cached.items():
+            if cached.leases == 0:
+                del self._cached[key]
+                self._free.append(cached.slot)
+                return True
+        return False
