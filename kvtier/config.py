@@ -1,0 +1,355 @@
+"""The settings: one frozen tree. The only reader of the environment and of YAML files.
+
+What wins, from the strongest: the connector's extra config, the environment, the YAML file, the defaults below.
+
+    connector config   {"root": "/mnt/kv", "io": {"threads": 16}, "config": "/etc/kvtier.yaml"}
+    environment        KVTIER_ROOT=/mnt/kv  KVTIER_IO__THREADS=16  KVTIER_CONFIG=/etc/kvtier.yaml
+    YAML file          the one that `config` or KVTIER_CONFIG names; the same keys, see configs/default.yaml
+
+A bad value or an unknown key stops start-up with a ConfigError that names key, value, source and fix (I8).
+Byte sizes are whole numbers or texts: "64GiB" and "512MiB" count in 1024s, "64GB" and "512MB" in 1000s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvtier.errors import ConfigError
+from kvtier.geometry import PAGE_BYTES
+
+ENV_PREFIX = "KVTIER_"
+CONFIG_VARIABLE = "KVTIER_CONFIG"
+CHUNK_TOKENS_UNIT = 16
+"""The smallest block of any engine: a chunk is a whole number of them."""
+
+_UNITS = {"": 1, "B": 1} | {
+    letter + suffix: base**power
+    for suffix, base in (("iB", 1024), ("B", 1000))
+    for power, letter in enumerate("KMGT", start=1)
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: object) -> int:
+    """A byte size as a number. Raises ValueError when `value` is neither a whole number nor a text like "64GiB"."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if not match or match[2].lower() not in units:
+        raise ValueError('must be a whole number of bytes or a size such as "64GiB", "512MiB" or "64GB"')
+    n_bytes = float(match[1]) * units[match[2].lower()] if "." in match[1] else int(match[1]) * units[match[2].lower()]
+    if n_bytes != int(n_bytes):
+        raise ValueError("must be a whole number of bytes")
+    return int(n_bytes)
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):  # an int to Python, a slip in a settings file
+        raise ValueError("must be a number")
+    return value
+
+
+def _multiple(value: int, unit: int, why: str) -> int:
+    if value % unit:
+        raise ValueError(f"must be a multiple of {unit} ({why}); the next one is {-(-value // unit) * unit}")
+    return value
+
+
+def _absolute_path(value: Path) -> Path:
+    if not value.is_absolute():
+        raise ValueError(f"must be an absolute path: processes start in different folders; try {value.absolute()}")
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Count = Annotated[int, BeforeValidator(_no_bool), Field(gt=0)]
+Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+_FROZEN = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class HostSettings(BaseModel):
+    """The host arena: encoded chunks in pinned memory of one worker."""
+
+    model_config = _FROZEN
+    arena_bytes: Bytes = 1 << 30
+    admit: Literal["always", "second_hit", "never"] = "always"
+
+
+class IoSettings(BaseModel):
+    """Reading and writing segments."""
+
+    model_config = _FROZEN
+    threads: Annotated[Count, Field(le=256)] = 8
+    piece_bytes: Bytes = 1 << 20
+    direct: Literal["auto", "require", "never"] = "auto"
+    timeout_s: Seconds = 30.0
+
+    @field_validator("piece_bytes")
+    @classmethod
+    def _whole_pages(cls, value: int) -> int:
+        return _multiple(value, PAGE_BYTES, "direct I/O moves whole pages")
+
+
+class IndexSettings(BaseModel):
+    """Where keys are looked up. `path`: folder of an embedded index; None: chosen by the root's file system."""
+
+    model_config = _FROZEN
+    kind: Literal["embedded", "memory"] = "embedded"
+    path: Path | None = None
+    map_bytes: Bytes = 16 << 30
+    timeout_s: Seconds = 2.0
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else _absolute_path(value)
+
+
+class QueueSettings(BaseModel):
+    """Bounds of the queues between the engine and the storage (I4)."""
+
+    model_config = _FROZEN
+    save_chunks_max: Count = 64
+    load_requests_max: Count = 256
+    save_threads: Annotated[Count, Field(le=64)] = 2
+    load_threads: Annotated[Count, Field(le=64)] = 2
+
+
+class Settings(BaseSettings):
+    """The whole tree. `load` reads all sources; the constructor takes only what it is given.
+
+    root: the folder of the file-system tier, shared by all workers; capacity_bytes: what its segments may take.
+    segment_bytes: of one file of one rank; chunk_tokens: tokens of a chunk, a multiple of the engine's block.
+    model_tag: stands for the weights where they do not lie in files; epoch: raise it to leave all stored KV behind.
+    save_generated: whether generated tokens are stored too; min_load_tokens: shorter hits are computed instead.
+    writer_lease_s: after so long without a sign of life a writer's open segments are taken for abandoned.
+    touch_interval_s: how often recency of use is written down; shutdown_drain_s: how long a stop waits for saves.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", validate_default=True, env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+    )
+    root: Path
+    capacity_bytes: Bytes = 64 << 30
+    segment_bytes: Bytes = 1 << 30
+    chunk_tokens: Count = 256
+    codec: Literal["raw"] = "raw"
+    model_tag: Annotated[str, Field(min_length=1)] | None = None
+    epoch: Annotated[int, BeforeValidator(_no_bool), Field(ge=0)] = 0
+    save_generated: bool = True
+    min_load_tokens: Annotated[int, BeforeValidator(_no_bool), Field(ge=0)] = 256
+    host: HostSettings = HostSettings()
+    io: IoSettings = IoSettings()
+    index: IndexSettings = IndexSettings()
+    queues: QueueSettings = QueueSettings()
+    writer_lease_s: Seconds = 30.0
+    touch_interval_s: Seconds = 5.0
+    shutdown_drain_s: Seconds = 5.0
+
+    @field_validator("root")
+    @classmethod
+    def _absolute_root(cls, value: Path) -> Path:
+        return _absolute_path(value)
+
+    @field_validator("chunk_tokens")
+    @classmethod
+    def _whole_blocks(cls, value: int) -> int:
+        return _multiple(value, CHUNK_TOKENS_UNIT, "it is the smallest block of an engine")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The constructor reads nothing but its arguments: `load` merges the sources, so that it can name them."""
+        return (init_settings,)
+
+    @classmethod
+    def load(cls, overrides: Mapping[str, Any] | None = None) -> Settings:
+        """Reads and checks all sources. `overrides`: the connector's extra config. Raises ConfigError."""
+        connector = dict(overrides or {})
+        for name in connector:
+            if not isinstance(name, str):
+                raise ConfigError(str(name), connector[name], "keys of the connector config must be texts")
+        config = connector.pop("config", None)
+        path, namer = (config, "config") if config is not None else (os.environ.get(CONFIG_VARIABLE), CONFIG_VARIABLE)
+        sources = [
+            _Source("connector config", connector),
+            _Source("environment", _environment(cls)),
+            _Source("defaults" if path is None else f"file {path}", {} if path is None else _read_yaml(path, namer)),
+        ]
+        merged: dict[str, Any] = {}
+        for source in reversed(sources):
+            merged = _merge(merged, source.values)
+        try:
+            settings = cls(**merged)
+            settings.check_capacity(settings.segment_bytes)
+        except ValidationError as error:
+            raise _config_error(cls, error, sources) from None
+        except ConfigError as error:
+            raise ConfigError(error.key, error.value, f"{error.fix}{_origin((error.key,), sources)}") from None
+        return settings
+
+    def check_capacity(self, set_bytes: int) -> None:
+        """Raises ConfigError when not even one segment set (`set_bytes` on disk over all ranks) fits the capacity."""
+        if self.capacity_bytes < set_bytes:
+            fix = (
+                f"one segment set takes {set_bytes} bytes; raise capacity_bytes to at least that (better, several "
+                f"times that) or lower segment_bytes ({self.segment_bytes})"
+            )
+            raise ConfigError("capacity_bytes", self.capacity_bytes, fix)
+
+    def check_block(self, block_tokens: int) -> None:
+        """Raises ConfigError unless a chunk is a whole number of the engine's blocks."""
+        if self.chunk_tokens % block_tokens:
+            nearest = -(-self.chunk_tokens // block_tokens) * block_tokens
+            fix = f"must be a multiple of the engine's block of {block_tokens} tokens; set it to {nearest}"
+            raise ConfigError("chunk_tokens", self.chunk_tokens, fix)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where values came from, and the values, nested as they were given."""
+
+    name: str
+    values: Mapping[str, Any]
+
+    def describe(self, path: tuple[str, ...]) -> str:
+        if self.name == "environment":
+            return f"environment variable {ENV_PREFIX}{'__'.join(path).upper()}"
+        return self.name
+
+    def holds(self, path: tuple[str, ...]) -> bool:
+        values: object = self.values
+        for name in path:
+            if not isinstance(values, Mapping) or name not in values:
+                return False
+            values = values[name]
+        return True
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in over.items():
+        below = merged.get(name)
+        merged[name] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML would let the last one win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: object, namer: str) -> Mapping[str, Any]:
+    """The mapping in a settings file. `namer`: the setting that named the file, for the message."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(namer, path, "must be the path of a YAML file")
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = yaml.load(file, _YamlLoader)
+    except OSError as error:
+        raise ConfigError(namer, str(path), f"cannot read this settings file: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(namer, str(path), f"not a YAML file: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(namer, str(path), "the file must be a mapping of settings, as in configs/default.yaml")
+    return values
+
+
+def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
+    """What KVTIER_* variables set. Raises ConfigError for one that no setting has."""
+    paths = list(_paths(settings_cls))
+    leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
+    names = {ENV_PREFIX + "__".join(path).upper() for path in leaves} | {CONFIG_VARIABLE}
+    for name, value in os.environ.items():
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in names:
+            raise ConfigError(name, value, f"unknown environment variable{_near(name.upper(), names)}; unset it")
+    return EnvSettingsSource(settings_cls)()
+
+
+def _paths(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """Every key of the tree, groups too, as ("io", "threads")."""
+    for name, field in model.model_fields.items():
+        yield (name,)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from ((name, *below) for below in _paths(field.annotation))
+
+
+def _near(name: str, names: set[str]) -> str:
+    below = sorted(other for other in names if other.startswith(name + "__"))
+    found = below or difflib.get_close_matches(name, sorted(names), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _config_error(settings_cls: type[Settings], error: ValidationError, sources: list[_Source]) -> ConfigError:
+    """The first of pydantic's complaints as one readable message."""
+    complaint = error.errors()[0]
+    path = tuple(str(part) for part in complaint["loc"])
+    known = set(_paths(settings_cls))
+    path = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), path)
+    if complaint["type"] == "extra_forbidden":
+        path = tuple(str(part) for part in complaint["loc"])
+        fix = "unknown key" + _suggestion(path, known)
+    elif complaint["type"] == "missing":
+        return ConfigError(
+            ".".join(path), None, f"not set, and it has no default: set {ENV_PREFIX}{path[-1].upper()}, or "
+            f"{path[-1]} in the YAML file or the connector config, to an absolute path"
+        )  # fmt: skip
+    elif complaint["type"] in ("model_type", "model_attributes_type"):
+        fix = f"must be a mapping with keys {', '.join(sorted(p[-1] for p in known if p[:-1] == path))}"
+    elif complaint["type"] == "path_type":
+        fix = "must be an absolute path"
+    else:
+        reason = complaint["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        fix = reason + _default(settings_cls, path)
+    others = len(error.errors()) - 1
+    fix += _origin(path, sources) + (f"; {others} more settings are wrong" if others else "")
+    return ConfigError(".".join(path), complaint["input"], fix)
+
+
+def _origin(path: tuple[str, ...], sources: list[_Source]) -> str:
+    return next((f" (from {source.describe(path)})" for source in sources if source.holds(path)), " (the default)")
+
+
+def _suggestion(path: tuple[str, ...], known: set[tuple[str, ...]]) -> str:
+    beside = {other[-1] for other in known if other[:-1] == path[:-1]}
+    near = [".".join(other) for other in sorted(known) if other[-1] == path[-1]] or [
+        ".".join((*path[:-1], name)) for name in difflib.get_close_matches(path[-1], sorted(beside), n=1)
+    ]
+    return f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(beside))}"
+
+
+def _default(settings_cls: type[Settings], path: tuple[str, ...]) -> str:
+    model: type[BaseModel] = settings_cls
+    for name in path[:-1]:
+        below = model.model_fields[name].annotation
+        assert isinstance(below, type) and issubclass(below, BaseModel)
+        model = below
+    field = model.model_fields.get(path[-1])
+    if field is None or field.is_required() or isinstance(field.default, BaseModel):
+        return ""
+    return f"; the default is {field.default!r}"

@@ -1,0 +1,265 @@
+"""Settings: what wins, what is refused, and that a refusal names key, value, source and fix."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from kvtier.config import Settings, parse_bytes
+from kvtier.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("KVTIER_"):
+            monkeypatch.delenv(name)
+
+
+def refusal(overrides: dict[Any, Any]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(overrides)
+    assert "\n" not in str(caught.value)
+    assert caught.value.key in str(caught.value)
+    return caught.value
+
+
+def yaml_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "kvtier.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def all_keys(model: type[BaseModel]) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        keys[name] = all_keys(field.annotation) if nested else None  # type: ignore[arg-type]
+    return keys
+
+
+def names_only(tree: object) -> Any:
+    return {name: names_only(below) for name, below in tree.items()} if isinstance(tree, dict) else None
+
+
+# --- what wins ---
+
+
+def test_default_yaml_has_every_key_with_its_default(tmp_path: Path) -> None:
+    assert Settings.load({"root": "/x", "config": str(CONFIGS / "default.yaml")}) == Settings.load({"root": "/x"})
+    expected = all_keys(Settings)
+    del expected["root"]  # required: shown as a comment
+    text = (CONFIGS / "default.yaml").read_text()
+    assert names_only(yaml.safe_load(text)) == expected
+    assert "\n# root: " in text
+
+
+def test_every_other_yaml_loads_and_holds_only_differences() -> None:
+    def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+        found = {}
+        for name, value in tree.items():
+            found |= leaves(value, (*path, name)) if isinstance(value, dict) else {(*path, name): value}
+        return found
+
+    default = leaves(yaml.safe_load((CONFIGS / "default.yaml").read_text()))
+    others = [path for path in CONFIGS.glob("*.yaml") if path.name != "default.yaml"]
+    assert CONFIGS / "vllm-cpu.yaml" in others
+    for path in others:
+        Settings.load({"root": "/x", "config": str(path)})
+        for key, value in leaves(yaml.safe_load(path.read_text())).items():
+            assert default.get(key) != value, f"{path.name}: {key} repeats the default"
+
+
+def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "root: /yaml\nio: {threads: 3, piece_bytes: 2MiB, direct: never}\nchunk_tokens: 64\n"
+    monkeypatch.setenv("KVTIER_CONFIG", yaml_file(tmp_path, text))
+    monkeypatch.setenv("KVTIER_IO__THREADS", "4")
+    monkeypatch.setenv("KVTIER_IO__PIECE_BYTES", "4MiB")
+    monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "128")
+    settings = Settings.load({"io": {"threads": 5}})
+    assert settings.io.threads == 5  # connector config
+    assert settings.io.piece_bytes == 4 << 20  # environment
+    assert settings.chunk_tokens == 128
+    assert settings.io.direct == "never"  # YAML
+    assert settings.root == Path("/yaml")
+    assert settings.io.timeout_s == 30.0  # default
+
+
+def test_the_connectors_config_file_wins_over_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CONFIG", str(tmp_path / "absent.yaml"))
+    assert Settings.load({"config": yaml_file(tmp_path, "root: /named")}).root == Path("/named")
+
+
+def test_the_constructor_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "64")
+    assert Settings(root=Path("/x")).chunk_tokens == 256
+
+
+def test_settings_are_frozen_and_picklable() -> None:
+    settings = Settings.load({"root": "/x"})
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    with pytest.raises(ValueError, match="frozen"):
+        settings.io.threads = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("value", "n_bytes"),
+    [(4096, 4096), ("4096", 4096), ("4KiB", 4096), ("512MiB", 512 << 20), ("64GiB", 64 << 30), ("1TiB", 1 << 40),
+     ("64GB", 64 * 10**9), ("512 mb", 512 * 10**6), ("1.5GiB", 3 << 29), ("9007199254740993", 9007199254740993)],
+)  # fmt: skip
+def test_byte_sizes(value: object, n_bytes: int) -> None:
+    assert parse_bytes(value) == n_bytes
+
+
+# --- unknown and misspelt keys ---
+
+
+def test_misspelt_key_in_the_connector_config() -> None:
+    error = refusal({"root": "/x", "capacty_bytes": "1GiB"})
+    assert error.key == "capacty_bytes" and error.value == "1GiB"
+    assert "did you mean 'capacity_bytes'?" in error.fix and "connector config" in error.fix
+
+
+def test_misspelt_nested_key_in_the_connector_config() -> None:
+    error = refusal({"root": "/x", "io": {"thread": 4}})
+    assert error.key == "io.thread" and "'io.threads'" in error.fix
+
+
+def test_key_in_the_wrong_place_is_shown_the_right_one() -> None:
+    assert "did you mean 'queues.save_threads'?" in refusal({"root": "/x", "save_threads": 4}).fix
+
+
+def test_misspelt_key_in_yaml(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "root: /x\nindex:\n  knd: memory\n")
+    error = refusal({"config": path})
+    assert error.key == "index.knd" and error.value == "memory"
+    assert "'index.kind'" in error.fix and path in error.fix
+
+
+def test_key_that_is_like_no_other(tmp_path: Path) -> None:
+    error = refusal({"root": "/x", "host": {"zzz": 1}})
+    assert "known here: admit, arena_bytes" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("KVTIER_CAPACITY_BYTE", "KVTIER_CAPACITY_BYTES"), ("KVTIER_IO__THREAD", "KVTIER_IO__THREADS"),
+     ("KVTIER_IO_THREADS", "KVTIER_IO__THREADS"), ("kvtier_rot", "KVTIER_ROOT"), ("KVTIER_IO", "KVTIER_IO__DIRECT")],
+)  # fmt: skip
+def test_misspelt_environment_variable(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "7")
+    error = refusal({"root": "/x"})
+    assert error.key == name and error.value == "7" and repr(near) in error.fix
+
+
+def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
+    error = refusal({"config": yaml_file(tmp_path, "root: /x\nio: {threads: 3}\nio: {direct: never}\n")})
+    assert error.key == "config" and "'io' stands twice" in error.fix
+
+
+# --- bad values ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ({"root": "relative/path"}, "root"),
+        ({"root": 5}, "root"),
+        ({"root": "/x", "capacity_bytes": "64XB"}, "capacity_bytes"),
+        ({"root": "/x", "capacity_bytes": 0}, "capacity_bytes"),
+        ({"root": "/x", "capacity_bytes": True}, "capacity_bytes"),
+        ({"root": "/x", "segment_bytes": "0.3B"}, "segment_bytes"),
+        ({"root": "/x", "chunk_tokens": 100}, "chunk_tokens"),
+        ({"root": "/x", "chunk_tokens": -16}, "chunk_tokens"),
+        ({"root": "/x", "codec": "zip"}, "codec"),
+        ({"root": "/x", "model_tag": ""}, "model_tag"),
+        ({"root": "/x", "epoch": -1}, "epoch"),
+        ({"root": "/x", "save_generated": "maybe"}, "save_generated"),
+        ({"root": "/x", "io": {"threads": 0}}, "io.threads"),
+        ({"root": "/x", "io": {"threads": True}}, "io.threads"),
+        ({"root": "/x", "io": {"piece_bytes": 5000}}, "io.piece_bytes"),
+        ({"root": "/x", "io": {"timeout_s": "inf"}}, "io.timeout_s"),
+        ({"root": "/x", "io": {"direct": "yes"}}, "io.direct"),
+        ({"root": "/x", "index": {"path": "here"}}, "index.path"),
+        ({"root": "/x", "index": {"timeout_s": 0}}, "index.timeout_s"),
+        ({"root": "/x", "host": {"admit": "sometimes"}}, "host.admit"),
+        ({"root": "/x", "queues": {"save_chunks_max": None}}, "queues.save_chunks_max"),
+        ({"root": "/x", "writer_lease_s": "soon"}, "writer_lease_s"),
+        ({"root": "/x", "io": 5}, "io"),
+        ({"root": "/x", "io": {3: 5}}, "io"),
+        ({"root": "/x", 3: 5}, "3"),
+    ],
+)
+def test_bad_value_names_its_key(overrides: dict[Any, Any], key: str) -> None:
+    assert refusal(overrides).key == key
+
+
+def test_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_IO__THREADS", "many")
+    error = refusal({"root": "/x"})
+    assert (error.key, error.value) == ("io.threads", "many")
+    assert "environment variable KVTIER_IO__THREADS" in error.fix and "the default is 8" in error.fix
+
+
+def test_bad_value_in_yaml_names_the_file(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "root: /x\nepoch: first\n")
+    error = refusal({"config": path})
+    assert error.key == "epoch" and error.value == "first" and f"file {path}" in error.fix
+
+
+def test_several_bad_values_are_counted() -> None:
+    assert "1 more settings are wrong" in refusal({"root": "/x", "epoch": -1, "io": {"threads": 0}}).fix
+
+
+def test_root_has_no_default() -> None:
+    error = refusal({})
+    assert error.key == "root" and "KVTIER_ROOT" in error.fix
+
+
+@pytest.mark.parametrize("text", ["- a list\n", "3: 4\n", "io: [\n", "just words"])
+def test_file_that_is_no_mapping_of_settings(text: str, tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, text)
+    error = refusal({"config": path})
+    assert error.key == "config" and error.value == path
+
+
+def test_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CONFIG", str(tmp_path / "absent.yaml"))
+    error = refusal({"root": "/x"})
+    assert error.key == "KVTIER_CONFIG" and "No such file" in error.fix
+
+
+def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    settings = Settings.load({"root": "/x", "config": yaml_file(tmp_path, "# nothing set\n")})
+    assert settings == Settings.load({"root": "/x"})
+
+
+# --- checks that need more than one value ---
+
+
+def test_capacity_smaller_than_a_segment() -> None:
+    error = refusal({"root": "/x", "capacity_bytes": "512MiB"})
+    assert error.key == "capacity_bytes" and error.value == 512 << 20
+    assert str(1 << 30) in error.fix and "connector config" in error.fix
+
+
+def test_capacity_smaller_than_one_segment_set() -> None:
+    settings = Settings.load({"root": "/x", "capacity_bytes": "4GiB"})
+    settings.check_capacity(4 << 30)
+    with pytest.raises(ConfigError, match="capacity_bytes = .*one segment set takes 8589934592 bytes"):
+        settings.check_capacity(8 << 30)
+
+
+def test_chunk_that_is_not_whole_blocks() -> None:
+    settings = Settings.load({"root": "/x", "chunk_tokens": 48})
+    settings.check_block(16)
+    with pytest.raises(ConfigError, match="chunk_tokens = 48: .*block of 32 tokens; set it to 64"):
+        settings.check_block(32)
