@@ -1,0 +1,1 @@
+"""Where kvtier meets the engines. Installed as `kvtier.connectors`."""

@@ -1,0 +1,92 @@
+"""The compiled part, loaded with ctypes: checksums on memory addresses. The engine's functions are used by `ring.py`.
+
+`_native.abi3.so` stands beside this file; it is built from `native/*.cpp` when the package is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from kvtier.errors import KVTierError
+
+_LIBRARY_NAME = "_native.abi3.so"
+
+
+def _load() -> ctypes.CDLL:
+    path = Path(__file__).with_name(_LIBRARY_NAME)
+    if not path.exists():
+        raise KVTierError(
+            f"kvtier: its compiled part is missing ({path}). It is built when kvtier is installed: run "
+            "`pip install -e .` in a checkout, or install kvtier again (the compiler is $CXX, c++, g++ or clang++; "
+            "without one the build takes the ziglang package)"
+        )
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KVTierError(f"kvtier: {path} cannot be loaded ({error}): install kvtier again on this machine") from error
+
+
+def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    c = ctypes
+    handle = c.c_void_p
+    for name, result, arguments in (
+        ("kvtier_instruction_sets", c.c_int, []),
+        ("kvtier_instruction_set", c.c_char_p, [c.c_int]),
+        ("kvtier_checksum", c.c_uint64, [c.c_int, c.c_void_p, c.c_size_t, c.c_uint64, c.c_uint64]),
+        (
+            "kvtier_slab_checksums",
+            None,
+            [c.c_void_p, c.c_size_t, c.c_uint32, c.c_char_p, c.c_uint32, c.c_uint32, c.c_void_p],
+        ),
+        ("kvtier_ring_open", c.c_int, [c.c_uint32, c.c_uint32, c.c_uint64, c.c_uint64, c.POINTER(handle)]),
+        ("kvtier_ring_close", c.c_int, [handle, c.c_int64]),
+        ("kvtier_submit", c.c_int, [handle, c.c_char_p, c.c_size_t, c.c_char_p, c.POINTER(handle)]),
+        ("kvtier_batch_wait", c.c_int, [handle, c.c_int64]),
+        ("kvtier_batch_cancel", None, [handle]),
+        ("kvtier_batch_results", c.c_int, [handle, c.c_void_p, c.c_void_p, c.c_void_p]),
+        ("kvtier_batch_free", None, [handle]),
+    ):
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
+library = _declare(_load())
+"""The loaded functions. Every call releases the interpreter lock."""
+
+
+def instruction_sets() -> dict[str, int]:
+    """Name -> number of each version of the checksum that this processor runs, slowest first."""
+    names = ((library.kvtier_instruction_set(i), i) for i in range(library.kvtier_instruction_sets()))
+    return {name.decode(): i for name, i in names if name is not None}
+
+
+def instruction_set() -> str:
+    """Name of the version in use: "avx512", "avx2" or "scalar"."""
+    return str(library.kvtier_instruction_set(-1).decode())
+
+
+def checksum(
+    buffer_address: int, n_bytes: int, seed: int, first_pair: int = 0, *, instruction_set: str | None = None
+) -> int:
+    """Checksum of `n_bytes` (a multiple of 8) of memory; with `first_pair`, the summand of one piece of a slab.
+
+    See `kvtier.checksum.slab_checksum`. `instruction_set`: one of `instruction_sets()`, the fastest by default.
+    """
+    if n_bytes % 8 or n_bytes < 0:
+        raise ValueError(f"{n_bytes} bytes are not whole pairs of 8")
+    which = -1 if instruction_set is None else instruction_sets()[instruction_set]
+    return int(library.kvtier_checksum(which, buffer_address, n_bytes, seed, first_pair))
+
+
+def slab_checksums(
+    address: int, slab_bytes: int, n_slabs: int, key: bytes, first_head: int, first_layer: int
+) -> tuple[int, ...]:
+    """Checksums of `n_slabs` slabs that lie one after the other at `address`, in head order."""
+    if slab_bytes % 8 or slab_bytes <= 0 or len(key) != 16:
+        raise ValueError(f"slabs of {slab_bytes} bytes under a key of {len(key)} bytes")
+    sums = (ctypes.c_uint64 * n_slabs)()
+    library.kvtier_slab_checksums(address, slab_bytes, n_slabs, key, first_head, first_layer, sums)
+    return tuple(sums)

@@ -1,0 +1,47 @@
+#include "batch.h"
+
+namespace kvtier {
+namespace {
+
+size_t total_slabs(const OpSpec* specs, size_t n_ops) {
+  size_t slabs = 0;
+  for (size_t i = 0; i < n_ops; i++) slabs += specs[i].n_slabs;
+  return slabs;
+}
+
+}  // namespace
+
+Batch::Batch(const OpSpec* specs, size_t n_ops, const uint64_t* expected)
+    : n_ops_(n_ops), ops_(new Op[n_ops]), sums_(total_slabs(specs, n_ops)), ops_left_(n_ops) {
+  expected_.assign(expected, expected + sums_.size());
+  size_t first_sum = 0;
+  for (size_t i = 0; i < n_ops; i++) {
+    ops_[i].spec = specs[i];
+    ops_[i].first_sum = first_sum;
+    first_sum += specs[i].n_slabs;
+    lanes_[specs[i].kind].ops.push_back(static_cast<uint32_t>(i));
+  }
+}
+
+bool Batch::wait(std::chrono::nanoseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return all_done_.wait_for(lock, timeout, [this] { return ops_left_ == 0; });
+}
+
+bool Batch::done() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return ops_left_ == 0;
+}
+
+void Batch::op_done() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (--ops_left_ == 0) all_done_.notify_all();
+}
+
+bool Batch::is_bad(const Op& op, uint32_t position) const {
+  if (!op.spec.verify || op.error.load() != 0) return false;
+  const size_t slab = op.first_sum + position;
+  return sum(slab) != expected_[slab];
+}
+
+}  // namespace kvtier

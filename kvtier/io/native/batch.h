@@ -1,0 +1,99 @@
+// Operations, and the batch that owns their progress. No I/O here.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace kvtier {
+
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kChecksumsOffset = 128;  // in a record's header page: see kvtier/record.py
+constexpr size_t kCrcOffset = 12;
+constexpr size_t kSlabsMax = (kPageBytes - kChecksumsOffset) / 8;
+
+enum Kind : int32_t { kRead = 0, kWrite = 1 };
+
+// One operation as it crosses the C interface; kvtier/io/ring.py packs the same layout.
+//   read : `offset` and `address` are those of the first slab
+//   write: `offset` and `address` are those of the header page; the slabs follow it in the file and in memory
+struct OpSpec {
+  int32_t kind;
+  int32_t fd;
+  int64_t offset;
+  uint64_t address;
+  uint64_t slab_bytes;
+  uint32_t n_slabs;
+  uint32_t first_head;
+  uint32_t first_layer;
+  uint32_t verify;  // read: compare with the expected checksums
+  uint8_t key[16];
+};
+static_assert(sizeof(OpSpec) == 64, "the layout is part of the C interface");
+
+struct Op {
+  OpSpec spec;
+  size_t first_sum = 0;    // position of its first slab in the batch's arrays
+  uint32_t n_pieces = 0;   // set when the engine takes the batch
+  uint32_t next_piece = 0; // first piece nobody has taken; guarded by the engine's mutex
+  std::atomic<uint32_t> unfinished{0};
+  std::atomic<int> error{0};
+
+  uint64_t payload_bytes() const { return spec.slab_bytes * spec.n_slabs; }
+  uint8_t* slabs() const {
+    return reinterpret_cast<uint8_t*>(spec.address) + (spec.kind == kWrite ? kPageBytes : 0);
+  }
+  int64_t slabs_offset() const { return spec.offset + (spec.kind == kWrite ? static_cast<int64_t>(kPageBytes) : 0); }
+  void fail(int code) {
+    int none = 0;
+    error.compare_exchange_strong(none, code);
+  }
+};
+
+// Operations of one kind, in order, and the first that still has pieces to give out. Guarded by the engine's mutex.
+struct Lane {
+  std::vector<uint32_t> ops;
+  size_t next = 0;
+  bool empty() const { return next == ops.size(); }
+};
+
+// Shared by the caller's handle and by every piece in flight, so it outlives both. The memory and the file descriptors
+// that its operations name are the caller's: they must stay until done(), whatever wait() or cancel() said before,
+// because a read that hangs in the kernel cannot be called back.
+class Batch {
+ public:
+  // `expected` holds one checksum a slab, over all operations in order; those of operations without `verify` are unused.
+  Batch(const OpSpec* specs, size_t n_ops, const uint64_t* expected);
+
+  bool wait(std::chrono::nanoseconds timeout);
+  bool done();
+
+  size_t size() const { return n_ops_; }
+  size_t slabs() const { return sums_.size(); }
+  Op& op(size_t i) { return ops_[i]; }
+  Lane& lane(int kind) { return lanes_[kind]; }
+  void add_to_sum(size_t slab, uint64_t summand) { sums_[slab].fetch_add(summand, std::memory_order_relaxed); }
+  uint64_t sum(size_t slab) const { return sums_[slab].load(std::memory_order_relaxed); }
+
+  // True where slab `position` of a finished, error-free read differs from what was expected.
+  bool is_bad(const Op& op, uint32_t position) const;
+
+  // Called once an operation: its last piece has returned, and its result will not change.
+  void op_done();
+
+ private:
+  size_t n_ops_;
+  std::unique_ptr<Op[]> ops_;
+  std::vector<std::atomic<uint64_t>> sums_;
+  std::vector<uint64_t> expected_;
+  Lane lanes_[2];
+  std::mutex mutex_;
+  std::condition_variable all_done_;
+  size_t ops_left_;  // guarded by mutex_
+};
+
+}  // namespace kvtier

@@ -1,0 +1,131 @@
+// The plain C interface that kvtier/io/native.py and ring.py load. No exception crosses it.
+#include <cerrno>
+#include <new>
+#include <system_error>
+
+#include "checksum.h"
+#include "engine.h"
+
+using kvtier::Batch;
+using kvtier::Engine;
+using kvtier::OpSpec;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+struct kvtier_ring {
+  std::shared_ptr<Engine> engine;
+};
+
+struct kvtier_batch {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<Batch> batch;
+};
+
+namespace {
+
+constexpr uint64_t kPieceBytesMax = uint64_t{1} << 30;
+constexpr uint64_t kOpBytesMax = uint64_t{1} << 40;
+
+bool whole_pages(uint64_t value) { return value % kvtier::kPageBytes == 0; }
+
+bool is_valid(const OpSpec& spec) {
+  return (spec.kind == kvtier::kRead || spec.kind == kvtier::kWrite) && spec.offset >= 0 &&
+         whole_pages(static_cast<uint64_t>(spec.offset)) && spec.address != 0 && whole_pages(spec.address) &&
+         spec.slab_bytes > 0 && whole_pages(spec.slab_bytes) && spec.n_slabs > 0 &&
+         spec.n_slabs <= kvtier::kSlabsMax && spec.slab_bytes <= kOpBytesMax / spec.n_slabs;
+}
+
+bool is_valid(const kvtier::EngineOptions& options) {
+  for (uint64_t piece : {options.read_piece_bytes, options.write_piece_bytes})
+    if (piece == 0 || !whole_pages(piece) || piece > kPieceBytesMax) return false;
+  return options.threads >= 1 && options.threads <= 1024 && options.queued_ops_max >= 1;
+}
+
+}  // namespace
+
+EXPORT int kvtier_instruction_sets() { return kvtier::kInstructionSets; }
+
+// Null: this processor does not run it.
+EXPORT const char* kvtier_instruction_set(int which) {
+  if (which < 0) return kvtier::best_instruction_set().name;
+  const kvtier::InstructionSet& set = kvtier::instruction_sets()[which];
+  return set.usable ? set.name : nullptr;
+}
+
+// `which` < 0: the fastest.
+EXPORT uint64_t kvtier_checksum(int which, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
+  const kvtier::InstructionSet& set =
+      which < 0 ? kvtier::best_instruction_set() : kvtier::instruction_sets()[which];
+  return set.sum(data, bytes, seed, first_pair);
+}
+
+EXPORT void kvtier_slab_checksums(const uint8_t* data, size_t slab_bytes, uint32_t n_slabs, const uint8_t* key,
+                                  uint32_t first_head, uint32_t first_layer, uint64_t* sums) {
+  const kvtier::SumFunction sum = kvtier::best_instruction_set().sum;
+  for (uint32_t i = 0; i < n_slabs; i++)
+    sums[i] = sum(data + i * slab_bytes, slab_bytes, kvtier::slab_seed(key, first_head + i, first_layer), 0);
+}
+
+// 0 or errno.
+EXPORT int kvtier_ring_open(uint32_t threads, uint32_t queued_ops_max, uint64_t read_piece_bytes,
+                            uint64_t write_piece_bytes, kvtier_ring** ring) {
+  const kvtier::EngineOptions options{threads, queued_ops_max, read_piece_bytes, write_piece_bytes};
+  if (!is_valid(options)) return EINVAL;
+  try {
+    *ring = new kvtier_ring{Engine::start(options)};
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  } catch (const std::system_error& error) {
+    return error.code().value();
+  }
+}
+
+// 1: all threads have ended; 0: some hang and were left behind. The handle is gone either way.
+EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
+  const bool ended = ring->engine->close(std::chrono::nanoseconds(timeout_ns));
+  delete ring;
+  return ended;
+}
+
+// 0 or errno; EINVAL: an operation is not whole aligned pages. `expected`: one checksum a slab of the batch.
+EXPORT int kvtier_submit(kvtier_ring* ring, const OpSpec* specs, size_t n_ops, const uint64_t* expected,
+                         kvtier_batch** batch) {
+  for (size_t i = 0; i < n_ops; i++)
+    if (!is_valid(specs[i])) return EINVAL;
+  try {
+    auto handle = std::make_unique<kvtier_batch>();
+    handle->engine = ring->engine;
+    handle->batch = std::make_shared<Batch>(specs, n_ops, expected);
+    const int error = ring->engine->submit(handle->batch);
+    if (error == 0) *batch = handle.release();
+    return error;
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  }
+}
+
+// 1 when done.
+EXPORT int kvtier_batch_wait(kvtier_batch* batch, int64_t timeout_ns) {
+  return batch->batch->wait(std::chrono::nanoseconds(timeout_ns));
+}
+
+EXPORT void kvtier_batch_cancel(kvtier_batch* batch) { batch->engine->cancel(batch->batch); }
+
+// Only of a batch that is done: one errno an operation; one checksum and one flag (1: not as expected) a slab.
+EXPORT int kvtier_batch_results(kvtier_batch* batch, int32_t* errors, uint64_t* sums, uint8_t* bad) {
+  Batch& source = *batch->batch;
+  if (!source.done()) return EBUSY;
+  for (size_t i = 0; i < source.size(); i++) {
+    const kvtier::Op& op = source.op(i);
+    errors[i] = op.error.load();
+    for (uint32_t slab = 0; slab < op.spec.n_slabs; slab++) {
+      sums[op.first_sum + slab] = source.sum(op.first_sum + slab);
+      bad[op.first_sum + slab] = source.is_bad(op, slab);
+    }
+  }
+  return 0;
+}
+
+// The batch itself lives on until its last piece has returned.
+EXPORT void kvtier_batch_free(kvtier_batch* batch) { delete batch; }

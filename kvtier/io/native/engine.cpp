@@ -1,0 +1,214 @@
+#include "engine.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <thread>
+
+#include "crc32.h"
+#include "transfer.h"
+
+namespace kvtier {
+namespace {
+
+// While reads wait, one piece in this many is a write (on at most half the threads), so that saves never stop.
+constexpr uint32_t kReadsPerWrite = 8;
+
+// Signals are the application's own threads' business.
+void become_worker() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  pthread_setname_np(pthread_self(), "kvtier-io");
+}
+
+}  // namespace
+
+Engine::Engine(const EngineOptions& options) : options_(options), sum_(best_instruction_set().sum) {}
+
+std::shared_ptr<Engine> Engine::start(const EngineOptions& options) {
+  std::shared_ptr<Engine> engine(new Engine(options));
+  try {
+    for (uint32_t i = 0; i < options.threads; i++) {
+      std::lock_guard<std::mutex> lock(engine->mutex_);
+      std::thread([engine] { engine->work(); }).detach();
+      engine->threads_alive_++;
+    }
+  } catch (...) {
+    engine->close(std::chrono::seconds(1));
+    throw;
+  }
+  return engine;
+}
+
+int Engine::submit(const std::shared_ptr<Batch>& batch) {
+  for (size_t i = 0; i < batch->size(); i++) {
+    Op& op = batch->op(i);
+    const uint64_t piece = piece_bytes(op.spec.kind);
+    op.n_pieces = static_cast<uint32_t>((op.payload_bytes() + piece - 1) / piece);
+    op.unfinished.store(op.n_pieces, std::memory_order_relaxed);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (stop_) return ESHUTDOWN;
+  if (queued_ops_ + batch->size() > options_.queued_ops_max) return EAGAIN;
+  queued_ops_ += batch->size();
+  for (int kind : {kRead, kWrite})
+    if (!batch->lane(kind).empty()) lanes_[kind].push_back(batch);
+  work_or_stop_.notify_all();
+  return 0;
+}
+
+void Engine::cancel(const std::shared_ptr<Batch>& batch) {
+  std::vector<Op*> ended;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    drop_queued(batch, &ended);
+    for (auto& lane : lanes_)
+      for (auto it = lane.begin(); it != lane.end();) it = *it == batch ? lane.erase(it) : it + 1;
+  }
+  for (size_t i = 0; i < ended.size(); i++) batch->op_done();
+}
+
+void Engine::drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended) {
+  for (int kind : {kRead, kWrite}) {
+    Lane& lane = batch->lane(kind);
+    for (; !lane.empty(); lane.next++, queued_ops_--) {
+      Op& op = batch->op(lane.ops[lane.next]);
+      op.fail(ECANCELED);
+      const uint32_t dropped = op.n_pieces - op.next_piece;
+      op.next_piece = op.n_pieces;
+      if (op.unfinished.fetch_sub(dropped, std::memory_order_acq_rel) == dropped) ended->push_back(&op);
+    }
+  }
+}
+
+bool Engine::close(std::chrono::nanoseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  stop_ = true;
+  for (auto& lane : lanes_) {
+    while (!lane.empty()) {
+      const std::shared_ptr<Batch> batch = lane.front();
+      lane.pop_front();
+      std::vector<Op*> ended;
+      drop_queued(batch, &ended);
+      for (size_t i = 0; i < ended.size(); i++) batch->op_done();
+    }
+  }
+  work_or_stop_.notify_all();
+  return thread_ended_.wait_for(lock, timeout, [this] { return threads_alive_ == 0; });
+}
+
+void Engine::work() {
+  become_worker();
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    int kind = -1;
+    work_or_stop_.wait(lock, [&] { return stop_ || (kind = choose()) >= 0; });
+    if (stop_) break;
+    Piece piece = take(kind);
+    lock.unlock();
+    perform(piece);
+    piece_done(piece);
+    piece.batch.reset();
+    lock.lock();
+    if (kind == kWrite) {
+      writing_--;
+      if (!lanes_[kWrite].empty()) work_or_stop_.notify_one();
+    }
+  }
+  if (--threads_alive_ == 0) thread_ended_.notify_all();
+}
+
+int Engine::choose() {
+  const bool reads = !lanes_[kRead].empty(), writes = !lanes_[kWrite].empty();
+  if (reads && writes) {
+    const bool turn = reads_in_a_row_ >= kReadsPerWrite - 1;
+    return turn && writing_ < (options_.threads + 1) / 2 ? kWrite : kRead;
+  }
+  if (reads) return kRead;
+  // One thread is kept from writes, so that a read that arrives never waits for writes alone.
+  const uint32_t writers_max = options_.threads > 1 ? options_.threads - 1 : 1;
+  return writes && writing_ < writers_max ? kWrite : -1;
+}
+
+Engine::Piece Engine::take(int kind) {
+  std::deque<std::shared_ptr<Batch>>& queue = lanes_[kind];
+  std::shared_ptr<Batch> batch = queue.front();
+  Lane& lane = batch->lane(kind);
+  Op& op = batch->op(lane.ops[lane.next]);
+  const uint64_t start = op.next_piece++ * piece_bytes(kind);
+  const uint64_t bytes = std::min(piece_bytes(kind), op.payload_bytes() - start);
+  if (op.next_piece == op.n_pieces) {
+    // Batches take turns, an operation each: pieces of one operation stay together, neighbours in the file.
+    lane.next++;
+    queued_ops_--;
+    queue.pop_front();
+    if (!lane.empty()) queue.push_back(batch);
+  }
+  if (kind == kWrite) writing_++;
+  reads_in_a_row_ = kind == kRead && !lanes_[kWrite].empty() ? reads_in_a_row_ + 1 : 0;
+  return {std::move(batch), &op, start, bytes};
+}
+
+uint64_t Engine::piece_bytes(int kind) const {
+  return kind == kRead ? options_.read_piece_bytes : options_.write_piece_bytes;
+}
+
+void Engine::perform(const Piece& piece) {
+  if (piece.op->error.load(std::memory_order_relaxed) != 0) return;  // the rest of a failed operation is not tried
+  piece.op->spec.kind == kRead ? land(piece) : store(piece);
+}
+
+void Engine::land(const Piece& piece) {
+  Op& op = *piece.op;
+  const int error = read_fully(op.spec.fd, op.slabs() + piece.start, piece.bytes,
+                               op.slabs_offset() + static_cast<int64_t>(piece.start));
+  if (error != 0) return op.fail(error);
+  sum(piece, piece.start, piece.bytes);
+}
+
+void Engine::store(const Piece& piece) {
+  Op& op = *piece.op;
+  sum(piece, piece.start, piece.bytes);
+  const int error = write_fully(op.spec.fd, op.slabs() + piece.start, piece.bytes,
+                                op.slabs_offset() + static_cast<int64_t>(piece.start));
+  if (error != 0) op.fail(error);
+}
+
+void Engine::sum(const Piece& piece, uint64_t start, uint64_t bytes) {
+  const OpSpec& spec = piece.op->spec;
+  while (bytes > 0) {
+    const uint32_t slab = static_cast<uint32_t>(start / spec.slab_bytes);
+    const uint64_t within = start % spec.slab_bytes;
+    const uint64_t part = std::min(bytes, spec.slab_bytes - within);
+    const uint64_t seed = slab_seed(spec.key, spec.first_head + slab, spec.first_layer);
+    piece.batch->add_to_sum(piece.op->first_sum + slab, sum_(piece.op->slabs() + start, part, seed, within / 8));
+    start += part;
+    bytes -= part;
+  }
+}
+
+void Engine::piece_done(const Piece& piece) {
+  Op& op = *piece.op;
+  if (op.unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (op.spec.kind == kWrite && op.error.load() == 0) write_header(*piece.batch, op);
+  piece.batch->op_done();
+}
+
+void Engine::write_header(Batch& batch, Op& op) {
+  uint8_t* page = reinterpret_cast<uint8_t*>(op.spec.address);
+  for (uint32_t i = 0; i < op.spec.n_slabs; i++) {
+    const uint64_t sum = batch.sum(op.first_sum + i);
+    std::memcpy(page + kChecksumsOffset + 8 * i, &sum, 8);
+  }
+  std::memset(page + kCrcOffset, 0, 4);
+  const uint32_t crc = crc32(page, kPageBytes);
+  std::memcpy(page + kCrcOffset, &crc, 4);
+  const int error = write_fully(op.spec.fd, page, kPageBytes, op.spec.offset);
+  if (error != 0) op.fail(error);
+}
+
+}  // namespace kvtier

@@ -1,0 +1,73 @@
+// Threads that move the pieces of batches between files and memory, and sum them on the way.
+//
+// An operation is cut into pieces small enough that a piece is still in a core's L2 cache when it is summed: a read
+// piece is summed as soon as it has landed, a write piece just before it goes out. A stage that sends landed pieces on
+// to a device belongs at the end of Engine::land(): the piece is complete, summed and hot there.
+//
+// Nothing is started when the library is loaded; an engine belongs to the process that made it.
+#pragma once
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "batch.h"
+#include "checksum.h"
+
+namespace kvtier {
+
+struct EngineOptions {
+  uint32_t threads;
+  uint32_t queued_ops_max;     // operations that still have pieces to give out (I4)
+  uint64_t read_piece_bytes;   // multiples of a page
+  uint64_t write_piece_bytes;
+};
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  // Throws std::system_error when the threads cannot be started.
+  static std::shared_ptr<Engine> start(const EngineOptions& options);
+
+  // 0; EAGAIN: the queue has no room for all of the batch, none of it was taken; ESHUTDOWN: closed.
+  int submit(const std::shared_ptr<Batch>& batch);
+
+  // Drops the pieces that nobody has taken; their operations end with ECANCELED once those in flight have returned.
+  void cancel(const std::shared_ptr<Batch>& batch);
+
+  // Cancels everything queued and waits for the threads, but no longer than `timeout`: a thread that hangs in the
+  // kernel is left behind (it holds its own reference to the engine). True when all have ended.
+  bool close(std::chrono::nanoseconds timeout);
+
+ private:
+  struct Piece {
+    std::shared_ptr<Batch> batch;
+    Op* op;
+    uint64_t start, bytes;  // within the payload
+  };
+
+  explicit Engine(const EngineOptions& options);
+  void work();
+  int choose();                                    // kind of the next piece, -1: none. Under mutex_
+  Piece take(int kind);                            // under mutex_
+  void drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended);  // under mutex_
+  uint64_t piece_bytes(int kind) const;
+  void perform(const Piece& piece);
+  void land(const Piece& piece);
+  void store(const Piece& piece);
+  void sum(const Piece& piece, uint64_t start, uint64_t bytes);
+  void piece_done(const Piece& piece);
+  void write_header(Batch& batch, Op& op);
+
+  const EngineOptions options_;
+  const SumFunction sum_;
+  std::mutex mutex_;
+  std::condition_variable work_or_stop_, thread_ended_;
+  std::deque<std::shared_ptr<Batch>> lanes_[2];  // batches with pieces of that kind to give out
+  size_t queued_ops_ = 0;
+  uint32_t threads_alive_ = 0;
+  uint32_t writing_ = 0;        // threads that hold a write piece
+  uint32_t reads_in_a_row_ = 0; // pieces given out while writes waited
+  bool stop_ = false;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,237 @@
+"""Records between files and memory: many operations in flight, checksummed on the way. The work is native threads.
+
+Ownership: memory and file descriptors named by operations belong to the caller and must stay until `Batch.wait` has
+returned True. A read that hangs in the kernel cannot be called back, so after a timeout or `cancel` the bytes may
+still land later: keep the buffer (and the descriptor open) as long as the batch is not done (I10).
+
+A ring belongs to the process that made it; after a fork the child makes its own.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import errno
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+from kvtier.errors import TierUnavailable
+from kvtier.geometry import PAGE_BYTES
+from kvtier.io.native import library
+
+READ_PIECE_BYTES = 1 << 20
+WRITE_PIECE_BYTES = 1 << 20
+QUEUED_OPS_MAX = 16384
+
+_OP = struct.Struct("=iiqQQIIII16s")
+_READ, _WRITE = 0, 1
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class ReadOp(NamedTuple):
+    """Read `n_slabs` slabs that lie one after the other; all units bytes, all multiples of a page (4096)."""
+
+    fd: int
+    offset: int  # of the first slab in the file
+    address: int  # where the first slab lands
+    slab_bytes: int
+    n_slabs: int
+    key: bytes  # of the chunk, 16 bytes
+    first_head: int  # head of the first slab read
+    first_layer: int  # of the record
+    checksums: tuple[int, ...] | None  # what the slabs must sum to; None: only report
+
+
+class WriteOp(NamedTuple):
+    """Write a record: its slabs, then its header page with their checksums filled in."""
+
+    fd: int
+    offset: int  # of the header page in the file
+    address: int  # of the header page (RecordHeader.pack with any checksums), which the slabs follow; it is changed
+    slab_bytes: int
+    n_slabs: int
+    key: bytes
+    first_head: int
+    first_layer: int
+
+
+class OpResult(NamedTuple):
+    """What became of one operation."""
+
+    error: int  # errno; 0: fine; ENODATA: the file ends before the last slab; ECANCELED
+    bad_slabs: tuple[int, ...]  # positions (0 = first slab read) whose checksum is not the expected one
+    checksums: tuple[int, ...]  # of each slab, as read or written; meaningless with an error
+
+    @property
+    def ok(self) -> bool:
+        return self.error == 0 and not self.bad_slabs
+
+
+class Batch:
+    """Operations submitted together. Thread-safe; see the module's text for who owns the memory."""
+
+    def __init__(self, handle: ctypes.c_void_p, slabs_of_ops: list[int]) -> None:
+        self._handle = handle
+        self._slabs_of_ops = slabs_of_ops
+        self._pid = os.getpid()
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when every operation has ended, which all later calls will say too; False after the timeout."""
+        return bool(library.kvtier_batch_wait(self._handle, max(0, int(timeout_s * 1e9))))
+
+    def cancel(self) -> None:
+        """Drop what has not started. Operations hit by it end with ECANCELED when their pieces in flight are back."""
+        library.kvtier_batch_cancel(self._handle)
+
+    def results(self) -> list[OpResult]:
+        """One result an operation, in the order submitted. Only after `wait` returned True."""
+        n_ops, n_slabs = len(self._slabs_of_ops), sum(self._slabs_of_ops)
+        errors = (ctypes.c_int32 * n_ops)()
+        sums = (ctypes.c_uint64 * n_slabs)()
+        bad = ctypes.create_string_buffer(n_slabs)
+        if library.kvtier_batch_results(self._handle, errors, sums, bad) != 0:
+            raise RuntimeError("results of a batch that is not done")
+        flags, values = bad.raw, sums[:]
+        results = []
+        first = 0
+        for error, n in zip(errors, self._slabs_of_ops, strict=True):
+            of_op = flags[first : first + n]
+            bad_slabs = tuple(i for i in range(n) if of_op[i]) if 1 in of_op else ()
+            results.append(OpResult(error, bad_slabs, tuple(values[first : first + n])))
+            first += n
+        return results
+
+    def __del__(self) -> None:
+        if self._pid == os.getpid():
+            library.kvtier_batch_free(self._handle)
+
+
+class Ring:
+    """A fixed number of native I/O threads over one bounded queue (I4).
+
+    Reads go before writes; while reads wait, writes get a turn now and then, on at most half the threads. Batches
+    take turns, an operation each. Thread-safe.
+
+    Args:
+        threads: operations are cut into pieces; each thread moves one piece at a time.
+        piece_bytes: of reads. Small enough to stay in a core's L2 cache until it is summed.
+        write_piece_bytes: of writes; by default `piece_bytes`.
+        queued_ops_max: operations that wait for a thread; more are refused.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        piece_bytes: int = READ_PIECE_BYTES,
+        *,
+        write_piece_bytes: int | None = None,
+        queued_ops_max: int = QUEUED_OPS_MAX,
+    ) -> None:
+        handle = ctypes.c_void_p()
+        write_bytes = piece_bytes if write_piece_bytes is None else write_piece_bytes
+        error = library.kvtier_ring_open(threads, queued_ops_max, piece_bytes, write_bytes, ctypes.byref(handle))
+        if error == errno.EINVAL:
+            raise ValueError(f"a ring of {threads} threads, pieces of {piece_bytes} and {write_bytes} bytes")
+        if error:
+            raise TierUnavailable(f"I/O threads cannot be started: {os.strerror(error)}")
+        self._handle: ctypes.c_void_p | None = handle
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> Batch:
+        """Start the operations, or none of them.
+
+        Raises TierUnavailable when the queue has no room for all of them or the ring is closed, and ValueError when
+        an offset, an address or a size is not whole pages.
+        """
+        packed, expected, slabs_of_ops = _pack(ops)
+        batch = ctypes.c_void_p()
+        with self._lock:
+            if self._handle is None:
+                raise TierUnavailable("the I/O ring is closed")
+            if self._pid != os.getpid():
+                raise RuntimeError("a ring was carried across a fork: the child makes its own")
+            error = library.kvtier_submit(self._handle, packed, len(ops), expected, ctypes.byref(batch))
+        if error == errno.EINVAL:
+            raise ValueError("an operation is not whole, aligned pages")
+        if error:
+            raise TierUnavailable(f"I/O queue: {os.strerror(error)}")
+        return Batch(batch, slabs_of_ops)
+
+    def close(self, timeout_s: float = 1.0) -> bool:
+        """Cancel what is queued and end the threads. False: some hang in the kernel and were left behind."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+        if handle is None or self._pid != os.getpid():
+            return True
+        return bool(library.kvtier_ring_close(handle, int(timeout_s * 1e9)))
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _pack(ops: Sequence[ReadOp | WriteOp]) -> tuple[bytes, bytes, list[int]]:
+    """The C layout of the operations (`OpSpec`), the expected checksums of all slabs, and the slabs of each."""
+    packed = []
+    expected = array.array("Q")
+    slabs_of_ops = []
+    for op in ops:
+        fd, offset, address, slab_bytes, n_slabs, key, first_head, first_layer = op[:8]
+        if len(key) != 16:
+            raise ValueError(f"a key of {len(key)} bytes")
+        if isinstance(op, ReadOp):
+            kind, sums = _READ, op.checksums
+        else:
+            kind, sums = _WRITE, None
+        if sums is None:
+            expected.frombytes(bytes(8 * n_slabs))
+        elif len(sums) == n_slabs:
+            expected.extend(sums)
+        else:
+            raise ValueError(f"{len(sums)} checksums for {n_slabs} slabs")
+        try:
+            fields = _OP.pack(
+                kind, fd, offset, address, slab_bytes, n_slabs, first_head, first_layer, sums is not None, key
+            )
+        except struct.error as error:
+            raise ValueError(f"an operation is out of range: {error}") from None
+        packed.append(fields)
+        slabs_of_ops.append(n_slabs)
+    return b"".join(packed), expected.tobytes(), slabs_of_ops
+
+
+class AlignedBuffer:
+    """Page-aligned memory that operations can use: `address`, `view` (writable bytes), `n_bytes`."""
+
+    def __init__(self, n_bytes: int) -> None:
+        if n_bytes <= 0:
+            raise ValueError(f"a buffer of {n_bytes} bytes")
+        self.n_bytes = n_bytes
+        mapped_bytes = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
+        if n_bytes >= _HUGE_PAGE_BYTES:
+            mapped_bytes += _HUGE_PAGE_BYTES  # room to start at a huge page
+        self._mmap = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._mmap.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without huge pages: small ones do
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
+        skip = -base % _HUGE_PAGE_BYTES if n_bytes >= _HUGE_PAGE_BYTES else 0
+        self.address = base + skip
+        self.view = memoryview(self._mmap)[skip : skip + n_bytes]
+
+
+def aligned_buffer(n_bytes: int) -> AlignedBuffer:
+    """Anonymous memory, page-aligned (huge pages advised), freed when the last view of it goes."""
+    return AlignedBuffer(n_bytes)
