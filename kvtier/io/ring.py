@@ -193,18 +193,18 @@ def _pack(ops: Sequence[ReadOp | WriteOp]) -> tuple[bytes, bytes, list[int]]:
             kind, sums = _READ, op.checksums
         else:
             kind, sums = _WRITE, None
-        if sums is None:
-            expected.frombytes(bytes(8 * n_slabs))
-        elif len(sums) == n_slabs:
-            expected.extend(sums)
-        else:
-            raise ValueError(f"{len(sums)} checksums for {n_slabs} slabs")
         try:
             fields = _OP.pack(
                 kind, fd, offset, address, slab_bytes, n_slabs, first_head, first_layer, sums is not None, key
             )
         except struct.error as error:
             raise ValueError(f"an operation is out of range: {error}") from None
+        if sums is None:
+            expected.frombytes(bytes(8 * n_slabs))
+        elif len(sums) == n_slabs:
+            expected.extend(sums)
+        else:
+            raise ValueError(f"{len(sums)} checksums for {n_slabs} slabs")
         packed.append(fields)
         slabs_of_ops.append(n_slabs)
     return b"".join(packed), expected.tobytes(), slabs_of_ops

@@ -8,6 +8,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kvtier.geometry import PAGE_BYTES
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp, aligned_buffer
 from kvtier.record import RecordHeader
 
+from hang import HungRead
 from records import FIRST_HEAD, Record, open_file
 
 TIMEOUT_S = 20.0
@@ -59,20 +61,11 @@ def test_round_trip(ring: Ring, fd: int, slab_bytes: int, n_slabs: int) -> None:
     targets = [aligned_buffer(record.n_bytes) for record in records]
     for record, result in zip(records, results, strict=True):
         assert result.checksums == record.reference_checksums()
-        header = RecordHeader.unpack(os.pread(fd, PAGE_BYTES, record.offset) if not _is_direct(fd) else _page(fd, record))
-        assert header == record.header.__class__(
-            *[getattr(record.header, name) for name in record.header.__slots__[:-1]], result.checksums
-        )
+        assert RecordHeader.unpack(_page(fd, record)) == replace(record.header, checksums=result.checksums)
     reads = [r.read_op(fd, t, result.checksums) for r, t, result in zip(records, targets, results, strict=True)]
     for record, target, result in zip(records, targets, finished(ring.submit(reads)), strict=True):
         assert result == OpResult(0, (), record.reference_checksums()) and result.ok
         assert target.view[: len(record.slabs)] == record.slabs
-
-
-def _is_direct(fd: int) -> bool:
-    import fcntl
-
-    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def _page(fd: int, record: Record) -> bytes:
@@ -152,7 +145,8 @@ def test_errors_are_one_operations_own(ring: Ring, fd: int, tmp_path: Path) -> N
 def test_a_full_disk_is_enospc_and_leaves_no_header(ring: Ring) -> None:
     """/dev/full takes no byte; the header must not go out after a slab that did not."""
     full = os.open("/dev/full", os.O_RDWR)
-    (result,) = finished(ring.submit([Record(1, PAGE_BYTES, 3).write_op(full)]))
+    record = Record(1, PAGE_BYTES, 3)
+    (result,) = finished(ring.submit([record.write_op(full)]))
     os.close(full)
     assert result.error == errno.ENOSPC
 
@@ -176,73 +170,78 @@ def test_no_header_after_a_slab_that_failed(ring: Ring, tmp_path: Path) -> None:
     os.close(fd)
 
 
-def hung_read(key: bytes = bytes(16)) -> tuple[int, ReadOp]:
-    """A read that hangs in the kernel until `release`: an eventfd whose counter is zero. Also keeps its own buffer."""
-    eventfd = os.eventfd(0)
-    target = aligned_buffer(PAGE_BYTES)
-    _kept.append(target)
-    return eventfd, ReadOp(eventfd, 0, target.address, PAGE_BYTES, 1, key, 0, 0, None)
+@pytest.fixture(name="hung")
+def _hung() -> Iterator[HungRead]:
+    hung = HungRead()
+    yield hung
+    hung.release()
 
 
-_kept: list[object] = []
+@pytest.fixture(name="second_hung")
+def _second_hung() -> Iterator[HungRead]:
+    hung = HungRead()
+    yield hung
+    hung.release()
 
 
-def release(eventfd: int, batch: Batch) -> None:
-    """Let the hung read return (8 bytes, twice: then it is a short file) and wait for its batch."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not batch.wait(0.01):
-        os.eventfd_write(eventfd, 1)
-        assert time.monotonic() < deadline
-    os.close(eventfd)
+def blocked(ring: Ring, hung: HungRead) -> Batch:
+    """A batch in which the single thread of `ring` hangs."""
+    batch = ring.submit([hung.op])
+    assert not batch.wait(0.1)
+    return batch
 
 
-def test_a_hung_read_times_out_and_ends_later(ring: Ring, fd: int) -> None:
-    record = Record(1, 4 * PAGE_BYTES, 2)
+def test_a_hung_read_times_out_and_ends_later(ring: Ring, fd: int, hung: HungRead) -> None:
+    record, target = Record(1, 4 * PAGE_BYTES, 2), aligned_buffer(9 * PAGE_BYTES)
     (result,) = written(ring, fd, [record])
-    eventfd, hung = hung_read()
     started = time.monotonic()
-    batch = ring.submit([hung])
+    batch = ring.submit([hung.op])
     assert not batch.wait(0.05)
     assert 0.04 < time.monotonic() - started < 2
     with pytest.raises(RuntimeError, match="not done"):
         batch.results()
-    # The other threads go on.
-    (read,) = finished(ring.submit([record.read_op(fd, aligned_buffer(record.n_bytes), result.checksums)]))
+    (read,) = finished(ring.submit([record.read_op(fd, target, result.checksums)]))  # the other threads go on
     assert read.ok
     batch.cancel()
-    assert not batch.wait(0.05)
-    release(eventfd, batch)
-    assert batch.results()[0].error in (errno.ENODATA, errno.ECANCELED)
+    assert not batch.wait(0.05)  # it has started: it cannot be called back
+    hung.release()
+    assert finished(batch)[0].error == 0
 
 
-def test_cancel_drops_what_has_not_started(fd: int) -> None:
-    record = Record(1, 4 * PAGE_BYTES, 2)
+def test_cancel_drops_what_has_not_started(fd: int, hung: HungRead) -> None:
+    record, target = Record(1, 4 * PAGE_BYTES, 2), aligned_buffer(9 * PAGE_BYTES)
     with Ring(1, PIECE_BYTES) as ring:
         (result,) = written(ring, fd, [record])
-        eventfd, hung = hung_read()
-        blocker = ring.submit([hung])
-        _until_taken(ring, blocker)
-        queued = ring.submit([record.read_op(fd, aligned_buffer(record.n_bytes), result.checksums)] * 3)
+        blocker = blocked(ring, hung)
+        read = record.read_op(fd, target, result.checksums)
+        queued = ring.submit([read] * 3)
+        behind = ring.submit([read, record.write_op(fd)])
         assert not queued.wait(0.05)
         queued.cancel()
         assert queued.wait(1.0)
         assert [r.error for r in queued.results()] == [errno.ECANCELED] * 3
-        release(eventfd, blocker)
-        (after,) = finished(ring.submit([record.read_op(fd, aligned_buffer(record.n_bytes), result.checksums)]))
-        assert after.ok
+        queued.cancel()  # harmless
+        assert not behind.wait(0.0)
+        hung.release()
+        assert finished(blocker)[0].error == 0
+        assert [r.error for r in finished(behind)] == [0, 0]
 
 
-def _until_taken(ring: Ring, blocker: Batch) -> None:
-    """The single thread of `ring` hangs in `blocker` soon after it was submitted."""
-    assert not blocker.wait(0.1)
+def test_cancel_in_the_middle_of_an_operation(hung: HungRead) -> None:
+    """One piece hangs, the rest of its operation is dropped: it ends when the piece is back, as cancelled."""
+    with Ring(1, PAGE_BYTES) as ring:
+        batch = ring.submit([hung.long_op])
+        assert not batch.wait(0.1)
+        batch.cancel()
+        assert not batch.wait(0.1)
+        hung.release()
+        assert finished(batch)[0].error == errno.ECANCELED
 
 
-def test_close_leaves_hung_threads_behind(fd: int) -> None:
+def test_close_leaves_hung_threads_behind(fd: int, hung: HungRead) -> None:
     record = Record(1, 4 * PAGE_BYTES, 2)
     ring = Ring(1, PIECE_BYTES)
-    eventfd, hung = hung_read()
-    blocker = ring.submit([hung])
-    _until_taken(ring, blocker)
+    blocker = blocked(ring, hung)
     queued = ring.submit([record.write_op(fd)])
     started = time.monotonic()
     assert ring.close(0.1) is False
@@ -250,60 +249,72 @@ def test_close_leaves_hung_threads_behind(fd: int) -> None:
     assert finished(queued)[0].error == errno.ECANCELED
     with pytest.raises(TierUnavailable, match="closed"):
         ring.submit([record.write_op(fd)])
-    release(eventfd, blocker)
+    assert not blocker.wait(0.0)
+    hung.release()
+    assert finished(blocker)[0].error == 0
     assert ring.close() is True
 
 
-def test_the_queue_is_bounded(fd: int) -> None:
+def test_the_queue_is_bounded(fd: int, hung: HungRead) -> None:
     record = Record(1, PAGE_BYTES, 1)
     with Ring(1, PIECE_BYTES, queued_ops_max=4) as ring:
-        eventfd, hung = hung_read()
-        blocker = ring.submit([hung])
-        _until_taken(ring, blocker)
+        blocked(ring, hung)
         queued = ring.submit([record.write_op(fd)] * 3)
         with pytest.raises(TierUnavailable, match="queue"):
             ring.submit([record.write_op(fd)] * 2)
         last = ring.submit([record.write_op(fd)])
         with pytest.raises(TierUnavailable, match="queue"):
             ring.submit([record.write_op(fd)])
-        release(eventfd, blocker)
+        hung.release()
         assert [r.error for r in finished(queued) + finished(last)] == [0] * 4
-        assert finished(ring.submit([record.write_op(fd)] * 4))
+        assert [r.error for r in finished(ring.submit([record.write_op(fd)] * 4))] == [0] * 4
 
 
-def test_reads_go_before_writes(fd: int) -> None:
-    """Behind a hung read on one thread: a later batch of reads ends while writes submitted before it still wait."""
-    record = Record(1, PAGE_BYTES, 1)
+def test_reads_go_before_writes(fd: int, hung: HungRead, second_hung: HungRead) -> None:
+    """Behind a hung read on one thread: reads are done before writes that were submitted earlier."""
+    record, target = Record(1, PAGE_BYTES, 1), aligned_buffer(PAGE_BYTES)
     with Ring(1, PIECE_BYTES) as ring:
         (result,) = written(ring, fd, [record])
-        eventfd, hung = hung_read()
-        blocker = ring.submit([hung])
-        _until_taken(ring, blocker)
-        second_eventfd, second_hung = hung_read()
-        writes = ring.submit([record.write_op(fd)] * 20)
-        read = record.read_op(fd, aligned_buffer(record.n_bytes), result.checksums)
-        reads = ring.submit([read, read, second_hung])
-        release(eventfd, blocker)
-        assert not reads.wait(0.1) and not writes.wait(0.0)  # the thread hangs again, before the writes
-        release(second_eventfd, reads)
-        assert all(r.error == 0 for r in finished(writes))
+        blocked(ring, hung)
+        writes = ring.submit([record.write_op(fd)])
+        read = record.read_op(fd, target, result.checksums)
+        reads = [ring.submit([read]) for _ in range(3)]
+        last_read = ring.submit([second_hung.op])
+        hung.release()
+        assert all(finished(batch)[0].ok for batch in reads)
+        assert not last_read.wait(0.1) and not writes.wait(0.0)  # the thread hangs again, before the write
+        second_hung.release()
+        assert finished(last_read)[0].error == 0 and finished(writes)[0].error == 0
 
 
-def test_batches_take_turns(fd: int) -> None:
-    """A short batch behind a long one ends long before it: its operations are interleaved."""
-    record = Record(1, PAGE_BYTES, 1)
+def test_writes_get_a_turn_among_reads(fd: int, hung: HungRead, second_hung: HungRead) -> None:
+    """A stream of reads does not stop writes for good."""
+    record, target = Record(1, PAGE_BYTES, 1), aligned_buffer(PAGE_BYTES)
     with Ring(1, PIECE_BYTES) as ring:
         (result,) = written(ring, fd, [record])
-        read = record.read_op(fd, aligned_buffer(record.n_bytes), result.checksums)
-        eventfd, hung = hung_read()
-        second_eventfd, second_hung = hung_read()
-        blocker = ring.submit([hung])
-        _until_taken(ring, blocker)
-        long = ring.submit([read] * 10 + [second_hung] + [read] * 10)
+        blocked(ring, hung)
+        writes = ring.submit([record.write_op(fd)])
+        read = record.read_op(fd, target, result.checksums)
+        reads = ring.submit([read] * 20 + [second_hung.op])
+        hung.release()
+        assert finished(writes)[0].error == 0 and not reads.wait(0.0)
+        second_hung.release()
+        assert finished(reads)
+
+
+def test_batches_take_turns(fd: int, hung: HungRead, second_hung: HungRead) -> None:
+    """A short batch behind a long one ends long before it: their operations are interleaved."""
+    record, target = Record(1, PAGE_BYTES, 1), aligned_buffer(PAGE_BYTES)
+    with Ring(1, PIECE_BYTES) as ring:
+        (result,) = written(ring, fd, [record])
+        read = record.read_op(fd, target, result.checksums)
+        blocked(ring, hung)
+        long = ring.submit([read] * 10 + [second_hung.op] + [read] * 10)
         short = ring.submit([read] * 5)
-        release(eventfd, blocker)
+        hung.release()
         assert short.wait(TIMEOUT_S) and not long.wait(0.0)
-        release(second_eventfd, long)
+        second_hung.release()
+        assert [r.error for r in finished(long)] == [0] * 21
 
 
 def test_many_threads_submit(ring: Ring, tmp_path: Path) -> None:
@@ -335,7 +346,8 @@ def test_many_threads_submit(ring: Ring, tmp_path: Path) -> None:
      {"n_slabs": 0}, {"n_slabs": 497}, {"n_slabs": -1}, {"key": b"short"}, {"slab_bytes": 1 << 62}],
 )  # fmt: skip
 def test_operations_that_are_not_whole_pages_are_refused(ring: Ring, fd: int, change: dict[str, object]) -> None:
-    op = Record(1, PAGE_BYTES, 1).write_op(fd)
+    record = Record(1, PAGE_BYTES, 1)
+    op = record.write_op(fd)
     with pytest.raises(ValueError, match="pages|key|range|slabs"):
         ring.submit([op._replace(**change)])  # type: ignore[arg-type]
 
