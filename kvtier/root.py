@@ -1,0 +1,189 @@
+"""The root folder of the file-system tier: opening it, and finding every fault of it before the engine starts (I8).
+
+    <root>/v1/owner.json                        kvtier.owner
+    <root>/v1/index/                            the embedded index, where the root's file system is local
+    <root>/v1/<namespace id>/namespace.json     the canonical JSON that the id is the hash of
+    <root>/v1/<namespace id>/*.kvseg            kvtier.record
+
+Folders are 0700 and files 0600: KV tells what was said.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.config import Settings
+from kvtier.errors import ConfigError, Corrupt
+from kvtier.geometry import PAGE_BYTES
+from kvtier.identity import Namespace
+from kvtier.once import create_once, read_small
+from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
+from kvtier.record import FORMAT_VERSION
+
+NAMESPACE_FILE = "namespace.json"
+SEGMENT_SUFFIX = ".kvseg"
+
+_VERSION_FOLDER = re.compile(r"v(\d+)")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """An opened root. folder: `<root>/v1`; index_path: folder of the embedded index, None for one in memory."""
+
+    path: Path
+    folder: Path
+    index_path: Path | None
+
+
+def open_root(settings: Settings) -> Root:
+    """Creates or checks the root for writing, and claims it for this node. Raises ConfigError."""
+    path = settings.root
+    if not path.is_absolute():
+        raise ConfigError("root", str(path), f"must be an absolute path; try {path.absolute()}")
+    folder = path / f"v{FORMAT_VERSION}"
+    try:
+        _make_folder(path, parents=True)
+        _refuse_newer(path)
+        _make_folder(folder)
+        _try_to_write(folder)
+        check_space(path, settings.segment_bytes)
+        index_path = None
+        if settings.index.kind == "embedded":
+            index_path = settings.index.path or default_index_path(path, folder)
+        claim(folder, Owner(this_node(), index_path))
+    except OSError as error:
+        raise _config_error(path, error, settings.segment_bytes) from None
+    return Root(path, folder, index_path)
+
+
+def find_root(path: Path) -> Root:
+    """An existing root, for looking at; writes nothing. Raises ConfigError when there is none at `path`."""
+    folder = path / f"v{FORMAT_VERSION}"
+    try:
+        if not path.is_dir():
+            raise ConfigError("root", str(path), "there is no such folder")
+        _refuse_newer(path)
+        if not folder.is_dir():
+            raise ConfigError("root", str(path), f"not a root of kvtier: it has no folder {folder.name}")
+        owner = read_owner(folder)
+    except OSError as error:
+        raise ConfigError("root", str(path), f"cannot be read: {error}") from None
+    return Root(path.absolute(), folder.absolute(), owner.index_path if owner else None)
+
+
+def check_space(path: Path, needed_bytes: int) -> None:
+    """Raises ConfigError unless the disk of the root at `path` has `needed_bytes` (on disk), free or in segments.
+
+    Segments count, because they can be evicted: a tier that has filled its disk must be able to start again.
+    """
+    free_bytes = _free_bytes(path)
+    if free_bytes < needed_bytes and free_bytes + _segments_bytes(path) < needed_bytes:
+        raise _full(path, free_bytes, needed_bytes)
+
+
+def open_namespace(root: Root, namespace: Namespace) -> Path:
+    """The folder of `namespace`, created or verified. Raises ConfigError."""
+    folder = root.folder / namespace.id.hex()
+    try:
+        _make_folder(folder)
+        create_once(folder / NAMESPACE_FILE, namespace.canonical_json().encode())
+    except OSError as error:
+        raise _config_error(folder, error, PAGE_BYTES) from None
+    read_namespace(folder)
+    return folder
+
+
+def read_namespace(folder: Path) -> Namespace:
+    """What `folder`'s namespace.json says, verified against the folder's name. Raises ConfigError."""
+    path = folder / NAMESPACE_FILE
+    try:
+        text = read_small(path).decode("ascii")
+        namespace = Namespace.from_json(text)
+        if namespace.id.hex() != folder.name:
+            raise Corrupt(f"it describes namespace {namespace.id.hex()}")
+    except OSError as error:
+        raise ConfigError("root", str(path), f"cannot be read: {error.strerror}") from None
+    except (Corrupt, UnicodeDecodeError) as fault:
+        fix = (
+            f"contradicts the name of its folder ({fault}), so nobody can tell whose KV lies there; stop all engines "
+            f"on this root and remove {folder}: it is a cache and will be filled again"
+        )
+        raise ConfigError("root", str(path), fix) from None
+    return namespace
+
+
+def _make_folder(path: Path, parents: bool = False) -> None:
+    """Raises OSError; NotADirectoryError also when a file has the name."""
+    try:
+        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path)) from None
+
+
+def _refuse_newer(path: Path) -> None:
+    versions = [int(match[1]) for entry in os.listdir(path) if (match := _VERSION_FOLDER.fullmatch(entry))]
+    newest = max(versions, default=0)
+    if newest > FORMAT_VERSION:
+        fix = (
+            f"holds {path / f'v{newest}'}, written by a newer kvtier (format {newest}; this one writes format "
+            f"{FORMAT_VERSION}): upgrade kvtier, or choose another root"
+        )
+        raise ConfigError("root", str(path), fix)
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raises OSError unless a file can be made, written and removed; a full disk is left to check_space."""
+    path = folder / f".write-test-{uuid.uuid4().hex}"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, bytes(PAGE_BYTES))
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def _free_bytes(path: Path) -> int:
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
+
+
+def _segments_bytes(path: Path) -> int:
+    """What the segments of all namespaces take on disk. One that vanishes meanwhile counts as nothing."""
+    total = 0
+    for segment in path.glob(f"v{FORMAT_VERSION}/*/*{SEGMENT_SUFFIX}"):
+        try:
+            total += segment.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def _full(path: Path, free_bytes: int, needed_bytes: int) -> ConfigError:
+    fix = (
+        f"its disk is full: {free_bytes} bytes are free, {needed_bytes} are needed; free some space, lower "
+        "segment_bytes, or choose another root"
+    )
+    return ConfigError("root", str(path), fix)
+
+
+def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
+    if error.errno in _FULL:
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        return _full(path, _free_bytes(existing), needed_bytes)
+    if isinstance(error, NotADirectoryError):
+        fix = f"{error.filename} is a file, not a folder; choose another root"
+    else:
+        fix = (
+            f"not writable: {error.strerror} ({error.filename}); make it writable for this user or choose another root"
+        )
+    return ConfigError("root", str(path), fix)

@@ -1,0 +1,29 @@
+"""Disks of our own to fill or to forbid: they need the right to mount, and are skipped without it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+Mount = Callable[[Path, str], None]
+
+
+@pytest.fixture
+def mount_tmpfs() -> Iterator[Mount]:
+    """Mounts a tmpfs with the given options on an existing folder until the end of the test."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path, options: str) -> None:
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+        mounted.append(folder)
+
+    yield mount
+    for folder in reversed(mounted):
+        subprocess.run(["umount", str(folder)], check=True)

@@ -1,0 +1,78 @@
+"""Namespace folders: made once, and verified against their name ever after."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.geometry import Geometry
+from kvtier.identity import CodecId, Namespace
+from kvtier.root import NAMESPACE_FILE, Root, open_namespace, read_namespace
+
+NAMESPACE = Namespace(
+    engine="vllm",
+    weights="5f1e",
+    geometry=Geometry(8, 4, 128, 128, "bfloat16", 2, "heads", 256),
+    model_dtype="bfloat16",
+    quantization="",
+    positions="{}",
+    hf_overrides="",
+    codec=CodecId("raw", 1, 0),
+    draft="",
+    epoch="0",
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    (tmp_path / "v1").mkdir()
+    return Root(tmp_path, tmp_path / "v1", None)
+
+
+def test_is_named_by_the_id_and_holds_the_json(root: Root) -> None:
+    folder = open_namespace(root, NAMESPACE)
+    assert folder == root.folder / NAMESPACE.id.hex()
+    assert (folder / NAMESPACE_FILE).read_text() == NAMESPACE.canonical_json()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / NAMESPACE_FILE).stat().st_mode) == 0o600
+    assert [path.name for path in folder.iterdir()] == [NAMESPACE_FILE]
+    assert open_namespace(root, NAMESPACE) == folder
+    assert read_namespace(folder) == NAMESPACE
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        dataclasses.replace(NAMESPACE, weights="other").canonical_json(),
+        NAMESPACE.canonical_json().replace('"layers":8', '"layers":9'),
+        NAMESPACE.canonical_json() + "\n",
+        "{}",
+        "not json",
+        "\u00e9",
+    ],
+)
+def test_that_contradicts_its_folder(root: Root, content: str) -> None:
+    path = open_namespace(root, NAMESPACE) / NAMESPACE_FILE
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        open_namespace(root, NAMESPACE)
+    assert caught.value.key == "root" and caught.value.value == str(path)
+    assert "contradicts" in caught.value.fix and f"remove {path.parent}" in caught.value.fix
+    assert path.read_text() == content  # it is for the operator to decide
+
+
+def test_that_was_renamed(root: Root) -> None:
+    folder = open_namespace(root, NAMESPACE)
+    renamed = folder.rename(folder.with_name("0" * 32))
+    with pytest.raises(ConfigError, match=f"describes namespace {NAMESPACE.id.hex()}"):
+        read_namespace(renamed)
+
+
+def test_that_cannot_be_made(root: Root) -> None:
+    (root.folder / NAMESPACE.id.hex()).write_text("")
+    with pytest.raises(ConfigError, match="is a file, not a folder"):
+        open_namespace(root, NAMESPACE)

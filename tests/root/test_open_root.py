@@ -1,0 +1,247 @@
+"""Opening a root: what it makes, and every fault that must stop start-up with key, value and fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import owner
+from kvtier.config import Settings
+from kvtier.errors import ConfigError
+from kvtier.io.filesystem import FileSystem
+from kvtier.owner import Node, Owner, read_owner
+from kvtier.root import Root, check_space, find_root, open_root
+
+Mount = Callable[[Path, str], None]
+SMALL = {"segment_bytes": "64KiB", "capacity_bytes": "1MiB"}
+
+
+def settings_for(root: Path, **more: Any) -> Settings:
+    return Settings.load({"root": str(root), **SMALL, **more})
+
+
+def refusal(settings: Settings) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        open_root(settings)
+    assert "\n" not in str(caught.value) and caught.value.fix
+    return caught.value
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+# --- what it makes ---
+
+
+def test_creates_private_folders_and_files(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        root = open_root(settings_for(tmp_path / "a" / "b"))
+    finally:
+        os.umask(before)
+    assert root == Root(tmp_path / "a" / "b", tmp_path / "a" / "b" / "v1", root.index_path)
+    assert mode(root.path) == mode(root.folder) == 0o700
+    assert mode(root.folder / "owner.json") == 0o600
+    assert [path.name for path in root.folder.iterdir()] == ["owner.json"]  # the write test left nothing
+
+
+def test_opening_again_is_the_same(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path)
+    assert open_root(settings) == open_root(settings)
+
+
+def test_index_lies_beside_the_segments_on_a_local_disk(tmp_path: Path) -> None:
+    assert open_root(settings_for(tmp_path)).index_path == tmp_path / "v1" / "index"
+
+
+def test_index_lies_on_a_local_disk_when_the_root_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "file_system_of", lambda path: FileSystem("nfs4", True, "/"))
+    monkeypatch.setattr(owner, "LOCAL_STATE", tmp_path)
+    index_path = open_root(settings_for(tmp_path / "kv")).index_path
+    assert index_path is not None and index_path.parent == tmp_path / f"kvtier-{os.getuid()}" / "index"
+    os.symlink(tmp_path / "kv", tmp_path / "link")  # another name of the same root has the same index
+    assert open_root(settings_for(tmp_path / "link")).index_path == index_path
+    assert open_root(settings_for(tmp_path / "kv2")).index_path != index_path
+    assert mode(tmp_path / f"kvtier-{os.getuid()}") == 0o700
+
+
+def test_folder_for_local_state_that_another_user_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "LOCAL_STATE", tmp_path)
+    (tmp_path / "theirs").mkdir()
+    os.symlink(tmp_path / "theirs", tmp_path / f"kvtier-{os.getuid()}")
+    with pytest.raises(ConfigError, match="index.path = .*another user's"):
+        owner.private_folder()
+
+
+def test_configured_index_path_is_taken(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "kv", index={"path": str(tmp_path / "ix")})
+    assert open_root(settings).index_path == tmp_path / "ix"
+
+
+def test_index_in_memory_has_no_path(tmp_path: Path) -> None:
+    assert open_root(settings_for(tmp_path, index={"kind": "memory"})).index_path is None
+    assert open_root(settings_for(tmp_path)).index_path == tmp_path / "v1" / "index"  # an embedded one may follow
+    assert find_root(tmp_path).index_path == tmp_path / "v1" / "index"
+
+
+# --- the place is wrong ---
+
+
+def test_not_absolute() -> None:
+    settings = settings_for(Path("/x")).model_copy(update={"root": Path("kv")})
+    error = refusal(settings)
+    assert error.key == "root" and "absolute" in error.fix
+
+
+def test_a_file_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    error = refusal(settings_for(tmp_path / "kv"))
+    assert error.key == "root" and f"{tmp_path / 'kv'} is a file" in error.fix
+
+
+def test_a_file_among_its_parents(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    error = refusal(settings_for(tmp_path / "kv" / "deeper" / "still"))
+    assert error.key == "root" and "is a file" in error.fix
+
+
+def test_a_file_in_place_of_its_version_folder(tmp_path: Path) -> None:
+    (tmp_path / "v1").write_text("")
+    assert f"{tmp_path / 'v1'} is a file" in refusal(settings_for(tmp_path)).fix
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="permission bits do not hold root back: see the read-only disk below")
+def test_not_writable_for_this_user(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(mode=0o500)
+    error = refusal(settings_for(tmp_path / "kv"))
+    assert error.key == "root" and "not writable" in error.fix
+
+
+def test_disk_that_is_read_only(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    mount_tmpfs(tmp_path, "size=4m")
+    open_root(settings_for(tmp_path / "kv"))
+    subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+    for root in (tmp_path / "kv", tmp_path / "other"):
+        error = refusal(settings_for(root))
+        assert error.key == "root" and error.value == str(root)
+        assert "not writable: Read-only file system" in error.fix and "choose another root" in error.fix
+
+
+def test_disk_that_is_too_small_for_a_segment(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    mount_tmpfs(tmp_path, "size=1m")
+    error = refusal(settings_for(tmp_path, segment_bytes="2MiB", capacity_bytes="8MiB"))
+    assert error.key == "root" and error.value == str(tmp_path)
+    assert f"{2 << 20} are needed" in error.fix and "bytes are free" in error.fix and "lower segment_bytes" in error.fix
+
+
+def fill(path: Path) -> None:
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return
+
+
+def test_disk_that_is_full(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    mount_tmpfs(tmp_path, "size=1m")
+    fill(tmp_path / "somebody elses.bin")
+    for root in (tmp_path, tmp_path / "a" / "b"):
+        error = refusal(settings_for(root))
+        assert error.key == "root" and "its disk is full" in error.fix
+        assert "65536 are needed" in error.fix
+
+
+def test_disk_that_the_tier_itself_has_filled(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    mount_tmpfs(tmp_path, "size=1m")
+    root = open_root(settings_for(tmp_path))
+    (root.folder / ("0" * 32)).mkdir()
+    fill(root.folder / ("0" * 32) / "0000000000000001-0000.kvseg")
+    assert open_root(settings_for(tmp_path)) == root
+    with pytest.raises(ConfigError, match="its disk is full"):
+        check_space(tmp_path, 8 << 20)
+
+
+def test_root_of_a_newer_format(tmp_path: Path) -> None:
+    open_root(settings_for(tmp_path))
+    (tmp_path / "v12").mkdir()
+    for look in (lambda: open_root(settings_for(tmp_path)), lambda: find_root(tmp_path)):
+        with pytest.raises(ConfigError, match=r"root = .*v12, written by a newer kvtier .*upgrade kvtier"):
+            look()
+
+
+def test_other_entries_are_nobodys_business(tmp_path: Path) -> None:
+    for name in ("v0", "vault", "v1.bak", "lost+found"):
+        (tmp_path / name).mkdir()
+    open_root(settings_for(tmp_path))
+
+
+# --- another owner ---
+
+
+def test_root_of_another_node(tmp_path: Path) -> None:
+    root = open_root(settings_for(tmp_path))
+    other = Owner(Node("f00d", "gpu-07"), root.index_path)
+    (root.folder / "owner.json").write_bytes(other.to_json())
+    error = refusal(settings_for(tmp_path))
+    assert error.key == "root" and error.value == str(tmp_path)
+    assert "gpu-07 (f00d)" in error.fix and str(owner.this_node()) in error.fix
+    assert str(root.folder / "owner.json") in error.fix
+
+
+def test_root_whose_index_lies_elsewhere(tmp_path: Path) -> None:
+    open_root(settings_for(tmp_path))
+    error = refusal(settings_for(tmp_path, index={"path": str(tmp_path / "second")}))
+    assert error.key == "index.path" and str(tmp_path / "v1" / "index") in error.fix
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"node": "x"}', '{"node": {"machine": "1"}, "index_path": null}'])
+def test_damaged_owner_file(tmp_path: Path, content: str) -> None:
+    path = open_root(settings_for(tmp_path)).folder / "owner.json"
+    path.write_text(content)
+    error = refusal(settings_for(tmp_path))
+    assert error.value == str(path) and "remove it" in error.fix
+
+
+def test_owner_file_is_what_the_docstring_says(tmp_path: Path) -> None:
+    root = open_root(settings_for(tmp_path))
+    node = owner.this_node()
+    assert json.loads((root.folder / "owner.json").read_bytes()) == {
+        "node": {"machine": node.machine, "host": node.host},
+        "index_path": str(root.index_path),
+    }
+    assert read_owner(root.folder) == Owner(node, root.index_path)
+
+
+def test_node_without_a_machine_id_makes_one_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "MACHINE_ID_FILE", tmp_path / "absent")
+    monkeypatch.setattr(owner, "LOCAL_STATE", tmp_path)
+    node = owner.this_node()
+    assert len(node.machine) == 32 and owner.this_node() == node
+
+
+# --- looking at one ---
+
+
+def test_find_root_writes_nothing(tmp_path: Path) -> None:
+    root = open_root(settings_for(tmp_path))
+    before = sorted(tmp_path.rglob("*"))
+    assert find_root(tmp_path) == root
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "file"])
+def test_find_root_where_there_is_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="no such folder|not a root of kvtier"):
+        find_root(tmp_path / name)
+    assert not (tmp_path / "absent").exists()
