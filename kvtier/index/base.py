@@ -122,6 +122,15 @@ class Index(Protocol):
 
     def counts(self) -> IndexCounts: ...
 
+    @property
+    def was_reset(self) -> bool:
+        """True when the index lost its content (another boot, a damaged file): it is to be rebuilt from segments."""
+        ...
+
+    def rebuilt(self) -> None:
+        """The content is whole again."""
+        ...
+
     def clear(self) -> None:
         """Forgets every set and record (leases stay); before a rebuild."""
         ...

@@ -1,0 +1,314 @@
+"""The index in LMDB, for all processes of one node. On a local disk only; lost with every boot, then rebuilt (I5).
+
+Named databases:
+
+    entries   key                                           -> kvtier.index.entry
+    sets      set id, u64 big-endian                        -> SetInfo, below
+    members   set id u64, rank u16, slot u32, big-endian    -> key
+    leases    name, UTF-8                                   -> fencing token u64, expires f64, owner in UTF-8
+    meta      "rebuilt"                                     -> empty; absent: nobody has filled this index yet
+
+    SetInfo   offset size                                   (values little-endian)
+                   0   16  namespace id
+                  16    8  n_bytes
+                  24    8  created, f64 seconds
+                  32    8  used, f64 seconds
+                  40    1  1: open, 2: pinned
+                  41    -  owner, UTF-8
+
+Every check and its change stand in one write transaction.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from kvtier.errors import ConfigError, Corrupt
+from kvtier.index import entry, lmdb_env
+from kvtier.index.base import IndexCounts, Location, NewRecord, SetInfo
+from kvtier.index.lmdb_env import View
+from kvtier.io.filesystem import file_system_of
+
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+_FORMAT_VERSION = 1
+_DATABASES = ("entries", "sets", "members", "leases", "meta")
+_REBUILT = b"rebuilt"
+_RECORDS_PER_TRANSACTION = 512  # bounds how long other writers wait: about 5 ms on 2 cores of a 2.x GHz Xeon
+
+_SET_ID = struct.Struct(">Q")
+_MEMBER = struct.Struct(">QHI")
+_SET_INFO = struct.Struct("<16sQddB")
+_LEASE = struct.Struct("<Qd")
+_OPEN, _PINNED = 1, 2
+
+
+class LmdbIndex:
+    """See `kvtier.index.base.Index`."""
+
+    def __init__(
+        self,
+        path: str,
+        map_bytes: int = 16 << 30,
+        timeout_s: float = 2.0,
+        *,
+        boot_id: str | None = None,
+        mountinfo: str | None = None,
+    ) -> None:
+        """Opens the index in the folder `path`, which is created (0700, files 0600) when missing.
+
+        Args:
+            map_bytes: address space of the index; a full one is grown to 8 times this, then publishing fails.
+            timeout_s: no method waits longer for other threads and processes (I10).
+            boot_id, mountinfo: what to believe instead of /proc.
+
+        Raises ConfigError when the path is on a network file system or cannot be written, IndexUnavailable when it
+        does not open.
+        """
+        file_system = file_system_of(path, mountinfo)
+        if file_system.is_network:
+            raise ConfigError(
+                "index.path", path,
+                f"it is on {file_system.kind} (mounted at {file_system.mount_point}), where processes do not share "
+                "memory maps and locks as LMDB needs: name a folder on a local disk",
+            )  # fmt: skip
+        stamp = f"{_FORMAT_VERSION} {_this_boot() if boot_id is None else boot_id}\n"
+        self._shared = lmdb_env.attach(os.fspath(path), map_bytes, timeout_s, stamp, _DATABASES)
+        self._is_closed = False
+
+    @property
+    def was_reset(self) -> bool:
+        """It began empty and nobody has called `rebuilt` since: what lies in the root is unknown to it."""
+        return self._shared.read(lambda view: view.get("meta", _REBUILT) is None)
+
+    def rebuilt(self) -> None:
+        """What lies in the root was published: other processes need not do it."""
+        self._shared.write(lambda view: view.put("meta", _REBUILT, b""))
+
+    def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
+        return self._shared.read(lambda view: view.leading("entries", keys, entry.is_complete))
+
+    def publish(self, records: Sequence[NewRecord]) -> int:
+        taken = 0
+        for first in range(0, len(records), _RECORDS_PER_TRANSACTION):
+            batch = records[first : first + _RECORDS_PER_TRANSACTION]
+            taken += self._shared.write(partial(_publish, batch))
+        return taken
+
+    def retract(self, key: bytes, location: Location) -> bool:
+        return self._shared.write(lambda view: _retract(view, key, entry.place(location)), frees=True)
+
+    def create_set(self, info: SetInfo) -> bool:
+        def work(view: View) -> bool:
+            is_new = _get_set(view, info.set_id) is None
+            if is_new:
+                _put_set(view, info)
+            return is_new
+
+        return self._shared.write(work)
+
+    def close_set(self, set_id: int, n_bytes: int) -> None:
+        def work(view: View) -> None:
+            info = _get_set(view, set_id)
+            if info is not None:
+                _put_set(view, replace(info, is_open=False, n_bytes=n_bytes))
+
+        self._shared.write(work)
+
+    def sets(self) -> list[SetInfo]:
+        return self._shared.read(_sets)
+
+    def members(self, set_id: int) -> list[tuple[bytes, Location]]:
+        def work(view: View) -> list[tuple[bytes, Location]]:
+            found = []
+            for place, key in _members(view, set_id):
+                for location in _unpack(view.get("entries", key)):
+                    if entry.place(location) == place:
+                        found.append((key, location))
+            return found
+
+        return self._shared.read(work)
+
+    def remove_set(self, set_id: int) -> int:
+        return self._shared.write(lambda view: _remove_set(view, set_id), frees=True)
+
+    def touch(self, used: Mapping[int, float]) -> None:
+        def work(view: View) -> None:
+            for set_id, used_s in used.items():
+                info = _get_set(view, set_id)
+                if info is not None and used_s > info.used_s:
+                    _put_set(view, replace(info, used_s=used_s))
+
+        if used:
+            self._shared.write(work)
+
+    def pin_set(self, set_id: int, pinned: bool) -> bool:
+        def work(view: View) -> bool:
+            info = _get_set(view, set_id)
+            if info is not None:
+                _put_set(view, replace(info, is_pinned=pinned))
+            return info is not None
+
+        return self._shared.write(work)
+
+    def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
+        def work(view: View) -> int | None:
+            token, expires_s, holder = _get_lease(view, name)
+            if holder != owner:
+                if holder and now_s < expires_s:
+                    return None
+                token += 1
+            _put_lease(view, name, (token, now_s + ttl_s, owner))
+            return token
+
+        return self._shared.write(work)
+
+    def lease_owner(self, name: str, now_s: float) -> str | None:
+        _, expires_s, holder = self._shared.read(lambda view: _get_lease(view, name))
+        return holder if holder and now_s < expires_s else None
+
+    def release_lease(self, name: str, owner: str) -> None:
+        def work(view: View) -> None:
+            token, _, holder = _get_lease(view, name)
+            if holder == owner:
+                # The token stays, so that the next owner's is larger.
+                _put_lease(view, name, (token, 0.0, ""))
+
+        self._shared.write(work)
+
+    def counts(self) -> IndexCounts:
+        def work(view: View) -> IndexCounts:
+            infos = _sets(view)
+            n_bytes = sum(info.n_bytes for info in infos)
+            return IndexCounts(view.count("entries"), view.count("members"), len(infos), n_bytes)
+
+        return self._shared.read(work)
+
+    def clear(self) -> None:
+        def work(view: View) -> None:
+            for name in ("entries", "members", "sets"):
+                view.clear(name)
+
+        self._shared.write(work, frees=True)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            lmdb_env.detach(self._shared)
+
+
+def _this_boot() -> str:
+    with open(BOOT_ID, encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _publish(records: Sequence[NewRecord], view: View) -> int:
+    return sum(_publish_one(view, record) for record in records)
+
+
+def _publish_one(view: View, record: NewRecord) -> bool:
+    location = record.location
+    if view.get("sets", _SET_ID.pack(location.set_id)) is None:
+        return False
+    member = _MEMBER.pack(*entry.place(location))
+    if view.get("members", member) not in (None, record.key):
+        return False
+    old = view.get("entries", record.key)
+    try:
+        new = entry.add(old, location, record.whole)
+    except Corrupt:  # nobody can load from it: the record takes its place
+        new = entry.add(None, location, record.whole)
+    if new is None:
+        return False
+    if new != old:
+        view.put("entries", record.key, new)
+        view.put("members", member, record.key)
+    return True
+
+
+def _retract(view: View, key: bytes, place: entry.Place) -> bool:
+    """Takes one record out of its key's entry, and out of its set."""
+    old = view.get("entries", key)
+    if old is None:
+        return False
+    try:
+        new = entry.remove(old, place)
+    except Corrupt:  # nobody can load from it
+        new = b""
+    if new is None:
+        return False
+    if new:
+        view.put("entries", key, new)
+    else:
+        view.delete("entries", key)
+    view.delete("members", _MEMBER.pack(*place))
+    return True
+
+
+def _remove_set(view: View, set_id: int) -> int:
+    removed = 0
+    for place, key in _members(view, set_id):
+        removed += _retract(view, key, place)
+        view.delete("members", _MEMBER.pack(*place))
+    view.delete("sets", _SET_ID.pack(set_id))
+    return removed
+
+
+def _members(view: View, set_id: int) -> list[tuple[entry.Place, bytes]]:
+    """(place, key of the chunk) of each record of a set, by rank and slot."""
+    return [(_MEMBER.unpack(member), key) for member, key in view.scan("members", _SET_ID.pack(set_id))]
+
+
+def _unpack(value: bytes | None) -> list[Location]:
+    try:
+        return [] if value is None else entry.unpack(value)
+    except Corrupt:
+        return []
+
+
+def _sets(view: View) -> list[SetInfo]:
+    return [_unpack_set(set_id, value) for set_id, value in view.scan("sets")]
+
+
+def _get_set(view: View, set_id: int) -> SetInfo | None:
+    packed = _SET_ID.pack(set_id)
+    value = view.get("sets", packed)
+    return None if value is None else _unpack_set(packed, value)
+
+
+def _put_set(view: View, info: SetInfo) -> None:
+    view.put("sets", _SET_ID.pack(info.set_id), _pack_set(info))
+
+
+def _pack_set(info: SetInfo) -> bytes:
+    assert len(info.namespace) == 16, "a namespace id has 16 bytes"
+    flags = (_OPEN if info.is_open else 0) | (_PINNED if info.is_pinned else 0)
+    head = _SET_INFO.pack(info.namespace, info.n_bytes, info.created_s, info.used_s, flags)
+    return head + info.owner.encode()
+
+
+def _unpack_set(set_id: bytes, value: bytes) -> SetInfo:
+    namespace, n_bytes, created_s, used_s, flags = _SET_INFO.unpack_from(value)
+    return SetInfo(
+        set_id=_SET_ID.unpack(set_id)[0], namespace=namespace, owner=value[_SET_INFO.size :].decode(),
+        n_bytes=n_bytes, created_s=created_s, used_s=used_s,
+        is_open=bool(flags & _OPEN), is_pinned=bool(flags & _PINNED),
+    )  # fmt: skip
+
+
+def _get_lease(view: View, name: str) -> tuple[int, float, str]:
+    """(token, expires, owner); the owner is "" when nobody has it."""
+    value = view.get("leases", name.encode())
+    if value is None:
+        return 0, 0.0, ""
+    token, expires_s = _LEASE.unpack_from(value)
+    return token, expires_s, value[_LEASE.size :].decode()
+
+
+def _put_lease(view: View, name: str, lease: tuple[int, float, str]) -> None:
+    token, expires_s, owner = lease
+    view.put("leases", name.encode(), _LEASE.pack(token, expires_s) + owner.encode())

@@ -1,0 +1,383 @@
+"""An LMDB environment that is safe to share: by threads, by several users in one process, by processes, over fork.
+
+Holds no knowledge of what is stored. Four things stand between a caller and LMDB:
+
+- One environment a process and folder, counted by reference: LMDB's POSIX locks forbid a second open (and py-lmdb
+  refuses it), while both halves of a connector may live in one process.
+- A writer lock of our own (a POSIX record lock on `lock`), taken with a deadline: LMDB's own waits for ever, for
+  example behind a stopped process (I10). The kernel drops it when its owner is killed; LMDB's mutex is robust too.
+- Quiet at fork: `os.register_at_fork` waits for running transactions, and the child closes what it inherited.
+- Throwing away: the files are written without fsync, so those of another boot are not trusted, nor those that LMDB
+  calls corrupt. Whoever throws them away unlinks them under the writer lock; the others see that the file under the
+  path is not the one they have open, and open the new one.
+
+Never open data.mdb or lock.mdb here: closing such a descriptor would drop LMDB's locks on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import lmdb
+
+from kvtier.errors import ConfigError, IndexUnavailable
+
+log = logging.getLogger("kvtier")
+
+T = TypeVar("T")
+Work = Callable[["View"], T]
+Database = Any  # py-lmdb does not export the type of its handles
+
+_DATA, _LMDB_LOCK, _LOCK, _STAMP = "data.mdb", "lock.mdb", "lock", "boot-id"
+_READERS_MAX = 1024  # one a running read transaction; 64 bytes each
+_GROWTH_MAX = 8  # a full map is doubled at most to this many times the configured size
+_POLL_MIN_S, _POLL_MAX_S = 20e-6, 2e-3
+
+_BROKEN = (
+    lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, lmdb.PanicError,
+)  # fmt: skip
+_WRONG_PATH = (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)
+
+
+class View:
+    """The named databases as one transaction sees them."""
+
+    __slots__ = ("_databases", "_txn")
+
+    def __init__(self, txn: lmdb.Transaction, databases: dict[str, Database]) -> None:
+        self._txn = txn
+        self._databases = databases
+
+    def get(self, database: str, key: bytes) -> bytes | None:
+        return self._txn.get(key, None, self._databases[database])  # type: ignore[return-value]  # buffers=False
+
+    def leading(self, database: str, keys: Sequence[bytes], wanted: Callable[[bytes], bool]) -> list[bytes]:
+        """Values of `keys` up to the first that is missing or not `wanted`."""
+        get, handle = self._txn.get, self._databases[database]
+        found: list[bytes] = []
+        for key in keys:
+            value: bytes | None = get(key, None, handle)  # type: ignore[assignment]  # buffers=False
+            if value is None or not wanted(value):
+                break
+            found.append(value)
+        return found
+
+    def put(self, database: str, key: bytes, value: bytes) -> None:
+        self._txn.put(key, value, db=self._databases[database])
+
+    def delete(self, database: str, key: bytes) -> None:
+        self._txn.delete(key, db=self._databases[database])
+
+    def scan(self, database: str, prefix: bytes = b"") -> list[tuple[bytes, bytes]]:
+        """(key, value) of all keys that start with `prefix`, in order."""
+        found: list[tuple[bytes, bytes]] = []
+        cursor = self._txn.cursor(self._databases[database])
+        if cursor.set_range(prefix) if prefix else cursor.first():
+            for key, value in cursor:
+                if not bytes(key).startswith(prefix):
+                    break
+                found.append((bytes(key), bytes(value)))
+        return found
+
+    def count(self, database: str) -> int:
+        return int(self._txn.stat(self._databases[database])["entries"])
+
+    def clear(self, database: str) -> None:
+        self._txn.drop(self._databases[database], delete=False)
+
+
+class Opened:
+    """One open environment and its named databases; closed as a whole when the files under it are replaced."""
+
+    def __init__(self, env: lmdb.Environment, databases: tuple[str, ...], identity: tuple[int, int]) -> None:
+        self.env = env
+        self.identity = identity
+        with env.begin(write=True) as txn:
+            self.databases: dict[str, Database] = {name: env.open_db(name.encode(), txn=txn) for name in databases}
+
+    def run(self, work: Work[T], *, write: bool) -> T:
+        with self.env.begin(write=write) as txn:
+            return work(View(txn, self.databases))
+
+
+class SharedEnvironment:
+    """All users of one folder in this process share one of these; see `attach`."""
+
+    def __init__(self, path: str, map_bytes: int, timeout_s: float, stamp: str, databases: tuple[str, ...]) -> None:
+        """stamp: what must stand in the file `boot-id` for the files to be trusted."""
+        self.path = path
+        self.users = 0
+        self._map_bytes = map_bytes
+        self._map_bytes_max = map_bytes * _GROWTH_MAX
+        self._timeout_s = timeout_s
+        self._stamp = stamp
+        self._databases = databases
+        self._opened: Opened | None = None
+        self._lock_file = -1
+        # Order: writing, then reading. `reading` guards `_opened` and the map under a read transaction; it is held
+        # for microseconds (the interpreter's lock would be, anyway), `writing` while other processes write.
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
+
+    def open(self) -> None:
+        """Opens it now, so that what is wrong shows at start-up. Raises ConfigError, IndexUnavailable."""
+        try:
+            self._ready(self._deadline())
+        except _WRONG_PATH as error:
+            raise ConfigError("index.path", self.path, f"{error.strerror}: name a folder that may be written") from None
+        except (lmdb.Error, OSError) as error:
+            raise self._unavailable(None, error) from error
+
+    def read(self, work: Work[T]) -> T:
+        """Runs `work` in a read transaction. Raises IndexUnavailable."""
+        deadline, opened = self._deadline(), None
+        try:
+            self._ready(deadline)
+            with _held(self._reading, deadline):
+                opened = self._opened
+                if opened is None:
+                    raise IndexUnavailable(f"index {self.path}: closed")
+                try:
+                    return opened.run(work, write=False)
+                except lmdb.MapResizedError:
+                    opened.env.set_mapsize(0)
+                except lmdb.ReadersFullError:
+                    opened.env.reader_check()
+                return opened.run(work, write=False)
+        except (lmdb.Error, OSError) as error:
+            raise self._unavailable(opened, error) from error
+
+    def write(self, work: Work[T], *, frees: bool = False) -> T:
+        """Runs `work` in a write transaction, perhaps more than once (the map may have to grow first): it must change
+        nothing but the transaction. Raises IndexUnavailable.
+
+        frees: `work` only removes. That takes new pages too, so it may still grow a map that is too full to add to.
+        """
+        deadline, opened = self._deadline(), None
+        try:
+            with _held(self._writing, deadline):
+                opened = self._current(deadline)
+                with _file_lock(self._lock_file, deadline):
+                    return self._write_locked(work, opened, deadline, self._map_bytes_max * (2 if frees else 1))
+        except (lmdb.Error, OSError) as error:
+            raise self._unavailable(opened, error) from error
+
+    def close(self) -> None:
+        """Called when nothing runs in it: by its last user, before it is opened anew, and by a forked child."""
+        if self._opened is not None:
+            self._opened.env.close()
+            self._opened = None
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While this is held no transaction runs in this process."""
+        with self._writing, self._reading:
+            yield
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+    def _unavailable(self, opened: Opened | None, error: Exception) -> IndexUnavailable:
+        if opened is not None and isinstance(error, _BROKEN):
+            self._discard(opened)
+        return IndexUnavailable(f"index {self.path}: {error}")
+
+    def _write_locked(self, work: Work[T], opened: Opened, deadline: float, map_bytes_max: int) -> T:
+        def resize(map_bytes: int) -> None:
+            with _held(self._reading, deadline):  # a new map under a running read would end it
+                opened.env.set_mapsize(map_bytes)
+
+        try:
+            return opened.run(work, write=True)
+        except lmdb.MapResizedError:  # another process has grown it
+            resize(0)
+        except lmdb.MapFullError:  # pages may be held back for readers that were killed
+            opened.env.reader_check()
+        while True:
+            try:
+                return opened.run(work, write=True)
+            except lmdb.MapFullError:
+                map_bytes = opened.env.info()["map_size"] * 2
+                if map_bytes > map_bytes_max:
+                    raise
+                log.warning("kvtier: the map of the index %s is full; grown to %d bytes", self.path, map_bytes)
+                resize(map_bytes)
+
+    def _ready(self, deadline: float) -> None:
+        """Opens what lies under the path, unless that is what is open. Needs no lock, takes both when it opens."""
+        if self._opened is None or self._opened.identity != self._identity():
+            with _held(self._writing, deadline):
+                self._current(deadline)
+
+    def _current(self, deadline: float) -> Opened:
+        """What is open, if its file is still the one under the path; else opens that. Needs `writing`: the lock file
+        is reopened too, which drops this process's lock on it."""
+        if self._opened is None or self._opened.identity != self._identity():
+            with _held(self._reading, deadline):
+                self.close()
+                self._opened = self._open(deadline)
+        return self._opened
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(os.path.join(self.path, _DATA))
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def _open(self, deadline: float) -> Opened:
+        os.makedirs(self.path, mode=0o700, exist_ok=True)
+        if os.stat(self.path).st_mode & 0o077:
+            os.chmod(self.path, 0o700)
+        self._lock_file = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with _file_lock(self._lock_file, deadline):
+            self._check_stamp()
+            try:
+                return self._open_env()
+            except _BROKEN as error:
+                log.warning("kvtier: the index %s is broken (%s): starting an empty one", self.path, error)
+                self._unlink()
+                return self._open_env()
+
+    def _check_stamp(self) -> None:
+        """Throws away what another boot of this machine, or another format of this index, has left."""
+        stamp_path = os.path.join(self.path, _STAMP)
+        try:
+            with open(stamp_path, encoding="ascii", errors="replace") as file:
+                stamp = file.read()
+        except FileNotFoundError:
+            stamp = ""
+        if stamp == self._stamp:
+            return
+        if self._identity() is not None:
+            log.warning("kvtier: the index %s is of another boot or format: starting an empty one", self.path)
+            self._unlink()
+        descriptor = os.open(stamp_path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(self._stamp)
+        os.replace(stamp_path + ".new", stamp_path)
+
+    def _open_env(self) -> Opened:
+        env = lmdb.open(
+            self.path, map_size=self._map_bytes, max_dbs=len(self._databases), max_readers=_READERS_MAX, mode=0o600,
+            sync=False, metasync=False, writemap=False, lib_version=0,
+        )  # fmt: skip
+        try:
+            env.reader_check()
+            # A file that was cut off would be a SIGBUS on the first page that is missing.
+            needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+            data_bytes = os.stat(os.path.join(self.path, _DATA)).st_size
+            if data_bytes < needed:
+                raise lmdb.CorruptedError(f"{data_bytes} bytes, {needed} are in use")
+            identity = self._identity()
+            assert identity is not None, "LMDB has created it"
+            return Opened(env, self._databases, identity)
+        except BaseException:
+            env.close()
+            raise
+
+    def _discard(self, opened: Opened) -> None:
+        """Unlinks the files if they are still those of `opened`; whoever comes next starts an empty index."""
+        log.warning("kvtier: the index %s is broken: starting an empty one", self.path)
+        deadline = self._deadline()
+        with contextlib.suppress(OSError, IndexUnavailable), _held(self._writing, deadline):
+            if opened is self._opened and opened.identity == self._identity():
+                with _file_lock(self._lock_file, deadline):
+                    self._unlink()
+
+    def _unlink(self) -> None:
+        for name in (_DATA, _LMDB_LOCK):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.path, name))
+
+
+_registry: dict[str, SharedEnvironment] = {}
+_registry_lock = threading.Lock()
+
+
+def attach(path: str, map_bytes: int, timeout_s: float, stamp: str, databases: tuple[str, ...]) -> SharedEnvironment:
+    """The environment of `path` in this process, opened. Give it back with `detach`.
+
+    Users after the first get what the first asked for. Raises ConfigError, IndexUnavailable.
+    """
+    real_path = os.path.realpath(path)
+    with _registry_lock:
+        shared = _registry.get(real_path) or SharedEnvironment(real_path, map_bytes, timeout_s, stamp, databases)
+        shared.open()
+        shared.users += 1
+        _registry[real_path] = shared
+        return shared
+
+
+def detach(shared: SharedEnvironment) -> None:
+    with _registry_lock:
+        shared.users -= 1
+        if not shared.users:
+            _registry.pop(shared.path)
+            with shared.quiet():
+                shared.close()
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock, deadline: float) -> Iterator[None]:
+    if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        raise IndexUnavailable("the index is busy: another thread holds it")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _file_lock(descriptor: int, deadline: float) -> Iterator[None]:
+    """Excludes other processes. Polled, since a POSIX lock cannot be waited for with a deadline; not `flock`, which a
+    forked child would go on holding for a parent that was killed."""
+    pause_s = _POLL_MIN_S
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() >= deadline:
+                raise IndexUnavailable("the index is busy: another process holds its writer lock") from None
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, _POLL_MAX_S)
+    try:
+        yield
+    finally:
+        fcntl.lockf(descriptor, fcntl.LOCK_UN)
+
+
+_quiet_for_fork = contextlib.ExitStack()
+
+
+def _before_fork() -> None:
+    _quiet_for_fork.enter_context(_registry_lock)
+    for shared in _registry.values():
+        _quiet_for_fork.enter_context(shared.quiet())
+
+
+def _after_fork() -> None:
+    # Emptied before the locks open: another thread that forks fills it again.
+    _quiet_for_fork.pop_all().close()
+
+
+def _after_fork_in_child() -> None:
+    # The map and the descriptors are the parent's, and LMDB's locks are not inherited. As no transaction ran at the
+    # fork, closing touches nothing but this process's copies. The next use opens anew.
+    for shared in _registry.values():
+        shared.close()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -1,0 +1,177 @@
+"""The index in a dict: the model that every other index is tested against, and one for a single process.
+
+Nothing outlives the object. One lock; every method is atomic.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.index import entry
+from kvtier.index.base import IndexCounts, Location, NewRecord, SetInfo
+
+
+@dataclass(slots=True)
+class _Lease:
+    owner: str
+    expires_s: float
+    token: int
+
+
+class MemoryIndex:
+    """See `kvtier.index.base.Index`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, bytes] = {}
+        self._sets: dict[int, SetInfo] = {}
+        self._members: dict[int, dict[tuple[int, int], bytes]] = {}
+        self._leases: dict[str, _Lease] = {}
+        self._was_reset = True
+
+    @property
+    def was_reset(self) -> bool:
+        """It began empty and nobody has called `rebuilt` since: what lies in the root is unknown to it."""
+        return self._was_reset
+
+    def rebuilt(self) -> None:
+        self._was_reset = False
+
+    def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
+        found: list[bytes] = []
+        with self._lock:
+            for key in keys:
+                value = self._entries.get(key)
+                if value is None or not entry.is_complete(value):
+                    break
+                found.append(value)
+        return found
+
+    def publish(self, records: Sequence[NewRecord]) -> int:
+        with self._lock:
+            return sum(self._publish_one(record) for record in records)
+
+    def _publish_one(self, record: NewRecord) -> bool:
+        location = record.location
+        if location.set_id not in self._sets:
+            return False
+        members = self._members[location.set_id]
+        if members.get((location.rank, location.slot), record.key) != record.key:
+            return False
+        value = entry.add(self._entries.get(record.key), location, record.whole)
+        if value is None:
+            return False
+        self._entries[record.key] = value
+        members[location.rank, location.slot] = record.key
+        return True
+
+    def retract(self, key: bytes, location: Location) -> bool:
+        with self._lock:
+            value = self._entries.get(key)
+            left = None if value is None else entry.remove(value, entry.place(location))
+            if left is None:
+                return False
+            self._put_entry(key, left)
+            del self._members[location.set_id][location.rank, location.slot]
+            return True
+
+    def _put_entry(self, key: bytes, value: bytes) -> None:
+        if value:
+            self._entries[key] = value
+        else:
+            del self._entries[key]
+
+    def create_set(self, info: SetInfo) -> bool:
+        with self._lock:
+            if info.set_id in self._sets:
+                return False
+            self._sets[info.set_id] = info
+            self._members[info.set_id] = {}
+            return True
+
+    def close_set(self, set_id: int, n_bytes: int) -> None:
+        with self._lock:
+            if set_id in self._sets:
+                self._sets[set_id] = replace(self._sets[set_id], is_open=False, n_bytes=n_bytes)
+
+    def sets(self) -> list[SetInfo]:
+        with self._lock:
+            return [self._sets[set_id] for set_id in sorted(self._sets)]
+
+    def members(self, set_id: int) -> list[tuple[bytes, Location]]:
+        with self._lock:
+            return self._members_of(set_id)
+
+    def _members_of(self, set_id: int) -> list[tuple[bytes, Location]]:
+        found = []
+        for (rank, slot), key in sorted(self._members.get(set_id, {}).items()):
+            locations = {entry.place(location): location for location in entry.unpack(self._entries[key])}
+            found.append((key, locations[set_id, rank, slot]))
+        return found
+
+    def remove_set(self, set_id: int) -> int:
+        with self._lock:
+            members = self._members_of(set_id)
+            for key, location in members:
+                left = entry.remove(self._entries[key], entry.place(location))
+                assert left is not None, "a member stands in its key's entry"
+                self._put_entry(key, left)
+            self._members.pop(set_id, None)
+            self._sets.pop(set_id, None)
+            return len(members)
+
+    def touch(self, used: Mapping[int, float]) -> None:
+        with self._lock:
+            for set_id, used_s in used.items():
+                info = self._sets.get(set_id)
+                if info is not None and used_s > info.used_s:
+                    self._sets[set_id] = replace(info, used_s=used_s)
+
+    def pin_set(self, set_id: int, pinned: bool) -> bool:
+        with self._lock:
+            if set_id not in self._sets:
+                return False
+            self._sets[set_id] = replace(self._sets[set_id], is_pinned=pinned)
+            return True
+
+    def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
+        with self._lock:
+            lease = self._leases.setdefault(name, _Lease("", 0.0, 0))
+            if lease.owner != owner:
+                if lease.owner and now_s < lease.expires_s:
+                    return None
+                lease.owner = owner
+                lease.token += 1
+            lease.expires_s = now_s + ttl_s
+            return lease.token
+
+    def lease_owner(self, name: str, now_s: float) -> str | None:
+        with self._lock:
+            lease = self._leases.get(name)
+            return lease.owner if lease is not None and lease.owner and now_s < lease.expires_s else None
+
+    def release_lease(self, name: str, owner: str) -> None:
+        with self._lock:
+            lease = self._leases.get(name)
+            if lease is not None and lease.owner == owner:
+                lease.owner = ""  # its token stays, so that the next owner's is larger
+
+    def counts(self) -> IndexCounts:
+        with self._lock:
+            return IndexCounts(
+                chunks=len(self._entries),
+                records=sum(map(len, self._members.values())),
+                sets=len(self._sets),
+                n_bytes=sum(info.n_bytes for info in self._sets.values()),
+            )
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._sets.clear()
+            self._members.clear()
+
+    def close(self) -> None:
+        """Nothing to give back."""
