@@ -52,6 +52,20 @@ class Extent:
             return None
         return Extent(first_layer, n_layers, first_head, n_heads)
 
+    def minus(self, other: Extent) -> list[Extent]:
+        """What of this rectangle lies outside `other`, as disjoint rectangles."""
+        common = self.intersect(other)
+        if common is None:
+            return [self]
+        pieces = []
+        for first, end in ((self.first_layer, common.first_layer), (common.end_layer, self.end_layer)):
+            if end > first:
+                pieces.append(Extent(first, end - first, self.first_head, self.n_heads))
+        for first, end in ((self.first_head, common.first_head), (common.end_head, self.end_head)):
+            if end > first:
+                pieces.append(Extent(common.first_layer, common.n_layers, first, end - first))
+        return pieces
+
     def contains(self, other: Extent) -> bool:
         return self.intersect(other) == other
 
@@ -60,24 +74,10 @@ def covers(parts: Iterable[Extent], whole: Extent) -> bool:
     """True when every layer and head of `whole` lies in at least one of `parts` (which may overlap)."""
     remaining = [whole]
     for part in parts:
-        remaining = [piece for hole in remaining for piece in _subtract(hole, part)]
+        remaining = [piece for hole in remaining for piece in hole.minus(part)]
         if not remaining:
             return True
     return not remaining
-
-
-def _subtract(hole: Extent, part: Extent) -> list[Extent]:
-    common = hole.intersect(part)
-    if common is None:
-        return [hole]
-    pieces = []
-    for first, end in ((hole.first_layer, common.first_layer), (common.end_layer, hole.end_layer)):
-        if end > first:
-            pieces.append(Extent(first, end - first, hole.first_head, hole.n_heads))
-    for first, end in ((hole.first_head, common.first_head), (common.end_head, hole.end_head)):
-        if end > first:
-            pieces.append(Extent(common.first_layer, common.n_layers, first, end - first))
-    return pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,11 @@ queue is full and never blocks the engine (I4).
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
-
-log = logging.getLogger("kvtier")
 
 Job = Callable[[], None]
 
@@ -37,7 +34,7 @@ class Jobs(Protocol):
 
 
 class ThreadJobs:
-    """Daemon threads over one bounded queue. Jobs must not raise: one that does is our bug, and is logged."""
+    """Daemon threads over one bounded queue. Jobs must not raise; one that does ends its thread, and a new one starts."""
 
     def __init__(self, name: str, threads: int, queued_max: int) -> None:
         self._queued_max = queued_max
@@ -45,8 +42,9 @@ class ThreadJobs:
         self._running = 0
         self._closed = False
         self._changed = threading.Condition()
-        for number in range(threads):
-            threading.Thread(target=self._work, name=f"kvtier-{name}-{number}", daemon=True).start()
+        self._name = name
+        for _ in range(threads):
+            self._start_thread()
 
     def submit(self, job: Job) -> bool:
         with self._changed:
@@ -74,6 +72,9 @@ class ThreadJobs:
             self._queue.clear()
             self._changed.notify_all()
 
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._work, name=f"kvtier-{self._name}", daemon=True).start()
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -83,12 +84,13 @@ class ThreadJobs:
                     return
                 job = self._queue.popleft()
                 self._running += 1
+            completed = False
             try:
                 job()
-            except BaseException:
-                log.critical("a background job raised; this is a bug in kvtier", exc_info=True)
-                raise
+                completed = True
             finally:
+                if not completed:  # our bug: this thread ends with its traceback, the queue keeps its width
+                    self._start_thread()
                 with self._changed:
                     self._running -= 1
                     self._changed.notify_all()
@@ -123,3 +125,31 @@ class ManualJobs:
     def close(self) -> None:
         self._closed = True
         self._queue.clear()
+
+
+class Ticker:
+    """Calls `tick` every `interval_s` on a daemon thread, sooner after `wake`. Overlong ticks are never doubled."""
+
+    def __init__(self, name: str, interval_s: float, tick: Job) -> None:
+        self._interval_s = interval_s
+        self._tick = tick
+        self._woken = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"kvtier-{name}", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends after the tick that is running; waits for that at most `timeout_s` (I10)."""
+        self._closed.set()
+        self._woken.set()
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            self._woken.clear()
+            self._tick()
+            if not self._closed.is_set():
+                self._woken.wait(self._interval_s)

@@ -1,0 +1,36 @@
+"""Which chunks stay in an arena after they passed through it. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Literal
+
+SEEN_KEYS_MAX = 65_536
+
+Policy = Literal["always", "second_hit", "never"]
+
+
+class Admission:
+    """`second_hit` keeps what is loaded a second time, so that one scan does not push out what is used often.
+
+    Not thread-safe; a lost race admits a chunk one load later.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def keeps_saved(self) -> bool:
+        """Whether a chunk that was just saved stays."""
+        return self._policy == "always"
+
+    def keeps_loaded(self, key: bytes) -> bool:
+        """Whether a chunk that was just loaded from below stays."""
+        if self._policy != "second_hit":
+            return self._policy == "always"
+        if key in self._seen:
+            return True
+        self._seen[key] = None
+        if len(self._seen) > SEEN_KEYS_MAX:
+            self._seen.popitem(last=False)
+        return False

@@ -1,0 +1,165 @@
+"""Puts the parts together from settings. Which class a configured name means stands here and nowhere else.
+
+Everything that can be wrong with a setting or with the place it names is found here, before the engine starts (I8).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvtier.admission import Admission
+from kvtier.codecs.base import Codec, slab_bytes
+from kvtier.codecs.raw import RawCodec
+from kvtier.config import Settings
+from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.geometry import PAGE_BYTES, Geometry, RankShare
+from kvtier.housekeeping import Housekeeper
+from kvtier.identity import Namespace
+from kvtier.index.base import Index
+from kvtier.index.embedded import LmdbIndex
+from kvtier.index.memory import MemoryIndex
+from kvtier.io.filesystem import file_system_of
+from kvtier.io.ring import Ring, aligned_buffer
+from kvtier.jobs import ThreadJobs
+from kvtier.keeper import Keeper, KeeperPlan
+from kvtier.kernels.paged import PagedKV
+from kvtier.metrics import Metrics
+from kvtier.record import HEADS_PER_RECORD_MAX, record_bytes
+from kvtier.root import Root, check_space, open_namespace, open_root
+from kvtier.store import Store
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.segments import SegmentFiles, direct_io_works
+from kvtier.transfer import Transfer
+from kvtier.worker import Quarantine, Worker, arena_slot_bytes
+
+log = logging.getLogger("kvtier")
+
+CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec}
+
+ARENA_SLOTS_MIN = 4
+"""Fewer can't hold a save and a load side by side."""
+
+_memory_indexes: dict[Path, MemoryIndex] = {}
+_memory_lock = threading.Lock()
+
+
+def make_codec(settings: Settings) -> Codec:
+    return CODECS[settings.codec]()
+
+
+def open_index(settings: Settings, root: Root) -> Index:
+    """The index of a root. One in memory is shared by the halves of an engine that live in one process."""
+    if root.index_path is not None:
+        return LmdbIndex(str(root.index_path), settings.index.map_bytes, timeout_s=settings.index.timeout_s)
+    with _memory_lock:
+        return _memory_indexes.setdefault(root.path, MemoryIndex())
+
+
+@dataclass(frozen=True, slots=True)
+class SetShape:
+    """Slots of a segment set, and what its files take over all ranks."""
+
+    slots: int
+    set_bytes: int
+
+
+def set_shape(settings: Settings, geometry: Geometry, codec: Codec, shares: Sequence[RankShare]) -> SetShape:
+    """As many slots as the largest rank's segment holds. Raises ConfigError when it holds none."""
+    sizes = []
+    for share in shares:
+        if share.writes is not None:
+            if share.writes.n_heads > HEADS_PER_RECORD_MAX:
+                fix = f"a record has room for {HEADS_PER_RECORD_MAX} KV heads a rank; use a larger tensor-parallel size"
+                raise ConfigError("tensor_parallel_size", len(shares), fix)
+            sizes.append(record_bytes(share.writes, slab_bytes(codec, geometry, share.writes.n_layers)))
+    slots = (settings.segment_bytes - PAGE_BYTES) // max(sizes)
+    if slots < 1:
+        fix = f"a chunk of this model takes {max(sizes)} bytes a rank; set it to several times that"
+        raise ConfigError("segment_bytes", settings.segment_bytes, fix)
+    return SetShape(slots, sum(PAGE_BYTES + slots * size for size in sizes))
+
+
+def open_store(settings: Settings, namespace: Namespace, shares: Sequence[RankShare]) -> Store:
+    """The deciding half, in the engine's scheduler process. `shares`: of all ranks. Raises ConfigError."""
+    root = open_root(settings)
+    shape = set_shape(settings, namespace.geometry, make_codec(settings), shares)
+    settings.check_capacity(shape.set_bytes)
+    check_space(root.path, shape.set_bytes)
+    open_namespace(root, namespace)
+    index = open_index(settings, root)
+    owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    plan = KeeperPlan(
+        owner, shape.slots, shape.set_bytes, settings.capacity_bytes, settings.writer_lease_s,
+        settings.touch_interval_s, lambda space: open_namespace(root, space),
+    )  # fmt: skip
+    keeper = Keeper(namespace, plan, index, Housekeeper(index, root.folder, owner), random.SystemRandom())
+    keeper.start()
+    log.info("tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB", root.path,
+             settings.index.kind, namespace.id.hex(), shape.slots, shape.set_bytes >> 20)  # fmt: skip
+    return Store(namespace.id, settings.chunk_tokens, index, keeper)
+
+
+def open_transfer(settings: Settings, namespace: Namespace, share: RankShare, pages: PagedKV) -> Transfer:
+    """The moving half, in each worker. `pages`: the engine's KV cache on this rank. Raises ConfigError."""
+    settings.check_block(pages.block_tokens)
+    root = open_root(settings)
+    codec, geometry = make_codec(settings), namespace.geometry
+    slot_bytes = arena_slot_bytes(geometry, codec, share)
+    if settings.host.arena_bytes < ARENA_SLOTS_MIN * slot_bytes:
+        fix = f"a chunk takes {slot_bytes} bytes on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
+        raise ConfigError("host.arena_bytes", settings.host.arena_bytes, fix)
+    n_bytes = settings.host.arena_bytes // slot_bytes * slot_bytes
+    buffer = torch.frombuffer(aligned_buffer(n_bytes).view, dtype=torch.uint8)
+    worker = Worker(
+        geometry, share, codec, pages, Arena(buffer, slot_bytes), Ring(settings.io.threads, settings.io.piece_bytes),
+        open_index(settings, root), namespace_files(settings, root), Quarantine(), Metrics(), settings.io.timeout_s,
+    )  # fmt: skip
+    queues = settings.queues
+    return Transfer(
+        worker,
+        ThreadJobs("save", queues.save_threads, queues.save_chunks_max),
+        ThreadJobs("load", queues.load_threads, queues.load_requests_max),
+        Admission(settings.host.admit),
+        queues.save_chunks_max,
+    )
+
+
+def namespace_files(settings: Settings, root: Root) -> Callable[[bytes], SegmentFiles]:
+    """Namespace id -> its segments, opened once; direct I/O is decided here and said once."""
+    direct = use_direct_io(settings, root)
+    opened: dict[bytes, SegmentFiles] = {}
+    lock = threading.Lock()
+
+    def files(namespace: bytes) -> SegmentFiles:
+        with lock:
+            if namespace not in opened:
+                opened[namespace] = SegmentFiles(root.folder / namespace.hex(), direct)
+            return opened[namespace]
+
+    return files
+
+
+def use_direct_io(settings: Settings, root: Root) -> bool:
+    """Whether segments are opened for direct I/O. Raises ConfigError when it is required and refused."""
+    if settings.io.direct == "never":
+        return False
+    try:
+        works = direct_io_works(root.folder)
+    except TierUnavailable as fault:
+        raise ConfigError("root", str(root.path), f"cannot be written: {fault}") from fault
+    kind = file_system_of(root.folder).kind
+    if not works and settings.io.direct == "require":
+        raise ConfigError("io.direct", "require", f"the file system of {root.path} ({kind}) refuses direct I/O")
+    if not works:
+        log.warning("%s (%s) refuses direct I/O: reads and writes go through the page cache", root.path, kind)
+    return works

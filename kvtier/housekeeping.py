@@ -1,0 +1,217 @@
+"""Keeping a root in order: room for new segment sets, what dead writers left, and the index made anew from files.
+
+Works on a whole root (all namespaces), from any engine or from the command line. Whatever removes something does so
+under a lease in the index, so that many processes never do it twice, and in an order that is safe to be killed in:
+first out of the index, then off the disk. A file in no index is swept later.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import Corrupt, TierUnavailable
+from kvtier.eviction import least_recently_used
+from kvtier.index.base import Index, Location, NewRecord, SetInfo
+from kvtier.record import RecordHeader, SegmentHeader, is_blank
+from kvtier.root import NAMESPACE_FILE, read_namespace
+from kvtier.tiers.segments import SegmentFiles
+
+log = logging.getLogger("kvtier")
+
+EVICT_LEASE = "evict"
+SWEEP_LEASE = "sweep"
+LEASE_TTL_S = 30.0
+ORPHAN_GRACE_S = 600.0
+"""A segment in no index is left alone for this long: its writer may be about to register it."""
+
+Clock = Callable[[], float]
+
+
+def writer_lease(owner: str) -> str:
+    """Name of the lease that says this engine lives and may add records to its open sets."""
+    return f"writer/{owner}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What `Housekeeper.rebuild` did."""
+
+    segments: int
+    records: int
+    unreadable: tuple[str, ...]
+    removed_sets: int
+
+
+class Housekeeper:
+    """Thread-safe as far as its index is. `folder`: `<root>/v1`, with one folder a namespace."""
+
+    def __init__(self, index: Index, folder: Path, owner: str, clock: Clock = time.time) -> None:
+        self._index = index
+        self._folder = folder
+        self._owner = owner
+        self.clock = clock
+
+    def make_room(self, n_bytes: int, capacity_bytes: int) -> int | None:
+        """Evicts until a set of `n_bytes` fits under `capacity_bytes`.
+
+        Returns the bytes evicted; None when it does not fit: others evict right now, or nothing may go.
+        """
+        if self._excess(n_bytes, capacity_bytes) <= 0:
+            return 0
+        if self._index.acquire_lease(EVICT_LEASE, self._owner, self.clock(), LEASE_TTL_S) is None:
+            return None
+        try:
+            evicted = 0
+            excess = self._excess(n_bytes, capacity_bytes)
+            for set_id in least_recently_used(self._index.sets(), excess):
+                if self._index.acquire_lease(EVICT_LEASE, self._owner, self.clock(), LEASE_TTL_S) is None:
+                    return None
+                evicted += self._remove(set_id)
+            return evicted if self._excess(n_bytes, capacity_bytes) <= 0 else None
+        finally:
+            self._index.release_lease(EVICT_LEASE, self._owner)
+
+    def sweep(self) -> None:
+        """Closes the sets of dead writers, drops the empty ones, books what files really take, removes orphans."""
+        if self._index.acquire_lease(SWEEP_LEASE, self._owner, self.clock(), LEASE_TTL_S) is None:
+            return
+        try:
+            known = {info.set_id: info for info in self._index.sets()}
+            on_disk: dict[int, int] = {}
+            for files in self._namespaces():
+                on_disk.update(files.set_bytes())
+                self._remove_orphans(files, known)
+                files.close()
+            for info in known.values():
+                self._settle(info, on_disk.get(info.set_id, 0))
+        finally:
+            self._index.release_lease(SWEEP_LEASE, self._owner)
+
+    def close_set(self, set_id: int) -> None:
+        """Its writer adds no more: books what its files take, and from now on it may be evicted."""
+        namespace = next((info.namespace for info in self._index.sets() if info.set_id == set_id), None)
+        if namespace is not None:
+            self._index.close_set(set_id, SegmentFiles(self._folder / namespace.hex(), direct=False).set_bytes_of(set_id))
+
+    def remove_namespace_sets(self, namespace: bytes) -> None:
+        """Removes every set of a namespace that nobody can ask for again."""
+        for info in self._index.sets():
+            if info.namespace == namespace:
+                self._remove(info.set_id)
+
+    def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt:
+        """Makes the index agree with the files, from header pages alone; entries without a file go.
+
+        progress: called with (segments read, segments in all).
+        """
+        segments = [(files, *name) for files in self._namespaces() for name in files.ids()]
+        found: dict[int, set[tuple[bytes, Location]]] = {}
+        unreadable: list[str] = []
+        records = 0
+        for done, (files, set_id, rank) in enumerate(segments):
+            progress(done, len(segments))
+            members = found.setdefault(set_id, set())
+            try:
+                records += self._read_segment(files, set_id, rank, members)
+            except (Corrupt, TierUnavailable) as fault:
+                unreadable.append(str(fault))
+        progress(len(segments), len(segments))
+        removed = 0
+        for info in self._index.sets():
+            alive = info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
+            if info.set_id in found:
+                for key, location in self._index.members(info.set_id):
+                    if (key, location) not in found[info.set_id] and not alive:
+                        self._index.retract(key, location)
+            elif not alive:
+                self._index.remove_set(info.set_id)
+                removed += 1
+        for files, *_ in segments:
+            files.close()
+        return Rebuilt(len(segments), records, tuple(unreadable), removed)
+
+    def _read_segment(
+        self, files: SegmentFiles, set_id: int, rank: int, members: set[tuple[bytes, Location]]
+    ) -> int:
+        leased = files.lease(set_id, rank)
+        if leased is None:
+            return 0
+        header = leased[1]
+        files.release(set_id, rank)
+        whole = read_namespace(files.folder).geometry.whole
+        self._index.create_set(self._set_info(files, header))
+        fresh = []
+        for slot, page in files.pages(set_id, rank):
+            if is_blank(page):
+                continue
+            try:
+                record = RecordHeader.unpack(page)
+            except Corrupt as fault:
+                log.warning("rebuild: %s slot %d: %s", files.folder.name, slot, fault)
+                continue
+            if (record.set_id, record.slot, record.namespace) != (set_id, slot, header.namespace):
+                log.warning("rebuild: %s slot %d holds another slot's record", files.folder.name, slot)
+                continue
+            location = Location(set_id, rank, slot, record.slab_bytes, record.extent, record.checksums)
+            members.add((record.key, location))
+            fresh.append(NewRecord(record.key, location, whole))
+        return self._index.publish(fresh)
+
+    def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
+        created_s = header.created_ms / 1000
+        n_bytes = files.set_bytes_of(header.set_id)
+        return SetInfo(header.set_id, header.namespace, "", n_bytes, created_s, created_s, is_open=False)
+
+    def _settle(self, info: SetInfo, n_bytes: int) -> None:
+        if info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None:
+            return
+        members = self._index.members(info.set_id)
+        if not members:
+            self._remove(info.set_id)
+            return
+        if info.is_open:
+            log.info("closing segment set %016x of a writer that is gone", info.set_id)
+            n_bytes = self._trim(info, [location for _, location in members])
+        if info.is_open or n_bytes != info.n_bytes:
+            self._index.close_set(info.set_id, n_bytes)
+
+    def _trim(self, info: SetInfo, locations: list[Location]) -> int:
+        files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
+        used: dict[int, int] = {}
+        for location in locations:
+            used[location.rank] = max(used.get(location.rank, 0), location.slot + 1)
+        for set_id, rank in files.ids():
+            if set_id == info.set_id:
+                try:
+                    files.trim(set_id, rank, used.get(rank, 0))
+                except (Corrupt, TierUnavailable) as fault:
+                    log.warning("cannot trim: %s", fault)
+        files.close()
+        return files.set_bytes_of(info.set_id)
+
+    def _remove(self, set_id: int) -> int:
+        namespace = next((info.namespace for info in self._index.sets() if info.set_id == set_id), None)
+        self._index.remove_set(set_id)
+        if namespace is None:
+            return 0
+        files = SegmentFiles(self._folder / namespace.hex(), direct=False)
+        return files.unlink_set(set_id)
+
+    def _remove_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
+        for set_id, rank in files.ids():
+            if set_id in known or files.age_s(set_id, rank, self.clock()) < ORPHAN_GRACE_S:
+                continue
+            log.info("removing segment set %016x, which is in no index", set_id)
+            files.unlink_set(set_id)
+
+    def _excess(self, n_bytes: int, capacity_bytes: int) -> int:
+        return self._index.counts().n_bytes + n_bytes - capacity_bytes
+
+    def _namespaces(self) -> list[SegmentFiles]:
+        folders = sorted(path.parent for path in self._folder.glob(f"*/{NAMESPACE_FILE}"))
+        return [SegmentFiles(folder, direct=False) for folder in folders]
+

@@ -1,0 +1,183 @@
+"""Keeper: an engine's background duties towards the root, on one thread, so that the scheduler never waits.
+
+It says that this engine lives, makes and registers segment sets before they are needed (evicting others when the
+root is full), closes the full ones, books what was used, and sweeps from time to time. `tick` does whatever is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvtier import metrics as names
+from kvtier.errors import IndexUnavailable, TierUnavailable
+from kvtier.housekeeping import Housekeeper, writer_lease
+from kvtier.identity import Namespace
+from kvtier.index import entry as entries
+from kvtier.index.base import Index, SetInfo
+from kvtier.jobs import Ticker
+from kvtier.metrics import Metrics
+from kvtier.sets import SetSupply
+
+log = logging.getLogger("kvtier")
+
+RECENT_ENTRIES_MAX = 65_536
+"""Hits whose use waits to be booked; further ones push out the oldest, which at worst evicts a set too soon."""
+TICK_INTERVAL_S = 0.5
+SWEEP_INTERVAL_S = 60.0
+CLOSE_TIMEOUT_S = 5.0
+PRIVATE_EPOCH = "private-"
+"""Starts the epoch of a namespace that one running engine has for itself."""
+PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0
+"""How long saving rests after the disk or the capacity turned out full; doubles from the first to the longest."""
+
+@dataclass(frozen=True, slots=True)
+class KeeperPlan:
+    """What a keeper works to.
+
+    owner: name of this engine, unique among all that share the root.
+    set_bytes: of one segment set of `slots` slots, over all ranks.
+    writer_lease_s: how long the engine is believed to live without a sign of it.
+    make_folder: makes a namespace's folder, if it is not there.
+    """
+
+    owner: str
+    slots: int
+    set_bytes: int
+    capacity_bytes: int
+    writer_lease_s: float
+    touch_interval_s: float
+    make_folder: Callable[[Namespace], object]
+
+
+class Keeper:
+    """`tick` and `close` are called from one thread at a time; the rest from any, and they never wait.
+
+    The clock is the housekeeper's; `rng` draws set ids and the names of private epochs (I6).
+    """
+
+    def __init__(
+        self, namespace: Namespace, plan: KeeperPlan, index: Index, housekeeper: Housekeeper, rng: random.Random
+    ) -> None:
+        self.metrics = Metrics()
+        self._epoch = (namespace, SetSupply(plan.slots))
+        self._left: deque[tuple[Namespace, SetSupply]] = deque()
+        self._plan = plan
+        self._index = index
+        self._housekeeper = housekeeper
+        self._rng = rng
+        self._ticker: Ticker | None = None
+        self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
+        self._next_beat_s = self._next_touch_s = self._next_sweep_s = self._next_set_s = 0.0
+        self._pause_s = PAUSE_FIRST_S
+        self._disk_is_full = False
+
+    def start(self) -> None:
+        """Ticks on a thread of its own until `close`; without it the caller ticks (simulation)."""
+        self._ticker = Ticker("keeper", TICK_INTERVAL_S, self.tick)
+
+    def book_use(self, entry: bytes, now_s: float) -> None:
+        """A hit on this index entry; its set's recency follows in the background."""
+        self._recent.append((now_s, entry))
+
+    def report_full_disk(self, now_s: float) -> None:
+        """A save met a full disk although the capacity was not reached: space must be made."""
+        self._disk_is_full = True
+
+    def tick(self) -> None:
+        """Does what is due. Index or disk trouble is logged and tried again later."""
+        try:
+            self._tick(self._housekeeper.clock())
+        except (IndexUnavailable, TierUnavailable) as fault:
+            self.metrics.add(names.INDEX_ERRORS)
+            log.warning("housekeeping is put off: %s", fault)
+
+    @property
+    def supply(self) -> SetSupply:
+        return self._epoch[1]
+
+    def begin_epoch(self) -> bytes:
+        """Leaves the namespace for a new one that no other engine has; returns its id."""
+        self._left.append(self._epoch)
+        namespace = replace(self._epoch[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
+        self._epoch = (namespace, SetSupply(self._plan.slots))
+        self._next_set_s = 0.0
+        return namespace.id
+
+    def close(self) -> None:
+        """Books the last uses, closes this engine's sets and says that it is gone."""
+        if self._ticker is not None:
+            self._ticker.close(CLOSE_TIMEOUT_S)
+        self._left.append(self._epoch)
+        try:
+            self._book_uses()
+            self._leave_epochs()
+            self._index.release_lease(writer_lease(self._plan.owner), self._plan.owner)
+        except (IndexUnavailable, TierUnavailable) as fault:
+            log.warning("leaving without a word to the index: %s", fault)
+
+    def _tick(self, now: float) -> None:
+        plan = self._plan
+        if now >= self._next_beat_s:
+            self._index.acquire_lease(writer_lease(plan.owner), plan.owner, now, plan.writer_lease_s)
+            self._next_beat_s = now + plan.writer_lease_s / 3
+        self._leave_epochs()
+        namespace, supply = self._epoch
+        for set_id in supply.take_settled(now):
+            self._housekeeper.close_set(set_id)
+        if now >= self._next_touch_s:
+            self._book_uses()
+            self._next_touch_s = now + plan.touch_interval_s
+        if self._disk_is_full and now >= self._next_set_s:
+            self._make_room(min(plan.capacity_bytes, self._index.counts().n_bytes), now)
+            self._disk_is_full = False
+        if supply.wants_set() and now >= self._next_set_s and self._make_room(plan.capacity_bytes, now):
+            self._add_set(namespace, supply, now)
+        if self._index.was_reset:
+            log.info("the index is empty after a restart of the machine; reading it back from the segments")
+            self._housekeeper.rebuild()
+            self._index.rebuilt()
+        if now >= self._next_sweep_s:
+            self._housekeeper.sweep()
+            self._next_sweep_s = now + SWEEP_INTERVAL_S
+
+    def _make_room(self, capacity_bytes: int, now: float) -> bool:
+        evicted = self._housekeeper.make_room(self._plan.set_bytes, capacity_bytes)
+        if evicted is None:
+            log.warning("no room for another segment set; saving rests for %.0f s", self._pause_s)
+            self._next_set_s = now + self._pause_s
+            self._pause_s = min(PAUSE_MAX_S, self._pause_s * 2)
+            return False
+        self.metrics.add(names.EVICTED_BYTES, evicted)
+        self._pause_s = PAUSE_FIRST_S
+        return True
+
+    def _add_set(self, namespace: Namespace, supply: SetSupply, now: float) -> None:
+        self._plan.make_folder(namespace)
+        set_id = int(now * 1000) << 20 | self._rng.getrandbits(20)
+        info = SetInfo(set_id, namespace.id, self._plan.owner, self._plan.set_bytes, now, now)
+        if self._index.create_set(info):
+            supply.offer(set_id)
+
+    def _book_uses(self) -> None:
+        used: dict[int, float] = {}
+        while self._recent:
+            at_s, entry = self._recent.popleft()
+            used[entries.unpack(entry)[0].set_id] = at_s
+        if used:
+            self._index.touch(used)
+
+    def _leave_epochs(self) -> None:
+        """Closes the sets of namespaces that were left; of a private one, nobody can ask for them again."""
+        while self._left:
+            namespace, supply = self._left.popleft()
+            used, unused = supply.abandon()
+            for set_id in used:
+                self._housekeeper.close_set(set_id)
+            for set_id in unused:
+                self._index.remove_set(set_id)
+            if namespace.epoch.startswith(PRIVATE_EPOCH):
+                self._housekeeper.remove_namespace_sets(namespace.id)

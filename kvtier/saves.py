@@ -1,0 +1,252 @@
+"""The save walk on a worker: gather and encode now, write and publish in the background.
+
+Gathering runs on the engine's thread, after the forward that computed the blocks and before anything can overwrite
+them; from then on the bytes lie in an arena slot of ours. Published last, when all of them are on disk (I1).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+
+from kvtier import metrics as names
+from kvtier.admission import Admission
+from kvtier.codecs.base import slab_bytes
+from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
+from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.index.base import Location, NewRecord
+from kvtier.io.ring import OpResult, WriteOp
+from kvtier.jobs import Jobs
+from kvtier.kernels.paged import Patch
+from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
+from kvtier.record import RecordHeader, SegmentHeader, record_bytes
+from kvtier.sources import Source
+from kvtier.tiers.segments import SegmentFiles
+from kvtier.worker import Worker
+
+log = logging.getLogger("kvtier")
+
+PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0
+"""How long saving rests after the disk refused; doubles from the first to the longest."""
+
+_SKIPS = {
+    SaveOutcome.PRESENT: names.SKIPPED_PRESENT,
+    SaveOutcome.QUEUE_FULL: names.SKIPPED_QUEUE_FULL,
+    SaveOutcome.NO_SPACE: names.SKIPPED_NO_SPACE,
+    SaveOutcome.FAILED: names.SKIPPED_FAILED,
+}
+
+
+class _Staged(NamedTuple):
+    chunk: SaveChunk
+    slot: int
+
+
+class Saver:
+    """Saves are bounded: at most `chunks_max` chunks hold arena slots, and a forward never waits (I4)."""
+
+    def __init__(self, worker: Worker, jobs: Jobs, chunks_max: int, admission: Admission) -> None:
+        self._worker = worker
+        self._jobs = jobs
+        self._chunks_max = chunks_max
+        self._keep = admission.keeps_saved() and worker.share.writes == worker.share.reads
+        self._lock = threading.Lock()
+        self._done: list[SaveDone] = []
+        self._in_flight = 0
+        self._pause_s = PAUSE_FIRST_S
+        self._resume_at_s = 0.0
+        self._slots_used: dict[tuple[bytes, int], int] = {}
+
+    def save(self, plan: SavePlan) -> None:
+        """Gathers the plan's chunks now and queues the rest of the work. Every chunk is answered, exactly once."""
+        writes = self._worker.share.writes
+        if writes is None:
+            self._answer([(chunk, SaveOutcome.SAVED) for chunk in plan.chunks])
+            return
+        staged = []
+        for chunk in plan.chunks:
+            slot = self._take_slot()
+            if slot is None:
+                resting = self._worker.clock() < self._resume_at_s
+                self._answer([(chunk, SaveOutcome.NO_SPACE if resting else SaveOutcome.QUEUE_FULL)])
+                continue
+            self._gather(chunk, slot, writes)
+            staged.append(_Staged(chunk, slot))
+        if staged and not self._jobs.submit(lambda: self._write(plan, staged, writes)):
+            self._give_back(staged)
+            self._answer([(item.chunk, SaveOutcome.QUEUE_FULL) for item in staged])
+
+    def take_done(self) -> list[SaveDone]:
+        with self._lock:
+            done, self._done = self._done, []
+        return done
+
+    def trim(self) -> None:
+        """After the last save: gives back the slots of our segments that will stay empty."""
+        for (namespace, set_id), used in self._slots_used.items():
+            files = self._worker.files(namespace)
+            try:
+                files.trim(set_id, self._worker.share.rank, used)
+                self._worker.index.close_set(set_id, files.set_bytes_of(set_id))
+            except (Corrupt, TierUnavailable, IndexUnavailable) as fault:
+                log.warning("segment set %016x is not trimmed: %s", set_id, fault)
+        self._slots_used.clear()
+
+    def _take_slot(self) -> int | None:
+        with self._lock:
+            if self._in_flight >= self._chunks_max or self._worker.clock() < self._resume_at_s:
+                return None
+            slot = self._worker.arena.reserve()
+            self._in_flight += slot is not None
+            return slot
+
+    def _give_back(self, staged: Sequence[_Staged]) -> None:
+        for item in staged:
+            self._worker.arena.discard(item.slot)
+        with self._lock:
+            self._in_flight -= len(staged)
+
+    def _gather(self, chunk: SaveChunk, slot: int, writes: Extent) -> None:
+        worker, held = self._worker, self._worker.share.reads
+        assert len(chunk.block_ids) == worker.chunk_blocks
+        slabs = worker.arena.slabs(slot, PAGE_BYTES, writes.n_heads, self._slab_bytes(writes))
+        patch = Patch(0, writes.first_layer - held.first_layer, writes.n_layers,
+                      writes.first_head - held.first_head, writes.n_heads)  # fmt: skip
+        worker.codec.encode(worker.pages, patch, chunk.block_ids, slabs)
+
+    def _slab_bytes(self, writes: Extent) -> int:
+        return slab_bytes(self._worker.codec, self._worker.geometry, writes.n_layers)
+
+    def _write(self, plan: SavePlan, staged: list[_Staged], writes: Extent) -> None:
+        """A background job: from the arena slots to the index. Answers every chunk, whatever happens."""
+        started = time.perf_counter()
+        self._worker.quarantine.sweep()
+        outcomes = {item.chunk.key: SaveOutcome.FAILED for item in staged}
+        ours = list(staged)
+        try:
+            fresh = [item for item in staged if not self._is_present(item.chunk.key)]
+            outcomes.update((item.chunk.key, SaveOutcome.PRESENT) for item in staged if item not in fresh)
+            results = self._write_records(plan, fresh, writes, ours)
+            outcomes.update((item.chunk.key, _outcome(result)) for item, result in zip(fresh, results, strict=False))
+            written = [
+                (item, Location(item.chunk.set_id, self._worker.share.rank, item.chunk.slot,
+                                self._slab_bytes(writes), writes, result.checksums))
+                for item, result in zip(fresh, results, strict=False) if not result.error
+            ]  # fmt: skip
+            self._publish(written)
+            self._keep_slots(written, ours)
+            self._note_disk(outcomes)
+        except TierUnavailable as fault:
+            outcomes.update((key, SaveOutcome.NO_SPACE) for key, was in outcomes.items() if was is SaveOutcome.FAILED)
+            self._rest(str(fault))
+        except (Corrupt, IndexUnavailable) as fault:
+            outcomes.update((key, SaveOutcome.FAILED) for key, was in outcomes.items() if was is SaveOutcome.SAVED)
+            log.warning("a save fails: %s", fault)
+        finally:
+            self._give_back(ours)
+            self._answer([(item.chunk, outcomes[item.chunk.key]) for item in staged])
+        saved = sum(outcome is SaveOutcome.SAVED for outcome in outcomes.values())
+        self._worker.metrics.add(names.SAVE_TOKENS, saved * self._worker.geometry.chunk_tokens)
+        self._worker.metrics.add(names.SAVE_BYTES, saved * record_bytes(writes, self._slab_bytes(writes)))
+        self._worker.metrics.add(names.SAVE_SECONDS, time.perf_counter() - started)
+
+    def _is_present(self, key: bytes) -> bool:
+        try:
+            return bool(self._worker.index.resolve([key]))
+        except IndexUnavailable:
+            return False
+
+    def _write_records(
+        self, plan: SavePlan, fresh: list[_Staged], writes: Extent, ours: list[_Staged]
+    ) -> list[OpResult]:
+        """Writes the records; no results when that took too long (their slots are then no longer `ours`)."""
+        files, rank = self._worker.files(plan.namespace), self._worker.share.rank
+        with ExitStack() as stack:
+            ops = []
+            for item in fresh:
+                fd, header = self._segment(files, plan, item.chunk.set_id, writes)
+                stack.callback(files.release, item.chunk.set_id, rank)
+                ops.append(self._write_op(plan, item, fd, header))
+            batch = self._worker.ring.submit(ops)
+            if batch.wait(self._worker.timeout_s):
+                return batch.results()
+            # Descriptors and slots stay taken until the kernel gives the last write back.
+            for item in fresh:
+                ours.remove(item)
+            stack.callback(self._give_back, fresh)
+            self._worker.quarantine.add(batch, stack.pop_all().close)
+            self._rest(f"a write took more than {self._worker.timeout_s:.0f} s")
+            return []
+
+    def _segment(self, files: SegmentFiles, plan: SavePlan, set_id: int, writes: Extent) -> tuple[int, SegmentHeader]:
+        """Our segment of the set, leased; made when this is its first record."""
+        rank, slab = self._worker.share.rank, self._slab_bytes(writes)
+        leased = files.lease(set_id, rank)
+        if leased is None:
+            created_ms = set_id >> 20  # set ids begin with their time (kvtier.keeper)
+            files.create(SegmentHeader(plan.namespace, set_id, rank, plan.slots, record_bytes(writes, slab), writes,
+                                       slab, created_ms))  # fmt: skip
+            leased = files.lease(set_id, rank)
+        if leased is None:
+            raise TierUnavailable(f"segment set {set_id:016x} was removed while it was made")
+        return leased
+
+    def _write_op(self, plan: SavePlan, item: _Staged, fd: int, header: SegmentHeader) -> WriteOp:
+        chunk, arena = item.chunk, self._worker.arena
+        blank = (0,) * header.extent.n_heads  # the I/O engine fills in the checksums as the bytes pass
+        page = RecordHeader(chunk.key, chunk.parent, plan.namespace, header.slab_bytes,
+                            self._worker.geometry.chunk_tokens, chunk.slot, header.extent, chunk.set_id,
+                            blank).pack()  # fmt: skip
+        arena.header(item.slot).copy_(torch.frombuffer(bytearray(page), dtype=torch.uint8))
+        with self._lock:
+            owner = (plan.namespace, chunk.set_id)
+            self._slots_used[owner] = max(self._slots_used.get(owner, 0), chunk.slot + 1)
+        return WriteOp(fd, header.slot_offset(chunk.slot), arena.address(item.slot), header.slab_bytes,
+                       header.extent.n_heads, chunk.key, header.extent.first_head,
+                       header.extent.first_layer)  # fmt: skip
+
+    def _publish(self, written: list[tuple[_Staged, Location]]) -> None:
+        whole = self._worker.geometry.whole
+        self._worker.index.publish([NewRecord(item.chunk.key, location, whole) for item, location in written])
+
+    def _keep_slots(self, written: list[tuple[_Staged, Location]], ours: list[_Staged]) -> None:
+        """What was saved may stay in the arena as a cache of itself."""
+        if not self._keep:
+            return
+        for item, location in written:
+            ours.remove(item)
+            self._worker.arena.commit(item.slot, item.chunk.key, (Source(location, location.extent, PAGE_BYTES),))
+        with self._lock:
+            self._in_flight -= len(written)
+
+    def _note_disk(self, outcomes: dict[bytes, SaveOutcome]) -> None:
+        if SaveOutcome.NO_SPACE in outcomes.values():
+            self._rest("no space left on device")
+        elif SaveOutcome.SAVED in outcomes.values():
+            self._pause_s = PAUSE_FIRST_S
+
+    def _rest(self, why: str) -> None:
+        log.warning("saving rests for %.0f s: %s", self._pause_s, why)
+        with self._lock:
+            self._resume_at_s = self._worker.clock() + self._pause_s
+            self._pause_s = min(PAUSE_MAX_S, self._pause_s * 2)
+
+    def _answer(self, outcomes: Sequence[tuple[SaveChunk, SaveOutcome]]) -> None:
+        for _, outcome in outcomes:
+            if outcome in _SKIPS:
+                self._worker.metrics.add(_SKIPS[outcome])
+        with self._lock:
+            self._done += [SaveDone(chunk.key, outcome) for chunk, outcome in outcomes]
+
+
+def _outcome(result: OpResult) -> SaveOutcome:
+    if not result.error:
+        return SaveOutcome.SAVED
+    return SaveOutcome.NO_SPACE if result.error in (errno.ENOSPC, errno.EDQUOT) else SaveOutcome.FAILED

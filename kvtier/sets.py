@@ -1,0 +1,83 @@
+"""SetSupply: which segment set and slot the next saved chunk takes. Pure bookkeeping under one lock.
+
+The scheduler's thread takes slots; the keeper's thread brings new sets and closes the full ones. Taking never waits:
+when no set is ready, the chunk is not saved.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+SET_SETTLE_S = 60.0
+"""A full set is closed when all its saves are answered, or after this long when an answer was lost."""
+
+
+@dataclass(slots=True)
+class _Set:
+    set_id: int
+    taken: int = 0
+    pending: int = 0
+    full_since_s: float = 0.0
+
+
+class SetSupply:
+    """At most one set is being filled and one waits ready."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._lock = threading.Lock()
+        self._current: _Set | None = None
+        self._spare: _Set | None = None
+        self._full: list[_Set] = []
+
+    def take(self, now_s: float) -> tuple[int, int] | None:
+        """(set id, slot) for one chunk, answered later with `answered`; None when no set is ready."""
+        with self._lock:
+            if self._current is None:
+                self._current, self._spare = self._spare, None
+            current = self._current
+            if current is None:
+                return None
+            slot = current.taken
+            current.taken += 1
+            current.pending += 1
+            if current.taken == self.slots:
+                current.full_since_s = now_s
+                self._full.append(current)
+                self._current = None
+            return current.set_id, slot
+
+    def wants_set(self) -> bool:
+        """True when half of the last set is gone and no other waits: making one takes a moment."""
+        with self._lock:
+            if self._spare is not None:
+                return False
+            return self._current is None or self._current.taken * 2 >= self.slots
+
+    def offer(self, set_id: int) -> None:
+        """A new, registered set."""
+        with self._lock:
+            self._spare = _Set(set_id)
+
+    def answered(self, set_id: int) -> None:
+        """One chunk of the set was saved, or will never be."""
+        with self._lock:
+            for candidate in (self._current, self._spare, *self._full):
+                if candidate is not None and candidate.set_id == set_id:
+                    candidate.pending -= 1
+
+    def take_settled(self, now_s: float) -> list[int]:
+        """Full sets that get no further records, each given out once, to be closed."""
+        with self._lock:
+            settled = [s for s in self._full if s.pending <= 0 or now_s - s.full_since_s >= SET_SETTLE_S]
+            self._full = [s for s in self._full if s not in settled]
+            return [s.set_id for s in settled]
+
+    def abandon(self) -> tuple[list[int], list[int]]:
+        """Forgets all sets; returns (ids of the used ones, ids of those of which no slot was taken)."""
+        with self._lock:
+            sets = [s for s in (self._current, self._spare, *self._full) if s is not None]
+            self._current = self._spare = None
+            self._full = []
+            return [s.set_id for s in sets if s.taken], [s.set_id for s in sets if not s.taken]

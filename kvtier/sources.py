@@ -1,0 +1,79 @@
+"""From an index entry to reads: which slabs of which records together make one rank's share of a chunk. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.index.base import Location
+from kvtier.kernels.paged import Patch
+from kvtier.record import record_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A run of slabs of one record, and where they go.
+
+    wanted: the part of the record that this rank takes; its heads are the slabs that are read.
+    slot_offset: byte within the arena slot at which the first slab lands.
+    """
+
+    location: Location
+    wanted: Extent
+    slot_offset: int
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.location.slab_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        return self.wanted.n_heads * self.slab_bytes
+
+    @property
+    def file_offset(self) -> int:
+        """Byte of the segment file at which the first slab starts."""
+        location = self.location
+        slot = PAGE_BYTES + location.slot * record_bytes(location.extent, location.slab_bytes)
+        return slot + PAGE_BYTES + (self.wanted.first_head - location.extent.first_head) * location.slab_bytes
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        first = self.wanted.first_head - self.location.extent.first_head
+        return self.location.checksums[first : first + self.wanted.n_heads]
+
+    def patch(self, held: Extent) -> Patch:
+        """Where the slabs go in the pages of a rank that holds `held`."""
+        return Patch(
+            slab_layer=self.wanted.first_layer - self.location.extent.first_layer,
+            page_layer=self.wanted.first_layer - held.first_layer,
+            n_layers=self.wanted.n_layers,
+            page_head=self.wanted.first_head - held.first_head,
+            n_heads=self.wanted.n_heads,
+        )
+
+
+def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> tuple[Source, ...] | None:
+    """Reads that together fill `held`, fewest records first; None when they do not cover it or exceed the slot."""
+    by_share = sorted(locations, key=lambda location: -_shared_cells(location.extent, held))
+    sources: list[Source] = []
+    holes = [held]
+    offset = PAGE_BYTES
+    for location in by_share:
+        left: list[Extent] = []
+        for hole in holes:
+            wanted = hole.intersect(location.extent)
+            if wanted is None:
+                left.append(hole)
+                continue
+            sources.append(Source(location, wanted, offset))
+            offset += sources[-1].n_bytes
+            left += hole.minus(wanted)
+        holes = left
+    return None if holes or offset > slot_bytes else tuple(sources)
+
+
+def _shared_cells(extent: Extent, held: Extent) -> int:
+    common = extent.intersect(held)
+    return common.cells if common else 0

@@ -1,0 +1,166 @@
+"""Store decides: what is there, what to load from where, what to save and in which slot. It moves nothing.
+
+Lives in the engine's scheduler process; its methods are called from the scheduler's thread and never wait for
+storage. Work that may wait (registering sets, evicting, recency) is the Keeper's, on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier import metrics as names
+from kvtier.errors import IndexUnavailable
+from kvtier.index.base import Index
+from kvtier.keeper import Keeper
+from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
+
+KNOWN_KEYS_MAX = 262_144
+"""Keys remembered as stored or on their way: 64 million tokens, about 30 MiB."""
+ANSWER_LOST_S = 60.0
+"""A save that was not answered for this long is no longer believed to be on its way."""
+
+Clock = Callable[[], float]
+
+
+class WantedChunk(NamedTuple):
+    """A whole chunk whose KV the engine has, or will have after this step."""
+
+    key: bytes
+    parent: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Known:
+    set_id: int
+    since_s: float
+    is_stored: bool
+
+
+class Store:
+    """One engine's decisions.
+
+    Args:
+        namespace_id: 16 bytes; moves on with `reset`.
+        chunk_tokens: tokens of a chunk.
+        keeper: gives the sets that saved chunks go to, and takes what was used.
+        clock: seconds since the epoch (I6).
+    """
+
+    def __init__(
+        self, namespace_id: bytes, chunk_tokens: int, index: Index, keeper: Keeper, clock: Clock = time.time
+    ) -> None:
+        self.namespace_id = namespace_id
+        self.metrics = keeper.metrics
+        self._chunk_tokens = chunk_tokens
+        self._index = index
+        self._keeper = keeper
+        self._clock = clock
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Index entries of the longest prefix of `keys` that is stored whole; empty on any trouble (I5).
+
+        `keys` are consecutive chunks of one prompt, from any chunk on.
+        """
+        started = time.perf_counter()
+        try:
+            entries = self._index.resolve(keys)
+        except IndexUnavailable:
+            self.metrics.add(names.INDEX_ERRORS)
+            entries = []
+        now = self._clock()
+        for key in keys[len(entries) :]:
+            self._forget_lost(key, now)
+        self.metrics.add(names.LOOKUPS)
+        self.metrics.add(names.LOOKUP_SECONDS, time.perf_counter() - started)
+        self.metrics.add(names.LOOKUP_TOKENS, len(keys) * self._chunk_tokens)
+        return entries
+
+    def plan_load(
+        self, request_id: str, keys: Sequence[bytes], entries: Sequence[bytes], block_ids: Sequence[int],
+        first_token: int,
+    ) -> LoadPlan:  # fmt: skip
+        """A plan for consecutive chunks.
+
+        block_ids: the engine's blocks of exactly these chunks, in order.
+        first_token: tokens of the first chunk that the engine has already; a multiple of its block size.
+        """
+        n_blocks, rest = divmod(len(block_ids), len(keys))
+        assert rest == 0 and len(entries) == len(keys)
+        now = self._clock()
+        chunks = []
+        for number, (key, entry) in enumerate(zip(keys, entries, strict=True)):
+            blocks = tuple(block_ids[number * n_blocks : (number + 1) * n_blocks])
+            chunks.append(LoadChunk(key, entry, blocks, first_token if number == 0 else 0))
+            self._keeper.book_use(entry, now)
+            if key not in self._known:
+                self._remember(key, _Known(0, now, is_stored=True))
+        self.metrics.add(names.HIT_TOKENS, len(keys) * self._chunk_tokens - first_token)
+        return LoadPlan(request_id, self.namespace_id, tuple(chunks))
+
+    def plan_save(self, wanted: Sequence[WantedChunk]) -> SavePlan | None:
+        """Places for those of `wanted` that are neither stored nor on their way; None when there is nothing to do.
+
+        No index I/O: what another engine stored meanwhile is found out by the worker before it writes.
+        """
+        now = self._clock()
+        chunks = []
+        for chunk in wanted:
+            if chunk.key in self._known:
+                continue
+            place = self._keeper.supply.take(now)
+            if place is None:
+                self.metrics.add(names.SKIPPED_NO_SPACE)
+                continue
+            set_id, slot = place
+            self._remember(chunk.key, _Known(set_id, now, is_stored=False))
+            chunks.append(SaveChunk(chunk.key, chunk.parent, set_id, slot, chunk.block_ids))
+        if not chunks:
+            return None
+        return SavePlan(self.namespace_id, self._keeper.supply.slots, tuple(chunks))
+
+    def is_known(self, key: bytes) -> bool:
+        """Whether the chunk is believed to be stored or on its way."""
+        return key in self._known
+
+    def saved(self, done: Sequence[SaveDone]) -> None:
+        """Takes the workers' answers; with several ranks, one answer a chunk suffices and the worst one counts."""
+        for answer in done:
+            if answer.outcome is SaveOutcome.NO_SPACE:
+                self._keeper.report_full_disk(self._clock())
+            known = self._known.get(answer.key)
+            if known is None:
+                continue
+            if not known.is_stored:
+                self._keeper.supply.answered(known.set_id)
+            if answer.outcome in (SaveOutcome.SAVED, SaveOutcome.PRESENT):
+                known.is_stored = True
+            else:
+                del self._known[answer.key]
+
+    def reset(self) -> None:
+        """Weights changed in place, or the engine's cache was reset: from now on, a namespace that nobody else has."""
+        self.namespace_id = self._keeper.begin_epoch()
+        self._known.clear()
+
+    def close(self) -> None:
+        """Ends the background duties. Every wait in it is bounded (I10)."""
+        self._keeper.close()
+        self._index.close()
+
+    def _forget_lost(self, key: bytes, now_s: float) -> None:
+        """A key that the index does not have was evicted, unless it is still on its way."""
+        known = self._known.get(key)
+        if known is not None and (known.is_stored or now_s - known.since_s > ANSWER_LOST_S):
+            del self._known[key]
+
+    def _remember(self, key: bytes, known: _Known) -> None:
+        self._known[key] = known
+        self._known.move_to_end(key)
+        if len(self._known) > KNOWN_KEYS_MAX:
+            self._known.popitem(last=False)

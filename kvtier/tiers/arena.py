@@ -1,0 +1,85 @@
+"""An arena: pre-allocated slots of encoded chunks in one buffer (I7), with the table of what lies in them.
+
+Slot = one page for a record's header, then slabs. Saves are encoded into a slot and written from it; loads are read
+into one and decoded from it; a slot may stay on as a cache of its chunk. One class over any buffer: pinned host
+memory or device memory differ in how the buffer was made.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Generic
+
+import torch
+
+from kvtier.geometry import PAGE_BYTES, padded
+from kvtier.slots import Content, SlotTable
+
+
+class Arena(Generic[Content]):
+    """Thread-safe. `buffer`: (n_bytes,) uint8, its address a multiple of the page for direct I/O."""
+
+    def __init__(self, buffer: torch.Tensor, slot_bytes: int) -> None:
+        assert slot_bytes == padded(slot_bytes) and buffer.data_ptr() % PAGE_BYTES == 0
+        self.slot_bytes = slot_bytes
+        self.n_slots = buffer.numel() // slot_bytes
+        self._buffer = buffer
+        self._table: SlotTable[Content] = SlotTable(self.n_slots)
+        self._lock = threading.Condition()
+
+    def address(self, slot: int) -> int:
+        return self._buffer.data_ptr() + slot * self.slot_bytes
+
+    def header(self, slot: int) -> torch.Tensor:
+        """The slot's header page, (4096,) uint8."""
+        start = slot * self.slot_bytes
+        return self._buffer[start : start + PAGE_BYTES]
+
+    def slabs(self, slot: int, offset: int, n_slabs: int, slab_bytes: int) -> torch.Tensor:
+        """(n_slabs, slab_bytes) uint8 from byte `offset` of the slot on."""
+        assert offset + n_slabs * slab_bytes <= self.slot_bytes
+        start = slot * self.slot_bytes + offset
+        return self._buffer[start : start + n_slabs * slab_bytes].view(n_slabs, slab_bytes)
+
+    def reserve(self, timeout_s: float = 0.0) -> int | None:
+        """A slot to fill, waited for at most `timeout_s`; None when none came free."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            while (slot := self._table.reserve()) is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._lock.wait(left_s)
+            return slot
+
+    def commit(self, slot: int, key: bytes, content: Content) -> bool:
+        with self._lock:
+            self._lock.notify()
+            return self._table.commit(slot, key, content)
+
+    def discard(self, slot: int) -> None:
+        with self._lock:
+            self._lock.notify()
+            self._table.discard(slot)
+
+    def lease(self, key: bytes) -> tuple[int, Content] | None:
+        with self._lock:
+            return self._table.lease(key)
+
+    def release(self, slot: int, key: bytes) -> None:
+        with self._lock:
+            self._lock.notify()
+            self._table.release(slot, key)
+
+    def drop(self, key: bytes) -> None:
+        with self._lock:
+            self._table.drop(key)
+
+    def cached_chunks(self) -> int:
+        with self._lock:
+            return len(self._table)
+
+    def check(self) -> None:
+        with self._lock:
+            self._table.check()

@@ -1,0 +1,78 @@
+"""What both directions of a Transfer work with, and where their late I/O goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.codecs.base import Codec
+from kvtier.geometry import PAGE_BYTES, Geometry, RankShare, padded
+from kvtier.index.base import Index
+from kvtier.io.ring import Batch, Ring
+from kvtier.kernels.paged import PagedKV
+from kvtier.metrics import Metrics
+from kvtier.sources import Source
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.segments import SegmentFiles
+
+HostArena = Arena[tuple[Source, ...]]
+
+
+class Quarantine:
+    """I/O that outlived its deadline. A read or write that hangs in the kernel can't be taken back, so its buffers
+    stay out of use until it returns: late bytes land in slots, never in engine blocks (I10)."""
+
+    def __init__(self) -> None:
+        self._late: list[tuple[Batch, Callable[[], None]]] = []
+        self._lock = threading.Lock()
+
+    def add(self, batch: Batch, release: Callable[[], None]) -> None:
+        """Cancels what has not begun; calls `release` (from `sweep`) when nothing of the batch is under way."""
+        batch.cancel()
+        with self._lock:
+            self._late.append((batch, release))
+
+    def sweep(self) -> None:
+        with self._lock:
+            returned = [entry for entry in self._late if entry[0].wait(0)]
+            self._late = [entry for entry in self._late if entry not in returned]
+        for _, release in returned:
+            release()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._late)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank's place in the world. `files` gives the segments of a namespace by its id."""
+
+    geometry: Geometry
+    share: RankShare
+    codec: Codec
+    pages: PagedKV
+    arena: HostArena
+    ring: Ring
+    index: Index
+    files: Callable[[bytes], SegmentFiles]
+    quarantine: Quarantine
+    metrics: Metrics
+    timeout_s: float
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def chunk_blocks(self) -> int:
+        return self.geometry.chunk_tokens // self.pages.block_tokens
+
+
+def arena_slot_bytes(geometry: Geometry, codec: Codec, share: RankShare) -> int:
+    """Bytes that one chunk of this rank can take in an arena, whichever ranks wrote it: a header page, and slabs.
+
+    A slab is read whole to be verified, also for some of its layers, and is padded at worst once a layer (a writer
+    with one layer a pipeline stage); so a pipeline stage's slot has room for the layers of all stages.
+    """
+    per_head = geometry.layers * padded(codec.layer_bytes(geometry))
+    return PAGE_BYTES + share.reads.n_heads * per_head

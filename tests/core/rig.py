@@ -1,0 +1,177 @@
+"""A small engine without a model: paged KV of random bytes, ranks, and the real Store and Transfer over them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvtier.assemble import open_store, open_transfer
+from kvtier.config import Settings
+from kvtier.geometry import Geometry, RankShare, share_of_rank
+from kvtier.identity import CodecId, Namespace, chunk_keys
+from kvtier.kernels.paged import PagedKV, PagedLayer
+from kvtier.plan import LoadDone, SaveDone
+from kvtier.store import Store, WantedChunk
+from kvtier.transfer import Transfer
+
+BLOCK_TOKENS = 16
+
+
+def geometry(**changes: object) -> Geometry:
+    values = {
+        "layers": 4, "kv_heads": 4, "k_head_size": 32, "v_head_size": 32, "dtype": "float32", "element_bytes": 4,
+        "attention": "heads", "chunk_tokens": 64,
+    }  # fmt: skip
+    return Geometry(**(values | changes))  # type: ignore[arg-type]
+
+
+def namespace(shape: Geometry, weights: str = "test", epoch: str = "0") -> Namespace:
+    return Namespace("test", weights, shape, "float32", "", "", "", CodecId("raw", 1, 0), "", epoch)
+
+
+def settings(root: Path, **changes: object) -> Settings:
+    values: dict[str, object] = {
+        "root": str(root), "capacity_bytes": 64 << 20, "segment_bytes": 4 << 20, "chunk_tokens": 64,
+        "host": {"arena_bytes": 8 << 20}, "io": {"threads": 4, "timeout_s": 10.0}, "writer_lease_s": 1.0,
+        "touch_interval_s": 0.2,
+    }  # fmt: skip
+    return Settings.load(values | changes)
+
+
+def shares(shape: Geometry, tensor_size: int = 1, stages: Sequence[range] | None = None) -> list[RankShare]:
+    stages = stages or [range(shape.layers)]
+    return [
+        share_of_rank(shape, tensor_rank, tensor_size, number * tensor_size + tensor_rank, stage)
+        for number, stage in enumerate(stages)
+        for tensor_rank in range(tensor_size)
+    ]
+
+
+def make_pages(share: RankShare, shape: Geometry, n_blocks: int) -> PagedKV:
+    """Zeroed pages of one rank: a K and a V tensor a layer, (n_blocks, block, heads, size)."""
+    dtype = getattr(torch, shape.dtype)
+
+    def plane(size: int) -> torch.Tensor:
+        return torch.zeros(n_blocks, BLOCK_TOKENS, share.reads.n_heads, size, dtype=dtype)
+
+    layers = tuple(
+        PagedLayer(plane(shape.k_head_size), plane(shape.v_head_size) if shape.v_head_size else None)
+        for _ in range(share.reads.n_layers)
+    )
+    return PagedKV(layers, BLOCK_TOKENS)
+
+
+def fill(pages: PagedKV, share: RankShare, block_id: int, seed: int) -> None:
+    """Writes values into a block that depend on `seed`, layer and head alone: equal on ranks that hold the same."""
+    for number, layer in enumerate(pages.layers):
+        for which, plane in enumerate(layer.planes):
+            for head in range(plane.shape[2]):
+                cell = (seed, share.reads.first_layer + number, which, share.reads.first_head + head)
+                noise = torch.Generator().manual_seed(hash(cell) & 0x7FFFFFFF)
+                values = torch.randn(plane.shape[1], plane.shape[3], generator=noise)
+                plane[block_id, :, head].copy_(values)
+
+
+@dataclass
+class Engine:
+    """One engine of one or more ranks on a root; blocks are handed out by the caller."""
+
+    root: Path
+    shape: Geometry = field(default_factory=geometry)
+    tensor_size: int = 1
+    stages: Sequence[range] | None = None
+    n_blocks: int = 256
+    weights: str = "test"
+    changes: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.settings = settings(self.root, **({"chunk_tokens": self.shape.chunk_tokens} | self.changes))
+        self.namespace = namespace(self.shape, self.weights)
+        self.shares = shares(self.shape, self.tensor_size, self.stages)
+        self.store: Store = open_store(self.settings, self.namespace, self.shares)
+        self.pages = [make_pages(share, self.shape, self.n_blocks) for share in self.shares]
+        self.transfers: list[Transfer] = [
+            open_transfer(self.settings, self.namespace, share, pages)
+            for share, pages in zip(self.shares, self.pages, strict=True)
+        ]
+
+    @property
+    def chunk_blocks(self) -> int:
+        return self.shape.chunk_tokens // BLOCK_TOKENS
+
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+        return chunk_keys(self.store.namespace_id, tokens, self.shape.chunk_tokens, {})
+
+    def prefill(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Puts into the blocks what this prefix's KV is; every engine computes the same."""
+        for number, block_id in enumerate(block_ids):
+            seed = hash(tuple(tokens[: (number + 1) * BLOCK_TOKENS]))
+            for share, pages in zip(self.shares, self.pages, strict=True):
+                fill(pages, share, block_id, seed)
+
+    def wait_for_set(self, timeout_s: float = 5.0) -> None:
+        """Waits until the keeper has a segment set ready."""
+        import time
+
+        deadline = time.monotonic() + timeout_s
+        while self.store._keeper.supply.wants_set():  # noqa: SLF001
+            assert time.monotonic() < deadline, "no segment set was made"
+            time.sleep(0.01)
+
+    def save(self, tokens: Sequence[int], block_ids: Sequence[int]) -> list[SaveDone]:
+        """Prefills, saves all whole chunks and waits; the answers of all ranks."""
+        self.wait_for_set()
+        self.prefill(tokens, block_ids)
+        keys = self.keys(tokens)
+        parents = [self.store.namespace_id, *keys]
+        per = self.chunk_blocks
+        wanted = [
+            WantedChunk(key, parents[i], tuple(block_ids[i * per : (i + 1) * per])) for i, key in enumerate(keys)
+        ]
+        plan = self.store.plan_save(wanted)
+        if plan is None:
+            return []
+        done: list[SaveDone] = []
+        for transfer in self.transfers:
+            transfer.save(plan)
+            assert transfer.drain(20)
+            done += transfer.poll().saves
+        self.store.saved(done)
+        return done
+
+    def load(
+        self, tokens: Sequence[int], block_ids: Sequence[int], computed: int = 0
+    ) -> tuple[int, list[LoadDone]]:
+        """Loads what is stored of `tokens` beyond `computed` into the blocks. (chunks planned, answers)."""
+        size = self.shape.chunk_tokens
+        first = computed // size
+        keys = self.keys(tokens)[first:]
+        entries = self.store.lookup(keys)
+        n = len(entries)
+        if not n:
+            return 0, []
+        blocks = block_ids[first * self.chunk_blocks : (first + n) * self.chunk_blocks]
+        plan = self.store.plan_load(f"r{random.random()}", keys[:n], entries, blocks, computed - first * size)
+        done: list[LoadDone] = []
+        for transfer in self.transfers:
+            transfer.load(plan)
+            assert transfer.drain(20)
+            done += transfer.poll().loads
+        return n, done
+
+    def blocks(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
+        """Copies of the blocks' content, a tensor for each rank, layer and plane."""
+        index = torch.tensor(list(block_ids))
+        return [
+            plane[index].clone() for pages in self.pages for layer in pages.layers for plane in layer.planes
+        ]
+
+    def close(self) -> None:
+        for transfer in self.transfers:
+            transfer.drain(5)
+            transfer.close()
+        self.store.close()
