@@ -39,7 +39,12 @@ def create_once(path: Path, content: bytes) -> bytes:
 
 def replace_small(path: Path, content: bytes) -> None:
     """Puts `content` in place of what `path` holds: a reader sees the one or the other, whole. Raises OSError."""
-    os.replace(_write_draft(path, content), path)
+    draft = _write_draft(path, content)
+    try:
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def read_small(path: Path) -> bytes:
@@ -55,8 +60,9 @@ def read_small(path: Path) -> bytes:
 
 def _write_draft(path: Path, content: bytes) -> Path:
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    descriptor = _create(draft)
     try:
-        _create_exclusively(draft, content)
+        _fill(descriptor, content)
     except OSError:
         draft.unlink(missing_ok=True)
         raise
@@ -65,9 +71,17 @@ def _write_draft(path: Path, content: bytes) -> Path:
 
 def _create_exclusively(path: Path, content: bytes) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = _create(path)
     except FileExistsError:
         return
+    _fill(descriptor, content)
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def _fill(descriptor: int, content: bytes) -> None:
     with open(descriptor, "wb") as file:
         file.write(content)
         file.flush()

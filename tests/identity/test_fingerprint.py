@@ -1,0 +1,334 @@
+"""Fingerprints of weights: what must change them, what must not, and that a cached answer is never a stale one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import fingerprint
+from kvtier.errors import ConfigError
+from kvtier.fingerprint import adapter_fingerprint, sampled_pages, weights_fingerprint
+
+CONFIG = {"model_type": "llama", "hidden_size": 64, "rope_theta": 10000.0}
+PAGE = 4096
+
+
+def write_safetensors(path: Path, sizes: dict[str, int], data: bytes | None = None) -> int:
+    """A safetensors file with one u8 tensor a name; returns where its data begins. No data: sparse."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, n_bytes in sizes.items():
+        header[name] = {"dtype": "U8", "shape": [n_bytes], "data_offsets": [offset, offset + n_bytes]}
+        offset += n_bytes
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        begin = file.tell()
+        if data is None:
+            file.truncate(begin + offset)
+        else:
+            file.write(data)
+    return begin
+
+
+def make_model(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / "model-00001-of-00002.safetensors", {"a": 1 << 20, "b": 5000}, os.urandom(1) * 1053576)
+    write_safetensors(folder / "model-00002-of-00002.safetensors", {"c": 3000}, bytes(range(250)) * 12)
+    return folder
+
+
+def copy(model: Path, to: Path) -> Path:
+    return Path(shutil.copytree(model, to, symlinks=True))
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model")
+
+
+def print_of(model: Path) -> str:
+    return weights_fingerprint(model, None)
+
+
+# --- what must not change it ---
+
+
+def test_same_weights_under_another_path(model: Path, tmp_path: Path) -> None:
+    assert len(bytes.fromhex(print_of(model))) == 32
+    assert print_of(copy(model, tmp_path / "else" / "where")) == print_of(model)
+
+
+def test_same_weights_behind_symbolic_links(model: Path, tmp_path: Path) -> None:
+    """A hub cache is a folder of links to blobs that are named by their hash."""
+    (tmp_path / "snapshot").mkdir()
+    for number, path in enumerate(model.iterdir()):
+        os.symlink(path.rename(tmp_path / f"blob{number}"), tmp_path / "snapshot" / path.name)
+    links = print_of(tmp_path / "snapshot")
+    for path in (tmp_path / "snapshot").iterdir():
+        shutil.copy(path, model / path.name)
+    assert print_of(model) == links
+
+
+def test_where_the_config_came_from(model: Path) -> None:
+    before = print_of(model)
+    origin = {"_name_or_path": "/home/me", "transformers_version": "9.9"}
+    (model / "config.json").write_text(json.dumps(dict(reversed(list({**CONFIG, **origin}.items()))), indent=4))
+    assert print_of(model) == before
+
+
+def test_files_that_are_no_weights(model: Path) -> None:
+    before = print_of(model)
+    for name in ("README.md", "tokenizer.json", "training_args.bin", "optimizer.pt"):
+        (model / name).write_text("x")
+    assert print_of(model) == before
+
+
+# --- what must change it ---
+
+
+@pytest.mark.parametrize("where", ["first byte", "middle of the big tensor", "last byte of it", "second tensor"])
+def test_another_value_in_one_tensor(model: Path, where: str) -> None:
+    before = print_of(model)
+    path = model / "model-00001-of-00002.safetensors"
+    begin = path.stat().st_size - (1 << 20) - 5000
+    offset = {"first byte": 0, "middle of the big tensor": 600_001, "last byte of it": (1 << 20) - 1}.get(
+        where, 1 << 20
+    )
+    flip(path, begin + offset)
+    changed = print_of(model)
+    assert changed != before
+    flip(path, begin + offset)
+    assert print_of(model) == before
+
+
+def test_another_value_in_another_shard(model: Path) -> None:
+    before = print_of(model)
+    flip(model / "model-00002-of-00002.safetensors", (model / "model-00002-of-00002.safetensors").stat().st_size - 1)
+    assert print_of(model) != before
+
+
+def test_swapped_shards(model: Path) -> None:
+    before = print_of(model)
+    first, second = sorted(model.glob("*.safetensors"))
+    first.rename(model / "x")
+    second.rename(first)
+    (model / "x").rename(second)
+    assert print_of(model) != before
+
+
+def test_renamed_tensors(model: Path) -> None:
+    data = bytes(8192)
+    seen = set()
+    for sizes in ({"a": 4096, "b": 4096}, {"b": 4096, "a": 4096}, {"a": 4096, "c": 4096}, {"a": 2048, "b": 6144}):
+        write_safetensors(model / "model-00001-of-00002.safetensors", sizes, data)
+        seen.add(print_of(model))
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 10001.0}, {"rope_scaling": {"factor": 2}}, {"quantization": "x"}])
+def test_another_config(model: Path, change: dict[str, Any]) -> None:
+    before = print_of(model)
+    (model / "config.json").write_text(json.dumps(CONFIG | change))
+    assert print_of(model) != before
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "hf_quant_config.json"])
+def test_quantization_beside_the_weights(model: Path, name: str) -> None:
+    seen = {print_of(model)}
+    for bits in (4, 8):
+        (model / name).write_text(json.dumps({"bits": bits}))
+        seen.add(print_of(model))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.gguf"])
+def test_weights_in_other_formats(tmp_path: Path, name: str) -> None:
+    tmp_path.joinpath("config.json").write_text("{}")
+    (tmp_path / name).write_bytes(bytes(100_000))
+    before = print_of(tmp_path)
+    flip(tmp_path / name, 50_000)
+    assert print_of(tmp_path) != before
+
+
+# --- large models are sampled ---
+
+
+def test_sampled_pages_are_the_ends_and_an_even_choice_between() -> None:
+    part = range(1000, 1000 + 1000 * PAGE + 7)
+    pages = sampled_pages(part, 64)
+    assert len(pages) == 66 and all(len(page) == PAGE for page in pages)
+    assert pages[0].start == part.start and pages[-1].stop == part.stop
+    gaps = [(right.start - left.start) / PAGE for left, right in zip(pages, pages[1:], strict=False)]
+    assert all(14 <= gap <= 17 for gap in gaps)
+    assert sampled_pages(range(5, 5 + 66 * PAGE), 64) == [range(5, 5 + 66 * PAGE)]
+    assert sampled_pages(range(5, 5), 64) == []
+    assert len(sampled_pages(part, 0)) == 2
+
+
+def make_sparse(folder: Path) -> tuple[Path, int]:
+    """9 GiB in two tensors that take no disk. Returns the file and where its data begins."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    path = folder / "model.safetensors"
+    return path, write_safetensors(path, {"big": 9 << 30, "small": 5000})
+
+
+def test_more_than_8_gib_is_sampled(tmp_path: Path) -> None:
+    path, begin = make_sparse(tmp_path / "model")
+    original = print_of(path.parent)
+    seen = {original}
+    for offset in (0, (9 << 30) - 1, (9 << 30) + 2500, sampled_pages(range(9 << 30), 64)[33].start + 77):
+        flip(path, begin + offset)
+        seen.add(print_of(path.parent))
+    assert len(seen) == 5
+    other, other_begin = make_sparse(tmp_path / "other")
+    flip(other, other_begin + sampled_pages(range(9 << 30), 64)[33].start + 5 * PAGE)  # between two sampled pages
+    assert print_of(other.parent) == original
+
+
+def test_whole_and_sampled_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = print_of(model)
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES_MAX", 1000)
+    assert print_of(model) != before
+
+
+def test_many_tensors_are_sampled_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, begin = make_sparse(tmp_path / "model")
+    monkeypatch.setattr(fingerprint, "SAMPLED_PAGES_MAX", 2 * 10)  # two tensors: 8 between
+    before = print_of(path.parent)
+    flip(path, begin + sampled_pages(range(9 << 30), 64)[33].start)
+    assert print_of(path.parent) == before
+    flip(path, begin + sampled_pages(range(9 << 30), 8)[4].start)
+    assert print_of(path.parent) != before
+
+
+# --- the cache ---
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one whenever weights are really hashed."""
+    calls: list[int] = []
+    compute = fingerprint._compute
+
+    def counted(*arguments: Any) -> str:
+        calls.append(1)
+        return compute(*arguments)
+
+    monkeypatch.setattr(fingerprint, "_compute", counted)
+    return calls
+
+
+def test_second_answer_comes_from_the_cache(model: Path, tmp_path: Path, hashed: list[int]) -> None:
+    cache = tmp_path / "cache" / "deep"
+    first = weights_fingerprint(model, cache)
+    assert weights_fingerprint(model, cache) == first == print_of(model)
+    assert len(hashed) == 2  # one for the cache, one without it
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_change_of_a_file_is_noticed(model: Path, tmp_path: Path) -> None:
+    path = model / "model-00002-of-00002.safetensors"
+    before, times = weights_fingerprint(model, tmp_path / "cache"), path.stat()
+    flip(path, times.st_size - 1)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # same size, same mtime, same inode
+    assert weights_fingerprint(model, tmp_path / "cache") == print_of(model) != before
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"key": "x"}', b"\xff", b'{"fingerprint": "00", "key": "x"}'])
+def test_malformed_entry_is_not_believed(model: Path, tmp_path: Path, content: bytes) -> None:
+    right = weights_fingerprint(model, tmp_path / "cache")
+    entry = next((tmp_path / "cache").iterdir())
+    entry.write_bytes(content)
+    assert weights_fingerprint(model, tmp_path / "cache") == right
+    assert json.loads(entry.read_bytes())["fingerprint"] == right  # and is put right
+
+
+def test_entry_of_another_model_is_not_believed(model: Path, tmp_path: Path) -> None:
+    right = weights_fingerprint(model, tmp_path / "cache")
+    weights_fingerprint(make_model(tmp_path / "other", CONFIG | {"x": 1}), tmp_path / "cache2")
+    entry, foreign = next((tmp_path / "cache").iterdir()), next((tmp_path / "cache2").iterdir())
+    shutil.copy(foreign, entry)
+    assert weights_fingerprint(model, tmp_path / "cache") == right
+
+
+def test_cache_that_cannot_be_written_is_no_fault(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert weights_fingerprint(model, tmp_path / "file" / "cache") == print_of(model)
+
+
+# --- nothing to fingerprint ---
+
+
+def refusal(model: Path) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        weights_fingerprint(model, None)
+    assert caught.value.key == "model_tag" and "set model_tag" in caught.value.fix
+    return caught.value
+
+
+def test_no_config(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", {"a": 8}, bytes(8))
+    assert "no config.json" in refusal(tmp_path).fix
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert "no weight files" in refusal(tmp_path).fix
+
+
+def test_config_that_is_not_json(model: Path) -> None:
+    (model / "config.json").write_text("{")
+    assert "not JSON" in refusal(model).fix
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x00" * 4,
+        struct.pack("<Q", 1 << 40),
+        struct.pack("<Q", 2) + b"{{",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 32) + b'{"a":{"data_offsets":[0, 9999]}}'.ljust(32),
+    ],
+)
+def test_torn_safetensors(model: Path, content: bytes) -> None:
+    (model / "model-00002-of-00002.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match="model-00002-of-00002.safetensors is not a whole safetensors file"):
+        print_of(model)
+
+
+# --- adapters ---
+
+
+def test_adapters(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    with pytest.raises(ConfigError, match="lora = .*not cached"):
+        adapter_fingerprint(adapter)
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    path = adapter / "adapter_model.safetensors"
+    begin = write_safetensors(path, {"lora_A": 100}, bytes(100))
+    seen = {adapter_fingerprint(adapter), adapter_fingerprint(copy(adapter, tmp_path / "copy"))}
+    assert len(seen) == 1
+    flip(path, begin + 50)
+    seen.add(adapter_fingerprint(adapter))
+    (adapter / "adapter_config.json").write_text('{"r": 16}')
+    seen.add(adapter_fingerprint(adapter))
+    assert len(seen) == 3
