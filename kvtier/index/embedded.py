@@ -123,18 +123,23 @@ class LmdbIndex:
         return self._shared.read(_sets)
 
     def members(self, set_id: int) -> list[tuple[bytes, Location]]:
-        def work(view: View) -> list[tuple[bytes, Location]]:
-            found = []
-            for place, key in _members(view, set_id):
-                for location in _unpack(view.get("entries", key)):
-                    if entry.place(location) == place:
-                        found.append((key, location))
-            return found
+        def work(view: View) -> list[tuple[entry.Place, bytes, bytes | None]]:
+            return [(place, key, view.get("entries", key)) for place, key in _members(view, set_id)]
 
-        return self._shared.read(work)
+        # Unpacked here and not in the transaction: a lookup of this process would wait for it.
+        return [
+            (key, location)
+            for place, key, value in self._shared.read(work)
+            for location in _unpack(value)
+            if entry.place(location) == place
+        ]
 
     def remove_set(self, set_id: int) -> int:
-        return self._shared.write(lambda view: _remove_set(view, set_id), frees=True)
+        removed, more = 0, True
+        while more:
+            n_removed, more = self._shared.write(lambda view: _remove_some(view, set_id), frees=True)
+            removed += n_removed
+        return removed
 
     def touch(self, used: Mapping[int, float]) -> None:
         def work(view: View) -> None:
@@ -249,18 +254,25 @@ def _retract(view: View, key: bytes, place: entry.Place) -> bool:
     return True
 
 
-def _remove_set(view: View, set_id: int) -> int:
+def _remove_some(view: View, set_id: int) -> tuple[int, bool]:
+    """Takes records out of a set, and with the last ones the set: (records, whether some are left).
+
+    The set goes in the same transaction in which it is found empty, so no entry ever points to a set that is gone.
+    """
+    members = _members(view, set_id, _RECORDS_PER_TRANSACTION)
     removed = 0
-    for place, key in _members(view, set_id):
+    for place, key in members:
         removed += _retract(view, key, place)
         view.delete("members", _MEMBER.pack(*place))
-    view.delete("sets", _SET_ID.pack(set_id))
-    return removed
+    more = len(members) == _RECORDS_PER_TRANSACTION
+    if not more:
+        view.delete("sets", _SET_ID.pack(set_id))
+    return removed, more
 
 
-def _members(view: View, set_id: int) -> list[tuple[entry.Place, bytes]]:
-    """(place, key of the chunk) of each record of a set, by rank and slot."""
-    return [(_MEMBER.unpack(member), key) for member, key in view.scan("members", _SET_ID.pack(set_id))]
+def _members(view: View, set_id: int, limit: int | None = None) -> list[tuple[entry.Place, bytes]]:
+    """(place, key of the chunk) of the records of a set, by rank and slot."""
+    return [(_MEMBER.unpack(member), key) for member, key in view.scan("members", _SET_ID.pack(set_id), limit)]
 
 
 def _unpack(value: bytes | None) -> list[Location]:

@@ -23,6 +23,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import lmdb
@@ -75,12 +76,12 @@ class View:
     def delete(self, database: str, key: bytes) -> None:
         self._txn.delete(key, db=self._databases[database])
 
-    def scan(self, database: str, prefix: bytes = b"") -> list[tuple[bytes, bytes]]:
-        """(key, value) of all keys that start with `prefix`, in order."""
+    def scan(self, database: str, prefix: bytes = b"", limit: int | None = None) -> list[tuple[bytes, bytes]]:
+        """(key, value) of the keys that start with `prefix`, in order; at most the first `limit`."""
         found: list[tuple[bytes, bytes]] = []
         cursor = self._txn.cursor(self._databases[database])
         if cursor.set_range(prefix) if prefix else cursor.first():
-            for key, value in cursor:
+            for key, value in islice(cursor, limit):
                 if not bytes(key).startswith(prefix):
                     break
                 found.append((bytes(key), bytes(value)))

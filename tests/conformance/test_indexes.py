@@ -1,0 +1,27 @@
+"""Every index, under the one suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from index_suite import IndexSuite
+
+from kvtier.index.base import Index
+from kvtier.index.embedded import LmdbIndex
+from kvtier.index.memory import MemoryIndex
+
+
+class TestMemoryIndex(IndexSuite):
+    @pytest.fixture
+    def index(self) -> Index:
+        return MemoryIndex()
+
+
+class TestLmdbIndex(IndexSuite):
+    @pytest.fixture
+    def index(self, tmp_path: Path) -> Iterator[Index]:
+        index = LmdbIndex(str(tmp_path / "index"), map_bytes=64 << 20)
+        yield index
+        index.close()

@@ -1,0 +1,149 @@
+"""LmdbIndex against MemoryIndex: the same calls, the same answers, whatever the order."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtier.geometry import Extent
+from kvtier.index import entry
+from kvtier.index.base import Location, NewRecord, SetInfo
+from kvtier.index.embedded import LmdbIndex
+from kvtier.index.memory import MemoryIndex
+
+WHOLE = Extent(0, 2, 0, 4)
+EXTENTS = (WHOLE, Extent(0, 2, 0, 2), Extent(0, 2, 2, 2), Extent(0, 1, 0, 4), Extent(1, 1, 0, 4), Extent(0, 2, 1, 3))
+KEYS = [bytes([number]) * 16 for number in range(6)]
+SET_IDS = st.sampled_from([0, 1, 2, 2**64 - 1])
+OWNERS = st.sampled_from(["a", "b", "c"])
+LEASES = st.sampled_from(["evict", "writer/ü"])
+
+
+def location(set_id: int, rank: int, slot: int, extent: Extent) -> Location:
+    checksums = tuple(hash((set_id, rank, slot, head)) & (2**64 - 1) for head in range(extent.n_heads))
+    return Location(set_id, rank, slot, 4096, extent, checksums)
+
+
+LOCATIONS = st.builds(location, SET_IDS, st.integers(0, 1), st.integers(0, 3), st.sampled_from(EXTENTS))
+RECORDS = st.builds(NewRecord, st.sampled_from(KEYS), LOCATIONS, st.just(WHOLE))
+
+
+class IndexMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.mkdtemp(prefix="kvtier-index-")
+        self.model = MemoryIndex()
+        self.index = LmdbIndex(self.folder, map_bytes=16 << 20)
+        self.now_s = 0.0
+
+    def teardown(self) -> None:
+        self.index.close()
+        shutil.rmtree(self.folder)
+
+    @rule(records=st.lists(RECORDS, max_size=5))
+    def publish(self, records: list[NewRecord]) -> None:
+        assert self.index.publish(records) == self.model.publish(records)
+
+    @rule(key=st.sampled_from(KEYS), location=LOCATIONS)
+    def retract(self, key: bytes, location: Location) -> None:
+        assert self.index.retract(key, location) == self.model.retract(key, location)
+
+    @rule(key=st.sampled_from(KEYS), choice=st.integers(0, 10))
+    def retract_what_is_there(self, key: bytes, choice: int) -> None:
+        there = [one for set_id in self.set_ids() for found, one in self.model.members(set_id) if found == key]
+        if there:
+            self.retract(key, there[choice % len(there)])
+
+    @rule(set_id=SET_IDS, owner=OWNERS, n_bytes=st.integers(0, 2**40))
+    def create_set(self, set_id: int, owner: str, n_bytes: int) -> None:
+        info = SetInfo(set_id, KEYS[0], owner, n_bytes, self.now_s, self.now_s)
+        assert self.index.create_set(info) == self.model.create_set(info)
+
+    @rule(set_id=SET_IDS, n_bytes=st.integers(0, 2**40))
+    def close_set(self, set_id: int, n_bytes: int) -> None:
+        self.index.close_set(set_id, n_bytes)
+        self.model.close_set(set_id, n_bytes)
+
+    @rule(set_id=SET_IDS)
+    def remove_set(self, set_id: int) -> None:
+        assert self.index.remove_set(set_id) == self.model.remove_set(set_id)
+
+    @rule(used=st.dictionaries(SET_IDS, st.floats(0, 100)))
+    def touch(self, used: dict[int, float]) -> None:
+        self.index.touch(used)
+        self.model.touch(used)
+
+    @rule(set_id=SET_IDS, pinned=st.booleans())
+    def pin_set(self, set_id: int, pinned: bool) -> None:
+        assert self.index.pin_set(set_id, pinned) == self.model.pin_set(set_id, pinned)
+
+    @rule(name=LEASES, owner=OWNERS, ttl_s=st.sampled_from([0.0, 1.0, 5.0]), later_s=st.sampled_from([0.0, 0.5, 1.0]))
+    def acquire_lease(self, name: str, owner: str, ttl_s: float, later_s: float) -> None:
+        self.now_s += later_s
+        token = self.model.acquire_lease(name, owner, self.now_s, ttl_s)
+        assert self.index.acquire_lease(name, owner, self.now_s, ttl_s) == token
+
+    @rule(name=LEASES, owner=OWNERS)
+    def release_lease(self, name: str, owner: str) -> None:
+        self.index.release_lease(name, owner)
+        self.model.release_lease(name, owner)
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        self.model.clear()
+
+    @rule()
+    def rebuilt(self) -> None:
+        self.index.rebuilt()
+        self.model.rebuilt()
+
+    @rule()
+    def reopen(self) -> None:
+        self.index.close()
+        self.index = LmdbIndex(self.folder, map_bytes=16 << 20)
+
+    @invariant()
+    def answers_are_the_same(self) -> None:
+        for first in range(len(KEYS)):
+            assert self.index.resolve(KEYS[first:]) == self.model.resolve(KEYS[first:])
+        assert self.index.sets() == self.model.sets()
+        assert self.index.counts() == self.model.counts()
+        assert self.index.was_reset == self.model.was_reset
+        for set_id in self.set_ids():
+            assert self.index.members(set_id) == self.model.members(set_id)
+        for name in ("evict", "writer/ü"):
+            assert self.index.lease_owner(name, self.now_s) == self.model.lease_owner(name, self.now_s)
+
+    @invariant()
+    def entries_and_members_agree(self) -> None:
+        """No entry points to a set that is gone, and each record stands in its set once."""
+        members = {(key, entry.place(one)) for set_id in self.set_ids() for key, one in self.index.members(set_id)}
+        for key in KEYS:
+            for value in self.index.resolve([key]):
+                for one in entry.unpack(value):
+                    assert (key, entry.place(one)) in members
+        assert len(members) == self.index.counts().records
+
+    def set_ids(self) -> list[int]:
+        return [info.set_id for info in self.model.sets()]
+
+
+def test_set_info_survives_every_flag(tmp_path: object) -> None:
+    info = SetInfo(7, KEYS[1], "ö" * 100, 2**63, 1.5, 2.5)
+    for is_open in (True, False):
+        for is_pinned in (True, False):
+            index = LmdbIndex(f"{tmp_path}/{is_open}-{is_pinned}", map_bytes=1 << 20)
+            wanted = replace(info, is_open=is_open, is_pinned=is_pinned)
+            assert index.create_set(wanted)
+            assert index.sets() == [wanted]
+            index.close()
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
