@@ -12,7 +12,7 @@ from tests.core.rig import Engine, geometry
 
 TOKENS = list(range(1000, 1000 + 64 * 5 + 7))
 BLOCKS = list(range(3, 3 + 21))
-ELSEWHERE = [90, 50, 51, 52, 7, 8, 120, 119, 118, 117, 30, 31, 32, 33, 34, 200, 201, 202, 203, 204, 205]
+ELSEWHERE = [90, 50, 51, 52, 77, 78, 120, 119, 118, 117, 30, 31, 32, 33, 34, 200, 201, 202, 203, 204, 205]
 
 SHAPES = {
     "heads": geometry(),

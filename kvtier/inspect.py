@@ -1,0 +1,205 @@
+"""Looking at a root from outside: what lies in it (`stats`), and whether every byte of it is right (`verify`)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.errors import ConfigError, Corrupt, TierUnavailable
+from kvtier.geometry import PAGE_BYTES
+from kvtier.identity import Namespace
+from kvtier.index.base import Index, Location
+from kvtier.io.ring import Batch, ReadOp, Ring, aligned_buffer
+from kvtier.record import RecordHeader, is_blank
+from kvtier.root import NAMESPACE_FILE, Root, read_namespace
+from kvtier.tiers.segments import SegmentFiles, segment_name
+
+IO_THREADS = 8
+IN_FLIGHT_BYTES = 64 << 20
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStats:
+    """One namespace of a root. `n_bytes`: what its segments take on disk."""
+
+    namespace: Namespace
+    sets: int
+    open_sets: int
+    pinned_sets: int
+    segments: int
+    records: int
+    chunks: int
+    n_bytes: int
+    last_used_s: float
+
+    @property
+    def tokens(self) -> int:
+        return self.chunks * self.namespace.geometry.chunk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RootStats:
+    namespaces: tuple[NamespaceStats, ...]
+    unreadable: tuple[str, ...]
+    n_bytes: int
+
+
+class Finding(NamedTuple):
+    """Something that is not as it was written. `slot` is None where the whole segment is meant."""
+
+    segment: str
+    slot: int | None
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """unfinished: slots whose writer died before the record was whole; nothing ever refers to them."""
+
+    segments: int
+    records: int
+    n_bytes: int
+    unfinished: int
+    bad: tuple[Finding, ...]
+
+
+def stats(root: Root, index: Index) -> RootStats:
+    """What lies in a root, by namespace. Reads file sizes and the index, no segment."""
+    found, unreadable = [], []
+    sets = index.sets()
+    for path in sorted(root.folder.glob(f"*/{NAMESPACE_FILE}")):
+        try:
+            namespace = read_namespace(path.parent)
+        except ConfigError as fault:
+            unreadable.append(str(fault))
+            continue
+        files = SegmentFiles(path.parent, direct=False)
+        mine = [info for info in sets if info.namespace == namespace.id]
+        members = [key for info in mine for key, _ in index.members(info.set_id)]
+        chunks = sum(1 for key in set(members) if index.resolve([key]))
+        found.append(NamespaceStats(
+            namespace, len(mine), sum(info.is_open for info in mine), sum(info.is_pinned for info in mine),
+            len(files.ids()), len(members), chunks, sum(files.set_bytes().values()),
+            max((info.used_s for info in mine), default=0.0),
+        ))  # fmt: skip
+    return RootStats(tuple(found), tuple(unreadable), sum(entry.n_bytes for entry in found))
+
+
+def verify(root: Root, index: Index, progress: Progress = lambda done, total: None) -> VerifyReport:
+    """Reads every record and checks every checksum. `progress`: called with (segments read, segments in all)."""
+    return _Verifier(root, index).run(progress)
+
+
+class _Verifier:
+    def __init__(self, root: Root, index: Index) -> None:
+        self._root = root
+        self._index = index
+        self._bad: list[Finding] = []
+        self._records = self._n_bytes = self._unfinished = 0
+
+    def run(self, progress: Progress) -> VerifyReport:
+        folders = sorted(path.parent for path in self._root.folder.glob(f"*/{NAMESPACE_FILE}"))
+        tiers = [SegmentFiles(folder, direct=False) for folder in folders]
+        segments = [(files, *name) for files in tiers for name in files.ids()]
+        expected = self._expected()
+        with Ring(IO_THREADS) as ring:
+            for done, (files, set_id, rank) in enumerate(segments):
+                progress(done, len(segments))
+                self._segment(ring, files, set_id, rank, expected.pop((set_id, rank), {}))
+        progress(len(segments), len(segments))
+        for (set_id, rank), slots in expected.items():
+            self._bad += [Finding(segment_name(set_id, rank), slot, "its segment is missing") for slot in slots]
+        for folder in folders:
+            self._namespace(folder.name, SegmentFiles(folder, direct=False))
+        for files in tiers:
+            files.close()
+        return VerifyReport(len(segments), self._records, self._n_bytes, self._unfinished, tuple(self._bad))
+
+    def _expected(self) -> dict[tuple[int, int], dict[int, tuple[bytes, Location]]]:
+        """(set, rank) -> slot -> what the index says lies there."""
+        expected: dict[tuple[int, int], dict[int, tuple[bytes, Location]]] = {}
+        for info in self._index.sets():
+            for key, location in self._index.members(info.set_id):
+                expected.setdefault((info.set_id, location.rank), {})[location.slot] = (key, location)
+        return expected
+
+    def _namespace(self, name: str, files: SegmentFiles) -> None:
+        try:
+            read_namespace(files.folder)
+        except ConfigError as fault:
+            self._bad.append(Finding(f"{name}/{NAMESPACE_FILE}", None, fault.fix))
+
+    def _segment(
+        self, ring: Ring, files: SegmentFiles, set_id: int, rank: int, expected: dict[int, tuple[bytes, Location]]
+    ) -> None:
+        name = segment_name(set_id, rank)
+        try:
+            leased = files.lease(set_id, rank)
+            if leased is None:  # evicted since the folder was listed
+                return
+            try:
+                self._records_of(ring, leased[0], name, self._headers(files, set_id, rank, name, expected))
+            finally:
+                files.release(set_id, rank)
+        except (Corrupt, TierUnavailable) as fault:
+            self._bad.append(Finding(name, None, str(fault)))
+            return
+        self._bad += [Finding(name, slot, "the file ends before it") for slot in sorted(expected)]
+
+    def _headers(
+        self, files: SegmentFiles, set_id: int, rank: int, name: str, expected: dict[int, tuple[bytes, Location]]
+    ) -> Iterator[tuple[int, RecordHeader]]:
+        """Headers of the slots that hold a record, checked against their place and the index."""
+        namespace = bytes.fromhex(files.folder.name)
+        for slot, page in files.pages(set_id, rank):
+            wanted = expected.pop(slot, None)
+            if wanted is None and is_blank(page):
+                continue
+            try:
+                header = RecordHeader.unpack(page)
+            except Corrupt as fault:
+                if wanted is None:
+                    self._unfinished += 1
+                else:
+                    self._bad.append(Finding(name, slot, str(fault)))
+                continue
+            if (header.set_id, header.slot, header.namespace) != (set_id, slot, namespace):
+                self._bad.append(Finding(name, slot, "holds the record of another place"))
+                continue
+            said = (header.key, header.extent, header.checksums)
+            if wanted is not None and said != (wanted[0], wanted[1].extent, wanted[1].checksums):
+                self._bad.append(Finding(name, slot, "is not the record that the index refers to"))
+                continue
+            yield slot, header
+
+    def _records_of(self, ring: Ring, fd: int, name: str, headers: Iterator[tuple[int, RecordHeader]]) -> None:
+        """Reads the slabs of the records, several at a time in memory."""
+        reading: deque[tuple[int, RecordHeader, Batch, object]] = deque()
+        for slot, header in headers:
+            n_bytes = header.extent.n_heads * header.slab_bytes
+            while reading and (len(reading) + 1) * n_bytes > IN_FLIGHT_BYTES:
+                self._check(name, *reading.popleft())
+            buffer = aligned_buffer(n_bytes)
+            offset = PAGE_BYTES + slot * (PAGE_BYTES + n_bytes) + PAGE_BYTES
+            op = ReadOp(fd, offset, buffer.address, header.slab_bytes, header.extent.n_heads, header.key,
+                        header.extent.first_head, header.extent.first_layer, header.checksums)  # fmt: skip
+            reading.append((slot, header, ring.submit([op]), buffer))
+        while reading:
+            self._check(name, *reading.popleft())
+
+    def _check(self, name: str, slot: int, header: RecordHeader, batch: Batch, buffer: object) -> None:
+        while not batch.wait(60.0):
+            pass  # offline tool: a slow disk is waited for
+        result = batch.results()[0]
+        self._records += 1
+        self._n_bytes += header.extent.n_heads * header.slab_bytes
+        if result.error:
+            self._bad.append(Finding(name, slot, f"cannot be read whole (errno {result.error})"))
+        elif result.bad_slabs:
+            heads = ", ".join(str(header.extent.first_head + slab) for slab in result.bad_slabs)
+            self._bad.append(Finding(name, slot, f"checksum of head {heads} does not match"))
+        del buffer  # held until the batch was done

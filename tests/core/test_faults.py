@@ -1,0 +1,199 @@
+"""Bytes that are not what was written: a miss, a counter, and never anything else in the engine's blocks (I2)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.geometry import PAGE_BYTES
+from kvtier.inspect import verify
+from kvtier.record import SegmentHeader
+from kvtier.root import find_root
+from kvtier.tiers.segments import SegmentFiles
+from tests.core.rig import Engine
+
+TOKENS = list(range(1000, 1000 + 64 * 5))
+BLOCKS = list(range(20))
+TARGET = list(range(100, 120))
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("v1/*/*.kvseg"))
+
+
+def header_of(path: Path) -> SegmentHeader:
+    return SegmentHeader.unpack(path.read_bytes()[:PAGE_BYTES])
+
+
+def patch(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def flip_payload(path: Path, slot: int) -> None:
+    offset = header_of(path).slot_offset(slot) + PAGE_BYTES + 12345
+    byte = path.read_bytes()[offset]
+    patch(path, offset, bytes([byte ^ 0x10]))
+
+
+def zero_payload_page(path: Path, slot: int) -> None:
+    patch(path, header_of(path).slot_offset(slot) + 2 * PAGE_BYTES, bytes(PAGE_BYTES))
+
+
+def zero_record(path: Path, slot: int) -> None:
+    header = header_of(path)
+    patch(path, header.slot_offset(slot), bytes(header.slot_bytes))
+
+
+def truncate(path: Path, slot: int) -> None:
+    os.truncate(path, header_of(path).slot_offset(slot) + PAGE_BYTES + 8192)
+
+
+def swap_records(path: Path, slot: int) -> None:
+    header, data = header_of(path), path.read_bytes()
+    size = header.slot_bytes
+    first, second = header.slot_offset(slot), header.slot_offset(slot + 1)
+    patch(path, first, data[second : second + size])
+    patch(path, second, data[first : first + size])
+
+
+def stale_record(path: Path, slot: int) -> None:
+    """An older write of another chunk that never left the page cache of a dead disk."""
+    header, data = header_of(path), path.read_bytes()
+    first, other = header.slot_offset(slot), header.slot_offset(0)
+    patch(path, first, data[other : other + header.slot_bytes])
+
+
+@pytest.mark.parametrize(
+    "damage", [flip_payload, zero_payload_page, zero_record, truncate, swap_records, stale_record]
+)
+def test_damaged_record_is_a_miss_from_there_on(tmp_path: Path, damage: Callable[[Path, int], None]) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    (path,) = segments(tmp_path)
+    damage(path, 2)
+    reader = Engine(tmp_path)
+    report = verify(find_root(tmp_path), reader.store._index)
+    assert report.bad and all(finding.segment == path.name for finding in report.bad)
+    assert 2 in {finding.slot for finding in report.bad}
+    n_chunks, (answer,) = reader.load(TOKENS, TARGET)
+    assert n_chunks == 5
+    assert answer.failed_blocks == frozenset(TARGET[8:])
+    assert reader.transfers[0].metrics.total()["checksum_failures"] == 1
+    assert all(not tensor.any() for tensor in reader.blocks(TARGET[8:])), "bad bytes reached the engine"
+    loaded = reader.blocks(TARGET[:8])
+    reader.prefill(TOKENS, TARGET)
+    assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(TARGET[:8]), strict=True))
+    assert reader.load(TOKENS, TARGET)[0] == 2, "a bad record is not offered again (I11)"
+    assert {answer.outcome.value for answer in reader.save(TOKENS, TARGET)} <= {"saved", "present"}
+    reader.close()
+
+
+def test_damaged_header_page_is_found_by_verify_and_payload_still_loads(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    (path,) = segments(tmp_path)
+    patch(path, header_of(path).slot_offset(3) + 200, b"\xff")
+    reader = Engine(tmp_path)
+    report = verify(find_root(tmp_path), reader.store._index)
+    assert [(finding.slot, "CRC" in finding.what) for finding in report.bad] == [(3, True)]
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
+    reader.close()
+
+
+def test_swapped_segments_are_a_miss(tmp_path: Path) -> None:
+    one, two = Engine(tmp_path), Engine(tmp_path)
+    other = list(range(5000, 5000 + 64 * 5))
+    one.save(TOKENS, BLOCKS)
+    two.save(other, BLOCKS)
+    one.close()
+    two.close()
+    first, second = segments(tmp_path)
+    spare = tmp_path / "spare"
+    first.rename(spare), second.rename(first), spare.rename(second)
+    reader = Engine(tmp_path)
+    for tokens in (TOKENS, other):
+        _, (answer,) = reader.load(tokens, TARGET)
+        assert answer.failed_blocks == frozenset(TARGET)
+    assert all(not tensor.any() for tensor in reader.blocks(TARGET))
+    report = verify(find_root(tmp_path), reader.store._index)
+    assert {finding.segment for finding in report.bad} == {first.name, second.name}
+    reader.close()
+
+
+@pytest.mark.parametrize("how", ["zeroed header", "truncated to nothing", "unlinked", "replaced by a link"])
+def test_lost_segment_is_a_miss(tmp_path: Path, how: str) -> None:
+    writer = Engine(tmp_path / "root")
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    (path,) = segments(tmp_path / "root")
+    if how == "zeroed header":
+        patch(path, 0, bytes(PAGE_BYTES))
+    elif how == "truncated to nothing":
+        os.truncate(path, 0)
+    else:
+        moved = tmp_path / "moved"
+        shutil.move(path, moved)
+        if how == "replaced by a link":
+            path.symlink_to(moved)
+    reader = Engine(tmp_path / "root")
+    _, (answer,) = reader.load(TOKENS, TARGET)
+    assert answer.failed_blocks == frozenset(TARGET)
+    assert verify(find_root(tmp_path / "root"), reader.store._index).bad or how == "unlinked"
+    reader.close()
+
+
+def test_bytes_that_go_bad_in_host_memory_are_read_again_from_the_file(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    arena = engine.transfers[0]._worker.arena
+    slot, sources = arena.lease(engine.keys(TOKENS)[1])  # type: ignore[misc]
+    arena.slabs(slot, sources[0].slot_offset, 4, sources[0].slab_bytes)[2, 777] ^= 1
+    arena.release(slot, engine.keys(TOKENS)[1])
+    _, (answer,) = engine.load(TOKENS, TARGET)
+    assert answer.failed_blocks == frozenset()
+    assert engine.transfers[0].metrics.total()["checksum_failures"] == 1
+    pairs = zip(engine.blocks(BLOCKS), engine.blocks(TARGET), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    engine.close()
+
+
+def test_another_namespace_shares_nothing(tmp_path: Path) -> None:
+    """Another value in one tensor's pages gives other weights, and so another namespace and other keys."""
+    one, two = Engine(tmp_path, weights="a"), Engine(tmp_path, weights="b")
+    one.save(TOKENS, BLOCKS)
+    assert one.namespace.id != two.namespace.id
+    assert two.load(TOKENS, TARGET) == (0, [])
+    one.close()
+    two.close()
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    for path in (tmp_path / "v1").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+    engine.close()
+
+
+def test_reset_leaves_everything_behind_and_removes_what_nobody_can_ask_for(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    engine.store.reset()
+    assert engine.load(TOKENS, TARGET) == (0, [])
+    assert {answer.outcome.value for answer in engine.save(TOKENS, BLOCKS)} == {"saved"}
+    assert engine.load(TOKENS, TARGET)[0] == 5
+    private = engine.store.namespace_id
+    engine.close()
+    assert SegmentFiles(tmp_path / "v1" / private.hex(), direct=False).ids() == []
+    again = Engine(tmp_path)
+    assert again.load(TOKENS, TARGET)[0] == 5, "the namespace of the files is as it was"
+    again.close()
