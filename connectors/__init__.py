@@ -1,1 +1,1 @@
-"""Where kvtier meets the engines. Installed as `kvtier.connectors`."""
+"""Connectors: what ties the library to an engine. `bridge` knows no engine; each other module knows exactly one."""

@@ -1,0 +1,300 @@
+"""The bridge between any engine and the library: tokens to keys, keys to plans, faults to misses. Knows no engine.
+
+SchedulerBridge decides in the engine's scheduler process, through Store; WorkerBridge moves in each worker, through
+Transfer; a Step, frozen and picklable, passes between them once per engine step. Whatever goes wrong in the tier
+becomes a miss, is counted and logged, and never ends a request (I9): the project's one `except Exception` stands in
+Faults.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvtier.connectors.requests import ChunkShape, Offer, RequestView, TrackedRequest
+from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
+from kvtier.store import Store, WantedChunk
+from kvtier.transfer import Transfer
+
+log = logging.getLogger("kvtier")
+
+LOG_INTERVAL_S = 60.0
+"""A fault of one kind is written to the log at most this often."""
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+
+
+class Faults:
+    """Runs tier work; a fault in it is counted, logged once per kind and interval, and answered by a fallback (I9)."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._count = 0
+        self._logged_s: dict[tuple[str, str], float] = {}
+
+    def guard(self, what: str, work: Callable[[], T], fallback: T) -> T:
+        """The result of `work`, or `fallback` when it raises."""
+        try:
+            return work()
+        except Exception as fault:
+            self._note(what, fault)
+            return fallback
+
+    def take(self) -> int:
+        """Faults since the last `take`."""
+        with self._lock:
+            count, self._count = self._count, 0
+            return count
+
+    def _note(self, what: str, fault: Exception) -> None:
+        kind = (what, type(fault).__name__)
+        now = self._clock()
+        with self._lock:
+            self._count += 1
+            last = self._logged_s.get(kind)
+            is_due = last is None or now - last >= LOG_INTERVAL_S
+            if is_due:
+                self._logged_s[kind] = now
+        if is_due:
+            log.error("%s failed; going on without the tier for it", what, exc_info=fault)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the workers do in one engine step.
+
+    before: gather these before the engine touches any block: their requests ended, their blocks may be handed on.
+    after: gather these after the step's forward.
+    refused: loads that the engine waits for but that cannot be made: to be answered as failed.
+    """
+
+    before: SavePlan | None = None
+    after: SavePlan | None = None
+    loads: tuple[LoadPlan, ...] = ()
+    refused: tuple[LoadDone, ...] = ()
+
+
+class SchedulerBridge:
+    """Turns requests into hits, load plans and save plans. Called from the engine's scheduler thread only."""
+
+    def __init__(
+        self, store: Store, shape: ChunkShape, min_load_tokens: int, answer_timeout_s: float,
+        faults: Faults, clock: Clock = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._shape = shape
+        self._min_load_tokens = min_load_tokens
+        self._answer_timeout_s = answer_timeout_s
+        self._faults = faults
+        self._clock = clock
+        self._requests: dict[str, TrackedRequest] = {}
+        self._before: list[WantedChunk] = []
+        self._after: list[WantedChunk] = []
+        self._loads: list[LoadPlan] = []
+        self._refused: list[LoadDone] = []
+
+    def is_tracked(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def track(self, view: RequestView) -> None:
+        """Begins to follow a request."""
+        self._requests[view.request_id] = TrackedRequest(view, self._store.namespace_id, view.may_load, view.may_save)
+
+    def hit_tokens(self, request_id: str, computed_tokens: int) -> int | None:
+        """How many tokens past `computed_tokens` can be loaded; None: ask again in the next step."""
+        request = self._requests[request_id]
+        request.offer = None
+        if not request.may_load:
+            return 0
+        return self._faults.guard("a lookup", lambda: self._look_up(request, computed_tokens), 0)
+
+    def begin_load(self, request_id: str, block_ids: Sequence[int], n_tokens: int) -> None:
+        """The engine waits for the hit that it was last told of.
+
+        block_ids: all blocks of the request, in order; n_tokens: what the engine believes is loaded.
+        """
+        request = self._requests[request_id]
+        offer, request.offer = request.offer, None
+        plan = None
+        if offer is not None and offer.n_tokens == n_tokens:
+            plan = self._faults.guard("planning a load", lambda: self._plan_load(request, offer, block_ids), None)
+        if plan is not None:
+            self._loads.append(plan)
+            request.load_blocks = frozenset(block for chunk in plan.chunks for block in chunk.block_ids)
+        else:
+            computed = offer.computed_tokens if offer is not None else 0
+            failed = frozenset(block_ids[computed // self._shape.block_tokens :])
+            self._refused.append(LoadDone(request_id, failed))
+            request.load_blocks = failed
+
+    def advance(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
+        """After this step the KV of the first `frontier_tokens` tokens is final and lies in `block_ids`."""
+        request = self._requests[request_id]
+        if request.may_save and request.load_blocks is None:
+            self._after += self._take_wanted(request, frontier_tokens, block_ids)
+
+    def chunks_pending(self, request_id: str, frontier_tokens: int) -> bool:
+        """Whether `advance` with this frontier could find anything to save (cheap; asked for every request)."""
+        request = self._requests.get(request_id)
+        if request is None or not request.may_save:
+            return False
+        return frontier_tokens >= (request.saved_chunks + 1) * self._shape.chunk_tokens
+
+    def finish(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
+        """The request ended, and its blocks are handed on at the next step: what is whole is gathered before that."""
+        request = self._requests.pop(request_id, None)
+        if request is not None and request.may_save and request.load_blocks is None:
+            self._before += self._take_wanted(request, frontier_tokens, block_ids)
+
+    def loads_ended(self, received: Iterable[str], failed_blocks: AbstractSet[int]) -> None:
+        """The workers' answers. Blocks may fail in an earlier step than their request is reported."""
+        if failed_blocks:
+            for request in self._requests.values():
+                if request.load_blocks is not None and not request.load_blocks.isdisjoint(failed_blocks):
+                    request.may_load = False  # I11
+        for request_id in received:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.load_blocks = None
+
+    def saved(self, done: Sequence[SaveDone]) -> None:
+        self._faults.guard("taking the answers to saves", lambda: self._store.saved(done), None)
+
+    def has_pending_gathers(self) -> bool:
+        """Whether chunks of ended requests wait for a step that takes them to the workers."""
+        return bool(self._before)
+
+    def take_step(self) -> Step:
+        """What was decided since the last step."""
+        before = self._plan_save(self._before)
+        after = self._plan_save(self._after)
+        step = Step(before, after, tuple(self._loads), tuple(self._refused))
+        self._before, self._after, self._loads, self._refused = [], [], [], []
+        return step
+
+    def reset(self) -> bool:
+        """New weights, or an emptied cache: nothing that is in the engine now may enter the new epoch.
+
+        False when a load of the old epoch is on its way (its bytes are as old as the engine's own then).
+        """
+        self._faults.guard("beginning an epoch", self._store.reset, None)
+        self._before.clear()
+        loading = False
+        for request in self._requests.values():
+            request.may_load = request.may_save = False
+            loading |= request.load_blocks is not None
+        return not loading
+
+    def _look_up(self, request: TrackedRequest, computed_tokens: int) -> int | None:
+        size = self._shape.chunk_tokens
+        first = computed_tokens // size
+        end = len(request.view.tokens) // size
+        if end * size - computed_tokens < max(1, self._min_load_tokens):
+            return 0
+        entries = self._store.lookup(request.keys_to(end, size)[first:])
+        if entries is None:  # a remote index has not answered yet
+            now = self._clock()
+            request.asked_since_s = now if request.asked_since_s is None else request.asked_since_s
+            if now - request.asked_since_s < self._answer_timeout_s:
+                return None
+            request.may_load = False
+            return 0
+        n_tokens = (first + len(entries)) * size - computed_tokens
+        if n_tokens < max(1, self._min_load_tokens):
+            return 0
+        request.offer = Offer(computed_tokens, first, tuple(entries), n_tokens)
+        return n_tokens
+
+    def _plan_load(self, request: TrackedRequest, offer: Offer, block_ids: Sequence[int]) -> LoadPlan:
+        shape = self._shape
+        end = offer.first_chunk + len(offer.entries)
+        keys = request.keys_to(end, shape.chunk_tokens)[offer.first_chunk :]
+        blocks = shape.blocks_of(block_ids, offer.first_chunk, end)
+        first_token = offer.computed_tokens - offer.first_chunk * shape.chunk_tokens
+        return self._store.plan_load(request.view.request_id, keys, offer.entries, blocks, first_token)
+
+    def _take_wanted(self, request: TrackedRequest, frontier: int, block_ids: Sequence[int]) -> list[WantedChunk]:
+        wanted = self._faults.guard(
+            "choosing what to save", lambda: request.take_wanted(frontier, block_ids, self._shape), None
+        )
+        if wanted is None:
+            request.may_save = False
+            return []
+        return wanted
+
+    def _plan_save(self, wanted: list[WantedChunk]) -> SavePlan | None:
+        if not wanted:
+            return None
+        return self._faults.guard("planning a save", lambda: self._store.plan_save(wanted), None)
+
+
+class WorkerBridge:
+    """Carries out steps in one worker. Answers every load exactly once; a fault is a failed load."""
+
+    def __init__(self, transfer: Transfer, shape: ChunkShape, faults: Faults) -> None:
+        self._transfer = transfer
+        self._shape = shape
+        self._faults = faults
+        self._waiting: set[str] = set()
+        self._answers: list[LoadDone] = []
+        self._saves: list[SaveDone] = []
+
+    def before_forward(self, step: Step) -> None:
+        """Call before the engine zeroes, loads into or computes on any block."""
+        self._save(step.before)
+
+    def after_forward(self, step: Step) -> None:
+        self._save(step.after)
+
+    def start_loads(self, step: Step) -> None:
+        self._answers += step.refused
+        for plan in step.loads:
+            if self._faults.guard("starting a load", lambda plan=plan: self._start(plan), False):  # type: ignore[misc]
+                self._waiting.add(plan.request_id)
+            else:
+                self._answers.append(LoadDone(plan.request_id, self._written_blocks(plan)))
+
+    def poll(self) -> list[LoadDone]:
+        """Loads that ended since the last poll, each once."""
+        progress = self._faults.guard("asking for progress", self._transfer.poll, None)
+        answers, self._answers = self._answers, []
+        if progress is not None:
+            self._saves += progress.saves
+            for done in progress.loads:
+                if done.request_id in self._waiting:
+                    self._waiting.remove(done.request_id)
+                    answers.append(done)
+        return answers
+
+    def take_saves(self) -> list[SaveDone]:
+        """Answers to saves since the last take."""
+        saves, self._saves = self._saves, []
+        return saves
+
+    def close(self, drain_s: float) -> None:
+        """Waits at most `drain_s` for saves that are on their way, then stops."""
+        self._faults.guard("draining saves", lambda: self._transfer.drain(drain_s), False)
+        self._faults.guard("closing the transfer", self._transfer.close, None)
+
+    def _save(self, plan: SavePlan | None) -> None:
+        if plan is not None:
+            self._faults.guard("a save", lambda: self._transfer.save(plan), None)
+
+    def _start(self, plan: LoadPlan) -> bool:
+        self._transfer.load(plan)
+        return True
+
+    def _written_blocks(self, plan: LoadPlan) -> frozenset[int]:
+        """The blocks that a load of this plan would have written."""
+        return frozenset(
+            block
+            for chunk in plan.chunks
+            for block in chunk.block_ids[chunk.first_token // self._shape.block_tokens :]
+        )

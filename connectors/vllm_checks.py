@@ -1,0 +1,102 @@
+"""What kvtier refuses at start-up, by name. A model or setting that passes is cached right; nothing is cached wrongly.
+
+Every refusal is a ConfigError with the setting, its value and the fix (I8). Attributes that a vLLM version does not
+have are taken for what they were before they existed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.config import Settings
+from kvtier.errors import ConfigError
+
+KNOWN_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+WITHOUT = "run this model without the kvtier connector"
+INLINE_SCALES = ("int8_per_token_head", "int4_per_token_head", "fp8_per_token_head", "fp8_ds_mla")
+OPAQUE_PREFIXES = ("turboquant_", "ultraquant_", "nvfp4")
+
+
+def check_engine(vllm_config: Any, settings: Settings) -> None:
+    """Checks what is known before the KV cache is laid out. Raises ConfigError."""
+    transfer = vllm_config.kv_transfer_config
+    policy = getattr(transfer, "kv_load_failure_policy", "recompute")
+    if policy != "recompute":
+        fix = 'add "kv_load_failure_policy": "recompute" to --kv-transfer-config: a block that cannot be loaded is then'
+        raise ConfigError("kv_load_failure_policy", policy, f"{fix} computed, instead of ending its request")
+    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ConfigError(name, size, "a context-parallel rank holds only some tokens of a block; set it to 1")
+    if getattr(cache, "calculate_kv_scales", False):
+        fix = "scales found at run time differ from engine to engine; set it to false and use scales of the checkpoint"
+        raise ConfigError("calculate_kv_scales", True, fix)
+    check_cache_dtype(str(cache.cache_dtype))
+    if getattr(model, "is_encoder_decoder", False):
+        raise ConfigError("model", model.model, f"encoder-decoder models are not supported; {WITHOUT}")
+    load_format = _plain(getattr(vllm_config.load_config, "load_format", "auto"))
+    if load_format == "dummy" and settings.model_tag is None:
+        fix = "dummy weights lie in no files and cannot be told apart; set model_tag to a name for them"
+        raise ConfigError("load_format", load_format, fix)
+    overrides = getattr(model, "hf_overrides", None)
+    if callable(overrides) and settings.model_tag is None:
+        fix = "what a function changes cannot be told apart; pass a mapping, or set model_tag to a name for the result"
+        raise ConfigError("hf_overrides", getattr(overrides, "__qualname__", "function"), fix)
+
+
+def check_cache_dtype(cache_dtype: str) -> None:
+    """Raises ConfigError for KV dtypes whose bytes hold more than vectors of elements."""
+    if cache_dtype in INLINE_SCALES or cache_dtype.startswith(OPAQUE_PREFIXES):
+        fix = "KV with scales or codes inside is not supported yet; use auto, bfloat16 or fp8"
+        raise ConfigError("kv_cache_dtype", cache_dtype, fix)
+
+
+def check_cache(kv_cache_config: Any, settings: Settings) -> Any:
+    """Checks the KV cache's groups. Returns the only group's spec. Raises ConfigError."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        fix = f"hybrid models, with more than one KV-cache group ({', '.join(kinds)}), are not supported; {WITHOUT}"
+        raise ConfigError("kv_cache_groups", len(groups), fix)
+    spec = groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    if kind not in KNOWN_SPECS:
+        what = "sliding windows drop" if "Sliding" in kind else "this kind of attention may drop or mix"
+        raise ConfigError("kv_cache_spec", kind, f"{what} KV of a prefix; only full attention and MLA work; {WITHOUT}")
+    if getattr(spec, "non_causal", False):
+        fix = f"a token's KV would depend on tokens after it; {WITHOUT}"
+        raise ConfigError("kv_cache_spec", "non-causal attention", fix)
+    if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "compress_ratio", 1) != 1:
+        raise ConfigError("kv_cache_spec", kind, f"compressed sparse attention is not supported; {WITHOUT}")
+    quantization = _plain(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE"))
+    if quantization not in ("NONE", "FP8_PER_TENSOR"):
+        check_cache_dtype(str(getattr(spec, "cache_dtype_str", None) or quantization.lower()))
+        raise ConfigError("kv_cache_dtype", quantization.lower(), "not supported yet; use auto, bfloat16 or fp8")
+    settings.check_block(spec.block_size)
+    return spec
+
+
+def check_layers(vllm_config: Any, layer_names: list[str]) -> None:
+    """On a worker, once its layers exist: refuses layers that read another layer's KV. Raises ConfigError."""
+    context = getattr(vllm_config.compilation_config, "static_forward_context", {})
+    for name in sorted(context):
+        target = getattr(context[name], "kv_sharing_target_layer_name", None)
+        if target is not None:
+            fix = f"it shares the KV of {target}, which is not supported; {WITHOUT}"
+            raise ConfigError("KV-sharing layer", name, fix)
+        if name in layer_names and getattr(context[name], "calculate_kv_scales", False):
+            raise ConfigError("calculate_kv_scales", True, f"layer {name} finds its scales at run time; set it to false")
+
+
+def roles(vllm_config: Any) -> tuple[bool, bool]:
+    """(loads, saves) of the configured kv_role. Raises ConfigError for one that is not known."""
+    role = vllm_config.kv_transfer_config.kv_role
+    known = {"kv_both": (True, True), "kv_consumer": (True, False), "kv_producer": (False, True)}
+    if role not in known:
+        raise ConfigError("kv_role", role, "use kv_both (load and save), kv_producer (save) or kv_consumer (load)")
+    return known[role]
+
+
+def _plain(value: object) -> str:
+    return str(getattr(value, "value", value))

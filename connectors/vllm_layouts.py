@@ -1,0 +1,142 @@
+"""vLLM's KV tensors as PagedKV views, checked by shape arithmetic. Nothing is copied, and nothing is guessed.
+
+Known shapes of one layer's tensor. B is the number of kernel blocks: the engine's blocks, each cut into `ratio`
+equal pieces where the attention kernel wants smaller ones; N is the tokens of a kernel block.
+
+    (B, H, N, K+V)      vLLM 0.27 and later, and 0.25 on the CPU: each vector is K, then V; any strides
+    (B, 2, N, H, size)  vLLM 0.25, FlashAttention and FlashInfer; any strides, so NHD and HND alike
+    (2, B, N, H, size)  older backends: all of K, then all of V
+    (B, N, size)        MLA before 0.32: one latent vector a token
+    (B, 1, N, size)     MLA since 0.32
+
+A tensor that fits none of them, or more than one, is refused with a ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.kernels.paged import PagedKV, PagedLayer
+
+_ADVICE = "this KV cache layout is not known; start vLLM without the kvtier connector, and please report the shape"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What the engine says of one rank's KV cache.
+
+    n_blocks, block_tokens: of the engine's own blocks. heads: on this rank. v_head_size: 0 for MLA.
+    """
+
+    n_blocks: int
+    block_tokens: int
+    heads: int
+    k_head_size: int
+    v_head_size: int
+
+    @property
+    def is_mla(self) -> bool:
+        return self.v_head_size == 0
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePages:
+    """The engine's KV cache as the library sees it; one engine block is `ratio` consecutive blocks of `pages`."""
+
+    pages: PagedKV
+    ratio: int
+
+    def expand(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """Engine block ids as ids of `pages`."""
+        if self.ratio == 1:
+            return tuple(block_ids)
+        return tuple(block * self.ratio + piece for block in block_ids for piece in range(self.ratio))
+
+    def contract(self, block_ids: Iterable[int]) -> set[int]:
+        """The engine blocks that hold any of these blocks of `pages`."""
+        return {block // self.ratio for block in block_ids}
+
+
+def engine_pages(kv_caches: Mapping[str, torch.Tensor], layer_names: Sequence[str], shape: CacheShape) -> EnginePages:
+    """Views of the layers in the given order. Raises ConfigError for what it does not understand."""
+    missing = [name for name in layer_names if name not in kv_caches]
+    if missing:
+        raise ConfigError("kv_cache", missing[0], "vLLM registered no tensor for this layer; " + _ADVICE)
+    ratios = set()
+    layers = []
+    for name in layer_names:
+        layer, ratio = _layer(name, kv_caches[name], shape)
+        layers.append(layer)
+        ratios.add(ratio)
+    if len(ratios) != 1:
+        raise ConfigError("kv_cache", sorted(ratios), "layers with different kernel block sizes are not supported")
+    places = {plane.data_ptr() for layer in layers for plane in layer.planes}
+    if len(places) != sum(len(layer.planes) for layer in layers):
+        raise ConfigError("kv_cache", "shared", "layers that share one KV cache are not supported by kvtier")
+    ratio = ratios.pop()
+    return EnginePages(PagedKV(tuple(layers), shape.block_tokens // ratio), ratio)
+
+
+def layer_number(name: str) -> int:
+    """Position of a layer in the model, from its name ("model.layers.7.self_attn.attn"). Raises ConfigError."""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if not numbers:
+        raise ConfigError("kv_cache", name, "the layer's name has no number, so its place is not known; " + _ADVICE)
+    return numbers[0]
+
+
+def in_layer_order(names: Sequence[str]) -> list[str]:
+    """Layer names by their number. Raises ConfigError when two have the same."""
+    by_number = {layer_number(name): name for name in names}
+    if len(by_number) != len(names):
+        raise ConfigError("kv_cache", sorted(names)[:4], "several attention layers have the same number; " + _ADVICE)
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def _layer(name: str, tensor: torch.Tensor, shape: CacheShape) -> tuple[PagedLayer, int]:
+    readings = [reading for reading in _readings(tensor, shape) if reading is not None]
+    if len(readings) != 1:
+        value = f"{name}: {tuple(tensor.shape)} strides {tensor.stride()} {tensor.dtype}, for {shape}"
+        raise ConfigError("kv_cache", value, ("fits no layout; " if not readings else "fits several layouts; ") + _ADVICE)
+    layer = readings[0]
+    for plane in layer.planes:
+        if plane.stride(-1) != 1:
+            raise ConfigError("kv_cache", f"{name}: strides {tensor.stride()}", "vectors are not contiguous; " + _ADVICE)
+    return layer, layer.k.shape[0] // shape.n_blocks
+
+
+def _readings(tensor: torch.Tensor, shape: CacheShape) -> list[PagedLayer | None]:
+    """What the tensor is under each known layout, None where it does not fit."""
+    k_size, v_size = shape.k_head_size, shape.v_head_size
+    if shape.is_mla:
+        if tensor.dim() == 3:
+            return [_checked(tensor.unsqueeze(2), None, shape)]
+        return [_checked(tensor.permute(0, 2, 1, 3), None, shape)] if tensor.dim() == 4 else []
+    if tensor.dim() == 4 and tensor.shape[3] == k_size + v_size:
+        tokens_first = tensor.permute(0, 2, 1, 3)
+        return [_checked(tokens_first[..., :k_size], tokens_first[..., k_size:], shape)]
+    if tensor.dim() == 5:
+        both = []
+        if tensor.shape[1] == 2:
+            both.append(_checked(tensor[:, 0], tensor[:, 1], shape))
+        if tensor.shape[0] == 2:
+            both.append(_checked(tensor[0], tensor[1], shape))
+        return both
+    return []
+
+
+def _checked(k: torch.Tensor, v: torch.Tensor | None, shape: CacheShape) -> PagedLayer | None:
+    """The layer, if K and V are (n_blocks * ratio, block_tokens / ratio, heads, head size) for a whole ratio."""
+    ratio, rest = divmod(k.shape[0], shape.n_blocks)
+    if ratio < 1 or rest or shape.block_tokens % ratio:
+        return None
+    blocks = (k.shape[0], shape.block_tokens // ratio, shape.heads)
+    if k.shape != (*blocks, shape.k_head_size):
+        return None
+    if v is not None and v.shape != (*blocks, shape.v_head_size):
+        return None
+    return PagedLayer(k, v)

@@ -1,0 +1,92 @@
+"""From vLLM's Request to what the bridge tracks: its extras, what it allows, and how far its KV is final."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from kvtier.connectors.requests import RequestView
+from kvtier.errors import ConfigError
+from kvtier.fingerprint import adapter_fingerprint
+from kvtier.identity import join_extras, lora_extra, multimodal_extra, salt_extra
+
+log = logging.getLogger("kvtier")
+
+
+class Adapters:
+    """Fingerprints of LoRA adapters, read once an adapter. An adapter without files to read is not cached for."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], str | None] = {}
+
+    def fingerprint(self, lora: Any) -> str | None:
+        if getattr(lora, "load_inplace", False):
+            return None  # its weights are replaced under the same name
+        key = (lora.lora_int_id, lora.lora_path)
+        if key not in self._known:
+            try:
+                self._known[key] = adapter_fingerprint(Path(lora.lora_path))
+            except ConfigError as error:
+                log.warning("requests with LoRA adapter %s are neither loaded nor saved: %s", lora.lora_name, error)
+                self._known[key] = None
+        return self._known[key]
+
+
+def view_of(request: Any, chunk_tokens: int, adapters: Adapters) -> RequestView:
+    """What to track of a request. One whose KV no key can stand for may neither load nor save."""
+    switches = request.kv_transfer_params or {}
+    may_load = switches.get("kvtier_load", True) is not False
+    may_save = switches.get("kvtier_save", True) is not False
+    extras = None if _is_passed_by(request) else _extras(request, chunk_tokens, adapters)
+    if extras is None:
+        extras, may_load, may_save = {}, False, False
+    if getattr(request, "skip_reading_prefix_cache", False):
+        may_load = False
+    return RequestView(
+        request.request_id, request.all_token_ids, request.num_prompt_tokens, extras, may_load, may_save
+    )
+
+
+def step_frontier(request: Any, computed_tokens: int, scheduled_tokens: int, save_generated: bool) -> int:
+    """Tokens whose KV is final after a step: scheduled ones count, placeholders and unverified drafts do not."""
+    known: int = request.num_tokens if save_generated else request.num_prompt_tokens
+    return min(computed_tokens + scheduled_tokens, known)
+
+
+def final_frontier(request: Any, save_generated: bool) -> int:
+    """Tokens whose KV is final when a request ends: all but the last one, which nothing was computed from.
+
+    An aborted or preempted request has only what was computed; num_computed_tokens may run ahead of the known
+    tokens by drafts and placeholders, which the other bound takes off.
+    """
+    tokens = request.num_tokens if save_generated else request.num_prompt_tokens
+    return min(request.num_computed_tokens, max(request.num_prompt_tokens, tokens - 1))
+
+
+def _is_passed_by(request: Any) -> bool:
+    """Prompt embeddings are no tokens; a resumable (streaming) session rewrites its tokens as it goes."""
+    embeds = getattr(request, "prompt_embeds", None)
+    return embeds is not None or request.prompt_token_ids is None or bool(getattr(request, "resumable", False))
+
+
+def _extras(request: Any, chunk_tokens: int, adapters: Adapters) -> dict[int, bytes] | None:
+    """Chunk number -> extras; None when something in it cannot be told apart."""
+    items: dict[int, list[bytes]] = defaultdict(list)
+    lora = request.lora_request
+    if lora is not None:
+        fingerprint = adapters.fingerprint(lora)
+        if fingerprint is None:
+            return None
+        items[0].append(lora_extra("", fingerprint))
+    if request.cache_salt:
+        items[0].append(salt_extra(request.cache_salt))
+    for feature in request.mm_features or ():
+        place = feature.mm_position
+        if not feature.identifier or place.length <= 0:
+            return None
+        for chunk in range(place.offset // chunk_tokens, (place.offset + place.length - 1) // chunk_tokens + 1):
+            start = place.offset - chunk * chunk_tokens
+            items[chunk].append(multimodal_extra(feature.identifier, start, place.length))
+    return {chunk: join_extras(of_chunk) for chunk, of_chunk in items.items()}

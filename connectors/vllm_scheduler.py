@@ -1,0 +1,156 @@
+"""The half of the connector in vLLM's scheduler process: hits, load plans and save plans of vLLM's requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kvtier.assemble import open_store
+from kvtier.config import Settings
+from kvtier.connectors.bridge import Faults, SchedulerBridge, Step
+from kvtier.connectors.requests import ChunkShape
+from kvtier.connectors.vllm_checks import check_cache, check_engine, roles
+from kvtier.connectors.vllm_identity import identity_of
+from kvtier.connectors.vllm_layouts import in_layer_order
+from kvtier.connectors.vllm_requests import Adapters, final_frontier, step_frontier, view_of
+from kvtier.connectors.vllm_stats import KVTierStats, stats_of
+from kvtier.plan import SaveDone
+
+log = logging.getLogger("kvtier")
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to workers, once a step."""
+
+    step: Step
+
+
+@dataclass
+class SavesMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler, once a step."""
+
+    saves: list[SaveDone]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> SavesMetadata:
+        assert isinstance(other, SavesMetadata)
+        return SavesMetadata(self.saves + other.saves)
+
+
+class SchedulerHalf:
+    """Called from the scheduler's thread only.
+
+    Block tables come from the step where vLLM offers them (0.32), else they are mirrored from what it allocates.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
+        check_engine(vllm_config, settings)
+        spec = check_cache(kv_cache_config, settings)
+        layer_names = in_layer_order(kv_cache_config.kv_cache_groups[0].layer_names)
+        identity = identity_of(vllm_config, spec, layer_names, settings)
+        self._loads, self._saves = roles(vllm_config)
+        self._save_generated = settings.save_generated
+        self._chunk_tokens = settings.chunk_tokens
+        self._faults = Faults()
+        self._store = open_store(settings, identity.namespace, identity.shares)
+        self._bridge = SchedulerBridge(
+            self._store,
+            ChunkShape(settings.chunk_tokens, spec.block_size),
+            settings.min_load_tokens,
+            settings.index.timeout_s,
+            self._faults,
+        )
+        self._adapters = Adapters()
+        self._requests: dict[str, Any] = {}
+        self._tables: dict[str, list[int]] = {}
+        self._is_closed = False
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How much of a waiting request can be loaded, and whether it is loaded in the background (always)."""
+        self._track(request)
+        if not self._loads:
+            return 0, False
+        n_tokens = self._bridge.hit_tokens(request.request_id, computed_tokens)
+        return n_tokens, bool(n_tokens)
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """Blocks were given to a request; with `external_tokens`, a load of so many tokens is now waited for."""
+        self._track(request)
+        block_ids = list(blocks.get_block_ids()[0])
+        self._tables[request.request_id] = block_ids
+        if external_tokens > 0:
+            self._bridge.begin_load(request.request_id, block_ids, external_tokens)
+
+    def build_step(self, scheduled: Any) -> StepMetadata:
+        """What the workers do in this step. Must be called before vLLM counts the step's tokens as computed."""
+        self._mirror_tables(scheduled)
+        block_state = getattr(scheduled, "kv_connector_block_state", None)
+        for request_id, computed in _computed_tokens(scheduled):
+            request = self._requests.get(request_id)
+            n_tokens = scheduled.num_scheduled_tokens.get(request_id, 0)
+            if request is None or not n_tokens or not self._saves:
+                continue
+            frontier = step_frontier(request, computed, n_tokens, self._save_generated)
+            if self._bridge.chunks_pending(request_id, frontier):
+                mirrored = self._tables.get(request_id, ())
+                table = mirrored if block_state is None else block_state.resolve_block_ids(request_id)[0]
+                self._bridge.advance(request_id, frontier, table)
+        return StepMetadata(self._bridge.take_step())
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> None:
+        """A request ended, however it did; its blocks are free from the next step on, after that step's `before`."""
+        if self._requests.pop(request.request_id, None) is None:
+            return
+        self._tables.pop(request.request_id, None)
+        frontier = final_frontier(request, self._save_generated) if self._saves else 0
+        self._bridge.finish(request.request_id, frontier, block_ids)
+
+    def take_output(self, output: Any) -> None:
+        """What the workers answered in a step."""
+        self._bridge.loads_ended(output.finished_recving or (), output.invalid_block_ids or frozenset())
+        saves = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(saves, SavesMetadata):
+            self._bridge.saved(saves.saves)
+
+    def has_pending_gathers(self) -> bool:
+        return self._bridge.has_pending_gathers()
+
+    def take_stats(self) -> KVTierStats | None:
+        return stats_of(self._store.metrics.take(), self._faults.take(), is_first_rank=True)
+
+    def reset(self) -> bool:
+        return self._bridge.reset()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._faults.guard("closing the store", self._store.close, None)
+
+    def _track(self, request: Any) -> None:
+        if request.request_id not in self._requests:
+            self._requests[request.request_id] = request
+            self._bridge.track(view_of(request, self._chunk_tokens, self._adapters))
+
+    def _mirror_tables(self, scheduled: Any) -> None:
+        """New and resumed requests come with their whole table, running ones with what was added to it."""
+        for new in scheduled.scheduled_new_reqs:
+            self._tables[new.req_id] = list(new.block_ids[0])
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if added is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = list(added[0])
+            elif request_id in self._tables:
+                self._tables[request_id] += added[0]
+
+
+def _computed_tokens(scheduled: Any) -> list[tuple[str, int]]:
+    """(request, tokens computed before this step) of every scheduled request."""
+    cached = scheduled.scheduled_cached_reqs
+    computed = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
+    return computed + list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

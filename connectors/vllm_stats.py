@@ -1,0 +1,114 @@
+"""The tier's counters in vLLM's own statistics: its log line and its /metrics.
+
+Both halves report what came since the last step; vLLM adds the workers up and hands the sum to the front end, which
+has no engine in it. A counter `x` of kvtier.metrics is exported as `vllm:kvtier_x_total`. With tensor parallelism
+every rank loads its share of the same tokens, so counts of tokens, requests and chunks, and seconds, are taken from
+rank 0 alone; bytes and failures from all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvtier import metrics as names
+
+FAULTS = "faults"
+PREFIX = "vllm:kvtier_"
+OF_ALL_RANKS = frozenset(
+    {names.LOAD_BYTES, names.SAVE_BYTES, names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.INDEX_ERRORS, FAULTS}
+)
+"""Counters that are summed over the ranks."""
+
+HELP = {
+    names.LOOKUPS: "Prompts that were looked up in the tier.",
+    names.LOOKUP_SECONDS: "Seconds spent on lookups in the index.",
+    names.LOOKUP_TOKENS: "Tokens that were looked up in the tier.",
+    names.HIT_TOKENS: "Tokens that were found in the tier and handed to a load.",
+    names.LOAD_REQUESTS: "Requests for which a load ended.",
+    names.LOAD_TOKENS: "Tokens whose KV was loaded.",
+    names.LOAD_BYTES: "Bytes of KV that were loaded, over all ranks.",
+    names.LOAD_SECONDS: "Seconds that loads took, summed over requests.",
+    names.LOAD_FAILURES: "Loads that failed in part or whole; their requests were recomputed.",
+    names.HOST_HIT_CHUNKS: "Chunks that were loaded from host memory instead of storage.",
+    names.SAVE_TOKENS: "Tokens whose KV was saved.",
+    names.SAVE_BYTES: "Bytes of KV that were saved, over all ranks.",
+    names.SAVE_SECONDS: "Seconds that saves took in the background.",
+    names.SKIPPED_QUEUE_FULL: "Chunks not saved because the queue was full.",
+    names.SKIPPED_NO_SPACE: "Chunks not saved because there was no space.",
+    names.SKIPPED_PRESENT: "Chunks not saved because another engine had saved them.",
+    names.SKIPPED_FAILED: "Chunks not saved because writing them failed.",
+    names.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
+    names.INDEX_ERRORS: "Operations that the index did not answer.",
+    names.EVICTED_BYTES: "Bytes of segment sets that this engine evicted.",
+    FAULTS: "Faults of the tier that were turned into misses.",
+}
+
+
+class KVTierStats(KVConnectorStats):
+    """Counter name -> how much it grew. `data` is what travels between the processes."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> KVTierStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM's log line shows of one interval."""
+        load_s, save_s = self.data.get(names.LOAD_SECONDS, 0), self.data.get(names.SAVE_SECONDS, 0)
+        load_bytes, save_bytes = self.data.get(names.LOAD_BYTES, 0), self.data.get(names.SAVE_BYTES, 0)
+        shown: dict[str, int | float] = {
+            "kvtier hit tokens": int(self.data.get(names.HIT_TOKENS, 0)),
+            "loaded MB": round(load_bytes / 1e6, 1),
+            "load GB/s": round(load_bytes / load_s / 1e9, 2) if load_s else 0.0,
+            "saved MB": round(save_bytes / 1e6, 1),
+            "save GB/s": round(save_bytes / save_s / 1e9, 2) if save_s else 0.0,
+        }
+        troubles = (
+            names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.INDEX_ERRORS, FAULTS,
+            names.SKIPPED_QUEUE_FULL, names.SKIPPED_NO_SPACE, names.SKIPPED_FAILED,
+        )  # fmt: skip
+        return shown | {name.replace("_", " "): int(self.data[name]) for name in troubles if self.data.get(name)}
+
+
+def stats_of(counted: Mapping[str, float], faults: int, is_first_rank: bool) -> KVTierStats | None:
+    """One half's report of a step; None when nothing happened."""
+    data = {name: value for name, value in counted.items() if is_first_rank or name in OF_ALL_RANKS}
+    if faults:
+        data[FAULTS] = faults
+    return KVTierStats(data=data) if data else None
+
+
+class KVTierPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter a name, for each engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        make = metric_types[Counter]
+        counters = {name: make(name=PREFIX + name, documentation=text, labelnames=labelnames)
+                    for name, text in HELP.items()}  # fmt: skip
+        self._counters = {
+            engine: {name: counter.labels(*values) for name, counter in counters.items()}
+            for engine, values in per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            counter = self._counters[engine_idx].get(name)
+            if counter is not None and value > 0:
+                counter.inc(value)

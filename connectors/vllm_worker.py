@@ -1,0 +1,132 @@
+"""The half of the connector in each vLLM worker: gathers after the forward, loads in the background, answers."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvtier.assemble import open_transfer
+from kvtier.config import Settings
+from kvtier.connectors.bridge import Faults, Step, WorkerBridge
+from kvtier.connectors.requests import ChunkShape
+from kvtier.connectors.vllm_checks import check_cache, check_engine, check_layers
+from kvtier.connectors.vllm_identity import check_share, identity_of
+from kvtier.connectors.vllm_layouts import CacheShape, EnginePages, engine_pages, in_layer_order
+from kvtier.connectors.vllm_stats import KVTierStats, stats_of
+from kvtier.plan import LoadPlan, SaveDone, SavePlan
+
+log = logging.getLogger("kvtier")
+
+
+class WorkerHalf:
+    """Called from the worker's thread only. Does nothing until the KV caches are registered."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
+        check_engine(vllm_config, settings)
+        self._spec = check_cache(kv_cache_config, settings)
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._faults = Faults()
+        self._failed_blocks: set[int] = set()
+        self._pages: EnginePages | None = None
+        self._bridge: WorkerBridge | None = None
+        self._take_metrics: Any = dict
+        self._rank = 0
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Takes the engine's KV cache and opens the tier over it. Raises ConfigError: nothing else may start it."""
+        names = in_layer_order(self._kv_cache_config.kv_cache_groups[0].layer_names)
+        check_layers(self._vllm_config, names)
+        identity = identity_of(self._vllm_config, self._spec, names, self._settings)
+        self._rank = _rank()
+        share = identity.shares[self._rank]
+        geometry = identity.namespace.geometry
+        check_share(share, self._spec, names, geometry)
+        shape = CacheShape(
+            n_blocks=self._kv_cache_config.num_blocks,
+            block_tokens=self._spec.block_size,
+            heads=share.reads.n_heads,
+            k_head_size=geometry.k_head_size,
+            v_head_size=geometry.v_head_size,
+        )
+        self._pages = engine_pages(kv_caches, names, shape)
+        transfer = open_transfer(self._settings, identity.namespace, share, self._pages.pages)
+        self._take_metrics = transfer.metrics.take
+        chunk_shape = ChunkShape(self._settings.chunk_tokens, self._pages.pages.block_tokens)
+        self._bridge = WorkerBridge(transfer, chunk_shape, self._faults)
+        atexit.register(self.close)  # an engine in the caller's own process is not always shut down
+
+    def before_forward(self, step: Step) -> None:
+        if self._bridge is not None:
+            self._bridge.before_forward(self._expand(step))
+
+    def start_loads(self, step: Step) -> None:
+        if self._bridge is not None:
+            self._bridge.start_loads(self._expand(step))
+
+    def after_forward(self, step: Step) -> None:
+        if self._bridge is not None:
+            self._bridge.after_forward(self._expand(step))
+
+    def take_finished(self) -> set[str]:
+        """Requests whose load ended; what failed of them is told by `take_failed_blocks` in the same step."""
+        if self._bridge is None or self._pages is None:
+            return set()
+        done = self._bridge.poll()
+        for answer in done:
+            self._failed_blocks.update(self._pages.contract(answer.failed_blocks))
+        return {answer.request_id for answer in done}
+
+    def take_failed_blocks(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_saves(self) -> list[SaveDone]:
+        return [] if self._bridge is None else self._bridge.take_saves()
+
+    def take_stats(self) -> KVTierStats | None:
+        return stats_of(self._take_metrics(), self._faults.take(), is_first_rank=self._rank == 0)
+
+    def close(self) -> None:
+        """Waits a little for saves that are on their way. Later calls do nothing."""
+        bridge, self._bridge = self._bridge, None
+        if bridge is not None:
+            atexit.unregister(self.close)
+            bridge.close(self._settings.shutdown_drain_s)
+
+    def _expand(self, step: Step) -> Step:
+        """The step in blocks of the attention kernel, which may be smaller than the scheduler's."""
+        pages = self._pages
+        assert pages is not None
+        if pages.ratio == 1:
+            return step
+        refused = tuple(
+            replace(done, failed_blocks=frozenset(pages.expand(sorted(done.failed_blocks)))) for done in step.refused
+        )
+        loads = tuple(_load_in_kernel_blocks(plan, pages) for plan in step.loads)
+        before, after = (_save_in_kernel_blocks(plan, pages) for plan in (step.before, step.after))
+        return Step(before, after, loads, refused)
+
+
+def _save_in_kernel_blocks(plan: SavePlan | None, pages: EnginePages) -> SavePlan | None:
+    if plan is None:
+        return None
+    return replace(plan, chunks=tuple(replace(c, block_ids=pages.expand(c.block_ids)) for c in plan.chunks))
+
+
+def _load_in_kernel_blocks(plan: LoadPlan, pages: EnginePages) -> LoadPlan:
+    return replace(plan, chunks=tuple(replace(c, block_ids=pages.expand(c.block_ids)) for c in plan.chunks))
+
+
+def _rank() -> int:
+    """Number of this worker within its engine: pipeline stage x tensor-parallel size + tensor-parallel rank."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tensor = get_tp_group()
+    return int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
