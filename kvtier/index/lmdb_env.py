@@ -43,6 +43,7 @@ _POLL_MIN_S, _POLL_MAX_S = 20e-6, 2e-3
 
 _BROKEN = (
     lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, lmdb.PanicError,
+    lmdb.BadTxnError,  # what the first read of a transaction says when the root of a named database is damaged
 )  # fmt: skip
 _WRONG_PATH = (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)
 
@@ -226,6 +227,8 @@ class SharedEnvironment:
         if self._opened is None or self._opened.identity != self._identity():
             with _held(self._reading, deadline):
                 self.close()
+                if not self.users:
+                    raise IndexUnavailable(f"index {self.path}: closed")
                 self._opened = self._open(deadline)
         return self._opened
 
@@ -314,8 +317,12 @@ def attach(path: str, map_bytes: int, timeout_s: float, stamp: str, databases: t
     real_path = os.path.realpath(path)
     with _registry_lock:
         shared = _registry.get(real_path) or SharedEnvironment(real_path, map_bytes, timeout_s, stamp, databases)
-        shared.open()
         shared.users += 1
+        try:
+            shared.open()
+        except BaseException:
+            shared.users -= 1
+            raise
         _registry[real_path] = shared
         return shared
 

@@ -1,0 +1,60 @@
+"""Records for the tests of the embedded index, and processes that use one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from kvtier.geometry import Extent
+from kvtier.index import entry
+from kvtier.index.base import Location, NewRecord, SetInfo
+from kvtier.index.embedded import LmdbIndex
+
+WHOLE = Extent(0, 2, 0, 2)
+NAMESPACE = bytes(range(16))
+SPAWN = multiprocessing.get_context("spawn")
+PROCESS_TIMEOUT_S = 60.0
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def record(number: int, set_id: int, slot: int) -> NewRecord:
+    return NewRecord(key(number), Location(set_id, 0, slot, 4096, WHOLE, (number, slot)), WHOLE)
+
+
+def set_info(set_id: int, owner: str = "engine") -> SetInfo:
+    return SetInfo(set_id, NAMESPACE, owner, 1 << 20, 1.0, 1.0)
+
+
+def fill(index: LmdbIndex, set_id: int, numbers: range) -> int:
+    index.create_set(set_info(set_id))
+    return index.publish([record(number, set_id, slot) for slot, number in enumerate(numbers)])
+
+
+def check(index: LmdbIndex, keys: list[bytes]) -> None:
+    """Entries, members and sets agree: nothing points to a set that is gone."""
+    members = {(key, entry.place(at)) for info in index.sets() for key, at in index.members(info.set_id)}
+    assert len(members) == index.counts().records
+    resolved = {(one, entry.place(at)) for one in keys for value in index.resolve([one]) for at in entry.unpack(value)}
+    assert resolved == {member for member in members if member[0] in set(keys)}
+
+
+def join(processes: list[BaseProcess]) -> None:
+    deadline = time.monotonic() + PROCESS_TIMEOUT_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * len(processes)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PROCESS_TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} was never made"
+        time.sleep(0.01)

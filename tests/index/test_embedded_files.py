@@ -1,0 +1,267 @@
+"""What lies in the embedded index's folder: other boots, garbage, foreign formats, full maps, wrong places."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import pytest
+from index_data import SPAWN, check, fill, join, key, record, set_info
+
+from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.index.embedded import LmdbIndex
+
+MAP_BYTES = 16 << 20
+KEYS = [key(number) for number in range(10)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "index"
+
+
+def open_filled(folder: Path, boot_id: str | None = None) -> LmdbIndex:
+    index = LmdbIndex(str(folder), MAP_BYTES, boot_id=boot_id)
+    fill(index, 1, range(10))
+    index.rebuilt()
+    return index
+
+
+def assert_starts_empty(folder: Path, boot_id: str | None = None) -> None:
+    """It opens, says that it knows nothing, and works."""
+    index = LmdbIndex(str(folder), MAP_BYTES, boot_id=boot_id)
+    assert index.was_reset
+    assert index.resolve(KEYS) == [] and index.sets() == []
+    assert fill(index, 1, range(10)) == 10
+    assert len(index.resolve(KEYS)) == 10
+    index.close()
+
+
+def test_it_survives_being_closed(folder: Path) -> None:
+    open_filled(folder).close()
+    index = LmdbIndex(str(folder), MAP_BYTES)
+    assert len(index.resolve(KEYS)) == 10
+    assert not index.was_reset
+    index.close()
+
+
+def test_only_its_user_may_read_it(folder: Path) -> None:
+    folder.mkdir(parents=True, mode=0o755)
+    index = open_filled(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == dict.fromkeys(("data.mdb", "lock.mdb", "lock", "boot-id"), 0o600)
+    index.close()
+
+
+def test_a_new_index_wants_a_rebuild_until_one_was_made(folder: Path) -> None:
+    index = LmdbIndex(str(folder), MAP_BYTES)
+    assert index.was_reset
+    index.close()
+    index = LmdbIndex(str(folder), MAP_BYTES)
+    assert index.was_reset, "whoever opened it first may have died before it rebuilt"
+    index.rebuilt()
+    assert not index.was_reset
+    index.close()
+
+
+def test_another_boot_throws_it_away(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_filled(folder, "boot-1").close()
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        assert_starts_empty(folder, "boot-2")
+    assert "another boot" in caplog.text
+
+
+def test_the_same_boot_keeps_it(folder: Path) -> None:
+    open_filled(folder, "boot-1").close()
+    index = LmdbIndex(str(folder), MAP_BYTES, boot_id="boot-1")
+    assert len(index.resolve(KEYS)) == 10
+    index.close()
+
+
+def start_after_boot(folder: Path, number: int) -> None:
+    index = LmdbIndex(str(folder), MAP_BYTES, timeout_s=20.0, boot_id="boot-2")
+    assert index.was_reset
+    assert fill(index, number, range(100 * number, 100 * number + 10)) == 10
+    index.close()
+
+
+def test_processes_that_start_at_once_after_a_boot_throw_it_away_once(folder: Path) -> None:
+    open_filled(folder, "boot-1").close()
+    processes = [SPAWN.Process(target=start_after_boot, args=(folder, number)) for number in range(2, 6)]
+    for process in processes:
+        process.start()
+    join(list(processes))
+    index = LmdbIndex(str(folder), MAP_BYTES, boot_id="boot-2")
+    assert [info.set_id for info in index.sets()] == [2, 3, 4, 5]
+    assert index.counts().records == 40
+    index.close()
+
+
+@pytest.mark.parametrize("garbage", [b"not an index" * 2000, bytes(8192), b"x", b""])
+def test_garbage_in_its_place_is_thrown_away(folder: Path, garbage: bytes) -> None:
+    open_filled(folder).close()
+    (folder / "data.mdb").write_bytes(garbage)
+    assert_starts_empty(folder)
+
+
+def test_a_cut_off_file_is_thrown_away(folder: Path) -> None:
+    """Reading a page behind the end would be a SIGBUS."""
+    open_filled(folder).close()
+    os.truncate(folder / "data.mdb", 3 * 4096)
+    assert_starts_empty(folder)
+
+
+def test_another_format_of_lmdb_is_thrown_away(folder: Path) -> None:
+    open_filled(folder).close()
+    for name in ("data.mdb", "lock.mdb"):
+        (folder / name).unlink()
+    lmdb.open(str(folder), lib_version=1).close()
+    assert_starts_empty(folder)
+
+
+def test_a_missing_or_garbled_stamp_is_another_boot(folder: Path) -> None:
+    open_filled(folder).close()
+    (folder / "boot-id").write_bytes(b"\xff\x00")
+    assert_starts_empty(folder)
+    (folder / "boot-id").unlink()
+    assert_starts_empty(folder)
+
+
+DAMAGE = """
+import sys
+from kvtier.errors import IndexUnavailable
+from kvtier.index.embedded import LmdbIndex
+folder, keys = sys.argv[1], [number.to_bytes(16, "big") for number in range(3000)]
+index = LmdbIndex(folder, 16 << 20)
+assert len(index.resolve(keys)) == 3000
+with open(folder + "/data.mdb", "r+b") as file:
+    file.seek(0, 2)
+    pages = file.tell() // 4096
+    for page in range(2, pages):
+        file.seek(page * 4096 + 10)
+        file.write(b"\\xee" * 100)
+try:
+    index.resolve(keys)
+    index.sets()
+    print("unnoticed")
+except IndexUnavailable as fault:
+    print("unavailable")
+assert index.was_reset and index.resolve(keys) == []
+index.rebuilt()
+assert not index.was_reset
+"""
+
+
+def test_damage_under_an_open_index_starts_an_empty_one(folder: Path) -> None:
+    index = LmdbIndex(str(folder), MAP_BYTES)
+    assert fill(index, 1, range(3000)) == 3000
+    index.close()
+    run = subprocess.run([sys.executable, "-c", DAMAGE, str(folder)], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "unavailable\n"), run.stderr
+
+
+def test_removing_the_folder_under_an_open_index_starts_an_empty_one(folder: Path) -> None:
+    index = open_filled(folder)
+    shutil.rmtree(folder)
+    assert index.resolve(KEYS) == []
+    assert index.was_reset
+    assert fill(index, 1, range(10)) == 10
+    index.close()
+    reopened = LmdbIndex(str(folder), MAP_BYTES)
+    assert len(reopened.resolve(KEYS)) == 10
+    reopened.close()
+
+
+def replace_index(folder: Path) -> None:
+    """What a process does that finds the files broken."""
+    for name in ("data.mdb", "lock.mdb"):
+        (folder / name).unlink()
+    index = LmdbIndex(str(folder), MAP_BYTES)
+    fill(index, 2, range(100, 110))
+    index.close()
+
+
+def test_a_process_follows_when_another_starts_an_empty_index(folder: Path) -> None:
+    index = open_filled(folder)
+    process = SPAWN.Process(target=replace_index, args=(folder,))
+    process.start()
+    join([process])
+    assert [info.set_id for info in index.sets()] == [2]
+    assert index.publish([record(110, 2, 10)]) == 1
+    index.close()
+
+
+def test_a_full_map_grows_and_then_refuses(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Past its bound publishing fails; lookups and evictions go on, and make room."""
+    index = LmdbIndex(str(folder), map_bytes=128 << 10)
+    published = 0
+    with caplog.at_level(logging.WARNING, "kvtier"), pytest.raises(IndexUnavailable, match="MAP_FULL"):
+        for set_id in range(1000):
+            published += fill(index, set_id, range(set_id * 100, set_id * 100 + 100))
+    assert "grown to 1048576 bytes" in caplog.text
+    assert (folder / "data.mdb").stat().st_size <= 1 << 20
+    assert published > 1000
+    keys = [key(number) for number in range(published)]
+    assert len(index.resolve(keys)) == published
+    for set_id in range(published // 200):
+        assert index.remove_set(set_id) == 100
+    assert fill(index, 5000, range(100_000, 100_100)) == 100
+    check(index, keys)
+    index.close()
+
+
+def publish_much(folder: Path) -> None:
+    index = LmdbIndex(str(folder), map_bytes=128 << 10)
+    for set_id in range(2, 22):
+        assert fill(index, set_id, range(100 * set_id, 100 * set_id + 100)) == 100
+    index.close()
+
+
+def test_a_process_follows_when_another_grows_the_map(folder: Path) -> None:
+    reader = LmdbIndex(str(folder), map_bytes=128 << 10)
+    fill(reader, 1, range(100))
+    process = SPAWN.Process(target=publish_much, args=(folder,))
+    process.start()
+    join([process])
+    assert len(reader.resolve([key(number) for number in range(100)])) == 100
+    assert len(reader.resolve([key(number) for number in range(200, 2200)])) == 2000
+    assert reader.publish([record(5000, 1, 5000)]) == 1
+    reader.close()
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "gpfs"])
+def test_a_network_file_system_is_refused(folder: Path, kind: str) -> None:
+    mountinfo = (
+        "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
+        f"90 27 0:99 / {folder.parent} rw shared:7 - {kind} server:/export rw\n"
+    )
+    with pytest.raises(ConfigError, match=kind) as refused:
+        LmdbIndex(str(folder), MAP_BYTES, mountinfo=mountinfo)
+    assert (refused.value.key, refused.value.value) == ("index.path", str(folder))
+    assert "local disk" in refused.value.fix
+    assert not folder.exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "index"):
+        with pytest.raises(ConfigError) as refused:
+            LmdbIndex(str(path), MAP_BYTES)
+        assert refused.value.key == "index.path"
+
+
+def test_refused_places_leave_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / "index").write_text("")
+    with pytest.raises(ConfigError):
+        LmdbIndex(str(tmp_path / "index"), MAP_BYTES)
+    (tmp_path / "index").unlink()
+    index = LmdbIndex(str(tmp_path / "index"), MAP_BYTES)
+    assert index.create_set(set_info(1))
+    index.close()

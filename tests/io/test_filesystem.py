@@ -1,0 +1,114 @@
+"""Which file system a path is on, from mount tables as kernels write them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.io.filesystem import FileSystem, file_system_of, is_network_kind
+
+TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
+30 27 0:40 / /mnt/kv rw,nosuid shared:12 master:3 - lustre 10.0.0.1@o2ib:/kv rw,flock
+31 30 0:41 / /mnt/kv/local rw - xfs /dev/nvme0n1 rw
+32 27 0:42 / /mnt/with\040space rw - nfs4 server:/x rw
+33 27 0:43 / /home/u/remote rw - fuse.sshfs u@h:/ rw
+34 27 0:44 / /twice rw - xfs /dev/sda rw
+35 27 0:45 / /twice rw - wekafs weka rw
+36 27 0:46 /sub\134dir /back\134slash rw - ext4 /dev/sdb rw
+garbage
+37 27 0:47 /
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "is_network", "mount_point"),
+    [
+        ("/var/lib/kvtier/index", "ext4", False, "/"),
+        ("/", "ext4", False, "/"),
+        ("/mnt/kv", "lustre", True, "/mnt/kv"),
+        ("/mnt/kv/v1/index", "lustre", True, "/mnt/kv"),
+        ("/mnt/kv/local/index", "xfs", False, "/mnt/kv/local"),
+        ("/mnt/kv-other/index", "ext4", False, "/"),
+        ("/mnt/with space/index", "nfs4", True, "/mnt/with space"),
+        ("/home/u/remote/x", "fuse.sshfs", True, "/home/u/remote"),
+        ("/twice/x", "wekafs", True, "/twice"),
+        ("/back\\slash/x", "ext4", False, "/back\\slash"),
+        ("/mnt/kv/local/../x", "lustre", True, "/mnt/kv"),
+    ],
+)
+def test_the_longest_mount_point_wins(path: str, kind: str, is_network: bool, mount_point: str) -> None:
+    assert file_system_of(path, TABLE) == FileSystem(kind, is_network, mount_point)
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "local").symlink_to(tmp_path / "remote")
+    table = f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:9 / {tmp_path}/remote rw - nfs server:/ rw\n"
+    assert file_system_of(tmp_path / "local" / "not" / "yet", table).kind == "nfs"
+    assert file_system_of(tmp_path / "other", table).kind == "ext4"
+
+
+def test_an_empty_table_tells_nothing() -> None:
+    assert file_system_of("/x", "") == FileSystem("unknown", False, "/")
+
+
+def test_kinds() -> None:
+    network = "nfs nfs4 lustre cifs smb3 ceph gpfs beegfs fuse fuseblk fuse.juicefs 9p virtiofs afs wekafs ocfs2 gfs2"
+    assert all(map(is_network_kind, [*network.split(), "glusterfs"]))
+    assert not any(map(is_network_kind, "ext4 xfs btrfs zfs tmpfs overlay f2fs ramfs bcachefs fusectl".split()))
+
+
+def test_this_machine_has_a_root() -> None:
+    found = file_system_of("/proc/self/status")
+    assert (found.kind, found.is_network, found.mount_point) == ("proc", False, "/proc")
+
+
+FUSE = r"""
+#define FUSE_USE_VERSION 31
+#include <fuse3/fuse.h>
+#include <errno.h>
+#include <string.h>
+static int get(const char *path, struct stat *st, struct fuse_file_info *info) {
+    (void)info; memset(st, 0, sizeof *st);
+    if (strcmp(path, "/")) return -ENOENT;
+    st->st_mode = S_IFDIR | 0755; st->st_nlink = 2; return 0;
+}
+static const struct fuse_operations operations = {.getattr = get};
+int main(int argc, char **argv) { return fuse_main(argc, argv, &operations, 0); }
+"""
+
+
+@pytest.fixture
+def fuse_mount(tmp_path: Path) -> Iterator[Path]:
+    """An empty file system in user space; skipped where none can be built or mounted."""
+    compiler, unmount = shutil.which("cc"), shutil.which("fusermount3")
+    if compiler is None or unmount is None or not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("needs a C compiler, fusermount3 and /dev/fuse")
+    source, program, mount = tmp_path / "empty.c", tmp_path / "emptyfs", tmp_path / "mount"
+    source.write_text(FUSE)
+    build = [compiler, "-o", str(program), str(source), "-D_FILE_OFFSET_BITS=64", "-lfuse3"]
+    if subprocess.run(build, capture_output=True, check=False).returncode:
+        pytest.skip("needs the headers of libfuse 3")
+    mount.mkdir()
+    daemon = subprocess.Popen([program, "-f", mount])
+    deadline = time.monotonic() + 10
+    while not mount.is_mount() and daemon.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not mount.is_mount():
+        daemon.kill()
+        pytest.skip("this user may not mount")
+    yield mount
+    subprocess.run([unmount, "-u", mount], check=True)
+    daemon.wait(10)
+
+
+def test_a_mounted_user_space_file_system_is_seen(fuse_mount: Path) -> None:
+    found = file_system_of(fuse_mount / "v1" / "index")
+    assert found.kind.startswith("fuse.") and found.is_network
+    assert found.mount_point == str(fuse_mount)
