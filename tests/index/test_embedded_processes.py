@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -117,7 +118,7 @@ def test_a_lease_has_one_winner_among_processes(tmp_path: Path, index: LmdbIndex
     held = [line.split() for log in logs for line in log.read_text().splitlines()]
     holdings = sorted((int(token), float(begin_s), float(end_s)) for token, begin_s, end_s in held)
     assert [token for token, _, _ in holdings] == list(range(1, 121)), "each new owner gets the next token"
-    for (_, _, end_s), (_, begin_s, _) in zip(holdings, holdings[1:], strict=False):
+    for (_, _, end_s), (_, begin_s, _) in itertools.pairwise(holdings):
         assert end_s <= begin_s, "two owners at once"
 
 

@@ -60,8 +60,9 @@ def test_an_empty_table_tells_nothing() -> None:
 
 def test_kinds() -> None:
     network = "nfs nfs4 lustre cifs smb3 ceph gpfs beegfs fuse fuseblk fuse.juicefs 9p virtiofs afs wekafs ocfs2 gfs2"
+    local = "ext4 xfs btrfs zfs tmpfs overlay f2fs ramfs bcachefs fusectl"
     assert all(map(is_network_kind, [*network.split(), "glusterfs"]))
-    assert not any(map(is_network_kind, "ext4 xfs btrfs zfs tmpfs overlay f2fs ramfs bcachefs fusectl".split()))
+    assert not any(map(is_network_kind, local.split()))
 
 
 def test_this_machine_has_a_root() -> None:
