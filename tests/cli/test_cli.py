@@ -1,0 +1,189 @@
+"""The command line over roots that real engines left: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.geometry import PAGE_BYTES
+from kvtier.index.embedded import LmdbIndex
+from kvtier.owner import Node, Owner
+from kvtier.record import SegmentHeader
+from tests.core.rig import Engine
+
+CHUNKS = 5
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with five chunks of 64 tokens, whose engine has ended."""
+    root = tmp_path_factory.mktemp("made") / "kv"
+    engine = Engine(root)
+    assert len(engine.save(list(range(64 * CHUNKS)), list(range(4 * CHUNKS)))) == CHUNKS
+    engine.close()
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    """A copy to damage, with an index of its own."""
+    copy = Path(shutil.copytree(made, tmp_path / "kv"))
+    shutil.rmtree(copy / "v1" / "index")
+    owner = json.loads((copy / "v1" / "owner.json").read_bytes())
+    node = Node(owner["node"]["machine"], owner["node"]["host"])
+    (copy / "v1" / "owner.json").write_bytes(Owner(node, copy / "v1" / "index").to_json())
+    assert main(["index", "rebuild", str(copy)]) == 0
+    return copy
+
+
+def segment_of(root: Path) -> Path:
+    return max(root.glob("v1/*/*.kvseg"), key=lambda path: path.stat().st_blocks)
+
+
+def flip_payload(path: Path, slot: int) -> None:
+    with path.open("r+b") as file:
+        header = SegmentHeader.unpack(file.read(PAGE_BYTES))
+        offset = header.slot_offset(slot) + PAGE_BYTES + 100
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def printed_json(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_stats_of_what_an_engine_left(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", str(made)]) == 0
+    out = capsys.readouterr().out
+    titles, row, summary = out.splitlines()
+    assert titles.split()[:3] == ["namespace", "engine", "KV"]
+    assert f" {CHUNKS} " in row and f" {64 * CHUNKS} " in row and "4x4 float32" in row and "raw" in row
+    assert summary.startswith(f"{made}: ") and "in 1 namespaces" in summary
+
+
+def test_stats_for_programs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", "--json", str(made)]) == 0
+    values = printed_json(capsys)
+    entry = values["namespaces"][0]
+    assert (entry["chunks"], entry["records"], entry["tokens"]) == (CHUNKS, CHUNKS, 64 * CHUNKS)
+    assert (made / "v1" / entry["id"]).is_dir() and entry["namespace"]["geometry"]["layers"] == 4
+    assert values["n_bytes"] == entry["n_bytes"] > 0 and values["unreadable"] == []
+
+
+def test_stats_shows_a_namespace_that_contradicts_its_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    next(root.glob("v1/*/namespace.json")).write_text("{}")
+    assert main(["stats", str(root)]) == 1
+    assert "BAD " in capsys.readouterr().out
+
+
+def test_verify_of_what_an_engine_left(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(made)]) == 0
+    assert f"{CHUNKS} records" in (out := capsys.readouterr().out) and "0 bad" in out
+
+
+def test_verify_names_what_is_bad(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip_payload(segment_of(root), 2)
+    assert main(["verify", str(root)]) == 1
+    out = capsys.readouterr().out
+    assert f"BAD {segment_of(root).name} slot 2: checksum of head 0 does not match" in out and "1 bad" in out
+
+
+def test_verify_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    flip_payload(segment_of(root), 3)
+    assert main(["verify", "--json", str(root)]) == 1
+    values = printed_json(capsys)
+    assert values["records"] == CHUNKS
+    assert [(finding["segment"], finding["slot"]) for finding in values["bad"]] == [(segment_of(root).name, 3)]
+
+
+def test_without_an_index_the_headers_are_read(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(root / "v1" / "index")
+    capsys.readouterr()
+    assert main(["stats", "--json", str(root)]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["namespaces"][0]["chunks"] == CHUNKS
+    assert "no index of this root here" in captured.err
+    assert not (root / "v1" / "index").exists()  # looking makes nothing
+    flip_payload(segment_of(root), 1)
+    assert main(["verify", str(root)]) == 1
+
+
+def test_root_of_another_node_can_be_looked_at(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    owner = Owner(Node("f00d", "gpu-07"), root / "v1" / "index")
+    (root / "v1" / "owner.json").write_bytes(owner.to_json())
+    assert main(["stats", str(root)]) == 0
+    capsys.readouterr()
+    assert main(["index", "rebuild", str(root)]) == 2
+    assert "gpu-07 (f00d): run this there" in capsys.readouterr().err
+
+
+def test_rebuild_fills_an_index_that_was_lost(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(root / "v1" / "index")
+    capsys.readouterr()
+    assert main(["index", "rebuild", "--json", str(root)]) == 0
+    assert printed_json(capsys)["records"] == CHUNKS
+    index = LmdbIndex(str(root / "v1" / "index"))
+    assert index.counts().records == CHUNKS and not index.was_reset
+    index.close()
+    assert main(["stats", "--json", str(root)]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["namespaces"][0]["chunks"] == CHUNKS and captured.err == ""
+
+
+def test_rebuild_of_a_root_whose_index_is_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine(tmp_path / "kv", changes={"index": {"kind": "memory"}})
+    engine.save(list(range(64)), list(range(4)))
+    engine.close()
+    assert main(["index", "rebuild", str(tmp_path / "kv")]) == 2
+    assert "no embedded index" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "kv")]) == 0
+
+
+# --- as a process ---
+
+
+def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtier.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **more)
+
+
+@pytest.mark.parametrize("arguments", [["stats"], ["verify"], ["index", "rebuild"]])
+def test_start_up_error_is_one_line_and_status_2(arguments: list[str], tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        done = run(*arguments, str(path))
+        assert done.returncode == 2 and done.stdout == ""
+        assert len(done.stderr.splitlines()) == 1 and str(path) in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["stat"], ["stats"], ["index"], ["stats", "/x", "--jsn"]])
+def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2 and "usage: kvtier" in done.stderr
+
+
+def test_newer_root(tmp_path: Path) -> None:
+    (tmp_path / "v99").mkdir()
+    done = run("stats", str(tmp_path))
+    assert done.returncode == 2 and "upgrade kvtier" in done.stderr
+
+
+def test_reader_that_stops_reading(made: Path) -> None:
+    """`kvtier stats PATH | head -0`"""
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run(
+        [sys.executable, "-m", "kvtier.cli", "stats", str(made)], stdout=write, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write)
+    assert process.returncode == 0 and process.stderr == b""
