@@ -165,7 +165,7 @@ class Engine:
 
     def blocks(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
         """Copies of the blocks' content, a tensor for each rank, layer and plane."""
-        index = torch.tensor(list(block_ids))
+        index = torch.tensor(list(block_ids), dtype=torch.int64)
         return [
             plane[index].clone() for pages in self.pages for layer in pages.layers for plane in layer.planes
         ]

@@ -1,0 +1,1 @@
+"""`make demo`: a second vLLM process skips the prefill that a first one did."""

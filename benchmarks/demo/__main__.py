@@ -1,0 +1,118 @@
+"""Engine A answers and exits; engine B, another process, answers the same without the prefill. Prints both.
+
+    python -m benchmarks.demo [--output FOLDER]
+
+Exit status 1 if an output differs or nothing was reused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS = (1600, 3200, 6400)
+SHARED_PREFIX_TOKENS = 2560
+OWN_TOKENS = 640
+FOLLOW_UP_TOKENS = 120
+ENGINE_TIMEOUT_S = 600
+"""The tier for the demo: small segments, because the disk of a stranger's machine may be small."""
+KVTIER = {"capacity_bytes": "2GiB", "segment_bytes": "256MiB", "host": {"arena_bytes": "256MiB"}}
+
+
+def questions(tokens: list[int]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Real text, cut so that prompts share nothing but what the demo means them to share."""
+    prompts, used = [], 0
+    for number, size in enumerate(PROMPT_TOKENS, start=1):
+        prompts.append({"name": f"prompt {number}", "tokens": tokens[used : used + size]})
+        used += size
+    longest = prompts[-1]["tokens"]
+    own = tokens[used : used + OWN_TOKENS]
+    follow_up = tokens[used + OWN_TOKENS : used + OWN_TOKENS + FOLLOW_UP_TOKENS]
+    return prompts, [
+        {"name": "shares a prefix", "tokens": longest[:SHARED_PREFIX_TOKENS] + own},
+        {"name": "second turn", "tokens": follow_up, "follows": prompts[-1]["name"]},
+    ]
+
+
+def run_engine(name: str, folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs one engine process with a line that shows it is alive; raises SystemExit with its output if it fails."""
+    job_path, result_path, log_path = (folder / f"engine-{name}{end}" for end in (".json", "-result.json", ".log"))
+    job_path.write_text(json.dumps(job))
+    result_path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.demo.engine", str(job_path), str(result_path)]
+    started = time.monotonic()
+    with log_path.open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            seconds = time.monotonic() - started
+            show_progress(f"engine {name}: starts and answers {len(job['questions'])} prompts ... {seconds:.0f} s")
+            if seconds > ENGINE_TIMEOUT_S:
+                process.kill()
+            time.sleep(0.25)
+    show_progress(f"engine {name}: process {process.pid} has ended after {time.monotonic() - started:.0f} s\n")
+    if process.returncode != 0 or not result_path.exists():
+        raise SystemExit(f"engine {name} failed; the end of {log_path}:\n" + log_path.read_text()[-3000:])
+    results: list[dict[str, Any]] = json.loads(result_path.read_text())
+    return results
+
+
+def show_progress(line: str) -> None:
+    if sys.stdout.isatty():
+        print(f"\r\033[K{line}", end="", flush=True)
+    elif line.endswith("\n"):
+        print(line, end="", flush=True)
+
+
+def print_table(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> None:
+    print(f"\n{'':18}{'tokens':>8}{'hit tokens':>12}{'cold TTFT':>12}{'warm TTFT':>12}{'speed-up':>10}  outputs")
+    for before, after in zip(cold, warm, strict=True):
+        same = "identical" if before["answer"] == after["answer"] else "DIFFERENT"
+        ratio = before["ttft_s"] / after["ttft_s"]
+        print(f"{after['name']:18}{after['tokens']:>8}{after['hit_tokens']:>12}{before['ttft_s']:>10.3f} s"
+              f"{after['ttft_s']:>10.3f} s{ratio:>9.1f}x  {same}")  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="where model, tier and logs go")
+    folder = parser.parse_args().output.absolute()
+    root = folder / "tier"
+    shutil.rmtree(root, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    show_progress("making a small model with random weights ...")
+    from transformers import AutoTokenizer
+
+    from benchmarks.demo.model import make_model, text
+
+    make_model(folder / "model")
+    needed = sum(PROMPT_TOKENS) + OWN_TOKENS + FOLLOW_UP_TOKENS
+    tokens = AutoTokenizer.from_pretrained(folder / "model")(text()[: needed * 8])["input_ids"]
+    show_progress(f"the model is in {folder / 'model'}\n")
+
+    prompts, others = questions(tokens)
+    job = {"model": str(folder / "model"), "kvtier": {"root": str(root), **KVTIER}}
+    # A computes all of them; of the last two it stores nothing, so that B finds no more than what they share.
+    asked = [{**q, "shared": True} for q in prompts] + [{**q, "shared": False} for q in others]
+    cold = run_engine("A", folder, {**job, "questions": asked})
+    warm = run_engine("B", folder, {**job, "questions": [{**q, "shared": True} for q in prompts + others]})
+
+    print_table(cold, warm)
+    print("\nWhat lies in the tier now (kvtier stats):", flush=True)
+    subprocess.run([sys.executable, "-m", "kvtier.cli", "stats", str(root)], check=True)
+    identical = all(a["answer"] == b["answer"] for a, b in zip(cold, warm, strict=True))
+    hits = all(result["hit_tokens"] > 0 for result in warm)
+    if not identical or not hits:
+        print("\nFAILED: " + ("an output differs" if not identical else "something was not reused"), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Gather and scatter in host memory, natively: the same as the reference in kvtier.kernels.paged, one call a chunk."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.io.native import library
+from kvtier.kernels.paged import PagedKV, Patch
+
+TO_SLABS, TO_PAGES = 0, 1
+
+_PLANE = np.dtype([
+    ("base", "<u8"), ("block_stride", "<i8"), ("token_stride", "<i8"), ("head_stride", "<i8"), ("row_bytes", "<u8"),
+    ("slab_offset", "<u8"), ("n_blocks", "<i8"),
+])  # fmt: skip
+
+_copy = library.kvtier_copy_pages
+_copy.restype = ctypes.c_int
+_copy.argtypes = [
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t,
+    ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t,
+]  # fmt: skip
+
+
+class HostPages:
+    """The planes of a PagedKV in host memory, as the native code sees them. Keeps the tensors alive."""
+
+    def __init__(self, pages: PagedKV) -> None:
+        self._pages = pages
+        self._planes_a_layer = len(pages.layers[0].planes)
+        self._planes = np.array([_describe(plane) for layer in pages.layers for plane in layer.planes], dtype=_PLANE)
+
+    def gather(self, patch: Patch, block_ids: Sequence[int], slabs: torch.Tensor) -> None:
+        """See kvtier.kernels.paged.gather."""
+        self._move(TO_SLABS, patch, block_ids, 0, slabs)
+
+    def scatter(self, patch: Patch, block_ids: Sequence[int], first_block: int, slabs: torch.Tensor) -> None:
+        """See kvtier.kernels.paged.scatter."""
+        self._move(TO_PAGES, patch, block_ids, first_block, slabs)
+
+    def _move(
+        self, direction: int, patch: Patch, block_ids: Sequence[int], first_block: int, slabs: torch.Tensor
+    ) -> None:
+        assert slabs.is_contiguous() and slabs.shape[0] == patch.n_heads
+        first = patch.page_layer * self._planes_a_layer
+        planes = self._planes[first : first + patch.n_layers * self._planes_a_layer].copy()
+        planes["slab_offset"] = self._slab_offsets(planes, patch, len(block_ids))
+        blocks = np.array(block_ids, dtype=np.int64)
+        error = _copy(
+            direction, planes.ctypes.data, len(planes), blocks.ctypes.data, len(blocks), first_block,
+            self._pages.block_tokens, patch.page_head, patch.n_heads, slabs.data_ptr(), slabs.shape[1],
+        )  # fmt: skip
+        if error:
+            raise ValueError(f"blocks {min(block_ids)}-{max(block_ids)} or their slab are out of range")
+
+    def _slab_offsets(self, planes: npt.NDArray[np.void], patch: Patch, n_blocks: int) -> npt.NDArray[np.uint64]:
+        plane_bytes = planes["row_bytes"] * np.uint64(n_blocks * self._pages.block_tokens)
+        before = patch.slab_layer * int(plane_bytes[: self._planes_a_layer].sum())
+        ends: npt.NDArray[np.uint64] = np.cumsum(plane_bytes, dtype=np.uint64)
+        return ends - plane_bytes + np.uint64(before)
+
+
+def _describe(plane: torch.Tensor) -> tuple[int, ...]:
+    assert plane.device.type == "cpu" and plane.stride(3) == 1
+    size = plane.element_size()
+    block, token, head, _ = (stride * size for stride in plane.stride())
+    return plane.data_ptr(), block, token, head, plane.shape[3] * size, 0, plane.shape[0]

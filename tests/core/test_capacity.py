@@ -1,0 +1,167 @@
+"""Segment sets under one capacity: made ahead, evicted by least recent use, swept when their writer died."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.housekeeping import Housekeeper, writer_lease
+from kvtier.index.base import SetInfo
+from kvtier.index.memory import MemoryIndex
+from kvtier.inspect import stats, verify
+from kvtier.plan import SaveOutcome
+from kvtier.root import find_root
+from kvtier.tiers.segments import SegmentFiles
+from tests.core.rig import Engine
+
+BLOCKS = list(range(20))
+TARGET = list(range(100, 120))
+RECORD_BYTES = 4096 + 4 * 64 * 4 * 32 * 2 * 4  # header page, and 4 heads x 64 tokens x 4 layers x K and V of 32 floats
+
+
+def tokens_of(number: int) -> list[int]:
+    return list(range(10_000 * number, 10_000 * number + 64 * 5))
+
+
+def tiny(root: Path, sets: int = 3, **changes: object) -> Engine:
+    """Sets of 8 chunks, and a capacity of `sets` of them."""
+    segment = 4096 + 8 * RECORD_BYTES
+    return Engine(root, changes={"segment_bytes": segment, "capacity_bytes": sets * segment} | changes)
+
+
+def wait_until(true: object, timeout_s: float = 8.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def test_the_capacity_holds_and_the_oldest_goes_first(tmp_path: Path) -> None:
+    engine = tiny(tmp_path, touch_interval_s=0.05)
+    for number in range(12):
+        engine.save(tokens_of(number), BLOCKS)
+        if engine.load(tokens_of(0), TARGET)[0] == 0 and number < 6:
+            pytest.fail("what is used in every step was evicted")
+        time.sleep(0.15)
+    assert sum(path.stat().st_blocks * 512 for path in tmp_path.glob("v1/*/*.kvseg")) <= engine.settings.capacity_bytes
+    assert engine.store._index.counts().n_bytes <= engine.settings.capacity_bytes
+    hits = [engine.load(tokens_of(number), TARGET)[0] for number in range(12)]
+    assert hits[11] == 5 and 0 in hits[1:9], hits
+    assert not verify(find_root(tmp_path), engine.store._index).bad
+    engine.close()
+
+
+def test_two_engines_never_evict_more_than_is_needed(tmp_path: Path) -> None:
+    engines = [tiny(tmp_path, sets=6), tiny(tmp_path, sets=6)]
+    for number in range(24):
+        engines[number % 2].save(tokens_of(number), BLOCKS)
+    on_disk = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("v1/*/*.kvseg"))
+    assert on_disk <= engines[0].settings.capacity_bytes
+    assert engines[0].store._index.counts().n_bytes >= 3 * engines[0].settings.segment_bytes
+    for engine in engines:
+        assert not verify(find_root(tmp_path), engine.store._index).bad
+        engine.close()
+
+
+def test_an_eviction_lease_of_another_engine_is_respected(tmp_path: Path) -> None:
+    index = MemoryIndex()
+    for number in range(4):
+        index.create_set(SetInfo(number, bytes(16), "gone", 100, 1.0, float(number), is_open=False))
+    one, two = (Housekeeper(index, tmp_path, name, clock=lambda: 50.0) for name in ("one", "two"))
+    assert index.acquire_lease("evict", "two", 50.0, 30.0) is not None
+    assert one.make_room(100, 400) is None and index.counts().sets == 4
+    assert two.make_room(100, 400) == 0  # no files; the set is out of the index all the same
+    assert {info.set_id for info in index.sets()} == {1, 2, 3}
+
+
+def test_open_and_pinned_sets_stay(tmp_path: Path) -> None:
+    index = MemoryIndex()
+    index.create_set(SetInfo(1, bytes(16), "writer", 100, 1.0, 1.0))
+    index.create_set(SetInfo(2, bytes(16), "gone", 100, 1.0, 2.0, is_open=False))
+    index.pin_set(2, True)
+    index.create_set(SetInfo(3, bytes(16), "gone", 100, 1.0, 3.0, is_open=False))
+    keeper = Housekeeper(index, tmp_path, "one", clock=lambda: 50.0)
+    assert keeper.make_room(100, 300) is not None
+    assert {info.set_id for info in index.sets()} == {1, 2}
+    assert keeper.make_room(200, 300) is None, "nothing that may go is left"
+
+
+def test_capacity_smaller_than_one_set_stops_start_up(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="capacity_bytes") as fault:
+        Engine(tmp_path, tensor_size=2, changes={"segment_bytes": 1 << 20, "capacity_bytes": 3 << 19})
+    assert "one segment set takes" in str(fault.value)
+
+
+def test_segment_smaller_than_one_record_stops_start_up(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="segment_bytes"):
+        Engine(tmp_path, changes={"segment_bytes": 64 << 10})
+
+
+def test_arena_too_small_for_chunks_stops_start_up(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"host\.arena_bytes"):
+        Engine(tmp_path, changes={"host": {"arena_bytes": 512 << 10}})
+
+
+def test_what_a_dead_writer_left_is_closed_and_trimmed(tmp_path: Path) -> None:
+    dead = tiny(tmp_path, writer_lease_s=0.6)
+    dead.save(tokens_of(1), BLOCKS)
+    dead.store._keeper._ticker.close(1)  # type: ignore[union-attr]  # no further sign of life, as after SIGKILL
+    before = sum(stats(find_root(tmp_path), dead.store._index).namespaces[0].n_bytes for _ in [0])
+    index = dead.store._index
+    owner = next(info.owner for info in index.sets())
+    wait_until(lambda: index.lease_owner(writer_lease(owner), time.time()) is None)
+    alive = tiny(tmp_path)
+    wait_until(lambda: not any(info.owner == owner and info.is_open for info in index.sets()))
+    after = stats(find_root(tmp_path), index).namespaces[0].n_bytes
+    assert after == before - 3 * RECORD_BYTES, "the slots that were not filled are given back"
+    assert alive.load(tokens_of(1), TARGET)[0] == 5
+    alive.close()
+
+
+def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
+    engine = tiny(tmp_path)
+    engine.save(tokens_of(1), BLOCKS)
+    engine.close()
+    index = engine.store._index
+    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    orphan = path.with_name(f"{77:016x}-0000.kvseg")
+    orphan.write_bytes(path.read_bytes())
+    index.create_set(SetInfo(5, engine.namespace.id, "gone", 100, 1.0, 1.0))
+    Housekeeper(index, tmp_path / "v1", "sweeper").sweep()
+    assert 5 not in {info.set_id for info in index.sets()}
+    assert orphan.exists(), "its writer may be about to register it"
+    Housekeeper(index, tmp_path / "v1", "sweeper", clock=lambda: time.time() + 3600).sweep()
+    assert not orphan.exists() and path.exists()
+
+
+def test_full_disk_rests_saving_and_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny(tmp_path, sets=4)
+    for number in range(4):
+        engine.save(tokens_of(number), BLOCKS)
+    engine.wait_for_set()
+    created = SegmentFiles.create
+    monkeypatch.setattr("kvtier.saves.PAUSE_FIRST_S", 0.2)
+
+    def refuse(self: SegmentFiles, header: object) -> None:
+        from kvtier.errors import TierUnavailable
+
+        raise TierUnavailable("No space left on device")
+
+    monkeypatch.setattr(SegmentFiles, "create", refuse)
+    outcomes = {answer.outcome for number in range(10, 14) for answer in engine.save(tokens_of(number), BLOCKS)}
+    assert SaveOutcome.NO_SPACE in outcomes
+    assert engine.transfers[0].metrics.total()["skipped_chunks_no_space"] > 0
+    monkeypatch.setattr(SegmentFiles, "create", created)
+    wait_until(lambda: engine.store.metrics.total().get("evicted_bytes", 0) > 0)
+
+    def saves_again() -> bool:
+        base = random.randrange(10**6, 10**9)
+        done = engine.save(list(range(base, base + 64)), BLOCKS)
+        return any(answer.outcome is SaveOutcome.SAVED for answer in done)
+
+    wait_until(saves_again)
+    engine.close()

@@ -1,0 +1,115 @@
+"""Kills a writer at random moments and looks at what it left. Run by test_kill.py; prints one line of JSON.
+
+    python -m tests.crash.kill_writers ROOT KILLS SEED
+
+Writers and checkers are forked from this process, which itself opens nothing, so that a kill costs a second and not
+an import of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kvtier.inspect import verify
+from kvtier.root import find_root
+from kvtier.store import WantedChunk
+from tests.core.rig import Engine
+
+SEQUENCES = 40
+CHUNKS = 5
+
+
+def tokens_of(number: int) -> list[int]:
+    return list(range(10_000 * number, 10_000 * number + 64 * CHUNKS))
+
+
+def write_forever(root: Path, seed: int, ready: int) -> None:
+    """Saves one sequence after another without waiting for any, as an engine does."""
+    engine = Engine(root, tensor_size=2, n_blocks=64)
+    engine.wait_for_set()
+    order = random.Random(seed)
+    blocks = list(range(20))
+    os.write(ready, b"x")
+    while True:
+        tokens = tokens_of(order.randrange(SEQUENCES))
+        engine.prefill(tokens, blocks)
+        keys = engine.keys(tokens)
+        parents = [engine.store.namespace_id, *keys]
+        wanted = [WantedChunk(key, parents[i], tuple(blocks[i * 4 : i * 4 + 4])) for i, key in enumerate(keys)]
+        plan = engine.store.plan_save(wanted)
+        for transfer in engine.transfers:
+            if plan is not None:
+                transfer.save(plan)
+            engine.store.saved(transfer.poll().saves)
+
+
+def check(root: Path, report: int) -> None:
+    """Loads everything that is offered, compares it with what was computed, and verifies the root."""
+    engine = Engine(root, n_blocks=64)
+    loaded = wrong = failed = 0
+    for number in range(SEQUENCES):
+        tokens, blocks = tokens_of(number), list(range(20))
+        n_chunks, answers = engine.load(tokens, blocks)
+        failed += sum(len(answer.failed_blocks) for answer in answers)
+        got = engine.blocks(blocks[: n_chunks * 4])
+        engine.prefill(tokens, blocks)
+        loaded += n_chunks
+        wrong += not all(torch.equal(a, b) for a, b in zip(got, engine.blocks(blocks[: n_chunks * 4]), strict=True))
+    found = verify(find_root(root), engine.store._index)
+    bad = [f"{finding.segment} slot {finding.slot}: {finding.what}" for finding in found.bad]
+    engine.close()
+    result = {"loaded": loaded, "wrong": wrong, "failed": failed, "bad": bad, "records": found.records}
+    os.write(report, json.dumps(result).encode())
+
+
+def fork(work: Callable[[int], None]) -> tuple[int, int]:
+    """Runs `work(pipe)` in a child; (pid, pipe to read from)."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work(writer)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writer)
+    return pid, reader
+
+
+def main(root: Path, kills: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    results = []
+    for _ in range(kills):
+        writer_seed = rng.random()
+        pid, pipe = fork(lambda ready, s=writer_seed: write_forever(root, s, ready))  # type: ignore[misc]
+        assert os.read(pipe, 1), "the writer died by itself"
+        time.sleep(rng.uniform(0.0, 0.5))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(pipe)
+        pid, pipe = fork(lambda report: check(root, report))
+        text = b""
+        while part := os.read(pipe, 65536):
+            text += part
+        _, status = os.waitpid(pid, 0)
+        assert status == 0 and text, "the checker failed"
+        results.append(json.loads(text))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
