@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,11 +119,38 @@ def test_a_file_in_place_of_its_version_folder(tmp_path: Path) -> None:
     assert f"{tmp_path / 'v1'} is a file" in refusal(settings_for(tmp_path)).fix
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="permission bits do not hold root back: see the read-only disk below")
-def test_not_writable_for_this_user(tmp_path: Path) -> None:
-    (tmp_path / "kv").mkdir(mode=0o500)
-    error = refusal(settings_for(tmp_path / "kv"))
-    assert error.key == "root" and "not writable" in error.fix
+NOBODY = 65534
+
+
+def refusal_of_nobody(settings: Settings) -> str:
+    """What another user is told: permission bits do not hold root back, so a child process gives that up first."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        try:
+            open_root(settings)
+        except ConfigError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with open(read, encoding="utf-8") as told:
+        return told.read()
+
+
+def test_not_writable_for_this_user() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, which others cannot even look into
+        os.chmod(folder, 0o555)
+        told = refusal_of_nobody(settings_for(Path(folder)))
+        assert f"root = '{folder}': not writable: Permission denied" in told and "choose another root" in told
+        told = refusal_of_nobody(settings_for(Path(folder) / "deeper"))
+        assert "not writable: Permission denied" in told
+        os.chmod(folder, 0o755)
 
 
 def test_disk_that_is_read_only(tmp_path: Path, mount_tmpfs: Mount) -> None:
