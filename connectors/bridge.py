@@ -26,6 +26,9 @@ log = logging.getLogger("kvtier")
 LOG_INTERVAL_S = 60.0
 """A fault of one kind is written to the log at most this often."""
 
+IDLE_WAIT_S = 0.002
+"""Longest pause of an idle engine step while a load is on its way; a new request waits as long at worst."""
+
 T = TypeVar("T")
 Clock = Callable[[], float]
 
@@ -73,12 +76,14 @@ class Step:
     before: gather these before the engine touches any block: their requests ended, their blocks may be handed on.
     after: gather these after the step's forward.
     refused: loads that the engine waits for but that cannot be made: to be answered as failed.
+    is_idle: the engine computes nothing in this step.
     """
 
     before: SavePlan | None = None
     after: SavePlan | None = None
     loads: tuple[LoadPlan, ...] = ()
     refused: tuple[LoadDone, ...] = ()
+    is_idle: bool = False
 
 
 class SchedulerBridge:
@@ -171,11 +176,11 @@ class SchedulerBridge:
         """Whether chunks of ended requests wait for a step that takes them to the workers."""
         return bool(self._before)
 
-    def take_step(self) -> Step:
-        """What was decided since the last step."""
+    def take_step(self, is_idle: bool = False) -> Step:
+        """What was decided since the last step. `is_idle`: the engine computes nothing in this one."""
         before = self._plan_save(self._before)
         after = self._plan_save(self._after)
-        step = Step(before, after, tuple(self._loads), tuple(self._refused))
+        step = Step(before, after, tuple(self._loads), tuple(self._refused), is_idle)
         self._before, self._after, self._loads, self._refused = [], [], [], []
         return step
 
@@ -243,11 +248,13 @@ class WorkerBridge:
         self._shape = shape
         self._faults = faults
         self._waiting: set[str] = set()
+        self._is_idle = False
         self._answers: list[LoadDone] = []
         self._saves: list[SaveDone] = []
 
     def before_forward(self, step: Step) -> None:
         """Call before the engine zeroes, loads into or computes on any block."""
+        self._is_idle = step.is_idle
         self._save(step.before)
 
     def after_forward(self, step: Step) -> None:
@@ -262,8 +269,13 @@ class WorkerBridge:
                 self._answers.append(LoadDone(plan.request_id, self._written_blocks(plan)))
 
     def poll(self) -> list[LoadDone]:
-        """Loads that ended since the last poll, each once."""
-        progress = self._faults.guard("asking for progress", self._transfer.poll, None)
+        """Loads that ended since the last poll, each once.
+
+        In an idle step a load is waited for a moment: an engine that only spins would hold the interpreter lock that
+        the load needs, and the load's end is what it spins for.
+        """
+        wait_s = IDLE_WAIT_S if self._is_idle and self._waiting and not self._answers else 0.0
+        progress = self._faults.guard("asking for progress", lambda: self._transfer.poll(wait_s), None)
         answers, self._answers = self._answers, []
         if progress is not None:
             self._saves += progress.saves

@@ -99,7 +99,7 @@ class SchedulerHalf:
                 mirrored = self._tables.get(request_id, ())
                 table = mirrored if block_state is None else block_state.resolve_block_ids(request_id)[0]
                 self._bridge.advance(request_id, frontier, table)
-        return StepMetadata(self._bridge.take_step())
+        return StepMetadata(self._bridge.take_step(is_idle=not scheduled.total_num_scheduled_tokens))
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """A request ended, however it did; its blocks are free from the next step on, after that step's `before`."""

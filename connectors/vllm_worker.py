@@ -111,7 +111,7 @@ class WorkerHalf:
         )
         loads = tuple(_load_in_kernel_blocks(plan, pages) for plan in step.loads)
         before, after = (_save_in_kernel_blocks(plan, pages) for plan in (step.before, step.after))
-        return Step(before, after, loads, refused)
+        return Step(before, after, loads, refused, step.is_idle)
 
 
 def _save_in_kernel_blocks(plan: SavePlan | None, pages: EnginePages) -> SavePlan | None:

@@ -62,7 +62,7 @@ class Loader:
         self._worker = worker
         self._jobs = jobs
         self._admission = admission
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._done: list[LoadDone] = []
         self._reading: dict[bytes, threading.Event] = {}
         self._wanted_twice: set[bytes] = set()
@@ -74,8 +74,11 @@ class Loader:
         if not self._jobs.submit(lambda: self._run(plan, deadline_s)):
             self._answer(plan, _Progress())
 
-    def take_done(self) -> list[LoadDone]:
+    def take_done(self, timeout_s: float) -> list[LoadDone]:
+        """Answers since the last take; waits for one at most `timeout_s`."""
         with self._lock:
+            if not self._done and timeout_s > 0:
+                self._lock.wait(timeout_s)
             done, self._done = self._done, []
         return done
 
@@ -101,6 +104,7 @@ class Loader:
             self._worker.metrics.add(names.LOAD_FAILURES)
         with self._lock:
             self._done.append(LoadDone(plan.request_id, frozenset(failed)))
+            self._lock.notify_all()
 
     def _load_chunks(self, plan: LoadPlan, deadline_s: float, progress: _Progress) -> None:
         """Keeps up to CHUNKS_AHEAD chunks coming while it scatters the oldest."""

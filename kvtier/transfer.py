@@ -55,9 +55,10 @@ class Transfer:
         """Queues the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
         self._loader.load(plan)
 
-    def poll(self) -> Progress:
+    def poll(self, timeout_s: float = 0.0) -> Progress:
+        """What ended since the last poll; with `timeout_s`, waits so long at most for a load to end."""
         self._worker.quarantine.sweep()
-        return Progress(self._loader.take_done(), self._saver.take_done())
+        return Progress(self._loader.take_done(timeout_s), self._saver.take_done())
 
     def drain(self, timeout_s: float) -> bool:
         """Waits for what is queued; False when `timeout_s` was not enough."""
