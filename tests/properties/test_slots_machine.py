@@ -1,0 +1,84 @@
+"""SlotTable against a model: any order of reserving, committing, leasing, releasing, dropping and evicting."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from kvtier.slots import SlotTable
+
+N_SLOTS = 4
+KEYS = [bytes([number]) for number in range(7)]
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    reserved = Bundle("reserved")
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: SlotTable[str] = SlotTable(N_SLOTS)
+        self.cached: dict[bytes, tuple[int, str]] = {}  # may hold keys that were evicted since; never wrong slots
+        self.in_use: dict[int, int] = {}  # slot -> leases
+        self.filling: set[int] = set()
+        self.serial = 0
+
+    @rule(target=reserved)
+    def reserve(self) -> object:
+        slot = self.table.reserve()
+        if slot is None:
+            assert len(self.filling) + len(self.in_use) == N_SLOTS, "refused although a slot was free"
+            return multiple()
+        assert slot not in self.filling, "a slot was given out twice"
+        assert slot not in self.in_use, "a leased slot was given out (I3)"
+        self.filling.add(slot)
+        self.cached = {key: place for key, place in self.cached.items() if place[0] != slot}
+        return slot
+
+    @rule(slot=consumes(reserved), key=st.sampled_from(KEYS))
+    def commit(self, slot: int, key: bytes) -> None:
+        self.serial += 1
+        was_there = key in self.table
+        assert self.table.commit(slot, key, f"content {self.serial}") is not was_there
+        self.filling.remove(slot)
+        if not was_there:
+            self.cached[key] = (slot, f"content {self.serial}")
+
+    @rule(slot=consumes(reserved))
+    def discard(self, slot: int) -> None:
+        self.table.discard(slot)
+        self.filling.remove(slot)
+
+    @rule(target=leases, key=st.sampled_from(KEYS))
+    def lease(self, key: bytes) -> object:
+        found = self.table.lease(key)
+        assert (found is not None) == (key in self.cached)
+        if found is None:
+            return multiple()
+        assert found == self.cached[key], "another chunk's slot was given (I2)"
+        self.in_use[found[0]] = self.in_use.get(found[0], 0) + 1
+        return (found[0], key)
+
+    @rule(lease=consumes(leases))
+    def release(self, lease: tuple[int, bytes]) -> None:
+        slot, key = lease
+        self.table.release(slot, key)
+        self.in_use[slot] -= 1
+        if not self.in_use[slot]:
+            del self.in_use[slot]
+
+    @rule(key=st.sampled_from(KEYS))
+    def drop(self, key: bytes) -> None:
+        self.table.drop(key)
+        self.cached.pop(key, None)
+        assert key not in self.table
+
+    @invariant()
+    def every_slot_is_in_one_state(self) -> None:
+        self.table.check()
+        assert self.table.available == N_SLOTS - len(self.filling) - len(self.in_use)
+
+
+TestSlots = SlotsMachine.TestCase
+TestSlots.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
