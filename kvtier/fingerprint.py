@@ -38,7 +38,7 @@ log = logging.getLogger("kvtier")
 
 RULE_VERSION = 1
 WHOLE_BYTES_MAX = 8 << 30
-"""2 cores hash about 6 GiB/s from the page cache: the largest model that is read whole costs seconds, and once."""
+"""2 cores of an AMD EPYC hash 8 GiB/s from the page cache: a model that is read whole costs a second, or what the disk takes."""
 SAMPLED_PAGES_BETWEEN_MAX = 64
 SAMPLED_PAGES_MAX = 1 << 18
 """In all, about: a mixture of experts may have 100,000 tensors."""
