@@ -38,7 +38,7 @@ log = logging.getLogger("kvtier")
 
 RULE_VERSION = 1
 WHOLE_BYTES_MAX = 8 << 30
-"""2 cores of an AMD EPYC hash 8 GiB/s from the page cache: a model that is read whole costs a second, or what the disk takes."""
+"""2 cores of an AMD EPYC hash 8 GiB/s from the page cache: reading whole costs a second, or what the disk takes."""
 SAMPLED_PAGES_BETWEEN_MAX = 64
 SAMPLED_PAGES_MAX = 1 << 18
 """In all, about: a mixture of experts may have 100,000 tensors."""
@@ -240,8 +240,10 @@ def _cache_key(files: list[_File]) -> str:
 
 
 def _cached(entry: Path) -> str | None:
-    """An answer that was kept; None when there is none, or when what is there is not exactly one."""
+    """An answer that this user kept; None when there is none, or when what is there is not exactly one."""
     try:
+        if entry.stat().st_uid != os.getuid():
+            return None
         values = json.loads(entry.read_bytes())
         fingerprint = values["fingerprint"]
         is_whole = values["key"] == entry.stem and len(bytes.fromhex(fingerprint)) == 32

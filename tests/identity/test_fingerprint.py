@@ -268,6 +268,16 @@ def test_entry_of_another_model_is_not_believed(model: Path, tmp_path: Path) -> 
     assert weights_fingerprint(model, tmp_path / "cache") == right
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's file")
+def test_entry_of_another_user_is_not_believed(model: Path, tmp_path: Path, hashed: list[int]) -> None:
+    right = weights_fingerprint(model, tmp_path / "cache")
+    entry = next((tmp_path / "cache").iterdir())
+    entry.write_text(entry.read_text().replace(right, "0" * 64))
+    assert weights_fingerprint(model, tmp_path / "cache") == "0" * 64  # what one's own file says is believed
+    os.chown(entry, 65534, 65534)
+    assert weights_fingerprint(model, tmp_path / "cache") == right and len(hashed) == 2
+
+
 def test_cache_that_cannot_be_written_is_no_fault(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert weights_fingerprint(model, tmp_path / "file" / "cache") == print_of(model)
