@@ -27,6 +27,7 @@ log = logging.getLogger("kvtier")
 RECENT_ENTRIES_MAX = 65_536
 """Hits whose use waits to be booked; further ones push out the oldest, which at worst evicts a set too soon."""
 TICK_INTERVAL_S = 0.5
+SPARES_MAX = 8
 SWEEP_INTERVAL_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 PRIVATE_EPOCH = "private-"
@@ -52,6 +53,11 @@ class KeeperPlan:
     touch_interval_s: float
     make_folder: Callable[[Namespace], object]
 
+    @property
+    def spares(self) -> int:
+        """Sets kept ready: enough for a long prompt, and not more than an eighth of the capacity, but one."""
+        return max(1, min(SPARES_MAX, self.capacity_bytes // self.set_bytes // 8))
+
 
 class Keeper:
     """`tick` and `close` are called from one thread at a time; the rest from any, and they never wait.
@@ -63,7 +69,7 @@ class Keeper:
         self, namespace: Namespace, plan: KeeperPlan, index: Index, housekeeper: Housekeeper, rng: random.Random
     ) -> None:
         self.metrics = Metrics()
-        self._epoch = (namespace, SetSupply(plan.slots))
+        self._epoch = (namespace, SetSupply(plan.slots, plan.spares))
         self._left: deque[tuple[Namespace, SetSupply]] = deque()
         self._plan = plan
         self._index = index
@@ -78,6 +84,11 @@ class Keeper:
     def start(self) -> None:
         """Ticks on a thread of its own until `close`; without it the caller ticks (simulation)."""
         self._ticker = Ticker("keeper", TICK_INTERVAL_S, self.tick)
+
+    def refill(self) -> None:
+        """Slots were taken: makes further sets soon if they are needed."""
+        if self._ticker is not None and self.supply.wants_set():
+            self._ticker.wake()
 
     def book_use(self, entry: bytes, now_s: float) -> None:
         """A hit on this index entry; its set's recency follows in the background."""
@@ -103,7 +114,7 @@ class Keeper:
         """Leaves the namespace for a new one that no other engine has; returns its id."""
         self._left.append(self._epoch)
         namespace = replace(self._epoch[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
-        self._epoch = (namespace, SetSupply(self._plan.slots))
+        self._epoch = (namespace, SetSupply(self._plan.slots, self._plan.spares))
         self._next_set_s = 0.0
         return namespace.id
 
@@ -134,7 +145,7 @@ class Keeper:
         if self._disk_is_full and now >= self._next_set_s:
             self._make_room(min(plan.capacity_bytes, self._index.counts().n_bytes), now)
             self._disk_is_full = False
-        if supply.wants_set() and now >= self._next_set_s and self._make_room(plan.capacity_bytes, now):
+        while supply.wants_set() and now >= self._next_set_s and self._make_room(plan.capacity_bytes, now):
             self._add_set(namespace, supply, now)
         if self._index.was_reset:
             log.info("the index is empty after a restart of the machine; reading it back from the segments")

@@ -7,6 +7,7 @@ when no set is ready, the chunk is not saved.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import dataclass
 
 SET_SETTLE_S = 60.0
@@ -22,23 +23,24 @@ class _Set:
 
 
 class SetSupply:
-    """At most one set is being filled and one waits ready."""
+    """One set is being filled; up to `spares_max` wait ready, for a long prompt may fill several in one step."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, spares_max: int) -> None:
         self.slots = slots
+        self._spares_max = spares_max
         self._lock = threading.Lock()
         self._current: _Set | None = None
-        self._spare: _Set | None = None
+        self._spares: deque[_Set] = deque()
         self._full: list[_Set] = []
 
     def take(self, now_s: float) -> tuple[int, int] | None:
         """(set id, slot) for one chunk, answered later with `answered`; None when no set is ready."""
         with self._lock:
             if self._current is None:
-                self._current, self._spare = self._spare, None
+                if not self._spares:
+                    return None
+                self._current = self._spares.popleft()
             current = self._current
-            if current is None:
-                return None
             slot = current.taken
             current.taken += 1
             current.pending += 1
@@ -49,21 +51,24 @@ class SetSupply:
             return current.set_id, slot
 
     def wants_set(self) -> bool:
-        """True when half of the last set is gone and no other waits: making one takes a moment."""
+        """True while another set is to be made ready: making one takes a moment.
+
+        The last one is not asked for before half of the current set is gone, so that an engine that saves little
+        holds little of the capacity.
+        """
         with self._lock:
-            if self._spare is not None:
-                return False
-            return self._current is None or self._current.taken * 2 >= self.slots
+            is_half_gone = self._current is None or self._current.taken * 2 >= self.slots
+            return len(self._spares) < (self._spares_max if is_half_gone else self._spares_max - 1)
 
     def offer(self, set_id: int) -> None:
         """A new, registered set."""
         with self._lock:
-            self._spare = _Set(set_id)
+            self._spares.append(_Set(set_id))
 
     def answered(self, set_id: int) -> None:
         """One chunk of the set was saved, or will never be."""
         with self._lock:
-            for candidate in (self._current, self._spare, *self._full):
+            for candidate in (self._current, *self._spares, *self._full):
                 if candidate is not None and candidate.set_id == set_id:
                     candidate.pending -= 1
 
@@ -77,7 +82,8 @@ class SetSupply:
     def abandon(self) -> tuple[list[int], list[int]]:
         """Forgets all sets; returns (ids of the used ones, ids of those of which no slot was taken)."""
         with self._lock:
-            sets = [s for s in (self._current, self._spare, *self._full) if s is not None]
-            self._current = self._spare = None
+            sets = [s for s in (self._current, *self._spares, *self._full) if s is not None]
+            self._current = None
+            self._spares.clear()
             self._full = []
             return [s.set_id for s in sets if s.taken], [s.set_id for s in sets if not s.taken]

@@ -120,6 +120,7 @@ class Store:
             set_id, slot = place
             self._remember(chunk.key, _Known(set_id, now, is_stored=False))
             chunks.append(SaveChunk(chunk.key, chunk.parent, set_id, slot, chunk.block_ids))
+        self._keeper.refill()
         if not chunks:
             return None
         return SavePlan(self.namespace_id, self._keeper.supply.slots, tuple(chunks))

@@ -96,11 +96,11 @@ class LmdbIndex:
         taken = 0
         for first in range(0, len(records), _RECORDS_PER_TRANSACTION):
             batch = records[first : first + _RECORDS_PER_TRANSACTION]
-            taken += self._shared.write(partial(_publish, batch))
+            taken += self._shared.write(partial(_publish, batch), adds=True)
         return taken
 
     def retract(self, key: bytes, location: Location) -> bool:
-        return self._shared.write(lambda view: _retract(view, key, entry.place(location)), frees=True)
+        return self._shared.write(lambda view: _retract(view, key, entry.place(location)))
 
     def create_set(self, info: SetInfo) -> bool:
         def work(view: View) -> bool:
@@ -109,7 +109,7 @@ class LmdbIndex:
                 _put_set(view, info)
             return is_new
 
-        return self._shared.write(work)
+        return self._shared.write(work, adds=True)
 
     def close_set(self, set_id: int, n_bytes: int) -> None:
         def work(view: View) -> None:
@@ -137,7 +137,7 @@ class LmdbIndex:
     def remove_set(self, set_id: int) -> int:
         removed, more = 0, True
         while more:
-            n_removed, more = self._shared.write(lambda view: _remove_some(view, set_id), frees=True)
+            n_removed, more = self._shared.write(lambda view: _remove_some(view, set_id))
             removed += n_removed
         return removed
 
@@ -198,7 +198,7 @@ class LmdbIndex:
             for name in ("entries", "members", "sets"):
                 view.clear(name)
 
-        self._shared.write(work, frees=True)
+        self._shared.write(work)
 
     def close(self) -> None:
         if not self._is_closed:

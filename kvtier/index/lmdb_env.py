@@ -10,8 +10,10 @@ Holds no knowledge of what is stored. Four things stand between a caller and LMD
 - Throwing away: the files are written without fsync, so those of another boot are not trusted, nor those that LMDB
   calls corrupt. Whoever throws them away unlinks them under the writer lock; the others see that the file under the
   path is not the one they have open, and open the new one.
+- A reserve: LMDB writes new pages even to remove, so on a full disk nothing could be evicted any more. What adds
+  keeps some allocated bytes behind the pages in use, for what does not.
 
-Never open data.mdb or lock.mdb here: closing such a descriptor would drop LMDB's locks on it.
+Never open lock.mdb here: closing the descriptor would drop LMDB's locks.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ Database = Any  # py-lmdb does not export the type of its handles
 _DATA, _LMDB_LOCK, _LOCK, _STAMP = "data.mdb", "lock.mdb", "lock", "boot-id"
 _READERS_MAX = 1024  # one a running read transaction; 64 bytes each
 _GROWTH_MAX = 8  # a full map is doubled at most to this many times the configured size
+RESERVE_BYTES = 16 << 20
+"""Two removals of 512 records from anywhere in the index write 5 MB before LMDB takes freed pages again."""
 _POLL_MIN_S, _POLL_MAX_S = 20e-6, 2e-3
 
 _BROKEN = (
@@ -98,11 +102,20 @@ class View:
 class Opened:
     """One open environment and its named databases; closed as a whole when the files under it are replaced."""
 
-    def __init__(self, env: lmdb.Environment, databases: tuple[str, ...], identity: tuple[int, int]) -> None:
+    def __init__(self, env: lmdb.Environment, identity: tuple[int, int]) -> None:
+        """identity: device and inode of its data file."""
         self.env = env
         self.identity = identity
-        with env.begin(write=True) as txn:
-            self.databases: dict[str, Database] = {name: env.open_db(name.encode(), txn=txn) for name in databases}
+        self.databases: dict[str, Database] = {}
+
+    def open_databases(self, names: tuple[str, ...]) -> None:
+        """Opens them, creating those that are missing. Needs the writer lock."""
+        with self.env.begin(write=True) as txn:
+            self.databases = {name: self.env.open_db(name.encode(), txn=txn) for name in names}
+
+    def used_bytes(self) -> int:
+        """Length of the data file up to its last page in use."""
+        return int(self.env.info()["last_pgno"] + 1) * int(self.env.stat()["psize"])
 
     def run(self, work: Work[T], *, write: bool) -> T:
         with self.env.begin(write=write) as txn:
@@ -134,6 +147,13 @@ class SharedEnvironment:
             self._ready(self._deadline())
         except _WRONG_PATH as error:
             raise ConfigError("index.path", self.path, f"{error.strerror}: name a folder that may be written") from None
+        except lmdb.LockError as error:
+            # LMDB marks readers by process id, and found this process's own taken.
+            fix = (
+                "a process with this one's id, so in another container, uses it: let both share one namespace of "
+                f"process ids ({error})"
+            )
+            raise ConfigError("index.path", self.path, fix) from None
         except (lmdb.Error, OSError) as error:
             raise self._unavailable(None, error) from error
 
@@ -156,18 +176,22 @@ class SharedEnvironment:
         except (lmdb.Error, OSError) as error:
             raise self._unavailable(opened, error) from error
 
-    def write(self, work: Work[T], *, frees: bool = False) -> T:
+    def write(self, work: Work[T], *, adds: bool = False) -> T:
         """Runs `work` in a write transaction, perhaps more than once (the map may have to grow first): it must change
         nothing but the transaction. Raises IndexUnavailable.
 
-        frees: `work` only removes. That takes new pages too, so it may still grow a map that is too full to add to.
+        adds: `work` is what fills disk and map. It is refused (IndexUnavailable) while there is still room for the
+        rest: leases, recency, and removing, which makes room.
         """
         deadline, opened = self._deadline(), None
         try:
             with _held(self._writing, deadline):
                 opened = self._current(deadline)
                 with _file_lock(self._lock_file, deadline):
-                    return self._write_locked(work, opened, deadline, self._map_bytes_max * (2 if frees else 1))
+                    if adds:
+                        self._reserve(opened)
+                    map_bytes_max = self._map_bytes_max * (1 if adds else 2)
+                    return self._write_locked(work, opened, deadline, map_bytes_max)
         except (lmdb.Error, OSError) as error:
             raise self._unavailable(opened, error) from error
 
@@ -214,6 +238,18 @@ class SharedEnvironment:
                     raise
                 log.warning("kvtier: the map of the index %s is full; grown to %d bytes", self.path, map_bytes)
                 resize(map_bytes)
+
+    def _reserve(self, opened: Opened) -> None:
+        """Sees to it that between half and all of the reserve is allocated behind the last page in use. Raises
+        OSError when the disk has not got it."""
+        used = opened.used_bytes()
+        path = os.path.join(self.path, _DATA)
+        if os.stat(path).st_size < used + RESERVE_BYTES // 2:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.posix_fallocate(descriptor, used, RESERVE_BYTES)
+            finally:
+                os.close(descriptor)
 
     def _ready(self, deadline: float) -> None:
         """Opens what lies under the path, unless that is what is open. Needs no lock, takes both when it opens."""
@@ -278,14 +314,15 @@ class SharedEnvironment:
         )  # fmt: skip
         try:
             env.reader_check()
-            # A file that was cut off would be a SIGBUS on the first page that is missing.
-            needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-            data_bytes = os.stat(os.path.join(self.path, _DATA)).st_size
-            if data_bytes < needed:
-                raise lmdb.CorruptedError(f"{data_bytes} bytes, {needed} are in use")
             identity = self._identity()
             assert identity is not None, "LMDB has created it"
-            return Opened(env, self._databases, identity)
+            opened = Opened(env, identity)
+            # A file that was cut off would be a SIGBUS on the first page that is missing.
+            data_bytes = os.stat(os.path.join(self.path, _DATA)).st_size
+            if data_bytes < opened.used_bytes():
+                raise lmdb.CorruptedError(f"{data_bytes} bytes, {opened.used_bytes()} are in use")
+            opened.open_databases(self._databases)
+            return opened
         except BaseException:
             env.close()
             raise

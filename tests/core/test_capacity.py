@@ -41,16 +41,16 @@ def wait_until(true: object, timeout_s: float = 8.0) -> None:
 
 
 def test_the_capacity_holds_and_the_oldest_goes_first(tmp_path: Path) -> None:
-    engine = tiny(tmp_path, touch_interval_s=0.05)
-    for number in range(12):
+    engine = tiny(tmp_path, sets=5, touch_interval_s=0.05)
+    for number in range(16):
         engine.save(tokens_of(number), BLOCKS)
-        if engine.load(tokens_of(0), TARGET)[0] == 0 and number < 6:
+        if engine.load(tokens_of(0), TARGET)[0] == 0 and number < 12:
             pytest.fail("what is used in every step was evicted")
         time.sleep(0.15)
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.glob("v1/*/*.kvseg")) <= engine.settings.capacity_bytes
     assert engine.store._index.counts().n_bytes <= engine.settings.capacity_bytes
-    hits = [engine.load(tokens_of(number), TARGET)[0] for number in range(12)]
-    assert hits[11] == 5 and 0 in hits[1:9], hits
+    hits = [engine.load(tokens_of(number), TARGET)[0] for number in range(16)]
+    assert hits[15] == 5 and 0 in hits[1:9], hits
     assert not verify(find_root(tmp_path), engine.store._index).bad
     engine.close()
 

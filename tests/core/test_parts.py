@@ -123,7 +123,7 @@ def test_a_header_of_a_stranger_is_refused_or_consistent(real: SegmentHeader | R
 
 
 def test_a_set_supply_gives_every_slot_once_and_asks_in_time() -> None:
-    supply = SetSupply(slots=4)
+    supply = SetSupply(slots=4, spares_max=1)
     assert supply.take(0.0) is None and supply.wants_set()
     supply.offer(1)
     taken = [supply.take(0.0) for _ in range(2)]
@@ -139,8 +139,17 @@ def test_a_set_supply_gives_every_slot_once_and_asks_in_time() -> None:
     assert supply.abandon() == ([2], [3])
 
 
+def test_a_set_supply_keeps_as_many_ready_as_it_is_told() -> None:
+    supply = SetSupply(slots=2, spares_max=3)
+    for set_id in range(1, 4):
+        assert supply.wants_set()
+        supply.offer(set_id)
+    assert not supply.wants_set()
+    assert supply.take(0.0) == (1, 0) and supply.wants_set(), "half of it is gone"
+
+
 def test_a_full_set_whose_answers_were_lost_is_closed_after_a_while() -> None:
-    supply = SetSupply(slots=1)
+    supply = SetSupply(slots=1, spares_max=1)
     supply.offer(1)
     supply.take(100.0)
     assert supply.take_settled(101.0) == []

@@ -1,0 +1,270 @@
+"""What the engine tests let real vLLM do. Each scenario gets an Engine and returns facts; the tests judge them."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
+from vllm import SamplingParams
+
+VOCABULARY = range(3, 512)
+MIXED_LENGTHS = (64, 128, 512, 640, 896, 65, 63, 1, 30, 100, 127, 129, 190, 200, 255, 257, 333, 500, 700, 777)
+"""20 prompts: exact multiples of a chunk, one token beside them, shorter than a chunk, and longer than a step."""
+
+
+def prompts_of(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.choice(VOCABULARY) for _ in range(n)] for n in lengths]
+
+
+def whole_chunks(n_tokens: int) -> int:
+    return n_tokens // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+def compared(answers: list[Answer], reference: list[Answer]) -> dict[str, Any]:
+    """How answers stand to recomputed ones. kv_diff: largest difference of any element of any token's KV."""
+    diffs = []
+    for answer, expected in zip(answers, reference, strict=True):
+        n = min(answer.kv.shape[1], expected.kv.shape[1])
+        diffs.append(float((answer.kv[:, :n] - expected.kv[:, :n]).abs().max()) if n else 0.0)
+    return {
+        "same_tokens": [a.tokens == r.tokens for a, r in zip(answers, reference, strict=True)],
+        "cached": [a.cached for a in answers],
+        "kv_diff": max(diffs),
+    }
+
+
+def cold_and_warm(engine: Engine, seed: int = 1) -> dict[str, Any]:
+    """20 prompts: computed, hit in vLLM's own prefix cache, loaded from the tier."""
+    prompts = prompts_of(seed, MIXED_LENGTHS)
+    reference = engine.recompute(prompts)
+    cold = engine.ask(prompts)
+    engine.settle()
+    own = engine.ask(prompts)
+    engine.forget()
+    warm = engine.ask(prompts)
+    return {
+        "cold": compared(cold, reference), "own": compared(own, reference), "warm": compared(warm, reference),
+        "warm_as_own": [a.tokens == b.tokens for a, b in zip(warm, own, strict=True)],
+        "expected": [whole_chunks(n) for n in MIXED_LENGTHS],
+    }  # fmt: skip
+
+
+def warm(engine: Engine, seed: int = 1) -> dict[str, Any]:
+    """The same 20 prompts in a process that has never seen them."""
+    prompts = prompts_of(seed, MIXED_LENGTHS)
+    answers = engine.ask(prompts)
+    return compared(answers, engine.recompute(prompts)) | {"expected": [whole_chunks(n) for n in MIXED_LENGTHS]}
+
+
+def partial_hits(engine: Engine) -> dict[str, Any]:
+    """A prompt that shares three chunks and a bit; then one whose local hit ends inside a chunk."""
+    first, tail = prompts_of(2, (400, 150))
+    engine.ask([first])
+    engine.settle()
+    engine.forget()
+    branch = first[:200] + tail
+    results = {"branch": compared(engine.ask([branch]), engine.recompute([branch]))}
+    engine.ask([first[: 3 * BLOCK_TOKENS]], 1, {"kvtier_load": False})  # leaves three blocks, a chunk and a half
+    within = engine.ask([first])
+    results["within_a_chunk"] = compared(within, engine.recompute([first]))
+    return results
+
+
+def second_turn(engine: Engine) -> dict[str, Any]:
+    """What was generated is saved as well: the next turn of a conversation hits beyond the first prompt."""
+    prompt, more = prompts_of(3, (300, 50))
+    answer = engine.ask([prompt], 100)[0]
+    engine.settle()
+    engine.forget()
+    turn = prompt + answer.tokens + more
+    return compared(engine.ask([turn]), engine.recompute([turn])) | {"expected": whole_chunks(len(turn) - 51)}
+
+
+def generated_is_not_saved(engine: Engine) -> dict[str, Any]:
+    """With save_generated off, the same turn hits no further than the prompt."""
+    return second_turn(engine) | {"prompt_chunks": whole_chunks(300)}
+
+
+def switches(engine: Engine) -> dict[str, Any]:
+    """What one request may turn off, and what keeps tenants apart."""
+    quiet, loud = prompts_of(4, (200, 200))
+    engine.ask([quiet], switches={"kvtier_save": False})
+    engine.ask([loud])
+    engine.settle()
+    engine.forget()
+    results = {"not_saved": engine.ask([quiet], switches={"kvtier_save": False})[0].cached}
+    engine.forget()
+    results["not_loaded"] = engine.ask([loud], switches={"kvtier_load": False})[0].cached
+    engine.forget()
+    results["loaded"] = engine.ask([loud])[0].cached
+    engine.forget()
+    results["skip_reading"] = _cached(engine, loud, skip_reading_prefix_cache=True)
+    engine.forget()
+    results["other_tenant"] = _cached(engine, loud, salt="tenant")
+    engine.settle()
+    engine.forget()
+    results["same_tenant"] = _cached(engine, loud, salt="tenant")
+    engine.forget()
+    return results
+
+
+def _cached(engine: Engine, prompt: list[int], salt: str | None = None, **parameters: Any) -> int:
+    request: dict[str, Any] = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+    sampling = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True, **parameters)
+    return engine.llm.generate([request], sampling, use_tqdm=False)[0].num_cached_tokens or 0
+
+
+def aborts(engine: Engine) -> dict[str, Any]:
+    """Requests are aborted after 0, 1, 2, ... steps: waiting, loading, in the middle of a prefill, decoding."""
+    stored, fresh = prompts_of(5, (640, 600))
+    engine.ask([stored])
+    engine.settle()
+    llm_engine = engine.llm.llm_engine
+    parameters = SamplingParams(max_tokens=80, temperature=0, detokenize=False, ignore_eos=True)
+    free_blocks = []
+    for steps in (*range(8), 20, 45, 70):
+        engine.forget()
+        for number, prompt in enumerate((stored, fresh[:-steps] if steps else fresh)):
+            llm_engine.add_request(f"{900 + number}{steps}", {"prompt_token_ids": prompt}, parameters)
+        for _ in range(steps):
+            llm_engine.step()
+        llm_engine.abort_request([f"900{steps}", f"901{steps}"])
+        deadline = time.monotonic() + 20
+        while engine.scheduler.requests and time.monotonic() < deadline:
+            engine.llm.llm_engine.engine_core.get_output()
+        engine.settle()
+        free_blocks.append(engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+    results = {"left": len(engine.scheduler.requests), "free_blocks": free_blocks}
+    engine.forget()
+    after = engine.ask([stored, fresh])
+    return results | compared(after, engine.recompute([stored, fresh]))
+
+
+def preemption(engine: Engine) -> dict[str, Any]:
+    """More tokens than the cache holds: requests are preempted, resumed, and their blocks handed on."""
+    prompts = prompts_of(6, (150, 160, 170, 180))
+    before = engine.counters()
+    crowded = engine.ask(prompts, 120)
+    engine.settle()
+    preempted = {m.name: getattr(m, "value", 0) for m in engine.llm.get_metrics()}["vllm:num_preemptions"]
+    alone = [engine.recompute([prompt], 120)[0] for prompt in prompts]
+    results = {"preempted": preempted, "crowded": compared(crowded, alone)}
+    turns = [prompt + answer.tokens for prompt, answer in zip(prompts, crowded, strict=True)]
+    loaded = []
+    for turn in turns:
+        engine.forget()
+        loaded += engine.ask([turn], 4)
+    results["turns"] = compared(loaded, [engine.recompute([turn], 4)[0] for turn in turns])
+    results["loads"] = engine.counters()["load_requests"] - before["load_requests"]
+    return results
+
+
+def drafts(engine: Engine) -> dict[str, Any]:
+    """Speculative decoding: chunks are saved only with tokens that were accepted."""
+    rng = random.Random(7)
+    phrase = [rng.choice(VOCABULARY) for _ in range(12)]
+    prompts = [phrase * 12, (phrase + phrase[::-1]) * 8, prompts_of(7, (200,))[0]]
+    reference = engine.recompute(prompts, 150)
+    answers = engine.ask(prompts, 150)
+    engine.settle()
+    results = {"first": compared(answers, reference)}
+    turns = [prompt + answer.tokens for prompt, answer in zip(prompts, answers, strict=True)]
+    loaded = []
+    for turn in turns:
+        engine.forget()
+        loaded += engine.ask([turn], 4)
+    results["turns"] = compared(loaded, [engine.recompute([turn], 4)[0] for turn in turns])
+    results["expected"] = [whole_chunks(len(turn) - 1) for turn in turns]
+    values = {m.name: getattr(m, "value", 0) for m in engine.llm.get_metrics()}
+    return results | {name: values.get(f"vllm:spec_decode_num_{name}", 0) for name in ("accepted_tokens", "draft_tokens")}
+
+
+def tier_faults(engine: Engine) -> dict[str, Any]:
+    """Whatever raises inside the tier is a miss (I9)."""
+    prompt = prompts_of(8, (500,))[0]
+    reference = engine.recompute([prompt])
+    engine.ask([prompt])
+    engine.settle()
+    store, transfer = engine.scheduler_half._store, engine.worker_half._bridge._transfer
+    results = {}
+    for owner, method in ((store, "lookup"), (store, "plan_load"), (transfer, "load"), (store, "plan_save")):
+        engine.forget()
+        healthy = getattr(owner, method)
+        setattr(owner, method, _explode)
+        results[method] = compared(engine.ask([prompt]), reference)
+        setattr(owner, method, healthy)
+    engine.forget()
+    results["healthy"] = compared(engine.ask([prompt]), reference)
+    return results
+
+
+def _explode(*arguments: Any) -> None:
+    raise RuntimeError("the tier is on fire")
+
+
+def corruption(engine: Engine) -> dict[str, Any]:
+    """Segments are damaged behind the tier's back, each way with a prompt of its own."""
+    from damage import WAYS
+
+    results = {}
+    for number, (name, damage) in enumerate(WAYS.items()):
+        prompt = prompts_of(20 + number, (640,))[0]
+        reference = engine.recompute([prompt])
+        engine.ask([prompt])
+        engine.settle()
+        engine.forget()
+        before = engine.counters()
+        mended = damage(engine.root)
+        damaged = compared(engine.ask([prompt]), reference)
+        after = engine.counters()
+        mended()
+        grown = {name: after[name] - before.get(name, 0) for name in ("load_failures", "checksum_failures")}
+        results[name] = damaged | grown
+        engine.settle()
+    return results
+
+
+def reset(engine: Engine) -> dict[str, Any]:
+    """reset_cache moves the engine to an epoch of its own: what was stored is no longer found, new things are."""
+    prompt = prompts_of(9, (300,))[0]
+    engine.ask([prompt])
+    engine.settle()
+    engine.forget()
+    found = engine.ask([prompt])[0].cached
+    engine.forget()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    gone = engine.ask([prompt])[0].cached
+    time.sleep(1.5)  # the keeper registers a set of the new epoch
+    engine.forget()
+    engine.ask([prompt])
+    engine.settle()
+    engine.forget()
+    return {"found": found, "gone": gone, "found_again": engine.ask([prompt])[0].cached}
+
+
+def blocks_of_full_hits(engine: Engine) -> dict[str, Any]:
+    """Only the loaded KV is judged, not what the engine goes on to compute from it."""
+    prompts = prompts_of(10, (64, 128, 200, 300, 512))
+    reference = engine.recompute(prompts)
+    engine.ask(prompts)
+    engine.settle()
+    engine.forget()
+    answers = engine.ask(prompts)
+    diffs = []
+    for answer, expected, prompt in zip(answers, reference, prompts, strict=True):
+        n = min(whole_chunks(len(prompt)), len(prompt) - 1)
+        diffs.append(float((answer.kv[:, :n] - expected.kv[:, :n]).abs().max()))
+    return {"cached": [answer.cached for answer in answers], "kv_diff": max(diffs), "shape": list(answers[0].kv.shape)}
+
+
+def wide_prompts(engine: Engine, seed: int) -> dict[str, Any]:
+    """Prompts of several processes at once: a shared half and one of their own."""
+    shared = prompts_of(11, (500, 400))
+    own = prompts_of(seed, (100, 260))
+    prompts = shared + [a + b for a, b in zip(shared, own, strict=True)]
+    answers = engine.ask(prompts)
+    return compared(answers, engine.recompute(prompts)) | {"dtype": str(torch.float32)}
