@@ -1,10 +1,10 @@
 """What can be broken, as a tree. A miss or a refusal is a value, never one of these.
 
-    KVTierError
-    ├── ConfigError        a setting or the place it names is wrong: start-up stops (I8)
-    ├── TierUnavailable    the storage refuses work for now: full, read-only, hung
-    ├── Corrupt            bytes are not what their header or checksum promises
-    └── IndexUnavailable   the index does not answer: costs hits, never correctness (I5)
+KVTierError
+├── ConfigError        a setting or the place it names is wrong: start-up stops (I8)
+├── TierUnavailable    the storage refuses work for now: full, read-only, hung
+├── Corrupt            bytes are not what their header or checksum promises
+└── IndexUnavailable   the index does not answer: costs hits, never correctness (I5)
 """
 
 from __future__ import annotations

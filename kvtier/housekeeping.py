@@ -93,9 +93,9 @@ class Housekeeper:
 
     def close_set(self, set_id: int) -> None:
         """Its writer adds no more: books what its files take, and from now on it may be evicted."""
-        namespace = next((info.namespace for info in self._index.sets() if info.set_id == set_id), None)
-        if namespace is not None:
-            self._index.close_set(set_id, SegmentFiles(self._folder / namespace.hex(), direct=False).set_bytes_of(set_id))
+        files = self._files_of(set_id)
+        if files is not None:
+            self._index.close_set(set_id, files.set_bytes_of(set_id))
 
     def remove_namespace_sets(self, namespace: bytes) -> None:
         """Removes every set of a namespace that nobody can ask for again."""
@@ -134,9 +134,7 @@ class Housekeeper:
             files.close()
         return Rebuilt(len(segments), records, tuple(unreadable), removed)
 
-    def _read_segment(
-        self, files: SegmentFiles, set_id: int, rank: int, members: set[tuple[bytes, Location]]
-    ) -> int:
+    def _read_segment(self, files: SegmentFiles, set_id: int, rank: int, members: set[tuple[bytes, Location]]) -> int:
         leased = files.lease(set_id, rank)
         if leased is None:
             return 0
@@ -194,12 +192,17 @@ class Housekeeper:
         return files.set_bytes_of(info.set_id)
 
     def _remove(self, set_id: int) -> int:
-        namespace = next((info.namespace for info in self._index.sets() if info.set_id == set_id), None)
+        """Out of the index first, then off the disk; bytes given back."""
+        files = self._files_of(set_id)
         self._index.remove_set(set_id)
-        if namespace is None:
-            return 0
-        files = SegmentFiles(self._folder / namespace.hex(), direct=False)
-        return files.unlink_set(set_id)
+        return 0 if files is None else files.unlink_set(set_id)
+
+    def _files_of(self, set_id: int) -> SegmentFiles | None:
+        """The folder of a set's namespace; None for a set that is not registered."""
+        for info in self._index.sets():
+            if info.set_id == set_id:
+                return SegmentFiles(self._folder / info.namespace.hex(), direct=False)
+        return None
 
     def _remove_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
         for set_id, rank in files.ids():
@@ -214,4 +217,3 @@ class Housekeeper:
     def _namespaces(self) -> list[SegmentFiles]:
         folders = sorted(path.parent for path in self._folder.glob(f"*/{NAMESPACE_FILE}"))
         return [SegmentFiles(folder, direct=False) for folder in folders]
-

@@ -34,7 +34,7 @@ class Jobs(Protocol):
 
 
 class ThreadJobs:
-    """Daemon threads over one bounded queue. Jobs must not raise; one that does ends its thread, and a new one starts."""
+    """Daemon threads over one bounded queue. Jobs must not raise: one that does ends its thread, another starts."""
 
     def __init__(self, name: str, threads: int, queued_max: int) -> None:
         self._queued_max = queued_max

@@ -35,6 +35,7 @@ PRIVATE_EPOCH = "private-"
 PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0
 """How long saving rests after the disk or the capacity turned out full; doubles from the first to the longest."""
 
+
 @dataclass(frozen=True, slots=True)
 class KeeperPlan:
     """What a keeper works to.

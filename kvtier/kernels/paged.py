@@ -91,7 +91,7 @@ def _planes(
             slab = slabs[:, offset : offset + n_bytes].view(words)
             yield (
                 plane[:, :, heads].view(words),
-                slab.unflatten(1, (n_blocks, pages.block_tokens, row_bytes // words.itemsize)),
+                slab.view(patch.n_heads, n_blocks, pages.block_tokens, row_bytes // words.itemsize),
             )
             offset += n_bytes
 

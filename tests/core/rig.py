@@ -118,7 +118,7 @@ class Engine:
         import time
 
         deadline = time.monotonic() + timeout_s
-        while self.store._keeper.supply.wants_set():  # noqa: SLF001
+        while self.store._keeper.supply.wants_set():
             assert time.monotonic() < deadline, "no segment set was made"
             time.sleep(0.01)
 
@@ -129,9 +129,7 @@ class Engine:
         keys = self.keys(tokens)
         parents = [self.store.namespace_id, *keys]
         per = self.chunk_blocks
-        wanted = [
-            WantedChunk(key, parents[i], tuple(block_ids[i * per : (i + 1) * per])) for i, key in enumerate(keys)
-        ]
+        wanted = [WantedChunk(key, parents[i], tuple(block_ids[i * per : (i + 1) * per])) for i, key in enumerate(keys)]
         plan = self.store.plan_save(wanted)
         if plan is None:
             return []
@@ -143,9 +141,7 @@ class Engine:
         self.store.saved(done)
         return done
 
-    def load(
-        self, tokens: Sequence[int], block_ids: Sequence[int], computed: int = 0
-    ) -> tuple[int, list[LoadDone]]:
+    def load(self, tokens: Sequence[int], block_ids: Sequence[int], computed: int = 0) -> tuple[int, list[LoadDone]]:
         """Loads what is stored of `tokens` beyond `computed` into the blocks. (chunks planned, answers)."""
         size = self.shape.chunk_tokens
         first = computed // size
@@ -166,9 +162,7 @@ class Engine:
     def blocks(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
         """Copies of the blocks' content, a tensor for each rank, layer and plane."""
         index = torch.tensor(list(block_ids), dtype=torch.int64)
-        return [
-            plane[index].clone() for pages in self.pages for layer in pages.layers for plane in layer.planes
-        ]
+        return [plane[index].clone() for pages in self.pages for layer in pages.layers for plane in layer.planes]
 
     def close(self) -> None:
         for transfer in self.transfers:

@@ -126,7 +126,8 @@ def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
     engine = tiny(tmp_path)
     engine.save(tokens_of(1), BLOCKS)
     engine.close()
-    index = engine.store._index
+    other = tiny(tmp_path)
+    index = other.store._index
     (path,) = tmp_path.glob("v1/*/*.kvseg")
     orphan = path.with_name(f"{77:016x}-0000.kvseg")
     orphan.write_bytes(path.read_bytes())
@@ -136,6 +137,7 @@ def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
     assert orphan.exists(), "its writer may be about to register it"
     Housekeeper(index, tmp_path / "v1", "sweeper", clock=lambda: time.time() + 3600).sweep()
     assert not orphan.exists() and path.exists()
+    other.close()
 
 
 def test_full_disk_rests_saving_and_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

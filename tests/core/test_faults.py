@@ -70,9 +70,7 @@ def stale_record(path: Path, slot: int) -> None:
     patch(path, first, data[other : other + header.slot_bytes])
 
 
-@pytest.mark.parametrize(
-    "damage", [flip_payload, zero_payload_page, zero_record, truncate, swap_records, stale_record]
-)
+@pytest.mark.parametrize("damage", [flip_payload, zero_payload_page, zero_record, truncate, swap_records, stale_record])
 def test_damaged_record_is_a_miss_from_there_on(tmp_path: Path, damage: Callable[[Path, int], None]) -> None:
     writer = Engine(tmp_path)
     writer.save(TOKENS, BLOCKS)

@@ -92,7 +92,7 @@ RECORD = RecordHeader(bytes(range(16)), bytes(16), b"n" * 16, 8192, 256, 3, EXTE
 def test_a_header_survives_packing_and_no_changed_byte(header: SegmentHeader | RecordHeader) -> None:
     page = header.pack()
     assert len(page) == 4096 and type(header).unpack(page) == header and not is_blank(page)
-    for position in [*range(0, 200), 2000, 4095]:
+    for position in [*range(200), 2000, 4095]:
         damaged = bytearray(page)
         damaged[position] ^= 0x40
         with pytest.raises(Corrupt):

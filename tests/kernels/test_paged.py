@@ -61,7 +61,9 @@ def test_gather_is_indexing_and_native_equals_reference(k: int, v: int, order: s
 
 @pytest.mark.parametrize(("k", "v", "order", "dtype"), CASES)
 @pytest.mark.parametrize("first_block", [0, 2, 5])
-def test_scatter_puts_back_and_leaves_the_rest(k: int, v: int, order: str, dtype: torch.dtype, first_block: int) -> None:
+def test_scatter_puts_back_and_leaves_the_rest(
+    k: int, v: int, order: str, dtype: torch.dtype, first_block: int
+) -> None:
     source = packed(k, v, order, dtype)
     patch = Patch(slab_layer=1, page_layer=0, n_layers=2, page_head=0, n_heads=HEADS)
     slabs = torch.zeros(HEADS, 3 * len(CHUNK_BLOCKS) * BLOCK * (k + v) * dtype.itemsize, dtype=torch.uint8)

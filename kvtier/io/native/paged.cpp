@@ -41,8 +41,8 @@ void copy_rows(Direction direction, const PagePlane& plane, uint8_t* page, uint8
 
 }  // namespace
 
-// Copies blocks `first_block`... of `block_ids` between pages and slabs; heads [first_head, first_head + n_heads) of the
-// pages are slabs 0... Returns EINVAL, having copied nothing, when a block is not one of a plane's.
+// Copies blocks `first_block`... of `block_ids` between pages and slabs; heads [first_head, first_head + n_heads) of
+// the pages are slabs 0... Returns EINVAL, having copied nothing, when a block is not one of a plane's.
 extern "C" __attribute__((visibility("default"))) int kvtier_copy_pages(
     int direction, const PagePlane* planes, size_t n_planes, const int64_t* block_ids, size_t n_blocks,
     size_t first_block, size_t block_tokens, size_t first_head, size_t n_heads, uint8_t* slabs, size_t slab_bytes) {
