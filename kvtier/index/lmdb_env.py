@@ -1,6 +1,6 @@
 """An LMDB environment that is safe to share: by threads, by several users in one process, by processes, over fork.
 
-Holds no knowledge of what is stored. Four things stand between a caller and LMDB:
+Holds no knowledge of what is stored. Five things stand between a caller and LMDB:
 
 - One environment a process and folder, counted by reference: LMDB's POSIX locks forbid a second open (and py-lmdb
   refuses it), while both halves of a connector may live in one process.
@@ -19,7 +19,6 @@ Never open lock.mdb here: closing the descriptor would drop LMDB's locks.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
@@ -31,6 +30,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.index.locks import file_lock, held
 
 log = logging.getLogger("kvtier")
 
@@ -43,7 +43,6 @@ _READERS_MAX = 1024  # one a running read transaction; 64 bytes each
 _GROWTH_MAX = 8  # a full map is doubled at most to this many times the configured size
 RESERVE_BYTES = 16 << 20
 """Two removals of 512 records from anywhere in the index write 5 MB before LMDB takes freed pages again."""
-_POLL_MIN_S, _POLL_MAX_S = 20e-6, 2e-3
 
 _BROKEN = (
     lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, lmdb.PanicError,
@@ -162,7 +161,7 @@ class SharedEnvironment:
         deadline, opened = self._deadline(), None
         try:
             self._ready(deadline)
-            with _held(self._reading, deadline):
+            with held(self._reading, deadline):
                 opened = self._opened
                 if opened is None:
                     raise IndexUnavailable(f"index {self.path}: closed")
@@ -185,9 +184,9 @@ class SharedEnvironment:
         """
         deadline, opened = self._deadline(), None
         try:
-            with _held(self._writing, deadline):
+            with held(self._writing, deadline):
                 opened = self._current(deadline)
-                with _file_lock(self._lock_file, deadline):
+                with file_lock(self._lock_file, deadline):
                     if adds:
                         self._reserve(opened)
                     map_bytes_max = self._map_bytes_max * (1 if adds else 2)
@@ -220,7 +219,7 @@ class SharedEnvironment:
 
     def _write_locked(self, work: Work[T], opened: Opened, deadline: float, map_bytes_max: int) -> T:
         def resize(map_bytes: int) -> None:
-            with _held(self._reading, deadline):  # a new map under a running read would end it
+            with held(self._reading, deadline):  # a new map under a running read would end it
                 opened.env.set_mapsize(map_bytes)
 
         try:
@@ -254,14 +253,14 @@ class SharedEnvironment:
     def _ready(self, deadline: float) -> None:
         """Opens what lies under the path, unless that is what is open. Needs no lock, takes both when it opens."""
         if self._opened is None or self._opened.identity != self._identity():
-            with _held(self._writing, deadline):
+            with held(self._writing, deadline):
                 self._current(deadline)
 
     def _current(self, deadline: float) -> Opened:
         """What is open, if its file is still the one under the path; else opens that. Needs `writing`: the lock file
         is reopened too, which drops this process's lock on it."""
         if self._opened is None or self._opened.identity != self._identity():
-            with _held(self._reading, deadline):
+            with held(self._reading, deadline):
                 self.close()
                 if not self.users:
                     raise IndexUnavailable(f"index {self.path}: closed")
@@ -280,7 +279,7 @@ class SharedEnvironment:
         if os.stat(self.path).st_mode & 0o077:
             os.chmod(self.path, 0o700)
         self._lock_file = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with _file_lock(self._lock_file, deadline):
+        with file_lock(self._lock_file, deadline):
             self._check_stamp()
             try:
                 return self._open_env()
@@ -331,9 +330,9 @@ class SharedEnvironment:
         """Unlinks the files if they are still those of `opened`; whoever comes next starts an empty index."""
         log.warning("kvtier: the index %s is broken: starting an empty one", self.path)
         deadline = self._deadline()
-        with contextlib.suppress(OSError, IndexUnavailable), _held(self._writing, deadline):
+        with contextlib.suppress(OSError, IndexUnavailable), held(self._writing, deadline):
             if opened is self._opened and opened.identity == self._identity():
-                with _file_lock(self._lock_file, deadline):
+                with file_lock(self._lock_file, deadline):
                     self._unlink()
 
     def _unlink(self) -> None:
@@ -371,36 +370,6 @@ def detach(shared: SharedEnvironment) -> None:
             _registry.pop(shared.path)
             with shared.quiet():
                 shared.close()
-
-
-@contextlib.contextmanager
-def _held(lock: threading.Lock, deadline: float) -> Iterator[None]:
-    if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-        raise IndexUnavailable("the index is busy: another thread holds it")
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
-def _file_lock(descriptor: int, deadline: float) -> Iterator[None]:
-    """Excludes other processes. Polled, since a POSIX lock cannot be waited for with a deadline; not `flock`, which a
-    forked child would go on holding for a parent that was killed."""
-    pause_s = _POLL_MIN_S
-    while True:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError):
-            if time.monotonic() >= deadline:
-                raise IndexUnavailable("the index is busy: another process holds its writer lock") from None
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 2, _POLL_MAX_S)
-    try:
-        yield
-    finally:
-        fcntl.lockf(descriptor, fcntl.LOCK_UN)
 
 
 _quiet_for_fork = contextlib.ExitStack()

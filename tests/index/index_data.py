@@ -40,7 +40,8 @@ def check(index: LmdbIndex, keys: list[bytes]) -> None:
     members = {(key, entry.place(at)) for info in index.sets() for key, at in index.members(info.set_id)}
     assert len(members) == index.counts().records
     resolved = {(one, entry.place(at)) for one in keys for value in index.resolve([one]) for at in entry.unpack(value)}
-    assert resolved == {member for member in members if member[0] in set(keys)}
+    asked = set(keys)
+    assert resolved == {member for member in members if member[0] in asked}
 
 
 def join(processes: list[BaseProcess]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -16,6 +17,7 @@ from index_data import SPAWN, check, fill, join, key, record, set_info
 
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb_env import RESERVE_BYTES
 
 MAP_BYTES = 16 << 20
 KEYS = [key(number) for number in range(10)]
@@ -206,7 +208,6 @@ def test_a_full_map_grows_and_then_refuses(folder: Path, caplog: pytest.LogCaptu
         for set_id in range(1000):
             published += fill(index, set_id, range(set_id * 100, set_id * 100 + 100))
     assert "grown to 1048576 bytes" in caplog.text
-    assert (folder / "data.mdb").stat().st_size <= 1 << 20
     assert published > 1000
     keys = [key(number) for number in range(published)]
     assert len(index.resolve(keys)) == published
@@ -215,6 +216,52 @@ def test_a_full_map_grows_and_then_refuses(folder: Path, caplog: pytest.LogCaptu
     assert fill(index, 5000, range(100_000, 100_100)) == 100
     check(index, keys)
     index.close()
+
+
+def fill_up_and_evict(folder: Path) -> None:
+    # The kernel refuses longer files to this process, as a full disk does.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (RESERVE_BYTES + (4 << 20), resource.RLIM_INFINITY))
+    index = LmdbIndex(str(folder), map_bytes=1 << 30)
+    published = 0
+    with pytest.raises(IndexUnavailable):
+        for set_id in range(100):
+            published += fill(index, set_id, range(set_id * 1000, set_id * 1000 + 1000))
+    assert published > 10_000
+    n_sets = len(index.sets())
+    assert index.acquire_lease("evict", "me", 1.0, 5.0) == 1
+    for set_id in range(n_sets - 5):
+        index.touch({set_id + 1: 10.0 + set_id})
+        assert index.remove_set(set_id) == 1000
+    check(index, [key(number) for number in range(published)])
+    index.close()
+
+
+def test_a_full_disk_stops_publishing_and_not_eviction(folder: Path) -> None:
+    """LMDB copies pages to remove, too: without a reserve nobody could make room again."""
+    process = SPAWN.Process(target=fill_up_and_evict, args=(folder,))
+    process.start()
+    join([process])
+
+
+def test_a_process_with_the_same_id_is_refused(folder: Path) -> None:
+    """Two containers of one node: LMDB marks readers by process id."""
+    unshare = shutil.which("unshare")
+    own_ids = [str(unshare), "--user", "--map-root-user", "--pid", "--fork"]
+    if unshare is None or subprocess.run([*own_ids, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs leave to make a namespace of process ids")
+    program = (
+        "import sys, time\nfrom kvtier.errors import ConfigError\nfrom kvtier.index.embedded import LmdbIndex\n"
+        "try:\n    index = LmdbIndex(sys.argv[1])\nexcept ConfigError as fault:\n    sys.exit(str(fault))\n"
+        "print('open', flush=True)\nsys.stdin.read()\n"
+    )
+    start = [*own_ids, sys.executable, "-c", program, str(folder)]
+    with subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "open\n"
+        second = subprocess.run(start, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert second.returncode == 1
+    assert "index.path" in second.stderr and "another container" in second.stderr
+    assert first.returncode == 0
 
 
 def publish_much(folder: Path) -> None:
