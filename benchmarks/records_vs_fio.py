@@ -241,7 +241,7 @@ def striped_double(source: Path) -> Iterator[Path]:
         ).stdout.split()
         subprocess.run(["cc", "-O2", "-w", "-o", str(program), str(source), *flags, "-lpthread"], check=True)
         # libfuse's own limits (10 threads) would be what is measured.
-        options = "max_threads=64,max_idle_threads=64,max_read=1048576"
+        options = "max_threads=64"
         environment = {**os.environ, **OSTFS, "BACK": backing}
         server = subprocess.Popen(
             [str(program), "-f", "-o", options, str(mount)], env=environment, stderr=subprocess.DEVNULL
