@@ -10,12 +10,12 @@ from typing import Any
 
 from kvtier.assemble import make_codec
 from kvtier.config import Settings
+from kvtier.connectors.vllm_platforms import packing_of
 from kvtier.errors import ConfigError
 from kvtier.fingerprint import weights_fingerprint
 from kvtier.geometry import Geometry, RankShare, share_of_rank
 from kvtier.identity import CodecId, Namespace, canonical_text
 
-ENGINE = "vllm"
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Ways of drafting that keep no KV of their own."""
 LENGTH_DEPENDENT_ROPES = frozenset({"longrope", "su", "dynamic"})
@@ -26,10 +26,11 @@ FINGERPRINTS = Path(f"/var/tmp/kvtier-{os.getuid()}/fingerprints")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """namespace: of this engine's KV. shares: of all ranks, by rank."""
+    """namespace: of this engine's KV. shares: of all ranks, by rank. is_halved: see vllm_layouts."""
 
     namespace: Namespace
     shares: tuple[RankShare, ...]
+    is_halved: bool
 
 
 def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], settings: Settings) -> Identity:
@@ -52,8 +53,9 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
         chunk_tokens=settings.chunk_tokens,
     )
     codec = make_codec(settings)
+    packing = packing_of(spec, vllm_config)
     namespace = Namespace(
-        engine=ENGINE,
+        engine=packing.family,
         weights=settings.model_tag or _weights(model, vllm_config.load_config),
         geometry=geometry,
         model_dtype=str(model.dtype).removeprefix("torch."),
@@ -64,7 +66,7 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
         draft=draft,
         epoch=str(settings.epoch),
     )
-    return Identity(namespace, _shares(geometry, parallel))
+    return Identity(namespace, _shares(geometry, parallel), packing.is_halved)
 
 
 def check_share(share: RankShare, spec: Any, layer_names: Sequence[str], geometry: Geometry) -> None:

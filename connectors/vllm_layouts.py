@@ -3,7 +3,9 @@
 Known shapes of one layer's tensor. B is the number of kernel blocks: the engine's blocks, each cut into `ratio`
 equal pieces where the attention kernel wants smaller ones; N is the tokens of a kernel block.
 
-    (B, H, N, K+V)      vLLM 0.27 and later, and 0.25 on the CPU: each vector is K, then V; any strides
+    (B, H, N, K+V)      vLLM 0.27 and later: each vector is K, then V; any strides
+    (B, H, N, 2*size)   vLLM on the CPU: a page (block, head) is all its K, then all its V. Within a page K is packed
+                        as the CPU's kernels like it: opaque here, and so part of the namespace (vllm_platforms)
     (B, 2, N, H, size)  vLLM 0.25, FlashAttention and FlashInfer; any strides, so NHD and HND alike
     (2, B, N, H, size)  older backends: all of K, then all of V
     (B, N, size)        MLA before 0.32: one latent vector a token
@@ -30,6 +32,7 @@ class CacheShape:
     """What the engine says of one rank's KV cache.
 
     n_blocks, block_tokens: of the engine's own blocks. heads: on this rank. v_head_size: 0 for MLA.
+    is_halved: K and V are the two halves of a page, as on the CPU, not of each vector.
     """
 
     n_blocks: int
@@ -37,6 +40,7 @@ class CacheShape:
     heads: int
     k_head_size: int
     v_head_size: int
+    is_halved: bool = False
 
     @property
     def is_mla(self) -> bool:
@@ -116,6 +120,8 @@ def _readings(tensor: torch.Tensor, shape: CacheShape) -> list[PagedLayer | None
         if tensor.dim() == 3:
             return [_checked(tensor.unsqueeze(2), None, shape)]
         return [_checked(tensor.permute(0, 2, 1, 3), None, shape)] if tensor.dim() == 4 else []
+    if shape.is_halved:
+        return [_halves(tensor, shape)]
     if tensor.dim() == 4 and tensor.shape[3] == k_size + v_size:
         tokens_first = tensor.permute(0, 2, 1, 3)
         return [_checked(tokens_first[..., :k_size], tokens_first[..., k_size:], shape)]
@@ -127,6 +133,19 @@ def _readings(tensor: torch.Tensor, shape: CacheShape) -> list[PagedLayer | None
             both.append(_checked(tensor[0], tensor[1], shape))
         return both
     return []
+
+
+def _halves(tensor: torch.Tensor, shape: CacheShape) -> PagedLayer | None:
+    """A CPU page, (N, 2 * size) without holes, as N rows of K and then N rows of V."""
+    size = shape.k_head_size
+    if tensor.dim() != 4 or shape.v_head_size != size or tensor.shape[3] != 2 * size:
+        return None
+    if tensor.stride()[2:] != (2 * size, 1):
+        return None
+    n_blocks, heads, tokens, _ = tensor.shape
+    strides = (*tensor.stride()[:2], size, 1)
+    rows = tensor.as_strided((n_blocks, heads, 2 * tokens, size), strides).permute(0, 2, 1, 3)
+    return _checked(rows[:, :tokens], rows[:, tokens:], shape)
 
 
 def _checked(k: torch.Tensor, v: torch.Tensor | None, shape: CacheShape) -> PagedLayer | None:

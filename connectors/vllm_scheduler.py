@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvtier.assemble import open_store
 from kvtier.config import Settings
+from kvtier.connectors import vllm_platforms
 from kvtier.connectors.bridge import Faults, SchedulerBridge, Step
 from kvtier.connectors.requests import ChunkShape
 from kvtier.connectors.vllm_checks import check_cache, check_engine, roles
@@ -49,6 +50,7 @@ class SchedulerHalf:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         check_engine(vllm_config, settings)
+        vllm_platforms.check_continuation(vllm_config)
         spec = check_cache(kv_cache_config, settings)
         layer_names = in_layer_order(kv_cache_config.kv_cache_groups[0].layer_names)
         identity = identity_of(vllm_config, spec, layer_names, settings)

@@ -12,6 +12,7 @@ import torch
 
 from kvtier.assemble import open_transfer
 from kvtier.config import Settings
+from kvtier.connectors import vllm_platforms
 from kvtier.connectors.bridge import Faults, Step, WorkerBridge
 from kvtier.connectors.requests import ChunkShape
 from kvtier.connectors.vllm_checks import check_cache, check_engine, check_layers
@@ -28,6 +29,7 @@ class WorkerHalf:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         check_engine(vllm_config, settings)
+        vllm_platforms.check_continuation(vllm_config)
         self._spec = check_cache(kv_cache_config, settings)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -54,6 +56,7 @@ class WorkerHalf:
             heads=share.reads.n_heads,
             k_head_size=geometry.k_head_size,
             v_head_size=geometry.v_head_size,
+            is_halved=identity.is_halved,
         )
         self._pages = engine_pages(kv_caches, names, shape)
         transfer = open_transfer(self._settings, identity.namespace, share, self._pages.pages)

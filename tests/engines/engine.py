@@ -31,6 +31,8 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
 
+from kvtier.connectors import vllm_platforms  # noqa: E402
+
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 32
 
@@ -87,7 +89,8 @@ class Watch:
             return progress
 
         def watched_finished(request: Any, block_ids: Any) -> None:
-            tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            # Whole blocks only: on the CPU, K of a block is packed over all its tokens.
+            tokens = min(request.num_computed_tokens, request.num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
             ratio = worker_half._pages.ratio
             ids = [block * ratio + piece for block in block_ids for piece in range(ratio)]
             self.at_end[request.request_id] = _read(pages, ids)[:, :tokens]
@@ -108,6 +111,8 @@ class Engine:
         arguments |= spec.get("llm", {})
         transfer = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | spec.get("transfer", {})
         self.root = Path(spec["root"])
+        if spec.get("even_if_it_cannot_continue"):
+            vllm_platforms.check_continuation = lambda vllm_config: None
         self.llm = LLM(
             model=spec["model"],
             kv_transfer_config=KVTransferConfig(

@@ -1,0 +1,71 @@
+"""What the platform does to KV inside a block. It decides whether bytes of one engine mean the same to another.
+
+On CUDA every known backend keeps a vector's elements together, whatever the strides, so bytes are exchanged between
+engines of any block size. On the CPU, K of a page (block, head) is packed for the instruction set, over the whole
+block: bytes are exchanged only between engines with the same packing and block size. Seen in 0.27.1 and 0.32.0 on
+AVX-512, by writing known vectors through vLLM's own operator: K is [element][token], V is [token][element]. Elsewhere
+nothing is known, and start-up is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.errors import ConfigError
+
+FAMILY = "vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """family: engines whose KV bytes can be exchanged, as far as the platform goes. is_halved: see vllm_layouts."""
+
+    family: str
+    is_halved: bool
+
+
+def packing_of(spec: Any, vllm_config: Any) -> Packing:
+    """How this process's platform packs KV. Raises ConfigError where that is not known."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        return Packing(FAMILY, False)
+    if not current_platform.is_cpu():
+        name = getattr(current_platform, "device_name", type(current_platform).__name__)
+        fix = "how vLLM packs KV inside a block is not known to kvtier there; run on CUDA or the CPU, or without kvtier"
+        raise ConfigError("platform", name, fix)
+    if type(spec).__name__ == "MLAAttentionSpec":
+        return Packing(f"{FAMILY}-cpu-mla", False)
+    return Packing(f"{FAMILY}-cpu-{_cpu_packing(spec, vllm_config)}-b{spec.block_size}", True)
+
+
+def check_continuation(vllm_config: Any) -> None:
+    """Refuses engines that compute wrong KV after a prefix that they did not compute themselves. Raises ConfigError.
+
+    vLLM's reference MLA for CPUs (0.32.0) computes a prefill without looking at the tokens before it, and therefore
+    turns chunked prefill and its own prefix cache off.
+    """
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True)
+    if current_platform.is_cpu() and getattr(model, "use_mla", False) and not chunked:
+        fix = "vLLM's MLA for this CPU cannot continue from loaded KV; run it on a GPU, or without the kvtier connector"
+        raise ConfigError("model", model.model, fix)
+
+
+def _cpu_packing(spec: Any, vllm_config: Any) -> str:
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    except ImportError:
+        raise ConfigError("platform", "cpu", "this vLLM does not say how it packs KV; use a tested version") from None
+    known = {
+        "dtype": vllm_config.model_config.dtype,
+        "block_size": spec.block_size,
+        "head_size": spec.head_size,
+        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+    }
+    taken = inspect.signature(_get_attn_isa).parameters
+    return str(_get_attn_isa(**{name: value for name, value in known.items() if name in taken}))
