@@ -13,6 +13,7 @@ namespace kvtier {
 namespace {
 
 constexpr uint32_t kMixA = 0x7FEB352Du, kMixB = 0x846CA68Bu, kGolden32 = 0x9E3779B9u;
+constexpr uint32_t kPagePairs = 512;  // 4096 bytes
 constexpr uint64_t kGolden64 = 0x9E3779B97F4A7C15ull;
 
 uint64_t mix64(uint64_t x) {
@@ -23,98 +24,115 @@ uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+uint32_t mix32(uint32_t x) {
+  x ^= x >> 16;
+  x *= kMixA;
+  x ^= x >> 15;
+  x *= kMixB;
+  return x ^ (x >> 16);
+}
+
+uint32_t fold(uint32_t x) {
+  x *= kGolden32;
+  return x ^ (x >> 15);
+}
+
+// k0 in the low half, k1 in the high half, as a pair of words lies in memory; a pair's key is the exclusive or of both.
+uint64_t key_in_page(uint32_t pair, uint32_t low, uint32_t high) {
+  const uint32_t a0 = mix32(pair + low);
+  return a0 | static_cast<uint64_t>(fold(a0 ^ high)) << 32;
+}
+
+uint64_t key_of_page(uint64_t page, uint32_t low, uint32_t high) {
+  const uint32_t p0 = mix32(static_cast<uint32_t>(page) * kGolden32 + high);
+  return p0 | static_cast<uint64_t>(fold(p0 ^ low)) << 32;
+}
+
 uint64_t sum_scalar(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
-  const uint32_t start = static_cast<uint32_t>(first_pair) + low;
   uint64_t sum = 0;
-  for (size_t i = 0; i < bytes / 8; i++) {
+  for (uint64_t i = first_pair; i < first_pair + bytes / 8; i++, data += 8) {
+    const uint64_t key =
+        key_in_page(static_cast<uint32_t>(i % kPagePairs), low, high) ^ key_of_page(i / kPagePairs, low, high);
     uint32_t words[2];
-    std::memcpy(words, data + 8 * i, 8);
-    uint32_t k0 = start + static_cast<uint32_t>(i);
-    k0 ^= k0 >> 16;
-    k0 *= kMixA;
-    k0 ^= k0 >> 15;
-    k0 *= kMixB;
-    k0 ^= k0 >> 16;
-    uint32_t k1 = (k0 ^ high) * kGolden32;
-    k1 ^= k1 >> 15;
-    sum += static_cast<uint64_t>(words[0] + k0) * static_cast<uint64_t>(words[1] + k1);
+    std::memcpy(words, data, 8);
+    sum += static_cast<uint64_t>(words[0] + static_cast<uint32_t>(key)) *
+           static_cast<uint64_t>(words[1] + static_cast<uint32_t>(key >> 32));
   }
   return sum;
 }
 
 #if defined(__x86_64__)
 
-// Both vector versions make the keys of a whole run of pairs at once, in 32-bit lanes; even lanes of the counter hold
-// the pairs of the first half of the run, odd lanes those of the second half. A product needs its two factors in the
-// low halves of 64-bit lanes. In the first half k0 and k1 are there already, and only the data's odd words are moved
-// down; in the second half k0 is moved down to the even words, and the sum with the odd words after the addition.
-// (Three shifts for two products. Interleaving k0 and k1 takes four shuffles: 58 against 62 GB/s on a Zen 5 core.)
+// A sum of whole pages with the keys within a page given as a table.
+using PagesFunction = uint64_t (*)(const uint8_t* data, size_t pages, const uint64_t* table, uint64_t seed,
+                                   uint64_t first_page);
 
-__attribute__((target("avx2"))) uint64_t sum_avx2(const uint8_t* data, size_t bytes, uint64_t seed,
-                                                  uint64_t first_pair) {
-  constexpr size_t kRun = 64;  // bytes: 8 pairs
-  const __m256i high = _mm256_set1_epi32(static_cast<int>(seed >> 32));
-  const __m256i a = _mm256_set1_epi32(static_cast<int>(kMixA)), b = _mm256_set1_epi32(static_cast<int>(kMixB));
-  const __m256i golden = _mm256_set1_epi32(static_cast<int>(kGolden32));
-  const __m256i step = _mm256_set1_epi32(8);
-  __m256i x = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(static_cast<uint32_t>(first_pair + seed))),
-                               _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-  __m256i sum0 = _mm256_setzero_si256(), sum1 = _mm256_setzero_si256();
-  const size_t runs = bytes / kRun;
-  for (size_t r = 0; r < runs; r++) {
-    __m256i k0 = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), a);
-    k0 = _mm256_mullo_epi32(_mm256_xor_si256(k0, _mm256_srli_epi32(k0, 15)), b);
-    k0 = _mm256_xor_si256(k0, _mm256_srli_epi32(k0, 16));
-    __m256i k1 = _mm256_mullo_epi32(_mm256_xor_si256(k0, high), golden);
-    k1 = _mm256_xor_si256(k1, _mm256_srli_epi32(k1, 15));
-    const __m256i* source = reinterpret_cast<const __m256i*>(data + kRun * r);
-    const __m256i w0 = _mm256_loadu_si256(source), w1 = _mm256_loadu_si256(source + 1);
-    sum0 = _mm256_add_epi64(sum0, _mm256_mul_epu32(_mm256_add_epi32(w0, k0),
-                                                   _mm256_add_epi32(_mm256_srli_epi64(w0, 32), k1)));
-    sum1 = _mm256_add_epi64(sum1, _mm256_mul_epu32(_mm256_add_epi32(w1, _mm256_srli_epi64(k0, 32)),
-                                                   _mm256_srli_epi64(_mm256_add_epi32(w1, k1), 32)));
-    x = _mm256_add_epi32(x, step);
+// Whole pages by `sum_pages`, what stands before and after them by the scalar version.
+uint64_t sum_by_pages(PagesFunction sum_pages, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
+  const uint64_t pairs = bytes / 8;
+  uint64_t head = (kPagePairs - first_pair % kPagePairs) % kPagePairs;
+  if (head > pairs) head = pairs;
+  const uint64_t pages = (pairs - head) / kPagePairs, tail = pairs - head - pages * kPagePairs;
+  uint64_t sum = sum_scalar(data, head * 8, seed, first_pair);
+  if (pages != 0) {
+    alignas(64) uint64_t table[kPagePairs];
+    for (uint32_t l = 0; l < kPagePairs; l++)
+      table[l] = key_in_page(l, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+    sum += sum_pages(data + head * 8, pages, table, seed, (first_pair + head) / kPagePairs);
   }
-  alignas(32) uint64_t lanes[4];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), _mm256_add_epi64(sum0, sum1));
-  const size_t done = runs * kRun;
-  return lanes[0] + lanes[1] + lanes[2] + lanes[3] + sum_scalar(data + done, bytes - done, seed, first_pair + done / 8);
+  return sum + sum_scalar(data + (pairs - tail) * 8, tail * 8, seed, first_pair + pairs - tail);
 }
 
-__attribute__((target("avx512f"))) uint64_t sum_avx512(const uint8_t* data, size_t bytes, uint64_t seed,
-                                                       uint64_t first_pair) {
-  constexpr size_t kRun = 128;  // bytes: 16 pairs
-  constexpr int kXor3 = 0x96;
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(seed >> 32));
-  const __m512i a = _mm512_set1_epi32(static_cast<int>(kMixA)), b = _mm512_set1_epi32(static_cast<int>(kMixB));
-  const __m512i golden = _mm512_set1_epi32(static_cast<int>(kGolden32));
-  const __m512i step = _mm512_set1_epi32(16);
-  __m512i x = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(static_cast<uint32_t>(first_pair + seed))),
-                               _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
-  __m512i sum0 = _mm512_setzero_si512(), sum1 = _mm512_setzero_si512();
-  const size_t runs = bytes / kRun;
-  for (size_t r = 0; r < runs; r++) {
-    __m512i k0 = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), a);
-    k0 = _mm512_mullo_epi32(_mm512_xor_si512(k0, _mm512_srli_epi32(k0, 15)), b);
-    const __m512i shifted = _mm512_srli_epi32(k0, 16);
-    __m512i k1 = _mm512_mullo_epi32(_mm512_ternarylogic_epi32(k0, shifted, high, kXor3), golden);
-    k0 = _mm512_xor_si512(k0, shifted);
-    k1 = _mm512_xor_si512(k1, _mm512_srli_epi32(k1, 15));
-    const uint8_t* source = data + kRun * r;
-    const __m512i w0 = _mm512_loadu_si512(source), w1 = _mm512_loadu_si512(source + 64);
-    sum0 = _mm512_add_epi64(sum0, _mm512_mul_epu32(_mm512_add_epi32(w0, k0),
-                                                   _mm512_add_epi32(_mm512_srli_epi64(w0, 32), k1)));
-    sum1 = _mm512_add_epi64(sum1, _mm512_mul_epu32(_mm512_add_epi32(w1, _mm512_srli_epi64(k0, 32)),
-                                                   _mm512_srli_epi64(_mm512_add_epi32(w1, k1), 32)));
-    x = _mm512_add_epi32(x, step);
+__attribute__((target("avx2"))) uint64_t pages_avx2(const uint8_t* data, size_t pages, const uint64_t* table,
+                                                    uint64_t seed, uint64_t first_page) {
+  constexpr int kLanes = 4, kWays = 4;  // independent sums hide the product's latency
+  __m256i sums[kWays] = {};
+  for (size_t j = 0; j < pages; j++) {
+    const __m256i page_key = _mm256_set1_epi64x(static_cast<long long>(
+        key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))));
+    for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays)
+      for (int way = 0; way < kWays; way++) {
+        const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + way);
+        const __m256i keys = _mm256_load_si256(reinterpret_cast<const __m256i*>(table + l) + way);
+        const __m256i both = _mm256_add_epi32(words, _mm256_xor_si256(keys, page_key));
+        sums[way] = _mm256_add_epi64(sums[way], _mm256_mul_epu32(both, _mm256_srli_epi64(both, 32)));
+      }
   }
-  alignas(64) uint64_t lanes[8];
-  _mm512_store_si512(lanes, _mm512_add_epi64(sum0, sum1));
+  alignas(32) uint64_t lanes[kLanes];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes),
+                     _mm256_add_epi64(_mm256_add_epi64(sums[0], sums[1]), _mm256_add_epi64(sums[2], sums[3])));
+  return lanes[0] + lanes[1] + lanes[2] + lanes[3];
+}
+
+__attribute__((target("avx512f"))) uint64_t pages_avx512(const uint8_t* data, size_t pages, const uint64_t* table,
+                                                         uint64_t seed, uint64_t first_page) {
+  constexpr int kLanes = 8, kWays = 4;
+  __m512i sums[kWays] = {};
+  for (size_t j = 0; j < pages; j++) {
+    const __m512i page_key = _mm512_set1_epi64(static_cast<long long>(
+        key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))));
+    for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays)
+      for (int way = 0; way < kWays; way++) {
+        const __m512i words = _mm512_loadu_si512(data + 64 * way);
+        const __m512i keys = _mm512_load_si512(table + l + kLanes * way);
+        const __m512i both = _mm512_add_epi32(words, _mm512_xor_si512(keys, page_key));
+        sums[way] = _mm512_add_epi64(sums[way], _mm512_mul_epu32(both, _mm512_srli_epi64(both, 32)));
+      }
+  }
+  alignas(64) uint64_t lanes[kLanes];
+  _mm512_store_si512(lanes, _mm512_add_epi64(_mm512_add_epi64(sums[0], sums[1]), _mm512_add_epi64(sums[2], sums[3])));
   uint64_t sum = 0;
   for (uint64_t lane : lanes) sum += lane;
-  const size_t done = runs * kRun;
-  return sum + sum_scalar(data + done, bytes - done, seed, first_pair + done / 8);
+  return sum;
+}
+
+uint64_t sum_avx2(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
+  return sum_by_pages(pages_avx2, data, bytes, seed, first_pair);
+}
+
+uint64_t sum_avx512(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
+  return sum_by_pages(pages_avx512, data, bytes, seed, first_pair);
 }
 
 // The processor's and the operating system's word, read by hand: __builtin_cpu_supports needs a runtime library that
