@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from index_suite import IndexSuite
 
 from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
+
+from index_suite import IndexSuite
 
 
 class TestMemoryIndex(IndexSuite):

@@ -15,7 +15,7 @@ import pytest
 from index_data import PROCESS_TIMEOUT_S, SPAWN, check, fill, join, key, record, set_info, wait_for
 
 from kvtier.errors import IndexUnavailable
-from kvtier.index import entry
+from kvtier.index import embedded, entry
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.lmdb_env import View
 
@@ -92,6 +92,29 @@ def test_eviction_races_with_publishing(tmp_path: Path, index: LmdbIndex, folder
     join(list(processes))
     assert seen > 0
     check(index, [key(number) for number in range(300)])
+
+
+def test_a_removal_that_is_cut_short_leaves_the_set(index: LmdbIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large set goes in several transactions; whoever dies between them leaves a smaller set, not a hanging entry."""
+    monkeypatch.setattr(embedded, "_RECORDS_PER_TRANSACTION", 10)
+    fill(index, 1, range(35))
+    write = index._shared.write
+    calls: list[int] = []
+
+    def die_at_the_third(work: object, **adds: bool) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise IndexUnavailable("killed")
+        return write(work, **adds)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(index._shared, "write", die_at_the_third)
+    with pytest.raises(IndexUnavailable):
+        index.remove_set(1)
+    assert [info.set_id for info in index.sets()] == [1]
+    assert index.counts().records == 15
+    check(index, [key(number) for number in range(35)])
+    assert index.remove_set(1) == 15
+    assert index.sets() == []
 
 
 def hold_leases(folder: Path, owner: str, log_path: Path) -> None:
@@ -245,7 +268,7 @@ def test_forks_while_threads_read_and_write(index: LmdbIndex) -> None:
     ]
     for thread in threads:
         thread.start()
-    codes = [in_child(lambda: fill(index, 2, range(0, 5)) and index.resolve([key(0)])) for _ in range(15)]
+    codes = [in_child(lambda: fill(index, 2, range(5)) and index.resolve([key(0)])) for _ in range(15)]
     done.set()
     for thread in threads:
         thread.join()
