@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,41 +109,47 @@ class Housekeeper:
         progress: called with (segments read, segments in all).
         """
         segments = [(files, *name) for files in self._namespaces() for name in files.ids()]
-        found: dict[int, set[tuple[bytes, Location]]] = {}
         unreadable: list[str] = []
         records = 0
         for done, (files, set_id, rank) in enumerate(segments):
             progress(done, len(segments))
-            members = found.setdefault(set_id, set())
             try:
-                records += self._read_segment(files, set_id, rank, members)
+                records += self._read_segment(files, set_id, rank)
             except (Corrupt, TierUnavailable) as fault:
                 unreadable.append(str(fault))
         progress(len(segments), len(segments))
-        removed = 0
-        for info in self._index.sets():
-            alive = info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
-            if info.set_id in found:
-                for key, location in self._index.members(info.set_id):
-                    if (key, location) not in found[info.set_id] and not alive:
-                        self._index.retract(key, location)
-            elif not alive:
-                self._index.remove_set(info.set_id)
-                removed += 1
+        on_disk = {set_id for _, set_id, _ in segments}
+        lost = [info for info in self._index.sets() if info.set_id not in on_disk and not self._is_written(info)]
+        for info in lost:
+            self._index.remove_set(info.set_id)
         for files, *_ in segments:
             files.close()
-        return Rebuilt(len(segments), records, tuple(unreadable), removed)
+        return Rebuilt(len(segments), records, tuple(unreadable), len(lost))
 
-    def _read_segment(self, files: SegmentFiles, set_id: int, rank: int, members: set[tuple[bytes, Location]]) -> int:
+    def _read_segment(self, files: SegmentFiles, set_id: int, rank: int) -> int:
+        """Publishes what one segment's header pages say; returns how many records the index did not know."""
         leased = files.lease(set_id, rank)
         if leased is None:
             return 0
         header = leased[1]
         files.release(set_id, rank)
         whole = read_namespace(files.folder).geometry.whole
+        found = {
+            NewRecord(
+                record.key, Location(set_id, rank, slot, record.slab_bytes, record.extent, record.checksums), whole
+            )
+            for slot, record in self._records(files, header)
+        }
         self._index.create_set(self._set_info(files, header))
-        fresh = []
-        for slot, page in files.pages(set_id, rank):
+        known = {(key, place) for key, place in self._index.members(set_id) if place.rank == rank}
+        if not any(self._is_written(info) for info in self._index.sets() if info.set_id == set_id):
+            for key, place in known - {(record.key, record.location) for record in found}:
+                self._index.retract(key, place)
+        return self._index.publish([record for record in found if (record.key, record.location) not in known])
+
+    def _records(self, files: SegmentFiles, header: SegmentHeader) -> Iterator[tuple[int, RecordHeader]]:
+        """The record headers of a segment that are whole and lie in their own place."""
+        for slot, page in files.pages(header.set_id, header.rank):
             if is_blank(page):
                 continue
             try:
@@ -151,13 +157,14 @@ class Housekeeper:
             except Corrupt as fault:
                 log.warning("rebuild: %s slot %d: %s", files.folder.name, slot, fault)
                 continue
-            if (record.set_id, record.slot, record.namespace) != (set_id, slot, header.namespace):
+            if (record.set_id, record.slot, record.namespace) != (header.set_id, slot, header.namespace):
                 log.warning("rebuild: %s slot %d holds another slot's record", files.folder.name, slot)
                 continue
-            location = Location(set_id, rank, slot, record.slab_bytes, record.extent, record.checksums)
-            members.add((record.key, location))
-            fresh.append(NewRecord(record.key, location, whole))
-        return self._index.publish(fresh)
+            yield slot, record
+
+    def _is_written(self, info: SetInfo) -> bool:
+        """Whether a living engine may still add records to the set."""
+        return info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
 
     def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
         created_s = header.created_ms / 1000
@@ -165,7 +172,7 @@ class Housekeeper:
         return SetInfo(header.set_id, header.namespace, "", n_bytes, created_s, created_s, is_open=False)
 
     def _settle(self, info: SetInfo, n_bytes: int) -> None:
-        if info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None:
+        if self._is_written(info):
             return
         members = self._index.members(info.set_id)
         if not members:

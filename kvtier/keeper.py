@@ -136,6 +136,13 @@ class Keeper:
         if now >= self._next_beat_s:
             self._index.acquire_lease(writer_lease(plan.owner), plan.owner, now, plan.writer_lease_s)
             self._next_beat_s = now + plan.writer_lease_s / 3
+        if self._index.was_reset:  # before anything that believes the index: it would sweep what it does not know
+            rebuilt = self._housekeeper.rebuild()
+            self._index.rebuilt()
+            if rebuilt.segments:
+                log.info(
+                    "the index was empty: %d records read back from %d segments", rebuilt.records, rebuilt.segments
+                )
         self._leave_epochs()
         namespace, supply = self._epoch
         for set_id in supply.take_settled(now):
@@ -148,10 +155,6 @@ class Keeper:
             self._disk_is_full = False
         while supply.wants_set() and now >= self._next_set_s and self._make_room(plan.capacity_bytes, now):
             self._add_set(namespace, supply, now)
-        if self._index.was_reset:
-            log.info("the index is empty after a restart of the machine; reading it back from the segments")
-            self._housekeeper.rebuild()
-            self._index.rebuilt()
         if now >= self._next_sweep_s:
             self._housekeeper.sweep()
             self._next_sweep_s = now + SWEEP_INTERVAL_S

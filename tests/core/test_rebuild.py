@@ -1,0 +1,82 @@
+"""The index is a hint: lost, damaged or stale, it is made anew from the segments' header pages (I5)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from kvtier.housekeeping import Housekeeper
+from kvtier.index.base import Location
+from kvtier.inspect import verify
+from kvtier.root import find_root
+from tests.core.rig import Engine
+from tests.core.test_capacity import wait_until
+
+TOKENS = list(range(1000, 1000 + 64 * 5))
+BLOCKS = list(range(20))
+TARGET = list(range(100, 120))
+
+
+def test_a_lost_index_is_read_back_at_the_next_start(tmp_path: Path) -> None:
+    writer = Engine(tmp_path, tensor_size=2)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    shutil.rmtree(tmp_path / "v1" / "index")
+    reader = Engine(tmp_path)
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
+    assert not verify(find_root(tmp_path), reader.store._index).bad
+    assert {info.owner for info in reader.store._index.sets() if not info.is_open} == {""}
+    reader.close()
+
+
+def test_a_damaged_index_file_is_thrown_away(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    data = tmp_path / "v1" / "index" / "data.mdb"
+    data.write_bytes(b"\xa5" * data.stat().st_size)
+    reader = Engine(tmp_path)
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
+    reader.close()
+
+
+def test_rebuild_adds_what_is_missing_and_drops_what_no_file_has(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    engine.close()
+    other = Engine(tmp_path)
+    index, keys = other.store._index, other.keys(TOKENS)
+    members = {key: location for info in index.sets() for key, location in index.members(info.set_id)}
+    index.retract(keys[1], members[keys[1]])
+    wrong = Location(*members[keys[2]][:5], checksums=(1, 2, 3, 4))
+    index.retract(keys[2], members[keys[2]])
+    from kvtier.index.base import NewRecord
+
+    assert index.publish([NewRecord(keys[2], wrong, other.shape.whole)]) == 1
+    done = Housekeeper(index, tmp_path / "v1", "me").rebuild()
+    assert (done.segments, done.records, done.unreadable) == (1, 2, ())
+    again = {key: location for info in index.sets() for key, location in index.members(info.set_id)}
+    assert again == members
+    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    path.unlink()
+    assert Housekeeper(index, tmp_path / "v1", "me").rebuild().removed_sets == 1
+    assert other.load(TOKENS, TARGET) == (0, [])
+    other.close()
+
+
+def test_a_damaged_record_header_is_left_out_and_said(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    with path.open("r+b") as file:
+        file.seek(4096 + 10)
+        file.write(b"\xff\xff")
+    engine.close()
+    shutil.rmtree(tmp_path / "v1" / "index")
+    reader = Engine(tmp_path)
+    index = reader.store._index
+    wait_until(lambda: not index.was_reset)
+    assert reader.load(TOKENS, TARGET) == (0, []), "the first chunk is gone, so is the prefix"
+    assert index.counts().chunks == 4
+    reader.close()
