@@ -122,6 +122,7 @@ class Ring:
         piece_bytes: of reads. Small enough to stay in a core's L2 cache until it is summed.
         write_piece_bytes: of writes; by default `piece_bytes`.
         queued_ops_max: operations that wait for a thread; more are refused.
+        memory_backed: reads are copies by the processor (tmpfs, or no direct I/O): they go by way of the L2 cache.
     """
 
     def __init__(
@@ -131,10 +132,13 @@ class Ring:
         *,
         write_piece_bytes: int | None = None,
         queued_ops_max: int = QUEUED_OPS_MAX,
+        memory_backed: bool = False,
     ) -> None:
         handle = ctypes.c_void_p()
         write_bytes = piece_bytes if write_piece_bytes is None else write_piece_bytes
-        error = library.kvtier_ring_open(threads, queued_ops_max, piece_bytes, write_bytes, ctypes.byref(handle))
+        error = library.kvtier_ring_open(
+            threads, queued_ops_max, piece_bytes, write_bytes, memory_backed, ctypes.byref(handle)
+        )
         if error == errno.EINVAL:
             raise ValueError(f"a ring of {threads} threads, pieces of {piece_bytes} and {write_bytes} bytes")
         if error:

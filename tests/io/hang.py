@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 import platform
+import select
 
 import pytest
 
@@ -26,7 +27,7 @@ class HungRead:
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        self._faults = libc.syscall(_SYSCALL.get(platform.machine(), -1), os.O_CLOEXEC)
+        self._faults = libc.syscall(_SYSCALL.get(platform.machine(), -1), os.O_CLOEXEC | os.O_NONBLOCK)
         if self._faults < 0:
             pytest.skip(f"a hung read needs userfaultfd: {os.strerror(ctypes.get_errno())}")
         fcntl.ioctl(self._faults, _UFFDIO_API, (ctypes.c_uint64 * 3)(*_API))
@@ -36,6 +37,12 @@ class HungRead:
         self._zeros = os.open("/dev/zero", os.O_RDONLY)
         self.op = ReadOp(self._zeros, 0, self._target.address, PAGE_BYTES, 1, bytes(16), 0, 0, None)
         self.long_op = self.op._replace(n_slabs=4)
+
+    def wait_until_hanging(self, timeout_s: float) -> None:
+        """A thread is in the read now: its page fault has been reported."""
+        poll = select.poll()
+        poll.register(self._faults, select.POLLIN)
+        assert poll.poll(timeout_s * 1000) == [(self._faults, select.POLLIN)]
 
     def release(self) -> None:
         """The fault is served, the read returns a page of zeros."""

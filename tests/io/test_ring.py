@@ -25,9 +25,9 @@ TIMEOUT_S = 20.0
 PIECE_BYTES = 64 * 1024
 
 
-@pytest.fixture(name="ring")
-def _ring() -> Iterator[Ring]:
-    with Ring(4, PIECE_BYTES) as ring:
+@pytest.fixture(name="ring", params=[False, True], ids=["device", "memory"])
+def _ring(request: pytest.FixtureRequest) -> Iterator[Ring]:
+    with Ring(4, PIECE_BYTES, memory_backed=request.param) as ring:
         yield ring
 
 
@@ -187,7 +187,7 @@ def _second_hung() -> Iterator[HungRead]:
 def blocked(ring: Ring, hung: HungRead) -> Batch:
     """A batch in which the single thread of `ring` hangs."""
     batch = ring.submit([hung.op])
-    assert not batch.wait(0.1)
+    hung.wait_until_hanging(TIMEOUT_S)
     return batch
 
 
@@ -197,6 +197,7 @@ def test_a_hung_read_times_out_and_ends_later(ring: Ring, fd: int, hung: HungRea
     started = time.monotonic()
     batch = ring.submit([hung.op])
     assert not batch.wait(0.05)
+    hung.wait_until_hanging(TIMEOUT_S)
     assert 0.04 < time.monotonic() - started < 2
     with pytest.raises(RuntimeError, match="not done"):
         batch.results()
@@ -231,7 +232,7 @@ def test_cancel_in_the_middle_of_an_operation(hung: HungRead) -> None:
     """One piece hangs, the rest of its operation is dropped: it ends when the piece is back, as cancelled."""
     with Ring(1, PAGE_BYTES) as ring:
         batch = ring.submit([hung.long_op])
-        assert not batch.wait(0.1)
+        hung.wait_until_hanging(TIMEOUT_S)
         batch.cancel()
         assert not batch.wait(0.1)
         hung.release()
@@ -282,7 +283,8 @@ def test_reads_go_before_writes(fd: int, hung: HungRead, second_hung: HungRead) 
         last_read = ring.submit([second_hung.op])
         hung.release()
         assert all(finished(batch)[0].ok for batch in reads)
-        assert not last_read.wait(0.1) and not writes.wait(0.0)  # the thread hangs again, before the write
+        second_hung.wait_until_hanging(TIMEOUT_S)
+        assert not last_read.wait(0.0) and not writes.wait(0.0)  # the thread hangs again, before the write
         second_hung.release()
         assert finished(last_read)[0].error == 0 and finished(writes)[0].error == 0
 

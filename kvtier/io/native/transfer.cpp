@@ -1,5 +1,7 @@
 #include "transfer.h"
 
+#include <linux/aio_abi.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -27,17 +29,47 @@ int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset) {
   return 0;
 }
 
-int write_fully(int fd, const uint8_t* source, size_t bytes, int64_t offset) {
+Writer::Writer() {
+  if (syscall(SYS_io_setup, 1, &context_) != 0) context_ = 0;
+}
+
+Writer::~Writer() {
+  if (context_ != 0) syscall(SYS_io_destroy, context_);
+}
+
+int Writer::write_fully(int fd, const uint8_t* source, size_t bytes, int64_t offset) {
   size_t done = 0, reached = 0;
   while (reached < bytes) {
-    const ssize_t n = pwrite(fd, source + done, bytes - done, offset + static_cast<int64_t>(done));
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return errno;
+    const ssize_t n = write_once(fd, source + done, bytes - done, offset + static_cast<int64_t>(done));
+    if (n == -EINTR) continue;
+    if (n < 0) return static_cast<int>(-n);
     if (done + static_cast<size_t>(n) <= reached) return EIO;  // a device that takes nothing and gives no reason
     reached = done + static_cast<size_t>(n);
     done = whole_pages(reached);
   }
   return 0;
+}
+
+ssize_t Writer::write_once(int fd, const uint8_t* source, size_t bytes, int64_t offset) {
+  if (context_ != 0) {
+    iocb request{};
+    request.aio_lio_opcode = IOCB_CMD_PWRITE;
+    request.aio_fildes = static_cast<uint32_t>(fd);
+    request.aio_buf = reinterpret_cast<uint64_t>(source);
+    request.aio_nbytes = bytes;
+    request.aio_offset = offset;
+    iocb* requests[] = {&request};
+    if (syscall(SYS_io_submit, context_, 1, requests) == 1) {
+      // The source must stay until the kernel has answered, so nothing but the answer ends this wait.
+      io_event answer{};
+      while (syscall(SYS_io_getevents, context_, 1, 1, &answer, nullptr) != 1) {
+      }
+      return static_cast<ssize_t>(answer.res);
+    }
+  }
+  // No AIO, or not for this file: pwrite does it, or names the error.
+  const ssize_t n = pwrite(fd, source, bytes, offset);
+  return n < 0 ? -errno : n;
 }
 
 }  // namespace kvtier

@@ -1,5 +1,7 @@
 // Whole reads and writes at an offset: errno values, never exceptions.
 #pragma once
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -8,7 +10,25 @@ namespace kvtier {
 // 0 when all bytes landed, ENODATA when the file ends before them, else errno.
 int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset);
 
-// 0 when all bytes were taken, else errno.
-int write_fully(int fd, const uint8_t* source, size_t bytes, int64_t offset);
+// Writes of one thread, through a kernel AIO context of its own: one request, waited for.
+//
+// A synchronous direct write holds the file's lock on FUSE-like file systems until it is done, so threads that write
+// to one file wait for each other; an asynchronous one lets the lock go when it has been sent. (Double of 8 stripes of
+// 100 MB/s: 90 MB/s with eight threads of pwrite, 700 with these.) Where AIO is refused it is plain pwrite.
+class Writer {
+ public:
+  Writer();
+  ~Writer();
+  Writer(const Writer&) = delete;
+  Writer& operator=(const Writer&) = delete;
+
+  // 0 when all bytes were taken, else errno.
+  int write_fully(int fd, const uint8_t* source, size_t bytes, int64_t offset);
+
+ private:
+  ssize_t write_once(int fd, const uint8_t* source, size_t bytes, int64_t offset);  // bytes taken, or -errno
+
+  unsigned long context_ = 0;  // 0: no AIO here
+};
 
 }  // namespace kvtier
