@@ -23,6 +23,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="ERROR",
     HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
 )
 
 import torch  # noqa: E402

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from typing import Any
 
-import torch
 from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
 from vllm import SamplingParams
 
@@ -74,19 +74,14 @@ def partial_hits(engine: Engine) -> dict[str, Any]:
     return results
 
 
-def second_turn(engine: Engine) -> dict[str, Any]:
+def second_turn(engine: Engine, seed: int = 3) -> dict[str, Any]:
     """What was generated is saved as well: the next turn of a conversation hits beyond the first prompt."""
-    prompt, more = prompts_of(3, (300, 50))
+    prompt, more = prompts_of(seed, (300, 50))
     answer = engine.ask([prompt], 100)[0]
     engine.settle()
     engine.forget()
     turn = prompt + answer.tokens + more
     return compared(engine.ask([turn]), engine.recompute([turn])) | {"expected": whole_chunks(len(turn) - 51)}
-
-
-def generated_is_not_saved(engine: Engine) -> dict[str, Any]:
-    """With save_generated off, the same turn hits no further than the prompt."""
-    return second_turn(engine) | {"prompt_chunks": whole_chunks(300)}
 
 
 def switches(engine: Engine) -> dict[str, Any]:
@@ -159,7 +154,7 @@ def preemption(engine: Engine) -> dict[str, Any]:
         engine.forget()
         loaded += engine.ask([turn], 4)
     results["turns"] = compared(loaded, [engine.recompute([turn], 4)[0] for turn in turns])
-    results["loads"] = engine.counters()["load_requests"] - before["load_requests"]
+    results["loads"] = engine.counters().get("load_requests", 0) - before.get("load_requests", 0)
     return results
 
 
@@ -204,6 +199,20 @@ def tier_faults(engine: Engine) -> dict[str, Any]:
 
 def _explode(*arguments: Any) -> None:
     raise RuntimeError("the tier is on fire")
+
+
+def stats(engine: Engine) -> dict[str, Any]:
+    """What vLLM's own metrics say of one save and one load, and in its log line."""
+    prompt = prompts_of(13, (256,))[0]
+    before = engine.prometheus()
+    engine.ask([prompt])
+    engine.settle()
+    engine.forget()
+    engine.ask([prompt])
+    engine.settle()
+    engine.ask([prompt[:8]], 2)  # a step that takes the last numbers along
+    after = engine.prometheus()
+    return {name: after[name] - before[name] for name in after}
 
 
 def corruption(engine: Engine) -> dict[str, Any]:
@@ -261,10 +270,55 @@ def blocks_of_full_hits(engine: Engine) -> dict[str, Any]:
     return {"cached": [answer.cached for answer in answers], "kv_diff": max(diffs), "shape": list(answers[0].kv.shape)}
 
 
+def meet(engine: Engine, name: str, others: int) -> None:
+    """Waits until `others` more engines are as far."""
+    (engine.root.parent / f"{engine.root.name}-{name}-{os.getpid()}").touch()
+    deadline = time.monotonic() + 120
+    while len(list(engine.root.parent.glob(f"{engine.root.name}-{name}-*"))) <= others:
+        assert time.monotonic() < deadline, "the other engine did not come"
+        time.sleep(0.01)
+
+
+def write_the_same(engine: Engine, others: int) -> dict[str, Any]:
+    """Several engines compute and save the same prompts at the same time, then load them."""
+    prompts = prompts_of(12, MIXED_LENGTHS)
+    reference = engine.recompute(prompts)
+    meet(engine, "write", others)
+    first = engine.ask(prompts)
+    engine.settle()
+    meet(engine, "read", others)
+    engine.forget()
+    second = engine.ask(prompts)
+    results = {"first": compared(first, reference), "second": compared(second, reference)}
+    return results | {"expected": [whole_chunks(n) for n in MIXED_LENGTHS]}
+
+
+def read_the_same(engine: Engine) -> dict[str, Any]:
+    """What several engines wrote at once, in a process that comes later."""
+    return warm(engine, 12)
+
+
 def wide_prompts(engine: Engine, seed: int) -> dict[str, Any]:
-    """Prompts of several processes at once: a shared half and one of their own."""
+    """A branch of its own behind prefixes that other processes ask for too."""
     shared = prompts_of(11, (500, 400))
     own = prompts_of(seed, (100, 260))
     prompts = shared + [a + b for a, b in zip(shared, own, strict=True)]
     answers = engine.ask(prompts)
-    return compared(answers, engine.recompute(prompts)) | {"dtype": str(torch.float32)}
+    return compared(answers, engine.recompute(prompts))
+
+
+ENDLESS_LENGTHS = (700, 400, 650, 300)
+
+
+def endless(engine: Engine, number: int) -> None:
+    """Prefills and saves until it is killed: some prompts of all such engines, then ever new ones."""
+    engine.ask(prompts_of(30, ENDLESS_LENGTHS), 4)
+    for seed in range(1000):
+        engine.ask(prompts_of(1000 * (number + 1) + seed, ENDLESS_LENGTHS), 4)
+
+
+def after_kills(engine: Engine, kills: int) -> dict[str, Any]:
+    """What killed engines were saving: asked for, and compared with a recompute."""
+    seeds = [30, *(1000 * (number + 1) + seed for number in range(kills) for seed in range(3))]
+    prompts = [prompt for seed in seeds for prompt in prompts_of(seed, ENDLESS_LENGTHS)]
+    return compared(engine.ask(prompts, 4), engine.recompute(prompts, 4))

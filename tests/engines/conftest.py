@@ -1,0 +1,79 @@
+"""Models made on the fly, and engines run once a session: their results are shared by all tests and xdist workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+HERE = Path(__file__).parent
+OLDER_PYTHON = Path(os.environ.get("ENGINE_027_PYTHON", HERE.parents[1] / ".venv-027" / "bin" / "python"))
+"""Interpreter of the environment with vLLM 0.27.1, made by `make`."""
+ENGINE_TIMEOUT_S = 300
+
+
+class Lab:
+    """A folder of the session in which models are made and engines run, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def model(self, kind: str) -> Path:
+        """Folder of a small model with random weights: "llama" or "mla"."""
+        folder = self.folder / kind
+        with FileLock(self.folder / f"model-{kind}.lock"):
+            if not (folder / "config.json").exists():
+                made = subprocess.run(
+                    [sys.executable, HERE / "models.py", kind, folder], capture_output=True, text=True, timeout=120
+                )
+                assert made.returncode == 0, made.stderr
+        return folder
+
+    def run(self, name: str, specs: Sequence[dict[str, Any]], python: Path | str = sys.executable) -> list[Any]:
+        """Results of one engine for each spec, all started together; from an earlier call if there was one."""
+        with FileLock(self.folder / f"{name}.lock"):
+            outputs = [self.folder / f"{name}-{number}.json" for number in range(len(specs))]
+            if not all(output.exists() for output in outputs):
+                with ThreadPoolExecutor(len(specs)) as pool:
+                    jobs = [
+                        pool.submit(self._run, output, spec, python)
+                        for output, spec in zip(outputs, specs, strict=True)
+                    ]
+                    for job in jobs:
+                        job.result()
+            return [json.loads(output.read_text()) for output in outputs]
+
+    def start(self, output: Path, spec: dict[str, Any], python: Path | str) -> subprocess.CompletedProcess[str]:
+        """Runs one engine to its end."""
+        spec = {"model": str(self.model(spec.get("kind", "llama"))), "root": str(self.folder / "root")} | spec
+        spec_path = output.with_suffix(".spec")
+        spec_path.write_text(json.dumps(spec))
+        command = [str(python), str(HERE / "engine.py"), str(spec_path), str(output)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S, cwd=HERE)
+
+    def _run(self, output: Path, spec: dict[str, Any], python: Path | str) -> None:
+        ended = self.start(output, spec, python)
+        assert ended.returncode == 0, f"{output.name}:\n{ended.stdout[-3000:]}\n{ended.stderr[-8000:]}"
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "engines"
+    shared.mkdir(exist_ok=True)
+    return Lab(shared)
+
+
+@pytest.fixture(scope="session")
+def older_python() -> Path:
+    if not OLDER_PYTHON.exists():
+        pytest.skip(f"no environment with vLLM 0.27.1 at {OLDER_PYTHON}")
+    return OLDER_PYTHON

@@ -1,0 +1,84 @@
+"""A small Store and Transfer in memory, with the library's signatures, for tests of the bridge alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveDone, SavePlan
+from kvtier.store import WantedChunk
+from kvtier.transfer import Progress
+
+
+class FakeStore:
+    """Keys that are `stored` are found. `answers` False: a remote index that has not answered yet."""
+
+    def __init__(self, namespace_id: bytes = b"n" * 16) -> None:
+        self.namespace_id = namespace_id
+        self.stored: set[bytes] = set()
+        self.wanted: list[WantedChunk] = []
+        self.answered: list[SaveDone] = []
+        self.answers = True
+        self.epoch = 0
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bytes] | None:
+        if not self.answers:
+            return None
+        entries = []
+        for key in keys:
+            if key not in self.stored:
+                break
+            entries.append(b"entry of " + key)
+        return entries
+
+    def plan_load(
+        self, request_id: str, keys: Sequence[bytes], entries: Sequence[bytes], block_ids: Sequence[int],
+        first_token: int,
+    ) -> LoadPlan:  # fmt: skip
+        size = len(block_ids) // len(keys)
+        chunks = tuple(
+            LoadChunk(key, entry, tuple(block_ids[i * size : (i + 1) * size]), 0 if i else first_token)
+            for i, (key, entry) in enumerate(zip(keys, entries, strict=True))
+        )
+        return LoadPlan(request_id, self.namespace_id, chunks)
+
+    def plan_save(self, wanted: Sequence[WantedChunk]) -> SavePlan | None:
+        self.wanted += wanted
+        chunks = [SaveChunk(w.key, w.parent, 1, 0, w.block_ids) for w in wanted if w.key not in self.stored]
+        self.stored.update(chunk.key for chunk in chunks)
+        return SavePlan(self.namespace_id, 1, tuple(chunks)) if chunks else None
+
+    def saved(self, done: Sequence[SaveDone]) -> None:
+        self.answered += done
+
+    def reset(self) -> None:
+        self.epoch += 1
+        self.namespace_id = bytes([self.epoch]) * 16
+
+
+class FakeTransfer:
+    """Takes plans and answers when told to."""
+
+    def __init__(self) -> None:
+        self.saves: list[SavePlan] = []
+        self.loads: list[LoadPlan] = []
+        self.progress = Progress([], [])
+        self.is_closed = False
+
+    def save(self, plan: SavePlan) -> None:
+        self.saves.append(plan)
+
+    def load(self, plan: LoadPlan) -> None:
+        self.loads.append(plan)
+
+    def poll(self, timeout_s: float = 0.0) -> Progress:
+        progress, self.progress = self.progress, Progress([], [])
+        return progress
+
+    def answer(self, request_id: str, failed: Sequence[int] = ()) -> None:
+        self.progress.loads.append(LoadDone(request_id, frozenset(failed)))
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.is_closed = True

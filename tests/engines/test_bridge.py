@@ -1,0 +1,338 @@
+"""The bridge without an engine: what it offers, plans, gathers and answers, and what it makes of faults."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.bridge import LOG_INTERVAL_S, Faults, SchedulerBridge, Step, WorkerBridge
+from kvtier.connectors.requests import ChunkShape, RequestView
+from kvtier.identity import chunk_keys
+from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveDone, SaveOutcome, SavePlan
+from kvtier.transfer import Progress
+
+from .fakes import FakeStore, FakeTransfer
+
+CHUNK, BLOCK = 64, 16
+SHAPE = ChunkShape(CHUNK, BLOCK)
+BLOCKS = list(range(100, 140))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scene:
+    """A bridge over a fake store, and one request of `n` tokens."""
+
+    def __init__(self, n_tokens: int = 300, min_load_tokens: int = 64, **view: Any) -> None:
+        self.store, self.clock, self.faults = FakeStore(), Clock(), Faults()
+        self.bridge = SchedulerBridge(self.store, SHAPE, min_load_tokens, 2.0, self.faults, self.clock)  # type: ignore[arg-type]
+        self.tokens = list(range(n_tokens))
+        allowed = {"extras": {}, "may_load": True, "may_save": True} | view
+        self.bridge.track(RequestView("r", self.tokens, n_tokens, **allowed))
+
+    def keys(self) -> list[bytes]:
+        return chunk_keys(self.store.namespace_id, self.tokens, CHUNK, {})
+
+    def store_chunks(self, count: int) -> None:
+        self.store.stored.update(self.keys()[:count])
+
+
+def blocks_of(plan: SavePlan | LoadPlan | None) -> list[tuple[int, ...]]:
+    return [] if plan is None else [chunk.block_ids for chunk in plan.chunks]
+
+
+def test_a_hit_is_the_longest_stored_prefix() -> None:
+    scene = Scene()
+    assert scene.bridge.hit_tokens("r", 0) == 0
+    scene.store_chunks(3)
+    assert scene.bridge.hit_tokens("r", 0) == 192
+    scene.bridge.begin_load("r", BLOCKS, 192)
+    (plan,) = scene.bridge.take_step().loads
+    assert [chunk.key for chunk in plan.chunks] == scene.keys()[:3]
+    assert blocks_of(plan) == [(100, 101, 102, 103), (104, 105, 106, 107), (108, 109, 110, 111)]
+
+
+def test_a_local_hit_inside_a_chunk_moves_only_the_first_token() -> None:
+    """The engine has 96 tokens: the load takes the second chunk whole, and leaves its first 32 tokens alone."""
+    scene = Scene()
+    scene.store_chunks(4)
+    assert scene.bridge.hit_tokens("r", 96) == 256 - 96
+    scene.bridge.begin_load("r", BLOCKS, 160)
+    (plan,) = scene.bridge.take_step().loads
+    assert [chunk.first_token for chunk in plan.chunks] == [32, 0, 0]
+    assert plan.chunks[0].block_ids == (104, 105, 106, 107)
+
+
+@pytest.mark.parametrize(("computed", "expected"), [(0, 256), (64, 192), (128, 0), (256, 0), (288, 0)])
+def test_short_hits_are_left(computed: int, expected: int) -> None:
+    scene = Scene(min_load_tokens=129)
+    scene.store_chunks(4)
+    assert scene.bridge.hit_tokens("r", computed) == expected
+
+
+def test_a_prompt_shorter_than_a_chunk_asks_nobody() -> None:
+    scene = Scene(n_tokens=63)
+    scene.store.answers = False
+    assert scene.bridge.hit_tokens("r", 0) == 0
+
+
+def test_a_full_prompt_hit_is_offered_whole() -> None:
+    scene = Scene(n_tokens=256)
+    scene.store_chunks(4)
+    assert scene.bridge.hit_tokens("r", 0) == 256
+
+
+def test_requests_may_switch_loading_and_saving_off() -> None:
+    scene = Scene(may_load=False, may_save=False)
+    scene.store_chunks(4)
+    assert scene.bridge.hit_tokens("r", 0) == 0
+    assert not scene.bridge.chunks_pending("r", 300)
+    scene.bridge.advance("r", 300, BLOCKS)
+    scene.bridge.finish("r", 300, BLOCKS)
+    assert scene.bridge.take_step() == Step()
+
+
+def test_extras_are_in_the_keys() -> None:
+    plain, salted = Scene(), Scene(extras={0: b"tenant"})
+    salted.store.stored.update(plain.keys())
+    assert salted.bridge.hit_tokens("r", 0) == 0
+
+
+def test_an_unanswered_lookup_is_asked_again_until_its_deadline() -> None:
+    scene = Scene()
+    scene.store.answers = False
+    assert scene.bridge.hit_tokens("r", 0) is None
+    scene.clock.now = 1.9
+    assert scene.bridge.hit_tokens("r", 0) is None
+    scene.clock.now = 2.1
+    assert scene.bridge.hit_tokens("r", 0) == 0
+    scene.store.answers = True
+    scene.store_chunks(4)
+    assert scene.bridge.hit_tokens("r", 0) == 0, "once per request"
+
+
+def test_chunks_are_saved_once_as_the_frontier_moves() -> None:
+    scene = Scene()
+    scene.bridge.advance("r", 63, BLOCKS)
+    assert scene.bridge.take_step().after is None
+    assert scene.bridge.chunks_pending("r", 64) and not scene.bridge.chunks_pending("r", 63)
+    scene.bridge.advance("r", 130, BLOCKS)
+    step = scene.bridge.take_step()
+    assert blocks_of(step.after) == [(100, 101, 102, 103), (104, 105, 106, 107)]
+    assert [w.parent for w in scene.store.wanted] == [scene.store.namespace_id, scene.keys()[0]]
+    scene.bridge.advance("r", 191, BLOCKS)
+    assert scene.bridge.take_step().after is None
+    scene.bridge.advance("r", 192, BLOCKS)
+    assert blocks_of(scene.bridge.take_step().after) == [(108, 109, 110, 111)]
+
+
+def test_generated_tokens_extend_the_keys() -> None:
+    """The view is live: tokens that the engine appends are hashed as chunks become whole."""
+    scene = Scene(n_tokens=100)
+    scene.bridge.advance("r", 100, BLOCKS)
+    scene.tokens += range(1000, 1030)
+    scene.bridge.advance("r", 129, BLOCKS)
+    assert [w.key for w in scene.store.wanted] == []
+    scene.bridge.take_step()
+    assert [w.key for w in scene.store.wanted] == chunk_keys(scene.store.namespace_id, scene.tokens, CHUNK, {})[:2]
+
+
+def test_an_ended_request_is_gathered_before_the_next_step() -> None:
+    scene = Scene()
+    scene.bridge.advance("r", 64, BLOCKS)
+    scene.bridge.take_step()
+    scene.bridge.finish("r", 299, BLOCKS)
+    assert scene.bridge.has_pending_gathers() and not scene.bridge.is_tracked("r")
+    step = scene.bridge.take_step()
+    assert step.after is None
+    assert len(blocks_of(step.before)) == 3
+    assert not scene.bridge.has_pending_gathers()
+
+
+def test_nothing_is_gathered_from_blocks_that_the_request_does_not_have() -> None:
+    """A preempted or aborted request comes with fewer blocks than its tokens would need."""
+    scene = Scene()
+    scene.bridge.finish("r", 300, BLOCKS[:7])
+    assert len(blocks_of(scene.bridge.take_step().before)) == 1
+
+
+def test_a_request_that_ends_while_it_loads_saves_nothing() -> None:
+    """Its blocks are being written by the load."""
+    scene = Scene()
+    scene.store_chunks(2)
+    n_tokens = scene.bridge.hit_tokens("r", 0)
+    assert n_tokens == 128
+    scene.bridge.begin_load("r", BLOCKS, n_tokens)
+    scene.bridge.finish("r", 128, BLOCKS)
+    assert scene.bridge.take_step().before is None
+    scene.bridge.loads_ended({"r"}, frozenset())
+
+
+def test_a_failed_load_is_never_tried_again() -> None:
+    """I11, also when the block fails in an earlier step than the request is reported."""
+    scene = Scene()
+    scene.store_chunks(4)
+    scene.bridge.begin_load("r", BLOCKS, scene.bridge.hit_tokens("r", 0) or 0)
+    scene.bridge.take_step()
+    scene.bridge.loads_ended((), {105})
+    scene.bridge.loads_ended({"r"}, frozenset())
+    assert scene.bridge.hit_tokens("r", 0) == 0
+
+
+def test_another_requests_failure_is_not_ours() -> None:
+    scene = Scene()
+    scene.store_chunks(4)
+    scene.bridge.begin_load("r", BLOCKS, scene.bridge.hit_tokens("r", 0) or 0)
+    scene.bridge.loads_ended({"r", "unknown"}, {7, 8})
+    assert scene.bridge.hit_tokens("r", 0) == 256
+
+
+def test_a_load_that_cannot_be_planned_is_refused_not_forgotten() -> None:
+    """The engine waits already: the workers must answer, with every block past what was computed."""
+    scene = Scene()
+    scene.store_chunks(4)
+    assert scene.bridge.hit_tokens("r", 96) == 160
+    scene.store.plan_load = None  # type: ignore[assignment, method-assign]
+    scene.bridge.begin_load("r", BLOCKS[:19], 160)
+    step = scene.bridge.take_step()
+    assert step.loads == ()
+    assert step.refused == (LoadDone("r", frozenset(BLOCKS[6:19])),)
+    assert scene.faults.take() == 1
+    scene.bridge.loads_ended({"r"}, step.refused[0].failed_blocks)
+    assert scene.bridge.hit_tokens("r", 96) == 0
+
+
+@pytest.mark.parametrize("n_tokens", [64, 999])
+def test_a_load_of_another_length_than_was_offered_is_refused(n_tokens: int) -> None:
+    scene = Scene()
+    scene.store_chunks(4)
+    scene.bridge.hit_tokens("r", 0)
+    scene.bridge.begin_load("r", BLOCKS[:16], n_tokens)
+    step = scene.bridge.take_step()
+    assert (step.loads, step.refused) == ((), (LoadDone("r", frozenset(BLOCKS[:16])),))
+
+
+def test_reset_keeps_what_is_in_the_engine_out_of_the_new_epoch() -> None:
+    scene = Scene()
+    scene.bridge.finish("gone", 0, [])
+    scene.bridge.advance("r", 64, BLOCKS)
+    assert scene.bridge.reset()
+    assert scene.store.epoch == 1
+    assert not scene.bridge.chunks_pending("r", 300)
+    scene.bridge.track(RequestView("new", scene.tokens, 300, {}, True, True))
+    scene.bridge.advance("new", 64, BLOCKS)
+    scene.bridge.take_step()
+    assert scene.store.wanted[-1].parent == bytes([1]) * 16
+
+
+def test_reset_during_a_load_says_so() -> None:
+    scene = Scene()
+    scene.store_chunks(4)
+    scene.bridge.begin_load("r", BLOCKS, scene.bridge.hit_tokens("r", 0) or 0)
+    assert not scene.bridge.reset()
+
+
+def test_a_step_travels() -> None:
+    scene = Scene()
+    scene.bridge.advance("r", 300, BLOCKS)
+    step = scene.bridge.take_step()
+    assert pickle.loads(pickle.dumps(step)) == step
+
+
+def load_plan(request_id: str = "r", first_token: int = 32) -> LoadPlan:
+    chunks = (LoadChunk(b"a" * 16, b"", (1, 2, 3, 4), first_token), LoadChunk(b"b" * 16, b"", (5, 6, 7, 8), 0))
+    return LoadPlan(request_id, b"n" * 16, chunks)
+
+
+def worker() -> tuple[WorkerBridge, FakeTransfer]:
+    transfer = FakeTransfer()
+    return WorkerBridge(transfer, SHAPE, Faults()), transfer  # type: ignore[arg-type]
+
+
+def test_every_load_is_answered_once() -> None:
+    bridge, transfer = worker()
+    bridge.start_loads(Step(loads=(load_plan(),)))
+    assert bridge.poll() == []
+    transfer.answer("r", [5])
+    transfer.answer("r")
+    transfer.answer("stranger")
+    assert bridge.poll() == [LoadDone("r", frozenset({5}))]
+    assert bridge.poll() == []
+
+
+def test_a_request_may_load_again_later() -> None:
+    bridge, transfer = worker()
+    for _ in range(2):
+        bridge.start_loads(Step(loads=(load_plan(),)))
+        transfer.answer("r")
+        assert [done.request_id for done in bridge.poll()] == ["r"]
+
+
+def test_a_load_that_cannot_start_fails_past_what_was_computed() -> None:
+    bridge, transfer = worker()
+    transfer.load = None  # type: ignore[assignment, method-assign]
+    bridge.start_loads(Step(loads=(load_plan(first_token=32),)))
+    assert bridge.poll() == [LoadDone("r", frozenset({3, 4, 5, 6, 7, 8}))]
+
+
+def test_refused_loads_are_answered() -> None:
+    bridge, _ = worker()
+    done = LoadDone("r", frozenset({1}))
+    bridge.start_loads(Step(refused=(done,)))
+    assert bridge.poll() == [done]
+
+
+def test_saves_go_before_and_after_the_forward() -> None:
+    bridge, transfer = worker()
+    early, late = SavePlan(b"1" * 16, 1, ()), SavePlan(b"2" * 16, 1, ())
+    step = Step(before=early, after=late)
+    bridge.before_forward(step)
+    assert transfer.saves == [early]
+    bridge.after_forward(step)
+    assert transfer.saves == [early, late]
+
+
+def test_answers_to_saves_are_passed_on_once() -> None:
+    bridge, transfer = worker()
+    done = SaveDone(b"a" * 16, SaveOutcome.SAVED)
+    transfer.progress = Progress([], [done])
+    bridge.poll()
+    assert bridge.take_saves() == [done]
+    assert bridge.take_saves() == []
+
+
+def test_faults_are_counted_and_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    faults = Faults(clock)
+
+    def explode() -> int:
+        raise OSError("the disk is gone")
+
+    with caplog.at_level(logging.ERROR, "kvtier"):
+        for _ in range(5):
+            assert faults.guard("a save", explode, 7) == 7
+        assert len(caplog.records) == 1
+        faults.guard("a lookup", explode, 0)
+        assert len(caplog.records) == 2, "another kind"
+        clock.now = LOG_INTERVAL_S
+        faults.guard("a save", explode, 0)
+        assert len(caplog.records) == 3
+    assert faults.take() == 7
+    assert faults.take() == 0
+
+
+def test_what_is_no_exception_is_not_swallowed() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Faults().guard("a save", interrupt, None)

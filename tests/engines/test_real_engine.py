@@ -1,0 +1,257 @@
+"""Real vLLM in float32: blocks after a load are bit-equal to those that were saved, tokens equal a recompute's.
+
+Every engine is run once a session and looked at by several tests; see engine.py and scenarios.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KV_NOISE = 1e-4
+"""Float32 sums in another order (another batch, another chunk of a prefill) differ by about 1e-5."""
+
+WITH_ASYNC, WITHOUT_ASYNC = {"async_scheduling": True}, {"async_scheduling": False}
+
+
+def assert_like_recompute(compared: dict[str, Any]) -> None:
+    assert all(compared["same_tokens"]), compared
+    assert compared["kv_diff"] < KV_NOISE, compared
+
+
+def assert_loads_equal_saves(results: list[dict[str, Any]]) -> None:
+    """Every chunk was loaded as some engine saved it, bit for bit."""
+    saved: dict[str, set[str]] = {}
+    for result in results:
+        for key, digests in result["saved"].items():
+            saved.setdefault(key, set()).update(digests)
+    loaded = [(key, digest) for result in results for key, digests in result["loaded"].items() for digest in digests]
+    assert loaded, "nothing was loaded"
+    assert [key for key, digest in loaded if digest not in saved[key]] == []
+
+
+@pytest.fixture(scope="session")
+def first(lab: Any) -> dict[str, Any]:
+    """One engine with prefix caching, without asynchronous scheduling."""
+    scenarios = ["cold_and_warm", "partial_hits", "second_turn", "switches", "stats", "tier_faults", "aborts"]
+    spec = {"root": str(lab.folder / "root"), "llm": WITHOUT_ASYNC, "scenarios": scenarios}
+    return lab.run("first", [spec])[0]
+
+
+@pytest.fixture(scope="session")
+def fresh(lab: Any, first: dict[str, Any]) -> dict[str, Any]:
+    """A later process over what the first one left; no prefix caching, asynchronous scheduling."""
+    llm = WITH_ASYNC | {"enable_prefix_caching": False}
+    spec = {"root": str(lab.folder / "root"), "llm": llm, "scenarios": ["warm", ["second_turn", 40], "aborts"]}
+    return lab.run("fresh", [spec])[0]
+
+
+@pytest.fixture(scope="session")
+def damaged(lab: Any) -> dict[str, Any]:
+    extra = {"host": {"arena_bytes": "64MiB", "admit": "never"}, "segment_bytes": "4MiB"}
+    root = str(lab.folder / "damaged")
+    return lab.run("damaged", [{"root": root, "extra": extra, "scenarios": ["corruption", "reset"]}])[0]
+
+
+def test_cold_own_and_warm(first: dict[str, Any]) -> None:
+    """20 prompts: computed, found in vLLM's own prefix cache, loaded from the tier: the same tokens and KV."""
+    results = first["cold_and_warm"]
+    for way in ("cold", "own", "warm"):
+        assert_like_recompute(results[way])
+    assert all(results["warm_as_own"])
+    assert results["cold"]["cached"] == [0] * 20
+    assert results["warm"]["cached"] == results["expected"]
+
+
+def test_fresh_process_loads_everything(fresh: dict[str, Any]) -> None:
+    assert_like_recompute(fresh["warm"])
+    assert fresh["warm"]["cached"] == fresh["warm"]["expected"]
+
+
+def test_blocks_are_bit_equal(first: dict[str, Any], fresh: dict[str, Any]) -> None:
+    assert_loads_equal_saves([first, fresh])
+
+
+def test_partial_hits(first: dict[str, Any]) -> None:
+    """Three shared chunks; and a local hit that ends inside a chunk, whose blocks stay as they were."""
+    assert_like_recompute(first["partial_hits"]["branch"])
+    assert first["partial_hits"]["branch"]["cached"] == [192]
+    assert_like_recompute(first["partial_hits"]["within_a_chunk"])
+    assert first["partial_hits"]["within_a_chunk"]["cached"] == [384]
+
+
+@pytest.mark.parametrize("run", ["first", "fresh"])
+def test_second_turn_hits_what_was_generated(run: str, request: pytest.FixtureRequest) -> None:
+    turn = request.getfixturevalue(run)["second_turn"]
+    assert_like_recompute(turn)
+    assert turn["cached"] == [turn["expected"]] and turn["expected"] > 300
+
+
+def test_switches_of_a_request(first: dict[str, Any]) -> None:
+    assert first["switches"] == {
+        "not_saved": 0, "not_loaded": 0, "loaded": 192, "skip_reading": 0, "other_tenant": 0, "same_tenant": 192,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("run", ["first", "fresh"])
+def test_aborts_at_any_time(run: str, request: pytest.FixtureRequest) -> None:
+    """No request and no block is left behind, and what was saved of aborted requests is right."""
+    aborts = request.getfixturevalue(run)["aborts"]
+    assert aborts["left"] == 0
+    assert len(set(aborts["free_blocks"])) == 1
+    assert_like_recompute(aborts)
+    assert aborts["cached"][0] == 640
+
+
+@pytest.mark.parametrize("method", ["lookup", "plan_load", "load", "plan_save", "healthy"])
+def test_faults_of_the_tier_are_misses(first: dict[str, Any], method: str) -> None:
+    """I9: whatever raises, the request ends with the tokens of a recompute."""
+    outcome = first["tier_faults"][method]
+    assert_like_recompute(outcome)
+    assert outcome["cached"] == [448 if method in ("plan_save", "healthy") else 0]
+
+
+def test_stats_in_vllms_metrics(first: dict[str, Any]) -> None:
+    grown = first["stats"]
+    assert grown["vllm:kvtier_hit_tokens"] == 256
+    assert grown["vllm:kvtier_load_tokens"] == 256
+    assert grown["vllm:kvtier_load_requests"] == 1
+    assert grown["vllm:kvtier_save_tokens"] == 256
+    token_bytes = 4 * 2 * (32 + 32) * 4  # layers, heads, K and V, float32
+    assert grown["vllm:kvtier_load_bytes"] == 256 * token_bytes
+    assert grown["vllm:kvtier_save_bytes"] >= 256 * token_bytes
+    assert first["prometheus"]["vllm:kvtier_faults"] >= 4, "those of test_faults_of_the_tier_are_misses"
+    for name in ("load_failures", "checksum_failures", "skipped_chunks_queue_full"):
+        assert f"vllm:kvtier_{name}" in first["prometheus"]
+
+
+@pytest.mark.parametrize("way", ["flip_payload", "zero", "truncate", "swap_records", "swap_segments", "remove"])
+def test_damaged_segments_are_misses(damaged: dict[str, Any], way: str) -> None:
+    outcome = damaged["corruption"][way]
+    assert_like_recompute(outcome)
+    if way == "remove":  # files that are open still read whole: a hit or a miss, never wrong bytes
+        assert outcome["checksum_failures"] == 0
+        return
+    assert outcome["cached"] == [0]
+    assert outcome["load_failures"] == 1 and outcome["checksum_failures"] >= 1
+
+
+def test_reset_cache_begins_an_epoch(damaged: dict[str, Any]) -> None:
+    assert damaged["reset"] == {"found": 256, "gone": 0, "found_again": 256}
+
+
+@pytest.mark.parametrize("scheduling", ["async", "sync"])
+def test_preemption(lab: Any, scheduling: str) -> None:
+    """Blocks of preempted requests are handed on; what was saved of them, generated tokens too, is right."""
+    llm = {"async_scheduling": scheduling == "async", "num_gpu_blocks_override": 26, "max_model_len": 512}
+    spec = {"root": str(lab.folder / f"crowd-{scheduling}"), "llm": llm, "scenarios": ["preemption"]}
+    run = lab.run(f"crowd-{scheduling}", [spec])[0]
+    results = run["preemption"]
+    assert results["preempted"] > 0
+    assert_like_recompute(results["crowded"])
+    assert_like_recompute(results["turns"])
+    assert all(cached >= 256 for cached in results["turns"]["cached"])
+    assert_loads_equal_saves([run])
+
+
+def test_speculative_decoding(lab: Any) -> None:
+    """Rejected drafts never reach a chunk: the next turn loads exactly what was accepted."""
+    llm = WITHOUT_ASYNC | {
+        "speculative_config": {
+            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
+        }
+    }  # fmt: skip
+    run = lab.run("drafts", [{"root": str(lab.folder / "drafts"), "llm": llm, "scenarios": ["drafts"]}])[0]
+    results = run["drafts"]
+    assert results["draft_tokens"] > results["accepted_tokens"] > 0, "both accepted and rejected drafts"
+    assert_like_recompute(results["first"])
+    assert_like_recompute(results["turns"])
+    assert results["turns"]["cached"] == results["expected"]
+    assert_loads_equal_saves([run])
+
+
+def test_two_engines_write_the_same_at_once(lab: Any) -> None:
+    """Both go on, each with right tokens, and a third process loads what either saved, bit for bit."""
+    root = str(lab.folder / "pair")
+    specs = [
+        {"root": root, "llm": scheduling, "scenarios": [["write_the_same", 1], ["wide_prompts", seed]]}
+        for scheduling, seed in ((WITH_ASYNC, 31), (WITHOUT_ASYNC, 32))
+    ]
+    pair = lab.run("pair", specs)
+    later = lab.run("pair-later", [{"root": root, "scenarios": ["read_the_same", ["wide_prompts", 31]]}])[0]
+    for run in pair:
+        assert_like_recompute(run["write_the_same"]["first"])
+        assert_like_recompute(run["write_the_same"]["second"])
+        assert run["write_the_same"]["second"]["cached"] == run["write_the_same"]["expected"]
+    assert all(run["saved"] for run in pair), "both engines must have saved"
+    assert_like_recompute(later["read_the_same"])
+    assert later["read_the_same"]["cached"] == later["read_the_same"]["expected"]
+    assert_loads_equal_saves([*pair, later])
+
+
+def test_mla_blocks_are_bit_equal(lab: Any) -> None:
+    """MLA's latent through save and load. vLLM's MLA for CPUs cannot continue from it, so start-up refuses that
+    (test_refusals); here the refusal is switched off and only the loaded blocks are judged."""
+    spec = {
+        "kind": "mla", "root": str(lab.folder / "mla-root"), "even_if_it_cannot_continue": True,
+        "scenarios": ["blocks_of_full_hits"],
+    }  # fmt: skip
+    run = lab.run("mla", [spec])[0]
+    assert run["blocks_of_full_hits"]["shape"][2:] == [1, 576]
+    assert run["blocks_of_full_hits"]["cached"] == [64, 128, 192, 256, 512]
+    assert run["blocks_of_full_hits"]["kv_diff"] == 0.0
+    assert_loads_equal_saves([run])
+
+
+@pytest.fixture(scope="session")
+def older(lab: Any, older_python: Path) -> list[dict[str, Any]]:
+    """vLLM 0.27.1: an engine, then a fresh process over what it left."""
+    root = str(lab.folder / "older")
+    scenarios = ["cold_and_warm", "partial_hits", "second_turn", "switches", "aborts"]
+    one = lab.run("older", [{"root": root, "llm": WITHOUT_ASYNC, "scenarios": scenarios}], older_python)
+    llm = WITH_ASYNC | {"enable_prefix_caching": False, "num_gpu_blocks_override": 64}
+    two = lab.run("older-fresh", [{"root": root, "llm": llm, "scenarios": ["warm", ["second_turn", 40]]}], older_python)
+    return one + two
+
+
+def test_older_release(older: list[dict[str, Any]]) -> None:
+    one, two = older
+    for way in ("cold", "own", "warm"):
+        assert_like_recompute(one["cold_and_warm"][way])
+    assert one["cold_and_warm"]["warm"]["cached"] == one["cold_and_warm"]["expected"]
+    assert one["partial_hits"]["branch"]["cached"] == [192]
+    assert one["partial_hits"]["within_a_chunk"]["cached"] == [384]
+    for run in older:
+        assert_like_recompute(run["second_turn"])
+        assert run["second_turn"]["cached"] == [run["second_turn"]["expected"]]
+    assert one["switches"]["loaded"] == 192 and one["switches"]["skip_reading"] == 0
+    assert one["aborts"]["left"] == 0 and len(set(one["aborts"]["free_blocks"])) == 1
+    assert_like_recompute(one["aborts"])
+    assert_like_recompute(two["warm"])
+    assert two["warm"]["cached"] == two["warm"]["expected"]
+    assert_loads_equal_saves(older)
+
+
+def test_older_release_reads_what_the_newer_wrote(lab: Any, first: dict[str, Any], older_python: Path) -> None:
+    """The engine's version is not part of the namespace."""
+    spec = {"root": str(lab.folder / "root"), "scenarios": ["warm"]}
+    run = lab.run("older-reads", [spec], older_python)[0]
+    assert_like_recompute(run["warm"])
+    assert run["warm"]["cached"] == run["warm"]["expected"]
+    assert_loads_equal_saves([first, run])
+
+
+def test_a_refusal_stops_start_up_with_one_message(lab: Any) -> None:
+    """The real engine, with vLLM's own default of kv_load_failure_policy."""
+    spec = {"root": str(lab.folder / "refused"), "transfer": {"kv_load_failure_policy": "fail"}, "scenarios": []}
+    ended = lab.start(lab.folder / "refused.json", spec, _this_python())
+    assert ended.returncode != 0
+    assert "ConfigError: kvtier: kv_load_failure_policy = 'fail': add " in ended.stderr
+
+
+def _this_python() -> str:
+    import sys
+
+    return sys.executable

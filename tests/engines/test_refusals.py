@@ -1,0 +1,200 @@
+"""What start-up refuses: each by name, with the value and the fix."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.config import Settings
+from kvtier.connectors import vllm_checks, vllm_platforms
+from kvtier.errors import ConfigError
+
+pytest.importorskip("vllm")
+
+
+def engine(**changes: Any) -> SimpleNamespace:
+    """A configuration that passes, but for `changes` ("cache.calculate_kv_scales" -> True)."""
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        model_config=SimpleNamespace(model="m", is_encoder_decoder=False, hf_overrides={}, use_mla=False),
+        load_config=SimpleNamespace(load_format="auto"),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    for path, value in changes.items():
+        part, name = path.split("__")
+        setattr(getattr(config, f"{part}_config"), name, value)
+    return config
+
+
+def settings(**changes: Any) -> Settings:
+    return Settings.load({"root": "/tmp/kvtier-never-made", "chunk_tokens": 64} | changes)
+
+
+def rewrite(config: Any) -> None:
+    """What a callable hf_overrides looks like."""
+
+
+class FullAttentionSpec(SimpleNamespace):
+    pass
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    pass
+
+
+def cache(*specs: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=[]) for spec in specs])
+
+
+def test_a_plain_engine_passes() -> None:
+    vllm_checks.check_engine(engine(), settings())
+    spec = FullAttentionSpec(block_size=16)
+    assert vllm_checks.check_cache(cache(spec), settings()) is spec
+    assert vllm_checks.check_cache(cache(MLAAttentionSpec(block_size=64)), settings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "fix"),
+    [
+        ({"kv_transfer__kv_load_failure_policy": "fail"}, "kv_load_failure_policy", '"kv_load_failure_policy": "recompute"'),
+        ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size", "set it to 1"),
+        ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size", "set it to 1"),
+        ({"cache__calculate_kv_scales": True}, "calculate_kv_scales", "set it to false"),
+        ({"cache__cache_dtype": "int8_per_token_head"}, "kv_cache_dtype", "use auto"),
+        ({"cache__cache_dtype": "int4_per_token_head"}, "kv_cache_dtype", "use auto"),
+        ({"cache__cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype", "use auto"),
+        ({"cache__cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype", "use auto"),
+        ({"cache__cache_dtype": "turboquant_4bit_nc"}, "kv_cache_dtype", "use auto"),
+        ({"cache__cache_dtype": "ultraquant_4bit"}, "kv_cache_dtype", "use auto"),
+        ({"cache__cache_dtype": "nvfp4"}, "kv_cache_dtype", "use auto"),
+        ({"model__is_encoder_decoder": True}, "model", "without the kvtier connector"),
+        ({"load__load_format": "dummy"}, "load_format", "set model_tag"),
+        ({"model__hf_overrides": rewrite}, "hf_overrides", "set model_tag"),
+    ],
+    ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_refused_engine_settings(changes: dict[str, Any], key: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        vllm_checks.check_engine(engine(**changes), settings())
+    assert caught.value.key == key
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("changes", [{"load__load_format": "dummy"}, {"model__hf_overrides": rewrite}])
+def test_a_model_tag_stands_for_weights_that_no_file_tells(changes: dict[str, Any]) -> None:
+    vllm_checks.check_engine(engine(**changes), settings(model_tag="mine"))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e5m2"])
+def test_plain_cache_dtypes_pass(dtype: str) -> None:
+    vllm_checks.check_cache_dtype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("specs", "key", "text"),
+    [
+        ([FullAttentionSpec(block_size=16), SlidingWindowSpec(block_size=16)], "kv_cache_groups", "hybrid"),
+        ([], "kv_cache_groups", "hybrid"),
+        ([SlidingWindowSpec(block_size=16)], "kv_cache_spec", "sliding windows drop"),
+        ([SimpleNamespace(block_size=16)], "kv_cache_spec", "only full attention and MLA"),
+        ([FullAttentionSpec(block_size=16, non_causal=True)], "kv_cache_spec", "tokens after it"),
+        ([MLAAttentionSpec(block_size=64, compress_ratio=4)], "kv_cache_spec", "sparse"),
+        ([MLAAttentionSpec(block_size=64, tokens_per_state=4)], "kv_cache_spec", "sparse"),
+        (
+            [FullAttentionSpec(block_size=16, kv_quant_mode=SimpleNamespace(name="INT8_PER_TOKEN_HEAD"))],
+            "kv_cache_dtype", "use auto",
+        ),
+        ([FullAttentionSpec(block_size=48)], "chunk_tokens", "multiple of the engine's block of 48"),
+    ],
+)  # fmt: skip
+def test_refused_caches(specs: list[SimpleNamespace], key: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        vllm_checks.check_cache(cache(*specs), settings())
+    assert caught.value.key == key
+    assert text in caught.value.fix
+
+
+def test_layers_that_share_kv_are_refused() -> None:
+    config = engine()
+    config.compilation_config.static_forward_context = {
+        "model.layers.0.attn": SimpleNamespace(kv_sharing_target_layer_name=None),
+        "model.layers.1.attn": SimpleNamespace(kv_sharing_target_layer_name="model.layers.0.attn"),
+    }
+    with pytest.raises(ConfigError, match=r"KV-sharing layer = 'model\.layers\.1\.attn'"):
+        vllm_checks.check_layers(config, list(config.compilation_config.static_forward_context))
+
+
+def test_scales_found_by_a_layer_are_refused() -> None:
+    config = engine()
+    config.compilation_config.static_forward_context = {"layers.0": SimpleNamespace(calculate_kv_scales=True)}
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        vllm_checks.check_layers(config, ["layers.0"])
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"), [("kv_both", (True, True)), ("kv_consumer", (True, False)), ("kv_producer", (False, True))]
+)
+def test_roles(role: str, expected: tuple[bool, bool]) -> None:
+    assert vllm_checks.roles(engine(kv_transfer__kv_role=role)) == expected
+
+
+def test_an_unknown_role_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_role"):
+        vllm_checks.roles(engine(kv_transfer__kv_role=None))
+
+
+class Platform:
+    def __init__(self, name: str) -> None:
+        self.device_name = name
+
+    def is_cuda(self) -> bool:
+        return self.device_name == "cuda"
+
+    def is_cpu(self) -> bool:
+        return self.device_name == "cpu"
+
+
+@pytest.mark.parametrize(("platform", "refused"), [("cpu", True), ("cuda", False)])
+def test_mla_that_cannot_continue_from_loaded_kv_is_refused(
+    platform: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform(platform))
+    config = engine(model__use_mla=True, scheduler__enable_chunked_prefill=False)
+    if refused:
+        with pytest.raises(ConfigError, match="cannot continue from loaded KV"):
+            vllm_platforms.check_continuation(config)
+    else:
+        vllm_platforms.check_continuation(config)
+    vllm_platforms.check_continuation(engine(scheduler__enable_chunked_prefill=False))
+
+
+def test_platforms_whose_packing_is_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform("rocm"))
+    with pytest.raises(ConfigError, match="platform = 'rocm'"):
+        vllm_platforms.packing_of(FullAttentionSpec(block_size=16), engine())
+
+
+def test_packing_on_the_cpu_names_block_and_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K is packed over a whole block there: another block size is another namespace. On CUDA it is not."""
+    pytest.importorskip("vllm.v1.attention.backends.cpu_attn")  # before the platform is exchanged
+    config = engine()
+    config.model_config.dtype = torch.float32
+    small = FullAttentionSpec(block_size=32, head_size=64)
+    large = FullAttentionSpec(block_size=64, head_size=64)
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform("cuda"))
+    assert vllm_platforms.packing_of(small, config) == vllm_platforms.packing_of(large, config)
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform("cpu"))
+    families = [vllm_platforms.packing_of(spec, config) for spec in (small, large)]
+    assert families[0] != families[1] and all(packing.is_halved for packing in families)
+    assert families[0].family.startswith("vllm-cpu-") and families[0].family.endswith("-b32")
+

@@ -1,0 +1,128 @@
+"""From vLLM's requests to keys and frontiers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.connectors.vllm_requests import Adapters, final_frontier, step_frontier, view_of
+
+CHUNK = 64
+
+
+def request(**changes: Any) -> SimpleNamespace:
+    tokens = list(range(300))
+    plain = dict(
+        request_id="r", all_token_ids=tokens, prompt_token_ids=tokens[:200], prompt_embeds=None, num_tokens=300,
+        num_prompt_tokens=200, num_computed_tokens=299, kv_transfer_params=None, lora_request=None, cache_salt=None,
+        mm_features=[], skip_reading_prefix_cache=False, resumable=False,
+    )  # fmt: skip
+    return SimpleNamespace(**plain | changes)
+
+
+def view(**changes: Any) -> Any:
+    return view_of(request(**changes), CHUNK, Adapters())
+
+
+def image(identifier: str, offset: int, length: int) -> SimpleNamespace:
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def lora(path: Path, **changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"lora_int_id": 1, "lora_name": "a", "lora_path": str(path), "load_inplace": False} | changes)
+
+
+def adapter(folder: Path, value: float) -> Path:
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    save_file({"w": np.full(16, value, np.float32)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_a_plain_request_has_no_extras() -> None:
+    plain = view()
+    assert (plain.extras, plain.may_load, plain.may_save) == ({}, True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "may_load", "may_save"),
+    [
+        ({"kv_transfer_params": {"kvtier_load": False}}, False, True),
+        ({"kv_transfer_params": {"kvtier_save": False}}, True, False),
+        ({"kv_transfer_params": {"someone_elses": False}}, True, True),
+        ({"skip_reading_prefix_cache": True}, False, True),
+        ({"prompt_embeds": object()}, False, False),
+        ({"prompt_token_ids": None}, False, False),
+        ({"resumable": True}, False, False),
+        ({"mm_features": [image("", 3, 10)]}, False, False),
+    ],
+)
+def test_what_a_request_allows(changes: dict[str, Any], may_load: bool, may_save: bool) -> None:
+    seen = view(**changes)
+    assert (seen.may_load, seen.may_save) == (may_load, may_save)
+
+
+def test_a_salt_is_in_the_first_chunk_only() -> None:
+    assert list(view(cache_salt="tenant").extras) == [0]
+    assert view(cache_salt="tenant").extras != view(cache_salt="other").extras
+
+
+def test_multimodal_items_are_in_every_chunk_they_touch() -> None:
+    """By identifier and by place within the chunk."""
+    extras = view(mm_features=[image("cat", 60, 80)]).extras
+    assert sorted(extras) == [0, 1, 2]
+    assert extras != view(mm_features=[image("dog", 60, 80)]).extras
+    assert extras[0] != view(mm_features=[image("cat", 61, 80)]).extras[0]
+    assert len({*extras.values()}) == 3
+    assert sorted(view(mm_features=[image("cat", 0, 64)]).extras) == [0]
+
+
+def test_lora_is_known_by_its_weights_not_its_name(tmp_path: Path) -> None:
+    one, same, other = (adapter(tmp_path / name, value) for name, value in (("1", 1.0), ("2", 1.0), ("3", 2.0)))
+    assert view(lora_request=lora(one)).extras == view(lora_request=lora(same, lora_name="b", lora_int_id=7)).extras
+    assert view(lora_request=lora(one)).extras != view(lora_request=lora(other)).extras
+    assert list(view(lora_request=lora(one)).extras) == [0]
+
+
+def test_adapters_that_cannot_be_told_apart_are_passed_by(tmp_path: Path) -> None:
+    for unknown in (lora(tmp_path / "nowhere"), lora(adapter(tmp_path / "a", 1.0), load_inplace=True)):
+        seen = view(lora_request=unknown)
+        assert (seen.may_load, seen.may_save) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("computed", "scheduled", "known", "generated", "expected"),
+    [
+        (0, 128, 300, True, 128),  # a part of a prefill
+        (256, 44, 300, True, 300),  # its end
+        (299, 1, 300, True, 300),  # decoding: the last token's KV is made in this step
+        (299, 4, 300, True, 300),  # with three drafts behind it, not yet verified
+        (303, 1, 300, True, 300),  # asynchronous: placeholders are counted as computed
+        (299, 1, 300, False, 200),  # generated tokens are not wanted
+    ],
+)
+def test_frontier_of_a_step(computed: int, scheduled: int, known: int, generated: bool, expected: int) -> None:
+    assert step_frontier(request(num_tokens=known), computed, scheduled, generated) == expected
+
+
+@pytest.mark.parametrize(
+    ("computed", "known", "generated", "expected"),
+    [
+        (299, 300, True, 299),  # stopped
+        (303, 300, True, 299),  # stopped with drafts or an asynchronous step in flight
+        (200, 200, True, 200),  # a prompt alone (pooling)
+        (200, 201, True, 200),  # one token generated
+        (128, 200, True, 128),  # aborted in its prefill
+        (0, 250, True, 0),  # ended while preempted
+        (299, 300, False, 200),
+    ],
+)
+def test_frontier_at_the_end(computed: int, known: int, generated: bool, expected: int) -> None:
+    assert final_frontier(request(num_tokens=known, num_computed_tokens=computed), generated) == expected
