@@ -75,6 +75,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::deque<std::shared_ptr<Batch>> lanes_[2];  // batches with pieces of that kind to give out
   size_t queued_ops_ = 0;
   uint32_t threads_alive_ = 0;
+  uint32_t idle_ = 0;           // threads that wait for work
   uint32_t writing_ = 0;        // threads that hold a write piece
   uint32_t reads_in_a_row_ = 0; // pieces given out while writes waited
   bool stop_ = false;
