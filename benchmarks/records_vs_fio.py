@@ -31,8 +31,18 @@ from pathlib import Path
 
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.io.native import instruction_set
-from kvtier.io.ring import READ_PIECE_BYTES, WRITE_PIECE_BYTES, AlignedBuffer, Batch, ReadOp, Ring, WriteOp
-from kvtier.io.ring import aligned_buffer as allocate
+from kvtier.io.ring import (
+    MEMORY_PIECE_BYTES,
+    MEMORY_THREADS,
+    PIECE_BYTES,
+    THREADS,
+    AlignedBuffer,
+    Batch,
+    ReadOp,
+    Ring,
+    WriteOp,
+    aligned_buffer,
+)
 from kvtier.record import RecordHeader
 
 HEADS = 8
@@ -104,7 +114,7 @@ class Records:
 
     def _filled(self, number: int) -> AlignedBuffer:
         setup = self.setup
-        buffer = allocate(setup.record_bytes)
+        buffer = aligned_buffer(setup.record_bytes)
         extent = Extent(0, 32, 0, HEADS)
         header = RecordHeader(
             self._key(number), bytes(16), bytes(16), setup.slab_bytes, 256, number, extent, 1, (0,) * HEADS
@@ -303,9 +313,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, default=1 << 30, help="of the file of each run")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--depth", type=int, default=DEPTH, help="records in flight")
-    parser.add_argument("--threads", type=int, default=16, help="of the ring")
-    parser.add_argument("--piece-bytes", type=int, default=READ_PIECE_BYTES)
-    parser.add_argument("--write-piece-bytes", type=int, default=WRITE_PIECE_BYTES)
+    parser.add_argument("--threads", type=int, help="of the ring, instead of its own choice for memory and devices")
+    parser.add_argument("--piece-bytes", type=int, help="likewise")
     parser.add_argument("--record-mib", type=int, action="append", help="instead of 4 and 32")
     return parser.parse_args()
 
@@ -317,12 +326,9 @@ def main() -> int:
     cells: list[Cell] = []
 
     def run(place: str, work: Path, memory_backed: bool) -> None:
-        with Ring(
-            arguments.threads,
-            arguments.piece_bytes,
-            write_piece_bytes=arguments.write_piece_bytes,
-            memory_backed=memory_backed,
-        ) as ring:
+        threads = arguments.threads or (MEMORY_THREADS if memory_backed else THREADS)
+        piece_bytes = arguments.piece_bytes or (MEMORY_PIECE_BYTES if memory_backed else PIECE_BYTES)
+        with Ring(threads, piece_bytes) as ring:
             for mib in arguments.record_mib or RECORD_MIB:
                 n_records = max(arguments.depth, (arguments.bytes // (mib << 20)) // arguments.depth * arguments.depth)
                 setup = Setup(place, work, (mib << 20) // HEADS, n_records, arguments.depth)

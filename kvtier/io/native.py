@@ -39,7 +39,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
             None,
             [c.c_void_p, c.c_size_t, c.c_uint32, c.c_char_p, c.c_uint32, c.c_uint32, c.c_void_p],
         ),
-        ("kvtier_ring_open", c.c_int, [c.c_uint32, c.c_uint32, c.c_uint64, c.c_uint64, c.c_int, c.POINTER(handle)]),
+        ("kvtier_ring_open", c.c_int, [c.c_uint32, c.c_uint32, c.c_uint64, c.c_uint64, c.POINTER(handle)]),
         ("kvtier_ring_close", c.c_int, [handle, c.c_int64]),
         ("kvtier_submit", c.c_int, [handle, c.c_char_p, c.c_size_t, c.c_char_p, c.POINTER(handle)]),
         ("kvtier_batch_wait", c.c_int, [handle, c.c_int64]),

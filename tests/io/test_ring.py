@@ -25,9 +25,9 @@ TIMEOUT_S = 20.0
 PIECE_BYTES = 64 * 1024
 
 
-@pytest.fixture(name="ring", params=[False, True], ids=["device", "memory"])
-def _ring(request: pytest.FixtureRequest) -> Iterator[Ring]:
-    with Ring(4, PIECE_BYTES, memory_backed=request.param) as ring:
+@pytest.fixture(name="ring")
+def _ring() -> Iterator[Ring]:
+    with Ring(4, PIECE_BYTES) as ring:
         yield ring
 
 

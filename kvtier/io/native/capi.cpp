@@ -68,9 +68,8 @@ EXPORT void kvtier_slab_checksums(const uint8_t* data, size_t slab_bytes, uint32
 
 // 0 or errno.
 EXPORT int kvtier_ring_open(uint32_t threads, uint32_t queued_ops_max, uint64_t read_piece_bytes,
-                            uint64_t write_piece_bytes, int memory_backed, kvtier_ring** ring) {
-  const kvtier::EngineOptions options{threads, queued_ops_max, read_piece_bytes, write_piece_bytes,
-                                      memory_backed != 0};
+                            uint64_t write_piece_bytes, kvtier_ring** ring) {
+  const kvtier::EngineOptions options{threads, queued_ops_max, read_piece_bytes, write_piece_bytes};
   if (!is_valid(options)) return EINVAL;
   try {
     *ring = new kvtier_ring{Engine::start(options)};

@@ -62,20 +62,14 @@ uint64_t sum_scalar(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t f
   return sum;
 }
 
-uint64_t copy_sum_scalar(uint8_t* target, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
-  std::memcpy(target, data, bytes);
-  return sum_scalar(data, bytes, seed, first_pair);
-}
-
 #if defined(__x86_64__)
 
-// A sum of whole pages with the keys within a page given as a table; copies them to `target` unless it is null.
-using PagesFunction = uint64_t (*)(uint8_t* target, const uint8_t* data, size_t pages, const uint64_t* table,
-                                   uint64_t seed, uint64_t first_page);
+// A sum of whole pages with the keys within a page given as a table.
+using PagesFunction = uint64_t (*)(const uint8_t* data, size_t pages, const uint64_t* table, uint64_t seed,
+                                   uint64_t first_page);
 
 // Whole pages by `sum_pages`, what stands before and after them by the scalar version.
-uint64_t sum_by_pages(PagesFunction sum_pages, uint8_t* target, const uint8_t* data, size_t bytes, uint64_t seed,
-                      uint64_t first_pair) {
+uint64_t sum_by_pages(PagesFunction sum_pages, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
   const uint64_t pairs = bytes / 8;
   uint64_t head = (kPagePairs - first_pair % kPagePairs) % kPagePairs;
   if (head > pairs) head = pairs;
@@ -85,62 +79,47 @@ uint64_t sum_by_pages(PagesFunction sum_pages, uint8_t* target, const uint8_t* d
     alignas(64) uint64_t table[kPagePairs];
     for (uint32_t l = 0; l < kPagePairs; l++)
       table[l] = key_in_page(l, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-    uint8_t* pages_target = target == nullptr ? nullptr : target + head * 8;
-    sum += sum_pages(pages_target, data + head * 8, pages, table, seed, (first_pair + head) / kPagePairs);
-  }
-  if (target != nullptr) {
-    std::memcpy(target, data, head * 8);
-    std::memcpy(target + (pairs - tail) * 8, data + (pairs - tail) * 8, tail * 8);
+    sum += sum_pages(data + head * 8, pages, table, seed, (first_pair + head) / kPagePairs);
   }
   return sum + sum_scalar(data + (pairs - tail) * 8, tail * 8, seed, first_pair + pairs - tail);
 }
 
-template <bool kCopy>
-__attribute__((target("avx2"))) uint64_t pages_avx2(uint8_t* target, const uint8_t* data, size_t pages,
-                                                    const uint64_t* table, uint64_t seed, uint64_t first_page) {
+__attribute__((target("avx2"))) uint64_t pages_avx2(const uint8_t* data, size_t pages, const uint64_t* table,
+                                                    uint64_t seed, uint64_t first_page) {
   constexpr int kLanes = 4, kWays = 4;  // independent sums hide the product's latency
   __m256i sums[kWays] = {};
   for (size_t j = 0; j < pages; j++) {
     const __m256i page_key = _mm256_set1_epi64x(static_cast<long long>(
         key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))));
-    for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays) {
+    for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays)
       for (int way = 0; way < kWays; way++) {
         const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + way);
-        if constexpr (kCopy) _mm256_stream_si256(reinterpret_cast<__m256i*>(target) + way, words);
         const __m256i keys = _mm256_load_si256(reinterpret_cast<const __m256i*>(table + l) + way);
         const __m256i both = _mm256_add_epi32(words, _mm256_xor_si256(keys, page_key));
         sums[way] = _mm256_add_epi64(sums[way], _mm256_mul_epu32(both, _mm256_srli_epi64(both, 32)));
       }
-      if constexpr (kCopy) target += 8 * kLanes * kWays;
-    }
   }
-  if constexpr (kCopy) _mm_sfence();
   alignas(32) uint64_t lanes[kLanes];
   _mm256_store_si256(reinterpret_cast<__m256i*>(lanes),
                      _mm256_add_epi64(_mm256_add_epi64(sums[0], sums[1]), _mm256_add_epi64(sums[2], sums[3])));
   return lanes[0] + lanes[1] + lanes[2] + lanes[3];
 }
 
-template <bool kCopy>
-__attribute__((target("avx512f"))) uint64_t pages_avx512(uint8_t* target, const uint8_t* data, size_t pages,
-                                                         const uint64_t* table, uint64_t seed, uint64_t first_page) {
+__attribute__((target("avx512f"))) uint64_t pages_avx512(const uint8_t* data, size_t pages, const uint64_t* table,
+                                                         uint64_t seed, uint64_t first_page) {
   constexpr int kLanes = 8, kWays = 4;
   __m512i sums[kWays] = {};
   for (size_t j = 0; j < pages; j++) {
     const __m512i page_key = _mm512_set1_epi64(static_cast<long long>(
         key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))));
-    for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays) {
+    for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays)
       for (int way = 0; way < kWays; way++) {
         const __m512i words = _mm512_loadu_si512(data + 64 * way);
-        if constexpr (kCopy) _mm512_stream_si512(reinterpret_cast<__m512i*>(target) + way, words);
         const __m512i keys = _mm512_load_si512(table + l + kLanes * way);
         const __m512i both = _mm512_add_epi32(words, _mm512_xor_si512(keys, page_key));
         sums[way] = _mm512_add_epi64(sums[way], _mm512_mul_epu32(both, _mm512_srli_epi64(both, 32)));
       }
-      if constexpr (kCopy) target += 8 * kLanes * kWays;
-    }
   }
-  if constexpr (kCopy) _mm_sfence();
   alignas(64) uint64_t lanes[kLanes];
   _mm512_store_si512(lanes, _mm512_add_epi64(_mm512_add_epi64(sums[0], sums[1]), _mm512_add_epi64(sums[2], sums[3])));
   uint64_t sum = 0;
@@ -149,19 +128,11 @@ __attribute__((target("avx512f"))) uint64_t pages_avx512(uint8_t* target, const 
 }
 
 uint64_t sum_avx2(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
-  return sum_by_pages(pages_avx2<false>, nullptr, data, bytes, seed, first_pair);
-}
-
-uint64_t copy_sum_avx2(uint8_t* target, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
-  return sum_by_pages(pages_avx2<true>, target, data, bytes, seed, first_pair);
+  return sum_by_pages(pages_avx2, data, bytes, seed, first_pair);
 }
 
 uint64_t sum_avx512(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
-  return sum_by_pages(pages_avx512<false>, nullptr, data, bytes, seed, first_pair);
-}
-
-uint64_t copy_sum_avx512(uint8_t* target, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
-  return sum_by_pages(pages_avx512<true>, target, data, bytes, seed, first_pair);
+  return sum_by_pages(pages_avx512, data, bytes, seed, first_pair);
 }
 
 // The processor's and the operating system's word, read by hand: __builtin_cpu_supports needs a runtime library that
@@ -180,7 +151,6 @@ void detect(bool* avx2, bool* avx512) {
 #else
 
 constexpr SumFunction sum_avx2 = nullptr, sum_avx512 = nullptr;
-constexpr CopySumFunction copy_sum_avx2 = nullptr, copy_sum_avx512 = nullptr;
 
 void detect(bool* avx2, bool* avx512) { *avx2 = *avx512 = false; }
 
@@ -191,9 +161,9 @@ struct Table {
   Table() {
     bool avx2, avx512;
     detect(&avx2, &avx512);
-    sets[0] = {"scalar", sum_scalar, copy_sum_scalar, true};
-    sets[1] = {"avx2", sum_avx2, copy_sum_avx2, avx2};
-    sets[2] = {"avx512", sum_avx512, copy_sum_avx512, avx512};
+    sets[0] = {"scalar", sum_scalar, true};
+    sets[1] = {"avx2", sum_avx2, avx2};
+    sets[2] = {"avx512", sum_avx512, avx512};
   }
 };
 

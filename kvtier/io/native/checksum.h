@@ -9,16 +9,10 @@ namespace kvtier {
 // Summands of disjoint pieces add up (mod 2^64) to the checksum of the slab.
 using SumFunction = uint64_t (*)(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair);
 
-// The same, and a copy of the bytes to `target` in the same pass. The copy goes past the caches: a page of the
-// slab that is not summed in part must lie at a multiple of 64 of both addresses.
-using CopySumFunction = uint64_t (*)(uint8_t* target, const uint8_t* data, size_t bytes, uint64_t seed,
-                                     uint64_t first_pair);
-
 struct InstructionSet {
   const char* name;
   SumFunction sum;  // null where the compiler's target has no such instructions
-  CopySumFunction copy_sum;
-  bool usable;  // this processor and operating system run it
+  bool usable;      // this processor and operating system run it
 };
 
 constexpr int kInstructionSets = 3;

@@ -16,9 +16,6 @@ namespace {
 // While reads wait, one piece in this many is a write (on at most half the threads), so that saves never stop.
 constexpr uint32_t kReadsPerWrite = 8;
 
-// A quarter of the smallest L2 cache we run on; whole slabs need not fit. 64 KiB costs more system calls: 90 for 85 ms.
-constexpr size_t kBounceBytes = 256 << 10;
-
 // Signals are the application's own threads' business.
 void become_worker() {
   sigset_t all;
@@ -29,20 +26,14 @@ void become_worker() {
 
 }  // namespace
 
-struct alignas(kPageBytes) Engine::Hands {
-  uint8_t bounce[kBounceBytes];
-  Writer writer;
-};
-
-Engine::Engine(const EngineOptions& options) : options_(options), set_(best_instruction_set()) {}
+Engine::Engine(const EngineOptions& options) : options_(options), sum_(best_instruction_set().sum) {}
 
 std::shared_ptr<Engine> Engine::start(const EngineOptions& options) {
   std::shared_ptr<Engine> engine(new Engine(options));
   try {
     for (uint32_t i = 0; i < options.threads; i++) {
-      auto hands = std::make_unique<Hands>();
       std::lock_guard<std::mutex> lock(engine->mutex_);
-      std::thread([engine, hands = std::move(hands)] { engine->work(*hands); }).detach();
+      std::thread([engine] { engine->work(); }).detach();
       engine->threads_alive_++;
     }
   } catch (...) {
@@ -112,8 +103,9 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   return thread_ended_.wait_for(lock, timeout, [this] { return threads_alive_ == 0; });
 }
 
-void Engine::work(Hands& hands) {
+void Engine::work() {
   become_worker();
+  Writer writer;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     int kind = -1;
@@ -123,8 +115,8 @@ void Engine::work(Hands& hands) {
     if (stop_) break;
     Piece piece = take(kind);
     lock.unlock();
-    perform(piece, hands);
-    piece_done(piece, hands);
+    perform(piece, writer);
+    piece_done(piece, writer);
     piece.batch.reset();
     lock.lock();
     if (kind == kWrite) {
@@ -170,56 +162,49 @@ uint64_t Engine::piece_bytes(int kind) const {
   return kind == kRead ? options_.read_piece_bytes : options_.write_piece_bytes;
 }
 
-void Engine::perform(const Piece& piece, Hands& hands) {
+void Engine::perform(const Piece& piece, Writer& writer) {
   if (piece.op->error.load(std::memory_order_relaxed) != 0) return;  // the rest of a failed operation is not tried
-  piece.op->spec.kind == kRead ? land(piece, hands) : store(piece, hands);
+  piece.op->spec.kind == kRead ? land(piece) : store(piece, writer);
 }
 
-void Engine::land(const Piece& piece, Hands& hands) {
+void Engine::land(const Piece& piece) {
   Op& op = *piece.op;
-  const uint64_t step = options_.memory_backed ? kBounceBytes : piece.bytes;
-  for (uint64_t done = 0; done < piece.bytes; done += step) {
-    const uint64_t start = piece.start + done, bytes = std::min(step, piece.bytes - done);
-    uint8_t* target = options_.memory_backed ? hands.bounce : op.slabs() + start;
-    const int error = read_fully(op.spec.fd, target, bytes, op.slabs_offset() + static_cast<int64_t>(start));
-    if (error != 0) return op.fail(error);
-    sum(piece, start, bytes, options_.memory_backed ? hands.bounce : nullptr);
-  }
+  const int error = read_fully(op.spec.fd, op.slabs() + piece.start, piece.bytes,
+                               op.slabs_offset() + static_cast<int64_t>(piece.start));
+  if (error != 0) return op.fail(error);
+  sum(piece);
 }
 
-void Engine::store(const Piece& piece, Hands& hands) {
+void Engine::store(const Piece& piece, Writer& writer) {
   Op& op = *piece.op;
-  sum(piece, piece.start, piece.bytes, nullptr);
-  const int error = hands.writer.write_fully(op.spec.fd, op.slabs() + piece.start, piece.bytes,
+  sum(piece);
+  const int error = writer.write_fully(op.spec.fd, op.slabs() + piece.start, piece.bytes,
                                        op.slabs_offset() + static_cast<int64_t>(piece.start));
   if (error != 0) op.fail(error);
 }
 
-void Engine::sum(const Piece& piece, uint64_t start, uint64_t bytes, const uint8_t* bounce) {
+void Engine::sum(const Piece& piece) {
   const OpSpec& spec = piece.op->spec;
-  while (bytes > 0) {
+  uint64_t start = piece.start, left = piece.bytes;
+  while (left > 0) {
     const uint32_t slab = static_cast<uint32_t>(start / spec.slab_bytes);
     const uint64_t within = start % spec.slab_bytes;
-    const uint64_t part = std::min(bytes, spec.slab_bytes - within);
+    const uint64_t part = std::min(left, spec.slab_bytes - within);
     const uint64_t seed = slab_seed(spec.key, spec.first_head + slab, spec.first_layer);
-    uint8_t* place = piece.op->slabs() + start;
-    const uint64_t summand = bounce != nullptr ? set_.copy_sum(place, bounce, part, seed, within / 8)
-                                               : set_.sum(place, part, seed, within / 8);
-    piece.batch->add_to_sum(piece.op->first_sum + slab, summand);
-    if (bounce != nullptr) bounce += part;
+    piece.batch->add_to_sum(piece.op->first_sum + slab, sum_(piece.op->slabs() + start, part, seed, within / 8));
     start += part;
-    bytes -= part;
+    left -= part;
   }
 }
 
-void Engine::piece_done(const Piece& piece, Hands& hands) {
+void Engine::piece_done(const Piece& piece, Writer& writer) {
   Op& op = *piece.op;
   if (op.unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (op.spec.kind == kWrite && op.error.load() == 0) write_header(*piece.batch, op, hands);
+  if (op.spec.kind == kWrite && op.error.load() == 0) write_header(*piece.batch, op, writer);
   piece.batch->op_done();
 }
 
-void Engine::write_header(Batch& batch, Op& op, Hands& hands) {
+void Engine::write_header(Batch& batch, Op& op, Writer& writer) {
   uint8_t* page = reinterpret_cast<uint8_t*>(op.spec.address);
   for (uint32_t i = 0; i < op.spec.n_slabs; i++) {
     const uint64_t sum = batch.sum(op.first_sum + i);
@@ -228,7 +213,7 @@ void Engine::write_header(Batch& batch, Op& op, Hands& hands) {
   std::memset(page + kCrcOffset, 0, 4);
   const uint32_t crc = crc32(page, kPageBytes);
   std::memcpy(page + kCrcOffset, &crc, 4);
-  const int error = hands.writer.write_fully(op.spec.fd, page, kPageBytes, op.spec.offset);
+  const int error = writer.write_fully(op.spec.fd, page, kPageBytes, op.spec.offset);
   if (error != 0) op.fail(error);
 }
 

@@ -4,11 +4,6 @@
 // piece is summed as soon as it has landed, a write piece just before it goes out. A stage that sends landed pieces on
 // to a device belongs at the end of Engine::land(): the piece is complete and summed there.
 //
-// Where a read is a copy by the processor (`memory_backed`), it is made into a small buffer of the thread that never
-// leaves the L2 cache, and the pass that sums it moves it on to its target past the caches: the kernel's own copy
-// would first fetch the target's old lines from memory. (Zen 5, tmpfs, 32 MiB in flight: 85 ms of processor time a GB
-// against 98, fio 62-80. Mapping the file instead costs 150: 120 of it to fill page tables.)
-//
 // Nothing is started when the library is loaded; an engine belongs to the process that made it.
 #pragma once
 #include <condition_variable>
@@ -27,7 +22,6 @@ struct EngineOptions {
   uint32_t queued_ops_max;     // operations that still have pieces to give out (I4)
   uint64_t read_piece_bytes;   // multiples of a page
   uint64_t write_piece_bytes;
-  bool memory_backed;          // reads are copies by the processor: tmpfs, or the page cache
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {
@@ -53,23 +47,20 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
 
   explicit Engine(const EngineOptions& options);
-  struct Hands;  // what a thread works with
-
-  void work(Hands& hands);
+  void work();
   int choose();                                    // kind of the next piece, -1: none. Under mutex_
   Piece take(int kind);                            // under mutex_
   void drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended);  // under mutex_
   uint64_t piece_bytes(int kind) const;
-  void perform(const Piece& piece, Hands& hands);
-  void land(const Piece& piece, Hands& hands);
-  void store(const Piece& piece, Hands& hands);
-  // Sums a part of a piece; with `bounce`, where its bytes are, moves them to their place as well.
-  void sum(const Piece& piece, uint64_t start, uint64_t bytes, const uint8_t* bounce);
-  void piece_done(const Piece& piece, Hands& hands);
-  void write_header(Batch& batch, Op& op, Hands& hands);
+  void perform(const Piece& piece, Writer& writer);
+  void land(const Piece& piece);
+  void store(const Piece& piece, Writer& writer);
+  void sum(const Piece& piece);
+  void piece_done(const Piece& piece, Writer& writer);
+  void write_header(Batch& batch, Op& op, Writer& writer);
 
   const EngineOptions options_;
-  const InstructionSet& set_;
+  const SumFunction sum_;
   std::mutex mutex_;
   std::condition_variable work_or_stop_, thread_ended_;
   std::deque<std::shared_ptr<Batch>> lanes_[2];  // batches with pieces of that kind to give out
