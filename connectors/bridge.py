@@ -118,7 +118,8 @@ class SchedulerBridge:
         request.offer = None
         if not request.may_load:
             return 0
-        return self._faults.guard("a lookup", lambda: self._look_up(request, computed_tokens), 0)
+        miss: int | None = 0
+        return self._faults.guard("a lookup", lambda: self._look_up(request, computed_tokens), miss)
 
     def begin_load(self, request_id: str, block_ids: Sequence[int], n_tokens: int) -> None:
         """The engine waits for the hit that it was last told of.
@@ -154,9 +155,9 @@ class SchedulerBridge:
 
     def finish(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
         """The request ended, and its blocks are handed on at the next step: what is whole is gathered before that."""
-        request = self._requests.pop(request_id, None)
-        if request is not None and request.may_save and request.load_blocks is None:
-            self._before += self._take_wanted(request, frontier_tokens, block_ids)
+        ended = self._requests.pop(request_id, None)
+        if ended is not None and ended.may_save and ended.load_blocks is None:
+            self._before += self._take_wanted(ended, frontier_tokens, block_ids)
 
     def loads_ended(self, received: Iterable[str], failed_blocks: AbstractSet[int]) -> None:
         """The workers' answers. Blocks may fail in an earlier step than their request is reported."""
@@ -165,9 +166,8 @@ class SchedulerBridge:
                 if request.load_blocks is not None and not request.load_blocks.isdisjoint(failed_blocks):
                     request.may_load = False  # I11
         for request_id in received:
-            request = self._requests.get(request_id)
-            if request is not None:
-                request.load_blocks = None
+            if request_id in self._requests:
+                self._requests[request_id].load_blocks = None
 
     def saved(self, done: Sequence[SaveDone]) -> None:
         self._faults.guard("taking the answers to saves", lambda: self._store.saved(done), None)
@@ -306,7 +306,5 @@ class WorkerBridge:
     def _written_blocks(self, plan: LoadPlan) -> frozenset[int]:
         """The blocks that a load of this plan would have written."""
         return frozenset(
-            block
-            for chunk in plan.chunks
-            for block in chunk.block_ids[chunk.first_token // self._shape.block_tokens :]
+            block for chunk in plan.chunks for block in chunk.block_ids[chunk.first_token // self._shape.block_tokens :]
         )

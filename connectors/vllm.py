@@ -24,6 +24,7 @@ from kvtier.connectors.bridge import Step
 from kvtier.connectors.vllm_scheduler import SavesMetadata, SchedulerHalf, StepMetadata
 from kvtier.connectors.vllm_stats import KVTierPromMetrics, KVTierStats
 from kvtier.connectors.vllm_worker import WorkerHalf
+from kvtier.errors import ConfigError
 
 log = logging.getLogger("kvtier")
 
@@ -37,7 +38,7 @@ class KVTierConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _check_version()
+        check_release()
         settings = Settings.load(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
@@ -160,8 +161,13 @@ def _label_hits() -> None:
     KVTierConnector._cache_hit_source = CacheHitSource.DISK
 
 
-def _check_version() -> None:
+def check_release() -> None:
+    """Refuses a vLLM that lacks a hook this connector needs; warns of one it was not tested with."""
     version = vllm.__version__.split("+")[0]
+    missing = [hook for hook in NEEDED_HOOKS if not hasattr(KVConnectorBase_V1, hook)]
+    if missing:
+        fix = f"its connectors have no {missing[0]}; use one of {', '.join(TESTED_VERSIONS)}"
+        raise ConfigError("vllm", version, fix)
     if version not in TESTED_VERSIONS:
         log.warning("vLLM %s is not tested with this kvtier (tested: %s)", version, ", ".join(TESTED_VERSIONS))
 

@@ -86,7 +86,9 @@ def check_layers(vllm_config: Any, layer_names: list[str]) -> None:
             fix = f"it shares the KV of {target}, which is not supported; {WITHOUT}"
             raise ConfigError("KV-sharing layer", name, fix)
         if name in layer_names and getattr(context[name], "calculate_kv_scales", False):
-            raise ConfigError("calculate_kv_scales", True, f"layer {name} finds its scales at run time; set it to false")
+            raise ConfigError(
+                "calculate_kv_scales", True, f"layer {name} finds its scales at run time; set it to false"
+            )
 
 
 def roles(vllm_config: Any) -> tuple[bool, bool]:

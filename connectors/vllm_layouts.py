@@ -105,11 +105,15 @@ def _layer(name: str, tensor: torch.Tensor, shape: CacheShape) -> tuple[PagedLay
     readings = [reading for reading in _readings(tensor, shape) if reading is not None]
     if len(readings) != 1:
         value = f"{name}: {tuple(tensor.shape)} strides {tensor.stride()} {tensor.dtype}, for {shape}"
-        raise ConfigError("kv_cache", value, ("fits no layout; " if not readings else "fits several layouts; ") + _ADVICE)
+        raise ConfigError(
+            "kv_cache", value, ("fits no layout; " if not readings else "fits several layouts; ") + _ADVICE
+        )
     layer = readings[0]
     for plane in layer.planes:
         if plane.stride(-1) != 1:
-            raise ConfigError("kv_cache", f"{name}: strides {tensor.stride()}", "vectors are not contiguous; " + _ADVICE)
+            raise ConfigError(
+                "kv_cache", f"{name}: strides {tensor.stride()}", "vectors are not contiguous; " + _ADVICE
+            )
     return layer, layer.k.shape[0] // shape.n_blocks
 
 

@@ -44,9 +44,7 @@ def view_of(request: Any, chunk_tokens: int, adapters: Adapters) -> RequestView:
         extras, may_load, may_save = {}, False, False
     if getattr(request, "skip_reading_prefix_cache", False):
         may_load = False
-    return RequestView(
-        request.request_id, request.all_token_ids, request.num_prompt_tokens, extras, may_load, may_save
-    )
+    return RequestView(request.request_id, request.all_token_ids, request.num_prompt_tokens, extras, may_load, may_save)
 
 
 def step_frontier(request: Any, computed_tokens: int, scheduled_tokens: int, save_generated: bool) -> int:
@@ -62,7 +60,8 @@ def final_frontier(request: Any, save_generated: bool) -> int:
     tokens by drafts and placeholders, which the other bound takes off.
     """
     tokens = request.num_tokens if save_generated else request.num_prompt_tokens
-    return min(request.num_computed_tokens, max(request.num_prompt_tokens, tokens - 1))
+    final: int = min(request.num_computed_tokens, max(request.num_prompt_tokens, tokens - 1))
+    return final
 
 
 def _is_passed_by(request: Any) -> bool:

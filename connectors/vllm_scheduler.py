@@ -57,6 +57,8 @@ class SchedulerHalf:
         self._loads, self._saves = roles(vllm_config)
         self._save_generated = settings.save_generated
         self._chunk_tokens = settings.chunk_tokens
+        # A draft model's own KV of a token may be written one step after the target's: its chunks wait for that.
+        self._waits_a_step = bool(identity.namespace.draft)
         self._faults = Faults()
         self._store = open_store(settings, identity.namespace, identity.shares)
         self._bridge = SchedulerBridge(
@@ -96,7 +98,8 @@ class SchedulerHalf:
             n_tokens = scheduled.num_scheduled_tokens.get(request_id, 0)
             if request is None or not n_tokens or not self._saves:
                 continue
-            frontier = step_frontier(request, computed, n_tokens, self._save_generated)
+            counted = 0 if self._waits_a_step else n_tokens
+            frontier = step_frontier(request, computed, counted, self._save_generated)
             if self._bridge.chunks_pending(request_id, frontier):
                 mirrored = self._tables.get(request_id, ())
                 table = mirrored if block_state is None else block_state.resolve_block_ids(request_id)[0]

@@ -52,7 +52,7 @@ class KVTierStats(KVConnectorStats):
     """Counter name -> how much it grew. `data` is what travels between the processes."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data.clear()
 
     def is_empty(self) -> bool:
         return not any(self.data.values())

@@ -1,4 +1,4 @@
-"""Damages segments of a root, each way by a function that returns how to mend it: what a disk or a stray write may do."""
+"""Damages segments of a root, each way by a function that returns how to mend it: what a disk or a stray write does."""
 
 from __future__ import annotations
 

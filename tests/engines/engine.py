@@ -26,13 +26,13 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
-import torch  # noqa: E402
-from blake3 import blake3  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.config import KVTransferConfig  # noqa: E402
-from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
+import torch
+from blake3 import blake3
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kvtier.connectors import vllm_platforms  # noqa: E402
+from kvtier.connectors import vllm_platforms
 
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 32
@@ -105,10 +105,17 @@ class Engine:
     """vLLM with the connector in it, and a watch on its blocks."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        arguments: dict[str, Any] = dict(
-            skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=2048, max_num_seqs=4,
-            block_size=BLOCK_TOKENS, seed=0, disable_log_stats=False, max_num_batched_tokens=256,
-        )  # fmt: skip
+        arguments: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "max_num_seqs": 4,
+            "block_size": BLOCK_TOKENS,
+            "seed": 0,
+            "disable_log_stats": False,
+            "max_num_batched_tokens": 256,
+        }
         arguments |= spec.get("llm", {})
         transfer = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | spec.get("transfer", {})
         self.root = Path(spec["root"])

@@ -7,10 +7,18 @@ import sys
 import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-COMMON = dict(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=4, max_position_embeddings=4096,
-    bos_token_id=0, eos_token_id=1, pad_token_id=2, tie_word_embeddings=False, initializer_range=0.15,
-)  # fmt: skip
+COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+}
 
 
 def main(kind: str, folder: str) -> None:

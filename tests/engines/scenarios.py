@@ -47,10 +47,12 @@ def cold_and_warm(engine: Engine, seed: int = 1) -> dict[str, Any]:
     engine.forget()
     warm = engine.ask(prompts)
     return {
-        "cold": compared(cold, reference), "own": compared(own, reference), "warm": compared(warm, reference),
+        "cold": compared(cold, reference),
+        "own": compared(own, reference),
+        "warm": compared(warm, reference),
         "warm_as_own": [a.tokens == b.tokens for a, b in zip(warm, own, strict=True)],
         "expected": [whole_chunks(n) for n in MIXED_LENGTHS],
-    }  # fmt: skip
+    }
 
 
 def warm(engine: Engine, seed: int = 1) -> dict[str, Any]:
@@ -175,7 +177,9 @@ def drafts(engine: Engine) -> dict[str, Any]:
     results["turns"] = compared(loaded, [engine.recompute([turn], 4)[0] for turn in turns])
     results["expected"] = [whole_chunks(len(turn) - 1) for turn in turns]
     values = {m.name: getattr(m, "value", 0) for m in engine.llm.get_metrics()}
-    return results | {name: values.get(f"vllm:spec_decode_num_{name}", 0) for name in ("accepted_tokens", "draft_tokens")}
+    return results | {
+        name: values.get(f"vllm:spec_decode_num_{name}", 0) for name in ("accepted_tokens", "draft_tokens")
+    }
 
 
 def tier_faults(engine: Engine) -> dict[str, Any]:

@@ -50,10 +50,17 @@ def model_folder(folder: Path, value: float = 1.0) -> Path:
 
 def engine(folder: Path, tensor: int = 1, stages: int = 1, **changes: Any) -> SimpleNamespace:
     text = SimpleNamespace(**{"rope_theta": 10000.0, "max_position_embeddings": 4096} | changes.pop("text", {}))
-    model = dict(
-        model=str(folder), revision=None, dtype=torch.bfloat16, quantization=None, hf_text_config=text, hf_overrides={},
-        max_model_len=4096, get_total_num_kv_heads=lambda: 8, get_total_num_hidden_layers=lambda: 4,
-    )  # fmt: skip
+    model = {
+        "model": str(folder),
+        "revision": None,
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "hf_text_config": text,
+        "hf_overrides": {},
+        "max_model_len": 4096,
+        "get_total_num_kv_heads": lambda: 8,
+        "get_total_num_hidden_layers": lambda: 4,
+    }
     speculative = changes.pop("speculative", None)
     cache_dtype = changes.pop("cache_dtype", "auto")
     return SimpleNamespace(

@@ -91,8 +91,13 @@ def test_second_turn_hits_what_was_generated(run: str, request: pytest.FixtureRe
 
 def test_switches_of_a_request(first: dict[str, Any]) -> None:
     assert first["switches"] == {
-        "not_saved": 0, "not_loaded": 0, "loaded": 192, "skip_reading": 0, "other_tenant": 0, "same_tenant": 192,
-    }  # fmt: skip
+        "not_saved": 0,
+        "not_loaded": 0,
+        "loaded": 192,
+        "skip_reading": 0,
+        "other_tenant": 0,
+        "same_tenant": 192,
+    }
 
 
 @pytest.mark.parametrize("run", ["first", "fresh"])
@@ -160,9 +165,12 @@ def test_speculative_decoding(lab: Any) -> None:
     """Rejected drafts never reach a chunk: the next turn loads exactly what was accepted."""
     llm = WITHOUT_ASYNC | {
         "speculative_config": {
-            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
         }
-    }  # fmt: skip
+    }
     run = lab.run("drafts", [{"root": str(lab.folder / "drafts"), "llm": llm, "scenarios": ["drafts"]}])[0]
     results = run["drafts"]
     assert results["draft_tokens"] > results["accepted_tokens"] > 0, "both accepted and rejected drafts"
@@ -195,9 +203,11 @@ def test_mla_blocks_are_bit_equal(lab: Any) -> None:
     """MLA's latent through save and load. vLLM's MLA for CPUs cannot continue from it, so start-up refuses that
     (test_refusals); here the refusal is switched off and only the loaded blocks are judged."""
     spec = {
-        "kind": "mla", "root": str(lab.folder / "mla-root"), "even_if_it_cannot_continue": True,
+        "kind": "mla",
+        "root": str(lab.folder / "mla-root"),
+        "even_if_it_cannot_continue": True,
         "scenarios": ["blocks_of_full_hits"],
-    }  # fmt: skip
+    }
     run = lab.run("mla", [spec])[0]
     assert run["blocks_of_full_hits"]["shape"][2:] == [1, 576]
     assert run["blocks_of_full_hits"]["cached"] == [64, 128, 192, 256, 512]

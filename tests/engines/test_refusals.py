@@ -66,7 +66,7 @@ def test_a_plain_engine_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "key", "fix"),
     [
-        ({"kv_transfer__kv_load_failure_policy": "fail"}, "kv_load_failure_policy", '"kv_load_failure_policy": "recompute"'),
+        ({"kv_transfer__kv_load_failure_policy": "fail"}, "kv_load_failure_policy", 'add "kv_load_failure_policy": '),
         ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size", "set it to 1"),
         ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size", "set it to 1"),
         ({"cache__calculate_kv_scales": True}, "calculate_kv_scales", "set it to false"),
@@ -197,4 +197,3 @@ def test_packing_on_the_cpu_names_block_and_instruction_set(monkeypatch: pytest.
     families = [vllm_platforms.packing_of(spec, config) for spec in (small, large)]
     assert families[0] != families[1] and all(packing.is_halved for packing in families)
     assert families[0].family.startswith("vllm-cpu-") and families[0].family.endswith("-b32")
-

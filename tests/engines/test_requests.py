@@ -17,11 +17,21 @@ CHUNK = 64
 
 def request(**changes: Any) -> SimpleNamespace:
     tokens = list(range(300))
-    plain = dict(
-        request_id="r", all_token_ids=tokens, prompt_token_ids=tokens[:200], prompt_embeds=None, num_tokens=300,
-        num_prompt_tokens=200, num_computed_tokens=299, kv_transfer_params=None, lora_request=None, cache_salt=None,
-        mm_features=[], skip_reading_prefix_cache=False, resumable=False,
-    )  # fmt: skip
+    plain = {
+        "request_id": "r",
+        "all_token_ids": tokens,
+        "prompt_token_ids": tokens[:200],
+        "prompt_embeds": None,
+        "num_tokens": 300,
+        "num_prompt_tokens": 200,
+        "num_computed_tokens": 299,
+        "kv_transfer_params": None,
+        "lora_request": None,
+        "cache_salt": None,
+        "mm_features": [],
+        "skip_reading_prefix_cache": False,
+        "resumable": False,
+    }
     return SimpleNamespace(**plain | changes)
 
 
@@ -34,7 +44,9 @@ def image(identifier: str, offset: int, length: int) -> SimpleNamespace:
 
 
 def lora(path: Path, **changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"lora_int_id": 1, "lora_name": "a", "lora_path": str(path), "load_inplace": False} | changes)
+    return SimpleNamespace(
+        **{"lora_int_id": 1, "lora_name": "a", "lora_path": str(path), "load_inplace": False} | changes
+    )
 
 
 def adapter(folder: Path, value: float) -> Path:
