@@ -30,7 +30,7 @@ import torch
 from blake3 import blake3
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kvtier.connectors import vllm_platforms
 
@@ -133,9 +133,11 @@ class Engine:
         )
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.scheduler_half = self.scheduler.connector._scheduler_half
-        self.worker_half = get_kv_transfer_group()._worker_half
         self.watch = Watch()
-        self.watch.attach(self.scheduler_half, self.worker_half)
+        # With several ranks the workers are processes of their own, whose blocks cannot be looked at from here.
+        self.worker_half: Any = get_kv_transfer_group()._worker_half if has_kv_transfer_group() else None
+        if self.worker_half is not None:
+            self.watch.attach(self.scheduler_half, self.worker_half)
         self._number = 0
 
     def ask(
@@ -170,6 +172,9 @@ class Engine:
 
     def settle(self) -> None:
         """Takes gathers that are due to the worker, then waits until all that was saved is stored."""
+        if self.worker_half is None:
+            time.sleep(1.0)
+            return
         self.llm.llm_engine.engine_core.get_output()
         assert self.worker_half._bridge._transfer.drain(30.0)
         self.llm.llm_engine.engine_core.get_output()
@@ -177,7 +182,7 @@ class Engine:
     def counters(self) -> dict[str, float]:
         """The tier's counters since the start."""
         scheduler = self.scheduler_half._store.metrics.total()
-        worker = self.worker_half._bridge._transfer.metrics.total()
+        worker = self.worker_half._bridge._transfer.metrics.total() if self.worker_half is not None else {}
         names = set(scheduler) | set(worker)
         return {name: scheduler.get(name, 0) + worker.get(name, 0) for name in names}
 

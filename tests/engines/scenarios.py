@@ -62,6 +62,20 @@ def warm(engine: Engine, seed: int = 1) -> dict[str, Any]:
     return compared(answers, engine.recompute(prompts)) | {"expected": [whole_chunks(n) for n in MIXED_LENGTHS]}
 
 
+def tokens_alone(engine: Engine, seed: int) -> dict[str, Any]:
+    """Where blocks cannot be looked at: the tokens of 20 prompts, twice, and how many came from the tier."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of(seed, MIXED_LENGTHS)]
+    sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+    results: dict[str, Any] = {"expected": [whole_chunks(n) for n in MIXED_LENGTHS]}
+    for name in ("first", "again"):
+        outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
+        engine.settle()
+        engine.forget()
+        results[name] = [list(output.outputs[0].token_ids) for output in outputs]
+        results[f"{name}_cached"] = [output.num_cached_tokens or 0 for output in outputs]
+    return results
+
+
 def partial_hits(engine: Engine) -> dict[str, Any]:
     """A prompt that shares three chunks and a bit; then one whose local hit ends inside a chunk."""
     first, tail = prompts_of(2, (400, 150))

@@ -199,6 +199,20 @@ def test_two_engines_write_the_same_at_once(lab: Any) -> None:
     assert_loads_equal_saves([*pair, later])
 
 
+def test_another_tensor_parallel_size_reads_it(lab: Any) -> None:
+    """Two ranks in processes of their own write, each its heads; one rank reads both."""
+    root = str(lab.folder / "ranks")
+    two_ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    wrote = lab.run("ranks", [{"root": root, "llm": two_ranks, "scenarios": [["tokens_alone", 14]]}])[0]["tokens_alone"]
+    one_rank = lab.run("ranks-later", [{"root": root, "scenarios": [["warm", 14], ["tokens_alone", 14]]}])[0]
+    assert wrote["first_cached"] == [0] * 20
+    assert wrote["again_cached"] == wrote["expected"]
+    assert wrote["again"] == wrote["first"]
+    assert_like_recompute(one_rank["warm"])
+    assert one_rank["warm"]["cached"] == one_rank["warm"]["expected"]
+    assert one_rank["tokens_alone"]["first"] == wrote["first"]
+
+
 def test_mla_blocks_are_bit_equal(lab: Any) -> None:
     """MLA's latent through save and load. vLLM's MLA for CPUs cannot continue from it, so start-up refuses that
     (test_refusals); here the refusal is switched off and only the loaded blocks are judged."""
