@@ -38,6 +38,7 @@ class KVTierConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _join_log()
         check_release()
         settings = Settings.load(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler_half: SchedulerHalf | None = None
@@ -159,6 +160,14 @@ def _label_hits() -> None:
     except ImportError:
         return
     KVTierConnector._cache_hit_source = CacheHitSource.DISK
+
+
+def _join_log() -> None:
+    """Lets kvtier's lines appear as vLLM's own do, unless the caller has arranged for logging."""
+    if not log.handlers and not logging.getLogger().handlers:
+        log.handlers = list(logging.getLogger("vllm").handlers)
+        log.setLevel(logging.getLogger("vllm").level)
+        log.propagate = False
 
 
 def check_release() -> None:

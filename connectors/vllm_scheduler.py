@@ -13,7 +13,7 @@ from kvtier.assemble import open_store
 from kvtier.config import Settings
 from kvtier.connectors import vllm_platforms
 from kvtier.connectors.bridge import Faults, SchedulerBridge, Step
-from kvtier.connectors.requests import ChunkShape
+from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.connectors.vllm_checks import check_cache, check_engine, roles
 from kvtier.connectors.vllm_identity import identity_of
 from kvtier.connectors.vllm_layouts import in_layer_order
@@ -91,19 +91,7 @@ class SchedulerHalf:
 
     def build_step(self, scheduled: Any) -> StepMetadata:
         """What the workers do in this step. Must be called before vLLM counts the step's tokens as computed."""
-        self._mirror_tables(scheduled)
-        block_state = getattr(scheduled, "kv_connector_block_state", None)
-        for request_id, computed in _computed_tokens(scheduled):
-            request = self._requests.get(request_id)
-            n_tokens = scheduled.num_scheduled_tokens.get(request_id, 0)
-            if request is None or not n_tokens or not self._saves:
-                continue
-            counted = 0 if self._waits_a_step else n_tokens
-            frontier = step_frontier(request, computed, counted, self._save_generated)
-            if self._bridge.chunks_pending(request_id, frontier):
-                mirrored = self._tables.get(request_id, ())
-                table = mirrored if block_state is None else block_state.resolve_block_ids(request_id)[0]
-                self._bridge.advance(request_id, frontier, table)
+        self._faults.guard("choosing what to save in a step", lambda: self._advance(scheduled), None)
         return StepMetadata(self._bridge.take_step(is_idle=not scheduled.total_num_scheduled_tokens))
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
@@ -138,7 +126,26 @@ class SchedulerHalf:
     def _track(self, request: Any) -> None:
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
-            self._bridge.track(view_of(request, self._chunk_tokens, self._adapters))
+            nothing = RequestView(request.request_id, (), 0, {}, may_load=False, may_save=False)
+            view = self._faults.guard(
+                "looking at a request", lambda: view_of(request, self._chunk_tokens, self._adapters), nothing
+            )
+            self._bridge.track(view)
+
+    def _advance(self, scheduled: Any) -> None:
+        self._mirror_tables(scheduled)
+        block_state = getattr(scheduled, "kv_connector_block_state", None)
+        for request_id, computed in _computed_tokens(scheduled):
+            request = self._requests.get(request_id)
+            n_tokens = scheduled.num_scheduled_tokens.get(request_id, 0)
+            if request is None or not n_tokens or not self._saves:
+                continue
+            counted = 0 if self._waits_a_step else n_tokens
+            frontier = step_frontier(request, computed, counted, self._save_generated)
+            if self._bridge.chunks_pending(request_id, frontier):
+                mirrored = self._tables.get(request_id, ())
+                table = mirrored if block_state is None else block_state.resolve_block_ids(request_id)[0]
+                self._bridge.advance(request_id, frontier, table)
 
     def _mirror_tables(self, scheduled: Any) -> None:
         """New and resumed requests come with their whole table, running ones with what was added to it."""

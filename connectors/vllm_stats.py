@@ -40,6 +40,7 @@ HELP = {
     names.SKIPPED_QUEUE_FULL: "Chunks not saved because the queue was full.",
     names.SKIPPED_NO_SPACE: "Chunks not saved because there was no space.",
     names.SKIPPED_PRESENT: "Chunks not saved because another engine had saved them.",
+    "skipped_chunks_resting": "Chunks not saved because the storage refused others shortly before.",
     names.SKIPPED_FAILED: "Chunks not saved because writing them failed.",
     names.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
     names.INDEX_ERRORS: "Operations that the index did not answer.",

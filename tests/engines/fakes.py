@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
-from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveDone, SavePlan
+from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.store import WantedChunk
 from kvtier.transfer import Progress
+
+
+def answer_to_save(key: bytes, outcome: SaveOutcome) -> SaveDone:
+    """An answer about a chunk of which only the key and the outcome matter."""
+    known = {"key": key, "outcome": outcome}
+    return SaveDone(**{field.name: known.get(field.name, 0) for field in fields(SaveDone)})  # type: ignore[arg-type]
 
 
 class FakeStore:

@@ -11,10 +11,10 @@ import pytest
 from kvtier.connectors.bridge import LOG_INTERVAL_S, Faults, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.identity import chunk_keys
-from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveDone, SaveOutcome, SavePlan
+from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
 from kvtier.transfer import Progress
 
-from .fakes import FakeStore, FakeTransfer
+from .fakes import FakeStore, FakeTransfer, answer_to_save
 
 CHUNK, BLOCK = 64, 16
 SHAPE = ChunkShape(CHUNK, BLOCK)
@@ -303,7 +303,7 @@ def test_saves_go_before_and_after_the_forward() -> None:
 
 def test_answers_to_saves_are_passed_on_once() -> None:
     bridge, transfer = worker()
-    done = SaveDone(b"a" * 16, SaveOutcome.SAVED)
+    done = answer_to_save(b"a" * 16, SaveOutcome.SAVED)
     transfer.progress = Progress([], [done])
     bridge.poll()
     assert bridge.take_saves() == [done]

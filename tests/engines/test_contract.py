@@ -20,10 +20,12 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvtier.connectors import vllm as connector_module
-from kvtier.connectors.bridge import Step
+from kvtier.connectors.bridge import Faults, Step
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm_scheduler import SavesMetadata, SchedulerHalf, StepMetadata
-from kvtier.plan import SaveDone, SaveOutcome
+from kvtier.plan import SaveOutcome
+
+from .fakes import answer_to_save
 
 CALLS_SINCE_025: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("register_kv_caches", 1, ()),
@@ -115,9 +117,9 @@ def test_it_is_a_best_effort_cache_of_one_group() -> None:
 
 def test_metadata_travels_between_processes() -> None:
     step = StepMetadata(Step())
-    saves = SavesMetadata([SaveDone(b"k" * 16, SaveOutcome.SAVED)])
+    saves = SavesMetadata([answer_to_save(b"k" * 16, SaveOutcome.SAVED)])
     assert pickle.loads(pickle.dumps(step)) == step
-    both = pickle.loads(pickle.dumps(saves)).aggregate(SavesMetadata([SaveDone(b"k" * 16, SaveOutcome.FAILED)]))
+    both = pickle.loads(pickle.dumps(saves)).aggregate(SavesMetadata([answer_to_save(b"k" * 16, SaveOutcome.FAILED)]))
     assert [done.outcome for done in both.saves] == [SaveOutcome.SAVED, SaveOutcome.FAILED]
     assert isinstance(step, base.KVConnectorMetadata) and isinstance(saves, base.KVConnectorWorkerMetadata)
 
@@ -169,6 +171,7 @@ def half() -> SchedulerHalf:
     half._tables = {}
     half._saves = half._save_generated = True
     half._waits_a_step = False
+    half._faults = Faults()
     return half
 
 
@@ -189,6 +192,21 @@ def test_block_tables_since_032(half: SchedulerHalf) -> None:
     state = SimpleNamespace(resolve_block_ids=lambda request_id: ([4, 5, 6],))
     half.build_step(scheduled([], [("b", None, 10)], set(), kv_connector_block_state=state))
     assert half._bridge.advanced == [("b", 11, (4, 5, 6))]  # type: ignore[attr-defined]
+
+
+def test_a_step_that_cannot_be_understood_saves_nothing(half: SchedulerHalf) -> None:
+    """I9, also for what a later release may change in its own structures."""
+    odd = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=1)
+    assert half.build_step(odd) == StepMetadata(Step())
+    assert half._faults.take() == 1
+
+
+def test_a_request_that_cannot_be_understood_is_passed_by(half: SchedulerHalf) -> None:
+    half._chunk_tokens = 64
+    half._adapters = None  # type: ignore[assignment]
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+    half.allocated(SimpleNamespace(request_id="odd"), blocks, 0)
+    assert half._faults.take() == 1
 
 
 def test_chunks_of_a_draft_model_wait_a_step(half: SchedulerHalf) -> None:
