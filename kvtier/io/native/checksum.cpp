@@ -24,7 +24,7 @@ uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-uint32_t mix32(uint32_t x) {
+inline uint32_t mix32(uint32_t x) {
   x ^= x >> 16;
   x *= kMixA;
   x ^= x >> 15;
@@ -32,13 +32,13 @@ uint32_t mix32(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-uint32_t fold(uint32_t x) {
+inline uint32_t fold(uint32_t x) {
   x *= kGolden32;
   return x ^ (x >> 15);
 }
 
 // k0 in the low half, k1 in the high half, as a pair of words lies in memory; a pair's key is the exclusive or of both.
-uint64_t key_in_page(uint32_t pair, uint32_t low, uint32_t high) {
+inline uint64_t key_in_page(uint32_t pair, uint32_t low, uint32_t high) {
   const uint32_t a0 = mix32(pair + low);
   return a0 | static_cast<uint64_t>(fold(a0 ^ high)) << 32;
 }
@@ -48,10 +48,11 @@ uint64_t key_of_page(uint64_t page, uint32_t low, uint32_t high) {
   return p0 | static_cast<uint64_t>(fold(p0 ^ low)) << 32;
 }
 
-uint64_t sum_scalar(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
+// One pair after the other, every key mixed anew: for what is less than a page.
+uint64_t sum_pairs(const uint8_t* data, uint64_t pairs, uint64_t seed, uint64_t first_pair) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
   uint64_t sum = 0;
-  for (uint64_t i = first_pair; i < first_pair + bytes / 8; i++, data += 8) {
+  for (uint64_t i = first_pair; i < first_pair + pairs; i++, data += 8) {
     const uint64_t key =
         key_in_page(static_cast<uint32_t>(i % kPagePairs), low, high) ^ key_of_page(i / kPagePairs, low, high);
     uint32_t words[2];
@@ -62,30 +63,54 @@ uint64_t sum_scalar(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t f
   return sum;
 }
 
-#if defined(__x86_64__)
+// The keys within a page. Inlined, so that the compiler makes them with the instructions of the version that asks.
+inline __attribute__((always_inline)) void fill_table(uint64_t* table, uint64_t seed) {
+  for (uint32_t l = 0; l < kPagePairs; l++)
+    table[l] = key_in_page(l, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+}
 
-// A sum of whole pages with the keys within a page given as a table.
-using PagesFunction = uint64_t (*)(const uint8_t* data, size_t pages, const uint64_t* table, uint64_t seed,
-                                   uint64_t first_page);
+// A sum of whole pages.
+using PagesFunction = uint64_t (*)(const uint8_t* data, size_t pages, uint64_t seed, uint64_t first_page);
 
-// Whole pages by `sum_pages`, what stands before and after them by the scalar version.
+// Whole pages by `sum_pages`, what stands before and after them pair by pair.
 uint64_t sum_by_pages(PagesFunction sum_pages, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
   const uint64_t pairs = bytes / 8;
   uint64_t head = (kPagePairs - first_pair % kPagePairs) % kPagePairs;
   if (head > pairs) head = pairs;
   const uint64_t pages = (pairs - head) / kPagePairs, tail = pairs - head - pages * kPagePairs;
-  uint64_t sum = sum_scalar(data, head * 8, seed, first_pair);
-  if (pages != 0) {
-    alignas(64) uint64_t table[kPagePairs];
-    for (uint32_t l = 0; l < kPagePairs; l++)
-      table[l] = key_in_page(l, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-    sum += sum_pages(data + head * 8, pages, table, seed, (first_pair + head) / kPagePairs);
-  }
-  return sum + sum_scalar(data + (pairs - tail) * 8, tail * 8, seed, first_pair + pairs - tail);
+  uint64_t sum = sum_pairs(data, head, seed, first_pair);
+  if (pages != 0) sum += sum_pages(data + head * 8, pages, seed, (first_pair + head) / kPagePairs);
+  return sum + sum_pairs(data + (pairs - tail) * 8, tail, seed, first_pair + pairs - tail);
 }
 
-__attribute__((target("avx2"))) uint64_t pages_avx2(const uint8_t* data, size_t pages, const uint64_t* table,
-                                                    uint64_t seed, uint64_t first_page) {
+uint64_t pages_scalar(const uint8_t* data, size_t pages, uint64_t seed, uint64_t first_page) {
+  alignas(64) uint64_t table[kPagePairs];
+  fill_table(table, seed);
+  uint64_t sum = 0;
+  for (size_t j = 0; j < pages; j++, data += 8 * kPagePairs) {
+    const uint64_t page_key =
+        key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+    for (uint32_t l = 0; l < kPagePairs; l++) {
+      uint32_t words[2];
+      std::memcpy(words, data + 8 * l, 8);
+      const uint64_t key = table[l] ^ page_key;
+      sum += static_cast<uint64_t>(words[0] + static_cast<uint32_t>(key)) *
+             static_cast<uint64_t>(words[1] + static_cast<uint32_t>(key >> 32));
+    }
+  }
+  return sum;
+}
+
+uint64_t sum_scalar(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
+  return sum_by_pages(pages_scalar, data, bytes, seed, first_pair);
+}
+
+#if defined(__x86_64__)
+
+__attribute__((target("avx2"))) uint64_t pages_avx2(const uint8_t* data, size_t pages, uint64_t seed,
+                                                    uint64_t first_page) {
+  alignas(64) uint64_t table[kPagePairs];
+  fill_table(table, seed);
   constexpr int kLanes = 4, kWays = 4;  // independent sums hide the product's latency
   __m256i sums[kWays] = {};
   for (size_t j = 0; j < pages; j++) {
@@ -105,8 +130,10 @@ __attribute__((target("avx2"))) uint64_t pages_avx2(const uint8_t* data, size_t 
   return lanes[0] + lanes[1] + lanes[2] + lanes[3];
 }
 
-__attribute__((target("avx512f"))) uint64_t pages_avx512(const uint8_t* data, size_t pages, const uint64_t* table,
-                                                         uint64_t seed, uint64_t first_page) {
+__attribute__((target("avx512f"))) uint64_t pages_avx512(const uint8_t* data, size_t pages, uint64_t seed,
+                                                         uint64_t first_page) {
+  alignas(64) uint64_t table[kPagePairs];
+  fill_table(table, seed);
   constexpr int kLanes = 8, kWays = 4;
   __m512i sums[kWays] = {};
   for (size_t j = 0; j < pages; j++) {
