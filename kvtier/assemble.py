@@ -38,7 +38,7 @@ from kvtier.record import HEADS_PER_RECORD_MAX, record_bytes
 from kvtier.root import Root, check_space, open_namespace, open_root
 from kvtier.store import Store
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.segments import SegmentFiles, direct_io_works
+from kvtier.tiers.segments import SegmentFolders, direct_io_works
 from kvtier.transfer import Transfer
 from kvtier.worker import Quarantine, Worker, arena_slot_bytes
 
@@ -106,7 +106,8 @@ def open_store(settings: Settings, namespace: Namespace, shares: Sequence[RankSh
     keeper.start()
     log.info("tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB", root.path,
              settings.index.kind, namespace.id.hex(), shape.slots, shape.set_bytes >> 20)  # fmt: skip
-    return Store(namespace.id, settings.chunk_tokens, index, keeper)
+    writers = sum(share.writes is not None for share in shares)
+    return Store(namespace.id, settings.chunk_tokens, writers, index, keeper)
 
 
 def open_transfer(settings: Settings, namespace: Namespace, share: RankShare, pages: PagedKV) -> Transfer:
@@ -120,33 +121,21 @@ def open_transfer(settings: Settings, namespace: Namespace, share: RankShare, pa
         raise ConfigError("host.arena_bytes", settings.host.arena_bytes, fix)
     n_bytes = settings.host.arena_bytes // slot_bytes * slot_bytes
     buffer = torch.frombuffer(aligned_buffer(n_bytes).view, dtype=torch.uint8)
+    folders = SegmentFolders(root.folder, use_direct_io(settings, root))
     worker = Worker(
         geometry, share, codec, pages, Arena(buffer, slot_bytes), Ring(settings.io.threads, settings.io.piece_bytes),
-        open_index(settings, root), namespace_files(settings, root), Quarantine(), Metrics(), settings.io.timeout_s,
+        open_index(settings, root), folders, Quarantine(), Metrics(), settings.io.timeout_s,
     )  # fmt: skip
     queues = settings.queues
-    return Transfer(
+    transfer = Transfer(
         worker,
         ThreadJobs("save", queues.save_threads, queues.save_chunks_max),
         ThreadJobs("load", queues.load_threads, queues.load_requests_max),
         Admission(settings.host.admit),
         queues.save_chunks_max,
     )
-
-
-def namespace_files(settings: Settings, root: Root) -> Callable[[bytes], SegmentFiles]:
-    """Namespace id -> its segments, opened once; direct I/O is decided here and said once."""
-    direct = use_direct_io(settings, root)
-    opened: dict[bytes, SegmentFiles] = {}
-    lock = threading.Lock()
-
-    def files(namespace: bytes) -> SegmentFiles:
-        with lock:
-            if namespace not in opened:
-                opened[namespace] = SegmentFiles(root.folder / namespace.hex(), direct)
-            return opened[namespace]
-
-    return files
+    transfer.start()
+    return transfer
 
 
 def use_direct_io(settings: Settings, root: Root) -> bool:

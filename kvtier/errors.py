@@ -25,7 +25,14 @@ class ConfigError(KVTierError):
 
 
 class TierUnavailable(KVTierError):
-    """The file-system tier cannot take or give bytes now; the caller goes on without it."""
+    """The file-system tier cannot take or give bytes now; the caller goes on without it.
+
+    is_full: the disk, or this user's quota on it, has no space left.
+    """
+
+    def __init__(self, message: str, *, is_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full
 
 
 class Corrupt(KVTierError):

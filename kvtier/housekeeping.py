@@ -8,17 +8,18 @@ first out of the index, then off the disk. A file in no index is swept later.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.errors import Corrupt, TierUnavailable
+from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.eviction import least_recently_used
 from kvtier.index.base import Index, Location, NewRecord, SetInfo
 from kvtier.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.root import NAMESPACE_FILE, read_namespace
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.tiers.segments import SegmentFiles, segment_name
 
 log = logging.getLogger("kvtier")
 
@@ -76,7 +77,8 @@ class Housekeeper:
             self._index.release_lease(EVICT_LEASE, self._owner)
 
     def sweep(self) -> None:
-        """Closes the sets of dead writers, drops the empty ones, books what files really take, removes orphans."""
+        """Closes the sets of dead writers, drops the empty ones, books what files really take, and takes care of
+        segments in no index."""
         if self._index.acquire_lease(SWEEP_LEASE, self._owner, self.clock(), LEASE_TTL_S) is None:
             return
         try:
@@ -84,8 +86,7 @@ class Housekeeper:
             on_disk: dict[int, int] = {}
             for files in self._namespaces():
                 on_disk.update(files.set_bytes())
-                self._remove_orphans(files, known)
-                files.close()
+                self._settle_orphans(files, known)
             for info in known.values():
                 self._settle(info, on_disk.get(info.set_id, 0))
         finally:
@@ -97,11 +98,20 @@ class Housekeeper:
         if files is not None:
             self._index.close_set(set_id, files.set_bytes_of(set_id))
 
-    def remove_namespace_sets(self, namespace: bytes) -> None:
-        """Removes every set of a namespace that nobody can ask for again."""
+    def erase_namespace(self, namespace: bytes) -> None:
+        """Removes a namespace that nobody can ask for again, with its folder."""
         for info in self._index.sets():
             if info.namespace == namespace:
                 self._remove(info.set_id)
+        folder = self._folder / namespace.hex()
+        (folder / NAMESPACE_FILE).unlink(missing_ok=True)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+    def free_bytes(self) -> int:
+        """Space that is left on the root's disk for this user."""
+        disk = os.statvfs(self._folder)
+        return disk.f_bavail * disk.f_frsize
 
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt:
         """Makes the index agree with the files, from header pages alone; entries without a file go.
@@ -115,24 +125,22 @@ class Housekeeper:
             progress(done, len(segments))
             try:
                 records += self._read_segment(files, set_id, rank)
-            except (Corrupt, TierUnavailable) as fault:
+            except (ConfigError, Corrupt, TierUnavailable) as fault:
                 unreadable.append(str(fault))
         progress(len(segments), len(segments))
         on_disk = {set_id for _, set_id, _ in segments}
         lost = [info for info in self._index.sets() if info.set_id not in on_disk and not self._is_written(info)]
         for info in lost:
             self._index.remove_set(info.set_id)
-        for files, *_ in segments:
-            files.close()
         return Rebuilt(len(segments), records, tuple(unreadable), len(lost))
 
     def _read_segment(self, files: SegmentFiles, set_id: int, rank: int) -> int:
         """Publishes what one segment's header pages say; returns how many records the index did not know."""
-        leased = files.lease(set_id, rank)
-        if leased is None:
+        segment = files.lease(set_id, rank)
+        if segment is None:
             return 0
-        header = leased[1]
-        files.release(set_id, rank)
+        header = segment.header
+        segment.release()
         whole = read_namespace(files.folder).geometry.whole
         found = {
             NewRecord(
@@ -140,6 +148,7 @@ class Housekeeper:
             )
             for slot, record in self._records(files, header)
         }
+        files.close()
         self._index.create_set(self._set_info(files, header))
         known = {(key, place) for key, place in self._index.members(set_id) if place.rank == rank}
         if not any(self._is_written(info) for info in self._index.sets() if info.set_id == set_id):
@@ -211,12 +220,20 @@ class Housekeeper:
                 return SegmentFiles(self._folder / info.namespace.hex(), direct=False)
         return None
 
-    def _remove_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
+    def _settle_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
+        """A segment in no index was being evicted when its evictor died, or was unreadable when the index was made
+        anew. What can be read is taken in (and evicted in its turn); what is no segment at all goes."""
         for set_id, rank in files.ids():
             if set_id in known or files.age_s(set_id, rank, self.clock()) < ORPHAN_GRACE_S:
                 continue
-            log.info("removing segment set %016x, which is in no index", set_id)
-            files.unlink_set(set_id)
+            try:
+                self._read_segment(files, set_id, rank)
+                log.info("segment %s was in no index and is taken in", segment_name(set_id, rank))
+            except Corrupt as fault:
+                log.info("removing what is no segment: %s", fault)
+                files.unlink(set_id, rank)
+            except (ConfigError, TierUnavailable) as fault:
+                log.warning("a segment in no index stays: %s", fault)
 
     def _excess(self, n_bytes: int, capacity_bytes: int) -> int:
         return self._index.counts().n_bytes + n_bytes - capacity_bytes

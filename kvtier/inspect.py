@@ -138,13 +138,14 @@ class _Verifier:
     ) -> None:
         name = segment_name(set_id, rank)
         try:
-            leased = files.lease(set_id, rank)
-            if leased is None:  # evicted since the folder was listed
+            segment = files.lease(set_id, rank)
+            if segment is None:  # evicted since the folder was listed
                 return
             try:
-                self._records_of(ring, leased[0], name, self._headers(files, set_id, rank, name, expected))
+                self._records_of(ring, segment.fd, name, self._headers(files, set_id, rank, name, expected))
             finally:
-                files.release(set_id, rank)
+                segment.release()
+                files.close()
         except (Corrupt, TierUnavailable) as fault:
             self._bad.append(Finding(name, None, str(fault)))
             return

@@ -135,8 +135,8 @@ class Ticker:
         self._tick = tick
         self._woken = threading.Event()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name=f"kvtier-{name}", daemon=True)
-        self._thread.start()
+        self._name = name
+        self._start_thread()
 
     def wake(self) -> None:
         self._woken.set()
@@ -147,9 +147,19 @@ class Ticker:
         self._woken.set()
         self._thread.join(timeout_s)
 
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._work, name=f"kvtier-{self._name}", daemon=True)
+        self._thread.start()
+
     def _work(self) -> None:
         while not self._closed.is_set():
             self._woken.clear()
-            self._tick()
+            completed = False
+            try:
+                self._tick()
+                completed = True
+            finally:
+                if not completed and not self._closed.wait(self._interval_s):  # our bug, as in ThreadJobs
+                    self._start_thread()
             if not self._closed.is_set():
                 self._woken.wait(self._interval_s)

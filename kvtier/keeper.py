@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvtier import metrics as names
-from kvtier.errors import IndexUnavailable, TierUnavailable
+from kvtier.errors import KVTierError
 from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.identity import Namespace
 from kvtier.index import entry as entries
@@ -78,7 +78,10 @@ class Keeper:
         self._rng = rng
         self._ticker: Ticker | None = None
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
-        self._next_beat_s = self._next_touch_s = self._next_sweep_s = self._next_set_s = 0.0
+        self._to_close: deque[int] = deque()
+        self._to_drop: deque[int] = deque()
+        self._to_erase: deque[bytes] = deque()
+        self._next_beat_s = self._next_touch_s = self._next_sweep_s = self._next_set_s = self._next_relief_s = 0.0
         self._pause_s = PAUSE_FIRST_S
         self._disk_is_full = False
 
@@ -88,24 +91,30 @@ class Keeper:
 
     def refill(self) -> None:
         """Slots were taken: makes further sets soon if they are needed."""
-        if self._ticker is not None and self.supply.wants_set():
+        is_time = self._housekeeper.clock() >= self._next_set_s
+        if self._ticker is not None and is_time and self.supply.wants_set():
             self._ticker.wake()
 
     def book_use(self, entry: bytes, now_s: float) -> None:
         """A hit on this index entry; its set's recency follows in the background."""
         self._recent.append((now_s, entry))
 
-    def report_full_disk(self, now_s: float) -> None:
+    def report_full_disk(self) -> None:
         """A save met a full disk although the capacity was not reached: space must be made."""
         self._disk_is_full = True
 
     def tick(self) -> None:
-        """Does what is due. Index or disk trouble is logged and tried again later."""
-        try:
-            self._tick(self._housekeeper.clock())
-        except (IndexUnavailable, TierUnavailable) as fault:
-            self.metrics.add(names.INDEX_ERRORS)
-            log.warning("housekeeping is put off: %s", fault)
+        """Does what is due. What fails is logged and tried again later; the other duties go on."""
+        now = self._housekeeper.clock()
+        for duty in (
+            self._beat, self._rebuild_lost_index, self._close_sets, self._book_uses_in_time, self._relieve_full_disk,
+            self._make_sets, self._sweep,
+        ):  # fmt: skip
+            try:
+                duty(now)
+            except (KVTierError, OSError) as fault:
+                self.metrics.add(names.INDEX_ERRORS)
+                log.warning("%s is put off: %s", duty.__name__.strip("_").replace("_", " "), fault)
 
     @property
     def supply(self) -> SetSupply:
@@ -126,38 +135,74 @@ class Keeper:
         self._left.append(self._epoch)
         try:
             self._book_uses()
-            self._leave_epochs()
+            self._close_sets(self._housekeeper.clock())
             self._index.release_lease(writer_lease(self._plan.owner), self._plan.owner)
-        except (IndexUnavailable, TierUnavailable) as fault:
+        except (KVTierError, OSError) as fault:
             log.warning("leaving without a word to the index: %s", fault)
 
-    def _tick(self, now: float) -> None:
-        plan = self._plan
+    def _beat(self, now: float) -> None:
         if now >= self._next_beat_s:
+            plan = self._plan
             self._index.acquire_lease(writer_lease(plan.owner), plan.owner, now, plan.writer_lease_s)
             self._next_beat_s = now + plan.writer_lease_s / 3
-        if self._index.was_reset:  # before anything that believes the index: it would sweep what it does not know
+
+    def _rebuild_lost_index(self, now: float) -> None:
+        if self._index.was_reset:
             rebuilt = self._housekeeper.rebuild()
             self._index.rebuilt()
+            for fault in rebuilt.unreadable:
+                log.warning("not read back into the index: %s", fault)
             if rebuilt.segments:
-                log.info(
-                    "the index was empty: %d records read back from %d segments", rebuilt.records, rebuilt.segments
-                )
-        self._leave_epochs()
-        namespace, supply = self._epoch
-        for set_id in supply.take_settled(now):
-            self._housekeeper.close_set(set_id)
+                log.info("the index was empty: %d records of %d segments read", rebuilt.records, rebuilt.segments)
+
+    def _close_sets(self, now: float) -> None:
+        """Closes full sets, and all of namespaces that were left; each is forgotten only when it is done."""
+        self._to_close += self.supply.take_settled(now)
+        while self._left:
+            namespace, supply = self._left.popleft()
+            used, unused = supply.abandon()
+            self._to_close += used
+            self._to_drop += unused
+            if namespace.epoch.startswith(PRIVATE_EPOCH):
+                self._to_erase.append(namespace.id)
+        for ids, settle in (
+            (self._to_close, self._housekeeper.close_set), (self._to_drop, self._index.remove_set),
+        ):  # fmt: skip
+            while ids:
+                settle(ids[0])
+                ids.popleft()
+        while self._to_erase:  # private: nobody can ask for it again
+            self._housekeeper.erase_namespace(self._to_erase[0])
+            self._to_erase.popleft()
+
+    def _book_uses_in_time(self, now: float) -> None:
         if now >= self._next_touch_s:
+            self._next_touch_s = now + self._plan.touch_interval_s
             self._book_uses()
-            self._next_touch_s = now + plan.touch_interval_s
-        if self._disk_is_full and now >= self._next_set_s:
-            self._make_room(min(plan.capacity_bytes, self._index.counts().n_bytes), now)
+
+    def _relieve_full_disk(self, now: float) -> None:
+        """Evicts one set's worth after a save met a full disk or quota, at most once a pause."""
+        if self._disk_is_full and now >= self._next_relief_s:
             self._disk_is_full = False
-        while supply.wants_set() and now >= self._next_set_s and self._make_room(plan.capacity_bytes, now):
+            self._next_relief_s = now + PAUSE_FIRST_S
+            self._make_room(self._index.counts().n_bytes, now)
+
+    def _make_sets(self, now: float) -> None:
+        namespace, supply = self._epoch
+        while supply.wants_set() and now >= self._next_set_s and self._make_room(self._capacity_bytes(supply), now):
             self._add_set(namespace, supply, now)
-        if now >= self._next_sweep_s:
-            self._housekeeper.sweep()
+
+    def _capacity_bytes(self, supply: SetSupply) -> int:
+        """The configured capacity, or less where the disk has no room for that: sets that are ready, but have no
+        files yet, take theirs first."""
+        unwritten_bytes = supply.n_unused * self._plan.set_bytes
+        on_disk_bytes = self._index.counts().n_bytes - unwritten_bytes
+        return min(self._plan.capacity_bytes, on_disk_bytes + self._housekeeper.free_bytes())
+
+    def _sweep(self, now: float) -> None:
+        if now >= self._next_sweep_s and not self._index.was_reset:
             self._next_sweep_s = now + SWEEP_INTERVAL_S
+            self._housekeeper.sweep()
 
     def _make_room(self, capacity_bytes: int, now: float) -> bool:
         evicted = self._housekeeper.make_room(self._plan.set_bytes, capacity_bytes)
@@ -181,18 +226,6 @@ class Keeper:
         used: dict[int, float] = {}
         while self._recent:
             at_s, entry = self._recent.popleft()
-            used[entries.unpack(entry)[0].set_id] = at_s
+            used[entries.first_set(entry)] = at_s
         if used:
             self._index.touch(used)
-
-    def _leave_epochs(self) -> None:
-        """Closes the sets of namespaces that were left; of a private one, nobody can ask for them again."""
-        while self._left:
-            namespace, supply = self._left.popleft()
-            used, unused = supply.abandon()
-            for set_id in used:
-                self._housekeeper.close_set(set_id)
-            for set_id in unused:
-                self._index.remove_set(set_id)
-            if namespace.epoch.startswith(PRIVATE_EPOCH):
-                self._housekeeper.remove_namespace_sets(namespace.id)

@@ -67,13 +67,21 @@ class SaveOutcome(Enum):
     SAVED = "saved"
     PRESENT = "present"  # another writer had stored it already
     QUEUE_FULL = "queue_full"  # skipped: a forward never waits for storage
-    NO_SPACE = "no_space"  # the disk or the capacity is full
+    RESTING = "resting"  # skipped: the storage refused lately
+    NO_SPACE = "no_space"  # the disk is full
     FAILED = "failed"
+
+    @property
+    def wrote_nothing(self) -> bool:
+        """Whether the slot is as blank as before, so that another chunk may have it."""
+        return self in (SaveOutcome.PRESENT, SaveOutcome.QUEUE_FULL, SaveOutcome.RESTING)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveDone:
-    """A rank's one answer to a SaveChunk."""
+    """One answer to a SaveChunk, by each rank that has something of it to write."""
 
     key: bytes
+    set_id: int
+    slot: int
     outcome: SaveOutcome

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from kvtier.kernels.paged import Patch
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.sources import Source
+from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import SegmentFiles
 from kvtier.worker import Worker
 
@@ -39,6 +41,7 @@ PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0
 _SKIPS = {
     SaveOutcome.PRESENT: names.SKIPPED_PRESENT,
     SaveOutcome.QUEUE_FULL: names.SKIPPED_QUEUE_FULL,
+    SaveOutcome.RESTING: names.SKIPPED_RESTING,
     SaveOutcome.NO_SPACE: names.SKIPPED_NO_SPACE,
     SaveOutcome.FAILED: names.SKIPPED_FAILED,
 }
@@ -65,23 +68,29 @@ class Saver:
         self._slots_used: dict[tuple[bytes, int], int] = {}
 
     def save(self, plan: SavePlan) -> None:
-        """Gathers the plan's chunks now and queues the rest of the work. Every chunk is answered, exactly once."""
+        """Gathers the plan's chunks now and queues the rest of the work. Every chunk is answered, exactly once;
+        a rank that writes nothing of them (it holds a copy of another's heads) answers nothing."""
         writes = self._worker.share.writes
         if writes is None:
-            self._answer([(chunk, SaveOutcome.SAVED) for chunk in plan.chunks])
             return
-        staged = []
-        for chunk in plan.chunks:
-            slot = self._take_slot()
-            if slot is None:
-                resting = self._worker.clock() < self._resume_at_s
-                self._answer([(chunk, SaveOutcome.NO_SPACE if resting else SaveOutcome.QUEUE_FULL)])
-                continue
-            self._gather(chunk, slot, writes)
-            staged.append(_Staged(chunk, slot))
-        if staged and not self._jobs.submit(lambda: self._write(plan, staged, writes)):
+        staged: list[_Staged] = []  # ours to give back until a job has them
+        outcomes = {chunk.key: SaveOutcome.FAILED for chunk in plan.chunks}  # of those that no job answers
+        try:
+            for chunk in plan.chunks:
+                slot, refusal = self._take_slot()
+                if slot is None:
+                    outcomes[chunk.key] = refusal
+                    continue
+                staged.append(_Staged(chunk, slot))
+                self._gather(chunk, slot, writes)
+            outcomes.update((item.chunk.key, SaveOutcome.QUEUE_FULL) for item in staged)
+            if staged and self._jobs.submit(partial(self._write, plan, staged, writes)):
+                for item in staged:
+                    del outcomes[item.chunk.key]
+                staged = []
+        finally:
             self._give_back(staged)
-            self._answer([(item.chunk, SaveOutcome.QUEUE_FULL) for item in staged])
+            self._answer([(chunk, outcomes[chunk.key]) for chunk in plan.chunks if chunk.key in outcomes])
 
     def take_done(self) -> list[SaveDone]:
         with self._lock:
@@ -99,13 +108,14 @@ class Saver:
                 log.warning("segment set %016x is not trimmed: %s", set_id, fault)
         self._slots_used.clear()
 
-    def _take_slot(self) -> int | None:
+    def _take_slot(self) -> tuple[int | None, SaveOutcome]:
+        """A slot, or None and why there is none."""
         with self._lock:
-            if self._in_flight >= self._chunks_max or self._worker.clock() < self._resume_at_s:
-                return None
-            slot = self._worker.arena.reserve()
+            if self._worker.clock() < self._resume_at_s:
+                return None, SaveOutcome.RESTING
+            slot = self._worker.arena.reserve() if self._in_flight < self._chunks_max else None
             self._in_flight += slot is not None
-            return slot
+            return slot, SaveOutcome.QUEUE_FULL
 
     def _give_back(self, staged: Sequence[_Staged]) -> None:
         for item in staged:
@@ -127,7 +137,6 @@ class Saver:
     def _write(self, plan: SavePlan, staged: list[_Staged], writes: Extent) -> None:
         """A background job: from the arena slots to the index. Answers every chunk, whatever happens."""
         started = time.perf_counter()
-        self._worker.quarantine.sweep()
         outcomes = {item.chunk.key: SaveOutcome.FAILED for item in staged}
         ours = list(staged)
         try:
@@ -144,7 +153,10 @@ class Saver:
             self._keep_slots(written, ours)
             self._note_disk(outcomes)
         except TierUnavailable as fault:
-            outcomes.update((key, SaveOutcome.NO_SPACE) for key, was in outcomes.items() if was is SaveOutcome.FAILED)
+            if fault.is_full:
+                outcomes.update(
+                    (key, SaveOutcome.NO_SPACE) for key, was in outcomes.items() if was is SaveOutcome.FAILED
+                )
             self._rest(str(fault))
         except (Corrupt, IndexUnavailable) as fault:
             outcomes.update((key, SaveOutcome.FAILED) for key, was in outcomes.items() if was is SaveOutcome.SAVED)
@@ -167,13 +179,13 @@ class Saver:
         self, plan: SavePlan, fresh: list[_Staged], writes: Extent, ours: list[_Staged]
     ) -> list[OpResult]:
         """Writes the records; no results when that took too long (their slots are then no longer `ours`)."""
-        files, rank = self._worker.files(plan.namespace), self._worker.share.rank
+        files = self._worker.files(plan.namespace)
         with ExitStack() as stack:
             ops = []
             for item in fresh:
-                fd, header = self._segment(files, plan, item.chunk.set_id, writes)
-                stack.callback(files.release, item.chunk.set_id, rank)
-                ops.append(self._write_op(plan, item, fd, header))
+                segment = self._segment(files, plan, item.chunk.set_id, writes)
+                stack.callback(segment.release)
+                ops.append(self._write_op(plan, item, segment))
             batch = self._worker.ring.submit(ops)
             if batch.wait(self._worker.timeout_s):
                 return batch.results()
@@ -185,7 +197,7 @@ class Saver:
             self._rest(f"a write took more than {self._worker.timeout_s:.0f} s")
             return []
 
-    def _segment(self, files: SegmentFiles, plan: SavePlan, set_id: int, writes: Extent) -> tuple[int, SegmentHeader]:
+    def _segment(self, files: SegmentFiles, plan: SavePlan, set_id: int, writes: Extent) -> OpenSegment:
         """Our segment of the set, leased; made when this is its first record."""
         rank, slab = self._worker.share.rank, self._slab_bytes(writes)
         leased = files.lease(set_id, rank)
@@ -198,8 +210,8 @@ class Saver:
             raise TierUnavailable(f"segment set {set_id:016x} was removed while it was made")
         return leased
 
-    def _write_op(self, plan: SavePlan, item: _Staged, fd: int, header: SegmentHeader) -> WriteOp:
-        chunk, arena = item.chunk, self._worker.arena
+    def _write_op(self, plan: SavePlan, item: _Staged, segment: OpenSegment) -> WriteOp:
+        chunk, arena, header = item.chunk, self._worker.arena, segment.header
         blank = (0,) * header.extent.n_heads  # the I/O engine fills in the checksums as the bytes pass
         page = RecordHeader(chunk.key, chunk.parent, plan.namespace, header.slab_bytes,
                             self._worker.geometry.chunk_tokens, chunk.slot, header.extent, chunk.set_id,
@@ -208,7 +220,9 @@ class Saver:
         with self._lock:
             owner = (plan.namespace, chunk.set_id)
             self._slots_used[owner] = max(self._slots_used.get(owner, 0), chunk.slot + 1)
-        return WriteOp(fd, header.slot_offset(chunk.slot), arena.address(item.slot), header.slab_bytes,
+            if self._slots_used[owner] == header.slots:
+                del self._slots_used[owner]  # nothing to trim
+        return WriteOp(segment.fd, header.slot_offset(chunk.slot), arena.address(item.slot), header.slab_bytes,
                        header.extent.n_heads, chunk.key, header.extent.first_head,
                        header.extent.first_layer)  # fmt: skip
 
@@ -243,7 +257,7 @@ class Saver:
             if outcome in _SKIPS:
                 self._worker.metrics.add(_SKIPS[outcome])
         with self._lock:
-            self._done += [SaveDone(chunk.key, outcome) for chunk, outcome in outcomes]
+            self._done += [SaveDone(chunk.key, chunk.set_id, chunk.slot, outcome) for chunk, outcome in outcomes]
 
 
 def _outcome(result: OpResult) -> SaveOutcome:

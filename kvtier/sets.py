@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SET_SETTLE_S = 60.0
 """A full set is closed when all its saves are answered, or after this long when an answer was lost."""
@@ -16,8 +16,11 @@ SET_SETTLE_S = 60.0
 
 @dataclass(slots=True)
 class _Set:
+    """`returned`: slots that were taken but stayed blank; they are given out again first."""
+
     set_id: int
     taken: int = 0
+    returned: list[int] = field(default_factory=list)
     pending: int = 0
     full_since_s: float = 0.0
 
@@ -41,10 +44,10 @@ class SetSupply:
                     return None
                 self._current = self._spares.popleft()
             current = self._current
-            slot = current.taken
-            current.taken += 1
+            slot = current.returned.pop() if current.returned else current.taken
+            current.taken = max(current.taken, slot + 1)
             current.pending += 1
-            if current.taken == self.slots:
+            if current.taken == self.slots and not current.returned:
                 current.full_since_s = now_s
                 self._full.append(current)
                 self._current = None
@@ -57,20 +60,29 @@ class SetSupply:
         holds little of the capacity.
         """
         with self._lock:
-            is_half_gone = self._current is None or self._current.taken * 2 >= self.slots
+            current = self._current
+            is_half_gone = current is None or (current.taken - len(current.returned)) * 2 >= self.slots
             return len(self._spares) < (self._spares_max if is_half_gone else self._spares_max - 1)
+
+    @property
+    def n_unused(self) -> int:
+        """Sets of which no slot was taken."""
+        with self._lock:
+            return len(self._spares)
 
     def offer(self, set_id: int) -> None:
         """A new, registered set."""
         with self._lock:
             self._spares.append(_Set(set_id))
 
-    def answered(self, set_id: int) -> None:
-        """One chunk of the set was saved, or will never be."""
+    def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
+        """One chunk of the set was saved, or will never be; `is_blank`: nothing was written into its slot."""
         with self._lock:
-            for candidate in (self._current, *self._spares, *self._full):
+            for candidate in (self._current, *self._full):
                 if candidate is not None and candidate.set_id == set_id:
                     candidate.pending -= 1
+            if is_blank and self._current is not None and self._current.set_id == set_id:
+                self._current.returned.append(slot)
 
     def take_settled(self, now_s: float) -> list[int]:
         """Full sets that get no further records, each given out once, to be closed."""

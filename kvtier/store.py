@@ -20,6 +20,8 @@ from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SaveDone, SaveOutcome, S
 
 KNOWN_KEYS_MAX = 262_144
 """Keys remembered as stored or on their way: 64 million tokens, about 30 MiB."""
+REST_S = 1.0
+"""After a worker said that it rests, no saves are planned for so long; workers rest by their own, longer clock."""
 ANSWER_LOST_S = 60.0
 """A save that was not answered for this long is no longer believed to be on its way."""
 
@@ -36,9 +38,21 @@ class WantedChunk(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
+    """A chunk that is stored or on its way to a slot.
+
+    missing: ranks that have not answered yet. is_blank: so far, none of them wrote anything.
+    """
+
     set_id: int
+    slot: int
     since_s: float
-    is_stored: bool
+    missing: int
+    is_blank: bool = True
+    has_failed: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        return self.missing == 0
 
 
 class Store:
@@ -47,16 +61,20 @@ class Store:
     Args:
         namespace_id: 16 bytes; moves on with `reset`.
         chunk_tokens: tokens of a chunk.
+        writers: how many ranks have something of each chunk to write.
         keeper: gives the sets that saved chunks go to, and takes what was used.
         clock: seconds since the epoch (I6).
     """
 
     def __init__(
-        self, namespace_id: bytes, chunk_tokens: int, index: Index, keeper: Keeper, clock: Clock = time.time
-    ) -> None:
+        self, namespace_id: bytes, chunk_tokens: int, writers: int, index: Index, keeper: Keeper,
+        clock: Clock = time.time,
+    ) -> None:  # fmt: skip
         self.namespace_id = namespace_id
         self.metrics = keeper.metrics
         self._chunk_tokens = chunk_tokens
+        self._writers = writers
+        self._resume_at_s = 0.0
         self._index = index
         self._keeper = keeper
         self._clock = clock
@@ -99,7 +117,7 @@ class Store:
             chunks.append(LoadChunk(key, entry, blocks, first_token if number == 0 else 0))
             self._keeper.book_use(entry, now)
             if key not in self._known:
-                self._remember(key, _Known(0, now, is_stored=True))
+                self._remember(key, _Known(0, 0, now, missing=0))
         self.metrics.add(names.HIT_TOKENS, len(keys) * self._chunk_tokens - first_token)
         return LoadPlan(request_id, self.namespace_id, tuple(chunks))
 
@@ -113,12 +131,15 @@ class Store:
         for chunk in wanted:
             if chunk.key in self._known:
                 continue
+            if now < self._resume_at_s:
+                self.metrics.add(names.SKIPPED_RESTING)
+                continue
             place = self._keeper.supply.take(now)
             if place is None:
                 self.metrics.add(names.SKIPPED_NO_SPACE)
                 continue
             set_id, slot = place
-            self._remember(chunk.key, _Known(set_id, now, is_stored=False))
+            self._remember(chunk.key, _Known(set_id, slot, now, self._writers))
             chunks.append(SaveChunk(chunk.key, chunk.parent, set_id, slot, chunk.block_ids))
         self._keeper.refill()
         if not chunks:
@@ -130,19 +151,22 @@ class Store:
         return key in self._known
 
     def saved(self, done: Sequence[SaveDone]) -> None:
-        """Takes the workers' answers; with several ranks, one answer a chunk suffices and the worst one counts."""
+        """Takes the workers' answers. A chunk counts as stored when all ranks that write it said so."""
         for answer in done:
             if answer.outcome is SaveOutcome.NO_SPACE:
-                self._keeper.report_full_disk(self._clock())
+                self._keeper.report_full_disk()
+            if answer.outcome in (SaveOutcome.NO_SPACE, SaveOutcome.RESTING):
+                self._resume_at_s = self._clock() + REST_S
             known = self._known.get(answer.key)
-            if known is None:
-                continue
-            if not known.is_stored:
-                self._keeper.supply.answered(known.set_id)
-            if answer.outcome in (SaveOutcome.SAVED, SaveOutcome.PRESENT):
-                known.is_stored = True
-            else:
-                del self._known[answer.key]
+            if known is None or not known.missing or (known.set_id, known.slot) != (answer.set_id, answer.slot):
+                continue  # an answer to an older plan
+            known.missing -= 1
+            known.is_blank &= answer.outcome.wrote_nothing
+            known.has_failed |= answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT)
+            if known.missing == 0:
+                self._keeper.supply.answered(known.set_id, known.slot, known.is_blank)
+                if known.has_failed:
+                    del self._known[answer.key]
 
     def reset(self) -> None:
         """Weights changed in place, or the engine's cache was reset: from now on, a namespace that nobody else has."""

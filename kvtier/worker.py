@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvtier.codecs.base import Codec
@@ -15,7 +16,7 @@ from kvtier.kernels.paged import PagedKV
 from kvtier.metrics import Metrics
 from kvtier.sources import Source
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.tiers.segments import SegmentFolders
 
 HostArena = Arena[tuple[Source, ...]]
 
@@ -35,11 +36,13 @@ class Quarantine:
             self._late.append((batch, release))
 
     def sweep(self) -> None:
+        """Releases what has returned. Not for the engine's thread: closing a file may take long."""
         with self._lock:
             returned = [entry for entry in self._late if entry[0].wait(0)]
             self._late = [entry for entry in self._late if entry not in returned]
-        for _, release in returned:
-            release()
+        with ExitStack() as stack:  # each is released, also if another one's release raises
+            for _, release in returned:
+                stack.callback(release)
 
     def __len__(self) -> int:
         with self._lock:
@@ -48,7 +51,7 @@ class Quarantine:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank's place in the world. `files` gives the segments of a namespace by its id."""
+    """One rank's place in the world. `files`: the segments of a namespace by its id."""
 
     geometry: Geometry
     share: RankShare
@@ -57,7 +60,7 @@ class Worker:
     arena: HostArena
     ring: Ring
     index: Index
-    files: Callable[[bytes], SegmentFiles]
+    files: SegmentFolders
     quarantine: Quarantine
     metrics: Metrics
     timeout_s: float

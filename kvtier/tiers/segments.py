@@ -7,24 +7,18 @@ symbolic link, and opened for direct I/O unless the file system refuses that.
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.record import SegmentHeader
-
-log = logging.getLogger("kvtier")
+from kvtier.tiers.descriptors import Descriptors, OpenSegment
 
 SUFFIX = ".kvseg"
-OPEN_FILES_MAX = 256
-"""Open segments kept by one process: at 1 GiB each, 256 GiB of recently used KV without an open() per read."""
 
 
 def segment_name(set_id: int, rank: int) -> str:
@@ -42,13 +36,6 @@ def parse_segment_name(name: str) -> tuple[int, int] | None:
         return None
 
 
-@dataclass(slots=True)
-class _Open:
-    fd: int
-    header: SegmentHeader
-    users: int = 0
-
-
 class SegmentFiles:
     """Segments in one folder. Thread-safe; descriptors are shared, counted, and closed when long unused.
 
@@ -58,71 +45,53 @@ class SegmentFiles:
     def __init__(self, folder: Path, direct: bool) -> None:
         self.folder = folder
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
-        self._open: OrderedDict[tuple[int, int], _Open] = OrderedDict()
-        self._lock = threading.Lock()
+        self._descriptors = Descriptors(self._open_file)
 
     def create(self, header: SegmentHeader) -> None:
-        """Makes a whole segment of empty slots. Already there is fine if it was made by this very header."""
+        """Makes a whole segment of empty slots. Already there is fine if it was made by this very header.
+
+        Raises TierUnavailable; its `is_full` tells whether space is what is missing.
+        """
+        self.close_unlinked()
         path = self.folder / segment_name(header.set_id, header.rank)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, 0o600)
         except FileExistsError:
             return
         except OSError as fault:
-            raise TierUnavailable(f"{path}: {fault.strerror}") from fault
+            raise _unavailable(path, fault) from fault
         try:
             _allocate(fd, header.file_bytes)
             _write_page(fd, header.pack())
         except OSError as fault:
             path.unlink(missing_ok=True)
-            raise TierUnavailable(f"{path}: {fault.strerror}") from fault
+            raise _unavailable(path, fault) from fault
         finally:
             os.close(fd)
 
-    def lease(self, set_id: int, rank: int) -> tuple[int, SegmentHeader] | None:
-        """An open descriptor (read and write) and the header of a segment; None when there is no such segment.
+    def lease(self, set_id: int, rank: int) -> OpenSegment | None:
+        """The segment, open for reading and writing, until its `release`; None when there is no such segment.
 
-        Raises Corrupt when the file is not the segment that its name says. Pair with `release`.
+        Raises Corrupt when the file is not the segment that its name says.
         """
-        name = (set_id, rank)
-        with self._lock:
-            entry = self._open.get(name)
-            if entry is not None and os.fstat(entry.fd).st_nlink:
-                entry.users += 1
-                self._open.move_to_end(name)
-                return entry.fd, entry.header
-        opened = self._open_file(set_id, rank)
-        if opened is None:
-            return None
-        with self._lock:
-            self._close_unused()
-            entry = self._open.setdefault(name, opened)
-            if entry is not opened and not os.fstat(entry.fd).st_nlink and not entry.users:
-                os.close(entry.fd)
-                entry = self._open[name] = opened
-            elif entry is not opened:
-                os.close(opened.fd)
-            entry.users += 1
-            self._open.move_to_end(name)
-            return entry.fd, entry.header
+        return self._descriptors.lease((set_id, rank))
 
-    def release(self, set_id: int, rank: int) -> None:
-        with self._lock:
-            self._open[set_id, rank].users -= 1
+    def close_unlinked(self) -> None:
+        """Lets go of segments that were evicted, so that their space becomes free."""
+        self._descriptors.close_unlinked()
 
     def trim(self, set_id: int, rank: int, slots_used: int) -> None:
         """Gives back the space of the slots from `slots_used` on, which nobody will fill any more."""
-        leased = self.lease(set_id, rank)
-        if leased is None:
+        segment = self.lease(set_id, rank)
+        if segment is None:
             return
-        fd, header = leased
         try:
-            if os.fstat(fd).st_size > header.slot_offset(slots_used):
-                os.ftruncate(fd, header.slot_offset(slots_used))
+            if os.fstat(segment.fd).st_size > segment.header.slot_offset(slots_used):
+                os.ftruncate(segment.fd, segment.header.slot_offset(slots_used))
         except OSError as fault:
-            raise TierUnavailable(f"{segment_name(set_id, rank)}: {fault.strerror}") from fault
+            raise _unavailable(self.folder / segment_name(set_id, rank), fault) from fault
         finally:
-            self.release(set_id, rank)
+            segment.release()
 
     def ids(self) -> list[tuple[int, int]]:
         """(set id, rank) of every segment in the folder, in order."""
@@ -130,6 +99,8 @@ class SegmentFiles:
             names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
+        except OSError as fault:
+            raise _unavailable(self.folder, fault) from fault
         return sorted(parsed for name in names if (parsed := parse_segment_name(name)))
 
     def set_bytes(self) -> dict[int, int]:
@@ -159,62 +130,98 @@ class SegmentFiles:
         freed = self.set_bytes_of(set_id)
         for found, rank in self.ids():
             if found == set_id:
-                (self.folder / segment_name(set_id, rank)).unlink(missing_ok=True)
-        with self._lock:
-            self._close_unused()
+                self.unlink(set_id, rank)
+        self.close_unlinked()
         return freed
 
+    def unlink(self, set_id: int, rank: int) -> None:
+        path = self.folder / segment_name(set_id, rank)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as fault:
+            raise _unavailable(path, fault) from fault
+
     def close(self) -> None:
-        with self._lock:
-            for entry in self._open.values():
-                os.close(entry.fd)
-            self._open.clear()
+        self._descriptors.close()
 
     def pages(self, set_id: int, rank: int) -> Iterator[tuple[int, bytes]]:
         """The header page of every slot that lies within the file: (slot, page). For rebuild and verify."""
-        leased = self.lease(set_id, rank)
-        if leased is None:
+        segment = self.lease(set_id, rank)
+        if segment is None:
             return
-        fd, header = leased
+        header = segment.header
         try:
-            size = os.fstat(fd).st_size
+            size = os.fstat(segment.fd).st_size
             for slot in range(header.slots):
                 if header.slot_offset(slot) + PAGE_BYTES > size:
                     return
-                yield slot, _read_page(fd, header.slot_offset(slot))
+                yield slot, _read_page(segment.fd, header.slot_offset(slot))
+        except OSError as fault:
+            raise _unavailable(self.folder / segment_name(set_id, rank), fault) from fault
         finally:
-            self.release(set_id, rank)
+            segment.release()
 
-    def _open_file(self, set_id: int, rank: int) -> _Open | None:
-        path = self.folder / segment_name(set_id, rank)
+    def _open_file(self, name: tuple[int, int]) -> tuple[int, SegmentHeader] | None:
+        path = self.folder / segment_name(*name)
         try:
-            try:
-                fd = os.open(path, os.O_RDWR | self._flags)
-            except OSError as fault:
-                if fault.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-                    raise
-                fd = os.open(path, os.O_RDONLY | self._flags)
+            fd = _open_to_write_or_read(path, self._flags)
         except FileNotFoundError:
             return None
         except OSError as fault:
-            raise TierUnavailable(f"{path}: {fault.strerror}") from fault
+            raise _unavailable(path, fault) from fault
         try:
             header = SegmentHeader.unpack(_read_page(fd, 0))
-            if (header.set_id, header.rank) != (set_id, rank) or header.namespace.hex() != self.folder.name:
+            if (header.set_id, header.rank) != name or header.namespace.hex() != self.folder.name:
                 raise Corrupt(f"{path}: holds segment {segment_name(header.set_id, header.rank)}")
+        except OSError as fault:
+            os.close(fd)
+            raise _unavailable(path, fault) from fault
         except BaseException:
             os.close(fd)
             raise
-        return _Open(fd, header)
+        return fd, header
 
-    def _close_unused(self) -> None:
-        """Closes descriptors of unlinked files (they hold disk space) and, beyond the bound, the oldest unused."""
-        excess = len(self._open) - OPEN_FILES_MAX
-        for name, entry in list(self._open.items()):
-            if entry.users == 0 and (excess > 0 or not os.fstat(entry.fd).st_nlink):
-                os.close(entry.fd)
-                del self._open[name]
-                excess -= 1
+
+class SegmentFolders:
+    """Namespace id -> its segments, made at first use. Thread-safe."""
+
+    def __init__(self, folder: Path, direct: bool) -> None:
+        self._folder = folder
+        self._direct = direct
+        self._known: dict[bytes, SegmentFiles] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, namespace: bytes) -> SegmentFiles:
+        with self._lock:
+            if namespace not in self._known:
+                self._known[namespace] = SegmentFiles(self._folder / namespace.hex(), self._direct)
+            return self._known[namespace]
+
+    def close_unlinked(self) -> None:
+        with self._lock:
+            known = list(self._known.values())
+        for files in known:
+            files.close_unlinked()
+
+    def close(self) -> None:
+        with self._lock:
+            known = list(self._known.values())
+        for files in known:
+            files.close()
+
+
+def _open_to_write_or_read(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, os.O_RDWR | flags)
+    except OSError as fault:
+        if fault.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        return os.open(path, os.O_RDONLY | flags)
+
+
+def _unavailable(path: Path, fault: OSError) -> TierUnavailable:
+    is_full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+    return TierUnavailable(f"{path}: {fault.strerror}", is_full=is_full)
 
 
 def direct_io_works(folder: Path) -> bool:
@@ -239,7 +246,7 @@ def direct_io_works(folder: Path) -> bool:
                 os.close(fd)
         raise AssertionError("the buffered attempt returns or raises")
     except OSError as fault:
-        raise TierUnavailable(f"{folder}: {fault.strerror}") from fault
+        raise _unavailable(folder, fault) from fault
     finally:
         path.unlink(missing_ok=True)
 

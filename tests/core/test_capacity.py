@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import stats, verify
 from kvtier.plan import SaveOutcome
+from kvtier.record import SegmentHeader
 from kvtier.root import find_root
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
@@ -130,40 +138,175 @@ def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
     index = other.store._index
     (path,) = tmp_path.glob("v1/*/*.kvseg")
     orphan = path.with_name(f"{77:016x}-0000.kvseg")
-    orphan.write_bytes(path.read_bytes())
+    orphan.write_bytes(path.read_bytes())  # says of itself that it is another
+    lost = int(path.name[:16], 16)
+    index.remove_set(lost)
     index.create_set(SetInfo(5, engine.namespace.id, "gone", 100, 1.0, 1.0))
     Housekeeper(index, tmp_path / "v1", "sweeper").sweep()
     assert 5 not in {info.set_id for info in index.sets()}
     assert orphan.exists(), "its writer may be about to register it"
     Housekeeper(index, tmp_path / "v1", "sweeper", clock=lambda: time.time() + 3600).sweep()
-    assert not orphan.exists() and path.exists()
+    assert not orphan.exists(), "what is no segment goes"
+    assert lost in {info.set_id for info in index.sets()}, "a whole segment is taken in, not thrown away"
+    assert other.load(tokens_of(1), TARGET)[0] == 5
     other.close()
 
 
-def test_full_disk_rests_saving_and_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny(tmp_path, sets=4)
-    for number in range(4):
+@contextmanager
+def small_disk(mib: int) -> Iterator[Path]:
+    """A file system of so many MiB; skips where none can be mounted."""
+    with tempfile.TemporaryDirectory() as folder:
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder], capture_output=True)
+        if mounted.returncode:
+            pytest.skip("mounting a small file system takes root")
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_smaller_than_the_capacity_is_used_and_never_emptied() -> None:
+    with small_disk(48) as root:
+        segment = 4096 + 8 * RECORD_BYTES
+        engine = Engine(root, changes={"segment_bytes": segment, "capacity_bytes": 1 << 30,
+                                       "index": {"path": f"{root}-index"}})  # fmt: skip
+        saved, fewest = 0, 10**6
+        for number in range(80):
+            done = engine.save(tokens_of(number), BLOCKS)
+            saved += sum(answer.outcome is SaveOutcome.SAVED for answer in done)
+            if number > 40:
+                fewest = min(fewest, engine.store._index.counts().chunks)
+        assert saved * RECORD_BYTES > 90 << 20, "saving stopped when the disk was full"
+        assert fewest * RECORD_BYTES > 20 << 20, "room was made by throwing nearly everything away"
+        assert engine.store.metrics.total()["evicted_bytes"] > 0
+        assert not verify(find_root(root), engine.store._index).bad
+        engine.close()
+    shutil.rmtree(f"{root}-index")
+
+
+def test_a_full_quota_rests_saving_and_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space that statvfs does not know of: met when a segment is made, and answered by evicting one set a time."""
+    engine = tiny(tmp_path, sets=40)
+    for number in range(12):
         engine.save(tokens_of(number), BLOCKS)
-    engine.wait_for_set()
-    created = SegmentFiles.create
-    monkeypatch.setattr("kvtier.saves.PAUSE_FIRST_S", 0.2)
+    sets = engine.store._index.counts().sets
+    create = SegmentFiles.create
 
-    def refuse(self: SegmentFiles, header: object) -> None:
-        from kvtier.errors import TierUnavailable
+    def limited(self: SegmentFiles, header: SegmentHeader) -> None:
+        if len(self.ids()) >= 6:
+            raise TierUnavailable("Disk quota exceeded", is_full=True)
+        create(self, header)
 
-        raise TierUnavailable("No space left on device")
-
-    monkeypatch.setattr(SegmentFiles, "create", refuse)
-    outcomes = {answer.outcome for number in range(10, 14) for answer in engine.save(tokens_of(number), BLOCKS)}
-    assert SaveOutcome.NO_SPACE in outcomes
-    assert engine.transfers[0].metrics.total()["skipped_chunks_no_space"] > 0
-    monkeypatch.setattr(SegmentFiles, "create", created)
-    wait_until(lambda: engine.store.metrics.total().get("evicted_bytes", 0) > 0)
+    monkeypatch.setattr(SegmentFiles, "create", limited)
 
     def saves_again() -> bool:
-        base = random.randrange(10**6, 10**9)
-        done = engine.save(list(range(base, base + 64)), BLOCKS)
-        return any(answer.outcome is SaveOutcome.SAVED for answer in done)
+        engine.wait_for_set()
+        return any(a.outcome is SaveOutcome.SAVED for a in engine.save(tokens_of(random.randrange(99, 10**5)), BLOCKS))
 
-    wait_until(saves_again)
+    wait_until(lambda: not saves_again())
+    assert engine.transfers[0].metrics.total()["skipped_chunks_no_space"] > 0
+    wait_until(saves_again, 20.0)
+    assert engine.store._index.counts().sets > sets // 3
+    engine.close()
+
+
+def test_storage_that_fails_for_other_reasons_evicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slow write or refused file used to be taken for a full disk, and everything stored was evicted."""
+    engine = tiny(tmp_path, sets=40)
+    for number in range(8):
+        engine.save(tokens_of(number), BLOCKS)
+    chunks = engine.store._index.counts().chunks
+
+    def refuse(self: SegmentFiles, header: object) -> None:
+        raise TierUnavailable("Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SegmentFiles, "create", refuse)
+        outcomes = set()
+        for number in range(10, 22):
+            outcomes |= {answer.outcome for answer in engine.save(tokens_of(number), BLOCKS)}
+            time.sleep(0.1)
+        assert SaveOutcome.FAILED in outcomes and SaveOutcome.NO_SPACE not in outcomes
+    assert engine.store._index.counts().chunks >= chunks
+    assert engine.store.metrics.total().get("evicted_bytes", 0) == 0
+    engine.close()
+
+
+def test_an_evicted_segment_gives_its_space_back_while_others_had_it_open(tmp_path: Path) -> None:
+    writer, reader = tiny(tmp_path), tiny(tmp_path)
+    writer.save(tokens_of(1), BLOCKS)
+    reader.load(tokens_of(1), TARGET)
+    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    held = path.open("rb")
+    Housekeeper(writer.store._index, tmp_path / "v1", "me")._remove(int(path.name[:16], 16))
+    inode = os.fstat(held.fileno()).st_ino
+    held.close()
+
+    def open_inodes() -> set[int]:
+        found = set()
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                found.add(os.stat(f"/proc/self/fd/{descriptor}").st_ino)
+        return found
+
+    assert inode in open_inodes()
+    for engine in (writer, reader):
+        engine.transfers[0].tidy()
+    assert inode not in open_inodes()
+    for engine in (writer, reader):
+        engine.close()
+
+
+def test_slots_of_chunks_that_were_not_written_are_used_again(tmp_path: Path) -> None:
+    first, second = tiny(tmp_path, sets=6), tiny(tmp_path, sets=6)
+    first.save(tokens_of(1), BLOCKS)
+    assert {answer.outcome for answer in second.save(tokens_of(1), BLOCKS)} == {SaveOutcome.PRESENT}
+    done = second.save(tokens_of(2), BLOCKS)
+    assert sorted(answer.slot for answer in done) == [0, 1, 2, 3, 4]
+    assert not verify(find_root(tmp_path), second.store._index).bad
+    first.close()
+    second.close()
+
+
+def test_the_keeper_outlives_any_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An I/O error in one duty used to end the thread, and with it sets, signs of life and eviction for good."""
+    engine = tiny(tmp_path, sets=12)
+    keeper = engine.store._keeper
+    faults = (OSError(5, "Input/output error"), ConfigError("root", "x", "y"), IndexUnavailable("gone"), KeyError(1))
+    for fault in faults:
+
+        def fail(*_: object, fault: Exception = fault) -> None:
+            raise fault
+
+        hook, threading.excepthook = threading.excepthook, lambda _: None
+        with monkeypatch.context() as patched:
+            patched.setattr(Housekeeper, "make_room", fail)
+            patched.setattr(Housekeeper, "close_set", fail)
+            keeper._next_sweep_s = 0.0
+            patched.setattr(Housekeeper, "sweep", fail)
+            for number in range(3):
+                engine.prefill(tokens_of(number), BLOCKS)
+            keeper._ticker.wake()  # type: ignore[union-attr]
+            time.sleep(0.3)
+        threading.excepthook = hook
+    for number in range(20, 26):
+        engine.save(tokens_of(number), BLOCKS)
+    assert engine.load(tokens_of(25), TARGET)[0] == 5
+    engine.close()
+
+
+def test_a_set_is_closed_although_the_index_failed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny(tmp_path, sets=12)
+    closed, failures = Housekeeper.close_set, iter([True, True])
+
+    def fail_twice(self: Housekeeper, set_id: int) -> None:
+        if next(failures, False):
+            raise IndexUnavailable("a moment")
+        closed(self, set_id)
+
+    monkeypatch.setattr(Housekeeper, "close_set", fail_twice)
+    for number in range(5):
+        engine.save(tokens_of(number), BLOCKS)
+    supply = engine.store._keeper.supply
+    wait_until(lambda: sum(info.is_open for info in engine.store._index.sets()) <= 1 + len(supply._spares))
     engine.close()

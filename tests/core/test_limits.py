@@ -14,6 +14,7 @@ from kvtier.errors import IndexUnavailable
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
 from kvtier.plan import SaveOutcome
 from kvtier.store import WantedChunk
+from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
@@ -73,7 +74,7 @@ def test_a_hung_read_is_a_miss_in_time_and_its_slot_comes_back(tmp_path: Path) -
     assert arena._table.available == arena.n_slots - 5, "slots of hung reads are not given to others (I10)"
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks, "stalled storage is not asked again at once"
     ring.returned.set()
-    reader.transfers[0].poll()
+    reader.transfers[0].tidy()
     assert arena._table.available == arena.n_slots
     assert all(not tensor.any() for tensor in reader.blocks(TARGET)), "late bytes reached engine blocks"
     reader.close()
@@ -85,9 +86,9 @@ def test_a_hung_write_is_given_up_and_published_never(tmp_path: Path) -> None:
     assert {answer.outcome for answer in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.FAILED}
     assert engine.load(TOKENS, TARGET) == (0, [])
     outcomes = {answer.outcome for answer in engine.save(list(range(64)), BLOCKS)}
-    assert outcomes == {SaveOutcome.NO_SPACE}, "saving rests"
+    assert outcomes == {SaveOutcome.RESTING}, "saving rests"
     ring.returned.set()
-    engine.transfers[0].poll()
+    engine.transfers[0].tidy()
     arena = engine.transfers[0]._worker.arena
     assert arena._table.available == arena.n_slots
     engine.close()
@@ -185,3 +186,126 @@ def test_more_chunks_than_the_arena_has_slots_load_all_the_same(tmp_path: Path) 
     assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(range(100, 180)), strict=True))
     reader.transfers[0]._worker.arena.check()
     reader.close()
+
+
+def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that hangs in open(): reads have deadlines of their own, system calls have not."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    reader = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 0.5}})
+    keys = reader.keys(TOKENS)
+    entries = reader.store.lookup(keys)
+    transfer, free = reader.transfers[0], threading.Event()
+    opened = SegmentFiles._open_file
+
+    def hang(self: SegmentFiles, name: tuple[int, int]) -> object:
+        free.wait(20)
+        return opened(self, name)
+
+    monkeypatch.setattr(SegmentFiles, "_open_file", hang)
+    for files in transfer._worker.files._known.values():
+        files._descriptors._open_file = files._open_file
+    answers: list[str] = []
+    for number in range(5):
+        blocks = list(range(20 * number, 20 * number + 20))
+        transfer.load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    deadline = time.monotonic() + 3
+    while len(answers) < 5 and time.monotonic() < deadline:
+        started = time.monotonic()
+        done = transfer.poll().loads
+        assert time.monotonic() - started < 0.2, "the engine's thread waited"
+        assert all(len(answer.failed_blocks) == 20 for answer in done)
+        answers += [answer.request_id for answer in done]
+        time.sleep(0.01)
+    assert sorted(answers) == [f"r{number}" for number in range(5)]
+    free.set()
+    assert transfer.drain(10)
+    assert transfer.poll().loads == [], "each plan is answered once"
+    assert all(not tensor.any() for tensor in reader.blocks(range(100))), "a late thread wrote into engine blocks"
+    time.sleep(0.6)
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), "storage that is back is used"
+    arena = transfer._worker.arena
+    transfer.tidy()
+    assert arena._table.available == arena.n_slots
+    reader.close()
+
+
+def test_two_loads_never_wait_for_each_other(tmp_path: Path) -> None:
+    """More loads than slots, all of the same prefixes, in an arena of five: all are served, and soon."""
+    prompts = [[*range(64 * n), *range(9000, 9000 + 64 * 8)] for n in range(4)]
+    writer = Engine(tmp_path, changes={"host": {"arena_bytes": 64 << 20}})
+    for prompt in prompts:
+        writer.save(prompt, range(len(prompt) // 16))
+    writer.close()
+    changes = {"host": {"arena_bytes": 5 * (4096 + (256 << 10)), "admit": "second_hit"}, "queues": {"load_threads": 6}}
+    reader = Engine(tmp_path, changes=changes, n_blocks=1024)
+    for number in range(18):
+        prompt = prompts[number % 4]
+        keys = reader.keys(prompt)
+        entries = reader.store.lookup(keys)
+        assert len(entries) == len(keys)
+        blocks = list(range(50 * number, 50 * number + 4 * len(keys)))
+        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    started = time.monotonic()
+    assert reader.transfers[0].drain(8)
+    assert time.monotonic() - started < 6
+    assert [answer.failed_blocks for answer in reader.transfers[0].poll().loads] == [frozenset()] * 18
+    arena = reader.transfers[0]._worker.arena
+    arena.check()
+    reader.transfers[0].tidy()
+    assert arena._table.available == arena.n_slots
+    reader.close()
+
+
+def test_a_long_queue_is_not_taken_for_dead_storage(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    reader = Engine(tmp_path, changes={"queues": {"load_threads": 1}, "io": {"threads": 2, "timeout_s": 0.6}})
+    worker = reader.transfers[0]._worker
+    decode = worker.codec.decode
+
+    def slow(*arguments: object) -> None:
+        time.sleep(0.05)
+        decode(*arguments)  # type: ignore[arg-type]
+
+    worker.codec.decode = slow  # type: ignore[method-assign]
+    keys = reader.keys(TOKENS)
+    entries = reader.store.lookup(keys)
+    for number in range(10):
+        blocks = list(range(20 * number, 20 * number + 20))
+        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    assert reader.transfers[0].drain(10)
+    answers = reader.transfers[0].poll().loads
+    assert len(answers) == 10 and 0 < sum(bool(answer.failed_blocks) for answer in answers) < 10
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), "a fresh request was refused"
+    reader.close()
+
+
+def test_a_gather_that_raises_loses_no_slot_and_no_answer(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, changes={"queues": {"save_chunks_max": 4}})
+    worker = engine.transfers[0]._worker
+    encode, calls = worker.codec.encode, iter(range(100))
+
+    def fail_third(*arguments: object) -> None:
+        if next(calls) == 2:
+            raise RuntimeError("an illegal memory access was encountered")
+        encode(*arguments)  # type: ignore[arg-type]
+
+    worker.codec.encode = fail_third  # type: ignore[method-assign]
+    engine.wait_for_set()
+    keys = engine.keys(TOKENS)
+    plan = engine.store.plan_save([WantedChunk(key, bytes(16), tuple(range(4))) for key in keys])
+    assert plan is not None
+    with pytest.raises(RuntimeError):
+        engine.transfers[0].save(plan)
+    done = engine.transfers[0].poll().saves
+    assert [answer.key for answer in done] == keys
+    assert {answer.outcome for answer in done} == {SaveOutcome.FAILED}
+    assert worker.arena._table.available == worker.arena.n_slots
+    engine.store.saved(done)
+    assert len(engine.save(TOKENS, BLOCKS)) == 5
+    engine.close()

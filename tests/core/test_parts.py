@@ -132,11 +132,22 @@ def test_a_set_supply_gives_every_slot_once_and_asks_in_time() -> None:
     taken += [supply.take(0.0) for _ in range(4)]
     assert taken == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
     assert supply.take_settled(1.0) == [], "its saves are not answered"
-    for _ in range(4):
-        supply.answered(1)
+    for slot in range(4):
+        supply.answered(1, slot, is_blank=False)
     assert supply.take_settled(1.0) == [1] and supply.take_settled(1.0) == []
     supply.offer(3)
     assert supply.abandon() == ([2], [3])
+
+
+def test_a_slot_that_stayed_blank_is_given_again() -> None:
+    supply = SetSupply(slots=3, spares_max=1)
+    supply.offer(1)
+    assert [supply.take(0.0) for _ in range(2)] == [(1, 0), (1, 1)]
+    supply.answered(1, 0, is_blank=True)
+    supply.answered(1, 1, is_blank=False)
+    assert [supply.take(0.0) for _ in range(2)] == [(1, 0), (1, 2)]
+    supply.answered(1, 2, is_blank=True)
+    assert supply.take(0.0) is None, "a full set is not opened again"
 
 
 def test_a_set_supply_keeps_as_many_ready_as_it_is_told() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
+import pytest
+
+from kvtier.errors import TierUnavailable
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Location
 from kvtier.inspect import verify
 from kvtier.root import find_root
+from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.test_capacity import wait_until
 
@@ -79,4 +84,43 @@ def test_a_damaged_record_header_is_left_out_and_said(tmp_path: Path) -> None:
     wait_until(lambda: not index.was_reset)
     assert reader.load(TOKENS, TARGET) == (0, []), "the first chunk is gone, so is the prefix"
     assert index.counts().chunks == 4
+    reader.close()
+
+
+def test_one_damaged_namespace_stops_nothing_else(tmp_path: Path) -> None:
+    writer, other = Engine(tmp_path), Engine(tmp_path, weights="other")
+    writer.save(TOKENS, BLOCKS)
+    other.save(TOKENS, BLOCKS)
+    writer.close()
+    other.close()
+    (tmp_path / "v1" / other.namespace.id.hex() / "namespace.json").write_text("{}")
+    shutil.rmtree(tmp_path / "v1" / "index")
+    reader = Engine(tmp_path)
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
+    assert {answer.outcome.value for answer in reader.save(list(range(64)), BLOCKS)} == {"saved"}
+    reader.close()
+
+
+def test_a_segment_that_could_not_be_read_once_is_taken_in_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to be swept as an orphan, in the very tick that failed to read it."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    os.utime(path, (1, 1))
+    shutil.rmtree(tmp_path / "v1" / "index")
+    opened, refusals = SegmentFiles._open_file, iter([True, True])
+
+    def refuse_first(self: SegmentFiles, name: tuple[int, int]) -> object:
+        if next(refusals, False):
+            raise TierUnavailable("Too many open files")
+        return opened(self, name)
+
+    monkeypatch.setattr(SegmentFiles, "_open_file", refuse_first)
+    reader = Engine(tmp_path)
+    wait_until(lambda: not reader.store._index.was_reset)
+    reader.store._keeper._next_sweep_s = 0.0
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     reader.close()
