@@ -1,4 +1,4 @@
-"""The native extension: a plain shared library, loaded by kvtier/io/native.py with ctypes. The rest is pyproject.toml."""
+"""The native extension: a shared library that kvtier/io/native.py loads with ctypes. The rest is pyproject.toml."""
 
 import os
 import shlex

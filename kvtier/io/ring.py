@@ -10,6 +10,7 @@ A ring belongs to the process that made it; after a fork the child makes its own
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -26,9 +27,9 @@ from kvtier.io.native import library
 
 THREADS, PIECE_BYTES = 16, 1 << 20
 WRITE_PIECES = 4
-"""Where a device does the work; pieces of writes are four times as large, because ext4 converts blocks piece by piece
-(32 MiB records on a virtual disk: 3.93 GB/s with 1 MiB, 4.09 with 4, 4.21 with 32). A striped file system needs that many requests in flight: with 8 threads its double (8
-x 100 MB/s, 2 ms) reads at 86 % of fio's rate, with 16 at 100 %."""
+"""Where a device does the work. A striped file system needs that many requests in flight: with 8 threads its double
+(8 x 100 MB/s, 2 ms) reads at 86 % of fio's rate, with 16 at 100 %. Pieces of writes are four times as large, because
+ext4 converts fallocated blocks piece by piece (32 MiB records on a virtual disk: 3.93 GB/s with 1 MiB, 4.09 with 4)."""
 
 MEMORY_THREADS, MEMORY_PIECE_BYTES = 4, 256 << 10
 """Where the processor copies (tmpfs): a piece stays in L2 until it is summed, and threads beyond the cores only switch.
@@ -230,10 +231,8 @@ class AlignedBuffer:
             mapped_bytes += _HUGE_PAGE_BYTES  # room to start at a huge page
         self._mmap = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do
                 self._mmap.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without huge pages: small ones do
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
         skip = -base % _HUGE_PAGE_BYTES if n_bytes >= _HUGE_PAGE_BYTES else 0
         self.address = base + skip

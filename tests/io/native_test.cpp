@@ -142,11 +142,11 @@ void closing_while_submitting() {
   for (int round = 0; round < 50; round++) {
     auto engine = started(2);
     const int fd = file("close");
-    Pages arena(kRecord);
+    Pages arena(20 * kRecord);
     std::vector<std::shared_ptr<Batch>> batches;
     std::thread user([&] {
-      for (int i = 0; i < 20; i++) {
-        const OpSpec spec = record(kWrite, fd, 0, arena.data);
+      for (uint64_t i = 0; i < 20; i++) {
+        const OpSpec spec = record(kWrite, fd, i, arena.data + i * kRecord);
         const std::vector<uint64_t> none(kSlabs);
         auto batch = std::make_shared<Batch>(&spec, 1, none.data());
         const int error = engine->submit(batch);
@@ -163,11 +163,12 @@ void closing_while_submitting() {
 
 void the_last_reference_may_be_a_thread() {
   // The caller lets go of engine and batch at once; memory and descriptor stay, as the rule says.
-  static Pages arena(kRecord);
+  constexpr uint64_t kRounds = 50;
+  static Pages arena(kRounds * kRecord);
   static const int fd = file("abandoned");
-  for (int round = 0; round < 50; round++) {
+  for (uint64_t round = 0; round < kRounds; round++) {
     auto engine = started(2);
-    auto batch = submitted(*engine, {record(kWrite, fd, 0, arena.data)});
+    auto batch = submitted(*engine, {record(kWrite, fd, round, arena.data + round * kRecord)});
     batch.reset();
     engine->close(0s);
   }

@@ -10,10 +10,12 @@ import numpy as np
 
 from kvtier.checksum import slab_checksum, slab_seed
 from kvtier.geometry import PAGE_BYTES, Extent
-from kvtier.io.ring import AlignedBuffer, ReadOp, WriteOp, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, Batch, OpResult, ReadOp, Ring, WriteOp, aligned_buffer
 from kvtier.record import RecordHeader
 
 FIRST_HEAD, FIRST_LAYER = 3, 5
+TIMEOUT_S = 20.0
+PIECE_BYTES = 64 * 1024
 
 
 class Record:
@@ -66,3 +68,14 @@ class Record:
 
 def open_file(path: Path, direct: bool) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
+
+
+def finished(batch: Batch) -> list[OpResult]:
+    assert batch.wait(TIMEOUT_S)
+    return batch.results()
+
+
+def written(ring: Ring, fd: int, records: list[Record]) -> list[OpResult]:
+    results = finished(ring.submit([record.write_op(fd) for record in records]))
+    assert [result.error for result in results] == [0] * len(records)
+    return results

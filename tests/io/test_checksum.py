@@ -31,7 +31,7 @@ def test_vectors(name: str, vector: tuple[bytes, int, int, bytes, int, int]) -> 
 def test_random_sizes_starts_and_alignments(name: str) -> None:
     """Sizes around the vector versions' runs, addresses that are not aligned, counters that wrap at 2^32."""
     rng = random.Random(1)
-    sizes = [8 * n for n in range(0, 70)] + [8 * rng.randrange(70, 4000) for _ in range(30)]
+    sizes = [8 * n for n in range(70)] + [8 * rng.randrange(70, 4000) for _ in range(30)]
     for size in sizes:
         shift = rng.randrange(64)
         data = ctypes.create_string_buffer(rng.randbytes(size + shift), size + shift)

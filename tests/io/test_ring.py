@@ -1,4 +1,4 @@
-"""The ring: records through files, faults named by slab or by errno, deadlines."""
+"""The ring: records through files, faults named by slab or by errno, many threads."""
 
 from __future__ import annotations
 
@@ -7,47 +7,16 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp, aligned_buffer
+from kvtier.io.ring import OpResult, ReadOp, Ring, WriteOp, aligned_buffer
 from kvtier.record import RecordHeader
 
-from hang import HungRead
-from records import FIRST_HEAD, Record, open_file
-
-TIMEOUT_S = 20.0
-PIECE_BYTES = 64 * 1024
-
-
-@pytest.fixture(name="ring")
-def _ring() -> Iterator[Ring]:
-    with Ring(4, PIECE_BYTES) as ring:
-        yield ring
-
-
-@pytest.fixture(name="fd", params=["direct", "buffered"])
-def _fd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
-    fd = open_file(tmp_path / "segment", request.param == "direct")
-    yield fd
-    os.close(fd)
-
-
-def finished(batch: Batch) -> list[OpResult]:
-    assert batch.wait(TIMEOUT_S)
-    return batch.results()
-
-
-def written(ring: Ring, fd: int, records: list[Record]) -> list[OpResult]:
-    results = finished(ring.submit([record.write_op(fd) for record in records]))
-    assert [result.error for result in results] == [0] * len(records)
-    return results
-
+from records import FIRST_HEAD, PIECE_BYTES, TIMEOUT_S, Record, finished, open_file, written
 
 # One slab smaller than a piece, slabs that pieces straddle, slabs of several pieces.
 SHAPES = [(PAGE_BYTES, 1), (5 * PAGE_BYTES, 7), (12 * PAGE_BYTES, 8), (40 * PAGE_BYTES, 3)]
@@ -168,155 +137,6 @@ def test_no_header_after_a_slab_that_failed(ring: Ring, tmp_path: Path) -> None:
     assert result.error == errno.EFBIG
     assert not any(os.pread(fd, PAGE_BYTES, 0))
     os.close(fd)
-
-
-@pytest.fixture(name="hung")
-def _hung() -> Iterator[HungRead]:
-    hung = HungRead()
-    yield hung
-    hung.release()
-
-
-@pytest.fixture(name="second_hung")
-def _second_hung() -> Iterator[HungRead]:
-    hung = HungRead()
-    yield hung
-    hung.release()
-
-
-def blocked(ring: Ring, hung: HungRead) -> Batch:
-    """A batch in which the single thread of `ring` hangs."""
-    batch = ring.submit([hung.op])
-    hung.wait_until_hanging(TIMEOUT_S)
-    return batch
-
-
-def test_a_hung_read_times_out_and_ends_later(ring: Ring, fd: int, hung: HungRead) -> None:
-    record, target = Record(1, 4 * PAGE_BYTES, 2), aligned_buffer(9 * PAGE_BYTES)
-    (result,) = written(ring, fd, [record])
-    started = time.monotonic()
-    batch = ring.submit([hung.op])
-    assert not batch.wait(0.05)
-    hung.wait_until_hanging(TIMEOUT_S)
-    assert 0.04 < time.monotonic() - started < 2
-    with pytest.raises(RuntimeError, match="not done"):
-        batch.results()
-    (read,) = finished(ring.submit([record.read_op(fd, target, result.checksums)]))  # the other threads go on
-    assert read.ok
-    batch.cancel()
-    assert not batch.wait(0.05)  # it has started: it cannot be called back
-    hung.release()
-    assert finished(batch)[0].error == 0
-
-
-def test_cancel_drops_what_has_not_started(fd: int, hung: HungRead) -> None:
-    record, target = Record(1, 4 * PAGE_BYTES, 2), aligned_buffer(9 * PAGE_BYTES)
-    with Ring(1, PIECE_BYTES) as ring:
-        (result,) = written(ring, fd, [record])
-        blocker = blocked(ring, hung)
-        read = record.read_op(fd, target, result.checksums)
-        queued = ring.submit([read] * 3)
-        behind = ring.submit([read, record.write_op(fd)])
-        assert not queued.wait(0.05)
-        queued.cancel()
-        assert queued.wait(1.0)
-        assert [r.error for r in queued.results()] == [errno.ECANCELED] * 3
-        queued.cancel()  # harmless
-        assert not behind.wait(0.0)
-        hung.release()
-        assert finished(blocker)[0].error == 0
-        assert [r.error for r in finished(behind)] == [0, 0]
-
-
-def test_cancel_in_the_middle_of_an_operation(hung: HungRead) -> None:
-    """One piece hangs, the rest of its operation is dropped: it ends when the piece is back, as cancelled."""
-    with Ring(1, PAGE_BYTES) as ring:
-        batch = ring.submit([hung.long_op])
-        hung.wait_until_hanging(TIMEOUT_S)
-        batch.cancel()
-        assert not batch.wait(0.1)
-        hung.release()
-        assert finished(batch)[0].error == errno.ECANCELED
-
-
-def test_close_leaves_hung_threads_behind(fd: int, hung: HungRead) -> None:
-    record = Record(1, 4 * PAGE_BYTES, 2)
-    ring = Ring(1, PIECE_BYTES)
-    blocker = blocked(ring, hung)
-    queued = ring.submit([record.write_op(fd)])
-    started = time.monotonic()
-    assert ring.close(0.1) is False
-    assert time.monotonic() - started < 2
-    assert finished(queued)[0].error == errno.ECANCELED
-    with pytest.raises(TierUnavailable, match="closed"):
-        ring.submit([record.write_op(fd)])
-    assert not blocker.wait(0.0)
-    hung.release()
-    assert finished(blocker)[0].error == 0
-    assert ring.close() is True
-
-
-def test_the_queue_is_bounded(fd: int, hung: HungRead) -> None:
-    record = Record(1, PAGE_BYTES, 1)
-    with Ring(1, PIECE_BYTES, queued_ops_max=4) as ring:
-        blocked(ring, hung)
-        queued = ring.submit([record.write_op(fd)] * 3)
-        with pytest.raises(TierUnavailable, match="queue"):
-            ring.submit([record.write_op(fd)] * 2)
-        last = ring.submit([record.write_op(fd)])
-        with pytest.raises(TierUnavailable, match="queue"):
-            ring.submit([record.write_op(fd)])
-        hung.release()
-        assert [r.error for r in finished(queued) + finished(last)] == [0] * 4
-        assert [r.error for r in finished(ring.submit([record.write_op(fd)] * 4))] == [0] * 4
-
-
-def test_reads_go_before_writes(fd: int, hung: HungRead, second_hung: HungRead) -> None:
-    """Behind a hung read on one thread: reads are done before writes that were submitted earlier."""
-    record, target = Record(1, PAGE_BYTES, 1), aligned_buffer(PAGE_BYTES)
-    with Ring(1, PIECE_BYTES) as ring:
-        (result,) = written(ring, fd, [record])
-        blocked(ring, hung)
-        writes = ring.submit([record.write_op(fd)])
-        read = record.read_op(fd, target, result.checksums)
-        reads = [ring.submit([read]) for _ in range(3)]
-        last_read = ring.submit([second_hung.op])
-        hung.release()
-        assert all(finished(batch)[0].ok for batch in reads)
-        second_hung.wait_until_hanging(TIMEOUT_S)
-        assert not last_read.wait(0.0) and not writes.wait(0.0)  # the thread hangs again, before the write
-        second_hung.release()
-        assert finished(last_read)[0].error == 0 and finished(writes)[0].error == 0
-
-
-def test_writes_get_a_turn_among_reads(fd: int, hung: HungRead, second_hung: HungRead) -> None:
-    """A stream of reads does not stop writes for good."""
-    record, target = Record(1, PAGE_BYTES, 1), aligned_buffer(PAGE_BYTES)
-    with Ring(1, PIECE_BYTES) as ring:
-        (result,) = written(ring, fd, [record])
-        blocked(ring, hung)
-        writes = ring.submit([record.write_op(fd)])
-        read = record.read_op(fd, target, result.checksums)
-        reads = ring.submit([read] * 20 + [second_hung.op])
-        hung.release()
-        assert finished(writes)[0].error == 0 and not reads.wait(0.0)
-        second_hung.release()
-        assert finished(reads)
-
-
-def test_batches_take_turns(fd: int, hung: HungRead, second_hung: HungRead) -> None:
-    """A short batch behind a long one ends long before it: their operations are interleaved."""
-    record, target = Record(1, PAGE_BYTES, 1), aligned_buffer(PAGE_BYTES)
-    with Ring(1, PIECE_BYTES) as ring:
-        (result,) = written(ring, fd, [record])
-        read = record.read_op(fd, target, result.checksums)
-        blocked(ring, hung)
-        long = ring.submit([read] * 10 + [second_hung.op] + [read] * 10)
-        short = ring.submit([read] * 5)
-        hung.release()
-        assert short.wait(TIMEOUT_S) and not long.wait(0.0)
-        second_hung.release()
-        assert [r.error for r in finished(long)] == [0] * 21
 
 
 def test_many_threads_submit(ring: Ring, tmp_path: Path) -> None:

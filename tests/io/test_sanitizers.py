@@ -20,7 +20,9 @@ def _has_sanitizer(compiler: str, sanitizer: str, folder: Path) -> bool:
     source.write_text("int main() {}\n")
     command = [compiler, f"-fsanitize={sanitizer}", str(source), "-o", str(folder / "empty")]
     built = subprocess.run(command, capture_output=True, check=False)
-    return built.returncode == 0 and subprocess.run([folder / "empty"], capture_output=True, check=False).returncode == 0
+    if built.returncode != 0:
+        return False
+    return subprocess.run([folder / "empty"], capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
@@ -32,8 +34,9 @@ def test_native_code_is_clean(sanitizer: str, tmp_path: Path) -> None:
     program = tmp_path / "native_test"
     command = [
         COMPILER, "-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized",
-        f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{NATIVE}", str(Path(__file__).parent / "native_test.cpp"),
-        *(str(NATIVE / source) for source in SOURCES), "-o", str(program),
+        f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{NATIVE}",
+        str(Path(__file__).with_name("native_test.cpp")), *(str(NATIVE / source) for source in SOURCES),
+        "-o", str(program),
     ]  # fmt: skip
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
