@@ -100,6 +100,7 @@ class SchedulerBridge:
         self._faults = faults
         self._clock = clock
         self._requests: dict[str, TrackedRequest] = {}
+        self._is_stopped = False
         self._before: list[WantedChunk] = []
         self._after: list[WantedChunk] = []
         self._loads: list[LoadPlan] = []
@@ -110,12 +111,14 @@ class SchedulerBridge:
 
     def track(self, view: RequestView) -> None:
         """Begins to follow a request."""
-        self._requests[view.request_id] = TrackedRequest(view, self._store.namespace_id, view.may_load, view.may_save)
+        may_load, may_save = view.may_load and not self._is_stopped, view.may_save and not self._is_stopped
+        self._requests[view.request_id] = TrackedRequest(view, self._store.namespace_id, may_load, may_save)
 
     def hit_tokens(self, request_id: str, computed_tokens: int) -> int | None:
         """How many tokens past `computed_tokens` can be loaded; None: ask again in the next step."""
         request = self._requests[request_id]
         request.offer = None
+        request.computed_tokens = computed_tokens
         if not request.may_load:
             return 0
         miss: int | None = 0
@@ -135,8 +138,8 @@ class SchedulerBridge:
             self._loads.append(plan)
             request.load_blocks = frozenset(block for chunk in plan.chunks for block in chunk.block_ids)
         else:
-            computed = offer.computed_tokens if offer is not None else 0
-            failed = frozenset(block_ids[computed // self._shape.block_tokens :])
+            # Never the blocks of local hits: they are other requests' too.
+            failed = frozenset(block_ids[request.computed_tokens // self._shape.block_tokens :])
             self._refused.append(LoadDone(request_id, failed))
             request.load_blocks = failed
 
@@ -187,15 +190,21 @@ class SchedulerBridge:
     def reset(self) -> bool:
         """New weights, or an emptied cache: nothing that is in the engine now may enter the new epoch.
 
-        False when a load of the old epoch is on its way (its bytes are as old as the engine's own then).
+        False when a load of the old epoch is on its way (its bytes are as old as the engine's own then), and when no
+        new epoch could be begun; then nothing is loaded or saved any more, for the weights may be others.
         """
-        self._faults.guard("beginning an epoch", self._store.reset, None)
+        has_begun = self._faults.guard("beginning an epoch", self._begin_epoch, False)
+        self._is_stopped |= not has_begun
         self._before.clear()
         loading = False
         for request in self._requests.values():
             request.may_load = request.may_save = False
             loading |= request.load_blocks is not None
-        return not loading
+        return has_begun and not loading
+
+    def _begin_epoch(self) -> bool:
+        self._store.reset()
+        return True
 
     def _look_up(self, request: TrackedRequest, computed_tokens: int) -> int | None:
         size = self._shape.chunk_tokens

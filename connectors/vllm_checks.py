@@ -29,6 +29,10 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(name, size, "a context-parallel rank holds only some tokens of a block; set it to 1")
+    stages = getattr(parallel, "pipeline_parallel_size", 1)
+    if stages > 1 and getattr(vllm_config, "speculative_config", None) is not None:
+        fix = "with speculative decoding, vLLM does not tell all pipeline stages when KV is final; use one or the other"
+        raise ConfigError("pipeline_parallel_size", stages, fix)
     if getattr(cache, "calculate_kv_scales", False):
         fix = "scales found at run time differ from engine to engine; set it to false and use scales of the checkpoint"
         raise ConfigError("calculate_kv_scales", True, fix)

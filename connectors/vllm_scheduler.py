@@ -54,6 +54,10 @@ class SchedulerHalf:
         spec = check_cache(kv_cache_config, settings)
         layer_names = in_layer_order(kv_cache_config.kv_cache_groups[0].layer_names)
         identity = identity_of(vllm_config, spec, layer_names, settings)
+        if getattr(vllm_config, "weight_transfer_config", None) is not None:
+            log.warning(
+                "after each update of the weights call reset_prefix_cache(reset_connector=True), or old KV is reused"
+            )
         self._loads, self._saves = roles(vllm_config)
         self._save_generated = settings.save_generated
         self._chunk_tokens = settings.chunk_tokens

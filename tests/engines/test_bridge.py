@@ -241,6 +241,24 @@ def test_reset_during_a_load_says_so() -> None:
     assert not scene.bridge.reset()
 
 
+def test_a_reset_that_fails_stops_the_tier_instead_of_mixing_weights() -> None:
+    scene = Scene()
+    scene.store_chunks(4)
+    scene.store.reset = None  # type: ignore[assignment, method-assign]
+    assert not scene.bridge.reset()
+    scene.bridge.track(RequestView("new", scene.tokens, 300, {}, True, True))
+    assert scene.bridge.hit_tokens("new", 0) == 0
+    assert not scene.bridge.chunks_pending("new", 300)
+
+
+def test_blocks_of_local_hits_are_never_reported_as_failed() -> None:
+    """They are other requests' too. Here the engine waits for a load that nobody offered."""
+    scene = Scene()
+    assert scene.bridge.hit_tokens("r", 96) == 0
+    scene.bridge.begin_load("r", BLOCKS[:19], 64)
+    assert scene.bridge.take_step().refused == (LoadDone("r", frozenset(BLOCKS[6:19])),)
+
+
 def test_a_step_travels() -> None:
     scene = Scene()
     scene.bridge.advance("r", 300, BLOCKS)

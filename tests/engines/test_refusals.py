@@ -27,8 +27,8 @@ def engine(**changes: Any) -> SimpleNamespace:
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
     for path, value in changes.items():
-        part, name = path.split("__")
-        setattr(getattr(config, f"{part}_config"), name, value)
+        part, _, name = path.partition("__")
+        setattr(getattr(config, f"{part}_config"), name, value) if name else setattr(config, part, value)
     return config
 
 
@@ -69,6 +69,10 @@ def test_a_plain_engine_passes() -> None:
         ({"kv_transfer__kv_load_failure_policy": "fail"}, "kv_load_failure_policy", 'add "kv_load_failure_policy": '),
         ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size", "set it to 1"),
         ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size", "set it to 1"),
+        (
+            {"parallel__pipeline_parallel_size": 2, "speculative_config": object()},
+            "pipeline_parallel_size", "use one or the other",
+        ),
         ({"cache__calculate_kv_scales": True}, "calculate_kv_scales", "set it to false"),
         ({"cache__cache_dtype": "int8_per_token_head"}, "kv_cache_dtype", "use auto"),
         ({"cache__cache_dtype": "int4_per_token_head"}, "kv_cache_dtype", "use auto"),
