@@ -172,8 +172,11 @@ class Engine:
 
     def settle(self) -> None:
         """Takes gathers that are due to the worker, then waits until all that was saved is stored."""
-        if self.worker_half is None:
-            time.sleep(1.0)
+        if self.worker_half is None:  # in other processes: until the index has all that was planned
+            store = self.scheduler_half._store
+            deadline = time.monotonic() + 20
+            while store._index.counts().chunks < len(store._known) and time.monotonic() < deadline:
+                time.sleep(0.05)
             return
         self.llm.llm_engine.engine_core.get_output()
         assert self.worker_half._bridge._transfer.drain(30.0)
