@@ -41,7 +41,10 @@ BLOCK_TOKENS = 32
 def extra_config(root: str, **changes: Any) -> dict[str, Any]:
     """The connector's settings in these tests: small chunks and segments, so that a few prompts fill several."""
     small = {"chunk_tokens": CHUNK_TOKENS, "min_load_tokens": CHUNK_TOKENS, "segment_bytes": "16MiB"}
-    return {"root": root, "capacity_bytes": "1GiB", "host": {"arena_bytes": "64MiB"}, **small, **changes}
+    patient = {"save_chunks_max": 1024}  # a busy disk must not make these tests skip a chunk
+    return {
+        "root": root, "capacity_bytes": "1GiB", "host": {"arena_bytes": "64MiB"}, "queues": patient, **small, **changes
+    }  # fmt: skip
 
 
 @dataclass
