@@ -58,7 +58,7 @@ int Engine::submit(const std::shared_ptr<Batch>& batch) {
   queued_ops_ += batch->size();
   for (int kind : {kRead, kWrite})
     if (!batch->lane(kind).empty()) lanes_[kind].push_back(batch);
-  // As many threads as there are pieces: a wake-up for nothing costs as much as copying 64 KiB.
+  // As many threads as there are pieces: waking all of them only makes them switch.
   for (uint64_t woken = 0; woken < std::min<uint64_t>(pieces, idle_); woken++) work_or_stop_.notify_one();
   return 0;
 }
