@@ -23,7 +23,7 @@ SHARED_PREFIX_TOKENS = 2560
 OWN_TOKENS = 640
 FOLLOW_UP_TOKENS = 120
 ENGINE_TIMEOUT_S = 600
-KVTIER = {"capacity_bytes": "2GiB", "segment_bytes": "256MiB", "host": {"arena_bytes": "256MiB"}}
+KVTIER = {"capacity_bytes": "2GiB", "segment_bytes": "256MiB", "host": {"arena_bytes": "512MiB"}}
 """The tier for the demo: small segments, because the disk of a stranger's machine may be small."""
 
 

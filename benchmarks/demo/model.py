@@ -44,7 +44,7 @@ def make_model(folder: Path) -> None:
     fast.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+        vocab_size=VOCABULARY, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12,
         num_key_value_heads=4, head_dim=64, max_position_embeddings=CONTEXT_TOKENS, bos_token_id=0, eos_token_id=1,
         pad_token_id=2, tie_word_embeddings=False, initializer_range=WEIGHT_SPREAD,
     )  # fmt: skip
