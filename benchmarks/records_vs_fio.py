@@ -32,16 +32,13 @@ from pathlib import Path
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.io.native import instruction_set
 from kvtier.io.ring import (
-    MEMORY_PIECE_BYTES,
-    MEMORY_THREADS,
-    PIECE_BYTES,
-    THREADS,
     AlignedBuffer,
     Batch,
     ReadOp,
     Ring,
     WriteOp,
     aligned_buffer,
+    sizes_for,
 )
 from kvtier.record import RecordHeader
 
@@ -330,10 +327,8 @@ def main() -> int:
 
     def run(place: str, work: Path, memory_backed: bool) -> None:
         depth = arguments.depth or (MEMORY_DEPTH if memory_backed else DEPTH)
-        threads = arguments.threads or (MEMORY_THREADS if memory_backed else THREADS)
-        piece_bytes = arguments.piece_bytes or (MEMORY_PIECE_BYTES if memory_backed else PIECE_BYTES)
-        write_piece_bytes = piece_bytes if memory_backed else None
-        with Ring(threads, piece_bytes, write_piece_bytes=write_piece_bytes) as ring:
+        sizes = sizes_for(memory_backed, arguments.threads, arguments.piece_bytes)
+        with Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes) as ring:
             for mib in arguments.record_mib or RECORD_MIB:
                 n_records = max(depth, (arguments.bytes // (mib << 20)) // depth * depth)
                 setup = Setup(place, work, (mib << 20) // HEADS, n_records, depth)

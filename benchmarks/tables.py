@@ -7,7 +7,6 @@ python -m benchmarks.tables --check    # exit status 1 when README.md is not wha
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,14 @@ def demo() -> list[str]:
         f"{'yes' if row['identical'] else 'NO'} |"
         for row in result["rows"]
     ]
+    where = f"`make demo`, vLLM {result['vllm']}, {result['machine']}"
     return [
-        f"**A second vLLM process** (`make demo`, vLLM {result['vllm']}, {result['machine']}):", "",
-        "| prompt | tokens | hit tokens | TTFT cold / reloaded | outputs identical |", "| --- | --- | --- | --- | --- |",
+        f"**A second vLLM process** ({where}):",
+        "",
+        "| prompt | tokens | hit tokens | TTFT cold / reloaded | outputs identical |",
+        "| --- | --- | --- | --- | --- |",
         *rows,
-    ]  # fmt: skip
+    ]
 
 
 def records() -> list[str]:
@@ -47,28 +49,43 @@ def records() -> list[str]:
         f"| {place} | " + " | ".join(f"{row[column]:.0f}%" for column in columns) + " |" for place, row in cells.items()
     ]
     machine = result["machine"]
+    where = f"`benchmarks/records_vs_fio.py`, {machine['cores']} cores of {machine['cpu']}"
+    what = (
+        "direct I/O, checksums on, queue depth 8, 4 on tmpfs; 100% is fio's own rate at that depth in the same minute"
+    )
     return [
-        f"**Records against fio** (`benchmarks/records_vs_fio.py`; direct I/O, checksums on, depth "
-        f"{result['settings']['depth']}, {machine['cores']} cores of {machine['cpu']}; 100% is fio's own rate in the same "
-        "minute, median of the paired runs):", "",
+        f"**Records against fio** ({where}; {what}; median of the paired runs):",
+        "",
         "| file system | " + " | ".join(f"{size} MiB {way}" for size, way in columns) + " |",
-        "| --- |" + " --- |" * len(columns), *rows,
-    ]  # fmt: skip
+        "| --- |" + " --- |" * len(columns),
+        *rows,
+    ]
 
 
 def lookup() -> list[str]:
     """Lookup of a 100,000-token prompt against its bounds and against bare LMDB gets."""
     result = read("lookup")
     parts, targets = result["parts"], result["targets_us"]
-    total, index = parts["total"]["p99_us"], parts["index"]["p99_us"]
-    bare = statistics.fmean([parts["bare LMDB gets"]["p50_us"]])
+    total, index, bare_us = parts["total"], parts["index"], parts["bare LMDB gets"]["p50_us"]
+    where = f"`benchmarks/lookup.py`, {result['machine']['cpu']}"
+    what = f"{result['chunks']} chunks, all hits, {result['chunks_in_index']:,} chunks in the index"
     return [
-        f"**Lookup of a {result['tokens']:,}-token prompt** (`benchmarks/lookup.py`; {result['chunks']} chunks, all hits, "
-        f"{result['chunks_in_index']:,} chunks in the index, {result['machine']['cpu']}): hashing and index together take "
-        f"{total / targets['total']:.0%} of the {targets['total'] / 1000:.0f} ms they may (99th percentile), the index "
-        f"{index / targets['index']:.0%} of its {targets['index'] / 1000:.0f} ms; resolving costs "
-        f"{parts['index']['p50_us'] / bare:.1f}x the bare LMDB gets of the same keys.",
-    ]  # fmt: skip
+        f"**Lookup of a {result['tokens']:,}-token prompt** ({where}; {what}):",
+        "",
+        "| part | share of what it may take, median | 99th percentile |",
+        "| --- | --- | --- |",
+        share("tokens to keys, and the index", total, targets["total"]),
+        share("the index alone", index, targets["index"]),
+        "",
+        f"Resolving costs {index['p50_us'] / bare_us:.1f}x the bare LMDB gets of the same keys.",
+    ]
+
+
+def share(what: str, part: dict[str, float], target_us: float) -> str:
+    """A row: what a part took of what it may take."""
+    return (
+        f"| {what}: {target_us / 1000:.0f} ms | {part['p50_us'] / target_us:.0%} | {part['p99_us'] / target_us:.0%} |"
+    )
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.io.filesystem import file_system_of
-from kvtier.io.ring import Ring, aligned_buffer
+from kvtier.io.ring import Ring, aligned_buffer, sizes_for
 from kvtier.jobs import ThreadJobs
 from kvtier.keeper import Keeper, KeeperPlan
 from kvtier.kernels.paged import PagedKV
@@ -46,6 +46,8 @@ log = logging.getLogger("kvtier")
 
 CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec}
 
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose reads and writes are copies by the processor."""
 ARENA_SLOTS_MIN = 4
 """Fewer can't hold a save and a load side by side."""
 
@@ -123,7 +125,7 @@ def open_transfer(settings: Settings, namespace: Namespace, share: RankShare, pa
     buffer = torch.frombuffer(aligned_buffer(n_bytes).view, dtype=torch.uint8)
     folders = SegmentFolders(root.folder, use_direct_io(settings, root))
     worker = Worker(
-        geometry, share, codec, pages, Arena(buffer, slot_bytes), Ring(settings.io.threads, settings.io.piece_bytes),
+        geometry, share, codec, pages, Arena(buffer, slot_bytes), make_ring(settings, root),
         open_index(settings, root), folders, Quarantine(), Metrics(), settings.io.timeout_s,
     )  # fmt: skip
     queues = settings.queues
@@ -136,6 +138,15 @@ def open_transfer(settings: Settings, namespace: Namespace, share: RankShare, pa
     )
     transfer.start()
     return transfer
+
+
+def make_ring(settings: Settings, root: Root) -> Ring:
+    """The I/O threads, sized for the root's file system unless the settings say otherwise."""
+    kind = file_system_of(root.folder).kind
+    sizes = sizes_for(kind in IN_MEMORY, settings.io.threads, settings.io.piece_bytes)
+    log.info("%s is on %s: %d I/O threads, reads of %d KiB, writes of %d KiB", root.path, kind, sizes.threads,
+             sizes.piece_bytes >> 10, sizes.write_piece_bytes >> 10)  # fmt: skip
+    return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes)
 
 
 def use_direct_io(settings: Settings, root: Root) -> bool:

@@ -87,18 +87,18 @@ class HostSettings(BaseModel):
 
 
 class IoSettings(BaseModel):
-    """Reading and writing segments."""
+    """Reading and writing segments. threads and piece_bytes None: chosen by the root's file system (kvtier.io.ring)."""
 
     model_config = _FROZEN
-    threads: Annotated[Count, Field(le=256)] = 8
-    piece_bytes: Bytes = 1 << 20
+    threads: Annotated[Count, Field(le=256)] | None = None
+    piece_bytes: Bytes | None = None
     direct: Literal["auto", "require", "never"] = "auto"
     timeout_s: Seconds = 30.0
 
     @field_validator("piece_bytes")
     @classmethod
-    def _whole_pages(cls, value: int) -> int:
-        return _multiple(value, PAGE_BYTES, "direct I/O moves whole pages")
+    def _whole_pages(cls, value: int | None) -> int | None:
+        return None if value is None else _multiple(value, PAGE_BYTES, "direct I/O moves whole pages")
 
 
 class IndexSettings(BaseModel):

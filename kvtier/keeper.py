@@ -10,7 +10,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvtier import metrics as names
 from kvtier.errors import KVTierError
@@ -60,6 +60,27 @@ class KeeperPlan:
         return max(1, min(SPARES_MAX, self.capacity_bytes // self.set_bytes // 8))
 
 
+@dataclass(slots=True)
+class _Due:
+    """When each duty is to be done next, seconds since the epoch."""
+
+    beat_s: float = 0.0
+    touch_s: float = 0.0
+    sweep_s: float = 0.0
+    set_s: float = 0.0
+    relief_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _DoneWith:
+    """What this engine is done with but the index was not told yet: an id goes from here when it was."""
+
+    epochs: deque[tuple[Namespace, SetSupply]] = field(default_factory=deque)
+    to_close: deque[int] = field(default_factory=deque)
+    to_drop: deque[int] = field(default_factory=deque)
+    to_erase: deque[bytes] = field(default_factory=deque)
+
+
 class Keeper:
     """`tick` and `close` are called from one thread at a time; the rest from any, and they never wait.
 
@@ -71,17 +92,14 @@ class Keeper:
     ) -> None:
         self.metrics = Metrics()
         self._epoch = (namespace, SetSupply(plan.slots, plan.spares))
-        self._left: deque[tuple[Namespace, SetSupply]] = deque()
         self._plan = plan
         self._index = index
         self._housekeeper = housekeeper
         self._rng = rng
         self._ticker: Ticker | None = None
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
-        self._to_close: deque[int] = deque()
-        self._to_drop: deque[int] = deque()
-        self._to_erase: deque[bytes] = deque()
-        self._next_beat_s = self._next_touch_s = self._next_sweep_s = self._next_set_s = self._next_relief_s = 0.0
+        self._done_with = _DoneWith()
+        self._due = _Due()
         self._pause_s = PAUSE_FIRST_S
         self._disk_is_full = False
 
@@ -91,7 +109,7 @@ class Keeper:
 
     def refill(self) -> None:
         """Slots were taken: makes further sets soon if they are needed."""
-        is_time = self._housekeeper.clock() >= self._next_set_s
+        is_time = self._housekeeper.clock() >= self._due.set_s
         if self._ticker is not None and is_time and self.supply.wants_set():
             self._ticker.wake()
 
@@ -122,17 +140,17 @@ class Keeper:
 
     def begin_epoch(self) -> bytes:
         """Leaves the namespace for a new one that no other engine has; returns its id."""
-        self._left.append(self._epoch)
+        self._done_with.epochs.append(self._epoch)
         namespace = replace(self._epoch[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
         self._epoch = (namespace, SetSupply(self._plan.slots, self._plan.spares))
-        self._next_set_s = 0.0
+        self._due.set_s = 0.0
         return namespace.id
 
     def close(self) -> None:
         """Books the last uses, closes this engine's sets and says that it is gone."""
         if self._ticker is not None:
             self._ticker.close(CLOSE_TIMEOUT_S)
-        self._left.append(self._epoch)
+        self._done_with.epochs.append(self._epoch)
         try:
             self._book_uses()
             self._close_sets(self._housekeeper.clock())
@@ -141,10 +159,10 @@ class Keeper:
             log.warning("leaving without a word to the index: %s", fault)
 
     def _beat(self, now: float) -> None:
-        if now >= self._next_beat_s:
+        if now >= self._due.beat_s:
             plan = self._plan
             self._index.acquire_lease(writer_lease(plan.owner), plan.owner, now, plan.writer_lease_s)
-            self._next_beat_s = now + plan.writer_lease_s / 3
+            self._due.beat_s = now + plan.writer_lease_s / 3
 
     def _rebuild_lost_index(self, now: float) -> None:
         if self._index.was_reset:
@@ -157,39 +175,39 @@ class Keeper:
 
     def _close_sets(self, now: float) -> None:
         """Closes full sets, and all of namespaces that were left; each is forgotten only when it is done."""
-        self._to_close += self.supply.take_settled(now)
-        while self._left:
-            namespace, supply = self._left.popleft()
+        self._done_with.to_close += self.supply.take_settled(now)
+        while self._done_with.epochs:
+            namespace, supply = self._done_with.epochs.popleft()
             used, unused = supply.abandon()
-            self._to_close += used
-            self._to_drop += unused
+            self._done_with.to_close += used
+            self._done_with.to_drop += unused
             if namespace.epoch.startswith(PRIVATE_EPOCH):
-                self._to_erase.append(namespace.id)
+                self._done_with.to_erase.append(namespace.id)
         for ids, settle in (
-            (self._to_close, self._housekeeper.close_set), (self._to_drop, self._index.remove_set),
+            (self._done_with.to_close, self._housekeeper.close_set), (self._done_with.to_drop, self._index.remove_set),
         ):  # fmt: skip
             while ids:
                 settle(ids[0])
                 ids.popleft()
-        while self._to_erase:  # private: nobody can ask for it again
-            self._housekeeper.erase_namespace(self._to_erase[0])
-            self._to_erase.popleft()
+        while self._done_with.to_erase:  # private: nobody can ask for it again
+            self._housekeeper.erase_namespace(self._done_with.to_erase[0])
+            self._done_with.to_erase.popleft()
 
     def _book_uses_in_time(self, now: float) -> None:
-        if now >= self._next_touch_s:
-            self._next_touch_s = now + self._plan.touch_interval_s
+        if now >= self._due.touch_s:
+            self._due.touch_s = now + self._plan.touch_interval_s
             self._book_uses()
 
     def _relieve_full_disk(self, now: float) -> None:
         """Evicts one set's worth after a save met a full disk or quota, at most once a pause."""
-        if self._disk_is_full and now >= self._next_relief_s:
+        if self._disk_is_full and now >= self._due.relief_s:
             self._disk_is_full = False
-            self._next_relief_s = now + PAUSE_FIRST_S
+            self._due.relief_s = now + PAUSE_FIRST_S
             self._make_room(self._index.counts().n_bytes, now)
 
     def _make_sets(self, now: float) -> None:
         namespace, supply = self._epoch
-        while supply.wants_set() and now >= self._next_set_s and self._make_room(self._capacity_bytes(supply), now):
+        while supply.wants_set() and now >= self._due.set_s and self._make_room(self._capacity_bytes(supply), now):
             self._add_set(namespace, supply, now)
 
     def _capacity_bytes(self, supply: SetSupply) -> int:
@@ -200,15 +218,15 @@ class Keeper:
         return min(self._plan.capacity_bytes, on_disk_bytes + self._housekeeper.free_bytes())
 
     def _sweep(self, now: float) -> None:
-        if now >= self._next_sweep_s and not self._index.was_reset:
-            self._next_sweep_s = now + SWEEP_INTERVAL_S
+        if now >= self._due.sweep_s and not self._index.was_reset:
+            self._due.sweep_s = now + SWEEP_INTERVAL_S
             self._housekeeper.sweep()
 
     def _make_room(self, capacity_bytes: int, now: float) -> bool:
         evicted = self._housekeeper.make_room(self._plan.set_bytes, capacity_bytes)
         if evicted is None:
             log.warning("no room for another segment set; saving rests for %.0f s", self._pause_s)
-            self._next_set_s = now + self._pause_s
+            self._due.set_s = now + self._pause_s
             self._pause_s = min(PAUSE_MAX_S, self._pause_s * 2)
             return False
         self.metrics.add(names.EVICTED_BYTES, evicted)

@@ -130,7 +130,7 @@ class Ring:
     Args:
         threads: operations are cut into pieces; each thread moves one piece at a time.
         piece_bytes: of reads. Small enough to stay in a core's L2 cache until it is summed.
-        write_piece_bytes: of writes; by default four times `piece_bytes`.
+        write_piece_bytes: of writes; by default as large.
         queued_ops_max: operations that wait for a thread; more are refused.
     """
 
@@ -143,7 +143,7 @@ class Ring:
         queued_ops_max: int = QUEUED_OPS_MAX,
     ) -> None:
         handle = ctypes.c_void_p()
-        write_bytes = WRITE_PIECES * piece_bytes if write_piece_bytes is None else write_piece_bytes
+        write_bytes = write_piece_bytes or piece_bytes
         error = library.kvtier_ring_open(threads, queued_ops_max, piece_bytes, write_bytes, ctypes.byref(handle))
         if error == errno.EINVAL:
             raise ValueError(f"a ring of {threads} threads, pieces of {piece_bytes} and {write_bytes} bytes")
@@ -218,6 +218,21 @@ def _pack(ops: Sequence[ReadOp | WriteOp]) -> tuple[bytes, bytes, list[int]]:
         packed.append(fields)
         slabs_of_ops.append(n_slabs)
     return b"".join(packed), expected.tobytes(), slabs_of_ops
+
+
+class RingSizes(NamedTuple):
+    """How a ring is set up for one file system."""
+
+    threads: int
+    piece_bytes: int
+    write_piece_bytes: int
+
+
+def sizes_for(in_memory: bool, threads: int | None = None, piece_bytes: int | None = None) -> RingSizes:
+    """The sizes above for a file system in memory or on devices; what is given is taken instead."""
+    default_threads, default_piece = (MEMORY_THREADS, MEMORY_PIECE_BYTES) if in_memory else (THREADS, PIECE_BYTES)
+    piece = piece_bytes or default_piece
+    return RingSizes(threads or default_threads, piece, piece if in_memory or piece_bytes else WRITE_PIECES * piece)
 
 
 class AlignedBuffer:

@@ -203,10 +203,10 @@ def test_bad_value_names_its_key(overrides: dict[Any, Any], key: str) -> None:
 
 
 def test_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTIER_IO__THREADS", "many")
+    monkeypatch.setenv("KVTIER_QUEUES__LOAD_THREADS", "many")
     error = refusal({"root": "/x"})
-    assert (error.key, error.value) == ("io.threads", "many")
-    assert "environment variable KVTIER_IO__THREADS" in error.fix and "the default is 8" in error.fix
+    assert (error.key, error.value) == ("queues.load_threads", "many")
+    assert "environment variable KVTIER_QUEUES__LOAD_THREADS" in error.fix and "the default is 2" in error.fix
 
 
 def test_bad_value_in_yaml_names_the_file(tmp_path: Path) -> None:

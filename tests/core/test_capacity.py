@@ -268,6 +268,7 @@ def test_slots_of_chunks_that_were_not_written_are_used_again(tmp_path: Path) ->
     second.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_keeper_outlives_any_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An I/O error in one duty used to end the thread, and with it sets, signs of life and eviction for good."""
     engine = tiny(tmp_path, sets=12)
@@ -282,7 +283,7 @@ def test_the_keeper_outlives_any_fault(tmp_path: Path, monkeypatch: pytest.Monke
         with monkeypatch.context() as patched:
             patched.setattr(Housekeeper, "make_room", fail)
             patched.setattr(Housekeeper, "close_set", fail)
-            keeper._next_sweep_s = 0.0
+            keeper._due.sweep_s = 0.0
             patched.setattr(Housekeeper, "sweep", fail)
             for number in range(3):
                 engine.prefill(tokens_of(number), BLOCKS)
