@@ -48,6 +48,8 @@ CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec}
 
 IN_MEMORY = ("tmpfs", "ramfs")
 """File systems whose reads and writes are copies by the processor."""
+DEVICES = ("cpu",)
+"""Where an engine's KV may lie: moving it needs an order between its kernels and our copies (I2)."""
 ARENA_SLOTS_MIN = 4
 """Fewer can't hold a save and a load side by side."""
 
@@ -115,6 +117,12 @@ def open_store(settings: Settings, namespace: Namespace, shares: Sequence[RankSh
 def open_transfer(settings: Settings, namespace: Namespace, share: RankShare, pages: PagedKV) -> Transfer:
     """The moving half, in each worker. `pages`: the engine's KV cache on this rank. Raises ConfigError."""
     settings.check_block(pages.block_tokens)
+    device = pages.layers[0].k.device.type
+    if device not in DEVICES:
+        fix = (
+            f"this release moves KV of {', '.join(DEVICES)} only; run the engine there, or without the kvtier connector"
+        )
+        raise ConfigError("device", device, fix)
     root = open_root(settings)
     codec, geometry = make_codec(settings), namespace.geometry
     slot_bytes = arena_slot_bytes(geometry, codec, share)

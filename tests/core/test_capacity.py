@@ -14,17 +14,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 
+from kvtier.assemble import open_transfer
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import stats, verify
+from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import SaveOutcome
 from kvtier.record import SegmentHeader
 from kvtier.root import find_root
 from kvtier.tiers.segments import SegmentFiles
-from tests.core.rig import Engine
+from tests.core.rig import Engine, geometry, namespace, settings, shares
 
 BLOCKS = list(range(20))
 TARGET = list(range(100, 120))
@@ -112,6 +115,15 @@ def test_segment_smaller_than_one_record_stops_start_up(tmp_path: Path) -> None:
 def test_arena_too_small_for_chunks_stops_start_up(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"host\.arena_bytes"):
         Engine(tmp_path, changes={"host": {"arena_bytes": 512 << 10}})
+
+
+def test_kv_on_a_device_that_is_not_supported_stops_start_up(tmp_path: Path) -> None:
+    """It would else run on without its cache: every save and load would fail and be counted."""
+    plane = torch.zeros(4, 16, 4, 32, device="meta")
+    pages = PagedKV((PagedLayer(plane, plane),), 16)
+    shape = geometry(layers=1)
+    with pytest.raises(ConfigError, match="device = 'meta'"):
+        open_transfer(settings(tmp_path), namespace(shape), shares(shape)[0], pages)
 
 
 def test_what_a_dead_writer_left_is_closed_and_trimmed(tmp_path: Path) -> None:
