@@ -66,27 +66,22 @@ class Descriptors:
 
     def close_unlinked(self) -> None:
         """Lets go of files that were evicted: as long as they are open, they keep their space on the disk."""
-        with self._lock:
-            segments = list(self._open.items())
-        for name, segment in segments:
-            with self._lock:
-                if segment.is_forgotten:
-                    continue
-                segment.users += 1
-            if segment.is_unlinked():
-                self._forget(name, segment)
-            segment.release()
+        self._forget_those(OpenSegment.is_unlinked)
 
     def close(self) -> None:
         """Closes what is not in use; what is, is closed by its last release."""
+        self._forget_those(lambda segment: True)
+
+    def _forget_those(self, meant: Callable[[OpenSegment], bool]) -> None:
         with self._lock:
             segments = list(self._open.items())
         for name, segment in segments:
             with self._lock:
                 if segment.is_forgotten:
                     continue
-                segment.users += 1
-            self._forget(name, segment)
+                segment.users += 1  # so that nobody closes it while we look at it
+            if meant(segment):
+                self._forget(name, segment)
             segment.release()
 
     def _take(self, name: Name) -> OpenSegment | None:
