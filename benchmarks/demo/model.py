@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 VOCABULARY = 4096
 WEIGHT_SPREAD = 0.15
@@ -42,6 +43,7 @@ def make_model(folder: Path) -> None:
     )
     fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
     fast.save_pretrained(folder)
+    disable_progress_bar()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12,
