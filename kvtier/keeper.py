@@ -227,6 +227,7 @@ class Keeper:
         if evicted is None:
             log.warning("no room for another segment set; saving rests for %.0f s", self._pause_s)
             self._due.set_s = now + self._pause_s
+            self._due.sweep_s = now  # what dead writers left open may be all that fills the root
             self._pause_s = min(PAUSE_MAX_S, self._pause_s * 2)
             return False
         self.metrics.add(names.EVICTED_BYTES, evicted)

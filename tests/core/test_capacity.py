@@ -26,6 +26,7 @@ from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import SaveOutcome
 from kvtier.record import SegmentHeader
 from kvtier.root import find_root
+from kvtier.store import WantedChunk
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine, geometry, namespace, settings, shares
 
@@ -140,6 +141,27 @@ def test_what_a_dead_writer_left_is_closed_and_trimmed(tmp_path: Path) -> None:
     assert after == before - 3 * RECORD_BYTES, "the slots that were not filled are given back"
     assert alive.load(tokens_of(1), TARGET)[0] == 5
     alive.close()
+
+
+def test_a_root_full_of_what_dead_writers_left_open_is_used_again_soon(tmp_path: Path) -> None:
+    """Their sets can't be evicted before they are closed, and the next regular sweep is a minute away."""
+    engine = tiny(tmp_path, sets=6)
+    engine.save(tokens_of(1), BLOCKS)
+    index = engine.store._index
+    index.acquire_lease(writer_lease("gone"), "gone", time.time(), 1.0)
+    for number in range(6):
+        index.create_set(SetInfo(100 + number, engine.namespace.id, "gone", engine.settings.segment_bytes, 1.0, 1.0))
+    base = time.monotonic()
+
+    def saves() -> bool:
+        number = 10 + int((time.monotonic() - base) * 50)
+        done = engine.store.plan_save([WantedChunk(engine.keys(tokens_of(number))[0], bytes(16), (0, 1, 2, 3))])
+        return done is not None and len(index.sets()) < 6
+
+    for number in range(20, 24):
+        engine.store.plan_save([WantedChunk(key, bytes(16), (0, 1, 2, 3)) for key in engine.keys(tokens_of(number))])
+    wait_until(saves, 10.0)
+    engine.close()
 
 
 def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
