@@ -25,7 +25,9 @@ log = logging.getLogger("kvtier")
 
 EVICT_LEASE = "evict"
 SWEEP_LEASE = "sweep"
-LEASE_TTL_S = 30.0
+LEASE_TTL_S = 5.0
+"""Renewed with every set that is taken care of; so long, nobody evicts after a killed evictor. One that is merely slow
+does no harm: a set leaves the index, and with it the sum that decides on eviction, before its files are touched."""
 ORPHAN_GRACE_S = 600.0
 """A segment in no index is left alone for this long: its writer may be about to register it."""
 
@@ -88,6 +90,7 @@ class Housekeeper:
                 on_disk.update(files.set_bytes())
                 self._settle_orphans(files, known)
             for info in known.values():
+                self._index.acquire_lease(SWEEP_LEASE, self._owner, self.clock(), LEASE_TTL_S)
                 self._settle(info, on_disk.get(info.set_id, 0))
         finally:
             self._index.release_lease(SWEEP_LEASE, self._owner)

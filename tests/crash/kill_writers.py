@@ -36,7 +36,7 @@ def tokens_of(number: int) -> list[int]:
 def write_forever(root: Path, seed: int, ready: int) -> None:
     """Saves one sequence after another without waiting for any, as an engine does."""
     engine = Engine(root, tensor_size=2, n_blocks=64)
-    engine.wait_for_set()
+    engine.wait_for_set(30.0)  # one killed while it evicted holds the lease for a while
     order = random.Random(seed)
     blocks = list(range(20))
     os.write(ready, b"x")
