@@ -28,7 +28,7 @@ from kvtier.errors import ConfigError
 
 log = logging.getLogger("kvtier")
 
-TESTED_VERSIONS = ("0.25.1", "0.27.1", "0.32.0")
+TESTED_VERSIONS = ("0.27.1", "0.32.0")
 NEEDED_HOOKS = ("handle_preemptions", "build_connector_worker_meta", "has_pending_push_work", "update_connector_output")
 """Without these, a request's blocks could be handed on before its chunks are gathered."""
 

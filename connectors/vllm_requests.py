@@ -37,14 +37,23 @@ class Adapters:
 def view_of(request: Any, chunk_tokens: int, adapters: Adapters) -> RequestView:
     """What to track of a request. One whose KV no key can stand for may neither load nor save."""
     switches = request.kv_transfer_params or {}
-    may_load = switches.get("kvtier_load", True) is not False
-    may_save = switches.get("kvtier_save", True) is not False
+    may_load, may_save = (_is_on(switches, name) for name in ("kvtier_load", "kvtier_save"))
     extras = None if _is_passed_by(request) else _extras(request, chunk_tokens, adapters)
     if extras is None:
         extras, may_load, may_save = {}, False, False
     if getattr(request, "skip_reading_prefix_cache", False):
         may_load = False
     return RequestView(request.request_id, request.all_token_ids, request.num_prompt_tokens, extras, may_load, may_save)
+
+
+def _is_on(switches: Any, name: str) -> bool:
+    """A switch is on unless it is there with anything but true: who meant to opt out, and wrote "no", is out."""
+    known = ("kvtier_load", "kvtier_save")
+    unknown = [key for key in switches if str(key).startswith("kvtier") and key not in known]
+    if unknown:
+        log.warning("kv_transfer_params has no %s; it has %s", unknown[0], " and ".join(known))
+        return False
+    return switches.get(name, True) is True
 
 
 def step_frontier(request: Any, computed_tokens: int, scheduled_tokens: int, save_generated: bool) -> int:

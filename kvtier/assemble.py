@@ -64,7 +64,13 @@ def make_codec(settings: Settings) -> Codec:
 def open_index(settings: Settings, root: Root) -> Index:
     """The index of a root. One in memory is shared by the halves of an engine that live in one process."""
     if root.index_path is not None:
-        return LmdbIndex(str(root.index_path), settings.index.map_bytes, timeout_s=settings.index.timeout_s)
+        index = LmdbIndex(str(root.index_path), settings.index.map_bytes, timeout_s=settings.index.timeout_s)
+        try:
+            index.bind(root.folder)
+        except ConfigError:
+            index.close()
+            raise
+        return index
     with _memory_lock:
         return _memory_indexes.setdefault(root.path, MemoryIndex())
 

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, IndexUnavailable, KVTierError
 from kvtier.housekeeping import Housekeeper, Rebuilt
 from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex
@@ -98,6 +98,7 @@ def run_rebuild(root: Root, as_json: bool) -> int:
         raise ConfigError("index.path", str(root.index_path), fix)
     index = LmdbIndex(str(root.index_path))
     try:
+        index.bind(root.folder)
         rebuilt = _housekeeper(index, root).rebuild(_progress("rebuilding"))
         index.rebuilt()
     finally:
@@ -112,19 +113,38 @@ def run_rebuild(root: Root, as_json: bool) -> int:
 @contextmanager
 def _readable_index(root: Root) -> Iterator[Index]:
     """The root's index; where there is none here or it is empty, one in memory, made from the record headers."""
-    path = root.index_path
-    if path is not None and path.is_dir() and _is_ours(root):
-        embedded = LmdbIndex(str(path))
+    embedded = _embedded_index(root)
+    if embedded is not None:
         try:
-            if not embedded.was_reset:
-                yield embedded
-                return
+            yield embedded
         finally:
             embedded.close()
+        return
     print("no index of this root here: reading the headers of all records instead", file=sys.stderr)
     memory = MemoryIndex()
     _housekeeper(memory, root).rebuild(_progress("reading headers"))
     yield memory
+
+
+def _embedded_index(root: Root) -> Index | None:
+    """The root's own index, if it is here, can be opened and holds something."""
+    path = root.index_path
+    if path is None or not path.is_dir() or not _is_ours(root):
+        return None
+    try:
+        index = LmdbIndex(str(path))
+    except (ConfigError, IndexUnavailable, OSError) as fault:
+        print(fault, file=sys.stderr)
+        return None
+    try:
+        index.bind(root.folder)
+        if not index.was_reset:
+            index.counts()
+            return index
+    except (ConfigError, IndexUnavailable) as fault:
+        print(fault, file=sys.stderr)
+    index.close()
+    return None
 
 
 def _is_ours(root: Root) -> bool:

@@ -67,6 +67,8 @@ def _multiple(value: int, unit: int, why: str) -> int:
 
 
 def _absolute_path(value: Path) -> Path:
+    if "\0" in str(value):
+        raise ValueError("must be a path, and those hold no NUL byte")
     if not value.is_absolute():
         raise ValueError(f"must be an absolute path: processes start in different folders; try {value.absolute()}")
     return value
@@ -286,9 +288,18 @@ def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
     leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
     names = {ENV_PREFIX + "__".join(path).upper() for path in leaves} | {CONFIG_VARIABLE}
     for name, value in os.environ.items():
+        if _is_service_link(name, value):
+            continue
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in names:
             raise ConfigError(name, value, f"unknown environment variable{_near(name.upper(), names)}; unset it")
     return EnvSettingsSource(settings_cls)()
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes set it, for a Service that happens to be called kvtier."""
+    return name.startswith("KVTIER_SERVICE_") or (name.startswith("KVTIER_PORT") and (
+        value.startswith(("tcp://", "udp://", "sctp://")) or name.startswith("KVTIER_PORT_")
+    ))  # fmt: skip
 
 
 def _paths(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:

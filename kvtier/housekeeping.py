@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.eviction import least_recently_used
 from kvtier.index.base import Index, Location, NewRecord, SetInfo
 from kvtier.record import RecordHeader, SegmentHeader, is_blank
-from kvtier.root import NAMESPACE_FILE, read_namespace
+from kvtier.root import NAMESPACE_FILE, namespace_folders, read_namespace
 from kvtier.tiers.segments import SegmentFiles, segment_name
 
 log = logging.getLogger("kvtier")
@@ -129,7 +129,7 @@ class Housekeeper:
             try:
                 records += self._read_segment(files, set_id, rank)
             except (ConfigError, Corrupt, TierUnavailable) as fault:
-                unreadable.append(str(fault))
+                unreadable.append(f"{files.folder.name}/{segment_name(set_id, rank)}: {fault}")
         progress(len(segments), len(segments))
         on_disk = {set_id for _, set_id, _ in segments}
         lost = [info for info in self._index.sets() if info.set_id not in on_disk and not self._is_written(info)]
@@ -161,16 +161,17 @@ class Housekeeper:
 
     def _records(self, files: SegmentFiles, header: SegmentHeader) -> Iterator[tuple[int, RecordHeader]]:
         """The record headers of a segment that are whole and lie in their own place."""
+        name = f"{files.folder.name}/{segment_name(header.set_id, header.rank)}"
         for slot, page in files.pages(header.set_id, header.rank):
             if is_blank(page):
                 continue
             try:
                 record = RecordHeader.unpack(page)
             except Corrupt as fault:
-                log.warning("rebuild: %s slot %d: %s", files.folder.name, slot, fault)
+                log.warning("%s slot %d: %s", name, slot, fault)
                 continue
             if (record.set_id, record.slot, record.namespace) != (header.set_id, slot, header.namespace):
-                log.warning("rebuild: %s slot %d holds another slot's record", files.folder.name, slot)
+                log.warning("%s slot %d holds another slot's record", name, slot)
                 continue
             yield slot, record
 
@@ -242,5 +243,4 @@ class Housekeeper:
         return self._index.counts().n_bytes + n_bytes - capacity_bytes
 
     def _namespaces(self) -> list[SegmentFiles]:
-        folders = sorted(path.parent for path in self._folder.glob(f"*/{NAMESPACE_FILE}"))
-        return [SegmentFiles(folder, direct=False) for folder in folders]
+        return [SegmentFiles(folder, direct=False) for folder in namespace_folders(self._folder)]

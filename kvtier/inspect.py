@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from kvtier.identity import Namespace
 from kvtier.index.base import Index, Location
 from kvtier.io.ring import Batch, ReadOp, Ring, aligned_buffer
 from kvtier.record import RecordHeader, is_blank
-from kvtier.root import NAMESPACE_FILE, Root, read_namespace
+from kvtier.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
 from kvtier.tiers.segments import SegmentFiles, segment_name
 
 IO_THREADS = 8
@@ -71,22 +73,25 @@ def stats(root: Root, index: Index) -> RootStats:
     """What lies in a root, by namespace. Reads file sizes and the index, no segment."""
     found, unreadable = [], []
     sets = index.sets()
-    for path in sorted(root.folder.glob(f"*/{NAMESPACE_FILE}")):
+    n_bytes = 0
+    for folder in namespace_folders(root.folder):
+        files = SegmentFiles(folder, direct=False)
+        folder_bytes = sum(files.set_bytes().values())
+        n_bytes += folder_bytes
         try:
-            namespace = read_namespace(path.parent)
+            namespace = read_namespace(folder)
         except ConfigError as fault:
-            unreadable.append(str(fault))
+            unreadable.append(f"{fault} ({folder_bytes} bytes of segments lie there)")
             continue
-        files = SegmentFiles(path.parent, direct=False)
         mine = [info for info in sets if info.namespace == namespace.id]
         members = [key for info in mine for key, _ in index.members(info.set_id)]
         chunks = sum(1 for key in set(members) if index.resolve([key]))
         found.append(NamespaceStats(
             namespace, len(mine), sum(info.is_open for info in mine), sum(info.is_pinned for info in mine),
-            len(files.ids()), len(members), chunks, sum(files.set_bytes().values()),
+            len(files.ids()), len(members), chunks, folder_bytes,
             max((info.used_s for info in mine), default=0.0),
         ))  # fmt: skip
-    return RootStats(tuple(found), tuple(unreadable), sum(entry.n_bytes for entry in found))
+    return RootStats(tuple(found), tuple(unreadable), n_bytes)
 
 
 def verify(root: Root, index: Index, progress: Progress = lambda done, total: None) -> VerifyReport:
@@ -102,7 +107,7 @@ class _Verifier:
         self._records = self._n_bytes = self._unfinished = 0
 
     def run(self, progress: Progress) -> VerifyReport:
-        folders = sorted(path.parent for path in self._root.folder.glob(f"*/{NAMESPACE_FILE}"))
+        folders = namespace_folders(self._root.folder)
         tiers = [SegmentFiles(folder, direct=False) for folder in folders]
         segments = [(files, *name) for files in tiers for name in files.ids()]
         expected = self._expected()
@@ -199,7 +204,8 @@ class _Verifier:
         self._records += 1
         self._n_bytes += header.extent.n_heads * header.slab_bytes
         if result.error:
-            self._bad.append(Finding(name, slot, f"cannot be read whole (errno {result.error})"))
+            what = "the file ends before its last slab" if result.error == errno.ENODATA else os.strerror(result.error)
+            self._bad.append(Finding(name, slot, what))
         elif result.bad_slabs:
             heads = ", ".join(str(header.extent.first_head + slab) for slab in result.bad_slabs)
             self._bad.append(Finding(name, slot, f"checksum of head {heads} does not match"))

@@ -3,7 +3,9 @@
 An index that lives on one node knows nothing of what others write or evict, so a root with such an index is one
 node's alone. The file is written once, by whoever comes first:
 
-    {"index_path": "/mnt/kv/v1/index", "node": {"host": "gpu-07", "machine": "5d1c..."}}
+    {"index_path": "index", "node": {"host": "gpu-07", "machine": "5d1c..."}}
+
+index_path: "index" for the one beside this file, which moves and is copied with the root; else absolute.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from kvtier.io.filesystem import file_system_of
 from kvtier.once import create_once, read_small, replace_small
 
 OWNER_FILE = "owner.json"
+INSIDE = "index"
 MACHINE_ID_FILE = Path("/etc/machine-id")
 LOCAL_STATE = Path("/var/tmp")
 """Local to the node and kept over a reboot: for what must not lie under a network root."""
@@ -47,8 +50,9 @@ class Owner:
     node: Node
     index_path: Path | None
 
-    def to_json(self) -> bytes:
-        path = None if self.index_path is None else str(self.index_path)
+    def to_json(self, folder: Path) -> bytes:
+        is_inside = self.index_path == folder / INSIDE
+        path = None if self.index_path is None else INSIDE if is_inside else str(self.index_path)
         return canonical_text({"node": asdict(self.node), "index_path": path}).encode()
 
 
@@ -83,7 +87,7 @@ def private_folder() -> Path:
 def default_index_path(root: Path, folder: Path) -> Path:
     """Beside the segments in `folder` where processes of the node share memory maps of files, else on a local disk."""
     if not file_system_of(folder).is_network:
-        return folder / "index"
+        return folder / INSIDE
     name = blake3(os.path.realpath(root).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     return private_folder() / "index" / name
 
@@ -91,7 +95,7 @@ def default_index_path(root: Path, folder: Path) -> Path:
 def claim(folder: Path, mine: Owner) -> None:
     """Takes `folder` for this node, or agrees with the process of this node that did. Raises ConfigError, OSError."""
     path = folder / OWNER_FILE
-    theirs = _parse(path, create_once(path, mine.to_json()))
+    theirs = _parse(path, create_once(path, mine.to_json(folder)))
     if theirs.node != mine.node:
         fix = (
             f"it belongs to node {theirs.node}, and its index lies there; this is {mine.node}. Give each node its own "
@@ -106,7 +110,7 @@ def claim(folder: Path, mine: Owner) -> None:
             f"index.path to that, or, to move it, stop all engines on this root and remove {path}"
         )
         raise ConfigError("index.path", str(mine.index_path), fix)
-    replace_small(path, mine.to_json())
+    replace_small(path, mine.to_json(folder))
 
 
 def read_owner(folder: Path) -> Owner | None:
@@ -123,7 +127,9 @@ def _parse(path: Path, content: bytes) -> Owner:
         values = json.loads(content)
         node = Node(str(values["node"]["machine"]), str(values["node"]["host"]))
         index_path = values["index_path"]
-        return Owner(node, None if index_path is None else Path(str(index_path)))
+        if index_path is not None and index_path != INSIDE and not Path(index_path).is_absolute():
+            raise ValueError
+        return Owner(node, None if index_path is None else path.parent / index_path)
     except (ValueError, KeyError, TypeError):
         fix = "this file is damaged; stop all engines on this root and remove it"
         raise ConfigError("root", str(path), fix) from None

@@ -28,6 +28,7 @@ from kvtier.record import FORMAT_VERSION
 NAMESPACE_FILE = "namespace.json"
 SEGMENT_SUFFIX = ".kvseg"
 
+_NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{32}")
 _VERSION_FOLDER = re.compile(r"v(\d+)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -97,6 +98,11 @@ def open_namespace(root: Root, namespace: Namespace) -> Path:
         raise _config_error(folder, error, PAGE_BYTES) from None
     read_namespace(folder)
     return folder
+
+
+def namespace_folders(folder: Path) -> list[Path]:
+    """The folders of all namespaces in `<root>/v1`, also of those whose namespace.json is gone."""
+    return sorted(path for path in folder.iterdir() if _NAMESPACE_FOLDER.fullmatch(path.name) and path.is_dir())
 
 
 def read_namespace(folder: Path) -> Namespace:

@@ -7,6 +7,7 @@ Named databases:
     members   set id u64, rank u16, slot u32, big-endian    -> key
     leases    name, UTF-8                                   -> fencing token u64, expires f64, owner in UTF-8
     meta      "rebuilt"                                     -> empty; absent: nobody has filled this index yet
+              "root"                                        -> the folder of segments that this is the index of
 
     SetInfo   offset size                                   (values little-endian)
                    0   16  namespace id
@@ -26,6 +27,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.index import entry, lmdb_env
@@ -37,7 +39,7 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 _FORMAT_VERSION = 1
 _DATABASES = ("entries", "sets", "members", "leases", "meta")
-_REBUILT = b"rebuilt"
+_REBUILT, _ROOT = b"rebuilt", b"root"
 _RECORDS_PER_TRANSACTION = 512  # bounds how long other writers wait: about 5 ms on 2 cores of a 2.x GHz Xeon
 
 _SET_ID = struct.Struct(">Q")
@@ -78,7 +80,31 @@ class LmdbIndex:
             )  # fmt: skip
         stamp = f"{_FORMAT_VERSION} {_this_boot() if boot_id is None else boot_id}\n"
         self._shared = lmdb_env.attach(os.fspath(path), map_bytes, timeout_s, stamp, _DATABASES)
+        self._path = os.fspath(path)
         self._is_closed = False
+
+    def bind(self, folder: Path) -> None:
+        """Says that this is the index of the segments in `folder`. Raises ConfigError when it is another root's: two
+        roots would take each other's segments for lost. An index inside its root moves and is copied with it."""
+        mine = os.fsencode(folder.resolve())
+        is_inside = Path(self._path).parent.resolve() == folder.resolve()
+
+        def take(view: View) -> bytes:
+            theirs = view.get("meta", _ROOT)
+            if theirs is None or is_inside:
+                view.put("meta", _ROOT, mine)
+                return mine
+            return theirs
+
+        if self._shared.read(lambda view: view.get("meta", _ROOT)) == mine:
+            return
+        theirs = self._shared.write(take)
+        if theirs != mine:
+            fix = (
+                f"it is the index of {os.fsdecode(theirs)}; give each root one of its own. If the root was moved here, "
+                "remove that folder: the index is made anew"
+            )
+            raise ConfigError("index.path", self._path, fix)
 
     @property
     def was_reset(self) -> bool:

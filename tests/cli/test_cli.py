@@ -39,7 +39,7 @@ def root(made: Path, tmp_path: Path) -> Path:
     shutil.rmtree(copy / "v1" / "index")
     owner = json.loads((copy / "v1" / "owner.json").read_bytes())
     node = Node(owner["node"]["machine"], owner["node"]["host"])
-    (copy / "v1" / "owner.json").write_bytes(Owner(node, copy / "v1" / "index").to_json())
+    (copy / "v1" / "owner.json").write_bytes(Owner(node, copy / "v1" / "index").to_json(copy / "v1"))
     assert main(["index", "rebuild", str(copy)]) == 0
     return copy
 
@@ -121,7 +121,7 @@ def test_without_an_index_the_headers_are_read(root: Path, capsys: pytest.Captur
 
 def test_root_of_another_node_can_be_looked_at(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     owner = Owner(Node("f00d", "gpu-07"), root / "v1" / "index")
-    (root / "v1" / "owner.json").write_bytes(owner.to_json())
+    (root / "v1" / "owner.json").write_bytes(owner.to_json(root / "v1"))
     assert main(["stats", str(root)]) == 0
     capsys.readouterr()
     assert main(["index", "rebuild", str(root)]) == 2

@@ -263,3 +263,15 @@ def test_chunk_that_is_not_whole_blocks() -> None:
     settings.check_block(16)
     with pytest.raises(ConfigError, match="chunk_tokens = 48: .*block of 32 tokens; set it to 64"):
         settings.check_block(32)
+
+
+def test_variables_of_a_kubernetes_service_called_kvtier_are_not_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "KVTIER_PORT": "tcp://10.0.0.1:80", "KVTIER_SERVICE_HOST": "10.0.0.1", "KVTIER_PORT_80_TCP_ADDR": "10.0.0.1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert Settings.load({"root": "/x"}).root == Path("/x")
+
+
+def test_a_root_with_a_nul_byte_is_refused() -> None:
+    assert refusal({"root": "/x\0y"}).key == "root"

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import TierUnavailable
+from kvtier import cli
+from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Location
-from kvtier.inspect import verify
+from kvtier.inspect import stats, verify
 from kvtier.root import find_root
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
@@ -124,3 +125,46 @@ def test_a_segment_that_could_not_be_read_once_is_taken_in_later(
     reader.store._keeper._due.sweep_s = 0.0
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     reader.close()
+
+
+def test_a_copied_or_moved_root_takes_its_index_with_it(tmp_path: Path) -> None:
+    """An absolute path in owner.json made `rebuild` of a copy empty the original's index."""
+    writer = Engine(tmp_path / "a")
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a").rename(tmp_path / "moved")
+    for path in tmp_path.glob("b/v1/*/*.kvseg"):
+        path.unlink()
+    assert cli.main(["index", "rebuild", str(tmp_path / "b")]) == 0
+    assert cli.main(["verify", str(tmp_path / "moved")]) == 0
+    assert not (tmp_path / "a").exists()
+    reader = Engine(tmp_path / "moved")
+    assert reader.load(TOKENS, TARGET)[0] == 5
+    reader.close()
+
+
+def test_one_index_for_two_roots_stops_start_up(tmp_path: Path) -> None:
+    """They would take each other's segments for lost."""
+    writer = Engine(tmp_path / "a")
+    writer.save(TOKENS, BLOCKS)
+    shared = {"index": {"path": str(tmp_path / "a" / "v1" / "index")}}
+    with pytest.raises(ConfigError, match="it is the index of") as fault:
+        Engine(tmp_path / "b", changes=shared)
+    assert fault.value.key == "index.path"
+    assert writer.load(TOKENS, TARGET)[0] == 5
+    writer.close()
+
+
+def test_a_namespace_without_its_description_is_said_and_counted(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    folder = tmp_path / "v1" / writer.namespace.id.hex()
+    (folder / "namespace.json").unlink()
+    root, index = find_root(tmp_path), writer.store._index
+    assert verify(root, index).bad[-1].segment.endswith("namespace.json")
+    found = stats(root, index)
+    assert found.n_bytes > 0 and len(found.unreadable) == 1
+    done = Housekeeper(index, tmp_path / "v1", "me").rebuild()
+    assert done.removed_sets == 0 and len(done.unreadable) == 1
+    writer.close()

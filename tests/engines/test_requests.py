@@ -138,3 +138,15 @@ def test_frontier_of_a_step(computed: int, scheduled: int, known: int, generated
 )
 def test_frontier_at_the_end(computed: int, known: int, generated: bool, expected: int) -> None:
     assert final_frontier(request(num_tokens=known, num_computed_tokens=computed), generated) == expected
+
+
+@pytest.mark.parametrize("value", [False, "no", "false", 0, None])
+def test_whatever_is_not_true_opts_out(value: object) -> None:
+    view = view_of(request(kv_transfer_params={"kvtier_save": value}), 64, Adapters())
+    assert (view.may_load, view.may_save) == (True, False)
+
+
+def test_a_misspelt_switch_opts_out_of_everything(caplog: pytest.LogCaptureFixture) -> None:
+    view = view_of(request(kv_transfer_params={"kvtier_saev": False}), 64, Adapters())
+    assert (view.may_load, view.may_save) == (False, False)
+    assert "kvtier_saev" in caplog.text

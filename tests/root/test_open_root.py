@@ -218,7 +218,7 @@ def test_other_entries_are_nobodys_business(tmp_path: Path) -> None:
 def test_root_of_another_node(tmp_path: Path) -> None:
     root = open_root(settings_for(tmp_path))
     other = Owner(Node("f00d", "gpu-07"), root.index_path)
-    (root.folder / "owner.json").write_bytes(other.to_json())
+    (root.folder / "owner.json").write_bytes(other.to_json(root.folder))
     error = refusal(settings_for(tmp_path))
     assert error.key == "root" and error.value == str(tmp_path)
     assert "gpu-07 (f00d)" in error.fix and str(owner.this_node()) in error.fix
@@ -244,8 +244,9 @@ def test_owner_file_is_what_the_docstring_says(tmp_path: Path) -> None:
     node = owner.this_node()
     assert json.loads((root.folder / "owner.json").read_bytes()) == {
         "node": {"machine": node.machine, "host": node.host},
-        "index_path": str(root.index_path),
+        "index_path": "index",
     }
+    assert root.index_path == root.folder / "index"
     assert read_owner(root.folder) == Owner(node, root.index_path)
 
 
