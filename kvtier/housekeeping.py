@@ -19,7 +19,7 @@ from kvtier.eviction import least_recently_used
 from kvtier.index.base import Index, Location, NewRecord, SetInfo
 from kvtier.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.root import NAMESPACE_FILE, namespace_folders, read_namespace
-from kvtier.tiers.segments import SegmentFiles, segment_name
+from kvtier.tiers.segments import NeverBegun, SegmentFiles, segment_name
 
 log = logging.getLogger("kvtier")
 
@@ -128,6 +128,8 @@ class Housekeeper:
             progress(done, len(segments))
             try:
                 records += self._read_segment(files, set_id, rank)
+            except NeverBegun:
+                continue  # swept with its set
             except (ConfigError, Corrupt, TierUnavailable) as fault:
                 unreadable.append(f"{files.folder.name}/{segment_name(set_id, rank)}: {fault}")
         progress(len(segments), len(segments))

@@ -16,7 +16,7 @@ from kvtier.index.base import Index, Location
 from kvtier.io.ring import Batch, ReadOp, Ring, aligned_buffer
 from kvtier.record import RecordHeader, is_blank
 from kvtier.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
-from kvtier.tiers.segments import SegmentFiles, segment_name
+from kvtier.tiers.segments import NeverBegun, SegmentFiles, segment_name
 
 IO_THREADS = 8
 IN_FLIGHT_BYTES = 64 << 20
@@ -60,7 +60,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """unfinished: slots whose writer died before the record was whole; nothing ever refers to them."""
+    """unfinished: slots, and whole segments, whose writer died before they were whole; nothing ever refers to them."""
 
     segments: int
     records: int
@@ -151,6 +151,12 @@ class _Verifier:
             finally:
                 segment.release()
                 files.close()
+        except NeverBegun as fault:
+            if expected:
+                self._bad.append(Finding(name, None, str(fault)))
+            else:
+                self._unfinished += 1
+            return
         except (Corrupt, TierUnavailable) as fault:
             self._bad.append(Finding(name, None, str(fault)))
             return

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
-from kvtier.record import SegmentHeader
+from kvtier.record import SegmentHeader, is_blank
 from kvtier.tiers.descriptors import Descriptors, OpenSegment
 
 SUFFIX = ".kvseg"
@@ -34,6 +34,10 @@ def parse_segment_name(name: str) -> tuple[int, int] | None:
         return int(stem, 16), int(rank)
     except ValueError:
         return None
+
+
+class NeverBegun(Corrupt):
+    """A segment whose writer died before it wrote the header: no record was ever in it."""
 
 
 class SegmentFiles:
@@ -170,7 +174,10 @@ class SegmentFiles:
         except OSError as fault:
             raise _unavailable(path, fault) from fault
         try:
-            header = SegmentHeader.unpack(_read_page(fd, 0))
+            page = _read_page(fd, 0)
+            if is_blank(page):
+                raise NeverBegun(f"{path}: its writer died before the header")
+            header = SegmentHeader.unpack(page)
             if (header.set_id, header.rank) != name or header.namespace.hex() != self.folder.name:
                 raise Corrupt(f"{path}: holds segment {segment_name(header.set_id, header.rank)}")
         except OSError as fault:

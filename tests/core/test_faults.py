@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvtier.geometry import PAGE_BYTES
+from kvtier.housekeeping import Housekeeper
 from kvtier.inspect import verify
 from kvtier.record import SegmentHeader
 from kvtier.root import find_root
@@ -195,3 +196,16 @@ def test_reset_leaves_everything_behind_and_removes_what_nobody_can_ask_for(tmp_
     again = Engine(tmp_path)
     assert again.load(TOKENS, TARGET)[0] == 5, "the namespace of the files is as it was"
     again.close()
+
+
+def test_a_segment_whose_writer_died_before_its_header_is_unfinished_not_bad(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    (path,) = segments(tmp_path)
+    path.with_name(f"{99:016x}-0000.kvseg").write_bytes(bytes(1 << 20))
+    report = verify(find_root(tmp_path), engine.store._index)
+    assert (report.bad, report.unfinished, report.records) == ((), 1, 5)
+    assert Housekeeper(engine.store._index, tmp_path / "v1", "me").rebuild().unreadable == ()
+    patch(path, 0, bytes(PAGE_BYTES))
+    assert verify(find_root(tmp_path), engine.store._index).bad, "records were there"
+    engine.close()
