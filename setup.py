@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 NATIVE = Path("kvtier/io/native")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"]
 # The runtime comes along, so that the library loads on a machine without libstdc++ (a bare container).
-LINK = ["-shared", "-pthread"]
+LINK = ["-shared", "-pthread", "-ldl"]
 
 
 def compiler() -> tuple[list[str], list[str]]:

@@ -16,6 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvtier.breakeven import LoadLimit
 from kvtier.connectors.requests import ChunkShape, Offer, RequestView, TrackedRequest
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.store import Store, WantedChunk
@@ -90,12 +91,12 @@ class SchedulerBridge:
     """Turns requests into hits, load plans and save plans. Called from the engine's scheduler thread only."""
 
     def __init__(
-        self, store: Store, shape: ChunkShape, min_load_tokens: int, answer_timeout_s: float,
+        self, store: Store, shape: ChunkShape, limit: LoadLimit, answer_timeout_s: float,
         faults: Faults, clock: Clock = time.monotonic,
     ) -> None:  # fmt: skip
         self._store = store
         self._shape = shape
-        self._min_load_tokens = min_load_tokens
+        self._limit = limit
         self._answer_timeout_s = answer_timeout_s
         self._faults = faults
         self._clock = clock
@@ -210,7 +211,8 @@ class SchedulerBridge:
         size = self._shape.chunk_tokens
         first = computed_tokens // size
         end = len(request.view.tokens) // size
-        if end * size - computed_tokens < max(1, self._min_load_tokens):
+        shortest = max(1, self._limit.min_tokens)
+        if end * size - computed_tokens < shortest:
             return 0
         entries = self._store.lookup(request.keys_to(end, size)[first:])
         if entries is None:  # a remote index has not answered yet
@@ -221,7 +223,7 @@ class SchedulerBridge:
             request.may_load = False
             return 0
         n_tokens = (first + len(entries)) * size - computed_tokens
-        if n_tokens < max(1, self._min_load_tokens):
+        if n_tokens < shortest:
             return 0
         request.offer = Offer(computed_tokens, first, tuple(entries), n_tokens)
         return n_tokens
@@ -260,6 +262,7 @@ class WorkerBridge:
         self._is_idle = False
         self._answers: list[LoadDone] = []
         self._saves: list[SaveDone] = []
+        self._timings: list[tuple[int, float]] = []
 
     def before_forward(self, step: Step) -> None:
         """Call before the engine zeroes, loads into or computes on any block."""
@@ -288,6 +291,7 @@ class WorkerBridge:
         answers, self._answers = self._answers, []
         if progress is not None:
             self._saves += progress.saves
+            self._timings += progress.timings
             for done in progress.loads:
                 if done.request_id in self._waiting:
                     self._waiting.remove(done.request_id)
@@ -298,6 +302,11 @@ class WorkerBridge:
         """Answers to saves since the last take."""
         saves, self._saves = self._saves, []
         return saves
+
+    def take_timings(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) of loads since the last take."""
+        timings, self._timings = self._timings, []
+        return timings
 
     def close(self, drain_s: float) -> None:
         """Waits at most `drain_s` for saves that are on their way, then stops."""

@@ -21,7 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvtier.config import Settings
 from kvtier.connectors.bridge import Step
-from kvtier.connectors.vllm_scheduler import SavesMetadata, SchedulerHalf, StepMetadata
+from kvtier.connectors.vllm_report import ReportMetadata
+from kvtier.connectors.vllm_scheduler import SchedulerHalf, StepMetadata
 from kvtier.connectors.vllm_stats import KVTierPromMetrics, KVTierStats
 from kvtier.connectors.vllm_worker import WorkerHalf
 from kvtier.errors import ConfigError
@@ -84,9 +85,8 @@ class KVTierConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_blocks()
 
-    def build_connector_worker_meta(self) -> SavesMetadata | None:
-        saves = self._worker.take_saves()
-        return SavesMetadata(saves) if saves else None
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
+        return self._worker.take_report()
 
     # In the scheduler's process
 

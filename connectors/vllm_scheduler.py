@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvtier.assemble import open_store
+from kvtier.assemble import load_limit, open_store
 from kvtier.config import Settings
 from kvtier.connectors import vllm_platforms
 from kvtier.connectors.bridge import Faults, SchedulerBridge, Step
 from kvtier.connectors.requests import ChunkShape, RequestView
+from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm_checks import check_cache, check_engine, roles
 from kvtier.connectors.vllm_identity import identity_of
 from kvtier.connectors.vllm_layouts import in_layer_order
+from kvtier.connectors.vllm_report import ReportMetadata
 from kvtier.connectors.vllm_requests import Adapters, final_frontier, step_frontier, view_of
 from kvtier.connectors.vllm_stats import KVTierStats, stats_of
-from kvtier.plan import SaveDone
 
 log = logging.getLogger("kvtier")
 
@@ -29,17 +31,6 @@ class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, once a step."""
 
     step: Step
-
-
-@dataclass
-class SavesMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler, once a step."""
-
-    saves: list[SaveDone]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> SavesMetadata:
-        assert isinstance(other, SavesMetadata)
-        return SavesMetadata(self.saves + other.saves)
 
 
 class SchedulerHalf:
@@ -64,11 +55,13 @@ class SchedulerHalf:
         # A draft model's own KV of a token may be written one step after the target's: its chunks wait for that.
         self._waits_a_step = bool(identity.namespace.draft)
         self._faults = Faults()
+        self._limit = load_limit(settings)
+        self._step_times = StepTimes(self._limit.saw_step)
         self._store = open_store(settings, identity.namespace, identity.shares)
         self._bridge = SchedulerBridge(
             self._store,
             ChunkShape(settings.chunk_tokens, spec.block_size),
-            settings.min_load_tokens,
+            self._limit,
             settings.index.timeout_s,
             self._faults,
         )
@@ -95,7 +88,7 @@ class SchedulerHalf:
 
     def build_step(self, scheduled: Any) -> StepMetadata:
         """What the workers do in this step. Must be called before vLLM counts the step's tokens as computed."""
-        self._faults.guard("choosing what to save in a step", lambda: self._advance(scheduled), None)
+        self._faults.guard("looking at a step", lambda: self._advance(scheduled), None)
         return StepMetadata(self._bridge.take_step(is_idle=not scheduled.total_num_scheduled_tokens))
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
@@ -109,9 +102,13 @@ class SchedulerHalf:
     def take_output(self, output: Any) -> None:
         """What the workers answered in a step."""
         self._bridge.loads_ended(output.finished_recving or (), output.invalid_block_ids or frozenset())
-        saves = getattr(output, "kv_connector_worker_meta", None)
-        if isinstance(saves, SavesMetadata):
-            self._bridge.saved(saves.saves)
+        report = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(report, ReportMetadata):
+            self._bridge.saved(report.saves)
+            if report.cost is not None:
+                self._limit.calibrate(report.cost)
+            for tokens, seconds in report.timings:
+                self._limit.saw_load(tokens, seconds)
 
     def has_pending_gathers(self) -> bool:
         return self._bridge.has_pending_gathers()
@@ -138,6 +135,9 @@ class SchedulerHalf:
 
     def _advance(self, scheduled: Any) -> None:
         self._mirror_tables(scheduled)
+        self._step_times.planned(
+            scheduled.num_scheduled_tokens.keys(), scheduled.total_num_scheduled_tokens, time.monotonic()
+        )
         block_state = getattr(scheduled, "kv_connector_block_state", None)
         for request_id, computed in _computed_tokens(scheduled):
             request = self._requests.get(request_id)

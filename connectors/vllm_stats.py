@@ -19,7 +19,15 @@ from kvtier import metrics as names
 FAULTS = "faults"
 PREFIX = "vllm:kvtier_"
 OF_ALL_RANKS = frozenset(
-    {names.LOAD_BYTES, names.SAVE_BYTES, names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.INDEX_ERRORS, FAULTS}
+    {
+        names.LOAD_BYTES,
+        names.FILE_READ_BYTES,
+        names.SAVE_BYTES,
+        names.LOAD_FAILURES,
+        names.CHECKSUM_FAILURES,
+        names.INDEX_ERRORS,
+        FAULTS,
+    }
 )
 """Counters that are summed over the ranks."""
 
@@ -33,7 +41,9 @@ HELP = {
     names.LOAD_BYTES: "Bytes of KV that were loaded, over all ranks.",
     names.LOAD_SECONDS: "Seconds that loads took, summed over requests.",
     names.LOAD_FAILURES: "Loads that failed in part or whole; their requests were recomputed.",
-    names.HOST_HIT_CHUNKS: "Chunks that were loaded from host memory instead of storage.",
+    names.ARENA_HIT_CHUNKS: "Chunks that lay where the engine's pages are: in GPU memory, or on the CPU in its arena.",
+    names.HOST_HIT_CHUNKS: "Chunks that were loaded from host memory to the GPU instead of from storage.",
+    names.FILE_READ_BYTES: "Bytes that were read from storage for loads, over all ranks.",
     names.SAVE_TOKENS: "Tokens whose KV was saved.",
     names.SAVE_BYTES: "Bytes of KV that were saved, over all ranks.",
     names.SAVE_SECONDS: "Seconds that saves took in the background.",

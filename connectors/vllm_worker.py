@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvtier.assemble import open_transfer
+from kvtier.breakeven import LoadCost
 from kvtier.config import Settings
 from kvtier.connectors import vllm_platforms
 from kvtier.connectors.bridge import Faults, Step, WorkerBridge
@@ -18,8 +19,9 @@ from kvtier.connectors.requests import ChunkShape
 from kvtier.connectors.vllm_checks import check_cache, check_engine, check_layers
 from kvtier.connectors.vllm_identity import check_share, identity_of
 from kvtier.connectors.vllm_layouts import CacheShape, EnginePages, engine_pages, in_layer_order
+from kvtier.connectors.vllm_report import ReportMetadata
 from kvtier.connectors.vllm_stats import KVTierStats, stats_of
-from kvtier.plan import LoadPlan, SaveDone, SavePlan
+from kvtier.plan import LoadPlan, SavePlan
 
 log = logging.getLogger("kvtier")
 
@@ -38,6 +40,7 @@ class WorkerHalf:
         self._failed_blocks: set[int] = set()
         self._pages: EnginePages | None = None
         self._bridge: WorkerBridge | None = None
+        self._cost: LoadCost | None = None
         self._take_metrics: Any = dict
         self._rank = 0
 
@@ -59,8 +62,10 @@ class WorkerHalf:
             is_halved=identity.is_halved,
         )
         self._pages = engine_pages(kv_caches, names, shape)
-        transfer = open_transfer(self._settings, identity.namespace, share, self._pages.pages)
+        step_tokens = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
+        transfer = open_transfer(self._settings, identity.namespace, share, self._pages.pages, step_tokens)
         self._take_metrics = transfer.metrics.take
+        self._cost = transfer.cost
         chunk_shape = ChunkShape(self._settings.chunk_tokens, self._pages.pages.block_tokens)
         self._bridge = WorkerBridge(transfer, chunk_shape, self._faults)
         atexit.register(self.close)  # an engine in the caller's own process is not always shut down
@@ -90,8 +95,13 @@ class WorkerHalf:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def take_saves(self) -> list[SaveDone]:
-        return [] if self._bridge is None else self._bridge.take_saves()
+    def take_report(self) -> ReportMetadata | None:
+        """What the scheduler's half should know; None when there is nothing new."""
+        if self._bridge is None:
+            return None
+        cost, self._cost = self._cost, None
+        report = ReportMetadata(self._bridge.take_saves(), self._bridge.take_timings(), cost)
+        return report if report != ReportMetadata([]) else None
 
     def take_stats(self) -> KVTierStats | None:
         return stats_of(self._take_metrics(), self._faults.take(), is_first_rank=self._rank == 0)

@@ -7,11 +7,12 @@ from typing import Literal
 
 SEEN_KEYS_MAX = 65_536
 
-Policy = Literal["always", "second_hit", "never"]
+Policy = Literal["always", "saved", "second_hit", "never"]
 
 
 class Admission:
-    """`second_hit` keeps what is loaded a second time, so that one scan does not push out what is used often.
+    """`second_hit` keeps what is loaded a second time, so that one scan does not push out what is used often; `saved`
+    keeps that and what was just saved, which costs nothing where saves pass through the arena anyway.
 
     Not thread-safe; a lost race admits a chunk one load later.
     """
@@ -22,11 +23,11 @@ class Admission:
 
     def keeps_saved(self) -> bool:
         """Whether a chunk that was just saved stays."""
-        return self._policy == "always"
+        return self._policy in ("always", "saved")
 
     def keeps_loaded(self, key: bytes) -> bool:
         """Whether a chunk that was just loaded from below stays."""
-        if self._policy != "second_hit":
+        if self._policy in ("always", "never"):
             return self._policy == "always"
         if key in self._seen:
             return True

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from kvtier.admission import Admission
+from kvtier.admission import Admission, Policy
+from kvtier.breakeven import BreakEven, FixedLimit, LoadCost, LoadLimit
 from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.codecs.raw import RawCodec
 from kvtier.config import Settings
@@ -29,29 +28,28 @@ from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.io.filesystem import file_system_of
-from kvtier.io.ring import Ring, aligned_buffer, sizes_for
 from kvtier.jobs import ThreadJobs
 from kvtier.keeper import Keeper, KeeperPlan
 from kvtier.kernels.paged import PagedKV
+from kvtier.memory import cuda_memory, host_memory
 from kvtier.metrics import Metrics
+from kvtier.mount import cost_of_share, open_io
 from kvtier.record import HEADS_PER_RECORD_MAX, record_bytes
 from kvtier.root import Root, check_space, open_namespace, open_root
 from kvtier.store import Store
-from kvtier.tiers.arena import Arena
 from kvtier.tiers.segments import SegmentFolders, direct_io_works
-from kvtier.transfer import Transfer
+from kvtier.transfer import Transfer, TransferJobs
 from kvtier.worker import Quarantine, Worker, arena_slot_bytes
 
 log = logging.getLogger("kvtier")
 
 CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec}
 
-IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems whose reads and writes are copies by the processor."""
-DEVICES = ("cpu",)
-"""Where an engine's KV may lie: moving it needs an order between its kernels and our copies (I2)."""
-ARENA_SLOTS_MIN = 4
-"""Fewer can't hold a save and a load side by side."""
+ADMIT: dict[str, Policy] = {"cpu": "always", "cuda": "saved"}
+"""Where an engine's KV may lie, and which chunks then stay in the host arena: on a GPU loads do not pass through it."""
+STEP_TOKENS = 8192
+KEEP_CHUNKS_MAX = 8
+"""Staging slots that wait to be copied into the host arena."""
 
 _memory_indexes: dict[Path, MemoryIndex] = {}
 _memory_lock = threading.Lock()
@@ -99,6 +97,13 @@ def set_shape(settings: Settings, geometry: Geometry, codec: Codec, shares: Sequ
     return SetShape(slots, sum(PAGE_BYTES + slots * size for size in sizes))
 
 
+def load_limit(settings: Settings) -> LoadLimit:
+    """From how many tokens on a hit is loaded."""
+    if settings.min_load_tokens == "auto":
+        return BreakEven(LoadCost.calibrated(None, None, 0))
+    return FixedLimit(settings.min_load_tokens)
+
+
 def open_store(settings: Settings, namespace: Namespace, shares: Sequence[RankShare]) -> Store:
     """The deciding half, in the engine's scheduler process. `shares`: of all ranks. Raises ConfigError."""
     root = open_root(settings)
@@ -120,47 +125,43 @@ def open_store(settings: Settings, namespace: Namespace, shares: Sequence[RankSh
     return Store(namespace.id, settings.chunk_tokens, writers, index, keeper)
 
 
-def open_transfer(settings: Settings, namespace: Namespace, share: RankShare, pages: PagedKV) -> Transfer:
-    """The moving half, in each worker. `pages`: the engine's KV cache on this rank. Raises ConfigError."""
+def open_transfer(
+    settings: Settings, namespace: Namespace, share: RankShare, pages: PagedKV, step_tokens: int = STEP_TOKENS
+) -> Transfer:
+    """The moving half, in each worker. Raises ConfigError.
+
+    pages: the engine's KV cache on this rank. step_tokens: what the engine computes in one step at most.
+    """
     settings.check_block(pages.block_tokens)
-    device = pages.layers[0].k.device.type
-    if device not in DEVICES:
-        fix = (
-            f"this release moves KV of {', '.join(DEVICES)} only; run the engine there, or without the kvtier connector"
-        )
-        raise ConfigError("device", device, fix)
+    device = pages.layers[0].k.device
+    if device.type not in ADMIT:
+        fix = f"KV is moved to and from {', '.join(ADMIT)} only; run the engine there, or without the kvtier connector"
+        raise ConfigError("device", device.type, fix)
     root = open_root(settings)
     codec, geometry = make_codec(settings), namespace.geometry
     slot_bytes = arena_slot_bytes(geometry, codec, share)
-    if settings.host.arena_bytes < ARENA_SLOTS_MIN * slot_bytes:
-        fix = f"a chunk takes {slot_bytes} bytes on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
-        raise ConfigError("host.arena_bytes", settings.host.arena_bytes, fix)
-    n_bytes = settings.host.arena_bytes // slot_bytes * slot_bytes
-    buffer = torch.frombuffer(aligned_buffer(n_bytes).view, dtype=torch.uint8)
-    folders = SegmentFolders(root.folder, use_direct_io(settings, root))
+    if device.type == "cpu":
+        memory = host_memory(settings, slot_bytes)
+    else:
+        memory = cuda_memory(settings, slot_bytes, -(-step_tokens // geometry.chunk_tokens), device)
+    codec.prepare(pages)
+    direct = use_direct_io(settings, root)
+    io = open_io(settings, root, direct, memory.arena, device)
     worker = Worker(
-        geometry, share, codec, pages, Arena(buffer, slot_bytes), make_ring(settings, root),
-        open_index(settings, root), folders, Quarantine(), Metrics(), settings.io.timeout_s,
+        geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, io.engines,
+        open_index(settings, root), SegmentFolders(root.folder, direct), Quarantine(), Metrics(), settings.io.timeout_s,
     )  # fmt: skip
     queues = settings.queues
-    transfer = Transfer(
-        worker,
+    jobs = TransferJobs(
         ThreadJobs("save", queues.save_threads, queues.save_chunks_max),
         ThreadJobs("load", queues.load_threads, queues.load_requests_max),
-        Admission(settings.host.admit),
-        queues.save_chunks_max,
+        ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
     )
+    admission = Admission(settings.host.admit or ADMIT[device.type])
+    cost = cost_of_share(io.cost, geometry, share)
+    transfer = Transfer(worker, jobs, admission, queues.save_chunks_max, memory.release, cost)
     transfer.start()
     return transfer
-
-
-def make_ring(settings: Settings, root: Root) -> Ring:
-    """The I/O threads, sized for the root's file system unless the settings say otherwise."""
-    kind = file_system_of(root.folder).kind
-    sizes = sizes_for(kind in IN_MEMORY, settings.io.threads, settings.io.piece_bytes)
-    log.info("%s is on %s: %d I/O threads, reads of %d KiB, writes of %d KiB", root.path, kind, sizes.threads,
-             sizes.piece_bytes >> 10, sizes.write_piece_bytes >> 10)  # fmt: skip
-    return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes)
 
 
 def use_direct_io(settings: Settings, root: Root) -> bool:

@@ -7,7 +7,7 @@ What wins, from the strongest: the connector's extra config, the environment, th
     YAML file          the one that `config` or KVTIER_CONFIG names; the same keys, see configs/default.yaml
 
 A bad value or an unknown key stops start-up with a ConfigError that names key, value, source and fix (I8).
-Byte sizes are whole numbers or texts: "64GiB" and "512MiB" count in 1024s, "64GB" and "512MB" in 1000s.
+Byte sizes are whole numbers or texts: "64GiB" and "64Gi" count in 1024s, "64GB" in 1000s.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from kvtier.geometry import PAGE_BYTES
 
 ENV_PREFIX = "KVTIER_"
 CONFIG_VARIABLE = "KVTIER_CONFIG"
+CONNECTOR = "connector config"
 CHUNK_TOKENS_UNIT = 16
 """The smallest block of any engine: a chunk is a whole number of them."""
 
 _UNITS = {"": 1, "B": 1} | {
     letter + suffix: base**power
-    for suffix, base in (("iB", 1024), ("B", 1000))
+    for suffix, base in (("iB", 1024), ("i", 1024), ("B", 1000))
     for power, letter in enumerate("KMGT", start=1)
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -81,17 +82,27 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class HostSettings(BaseModel):
-    """The host arena: encoded chunks in pinned memory of one worker."""
+    """The host arena: encoded chunks in memory of one worker, pinned where there is a GPU. None: chosen by the device,
+    1 GiB and `always` on the CPU, 8 GiB and `saved` on a GPU."""
 
     model_config = _FROZEN
-    arena_bytes: Bytes = 1 << 30
-    admit: Literal["always", "second_hit", "never"] = "always"
+    arena_bytes: Bytes | None = None
+    admit: Literal["always", "saved", "second_hit", "never"] | None = None
+
+
+class HbmSettings(BaseModel):
+    """GPU memory outside the engine's own: slots that chunks pass through. None: two of the engine's steps."""
+
+    model_config = _FROZEN
+    staging_bytes: Bytes | None = None
 
 
 class IoSettings(BaseModel):
-    """Reading and writing segments. threads and piece_bytes None: chosen by the root's file system (kvtier.io.ring)."""
+    """Reading and writing segments. threads and piece_bytes None: as measured with a GPU, else by the file system."""
 
     model_config = _FROZEN
+    engine: Literal["auto", "ring", "kvikio"] = "auto"
+    calibrate: bool = True
     threads: Annotated[Count, Field(le=256)] | None = None
     piece_bytes: Bytes | None = None
     direct: Literal["auto", "require", "never"] = "auto"
@@ -122,7 +133,7 @@ class QueueSettings(BaseModel):
     """Bounds of the queues between the engine and the storage (I4)."""
 
     model_config = _FROZEN
-    save_chunks_max: Count = 64
+    save_chunks_max: Count = 256
     load_requests_max: Count = 256
     save_threads: Annotated[Count, Field(le=64)] = 2
     load_threads: Annotated[Count, Field(le=64)] = 2
@@ -134,7 +145,8 @@ class Settings(BaseSettings):
     root: the folder of the file-system tier, shared by all workers; capacity_bytes: what its segments may take.
     segment_bytes: of one file of one rank; chunk_tokens: tokens of a chunk, a multiple of the engine's block.
     model_tag: stands for the weights where they do not lie in files; epoch: raise it to leave all stored KV behind.
-    save_generated: whether generated tokens are stored too; min_load_tokens: shorter hits are computed instead.
+    save_generated: whether generated tokens are stored too; min_load_tokens: shorter hits are computed instead
+    (auto: by measured rates, so that a hit is never slower than prefill).
     writer_lease_s: after so long without a sign of life a writer's open segments are taken for abandoned.
     touch_interval_s: how often recency of use is written down; shutdown_drain_s: how long a stop waits for saves.
     """
@@ -150,8 +162,9 @@ class Settings(BaseSettings):
     model_tag: Annotated[str, Field(min_length=1)] | None = None
     epoch: Annotated[int, BeforeValidator(_no_bool), Field(ge=0)] = 0
     save_generated: bool = True
-    min_load_tokens: Annotated[int, BeforeValidator(_no_bool), Field(ge=0)] = 256
+    min_load_tokens: Annotated[int, BeforeValidator(_no_bool), Field(ge=0)] | Literal["auto"] = "auto"
     host: HostSettings = HostSettings()
+    hbm: HbmSettings = HbmSettings()
     io: IoSettings = IoSettings()
     index: IndexSettings = IndexSettings()
     queues: QueueSettings = QueueSettings()
@@ -191,7 +204,7 @@ class Settings(BaseSettings):
         config = connector.pop("config", None)
         path, namer = (config, "config") if config is not None else (os.environ.get(CONFIG_VARIABLE), CONFIG_VARIABLE)
         sources = [
-            _Source("connector config", connector),
+            _Source(CONNECTOR, connector),
             _Source("environment", _environment(cls)),
             _Source("defaults" if path is None else f"file {path}", {} if path is None else _read_yaml(path, namer)),
         ]
@@ -234,7 +247,15 @@ class _Source:
     def describe(self, path: tuple[str, ...]) -> str:
         if self.name == "environment":
             return f"environment variable {ENV_PREFIX}{'__'.join(path).upper()}"
-        return self.name
+        return self.name + self.written(path)
+
+    def written(self, path: tuple[str, ...]) -> str:
+        """How a nested key is written there: messages name it with dots, which nobody can paste."""
+        if len(path) < 2 or self.name == "environment":
+            return ""
+        if self.name == CONNECTOR:
+            return ", written " + "".join(f'{{"{name}": ' for name in path) + "..." + "}" * len(path)
+        return ", written " + ": {".join(path) + ": ..." + "}" * (len(path) - 1)
 
     def holds(self, path: tuple[str, ...]) -> bool:
         values: object = self.values
@@ -291,7 +312,7 @@ def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
         if _is_service_link(name, value):
             continue
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in names:
-            raise ConfigError(name, value, f"unknown environment variable{_near(name.upper(), names)}; unset it")
+            raise ConfigError(name, value, f"unknown environment variable: unset it{_near(name.upper(), names)}")
     return EnvSettingsSource(settings_cls)()
 
 
@@ -313,7 +334,7 @@ def _paths(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 def _near(name: str, names: set[str]) -> str:
     below = sorted(other for other in names if other.startswith(name + "__"))
     found = below or difflib.get_close_matches(name, sorted(names), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f", or did you mean {found[0]!r}?" if found else ""
 
 
 def _config_error(settings_cls: type[Settings], error: ValidationError, sources: list[_Source]) -> ConfigError:
@@ -324,7 +345,9 @@ def _config_error(settings_cls: type[Settings], error: ValidationError, sources:
     path = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), path)
     if complaint["type"] == "extra_forbidden":
         path = tuple(str(part) for part in complaint["loc"])
-        fix = "unknown key" + _suggestion(path, known)
+        source = next((source for source in sources if source.holds(path)), sources[0])
+        fix = "unknown key" + _suggestion(path, known, source) + f" (from {source.name})"
+        return ConfigError(".".join(path), complaint["input"], fix + _others(error))
     elif complaint["type"] == "missing":
         return ConfigError(
             ".".join(path), None, f"not set, and it has no default: set {ENV_PREFIX}{path[-1].upper()}, or "
@@ -337,21 +360,26 @@ def _config_error(settings_cls: type[Settings], error: ValidationError, sources:
     else:
         reason = complaint["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         fix = reason + _default(settings_cls, path)
+    return ConfigError(".".join(path), complaint["input"], fix + _origin(path, sources) + _others(error))
+
+
+def _others(error: ValidationError) -> str:
     others = len(error.errors()) - 1
-    fix += _origin(path, sources) + (f"; {others} more settings are wrong" if others else "")
-    return ConfigError(".".join(path), complaint["input"], fix)
+    return f"; {others} more settings are wrong" if others else ""
 
 
 def _origin(path: tuple[str, ...], sources: list[_Source]) -> str:
     return next((f" (from {source.describe(path)})" for source in sources if source.holds(path)), " (the default)")
 
 
-def _suggestion(path: tuple[str, ...], known: set[tuple[str, ...]]) -> str:
+def _suggestion(path: tuple[str, ...], known: set[tuple[str, ...]], source: _Source) -> str:
     beside = {other[-1] for other in known if other[:-1] == path[:-1]}
-    near = [".".join(other) for other in sorted(known) if other[-1] == path[-1]] or [
-        ".".join((*path[:-1], name)) for name in difflib.get_close_matches(path[-1], sorted(beside), n=1)
+    near = [other for other in sorted(known) if other[-1] == path[-1]] or [
+        (*path[:-1], name) for name in difflib.get_close_matches(path[-1], sorted(beside), n=1)
     ]
-    return f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(beside))}"
+    if near:
+        return f"; did you mean {'.'.join(near[0])!r}{source.written(near[0])}?"
+    return f"; known here: {', '.join(sorted(beside))}"
 
 
 def _default(settings_cls: type[Settings], path: tuple[str, ...]) -> str:

@@ -1,22 +1,29 @@
-"""Bringing one chunk into an arena slot: found there, awaited from another request's read, or read from segments."""
+"""Bringing one chunk into an arena slot: found there, awaited from another request's read, copied up from the host
+arena, or read from segments."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 
 from kvtier import metrics as names
 from kvtier.admission import Admission
 from kvtier.errors import Corrupt, IndexUnavailable
+from kvtier.geometry import PAGE_BYTES
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
-from kvtier.io import native
-from kvtier.io.ring import Batch, ReadOp
+from kvtier.io.engines import Reads
+from kvtier.io.ring import ReadOp
+from kvtier.keep import HostKeeper
+from kvtier.kernels.paged import SlabRun
+from kvtier.order import Mark
 from kvtier.plan import LoadChunk
-from kvtier.sources import Source, sources_of
+from kvtier.sources import Source, end_of, sources_of
 from kvtier.worker import Worker
 
 log = logging.getLogger("kvtier")
@@ -30,28 +37,44 @@ class FetchFailed(Exception):
     """This chunk can't be had; the request is recomputed from here on. Never leaves kvtier.loads."""
 
 
+class Origin(Enum):
+    """Where a fetch's bytes come from, which decides what its slot and its other holdings mean."""
+
+    NONE = 0  # no slot yet
+    ARENA = 1  # the slot is leased: others may use it too
+    HOST = 2  # the slot is ours; copied from a leased slot of the host arena
+    FILES = 3  # the slot is ours; read from open segments
+
+
 @dataclass(slots=True)
 class Fetch:
-    """One chunk on its way into a slot of ours (`batch`), found in the arena, or `awaited` from another request.
+    """One chunk on its way into a slot, or `awaited` from another request.
 
-    slot: -1 while it has none. begun_s: when its reads were submitted.
+    held: what must stay until the bytes have arrived: open segments, or the lease of a host slot.
+    copied: when a copy from the host arena is done. is_verified: the checksums were seen to match; bad: where not.
+    begun_s: when its reads were submitted.
     """
 
     chunk: LoadChunk
     slot: int = -1
     sources: tuple[Source, ...] = ()
-    batch: Batch | None = None
-    files: ExitStack | None = None
+    origin: Origin = Origin.NONE
+    batch: Reads | None = None
+    held: ExitStack | None = None
+    copied: Mark = None
     awaited: threading.Event | None = None
+    is_verified: bool = False
+    bad: tuple[Source, ...] = ()
     begun_s: float = 0.0
 
 
 class Fetcher:
     """Shared by all loads of a worker; thread-safe."""
 
-    def __init__(self, worker: Worker, admission: Admission) -> None:
+    def __init__(self, worker: Worker, admission: Admission, keeper: HostKeeper | None) -> None:
         self._worker = worker
         self._admission = admission
+        self._keeper = keeper
         self._lock = threading.Lock()
         self._reading: dict[bytes, threading.Event] = {}
         self._wanted_twice: set[bytes] = set()
@@ -70,11 +93,11 @@ class Fetcher:
             self._worker.arena.discard(slot)
             return found
         fetch = Fetch(chunk, slot)
-        self._submit(namespace, fetch)
+        self._fill(namespace, fetch)
         return fetch
 
     def complete(self, namespace: bytes, fetch: Fetch, deadline_s: float, slot_timeout_s: float) -> bool:
-        """Waits until the chunk lies verified in its slot. Raises FetchFailed.
+        """Waits until the chunk's bytes are in its slot, or on their way there behind `copied`. Raises FetchFailed.
 
         False: it must be read after all, and no slot came free for that in `slot_timeout_s`. May be called again.
         """
@@ -85,48 +108,93 @@ class Fetcher:
             cached = self._worker.arena.lease(fetch.chunk.key)
             if cached is not None:
                 fetch.slot, fetch.sources = cached
-        if fetch.slot >= 0 and fetch.files is None and not self._cached_is_good(fetch):
-            self._worker.arena.drop(fetch.chunk.key)
-            self._worker.arena.release(fetch.slot, fetch.chunk.key)
-            fetch.slot = -1
+                fetch.origin = Origin.ARENA
         if fetch.slot < 0:
             slot = self._reserve(slot_timeout_s)
             if slot is None:
                 return False
             fetch.slot = slot
-            self._submit(namespace, fetch)
+            self._fill(namespace, fetch)
         if fetch.batch is not None:
             self._await_reads(fetch, deadline_s)
         return True
 
+    def is_here(self, fetch: Fetch) -> bool:
+        """Whether `complete` would return True at once."""
+        if fetch.slot < 0 or fetch.batch is None:
+            return fetch.slot >= 0
+        return fetch.batch.wait(0) and all(result.ok for result in fetch.batch.results())
+
+    def check(self, fetches: Sequence[Fetch]) -> int:
+        """How many of these complete fetches, from the first on, hold what was saved (I2)."""
+        unverified = [fetch for fetch in fetches if not fetch.is_verified and not fetch.bad]
+        runs = [self._run(fetch, source) for fetch in unverified for source in fetch.sources]
+        if runs:
+            with self._worker.order.moving(*(fetch.copied for fetch in unverified if fetch.copied is not None)):
+                found = iter(self._worker.sums(runs))
+            for fetch in unverified:
+                fetch.bad = tuple(source for source in fetch.sources if next(found) != source.checksums)
+                fetch.is_verified = not fetch.bad
+        return next((n for n, fetch in enumerate(fetches) if not fetch.is_verified), len(fetches))
+
+    def _run(self, fetch: Fetch, source: Source) -> SlabRun:
+        slabs = self._worker.arena.slabs(fetch.slot, source.slot_offset, source.wanted.n_heads, source.slab_bytes)
+        return SlabRun(slabs, fetch.chunk.key, source.wanted.first_head, source.location.extent.first_layer)
+
+    def reject(self, namespace: bytes, fetch: Fetch) -> None:
+        """The bytes are bad. A copy is forgotten, to be read again; raises FetchFailed where they came from files."""
+        self._worker.metrics.add(names.CHECKSUM_FAILURES)
+        bad, fetch.bad = fetch.bad, ()
+        if fetch.origin is Origin.FILES:
+            for source in bad:
+                self._retract(fetch.chunk.key, source.location)
+            raise FetchFailed(f"{_place(bad[0].location)}: a checksum does not match")
+        log.error("chunk %s went bad in memory; it is read again", fetch.chunk.key.hex())
+        if fetch.origin is Origin.ARENA:
+            self._worker.arena.drop(fetch.chunk.key)
+            self._worker.arena.release(fetch.slot, fetch.chunk.key)
+            fetch.slot, fetch.origin = -1, Origin.NONE
+            return
+        assert self._worker.host is not None and fetch.held is not None
+        self._worker.host.drop(fetch.chunk.key)
+        fetch.held.close()
+        fetch.copied = None
+        self._fill(namespace, fetch)
+
     def keep_or_free(self, fetch: Fetch) -> None:
         """After the chunk was used: its slot is free, or caches it for others."""
-        key = fetch.chunk.key
-        if fetch.files is None:
-            self._worker.arena.release(fetch.slot, key)
+        key, slot, fetch.slot = fetch.chunk.key, fetch.slot, -1
+        if fetch.origin is Origin.ARENA:
+            self._worker.arena.release(slot, key)
+            return
+        assert fetch.held is not None
+        fetch.held.close()
+        with self._lock:
+            is_wanted = key in self._wanted_twice
+        keeps = fetch.origin is Origin.FILES and self._admission.keeps_loaded(key)
+        if keeps and self._keeper is not None and not is_wanted:
+            self._keeper.keep(slot, key, fetch.sources)
+        elif is_wanted or (keeps and self._keeper is None):
+            self._worker.arena.commit(slot, key, fetch.sources)
         else:
-            fetch.files.close()
-            with self._lock:
-                is_wanted = key in self._wanted_twice
-            if self._admission.keeps_loaded(key) or is_wanted:
-                self._worker.arena.commit(fetch.slot, key, fetch.sources)
-            else:
-                self._worker.arena.discard(fetch.slot)
-            self._reading_ended(key)
-        fetch.slot = -1
+            self._worker.arena.discard(slot)
+        self._reading_ended(key)
 
     def abandon(self, fetch: Fetch) -> None:
         """Lets go of a chunk that is not used. Reads that are under way keep their slot until they return."""
         slot, fetch.slot = fetch.slot, -1
         if slot < 0:
             return
-        if fetch.files is None:
+        if fetch.origin is Origin.ARENA:
             self._worker.arena.release(slot, fetch.chunk.key)
             return
         self._reading_ended(fetch.chunk.key)
         release = ExitStack()
         release.callback(self._worker.arena.discard, slot)
-        release.push(fetch.files)
+        if fetch.held is not None:
+            release.push(fetch.held)
+        if fetch.copied is not None:
+            self._worker.order.wait(fetch.copied)
         if fetch.batch is None or fetch.batch.wait(0):
             release.close()
         else:
@@ -136,8 +204,8 @@ class Fetcher:
         """The chunk in the arena, or another's read of it; None when it is ours to read (`claim`ed as such)."""
         cached = self._worker.arena.lease(chunk.key)
         if cached is not None:
-            self._worker.metrics.add(names.HOST_HIT_CHUNKS)
-            return Fetch(chunk, *cached)
+            self._worker.metrics.add(names.ARENA_HIT_CHUNKS)
+            return Fetch(chunk, *cached, Origin.ARENA)
         with self._lock:
             reading = self._reading.get(chunk.key)
             if reading is not None:
@@ -156,20 +224,11 @@ class Fetcher:
                 return self._worker.arena.reserve()
         return slot
 
-    def _submit(self, namespace: bytes, fetch: Fetch) -> None:
-        """Sends the reads of a chunk whose slot is reserved; gives the slot back when that fails."""
-        fetch.files = ExitStack()
-        fetch.begun_s = self._worker.clock()
+    def _fill(self, namespace: bytes, fetch: Fetch) -> None:
+        """Starts to fill the slot that was reserved; gives it back when that fails."""
         try:
-            if fetch.begun_s < self._stalled_until_s:
-                raise FetchFailed("the storage did not answer lately")
-            located = entries.unpack(fetch.chunk.entry)
-            sources = sources_of(located, self._worker.share.reads, self._worker.arena.slot_bytes)
-            if sources is None:
-                raise FetchFailed("its records do not make up this rank's share")
-            fetch.sources = sources
-            ops = [self._read_op(namespace, fetch, fetch.files, source) for source in sources]
-            fetch.batch = self._worker.ring.submit(ops)
+            if not self._copy_up(fetch):
+                self._read(namespace, fetch)
         except Corrupt as fault:
             self.abandon(fetch)
             raise FetchFailed(str(fault)) from fault
@@ -177,8 +236,37 @@ class Fetcher:
             self.abandon(fetch)
             raise
 
-    def _read_op(self, namespace: bytes, fetch: Fetch, files: ExitStack, source: Source) -> ReadOp:
-        location = source.location
+    def _copy_up(self, fetch: Fetch) -> bool:
+        """From the host arena, if the chunk is there."""
+        host, key = self._worker.host, fetch.chunk.key
+        cached = None if host is None else host.lease(key)
+        if host is None or cached is None:
+            return False
+        host_slot, fetch.sources = cached
+        fetch.origin, fetch.held = Origin.HOST, ExitStack()
+        fetch.held.callback(host.release, host_slot, key)
+        n_bytes = end_of(fetch.sources) - PAGE_BYTES
+        fetch.copied = self._worker.order.begin_copy(
+            self._worker.arena.record(fetch.slot, n_bytes), host.record(host_slot, n_bytes)
+        )
+        self._worker.metrics.add(names.HOST_HIT_CHUNKS)
+        return True
+
+    def _read(self, namespace: bytes, fetch: Fetch) -> None:
+        fetch.origin, fetch.held = Origin.FILES, ExitStack()
+        fetch.begun_s = self._worker.clock()
+        if fetch.begun_s < self._stalled_until_s:
+            raise FetchFailed("the storage did not answer lately")
+        located = entries.unpack(fetch.chunk.entry)
+        sources = sources_of(located, self._worker.share.reads, self._worker.arena.slot_bytes)
+        if sources is None:
+            raise FetchFailed("its records do not make up this rank's share")
+        fetch.sources = sources
+        ops = [self._read_op(namespace, fetch, fetch.held, source) for source in sources]
+        fetch.batch = self._worker.io.reader.submit(ops)
+
+    def _read_op(self, namespace: bytes, fetch: Fetch, held: ExitStack, source: Source) -> ReadOp:
+        location, arena = source.location, self._worker.arena
         try:
             segment = self._worker.files(namespace).lease(location.set_id, location.rank)
         except Corrupt:
@@ -187,21 +275,12 @@ class Fetcher:
         if segment is None:
             self._retract(fetch.chunk.key, location)
             raise FetchFailed(f"segment {location.set_id:016x}-{location.rank:04d} is gone")
-        files.callback(segment.release)
-        return ReadOp(segment.fd, source.file_offset, self._worker.arena.address(fetch.slot) + source.slot_offset,
+        held.callback(segment.release)
+        # Bytes that go to a device are summed there, so that the way to it is covered too.
+        checksums = None if arena.is_device else source.checksums
+        return ReadOp(segment.fd, source.file_offset, arena.address(fetch.slot) + source.slot_offset,
                       source.slab_bytes, source.wanted.n_heads, fetch.chunk.key, source.wanted.first_head,
-                      location.extent.first_layer, source.checksums)  # fmt: skip
-
-    def _cached_is_good(self, fetch: Fetch) -> bool:
-        for source in fetch.sources:
-            address = self._worker.arena.address(fetch.slot) + source.slot_offset
-            found = native.slab_checksums(address, source.slab_bytes, source.wanted.n_heads, fetch.chunk.key,
-                                          source.wanted.first_head, source.location.extent.first_layer)  # fmt: skip
-            if found != source.checksums:
-                self._worker.metrics.add(names.CHECKSUM_FAILURES)
-                log.error("chunk %s went bad in host memory", fetch.chunk.key.hex())
-                return False
-        return True
+                      location.extent.first_layer, checksums, arena.is_device)  # fmt: skip
 
     def _await_reads(self, fetch: Fetch, deadline_s: float) -> None:
         assert fetch.batch is not None
@@ -211,13 +290,16 @@ class Fetcher:
         for source, result in zip(fetch.sources, fetch.batch.results(), strict=True):
             if result.ok:
                 continue
-            location = source.location
-            where = f"slot {location.slot} of segment {location.set_id:016x}-{location.rank:04d}"
             if result.error not in (0, errno.ENODATA):
-                raise FetchFailed(f"{where}: {errno.errorcode.get(result.error, result.error)}")
-            self._retract(fetch.chunk.key, location)
+                reason = errno.errorcode.get(result.error, result.error)
+                raise FetchFailed(f"{_place(source.location)}: {reason}")
+            self._retract(fetch.chunk.key, source.location)
             self._worker.metrics.add(names.CHECKSUM_FAILURES)
-            raise FetchFailed(f"{where}: " + ("it ends too soon" if result.error else "a checksum does not match"))
+            what = "it ends too soon" if result.error else "a checksum does not match"
+            raise FetchFailed(f"{_place(source.location)}: {what}")
+        fetch.is_verified = not self._worker.arena.is_device
+        fetch.batch = None
+        self._worker.metrics.add(names.FILE_READ_BYTES, sum(source.n_bytes for source in fetch.sources))
 
     def _note_stall(self, fetch: Fetch) -> None:
         """Reads that had half of a load's whole time and did not end: nothing is read for a while. A load that was
@@ -242,3 +324,7 @@ class Fetcher:
 
     def _left(self, deadline_s: float) -> float:
         return max(0.0, deadline_s - self._worker.clock())
+
+
+def _place(location: Location) -> str:
+    return f"slot {location.slot} of segment {location.set_id:016x}-{location.rank:04d}"

@@ -22,6 +22,8 @@ IO_THREADS = 8
 IN_FLIGHT_BYTES = 64 << 20
 
 Progress = Callable[[int, int], None]
+Place = tuple[str, str]
+"""Folder of a namespace, and name of a file in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,12 @@ class RootStats:
 
 
 class Finding(NamedTuple):
-    """Something that is not as it was written. `slot` is None where the whole segment is meant."""
+    """Something that is not as it was written. `slot` is None where the whole file is meant.
 
+    namespace: its folder. segment: the file's name in it.
+    """
+
+    namespace: str
     segment: str
     slot: int | None
     what: str
@@ -104,6 +110,7 @@ class _Verifier:
         self._root = root
         self._index = index
         self._bad: list[Finding] = []
+        self._namespaces: dict[int, str] = {}  # of the sets that the index knows
         self._records = self._n_bytes = self._unfinished = 0
 
     def run(self, progress: Progress) -> VerifyReport:
@@ -117,7 +124,8 @@ class _Verifier:
                 self._segment(ring, files, set_id, rank, expected.pop((set_id, rank), {}))
         progress(len(segments), len(segments))
         for (set_id, rank), slots in expected.items():
-            self._bad += [Finding(segment_name(set_id, rank), slot, "its segment is missing") for slot in slots]
+            place = (self._namespaces[set_id], segment_name(set_id, rank))
+            self._bad += [Finding(*place, slot, "its segment is missing") for slot in slots]
         for folder in folders:
             self._namespace(folder.name, SegmentFiles(folder, direct=False))
         for files in tiers:
@@ -128,6 +136,7 @@ class _Verifier:
         """(set, rank) -> slot -> what the index says lies there."""
         expected: dict[tuple[int, int], dict[int, tuple[bytes, Location]]] = {}
         for info in self._index.sets():
+            self._namespaces[info.set_id] = info.namespace.hex()
             for key, location in self._index.members(info.set_id):
                 expected.setdefault((info.set_id, location.rank), {})[location.slot] = (key, location)
         return expected
@@ -136,37 +145,38 @@ class _Verifier:
         try:
             read_namespace(files.folder)
         except ConfigError as fault:
-            self._bad.append(Finding(f"{name}/{NAMESPACE_FILE}", None, fault.fix))
+            self._bad.append(Finding(name, NAMESPACE_FILE, None, fault.fix))
 
     def _segment(
         self, ring: Ring, files: SegmentFiles, set_id: int, rank: int, expected: dict[int, tuple[bytes, Location]]
     ) -> None:
-        name = segment_name(set_id, rank)
+        place = (files.folder.name, segment_name(set_id, rank))
         try:
             segment = files.lease(set_id, rank)
             if segment is None:  # evicted since the folder was listed
                 return
             try:
-                self._records_of(ring, segment.fd, name, self._headers(files, set_id, rank, name, expected))
+                self._records_of(ring, segment.fd, place, self._headers(files, set_id, rank, expected))
             finally:
                 segment.release()
                 files.close()
         except NeverBegun as fault:
             if expected:
-                self._bad.append(Finding(name, None, str(fault)))
+                self._bad.append(Finding(*place, None, str(fault)))
             else:
                 self._unfinished += 1
             return
         except (Corrupt, TierUnavailable) as fault:
-            self._bad.append(Finding(name, None, str(fault)))
+            self._bad.append(Finding(*place, None, str(fault)))
             return
-        self._bad += [Finding(name, slot, "the file ends before it") for slot in sorted(expected)]
+        self._bad += [Finding(*place, slot, "the file ends before it") for slot in sorted(expected)]
 
     def _headers(
-        self, files: SegmentFiles, set_id: int, rank: int, name: str, expected: dict[int, tuple[bytes, Location]]
+        self, files: SegmentFiles, set_id: int, rank: int, expected: dict[int, tuple[bytes, Location]]
     ) -> Iterator[tuple[int, RecordHeader]]:
         """Headers of the slots that hold a record, checked against their place and the index."""
         namespace = bytes.fromhex(files.folder.name)
+        place = (files.folder.name, segment_name(set_id, rank))
         for slot, page in files.pages(set_id, rank):
             wanted = expected.pop(slot, None)
             if wanted is None and is_blank(page):
@@ -177,33 +187,33 @@ class _Verifier:
                 if wanted is None:
                     self._unfinished += 1
                 else:
-                    self._bad.append(Finding(name, slot, str(fault)))
+                    self._bad.append(Finding(*place, slot, str(fault)))
                 continue
             if (header.set_id, header.slot, header.namespace) != (set_id, slot, namespace):
-                self._bad.append(Finding(name, slot, "holds the record of another place"))
+                self._bad.append(Finding(*place, slot, "holds the record of another place"))
                 continue
             said = (header.key, header.extent, header.checksums)
             if wanted is not None and said != (wanted[0], wanted[1].extent, wanted[1].checksums):
-                self._bad.append(Finding(name, slot, "is not the record that the index refers to"))
+                self._bad.append(Finding(*place, slot, "is not the record that the index refers to"))
                 continue
             yield slot, header
 
-    def _records_of(self, ring: Ring, fd: int, name: str, headers: Iterator[tuple[int, RecordHeader]]) -> None:
+    def _records_of(self, ring: Ring, fd: int, place: Place, headers: Iterator[tuple[int, RecordHeader]]) -> None:
         """Reads the slabs of the records, several at a time in memory."""
         reading: deque[tuple[int, RecordHeader, Batch, object]] = deque()
         for slot, header in headers:
             n_bytes = header.extent.n_heads * header.slab_bytes
             while reading and (len(reading) + 1) * n_bytes > IN_FLIGHT_BYTES:
-                self._check(name, *reading.popleft())
+                self._check(place, *reading.popleft())
             buffer = aligned_buffer(n_bytes)
             offset = PAGE_BYTES + slot * (PAGE_BYTES + n_bytes) + PAGE_BYTES
             op = ReadOp(fd, offset, buffer.address, header.slab_bytes, header.extent.n_heads, header.key,
                         header.extent.first_head, header.extent.first_layer, header.checksums)  # fmt: skip
             reading.append((slot, header, ring.submit([op]), buffer))
         while reading:
-            self._check(name, *reading.popleft())
+            self._check(place, *reading.popleft())
 
-    def _check(self, name: str, slot: int, header: RecordHeader, batch: Batch, buffer: object) -> None:
+    def _check(self, place: Place, slot: int, header: RecordHeader, batch: Batch, buffer: object) -> None:
         while not batch.wait(60.0):
             pass  # offline tool: a slow disk is waited for
         result = batch.results()[0]
@@ -211,8 +221,8 @@ class _Verifier:
         self._n_bytes += header.extent.n_heads * header.slab_bytes
         if result.error:
             what = "the file ends before its last slab" if result.error == errno.ENODATA else os.strerror(result.error)
-            self._bad.append(Finding(name, slot, what))
+            self._bad.append(Finding(*place, slot, what))
         elif result.bad_slabs:
             heads = ", ".join(str(header.extent.first_head + slab) for slab in result.bad_slabs)
-            self._bad.append(Finding(name, slot, f"checksum of head {heads} does not match"))
+            self._bad.append(Finding(*place, slot, f"checksum of head {heads} does not match"))
         del buffer  # held until the batch was done

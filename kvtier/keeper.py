@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvtier import metrics as names
+from kvtier.backoff import PAUSE_FIRST_S, Backoff
 from kvtier.errors import KVTierError
 from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.identity import Namespace
@@ -32,8 +33,6 @@ SWEEP_INTERVAL_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 PRIVATE_EPOCH = "private-"
 """Starts the epoch of a namespace that one running engine has for itself."""
-PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0
-"""How long saving rests after the disk or the capacity turned out full; doubles from the first to the longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,6 @@ class _Due:
     beat_s: float = 0.0
     touch_s: float = 0.0
     sweep_s: float = 0.0
-    set_s: float = 0.0
     relief_s: float = 0.0
 
 
@@ -100,7 +98,7 @@ class Keeper:
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
         self._done_with = _DoneWith()
         self._due = _Due()
-        self._pause_s = PAUSE_FIRST_S
+        self._room = Backoff()
         self._disk_is_full = False
 
     def start(self) -> None:
@@ -109,7 +107,7 @@ class Keeper:
 
     def refill(self) -> None:
         """Slots were taken: makes further sets soon if they are needed."""
-        is_time = self._housekeeper.clock() >= self._due.set_s
+        is_time = not self._room.is_resting(self._housekeeper.clock())
         if self._ticker is not None and is_time and self.supply.wants_set():
             self._ticker.wake()
 
@@ -143,7 +141,7 @@ class Keeper:
         self._done_with.epochs.append(self._epoch)
         namespace = replace(self._epoch[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
         self._epoch = (namespace, SetSupply(self._plan.slots, self._plan.spares))
-        self._due.set_s = 0.0
+        self._room.clear()
         return namespace.id
 
     def close(self) -> None:
@@ -207,7 +205,9 @@ class Keeper:
 
     def _make_sets(self, now: float) -> None:
         namespace, supply = self._epoch
-        while supply.wants_set() and now >= self._due.set_s and self._make_room(self._capacity_bytes(supply), now):
+        while supply.wants_set() and not self._room.is_resting(now):
+            if not self._make_room(self._capacity_bytes(supply), now):
+                return
             self._add_set(namespace, supply, now)
 
     def _capacity_bytes(self, supply: SetSupply) -> int:
@@ -225,13 +225,11 @@ class Keeper:
     def _make_room(self, capacity_bytes: int, now: float) -> bool:
         evicted = self._housekeeper.make_room(self._plan.set_bytes, capacity_bytes)
         if evicted is None:
-            log.warning("no room for another segment set; saving rests for %.0f s", self._pause_s)
-            self._due.set_s = now + self._pause_s
+            log.warning("no room for another segment set; saving rests for %.0f s", self._room.refused(now))
             self._due.sweep_s = now  # what dead writers left open may be all that fills the root
-            self._pause_s = min(PAUSE_MAX_S, self._pause_s * 2)
             return False
         self.metrics.add(names.EVICTED_BYTES, evicted)
-        self._pause_s = PAUSE_FIRST_S
+        self._room.worked()
         return True
 
     def _add_set(self, namespace: Namespace, supply: SetSupply, now: float) -> None:

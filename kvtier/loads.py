@@ -7,36 +7,43 @@ blocks are reported as failed.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvtier import metrics as names
-from kvtier.admission import Admission
 from kvtier.errors import TierUnavailable
 from kvtier.fetch import Fetch, Fetcher, FetchFailed
 from kvtier.jobs import Jobs
+from kvtier.kernels.paged import Move
+from kvtier.order import Mark
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan
+from kvtier.sources import Source
 from kvtier.worker import Worker
 
 log = logging.getLogger("kvtier")
 
-CHUNKS_AHEAD = 8
-"""Chunks of one request read ahead of the one being scattered; more only takes slots from other requests."""
+AHEAD_BYTES = 256 << 20
+CHUNKS_AHEAD_MIN, CHUNKS_AHEAD_MAX = 8, 64
+"""What one request has read ahead of the chunk being scattered; more only takes slots from other requests."""
 ANSWER_GRACE_S = 0.25
 """A load whose own thread has not answered so long after the deadline is answered for it."""
 
 
 @dataclass(eq=False)
 class _Load:
-    """One plan on its way. `lock` is held while a chunk is scattered and while the answer is given: afterwards the
-    blocks are the engine's again, and no late thread writes into them."""
+    """One plan on its way. `lock` is held while chunks are scattered and while the answer is given: afterwards the
+    blocks are the engine's again, and no late thread writes into them. `after`: the engine's work that a scatter must
+    not overtake, such as zeroing these very blocks."""
 
     plan: LoadPlan
     deadline_s: float
+    after: Mark = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_running: bool = False
     is_answered: bool = False
@@ -50,22 +57,32 @@ class _Load:
 class Loader:
     """See the module."""
 
-    def __init__(self, worker: Worker, jobs: Jobs, admission: Admission) -> None:
+    def __init__(self, worker: Worker, jobs: Jobs, fetcher: Fetcher) -> None:
         self._worker = worker
         self._jobs = jobs
-        self._fetcher = Fetcher(worker, admission)
+        self._fetcher = fetcher
+        ahead = AHEAD_BYTES // worker.arena.slot_bytes
+        self._chunks_ahead = max(CHUNKS_AHEAD_MIN, min(CHUNKS_AHEAD_MAX, ahead))
         self._lock = threading.Condition()
         self._loads: set[_Load] = set()
         self._hangs_until_s = 0.0
         self._done: list[LoadDone] = []
+        self._timings: list[tuple[int, float]] = []
 
     def load(self, plan: LoadPlan) -> None:
-        """Queues a plan. Its answer comes with `take_done`, also when the queue is full."""
-        load = _Load(plan, self._worker.clock() + self._worker.timeout_s, waiting=deque(plan.chunks))
+        """Queues a plan; called on the engine's thread. Its answer comes with `take_done`, queued or not."""
+        deadline_s = self._worker.clock() + self._worker.timeout_s
+        load = _Load(plan, deadline_s, self._worker.order.mark(), waiting=deque(plan.chunks))
         with self._lock:
             self._loads.add(load)
         if self._worker.clock() < self._hangs_until_s or not self._jobs.submit(partial(self._run, load)):
             self._answer(load)
+
+    def take_timings(self) -> list[tuple[int, float]]:
+        """(tokens, seconds from asking to the end) of whole loads since the last take."""
+        with self._lock:
+            timings, self._timings = self._timings, []
+        return timings
 
     def take_done(self, timeout_s: float) -> list[LoadDone]:
         """Answers since the last take; waits for one at most `timeout_s`."""
@@ -100,6 +117,9 @@ class Loader:
         with self._lock:
             self._loads.discard(load)
             self._done.append(LoadDone(load.plan.request_id, frozenset(failed)))
+            if not failed:
+                asked_s = load.deadline_s - self._worker.timeout_s
+                self._timings.append((load.n_tokens, self._worker.clock() - asked_s))
             self._lock.notify_all()
 
     def _run(self, load: _Load) -> None:
@@ -119,16 +139,31 @@ class Loader:
         self._worker.metrics.add(names.LOAD_SECONDS, time.perf_counter() - started)
 
     def _load_chunks(self, load: _Load) -> None:
-        """Keeps up to CHUNKS_AHEAD chunks coming while it scatters the oldest."""
+        """Keeps chunks coming while it scatters those that are here, in order."""
         while load.waiting or load.coming:
             if self._worker.clock() >= load.deadline_s:
                 raise FetchFailed("its time is over")
             self._read_ahead(load)
-            fetch = load.coming[0]
-            self._complete(load, fetch)
-            self._scatter(load, fetch)
-            load.coming.popleft()
-            self._fetcher.keep_or_free(fetch)
+            self._complete(load, load.coming[0])
+            here = self._here(load)
+            n_good = self._fetcher.check(here)
+            if n_good == 0:
+                self._fetcher.reject(load.plan.namespace, here[0])
+                continue
+            self._scatter(load, here[:n_good])
+            for fetch in here[:n_good]:
+                load.coming.popleft()
+                self._fetcher.keep_or_free(fetch)
+
+    def _here(self, load: _Load) -> list[Fetch]:
+        """The first chunk, which is complete, and those behind it that are too: moved in one launch."""
+        here = [load.coming[0]]
+        for fetch in itertools.islice(load.coming, 1, None):
+            if not self._fetcher.is_here(fetch):
+                break
+            self._fetcher.complete(load.plan.namespace, fetch, load.deadline_s, slot_timeout_s=0.0)
+            here.append(fetch)
+        return here
 
     def _complete(self, load: _Load, fetch: Fetch) -> None:
         """Two loads never wait for each other: who waits for a slot holds none, and reads of others that are waited
@@ -141,7 +176,7 @@ class Loader:
             raise FetchFailed("no slot in the arena came free in time")
 
     def _read_ahead(self, load: _Load) -> None:
-        while load.waiting and len(load.coming) < CHUNKS_AHEAD:
+        while load.waiting and len(load.coming) < self._chunks_ahead:
             # With nothing coming that would free a slot, one is waited for.
             slot_timeout_s = 0.0 if load.coming else load.deadline_s - self._worker.clock()
             fetch = self._fetcher.begin(load.plan.namespace, load.waiting[0], slot_timeout_s)
@@ -152,18 +187,23 @@ class Loader:
         if not load.coming:
             raise FetchFailed("no slot in the arena came free in time")
 
-    def _scatter(self, load: _Load, fetch: Fetch) -> None:
-        worker, chunk = self._worker, fetch.chunk
+    def _scatter(self, load: _Load, fetches: Sequence[Fetch]) -> None:
+        worker = self._worker
+        moves = [self._move(fetch, source) for fetch in fetches for source in fetch.sources]
         with load.lock:
             if load.is_answered:
                 raise FetchFailed("it was answered as late meanwhile")
-            for source in fetch.sources:
-                slabs = worker.arena.slabs(fetch.slot, source.slot_offset, source.wanted.n_heads, source.slab_bytes)
-                worker.codec.decode(worker.pages, source.patch(worker.share.reads), chunk.block_ids,
-                                    self._first_block(chunk), slabs)  # fmt: skip
-            load.n_chunks += 1
-        load.n_tokens += worker.geometry.chunk_tokens - chunk.first_token
-        load.n_bytes += sum(source.n_bytes for source in fetch.sources)
+            with worker.order.moving(load.after):
+                worker.codec.decode(worker.pages, moves)
+            load.n_chunks += len(fetches)
+        for fetch in fetches:
+            load.n_tokens += worker.geometry.chunk_tokens - fetch.chunk.first_token
+            load.n_bytes += sum(source.n_bytes for source in fetch.sources)
+
+    def _move(self, fetch: Fetch, source: Source) -> Move:
+        slabs = self._worker.arena.slabs(fetch.slot, source.slot_offset, source.wanted.n_heads, source.slab_bytes)
+        patch = source.patch(self._worker.share.reads)
+        return Move(patch, fetch.chunk.block_ids, slabs, self._first_block(fetch.chunk))
 
     def _let_go(self, load: _Load, n_kept: int) -> None:
         """Abandons what is read ahead, but for the first `n_kept`; it is begun again when its turn comes."""

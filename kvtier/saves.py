@@ -1,7 +1,8 @@
 """The save walk on a worker: gather and encode now, write and publish in the background.
 
-Gathering runs on the engine's thread, after the forward that computed the blocks and before anything can overwrite
-them; from then on the bytes lie in an arena slot of ours. Published last, when all of them are on disk (I1).
+Gathering is launched on the engine's thread, after the forward that computed the blocks and before anything can
+overwrite them; from then on the bytes belong in an arena slot of ours, which nobody may touch before the gather is done
+(kvtier.order). Published last, when all of them are on disk (I1).
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from kvtier import metrics as names
 from kvtier.admission import Admission
+from kvtier.backoff import Backoff
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.index.base import Location, NewRecord
 from kvtier.io.ring import OpResult, WriteOp
 from kvtier.jobs import Jobs
-from kvtier.kernels.paged import Patch
+from kvtier.kernels.paged import Move, Patch
+from kvtier.lower import Lowering, Staged
+from kvtier.order import Mark
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.sources import Source
@@ -35,8 +38,8 @@ from kvtier.worker import Worker
 
 log = logging.getLogger("kvtier")
 
-PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0
-"""How long saving rests after the disk refused; doubles from the first to the longest."""
+JOB_CHUNKS = 16
+"""Chunks of one background job: one job copies down and the next writes."""
 
 _SKIPS = {
     SaveOutcome.PRESENT: names.SKIPPED_PRESENT,
@@ -47,11 +50,6 @@ _SKIPS = {
 }
 
 
-class _Staged(NamedTuple):
-    chunk: SaveChunk
-    slot: int
-
-
 class Saver:
     """Saves are bounded: at most `chunks_max` chunks hold arena slots, and a forward never waits (I4)."""
 
@@ -60,11 +58,14 @@ class Saver:
         self._jobs = jobs
         self._chunks_max = chunks_max
         self._keep = admission.keeps_saved() and worker.share.writes == worker.share.reads
+        host, writes = worker.host, worker.share.writes
+        self._lowering = None if host is None or writes is None else Lowering(worker, host, writes)
+        self._job_chunks = JOB_CHUNKS if host is None else min(JOB_CHUNKS, max(1, host.n_slots // 2))
+        self._making = threading.Lock()
         self._lock = threading.Lock()
         self._done: list[SaveDone] = []
         self._in_flight = 0
-        self._pause_s = PAUSE_FIRST_S
-        self._resume_at_s = 0.0
+        self._disk = Backoff()
         self._slots_used: dict[tuple[bytes, int], int] = {}
 
     def save(self, plan: SavePlan) -> None:
@@ -73,7 +74,7 @@ class Saver:
         writes = self._worker.share.writes
         if writes is None:
             return
-        staged: list[_Staged] = []  # ours to give back until a job has them
+        staged: list[Staged] = []  # ours to give back until a job has them
         outcomes = {chunk.key: SaveOutcome.FAILED for chunk in plan.chunks}  # of those that no job answers
         try:
             for chunk in plan.chunks:
@@ -81,14 +82,21 @@ class Saver:
                 if slot is None:
                     outcomes[chunk.key] = refusal
                     continue
-                staged.append(_Staged(chunk, slot))
-                self._gather(chunk, slot, writes)
+                staged.append(Staged(chunk, self._worker.arena, slot))
+            if staged:
+                self._gather(staged, writes)
             outcomes.update((item.chunk.key, SaveOutcome.QUEUE_FULL) for item in staged)
-            if staged and self._jobs.submit(partial(self._write, plan, staged, writes)):
-                for item in staged:
+            gathered = self._worker.order.mark()
+            while staged:
+                part = staged[: self._job_chunks]
+                if not self._jobs.submit(partial(self._write, plan, part, gathered, writes)):
+                    break
+                for item in part:
                     del outcomes[item.chunk.key]
-                staged = []
+                staged = staged[len(part) :]
         finally:
+            if staged:  # only when closed or by a fault: there are no more jobs than chunks in flight
+                self._worker.order.wait(self._worker.order.mark())
             self._give_back(staged)
             self._answer([(chunk, outcomes[chunk.key]) for chunk in plan.chunks if chunk.key in outcomes])
 
@@ -111,43 +119,62 @@ class Saver:
     def _take_slot(self) -> tuple[int | None, SaveOutcome]:
         """A slot, or None and why there is none."""
         with self._lock:
-            if self._worker.clock() < self._resume_at_s:
+            if self._disk.is_resting(self._worker.clock()):
                 return None, SaveOutcome.RESTING
             slot = self._worker.arena.reserve() if self._in_flight < self._chunks_max else None
             self._in_flight += slot is not None
             return slot, SaveOutcome.QUEUE_FULL
 
-    def _give_back(self, staged: Sequence[_Staged]) -> None:
-        for item in staged:
-            self._worker.arena.discard(item.slot)
-        with self._lock:
-            self._in_flight -= len(staged)
+    def _give_back(self, items: Sequence[Staged]) -> None:
+        """Frees the items' slots, in whichever arena they are by now."""
+        for item in items:
+            item.arena.discard(item.slot)
+        self._left_arena(sum(item.arena is self._worker.arena for item in items))
 
-    def _gather(self, chunk: SaveChunk, slot: int, writes: Extent) -> None:
+    def _left_arena(self, n_chunks: int) -> None:
+        with self._lock:
+            self._in_flight -= n_chunks
+
+    def _gather(self, staged: Sequence[Staged], writes: Extent) -> None:
+        """One launch for all of them."""
         worker, held = self._worker, self._worker.share.reads
-        assert len(chunk.block_ids) == worker.chunk_blocks
-        slabs = worker.arena.slabs(slot, PAGE_BYTES, writes.n_heads, self._slab_bytes(writes))
+        assert all(len(item.chunk.block_ids) == worker.chunk_blocks for item in staged)
         patch = Patch(0, writes.first_layer - held.first_layer, writes.n_layers,
                       writes.first_head - held.first_head, writes.n_heads)  # fmt: skip
-        worker.codec.encode(worker.pages, patch, chunk.block_ids, slabs)
+        size = self._slab_bytes(writes)
+        moves = [
+            Move(patch, item.chunk.block_ids, worker.arena.slabs(item.slot, PAGE_BYTES, writes.n_heads, size))
+            for item in staged
+        ]
+        worker.codec.encode(worker.pages, moves)
 
     def _slab_bytes(self, writes: Extent) -> int:
         return slab_bytes(self._worker.codec, self._worker.geometry, writes.n_layers)
 
-    def _write(self, plan: SavePlan, staged: list[_Staged], writes: Extent) -> None:
+    def _write(self, plan: SavePlan, staged: list[Staged], gathered: Mark, writes: Extent) -> None:
         """A background job: from the arena slots to the index. Answers every chunk, whatever happens."""
         started = time.perf_counter()
         outcomes = {item.chunk.key: SaveOutcome.FAILED for item in staged}
         ours = list(staged)
         try:
+            self._worker.order.wait(gathered)  # whatever happens below, the slots may be given to others after this
             fresh = [item for item in staged if not self._is_present(item.chunk.key)]
             outcomes.update((item.chunk.key, SaveOutcome.PRESENT) for item in staged if item not in fresh)
+            if self._lowering is not None:
+                if not self._lowering.move(fresh):
+                    outcomes.update((item.chunk.key, SaveOutcome.QUEUE_FULL) for item in fresh)
+                    return
+                self._left_arena(len(fresh))
             results = self._write_records(plan, fresh, writes, ours)
+            for item, result in zip(fresh, results, strict=False):
+                if result.bad_slabs:
+                    self._worker.metrics.add(names.CHECKSUM_FAILURES)
+                    log.error("chunk %s changed on its way to the storage; it is not stored", item.chunk.key.hex())
             outcomes.update((item.chunk.key, _outcome(result)) for item, result in zip(fresh, results, strict=False))
             written = [
                 (item, Location(item.chunk.set_id, self._worker.share.rank, item.chunk.slot,
                                 self._slab_bytes(writes), writes, result.checksums))
-                for item, result in zip(fresh, results, strict=False) if not result.error
+                for item, result in zip(fresh, results, strict=False) if result.ok
             ]  # fmt: skip
             self._publish(written)
             self._keep_slots(written, ours)
@@ -175,9 +202,7 @@ class Saver:
         except IndexUnavailable:
             return False
 
-    def _write_records(
-        self, plan: SavePlan, fresh: list[_Staged], writes: Extent, ours: list[_Staged]
-    ) -> list[OpResult]:
+    def _write_records(self, plan: SavePlan, fresh: list[Staged], writes: Extent, ours: list[Staged]) -> list[OpResult]:
         """Writes the records; no results when that took too long (their slots are then no longer `ours`)."""
         files = self._worker.files(plan.namespace)
         with ExitStack() as stack:
@@ -186,7 +211,7 @@ class Saver:
                 segment = self._segment(files, plan, item.chunk.set_id, writes)
                 stack.callback(segment.release)
                 ops.append(self._write_op(plan, item, segment))
-            batch = self._worker.ring.submit(ops)
+            batch = self._worker.io.ring.submit(ops)
             if batch.wait(self._worker.timeout_s):
                 return batch.results()
             # Descriptors and slots stay taken until the kernel gives the last write back.
@@ -200,18 +225,19 @@ class Saver:
     def _segment(self, files: SegmentFiles, plan: SavePlan, set_id: int, writes: Extent) -> OpenSegment:
         """Our segment of the set, leased; made when this is its first record."""
         rank, slab = self._worker.share.rank, self._slab_bytes(writes)
-        leased = files.lease(set_id, rank)
-        if leased is None:
-            created_ms = set_id >> 20  # set ids begin with their time (kvtier.keeper)
-            files.create(SegmentHeader(plan.namespace, set_id, rank, plan.slots, record_bytes(writes, slab), writes,
-                                       slab, created_ms))  # fmt: skip
+        with self._making:  # a file that another job is just making has no header yet
             leased = files.lease(set_id, rank)
+            if leased is None:
+                created_ms = set_id >> 20  # set ids begin with their time (kvtier.keeper)
+                files.create(SegmentHeader(plan.namespace, set_id, rank, plan.slots, record_bytes(writes, slab),
+                                           writes, slab, created_ms))  # fmt: skip
+                leased = files.lease(set_id, rank)
         if leased is None:
             raise TierUnavailable(f"segment set {set_id:016x} was removed while it was made")
         return leased
 
-    def _write_op(self, plan: SavePlan, item: _Staged, segment: OpenSegment) -> WriteOp:
-        chunk, arena, header = item.chunk, self._worker.arena, segment.header
+    def _write_op(self, plan: SavePlan, item: Staged, segment: OpenSegment) -> WriteOp:
+        chunk, arena, header = item.chunk, item.arena, segment.header
         blank = (0,) * header.extent.n_heads  # the I/O engine fills in the checksums as the bytes pass
         page = RecordHeader(chunk.key, chunk.parent, plan.namespace, header.slab_bytes,
                             self._worker.geometry.chunk_tokens, chunk.slot, header.extent, chunk.set_id,
@@ -224,33 +250,32 @@ class Saver:
                 del self._slots_used[owner]  # nothing to trim
         return WriteOp(segment.fd, header.slot_offset(chunk.slot), arena.address(item.slot), header.slab_bytes,
                        header.extent.n_heads, chunk.key, header.extent.first_head,
-                       header.extent.first_layer)  # fmt: skip
+                       header.extent.first_layer, item.checksums)  # fmt: skip
 
-    def _publish(self, written: list[tuple[_Staged, Location]]) -> None:
+    def _publish(self, written: list[tuple[Staged, Location]]) -> None:
         whole = self._worker.geometry.whole
         self._worker.index.publish([NewRecord(item.chunk.key, location, whole) for item, location in written])
 
-    def _keep_slots(self, written: list[tuple[_Staged, Location]], ours: list[_Staged]) -> None:
+    def _keep_slots(self, written: list[tuple[Staged, Location]], ours: list[Staged]) -> None:
         """What was saved may stay in the arena as a cache of itself."""
         if not self._keep:
             return
         for item, location in written:
             ours.remove(item)
-            self._worker.arena.commit(item.slot, item.chunk.key, (Source(location, location.extent, PAGE_BYTES),))
-        with self._lock:
-            self._in_flight -= len(written)
+            item.arena.commit(item.slot, item.chunk.key, (Source(location, location.extent, PAGE_BYTES),))
+        self._left_arena(sum(item.arena is self._worker.arena for item, _ in written))
 
     def _note_disk(self, outcomes: dict[bytes, SaveOutcome]) -> None:
         if SaveOutcome.NO_SPACE in outcomes.values():
             self._rest("no space left on device")
         elif SaveOutcome.SAVED in outcomes.values():
-            self._pause_s = PAUSE_FIRST_S
+            with self._lock:
+                self._disk.worked()
 
     def _rest(self, why: str) -> None:
-        log.warning("saving rests for %.0f s: %s", self._pause_s, why)
         with self._lock:
-            self._resume_at_s = self._worker.clock() + self._pause_s
-            self._pause_s = min(PAUSE_MAX_S, self._pause_s * 2)
+            pause_s = self._disk.refused(self._worker.clock())
+        log.warning("saving rests for %.0f s: %s", pause_s, why)
 
     def _answer(self, outcomes: Sequence[tuple[SaveChunk, SaveOutcome]]) -> None:
         for _, outcome in outcomes:
@@ -261,6 +286,6 @@ class Saver:
 
 
 def _outcome(result: OpResult) -> SaveOutcome:
-    if not result.error:
+    if result.ok:
         return SaveOutcome.SAVED
     return SaveOutcome.NO_SPACE if result.error in (errno.ENOSPC, errno.EDQUOT) else SaveOutcome.FAILED

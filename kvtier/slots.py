@@ -31,6 +31,11 @@ class SlotTable(Generic[Content]):
         self._cached: OrderedDict[bytes, _Cached[Content]] = OrderedDict()  # least recently used first
         self._dropped: dict[int, _Cached[Content]] = {}  # no longer findable, but still leased
 
+    def grow(self, n_slots: int) -> None:
+        """Adds free slots, up to `n_slots` in all."""
+        self._free[:0] = range(n_slots - 1, self.n_slots - 1, -1)
+        self.n_slots = n_slots
+
     def reserve(self) -> int | None:
         """A slot to fill, now the caller's; None when every slot is reserved or leased."""
         if not self._free and not self._evict_one():

@@ -74,6 +74,11 @@ def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> 
     return None if holes or offset > slot_bytes else tuple(sources)
 
 
+def end_of(sources: Sequence[Source]) -> int:
+    """Byte of the arena slot at which the last slab ends."""
+    return max(source.slot_offset + source.n_bytes for source in sources)
+
+
 def _shared_cells(extent: Extent, held: Extent) -> int:
     common = extent.intersect(held)
     return common.cells if common else 0

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvtier.admission import Admission
+from kvtier.breakeven import LoadCost
+from kvtier.fetch import Fetcher
 from kvtier.jobs import Jobs, Ticker
+from kvtier.keep import HostKeeper
 from kvtier.loads import Loader
 from kvtier.metrics import Metrics
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
@@ -21,10 +25,19 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class Progress(NamedTuple):
-    """What ended since the last poll."""
+    """What ended since the last poll. timings: (tokens, seconds) of whole loads."""
 
     loads: list[LoadDone]
     saves: list[SaveDone]
+    timings: list[tuple[int, float]]
+
+
+class TransferJobs(NamedTuple):
+    """The background work of each kind. keep: copies of loaded chunks into the host arena."""
+
+    save: Jobs
+    load: Jobs
+    keep: Jobs
 
 
 class Transfer:
@@ -32,18 +45,23 @@ class Transfer:
 
     Args:
         save_chunks_max: chunks that saves may hold in the arena at a time; at most half of it, so that loads go on.
+        cost: what a load should cost here, as it was measured at start; None: not known.
+        release: gives the arenas' memory back, once nothing moves any more.
     """
 
     def __init__(
-        self, worker: Worker, save_jobs: Jobs, load_jobs: Jobs, admission: Admission, save_chunks_max: int
-    ) -> None:
+        self, worker: Worker, jobs: TransferJobs, admission: Admission, save_chunks_max: int,
+        release: Callable[[], None] = lambda: None, cost: LoadCost | None = None,
+    ) -> None:  # fmt: skip
+        self.cost = cost
         self._worker = worker
-        self._save_jobs = save_jobs
-        self._load_jobs = load_jobs
+        self._jobs = jobs
+        self._release = release
         chunks_max = min(save_chunks_max, max(1, worker.arena.n_slots // 2))
         self._ticker: Ticker | None = None
-        self._saver = Saver(worker, save_jobs, chunks_max, admission)
-        self._loader = Loader(worker, load_jobs, admission)
+        self._saver = Saver(worker, jobs.save, chunks_max, admission)
+        keeper = None if worker.host is None else HostKeeper(worker, worker.host, jobs.keep)
+        self._loader = Loader(worker, jobs.load, Fetcher(worker, admission, keeper))
 
     @property
     def metrics(self) -> Metrics:
@@ -59,7 +77,8 @@ class Transfer:
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
         """What ended since the last poll; with `timeout_s`, waits so long at most for a load to end."""
-        return Progress(self._loader.take_done(timeout_s), self._saver.take_done())
+        done = self._loader.take_done(timeout_s)
+        return Progress(done, self._saver.take_done(), self._loader.take_timings())
 
     def start(self) -> None:
         """Tidies in the background until `close`."""
@@ -73,20 +92,23 @@ class Transfer:
     def drain(self, timeout_s: float) -> bool:
         """Waits for what is queued; False when `timeout_s` was not enough."""
         deadline_s = time.monotonic() + timeout_s
-        loads_done = self._load_jobs.drain(timeout_s)
-        return self._save_jobs.drain(max(0.0, deadline_s - time.monotonic())) and loads_done
+        done = [jobs.drain(max(0.0, deadline_s - time.monotonic())) for jobs in (self._jobs.load, *self._jobs)]
+        return all(done)
 
     def close(self) -> None:
         """Ends the background work; what is still queued is dropped. Call `drain` first."""
         if self._ticker is not None:
             self._ticker.close(CLOSE_TIMEOUT_S)
-        self._load_jobs.close()
-        self._save_jobs.close()
-        if self._save_jobs.pending() == 0:
+        for jobs in self._jobs:
+            jobs.close()
+        if self._jobs.save.pending() == 0:
             self._saver.trim()
         self._worker.quarantine.sweep()
-        if not self._worker.ring.close() or len(self._worker.quarantine):
-            _outlived.append(self._worker)  # its memory is still being written to by I/O that hangs
+        has_ended = self._worker.io.close() and not len(self._worker.quarantine)
+        if has_ended and not any(jobs.pending() for jobs in self._jobs):
+            self._release()
+        else:
+            _outlived.append(self._worker)  # its memory is still in use by work that hangs
         self._worker.files.close()
         self._worker.index.close()
 

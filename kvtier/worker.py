@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvtier.codecs.base import Codec
 from kvtier.geometry import PAGE_BYTES, Geometry, RankShare, padded
 from kvtier.index.base import Index
-from kvtier.io.ring import Batch, Ring
-from kvtier.kernels.paged import PagedKV
+from kvtier.io.engines import Engines, Reads
+from kvtier.kernels.paged import PagedKV, SlabRun
 from kvtier.metrics import Metrics
+from kvtier.order import Order
 from kvtier.sources import Source
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.segments import SegmentFolders
 
-HostArena = Arena[tuple[Source, ...]]
+ChunkArena = Arena[tuple[Source, ...]]
 
 
 class Quarantine:
@@ -26,10 +27,10 @@ class Quarantine:
     stay out of use until it returns: late bytes land in slots, never in engine blocks (I10)."""
 
     def __init__(self) -> None:
-        self._late: list[tuple[Batch, Callable[[], None]]] = []
+        self._late: list[tuple[Reads, Callable[[], None]]] = []
         self._lock = threading.Lock()
 
-    def add(self, batch: Batch, release: Callable[[], None]) -> None:
+    def add(self, batch: Reads, release: Callable[[], None]) -> None:
         """Cancels what has not begun; calls `release` (from `sweep`) when nothing of the batch is under way."""
         batch.cancel()
         with self._lock:
@@ -51,14 +52,23 @@ class Quarantine:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank's place in the world. `files`: the segments of a namespace by its id."""
+    """One rank's place in the world.
+
+    arena: the slots that gather and scatter work on, in the memory where the pages are.
+    host: the arena in host memory below it; None where `arena` is that itself.
+    order: what must be waited for before bytes may move. sums: checksums of slabs in `arena`.
+    io: what loads and saves go through. files: the segments of a namespace by its id.
+    """
 
     geometry: Geometry
     share: RankShare
     codec: Codec
     pages: PagedKV
-    arena: HostArena
-    ring: Ring
+    arena: ChunkArena
+    host: ChunkArena | None
+    order: Order
+    sums: Callable[[Sequence[SlabRun]], list[tuple[int, ...]]]
+    io: Engines
     index: Index
     files: SegmentFolders
     quarantine: Quarantine

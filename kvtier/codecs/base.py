@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from kvtier.geometry import Geometry, padded
-from kvtier.kernels.paged import PagedKV, Patch
+from kvtier.kernels.paged import Move, PagedKV
 
 
 class Codec(Protocol):
@@ -24,14 +22,16 @@ class Codec(Protocol):
         """Encoded bytes of one layer of one head of one chunk; a slab is these for each layer, then padding."""
         ...
 
-    def encode(self, pages: PagedKV, patch: Patch, block_ids: Sequence[int], slabs: torch.Tensor) -> None:
-        """Blocks of one chunk -> slabs, (n_heads, slab_bytes) uint8; padding is left as it is."""
+    def prepare(self, pages: PagedKV) -> None:
+        """Once, before anything is moved: tables of these pages, and whatever else must not be made in a step."""
         ...
 
-    def decode(
-        self, pages: PagedKV, patch: Patch, block_ids: Sequence[int], first_block: int, slabs: torch.Tensor
-    ) -> None:
-        """Slabs -> the blocks of one chunk, but for the first `first_block` of them."""
+    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+        """Blocks -> slabs; padding is left as it is. On CUDA: launched on the current stream."""
+        ...
+
+    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+        """Slabs -> blocks, but for those before each move's `first_block`."""
         ...
 
 

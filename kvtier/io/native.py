@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 from pathlib import Path
 
 from kvtier.errors import KVTierError
@@ -39,13 +41,17 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
             None,
             [c.c_void_p, c.c_size_t, c.c_uint32, c.c_char_p, c.c_uint32, c.c_uint32, c.c_void_p],
         ),
-        ("kvtier_ring_open", c.c_int, [c.c_uint32, c.c_uint32, c.c_uint64, c.c_uint64, c.POINTER(handle)]),
+        ("kvtier_ring_open", c.c_int, [c.c_char_p, c.POINTER(handle), c.c_char_p, c.c_size_t]),
         ("kvtier_ring_close", c.c_int, [handle, c.c_int64]),
         ("kvtier_submit", c.c_int, [handle, c.c_char_p, c.c_size_t, c.c_char_p, c.POINTER(handle)]),
         ("kvtier_batch_wait", c.c_int, [handle, c.c_int64]),
         ("kvtier_batch_cancel", None, [handle]),
         ("kvtier_batch_results", c.c_int, [handle, c.c_void_p, c.c_void_p, c.c_void_p]),
         ("kvtier_batch_free", None, [handle]),
+        ("kvtier_cuda_load", None, [c.c_char_p]),
+        ("kvtier_cuda_version", c.c_int, [c.POINTER(c.c_int), c.c_char_p, c.c_size_t]),
+        ("kvtier_cuda_pin", c.c_int, [c.c_void_p, c.c_size_t, c.c_int, c.c_char_p, c.c_size_t]),
+        ("kvtier_cuda_unpin", c.c_int, [c.c_void_p, c.c_char_p, c.c_size_t]),
     ):
         function = getattr(lib, name)
         function.restype = result
@@ -55,6 +61,18 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 library = _declare(_load())
 """The loaded functions. Every call releases the interpreter lock."""
+
+
+class Message:
+    """Room for what CUDA said: `*message.room` ends a call's arguments."""
+
+    def __init__(self) -> None:
+        self._text = ctypes.create_string_buffer(512)
+        self.room = (self._text, len(self._text))
+
+    def of(self, error: int) -> str:
+        """What the errno that the call returned means."""
+        return self._text.value.decode(errors="replace") if error == errno.EREMOTEIO else os.strerror(error)
 
 
 def instruction_sets() -> dict[str, int]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io.native import library
+from kvtier.io.native import Message, library
 
 THREADS, PIECE_BYTES = 16, 1 << 20
 WRITE_PIECES = 4
@@ -38,8 +38,14 @@ Processor time on two busy Zen 5 cores, tmpfs, 4 MiB records, 8 in flight: 121 m
 
 QUEUED_OPS_MAX = 16384
 
+DEVICE_PIECE_BYTES, DEVICE_SLOTS = 4 << 20, 2
+"""H200, PCIe Gen5, tmpfs: 51.4 GB/s (92 % of PCIe) with 12 threads x 2 x 4 MiB, 48.7 with 14 x 4 x 1 MiB, but 31-34
+once the buffers of all threads outgrow the last-level cache (300 MiB there). A prototype's figures: DESIGN 7."""
+
 _OP = struct.Struct("=iiqQQIIII16s")
+_OPTIONS = struct.Struct("=IIQQiIQ")
 _READ, _WRITE = 0, 1
+_VERIFY, _ON_DEVICE = 1, 2
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -48,13 +54,14 @@ class ReadOp(NamedTuple):
 
     fd: int
     offset: int  # of the first slab in the file
-    address: int  # where the first slab lands
+    address: int  # where the first slab lands: in memory, or on the ring's CUDA device
     slab_bytes: int
     n_slabs: int
     key: bytes  # of the chunk, 16 bytes
     first_head: int  # head of the first slab read
     first_layer: int  # of the record
     checksums: tuple[int, ...] | None  # what the slabs must sum to; None: only report
+    on_device: bool = False  # `address` is device memory; `checksums` is None, because the device sums what landed
 
 
 class WriteOp(NamedTuple):
@@ -68,14 +75,15 @@ class WriteOp(NamedTuple):
     key: bytes
     first_head: int
     first_layer: int
+    checksums: tuple[int, ...] | None = None  # what the slabs must sum to, or the record gets no header; None: any
 
 
 class OpResult(NamedTuple):
     """What became of one operation."""
 
-    error: int  # errno; 0: fine; ENODATA: the file ends before the last slab; ECANCELED
+    error: int  # errno; 0: fine; ENODATA: the file ends before the last slab; EREMOTEIO: CUDA failed; ECANCELED
     bad_slabs: tuple[int, ...]  # positions (0 = first slab read) whose checksum is not the expected one
-    checksums: tuple[int, ...]  # of each slab, as read or written; meaningless with an error
+    checksums: tuple[int, ...]  # of each slab, as read or written; meaningless with an error, 0 on a device
 
     @property
     def ok(self) -> bool:
@@ -121,6 +129,17 @@ class Batch:
             library.kvtier_batch_free(self._handle)
 
 
+class DeviceRing(NamedTuple):
+    """What a ring needs to read for a CUDA device: threads x slots x piece_bytes of pinned memory, allocated at start.
+
+    All of it should fit the last-level cache, so that the device copies from there and not from memory.
+    """
+
+    ordinal: int  # as CUDA counts, after CUDA_VISIBLE_DEVICES: torch's number
+    piece_bytes: int = DEVICE_PIECE_BYTES  # read into a slot and copied at once
+    slots: int = DEVICE_SLOTS  # of each thread: how many of its pieces are read or copied at a time
+
+
 class Ring:
     """A fixed number of native I/O threads over one bounded queue (I4).
 
@@ -132,6 +151,10 @@ class Ring:
         piece_bytes: of reads. Small enough to stay in a core's L2 cache until it is summed.
         write_piece_bytes: of writes; by default as large.
         queued_ops_max: operations that wait for a thread; more are refused.
+        device: reads may then have `on_device`. Their pieces go through pinned buffers of the threads' own; a piece is
+            done when its copy to the device has ended.
+
+    Raises TierUnavailable when threads cannot be started, or the device not be used: CUDA's error is in the message.
     """
 
     def __init__(
@@ -141,14 +164,26 @@ class Ring:
         *,
         write_piece_bytes: int | None = None,
         queued_ops_max: int = QUEUED_OPS_MAX,
+        device: DeviceRing | None = None,
     ) -> None:
         handle = ctypes.c_void_p()
         write_bytes = write_piece_bytes or piece_bytes
-        error = library.kvtier_ring_open(threads, queued_ops_max, piece_bytes, write_bytes, ctypes.byref(handle))
+        on_device = (-1, 0, 0) if device is None else (device.ordinal, device.slots, device.piece_bytes)
+        described = f"a ring of {threads} threads, pieces of {piece_bytes} and {write_bytes} bytes, {device}"
+        if device is not None and device.ordinal < 0:
+            raise ValueError(described)
+        try:
+            options = _OPTIONS.pack(threads, queued_ops_max, piece_bytes, write_bytes, *on_device)
+        except struct.error:
+            raise ValueError(described) from None
+        message = Message()
+        error = library.kvtier_ring_open(options, ctypes.byref(handle), *message.room)
         if error == errno.EINVAL:
-            raise ValueError(f"a ring of {threads} threads, pieces of {piece_bytes} and {write_bytes} bytes")
+            raise ValueError(described)
+        if error == errno.EREMOTEIO:
+            raise TierUnavailable(f"CUDA device {on_device[0]} cannot be used for I/O: {message.of(error)}")
         if error:
-            raise TierUnavailable(f"I/O threads cannot be started: {os.strerror(error)}")
+            raise TierUnavailable(f"I/O threads cannot be started: {message.of(error)}")
         self._handle: ctypes.c_void_p | None = handle
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -157,7 +192,7 @@ class Ring:
         """Start the operations, or none of them.
 
         Raises TierUnavailable when the queue has no room for all of them or the ring is closed, and ValueError when
-        an offset, an address or a size is not whole pages.
+        an offset, an address or a size is not whole pages, or a read is for a device that the ring does not have.
         """
         packed, expected, slabs_of_ops = _pack(ops)
         batch = ctypes.c_void_p()
@@ -169,6 +204,8 @@ class Ring:
             error = library.kvtier_submit(self._handle, packed, len(ops), expected, ctypes.byref(batch))
         if error == errno.EINVAL:
             raise ValueError("an operation is not whole, aligned pages")
+        if error == errno.ENODEV:
+            raise ValueError("a read for a device on a ring without one")
         if error:
             raise TierUnavailable(f"I/O queue: {os.strerror(error)}")
         return Batch(batch, slabs_of_ops)
@@ -199,14 +236,12 @@ def _pack(ops: Sequence[ReadOp | WriteOp]) -> tuple[bytes, bytes, list[int]]:
         fd, offset, address, slab_bytes, n_slabs, key, first_head, first_layer = op[:8]
         if len(key) != 16:
             raise ValueError(f"a key of {len(key)} bytes")
-        if isinstance(op, ReadOp):
-            kind, sums = _READ, op.checksums
-        else:
-            kind, sums = _WRITE, None
+        kind, sums = _READ if isinstance(op, ReadOp) else _WRITE, op.checksums
+        flags = (_VERIFY if sums is not None else 0) | (_ON_DEVICE if isinstance(op, ReadOp) and op.on_device else 0)
+        if flags == _VERIFY | _ON_DEVICE:
+            raise ValueError("checksums for a read on a device, which are for the device to compare")
         try:
-            fields = _OP.pack(
-                kind, fd, offset, address, slab_bytes, n_slabs, first_head, first_layer, sums is not None, key
-            )
+            fields = _OP.pack(kind, fd, offset, address, slab_bytes, n_slabs, first_head, first_layer, flags, key)
         except struct.error as error:
             raise ValueError(f"an operation is out of range: {error}") from None
         if sums is None:

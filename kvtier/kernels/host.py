@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.io.native import library
-from kvtier.kernels.paged import PagedKV, Patch
+from kvtier.io.native import library, slab_checksums
+from kvtier.kernels.paged import Move, PagedKV, Patch, SlabRun
 
 TO_SLABS, TO_PAGES = 0, 1
 
@@ -35,13 +35,15 @@ class HostPages:
         self._planes_a_layer = len(pages.layers[0].planes)
         self._planes = np.array([_describe(plane) for layer in pages.layers for plane in layer.planes], dtype=_PLANE)
 
-    def gather(self, patch: Patch, block_ids: Sequence[int], slabs: torch.Tensor) -> None:
+    def gather(self, moves: Sequence[Move]) -> None:
         """See kvtier.kernels.paged.gather."""
-        self._move(TO_SLABS, patch, block_ids, 0, slabs)
+        for move in moves:
+            self._move(TO_SLABS, move.patch, move.block_ids, 0, move.slabs)
 
-    def scatter(self, patch: Patch, block_ids: Sequence[int], first_block: int, slabs: torch.Tensor) -> None:
+    def scatter(self, moves: Sequence[Move]) -> None:
         """See kvtier.kernels.paged.scatter."""
-        self._move(TO_PAGES, patch, block_ids, first_block, slabs)
+        for move in moves:
+            self._move(TO_PAGES, move.patch, move.block_ids, move.first_block, move.slabs)
 
     def _move(
         self, direction: int, patch: Patch, block_ids: Sequence[int], first_block: int, slabs: torch.Tensor
@@ -70,3 +72,12 @@ def _describe(plane: torch.Tensor) -> tuple[int, ...]:
     size = plane.element_size()
     block, token, head, _ = (stride * size for stride in plane.stride())
     return plane.data_ptr(), block, token, head, plane.shape[3] * size, 0, plane.shape[0]
+
+
+def checksums(runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
+    """One checksum a slab, a tuple for each run."""
+    return [
+        slab_checksums(run.slabs.data_ptr(), run.slabs.shape[1], run.slabs.shape[0], run.key, run.first_head,
+                       run.first_layer)
+        for run in runs
+    ]  # fmt: skip

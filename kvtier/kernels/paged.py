@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +44,15 @@ class PagedKV:
         return sum(plane.shape[-1] * plane.element_size() for plane in self.layers[0].planes)
 
 
+class SlabRun(NamedTuple):
+    """Slabs of one record that lie side by side, and what their checksums are keyed by (kvtier.checksum)."""
+
+    slabs: torch.Tensor  # (n_slabs, slab_bytes) uint8, contiguous
+    key: bytes
+    first_head: int
+    first_layer: int
+
+
 @dataclass(frozen=True, slots=True)
 class Patch:
     """Which part of some slabs is which part of a rank's pages; numbers count from the start of either.
@@ -56,6 +66,20 @@ class Patch:
     n_layers: int
     page_head: int
     n_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One chunk between blocks and slabs.
+
+    block_ids: of the whole chunk. slabs: (patch.n_heads, slab_bytes) uint8, contiguous, on the pages' device.
+    first_block: a scatter leaves the blocks before it untouched.
+    """
+
+    patch: Patch
+    block_ids: tuple[int, ...]
+    slabs: torch.Tensor
+    first_block: int = 0
 
 
 def gather(pages: PagedKV, patch: Patch, block_ids: Sequence[int], slabs: torch.Tensor) -> None:

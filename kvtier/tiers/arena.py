@@ -18,15 +18,32 @@ from kvtier.slots import Content, SlotTable
 
 
 class Arena(Generic[Content]):
-    """Thread-safe. `buffer`: (n_bytes,) uint8, its address a multiple of the page for direct I/O."""
+    """Thread-safe.
 
-    def __init__(self, buffer: torch.Tensor, slot_bytes: int) -> None:
+    Args:
+        buffer: (n_bytes,) uint8, its address a multiple of the page for direct I/O.
+        n_ready: slots that can be used at once; further ones by `grow` (memory that is pinned in the background).
+    """
+
+    def __init__(self, buffer: torch.Tensor, slot_bytes: int, n_ready: int | None = None) -> None:
         assert slot_bytes == padded(slot_bytes) and buffer.data_ptr() % PAGE_BYTES == 0
         self.slot_bytes = slot_bytes
         self.n_slots = buffer.numel() // slot_bytes
         self._buffer = buffer
-        self._table: SlotTable[Content] = SlotTable(self.n_slots)
+        self._table: SlotTable[Content] = SlotTable(self.n_slots if n_ready is None else n_ready)
         self._lock = threading.Condition()
+
+    @property
+    def is_device(self) -> bool:
+        """Whether the slots lie in a GPU's memory."""
+        return self._buffer.device.type != "cpu"
+
+    def grow(self, n_ready: int) -> None:
+        """The first `n_ready` slots can be used now."""
+        assert n_ready <= self.n_slots
+        with self._lock:
+            self._table.grow(n_ready)
+            self._lock.notify_all()
 
     def address(self, slot: int) -> int:
         return self._buffer.data_ptr() + slot * self.slot_bytes
@@ -35,6 +52,12 @@ class Arena(Generic[Content]):
         """The slot's header page, (4096,) uint8."""
         start = slot * self.slot_bytes
         return self._buffer[start : start + PAGE_BYTES]
+
+    def record(self, slot: int, n_bytes: int) -> torch.Tensor:
+        """The first `n_bytes` of the slot's slabs, (n_bytes,) uint8."""
+        start = slot * self.slot_bytes + PAGE_BYTES
+        assert PAGE_BYTES + n_bytes <= self.slot_bytes
+        return self._buffer[start : start + n_bytes]
 
     def slabs(self, slot: int, offset: int, n_slabs: int, slab_bytes: int) -> torch.Tensor:
         """(n_slabs, slab_bytes) uint8 from byte `offset` of the slot on."""
@@ -75,10 +98,6 @@ class Arena(Generic[Content]):
     def drop(self, key: bytes) -> None:
         with self._lock:
             self._table.drop(key)
-
-    def cached_chunks(self) -> int:
-        with self._lock:
-            return len(self._table)
 
     def check(self) -> None:
         with self._lock:

@@ -7,12 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.cli import main
+from kvtier.commands import doctor
+from kvtier.doctor.host import Verdict
 from kvtier.geometry import PAGE_BYTES
 from kvtier.index.embedded import LmdbIndex
 from kvtier.owner import Node, Owner
@@ -95,7 +98,15 @@ def test_verify_names_what_is_bad(root: Path, capsys: pytest.CaptureFixture[str]
     flip_payload(segment_of(root), 2)
     assert main(["verify", str(root)]) == 1
     out = capsys.readouterr().out
-    assert f"BAD {segment_of(root).name} slot 2: checksum of head 0 does not match" in out and "1 bad" in out
+    place = f"{segment_of(root).parent.name}/{segment_of(root).name}"
+    assert f"BAD {place} slot 2: checksum of head 0 does not match" in out and "1 bad" in out
+
+
+def test_verify_names_the_namespace_of_a_segment_that_is_gone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segment = segment_of(root)
+    segment.unlink()
+    assert main(["verify", str(root)]) == 1
+    assert f"BAD {segment.parent.name}/{segment.name} slot 0: its segment is missing" in capsys.readouterr().out
 
 
 def test_verify_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +115,9 @@ def test_verify_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["verify", "--json", str(root)]) == 1
     values = printed_json(capsys)
     assert values["records"] == CHUNKS
-    assert [(finding["segment"], finding["slot"]) for finding in values["bad"]] == [(segment_of(root).name, 3)]
+    segment = segment_of(root)
+    found = [(finding["namespace"], finding["segment"], finding["slot"]) for finding in values["bad"]]
+    assert found == [(segment.parent.name, segment.name, 3)]
 
 
 def test_without_an_index_the_headers_are_read(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +163,98 @@ def test_rebuild_of_a_root_whose_index_is_in_memory(tmp_path: Path, capsys: pyte
     assert main(["verify", str(tmp_path / "kv")]) == 0
 
 
+def test_rebuild_lists_what_it_cannot_read(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segment = segment_of(root)
+    with segment.open("r+b") as file:
+        file.write(b"x" * PAGE_BYTES)
+    capsys.readouterr()
+    assert main(["index", "rebuild", str(root)]) == 1
+    assert f"BAD {segment.parent.name}/{segment.name}: " in capsys.readouterr().out
+    assert main(["index", "rebuild", "--json", str(root)]) == 1
+    assert segment.name in printed_json(capsys)["unreadable"][0]
+
+
+# --- check ---
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.upper().startswith("KVTIER_")]:
+        monkeypatch.delenv(name)
+    path = tmp_path / "kvtier.yaml"
+    path.write_text(f"root: {tmp_path / 'kv'}\ncapacity_bytes: 2Gi\nio: {{threads: 3}}\n")
+    return path
+
+
+def test_check_prints_what_would_be_used(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(config)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "io.threads: 3" in lines and "capacity_bytes: 2147483648 (2.0 GiB)" in lines
+    assert "epoch: 0  (the default)" in lines
+    assert any(line.startswith("root is: to be created, on ") for line in lines)
+    assert any(line.startswith("index is: to be created at ") for line in lines)
+    assert [path.name for path in config.parent.iterdir()] == [config.name]  # nothing was made
+
+
+def test_check_of_a_root_that_is_there(root: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    before = sorted(root.rglob("*"))
+    assert main(["check", "--json", str(config)]) == 0
+    values = printed_json(capsys)
+    assert values["settings"]["io"]["threads"] == 3 and values["root"]["root is"].startswith("there, on ")
+    assert values["root"]["index is"].endswith("of this node") and sorted(root.rglob("*")) == before
+
+
+def refused(config: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    config.write_text(text)
+    capsys.readouterr()
+    assert main(["check", str(config)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1
+    return captured.err
+
+
+def test_check_says_what_stops_a_start(config: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path = config.parent
+    assert "did you mean 'io.threads'" in refused(config, f"root: {tmp_path}\nio: {{thread: 4}}\n", capsys)
+    assert "is a file, not a folder" in refused(config, f"root: {config}/below\n", capsys)
+    assert "raise capacity_bytes" in refused(config, f"root: {tmp_path}\ncapacity_bytes: 1Mi\n", capsys)
+    assert "its disk is full" in refused(
+        config, f"root: {tmp_path}\nsegment_bytes: 9000Ti\ncapacity_bytes: 9000Ti\n", capsys
+    )
+    assert "another" not in refused(config, f"root: {root}\nindex: {{path: /var/tmp/other}}\n", capsys)
+    owner = Owner(Node("f00d", "gpu-07"), root / "v1" / "index")
+    (root / "v1" / "owner.json").write_bytes(owner.to_json(root / "v1"))
+    assert "belongs to node gpu-07" in refused(config, f"root: {root}\n", capsys)
+    (root / "v99").mkdir()
+    assert "upgrade kvtier" in refused(config, f"root: {root}\n", capsys)
+    config.unlink()
+    assert main(["check", str(config)]) == 1
+    assert "cannot read this settings file" in capsys.readouterr().err
+
+
+# --- doctor ---
+
+
+def test_doctor_prints_a_verdict_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdicts = [Verdict("ok", "a", "b"), Verdict("warn", "c", "d", "do e")]
+    asked: list[Path | None] = []
+
+    def examine(path: Path | None) -> list[Verdict]:
+        asked.append(path)
+        return verdicts
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == "ok    a: b\nwarn  c: d  -> do e\n"
+    verdicts.append(Verdict("bad", "f", "g", "h"))
+    assert main(["doctor", "--json", str(tmp_path)]) == 1
+    assert printed_json(capsys)[2] == {"level": "bad", "what": "f", "value": "g", "fix": "h"}
+    assert asked == [None, tmp_path]
+
+
 # --- as a process ---
 
 
@@ -170,6 +275,17 @@ def test_start_up_error_is_one_line_and_status_2(arguments: list[str], tmp_path:
 def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and "usage: kvtier" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["stats", "verify", "check", "doctor"])
+def test_empty_path_is_not_the_current_folder(command: str) -> None:
+    done = run(command, "")
+    assert done.returncode == 2 and "it is empty; is a variable of your shell not set?" in done.stderr
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert done.returncode == 0 and done.stdout == f"kvtier {version('kvtier')}\n"
 
 
 def test_newer_root(tmp_path: Path) -> None:

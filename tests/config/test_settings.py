@@ -113,6 +113,7 @@ def test_settings_are_frozen_and_picklable() -> None:
 @pytest.mark.parametrize(
     ("value", "n_bytes"),
     [(4096, 4096), ("4096", 4096), ("4KiB", 4096), ("512MiB", 512 << 20), ("64GiB", 64 << 30), ("1TiB", 1 << 40),
+     ("2Ti", 2 << 40), ("2Gi", 2 << 30), ("512mi", 512 << 20), ("1.5Ki", 1536),
      ("64GB", 64 * 10**9), ("512 mb", 512 * 10**6), ("1.5GiB", 3 << 29), ("9007199254740993", 9007199254740993)],
 )  # fmt: skip
 def test_byte_sizes(value: object, n_bytes: int) -> None:
@@ -134,14 +135,15 @@ def test_misspelt_nested_key_in_the_connector_config() -> None:
 
 
 def test_key_in_the_wrong_place_is_shown_the_right_one() -> None:
-    assert "did you mean 'queues.save_threads'?" in refusal({"root": "/x", "save_threads": 4}).fix
+    fix = refusal({"root": "/x", "save_threads": 4}).fix
+    assert """did you mean 'queues.save_threads', written {"queues": {"save_threads": ...}}?""" in fix
 
 
 def test_misspelt_key_in_yaml(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "root: /x\nindex:\n  knd: memory\n")
     error = refusal({"config": path})
     assert error.key == "index.knd" and error.value == "memory"
-    assert "'index.kind'" in error.fix and path in error.fix
+    assert "'index.kind', written index: {kind: ...}?" in error.fix and path in error.fix
 
 
 def test_key_that_is_like_no_other(tmp_path: Path) -> None:
@@ -152,12 +154,13 @@ def test_key_that_is_like_no_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "near"),
     [("KVTIER_CAPACITY_BYTE", "KVTIER_CAPACITY_BYTES"), ("KVTIER_IO__THREAD", "KVTIER_IO__THREADS"),
-     ("KVTIER_IO_THREADS", "KVTIER_IO__THREADS"), ("kvtier_rot", "KVTIER_ROOT"), ("KVTIER_IO", "KVTIER_IO__DIRECT")],
+     ("KVTIER_IO_THREADS", "KVTIER_IO__THREADS"), ("kvtier_rot", "KVTIER_ROOT"), ("KVTIER_IO", "KVTIER_IO__CALIBRATE")],
 )  # fmt: skip
 def test_misspelt_environment_variable(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "7")
     error = refusal({"root": "/x"})
-    assert error.key == name and error.value == "7" and repr(near) in error.fix
+    assert error.key == name and error.value == "7"
+    assert error.fix == f"unknown environment variable: unset it, or did you mean {near!r}?"
 
 
 def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
@@ -213,6 +216,16 @@ def test_bad_value_in_yaml_names_the_file(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "root: /x\nepoch: first\n")
     error = refusal({"config": path})
     assert error.key == "epoch" and error.value == "first" and f"file {path}" in error.fix
+
+
+def test_nested_key_is_shown_as_it_is_written(tmp_path: Path) -> None:
+    assert (
+        '(from connector config, written {"io": {"threads": ...}})' in refusal({"root": "/x", "io": {"threads": 0}}).fix
+    )
+    path = yaml_file(tmp_path, "root: /x\nqueues: {load_threads: 0}\n")
+    assert f"(from file {path}, written queues: {{load_threads: ...}})" in refusal({"config": path}).fix
+    path = yaml_file(tmp_path, "root: /x\nepoch: -1\n")
+    assert refusal({"config": path}).fix.endswith(f"(from file {path})")
 
 
 def test_several_bad_values_are_counted() -> None:

@@ -51,12 +51,12 @@ def shares(shape: Geometry, tensor_size: int = 1, stages: Sequence[range] | None
     ]
 
 
-def make_pages(share: RankShare, shape: Geometry, n_blocks: int) -> PagedKV:
+def make_pages(share: RankShare, shape: Geometry, n_blocks: int, device: str = "cpu") -> PagedKV:
     """Zeroed pages of one rank: a K and a V tensor a layer, (n_blocks, block, heads, size)."""
     dtype = getattr(torch, shape.dtype)
 
     def plane(size: int) -> torch.Tensor:
-        return torch.zeros(n_blocks, BLOCK_TOKENS, share.reads.n_heads, size, dtype=dtype)
+        return torch.zeros(n_blocks, BLOCK_TOKENS, share.reads.n_heads, size, dtype=dtype, device=device)
 
     layers = tuple(
         PagedLayer(plane(shape.k_head_size), plane(shape.v_head_size) if shape.v_head_size else None)
@@ -87,13 +87,14 @@ class Engine:
     n_blocks: int = 256
     weights: str = "test"
     changes: dict[str, object] = field(default_factory=dict)
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         self.settings = settings(self.root, **({"chunk_tokens": self.shape.chunk_tokens} | self.changes))
         self.namespace = namespace(self.shape, self.weights)
         self.shares = shares(self.shape, self.tensor_size, self.stages)
         self.store: Store = open_store(self.settings, self.namespace, self.shares)
-        self.pages = [make_pages(share, self.shape, self.n_blocks) for share in self.shares]
+        self.pages = [make_pages(share, self.shape, self.n_blocks, self.device) for share in self.shares]
         self.transfers: list[Transfer] = [
             open_transfer(self.settings, self.namespace, share, pages)
             for share, pages in zip(self.shares, self.pages, strict=True)
@@ -161,8 +162,8 @@ class Engine:
 
     def blocks(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
         """Copies of the blocks' content, a tensor for each rank, layer and plane."""
-        index = torch.tensor(list(block_ids), dtype=torch.int64)
-        return [plane[index].clone() for pages in self.pages for layer in pages.layers for plane in layer.planes]
+        index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
+        return [plane[index].cpu() for pages in self.pages for layer in pages.layers for plane in layer.planes]
 
     def close(self) -> None:
         for transfer in self.transfers:

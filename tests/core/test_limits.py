@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from kvtier.errors import IndexUnavailable
+from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
+from kvtier.kernels.paged import Move, PagedKV
 from kvtier.plan import SaveOutcome
 from kvtier.store import WantedChunk
 from kvtier.tiers.segments import SegmentFiles
@@ -55,8 +57,8 @@ class HungRing:
 
 def with_hung_ring(engine: Engine) -> HungRing:
     worker = engine.transfers[0]._worker
-    ring = HungRing(worker.ring)
-    object.__setattr__(worker, "ring", ring)
+    ring = HungRing(worker.io.ring)
+    object.__setattr__(worker, "io", Engines(ring, ring))  # type: ignore[arg-type]
     return ring
 
 
@@ -268,9 +270,9 @@ def test_a_long_queue_is_not_taken_for_dead_storage(tmp_path: Path) -> None:
     worker = reader.transfers[0]._worker
     decode = worker.codec.decode
 
-    def slow(*arguments: object) -> None:
-        time.sleep(0.05)
-        decode(*arguments)  # type: ignore[arg-type]
+    def slow(pages: PagedKV, moves: Sequence[Move]) -> None:
+        time.sleep(0.05 * len(moves))
+        decode(pages, moves)
 
     worker.codec.decode = slow  # type: ignore[method-assign]
     keys = reader.keys(TOKENS)
@@ -290,12 +292,13 @@ def test_a_gather_that_raises_loses_no_slot_and_no_answer(tmp_path: Path) -> Non
     worker = engine.transfers[0]._worker
     encode, calls = worker.codec.encode, iter(range(100))
 
-    def fail_third(*arguments: object) -> None:
-        if next(calls) == 2:
+    def fail_first(pages: PagedKV, moves: Sequence[Move]) -> None:
+        encode(pages, moves[:2])
+        if next(calls) == 0:
             raise RuntimeError("an illegal memory access was encountered")
-        encode(*arguments)  # type: ignore[arg-type]
+        encode(pages, moves[2:])
 
-    worker.codec.encode = fail_third  # type: ignore[method-assign]
+    worker.codec.encode = fail_first  # type: ignore[method-assign]
     engine.wait_for_set()
     keys = engine.keys(TOKENS)
     plan = engine.store.plan_save([WantedChunk(key, bytes(16), tuple(range(4))) for key in keys])
@@ -304,7 +307,7 @@ def test_a_gather_that_raises_loses_no_slot_and_no_answer(tmp_path: Path) -> Non
         engine.transfers[0].save(plan)
     done = engine.transfers[0].poll().saves
     assert [answer.key for answer in done] == keys
-    assert {answer.outcome for answer in done} == {SaveOutcome.FAILED}
+    assert [answer.outcome for answer in done] == 4 * [SaveOutcome.FAILED] + [SaveOutcome.QUEUE_FULL]
     assert worker.arena._table.available == worker.arena.n_slots
     engine.store.saved(done)
     assert len(engine.save(TOKENS, BLOCKS)) == 5

@@ -68,7 +68,7 @@ class FakeTransfer:
     def __init__(self) -> None:
         self.saves: list[SavePlan] = []
         self.loads: list[LoadPlan] = []
-        self.progress = Progress([], [])
+        self.progress = Progress([], [], [])
         self.is_closed = False
 
     def save(self, plan: SavePlan) -> None:
@@ -78,7 +78,7 @@ class FakeTransfer:
         self.loads.append(plan)
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
-        progress, self.progress = self.progress, Progress([], [])
+        progress, self.progress = self.progress, Progress([], [], [])
         return progress
 
     def answer(self, request_id: str, failed: Sequence[int] = ()) -> None:

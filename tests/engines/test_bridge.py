@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import LOG_INTERVAL_S, Faults, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.identity import chunk_keys
@@ -34,7 +35,7 @@ class Scene:
 
     def __init__(self, n_tokens: int = 300, min_load_tokens: int = 64, **view: Any) -> None:
         self.store, self.clock, self.faults = FakeStore(), Clock(), Faults()
-        self.bridge = SchedulerBridge(self.store, SHAPE, min_load_tokens, 2.0, self.faults, self.clock)  # type: ignore[arg-type]
+        self.bridge = SchedulerBridge(self.store, SHAPE, FixedLimit(min_load_tokens), 2.0, self.faults, self.clock)  # type: ignore[arg-type]
         self.tokens = list(range(n_tokens))
         allowed = {"extras": {}, "may_load": True, "may_save": True} | view
         self.bridge.track(RequestView("r", self.tokens, n_tokens, **allowed))
@@ -322,7 +323,7 @@ def test_saves_go_before_and_after_the_forward() -> None:
 def test_answers_to_saves_are_passed_on_once() -> None:
     bridge, transfer = worker()
     done = answer_to_save(b"a" * 16, SaveOutcome.SAVED)
-    transfer.progress = Progress([], [done])
+    transfer.progress = Progress([], [done], [])
     bridge.poll()
     assert bridge.take_saves() == [done]
     assert bridge.take_saves() == []

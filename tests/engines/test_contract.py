@@ -21,8 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvtier.connectors import vllm as connector_module
 from kvtier.connectors.bridge import Faults, Step
+from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
-from kvtier.connectors.vllm_scheduler import SavesMetadata, SchedulerHalf, StepMetadata
+from kvtier.connectors.vllm_report import ReportMetadata
+from kvtier.connectors.vllm_scheduler import SchedulerHalf, StepMetadata
 from kvtier.plan import SaveOutcome
 
 from .fakes import answer_to_save
@@ -117,9 +119,9 @@ def test_it_is_a_best_effort_cache_of_one_group() -> None:
 
 def test_metadata_travels_between_processes() -> None:
     step = StepMetadata(Step())
-    saves = SavesMetadata([answer_to_save(b"k" * 16, SaveOutcome.SAVED)])
+    saves = ReportMetadata([answer_to_save(b"k" * 16, SaveOutcome.SAVED)])
     assert pickle.loads(pickle.dumps(step)) == step
-    both = pickle.loads(pickle.dumps(saves)).aggregate(SavesMetadata([answer_to_save(b"k" * 16, SaveOutcome.FAILED)]))
+    both = pickle.loads(pickle.dumps(saves)).aggregate(ReportMetadata([answer_to_save(b"k" * 16, SaveOutcome.FAILED)]))
     assert [done.outcome for done in both.saves] == [SaveOutcome.SAVED, SaveOutcome.FAILED]
     assert isinstance(step, base.KVConnectorMetadata) and isinstance(saves, base.KVConnectorWorkerMetadata)
 
@@ -171,6 +173,7 @@ def half() -> SchedulerHalf:
     half._tables = {}
     half._saves = half._save_generated = True
     half._waits_a_step = False
+    half._step_times = StepTimes(lambda tokens, seconds: None)
     half._faults = Faults()
     return half
 

@@ -1,4 +1,4 @@
-"""A ring and a file for the tests of this folder."""
+"""A ring, a file and a double of CUDA's driver for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cuda_double import CudaDouble, build
 
 from kvtier.io.ring import Ring
 
@@ -24,3 +25,14 @@ def _fd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
     fd = open_file(tmp_path / "segment", request.param == "direct")
     yield fd
     os.close(fd)
+
+
+@pytest.fixture(name="fake_driver", scope="session")
+def _fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(name="cuda")
+def _cuda(fake_driver: Path) -> Iterator[CudaDouble]:
+    with CudaDouble(fake_driver) as cuda:
+        yield cuda

@@ -1,83 +1,16 @@
 // The engine under the sanitizers, which no Python process could load: many threads, cancels, hung reads, closing.
 // Built and run by test_sanitizers.py. Exit status 0 and no word from a sanitizer: passed.
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cerrno>
-#include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <mutex>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "checksum.h"
 #include "crc32.h"
-#include "engine.h"
-
-using namespace kvtier;
-using namespace std::chrono_literals;
-
-#define CHECK(condition)                                                      \
-  do {                                                                        \
-    if (!(condition)) {                                                       \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);    \
-      std::abort();                                                           \
-    }                                                                         \
-  } while (0)
+#include "native_support.h"
 
 namespace {
 
-constexpr uint64_t kPiece = 16 * kPageBytes;
-constexpr uint64_t kSlab = 10 * kPageBytes;
-constexpr uint32_t kSlabs = 5;
-constexpr uint64_t kRecord = kPageBytes + kSlabs * kSlab;
-
-std::string folder;
-
-// Pages of memory that go away with their owner, so that a late access is seen.
-struct Pages {
-  explicit Pages(size_t n_bytes) : data(static_cast<uint8_t*>(std::aligned_alloc(kPageBytes, n_bytes))) {
-    std::memset(data, 0x5A, n_bytes);
-  }
-  ~Pages() { std::free(data); }
-  Pages(const Pages&) = delete;
-  uint8_t* data;
-};
-
-OpSpec record(Kind kind, int fd, uint64_t number, uint8_t* address) {
-  OpSpec spec{};
-  spec.kind = kind;
-  spec.fd = fd;
-  spec.offset = static_cast<int64_t>(number * kRecord + (kind == kRead ? kPageBytes : 0));
-  spec.address = reinterpret_cast<uint64_t>(address);
-  spec.slab_bytes = kSlab;
-  spec.n_slabs = kSlabs;
-  spec.first_head = 2;
-  spec.verify = kind == kRead;
-  std::memset(spec.key, static_cast<int>(number), 16);
-  return spec;
-}
-
-std::shared_ptr<Batch> submitted(Engine& engine, const std::vector<OpSpec>& specs,
-                                 const std::vector<uint64_t>& expected = {}) {
-  std::vector<uint64_t> sums = expected;
-  sums.resize(specs.size() * kSlabsMax);
-  auto batch = std::make_shared<Batch>(specs.data(), specs.size(), sums.data());
-  CHECK(engine.submit(batch) == 0);
-  return batch;
-}
-
 std::shared_ptr<Engine> started(uint32_t threads) { return Engine::start({threads, 1024, kPiece, kPiece}); }
 
-int file(const std::string& name) {
-  const int fd = open((folder + "/" + name).c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600);
-  CHECK(fd >= 0);
-  return fd;
-}
 
 void sums_agree() {
   std::vector<uint8_t> data(4 * kPageBytes);
@@ -191,7 +124,7 @@ void errors_and_short_files() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CHECK(argc == 2);
+  CHECK(argc == 3);
   folder = argv[1];
   sums_agree();
   round_trips_from_many_threads();
@@ -199,6 +132,7 @@ int main(int argc, char** argv) {
   closing_while_submitting();
   the_last_reference_may_be_a_thread();
   errors_and_short_files();
+  device_stage_is_clean(argv[2]);
   std::puts("passed");
   return 0;
 }

@@ -232,3 +232,16 @@ def test_a_buffer_is_aligned_and_writable() -> None:
         assert bytes(buffer.view[-1:]) == b"\x07"
     with pytest.raises(ValueError, match="buffer"):
         aligned_buffer(0)
+
+
+def test_what_changed_before_it_was_written_gets_no_header(ring: Ring, fd: int) -> None:
+    record = Record(31, 8192, 3)
+    sums = record.reference_checksums()
+    good, bad = record.write_op(fd)._replace(checksums=sums), record.write_op(fd)
+    wrong = (sums[0], sums[1] ^ 1, sums[2])
+    (result,) = finished(ring.submit([bad._replace(checksums=wrong)]))
+    assert (result.error, result.bad_slabs, result.ok) == (0, (1,), False)
+    assert not any(Path(f"/proc/self/fd/{fd}").read_bytes()[:PAGE_BYTES]), "a header would make it a record"
+    (result,) = finished(ring.submit([good]))
+    assert result.ok and result.checksums == sums
+    assert any(Path(f"/proc/self/fd/{fd}").read_bytes()[:PAGE_BYTES])

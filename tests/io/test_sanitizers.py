@@ -1,4 +1,5 @@
-"""The native code under the address, undefined-behaviour and thread sanitizers: `native_test.cpp`, built and run."""
+"""The native code under the address, undefined-behaviour and thread sanitizers: `native_test.cpp` and
+`native_device_test.cpp`, built and run, with a double of CUDA's driver that is built the same way."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from pathlib import Path
 import pytest
 
 NATIVE = Path(__file__).parents[2] / "kvtier" / "io" / "native"
-SOURCES = ["batch.cpp", "checksum.cpp", "crc32.cpp", "engine.cpp", "transfer.cpp"]
+SOURCES = [
+    "batch.cpp", "checksum.cpp", "crc32.cpp", "cuda_driver.cpp", "device_stage.cpp", "engine.cpp", "pinned.cpp",
+    "transfer.cpp",
+]  # fmt: skip
+TESTS = ["native_test.cpp", "native_device_test.cpp"]
+HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
@@ -25,23 +31,27 @@ def _has_sanitizer(compiler: str, sanitizer: str, folder: Path) -> bool:
     return subprocess.run([folder / "empty"], capture_output=True, check=False).returncode == 0
 
 
+def _build(command: list[str]) -> None:
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+
+
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_native_code_is_clean(sanitizer: str, tmp_path: Path) -> None:
     assert COMPILER is not None
     if not _has_sanitizer(COMPILER, sanitizer, tmp_path):
         pytest.skip(f"{COMPILER} has no runtime for -fsanitize={sanitizer} here")
-    program = tmp_path / "native_test"
+    program, double = tmp_path / "native_test", tmp_path / "fake_cuda.so"
     command = [
         COMPILER, "-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized",
-        f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{NATIVE}",
-        str(Path(__file__).with_name("native_test.cpp")), *(str(NATIVE / source) for source in SOURCES),
-        "-o", str(program),
+        f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all",
     ]  # fmt: skip
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
+    sources = [*(str(HERE / test) for test in TESTS), *(str(NATIVE / source) for source in SOURCES)]
+    _build([*command, f"-I{NATIVE}", *sources, "-ldl", "-o", str(program)])
+    _build([*command, "-fPIC", "-shared", str(HERE / "fake_cuda.cpp"), "-o", str(double)])
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     run = subprocess.run(
-        [program, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300, env=environment
+        [program, str(tmp_path), str(double)], capture_output=True, text=True, check=False, timeout=300, env=environment
     )
     assert run.returncode == 0 and run.stdout == "passed\n", run.stderr[-5000:]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtier.kernels.host import HostPages
-from kvtier.kernels.paged import PagedKV, PagedLayer, Patch, gather, scatter
+from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch, gather, scatter
 
 N_BLOCKS, BLOCK, HEADS, LAYERS = 12, 16, 4, 3
 CHUNK_BLOCKS = [7, 2, 3, 4, 11, 0]
@@ -45,7 +45,7 @@ def test_gather_is_indexing_and_native_equals_reference(k: int, v: int, order: s
     slab_bytes = -(-2 * tokens * (k + v) * dtype.itemsize // 4096) * 4096
     reference, native = (torch.zeros(3, slab_bytes, dtype=torch.uint8) for _ in range(2))
     gather(pages, patch, CHUNK_BLOCKS, reference)
-    HostPages(pages).gather(patch, CHUNK_BLOCKS, native)
+    HostPages(pages).gather([Move(patch, tuple(CHUNK_BLOCKS), native)])
     assert torch.equal(native, reference)
     layer_bytes = tokens * (k + v) * dtype.itemsize
     for layer, token, head in ((0, 0, 0), (1, tokens - 1, 2), (0, 37, 1)):
@@ -74,7 +74,7 @@ def test_scatter_puts_back_and_leaves_the_rest(
             for plane in layer.planes:
                 plane.zero_()
     scatter(one, patch, CHUNK_BLOCKS, first_block, slabs)
-    HostPages(two).scatter(patch, CHUNK_BLOCKS, first_block, slabs)
+    HostPages(two).scatter([Move(patch, tuple(CHUNK_BLOCKS), slabs, first_block)])
     written = set(CHUNK_BLOCKS[first_block:])
     for number in range(LAYERS):
         for a, b, want in zip(one.layers[number].planes, two.layers[number].planes, source.layers[number].planes,
@@ -91,4 +91,4 @@ def test_blocks_out_of_range_are_refused(blocks: list[int]) -> None:
     patch = Patch(0, 0, LAYERS, 0, HEADS)
     slabs = torch.zeros(HEADS, LAYERS * 3 * BLOCK * 64 * 4, dtype=torch.uint8)
     with pytest.raises(ValueError, match="out of range"):
-        HostPages(pages).scatter(patch, blocks, 0, slabs)
+        HostPages(pages).scatter([Move(patch, tuple(blocks), slabs)])

@@ -39,7 +39,7 @@ void Batch::op_done() {
 }
 
 bool Batch::is_bad(const Op& op, uint32_t position) const {
-  if (!op.spec.verify || op.error.load() != 0) return false;
+  if (!op.verify() || op.error.load() != 0) return false;
   const size_t slab = op.first_sum + position;
   return sum(slab) != expected_[slab];
 }

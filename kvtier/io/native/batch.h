@@ -18,6 +18,10 @@ constexpr size_t kSlabsMax = (kPageBytes - kChecksumsOffset) / 8;
 
 enum Kind : int32_t { kRead = 0, kWrite = 1 };
 
+// Bits of OpSpec::flags.
+constexpr uint32_t kVerify = 1;    // compare with the expected checksums; a write that differs gets no header
+constexpr uint32_t kOnDevice = 2;  // read: `address` is device memory; nothing is summed, the device does that
+
 // One operation as it crosses the C interface; kvtier/io/ring.py packs the same layout.
 //   read : `offset` and `address` are those of the first slab
 //   write: `offset` and `address` are those of the header page; the slabs follow it in the file and in memory
@@ -30,7 +34,7 @@ struct OpSpec {
   uint32_t n_slabs;
   uint32_t first_head;
   uint32_t first_layer;
-  uint32_t verify;  // read: compare with the expected checksums
+  uint32_t flags;
   uint8_t key[16];
 };
 static_assert(sizeof(OpSpec) == 64, "the layout is part of the C interface");
@@ -43,6 +47,8 @@ struct Op {
   std::atomic<uint32_t> unfinished{0};
   std::atomic<int> error{0};
 
+  bool verify() const { return (spec.flags & kVerify) != 0; }
+  bool on_device() const { return (spec.flags & kOnDevice) != 0; }
   uint64_t payload_bytes() const { return spec.slab_bytes * spec.n_slabs; }
   uint8_t* slabs() const {
     return reinterpret_cast<uint8_t*>(spec.address) + (spec.kind == kWrite ? kPageBytes : 0);
@@ -66,7 +72,7 @@ struct Lane {
 // because a read that hangs in the kernel cannot be called back.
 class Batch {
  public:
-  // `expected` holds one checksum a slab, over all operations in order; those of operations without `verify` are unused.
+  // `expected` holds one checksum a slab, over all operations in order; those of operations without kVerify are unused.
   Batch(const OpSpec* specs, size_t n_ops, const uint64_t* expected);
 
   bool wait(std::chrono::nanoseconds timeout);
@@ -94,6 +100,13 @@ class Batch {
   std::mutex mutex_;
   std::condition_variable all_done_;
   size_t ops_left_;  // guarded by mutex_
+};
+
+// What one thread moves at a time; keeps its batch alive.
+struct Piece {
+  std::shared_ptr<Batch> batch;
+  Op* op = nullptr;
+  uint64_t start = 0, bytes = 0;  // within the payload
 };
 
 }  // namespace kvtier

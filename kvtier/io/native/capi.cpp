@@ -1,13 +1,14 @@
 // The plain C interface that kvtier/io/native.py and ring.py load. No exception crosses it.
 #include <cerrno>
 #include <new>
-#include <system_error>
 
 #include "checksum.h"
 #include "engine.h"
+#include "without_exceptions.h"
 
 using kvtier::Batch;
 using kvtier::Engine;
+using kvtier::EngineOptions;
 using kvtier::OpSpec;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -25,20 +26,31 @@ namespace {
 
 constexpr uint64_t kPieceBytesMax = uint64_t{1} << 30;
 constexpr uint64_t kOpBytesMax = uint64_t{1} << 40;
+constexpr uint32_t kDeviceSlotsMax = 1024;
 
 bool whole_pages(uint64_t value) { return value % kvtier::kPageBytes == 0; }
+
+// Writes have none, and what lands on a device cannot be summed here.
+bool are_valid_flags(const OpSpec& spec) {
+  return spec.flags == 0 || spec.flags == kvtier::kVerify ||
+         (spec.kind == kvtier::kRead && spec.flags == kvtier::kOnDevice);
+}
 
 bool is_valid(const OpSpec& spec) {
   return (spec.kind == kvtier::kRead || spec.kind == kvtier::kWrite) && spec.offset >= 0 &&
          whole_pages(static_cast<uint64_t>(spec.offset)) && spec.address != 0 && whole_pages(spec.address) &&
          spec.slab_bytes > 0 && whole_pages(spec.slab_bytes) && spec.n_slabs > 0 &&
-         spec.n_slabs <= kvtier::kSlabsMax && spec.slab_bytes <= kOpBytesMax / spec.n_slabs;
+         spec.n_slabs <= kvtier::kSlabsMax && spec.slab_bytes <= kOpBytesMax / spec.n_slabs && are_valid_flags(spec);
 }
 
-bool is_valid(const kvtier::EngineOptions& options) {
-  for (uint64_t piece : {options.read_piece_bytes, options.write_piece_bytes})
-    if (piece == 0 || !whole_pages(piece) || piece > kPieceBytesMax) return false;
-  return options.threads >= 1 && options.threads <= 1024 && options.queued_ops_max >= 1;
+bool is_valid_piece(uint64_t bytes) { return bytes > 0 && whole_pages(bytes) && bytes <= kPieceBytesMax; }
+
+bool is_valid(const EngineOptions& options) {
+  if (options.has_device() && (!is_valid_piece(options.device_piece_bytes) || options.device_slots < 1 ||
+                               options.device_slots > kDeviceSlotsMax))
+    return false;
+  return is_valid_piece(options.read_piece_bytes) && is_valid_piece(options.write_piece_bytes) &&
+         options.threads >= 1 && options.threads <= 1024 && options.queued_ops_max >= 1;
 }
 
 }  // namespace
@@ -66,19 +78,10 @@ EXPORT void kvtier_slab_checksums(const uint8_t* data, size_t slab_bytes, uint32
     sums[i] = sum(data + i * slab_bytes, slab_bytes, kvtier::slab_seed(key, first_head + i, first_layer), 0);
 }
 
-// 0 or errno.
-EXPORT int kvtier_ring_open(uint32_t threads, uint32_t queued_ops_max, uint64_t read_piece_bytes,
-                            uint64_t write_piece_bytes, kvtier_ring** ring) {
-  const kvtier::EngineOptions options{threads, queued_ops_max, read_piece_bytes, write_piece_bytes};
-  if (!is_valid(options)) return EINVAL;
-  try {
-    *ring = new kvtier_ring{Engine::start(options)};
-    return 0;
-  } catch (const std::bad_alloc&) {
-    return ENOMEM;
-  } catch (const std::system_error& error) {
-    return error.code().value();
-  }
+// 0 or errno; EREMOTEIO: `message` tells what CUDA said.
+EXPORT int kvtier_ring_open(const EngineOptions* options, kvtier_ring** ring, char* message, size_t message_bytes) {
+  if (!is_valid(*options)) return EINVAL;
+  return kvtier::without_exceptions(message, message_bytes, [&] { *ring = new kvtier_ring{Engine::start(*options)}; });
 }
 
 // 1: all threads have ended; 0: some hang and were left behind. The handle is gone either way.
@@ -88,11 +91,14 @@ EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
   return ended;
 }
 
-// 0 or errno; EINVAL: an operation is not whole aligned pages. `expected`: one checksum a slab of the batch.
+// 0 or errno; EINVAL: an operation is not whole aligned pages; ENODEV: it is for a device, and the ring has none.
+// `expected`: one checksum a slab of the batch.
 EXPORT int kvtier_submit(kvtier_ring* ring, const OpSpec* specs, size_t n_ops, const uint64_t* expected,
                          kvtier_batch** batch) {
-  for (size_t i = 0; i < n_ops; i++)
+  for (size_t i = 0; i < n_ops; i++) {
     if (!is_valid(specs[i])) return EINVAL;
+    if ((specs[i].flags & kvtier::kOnDevice) != 0 && !ring->engine->has_device()) return ENODEV;
+  }
   try {
     auto handle = std::make_unique<kvtier_batch>();
     handle->engine = ring->engine;

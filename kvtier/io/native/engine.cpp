@@ -24,16 +24,25 @@ void become_worker() {
   pthread_setname_np(pthread_self(), "kvtier-io");
 }
 
+bool is_any_bad(const Batch& batch, const Op& op) {
+  for (uint32_t slab = 0; slab < op.spec.n_slabs; slab++)
+    if (batch.is_bad(op, slab)) return true;
+  return false;
+}
+
 }  // namespace
 
 Engine::Engine(const EngineOptions& options) : options_(options), sum_(best_instruction_set().sum) {}
 
 std::shared_ptr<Engine> Engine::start(const EngineOptions& options) {
   std::shared_ptr<Engine> engine(new Engine(options));
+  std::vector<std::unique_ptr<DeviceStage>> stages(options.threads);
+  if (options.has_device())
+    stages = open_stages(options.device_ordinal, options.threads, options.device_slots, options.device_piece_bytes);
   try {
     for (uint32_t i = 0; i < options.threads; i++) {
       std::lock_guard<std::mutex> lock(engine->mutex_);
-      std::thread([engine] { engine->work(); }).detach();
+      std::thread([engine, stage = std::move(stages[i])]() mutable { engine->work(std::move(stage)); }).detach();
       engine->threads_alive_++;
     }
   } catch (...) {
@@ -47,7 +56,7 @@ int Engine::submit(const std::shared_ptr<Batch>& batch) {
   uint64_t pieces = 0;
   for (size_t i = 0; i < batch->size(); i++) {
     Op& op = batch->op(i);
-    const uint64_t piece = piece_bytes(op.spec.kind);
+    const uint64_t piece = piece_bytes(op);
     op.n_pieces = static_cast<uint32_t>((op.payload_bytes() + piece - 1) / piece);
     op.unfinished.store(op.n_pieces, std::memory_order_relaxed);
     pieces += op.n_pieces;
@@ -103,27 +112,42 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   return thread_ended_.wait_for(lock, timeout, [this] { return threads_alive_ == 0; });
 }
 
-void Engine::work() {
+void Engine::work(std::unique_ptr<DeviceStage> stage) {
   become_worker();
+  if (stage) stage->enter();
   Writer writer;
   std::unique_lock<std::mutex> lock(mutex_);
-  for (;;) {
-    int kind = -1;
-    idle_++;
-    work_or_stop_.wait(lock, [&] { return stop_ || (kind = choose()) >= 0; });
-    idle_--;
-    if (stop_) break;
+  while (!stop_) {
+    const int kind = choose();
+    const bool copying = stage && !stage->empty();
+    if (kind < 0 && !copying) {
+      idle_++;
+      work_or_stop_.wait(lock);
+      idle_--;
+      continue;
+    }
+    if (copying && (kind < 0 || stage->full())) {
+      // Without a free slot it takes nothing: another thread may have one.
+      lock.unlock();
+      finish_oldest(*stage, writer);
+      lock.lock();
+      continue;
+    }
     Piece piece = take(kind);
     lock.unlock();
-    perform(piece, writer);
-    piece_done(piece, writer);
-    piece.batch.reset();
+    if (copying) report_landed(*stage, writer);
+    perform(std::move(piece), stage.get(), writer);
     lock.lock();
     if (kind == kWrite) {
       writing_--;
       if (!lanes_[kWrite].empty()) work_or_stop_.notify_one();
     }
   }
+  lock.unlock();
+  // What is on its way to the device ends before its slots and its stream go.
+  while (stage && !stage->empty()) finish_oldest(*stage, writer);
+  stage.reset();
+  lock.lock();
   if (--threads_alive_ == 0) thread_ended_.notify_all();
 }
 
@@ -139,13 +163,13 @@ int Engine::choose() {
   return writes && writing_ < writers_max ? kWrite : -1;
 }
 
-Engine::Piece Engine::take(int kind) {
+Piece Engine::take(int kind) {
   std::deque<std::shared_ptr<Batch>>& queue = lanes_[kind];
   std::shared_ptr<Batch> batch = queue.front();
   Lane& lane = batch->lane(kind);
   Op& op = batch->op(lane.ops[lane.next]);
-  const uint64_t start = op.next_piece++ * piece_bytes(kind);
-  const uint64_t bytes = std::min(piece_bytes(kind), op.payload_bytes() - start);
+  const uint64_t start = op.next_piece++ * piece_bytes(op);
+  const uint64_t bytes = std::min(piece_bytes(op), op.payload_bytes() - start);
   if (op.next_piece == op.n_pieces) {
     // Batches take turns, an operation each: pieces of one operation stay together, neighbours in the file.
     lane.next++;
@@ -158,14 +182,27 @@ Engine::Piece Engine::take(int kind) {
   return {std::move(batch), &op, start, bytes};
 }
 
-uint64_t Engine::piece_bytes(int kind) const {
-  return kind == kRead ? options_.read_piece_bytes : options_.write_piece_bytes;
+uint64_t Engine::piece_bytes(const Op& op) const {
+  if (op.on_device()) return options_.device_piece_bytes;
+  return op.spec.kind == kRead ? options_.read_piece_bytes : options_.write_piece_bytes;
 }
 
-void Engine::perform(const Piece& piece, Writer& writer) {
-  if (piece.op->error.load(std::memory_order_relaxed) != 0) return;  // the rest of a failed operation is not tried
-  piece.op->spec.kind == kRead ? land(piece) : store(piece, writer);
+void Engine::perform(Piece piece, DeviceStage* stage, Writer& writer) {
+  const Op& op = *piece.op;
+  if (op.error.load(std::memory_order_relaxed) == 0) {  // the rest of a failed operation is not tried
+    // On its way to the device, it is reported when its copy has ended.
+    if (op.on_device() && stage->send(piece)) return;
+    if (!op.on_device()) op.spec.kind == kRead ? land(piece) : store(piece, writer);
+  }
+  piece_done(piece, writer);
 }
+
+// Copies that have ended are not kept back while their thread reads or writes something else.
+void Engine::report_landed(DeviceStage& stage, Writer& writer) {
+  while (!stage.empty() && stage.oldest_is_done()) finish_oldest(stage, writer);
+}
+
+void Engine::finish_oldest(DeviceStage& stage, Writer& writer) { piece_done(stage.finish_oldest(), writer); }
 
 void Engine::land(const Piece& piece) {
   Op& op = *piece.op;
@@ -200,7 +237,8 @@ void Engine::sum(const Piece& piece) {
 void Engine::piece_done(const Piece& piece, Writer& writer) {
   Op& op = *piece.op;
   if (op.unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (op.spec.kind == kWrite && op.error.load() == 0) write_header(*piece.batch, op, writer);
+  if (op.spec.kind == kWrite && op.error.load() == 0 && !is_any_bad(*piece.batch, op))
+    write_header(*piece.batch, op, writer);
   piece.batch->op_done();
 }
 

@@ -1,8 +1,8 @@
 // Threads that move the pieces of batches between files and memory, and sum them on the way.
 //
 // An operation is cut into pieces small enough that a piece is still in a core's L2 cache when it is summed: a read
-// piece is summed as soon as it has landed, a write piece just before it goes out. A stage that sends landed pieces on
-// to a device belongs at the end of Engine::land(): the piece is complete and summed there.
+// piece is summed as soon as it has landed, a write piece just before it goes out. A read for a device goes through the
+// thread's DeviceStage, in pieces of its own size, and is summed by the device.
 //
 // Nothing is started when the library is loaded; an engine belongs to the process that made it.
 #pragma once
@@ -13,20 +13,28 @@
 
 #include "batch.h"
 #include "checksum.h"
+#include "device_stage.h"
 #include "transfer.h"
 
 namespace kvtier {
 
+// As it crosses the C interface; kvtier/io/ring.py packs the same layout. Pieces are multiples of a page.
 struct EngineOptions {
   uint32_t threads;
-  uint32_t queued_ops_max;     // operations that still have pieces to give out (I4)
-  uint64_t read_piece_bytes;   // multiples of a page
+  uint32_t queued_ops_max;  // operations that still have pieces to give out (I4)
+  uint64_t read_piece_bytes;
   uint64_t write_piece_bytes;
+  int32_t device_ordinal = -1;  // -1: no reads for a device, and CUDA is not touched
+  uint32_t device_slots = 0;    // pinned buffers a thread, of a device piece each
+  uint64_t device_piece_bytes = 0;
+
+  bool has_device() const { return device_ordinal >= 0; }
 };
+static_assert(sizeof(EngineOptions) == 40, "the layout is part of the C interface");
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // Throws std::system_error when the threads cannot be started.
+  // Throws std::system_error when the threads cannot be started, CudaFailed when the device cannot be used.
   static std::shared_ptr<Engine> start(const EngineOptions& options);
 
   // 0; EAGAIN: the queue has no room for all of the batch, none of it was taken; ESHUTDOWN: closed.
@@ -39,20 +47,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // kernel is left behind (it holds its own reference to the engine). True when all have ended.
   bool close(std::chrono::nanoseconds timeout);
 
- private:
-  struct Piece {
-    std::shared_ptr<Batch> batch;
-    Op* op;
-    uint64_t start, bytes;  // within the payload
-  };
+  bool has_device() const { return options_.has_device(); }
 
+ private:
   explicit Engine(const EngineOptions& options);
-  void work();
+  void work(std::unique_ptr<DeviceStage> stage);
   int choose();                                    // kind of the next piece, -1: none. Under mutex_
   Piece take(int kind);                            // under mutex_
   void drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended);  // under mutex_
-  uint64_t piece_bytes(int kind) const;
-  void perform(const Piece& piece, Writer& writer);
+  uint64_t piece_bytes(const Op& op) const;
+  void perform(Piece piece, DeviceStage* stage, Writer& writer);
+  void report_landed(DeviceStage& stage, Writer& writer);
+  void finish_oldest(DeviceStage& stage, Writer& writer);
   void land(const Piece& piece);
   void store(const Piece& piece, Writer& writer);
   void sum(const Piece& piece);

@@ -1,0 +1,51 @@
+"""What is asked of each worker from outside (`LLM.collective_rpc`), whichever process it lives in."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.watch import Watch
+
+_watches: list[Watch] = []
+
+
+def worker_half() -> Any:
+    """kvtier's half in this worker, None for another connector or none."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return getattr(get_kv_transfer_group(), "_worker_half", None) if has_kv_transfer_group() else None
+
+
+def drain(worker: Any, timeout_s: float) -> bool:
+    """Waits until what was handed to the worker is stored."""
+    half = worker_half()
+    return half is None or half._bridge._transfer.drain(timeout_s)
+
+
+def counters(worker: Any) -> dict[str, float]:
+    """kvtier's counters since the start, and what the process read and wrote (any file, in bytes)."""
+    half = worker_half()
+    found: dict[str, float] = {} if half is None else dict(half._bridge._transfer.metrics.total())
+    for line in Path("/proc/self/io").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in ("rchar", "wchar"):
+            found[name] = float(value)
+    return found
+
+
+def start_watch(worker: Any) -> None:
+    _watches[:] = [Watch(worker_half())]
+
+
+def take_watch(worker: Any) -> dict[str, Any]:
+    return _watches[0].take()
+
+
+def memory(worker: Any) -> dict[str, int]:
+    """Bytes: of device memory that is in use on the whole GPU, and the largest resident set of the process."""
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    return {"device_used": total - free, "resident_max": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

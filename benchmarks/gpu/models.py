@@ -1,0 +1,81 @@
+"""Models without downloads: dimensions of known ones for timing, and small ones with saved random weights.
+
+Timing needs no meaning, so vLLM fills those weights itself (`dummy`). Their output hardly depends on the KV: where
+tokens are compared, the weights are random with a wide spread, and saved, so that every process has the same.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+WEIGHT_SPREAD = 0.15
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Of a Llama. is_saved: its weights are written to the folder; else vLLM makes them up."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    context_tokens: int
+    is_saved: bool = False
+
+    def token_bytes(self, element_bytes: int = 2) -> int:
+        """KV of one token over all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
+
+
+DIMENSIONS = {
+    "8b": Dimensions(32, 4096, 14336, 32, 8, 128, 128256, 131072),
+    "70b": Dimensions(80, 8192, 28672, 64, 8, 128, 128256, 131072),
+    "small": Dimensions(8, 1024, 2816, 16, 8, 128, 4096, 32768, is_saved=True),
+    "tiny": Dimensions(2, 128, 256, 4, 2, 32, 512, 8192, is_saved=True),
+}
+"""tiny: for a CPU, to try the scripts."""
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    """Writes config.json, and the weights of a saved kind; a folder that has them is left as it is."""
+    target, size = folder / kind, DIMENSIONS[kind]
+    if (target / "model.safetensors").exists() or (not size.is_saved and (target / "config.json").exists()):
+        return target
+    target.mkdir(parents=True, exist_ok=True)
+    if size.is_saved:
+        _save_weights(size, target)
+    else:
+        (target / "config.json").write_text(json.dumps(_config(size), indent=1))
+    return target
+
+
+def _config(size: Dimensions) -> dict[str, object]:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "num_hidden_layers": size.layers, "hidden_size": size.hidden, "intermediate_size": size.intermediate,
+        "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads, "head_dim": size.head_size,
+        "vocab_size": size.vocabulary, "max_position_embeddings": size.context_tokens, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "rope_scaling": scaling, "tie_word_embeddings": False, "attention_bias": False,
+        "mlp_bias": False, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02, "use_cache": True,
+    }  # fmt: skip
+
+
+def _save_weights(size: Dimensions, target: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size.vocabulary, hidden_size=size.hidden, intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.kv_heads,
+        head_dim=size.head_size, max_position_embeddings=size.context_tokens, bos_token_id=0, eos_token_id=1,
+        pad_token_id=2, tie_word_embeddings=False, initializer_range=WEIGHT_SPREAD,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(target)

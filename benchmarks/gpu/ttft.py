@@ -1,0 +1,220 @@
+"""Time to the first token of a prompt whose KV another process stored, next to the floor and to other systems.
+
+    python -m benchmarks.gpu.ttft --folder /dev/shm/kv --out OUT/ttft-tmpfs.json [--systems none,kvtier,native,lmcache]
+
+For each system one process computes and stores, exits, and a fresh one asks for the same prompts, one at a time. The
+floor is a hit in vLLM's own prefix cache. With --ceilings, what a reload takes over the floor is compared with its
+bytes at the folder's direct read rate or at that of pinned copies to the GPU, whichever is smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import report
+from benchmarks.gpu.models import DIMENSIONS, make_model
+from benchmarks.gpu.processes import EngineFailed, run_engine
+from benchmarks.gpu.report import median, ms
+from benchmarks.gpu.tiny import TINY_ENGINE, TINY_ENVIRONMENT, TINY_TIER
+
+ARENA_BYTES = "16GiB"
+WARM_UP_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all engines of one run have in common."""
+
+    model: Path
+    kind: str
+    folder: Path
+    logs: Path
+    llm: dict[str, Any]
+    extra: dict[str, Any]
+    timeout_s: float
+    environment: dict[str, str]
+
+    def run(self, name: str, system: str, steps: list[list[Any]], extra: dict[str, Any] | None = None) -> Any:
+        job = {
+            "model": str(self.model), "vocabulary": DIMENSIONS[self.kind].vocabulary, "system": system,
+            "folder": str(self.folder), "extra": (self.extra | (extra or {})) if system == "kvtier" else {},
+            "llm": self.llm, "steps": steps, "environment": self.environment,
+        }  # fmt: skip
+        return run_engine(name, job, self.logs, self.timeout_s)
+
+
+def setup_of(arguments: argparse.Namespace) -> Setup:
+    kind = "tiny" if arguments.tiny else arguments.model
+    size = DIMENSIONS[kind]
+    llm: dict[str, Any] = {"enforce_eager": True, "max_model_len": size.context_tokens}
+    extra: dict[str, Any] = {"capacity_bytes": "400GiB"}
+    if not size.is_saved:
+        llm |= {"load_format": "dummy", "dtype": "bfloat16"}
+        extra["model_tag"] = f"llama-{kind}-dummy"
+    if arguments.tiny:
+        llm |= TINY_ENGINE
+        extra |= TINY_TIER
+    else:
+        llm |= {"gpu_memory_utilization": arguments.gpu_memory, "tensor_parallel_size": arguments.tp}
+    extra |= json.loads(arguments.extra)
+    return Setup(make_model(kind, arguments.models), kind, arguments.folder, arguments.logs, llm, extra,
+                 arguments.timeout, TINY_ENVIRONMENT if arguments.tiny else {})  # fmt: skip
+
+
+def measure(setup: Setup, systems: Sequence[str], lengths: list[int], counts: tuple[int, int]) -> dict[str, Any]:
+    """Results of every system that could be run; why the others could not. counts: prompts a length, for kvtier (and
+    what it is compared with) and for the other systems."""
+    results: dict[str, Any] = {}
+    warm = ["warm_up", min(WARM_UP_TOKENS, lengths[0])]
+    for system in systems:
+        count = counts[0] if system in ("none", "kvtier") else counts[1]
+        data = setup.folder / system
+        shutil.rmtree(data, ignore_errors=True)
+        try:
+            if system == "none":
+                results[system] = setup.run("none", system, [warm, ["computed_and_own", lengths, count]])
+                continue
+            stored = setup.run(f"{system}-store", system, [warm, ["store", lengths, count]])
+            loaded = setup.run(f"{system}-reload", system, [warm, ["first_tokens", lengths, count]])
+            results[system] = {"store": stored, "reload": loaded}
+        except EngineFailed as failure:
+            print(f"FAILED {failure}", flush=True)
+            results[system] = {"failed": str(failure)}
+        finally:
+            shutil.rmtree(data, ignore_errors=True)
+    return results
+
+
+def measure_arena(setup: Setup, n_tokens: int, count: int, arena: str) -> Any:
+    """kvtier again: from its host arena, in the process that stored."""
+    steps = [["warm_up", min(WARM_UP_TOKENS, n_tokens)], ["store", [n_tokens], 1], ["from_arena", n_tokens, count]]
+    host = {"host": {"arena_bytes": arena, "admit": "always"}}
+    try:
+        return setup.run("kvtier-arena", "kvtier", steps, host)
+    except EngineFailed as failure:
+        print(f"FAILED {failure}", flush=True)
+        return {"failed": str(failure)}
+
+
+def summary(
+    results: dict[str, Any], lengths: list[int], token_bytes: int, limit_bytes_s: float | None = None
+) -> list[dict[str, Any]]:
+    """One row a length and system: median time, hits, rate, and whether the first tokens are those of a computation.
+
+    times_limit: what a reload takes over the floor, as a multiple of its bytes at the limit; one rank's bytes.
+    """
+    expected: dict[int, list[int]] = {}
+    floor_s: dict[int, float] = {}
+    rows = []
+    for n_tokens in lengths:
+        bare = results.get("none", {}).get("computed_and_own")
+        if bare is not None:
+            computed = [row for row in bare["computed"] if row["tokens"] == n_tokens]
+            # The second of each pair: the first may still compile for the shape of a hit.
+            own = [row for row in bare["own"] if row["tokens"] == n_tokens][1::2]
+            expected[n_tokens] = [row["token"] for row in computed]
+            floor_s[n_tokens] = median([row["ttft_s"] for row in own])
+            rows += [_row("computed", computed, None), _row("floor", own, expected[n_tokens])]
+        for system, result in results.items():
+            loaded = [row for row in result.get("reload", {}).get("first_tokens", []) if row["tokens"] == n_tokens]
+            if loaded:
+                row = _row(system, loaded, expected.get(n_tokens))
+                row["over_floor_s"] = row["ttft_s"] - floor_s[n_tokens] if n_tokens in floor_s else None
+                row["bytes"] = row["hit_tokens"] * token_bytes
+                busy = [r["counted"]["load_bytes"] / r["counted"]["load_seconds"] for r in loaded
+                        if r["counted"].get("load_seconds")]  # fmt: skip
+                row["load_bytes_s"] = median(busy) if busy else None
+                if limit_bytes_s and row["over_floor_s"] is not None and row["bytes"]:
+                    row["times_limit"] = row["over_floor_s"] * limit_bytes_s / row["bytes"]
+                if limit_bytes_s and row["load_bytes_s"]:
+                    row["load_percent_of_limit"] = 100 * row["load_bytes_s"] / limit_bytes_s
+                rows.append(row)
+    return rows
+
+
+def limit_of(ceilings: Path | None, folder: Path) -> float | None:
+    """The smaller of the folder's direct read rate and PCIe's, of a `ceilings` run on this machine; None without."""
+    if ceilings is None or not ceilings.exists():
+        return None
+    found = json.loads(ceilings.read_text())
+    reads = found["folders"].get(str(folder), {}).get("reads")
+    return None if reads is None else min(reads["bytes_s"], found["copies"].get("h2d_bytes_s", float("inf")))
+
+
+def _row(name: str, measured: list[dict[str, Any]], expected: list[int] | None) -> dict[str, Any]:
+    tokens = [row["token"] for row in measured]
+    return {
+        "system": name, "tokens": measured[0]["tokens"], "hit_tokens": min(row["hit_tokens"] for row in measured),
+        "ttft_s": median([row["ttft_s"] for row in measured]), "all_s": [row["ttft_s"] for row in measured],
+        "same_first_token": None if expected is None else tokens == expected[: len(tokens)],
+    }  # fmt: skip
+
+
+def print_summary(rows: list[dict[str, Any]]) -> None:
+    cells = [
+        (row["tokens"], row["system"], row["hit_tokens"], ms(row["ttft_s"]), ms(row.get("over_floor_s")),
+         f"{row['times_limit']:.2f}" if row.get("times_limit") else "-",
+         f"{row['load_bytes_s'] / 1e9:.1f}" if row.get("load_bytes_s") else "-",
+         f"{row['load_percent_of_limit']:.0f}" if row.get("load_percent_of_limit") else "-",
+         " ".join(ms(value) for value in row["all_s"]), {True: "yes", False: "NO", None: "-"}[row["same_first_token"]])
+        for row in rows
+    ]  # fmt: skip
+    names = ("tokens", "system", "hit", "TTFT ms", "over floor", "x limit", "load GB/s", "% limit", "all", "same token")
+    report.table(names, cells)
+
+
+def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.ttft", description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="where the systems store; its file system counts")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
+    parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
+    parser.add_argument("--model", choices=sorted(DIMENSIONS), default="8b")
+    parser.add_argument("--systems", default="none,kvtier,native,lmcache")
+    parser.add_argument("--lengths", default=None, help="tokens, divided by commas")
+    parser.add_argument("--count", type=int, default=3, help="prompts of each length")
+    parser.add_argument("--peer-count", type=int, default=1, help="the same for the other systems")
+    parser.add_argument("--arena", default=None, help="also from a host arena of this size")
+    parser.add_argument("--ceilings", type=Path, default=None, help="JSON of a `ceilings` run on this machine")
+    parser.add_argument("--extra", default="{}", help="more settings of kvtier, as JSON")
+    parser.add_argument("--gpu-memory", type=float, default=0.6)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one engine's process")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
+    arguments = parser.parse_args(text)
+    default = "300,600" if arguments.tiny else "8192,32768,100000"
+    arguments.lengths = [int(part) for part in (arguments.lengths or default).split(",")]
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    setup = setup_of(arguments)
+    setup.folder.mkdir(parents=True, exist_ok=True)
+    counts = (arguments.count, arguments.peer_count)
+    results = measure(setup, arguments.systems.split(","), arguments.lengths, counts)
+    if arguments.arena:
+        results["arena"] = measure_arena(setup, arguments.lengths[-1], arguments.count, arguments.arena)
+    shutil.rmtree(setup.folder / "kvtier", ignore_errors=True)
+    size = DIMENSIONS[setup.kind]
+    limit = limit_of(arguments.ceilings, setup.folder)
+    rows = summary(results, arguments.lengths, size.token_bytes(4 if arguments.tiny else 2), limit)
+    arena = results.get("arena", {}).get("from_arena")
+    if arena:
+        rows.append(_row("kvtier, host arena", arena[1:], None) | {"first_s": arena[0]["ttft_s"]})
+    report.write(arguments.out, "time to the first token after a reload", {
+        "model": setup.kind, "tensor_parallel_size": arguments.tp, "folder": str(setup.folder),
+        "limit_bytes_s": limit, "rows": rows, "results": results,
+    })  # fmt: skip
+    print_summary(rows)
+    return int(any("failed" in result for result in results.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,109 @@
+"""Two GPUs: what one tensor-parallel size stored is loaded at another, bit for bit, and how fast a reload is at TP=2.
+
+    python -m benchmarks.gpu.two_gpus --folder /dev/shm/kv --out OUT/two_gpus.json [--parts equal,ttft]
+
+equal: saved random weights; stored at TP=2 and loaded at TP=1, and the other way. Blocks are compared head by head.
+Tokens may differ without a wrong bit, because another TP sums in another order: beside them stands a control that
+computes the same questions at the other TP. ttft: the dimensions of a 70B model at TP=2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import report
+from benchmarks.gpu.cases import cases
+from benchmarks.gpu.equality import job_of
+from benchmarks.gpu.models import DIMENSIONS
+from benchmarks.gpu.processes import run_engine
+from benchmarks.gpu.tiny import TINY_TIER
+from benchmarks.gpu.ttft import measure, print_summary, setup_of, summary
+from benchmarks.gpu.watch import compare
+
+
+def agreement(answers: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict[str, int]:
+    """How many answers, and how many of their tokens up to the first difference, are those of the reference."""
+    same = tokens = total = 0
+    for mine, theirs in zip(answers, reference, strict=True):
+        a, b = mine["answer"], theirs["answer"]
+        same += a == b
+        total += len(b)
+        tokens += next((n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(b))
+    return {"same_answers": same, "answers": len(answers), "same_tokens": tokens, "tokens": total}
+
+
+def across(arguments: argparse.Namespace, stored_at: int, loaded_at: int) -> dict[str, Any]:
+    chunk = TINY_TIER["chunk_tokens"] if arguments.tiny else 256
+    shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
+    steps: list[list[Any]] = [["warm_up", chunk], ["answer_cases", chunk]]
+    first_job = job_of(arguments, steps, {"tensor_parallel_size": stored_at})
+    first = run_engine(f"tp{stored_at}-save-for-{loaded_at}", first_job, arguments.logs, arguments.timeout)
+    histories = first["answer_cases"]["histories"]
+    steps = [["ask_cases", chunk, histories], ["compute_cases", chunk, histories]]
+    second_job = job_of(arguments, steps, {"tensor_parallel_size": loaded_at})
+    second = run_engine(f"tp{loaded_at}-load-of-{stored_at}", second_job, arguments.logs, arguments.timeout)
+    shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
+    saved = [seen for worker in first["watch"] for seen in worker["saved"]]
+    loaded = [seen for worker in second["watch"] for seen in worker["loaded"]]
+    own = first["answer_cases"]["own"]
+    asked = second["ask_cases"]
+    return {
+        "stored_at": stored_at, "loaded_at": loaded_at, "blocks": compare(saved, loaded),
+        "hits": sum(a["hit_tokens"] == case.shared for a, case in zip(asked, cases(chunk), strict=True)),
+        "loaded_agrees": agreement(asked, own), "control_agrees": agreement(second["compute_cases"], own),
+        "failed_loads": sum(worker["failed_loads"] for worker in second["watch"]),
+    }  # fmt: skip
+
+
+def parse(text: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.two_gpus", description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
+    parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
+    parser.add_argument("--model", default="70b")
+    parser.add_argument("--parts", default="equal,ttft")
+    parser.add_argument("--lengths", default="32768,100000")
+    parser.add_argument("--count", type=int, default=2)
+    parser.add_argument("--systems", default="none,kvtier")
+    parser.add_argument("--extra", default="{}", help="more settings of kvtier for ttft, as JSON")
+    parser.add_argument("--gpu-memory", type=float, default=0.85)
+    parser.add_argument("--timeout", type=float, default=280.0, help="seconds for one engine's process")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
+    arguments = parser.parse_args(text)
+    arguments.tp = 2
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {}
+    good = True
+    if "equal" in arguments.parts:
+        content["equal"] = [across(arguments, 2, 1), across(arguments, 1, 2)]
+        good = all(r["blocks"]["equal"] and not r["blocks"]["wrong"] and not r["blocks"]["unknown"]
+                   and not r["failed_loads"] for r in content["equal"])  # fmt: skip
+    if "ttft" in arguments.parts:
+        setup = setup_of(arguments)
+        lengths = [300, 600] if arguments.tiny else [int(part) for part in arguments.lengths.split(",")]
+        results = measure(setup, arguments.systems.split(","), lengths, (arguments.count, 1))
+        rows = summary(results, lengths, DIMENSIONS[setup.kind].token_bytes())
+        content |= {"rows": rows, "results": results}
+    report.write(arguments.out, "two GPUs: across tensor-parallel sizes, and TTFT at TP=2", content)
+    for result in content.get("equal", []):
+        loaded, control = result["loaded_agrees"], result["control_agrees"]
+        print(f"TP={result['stored_at']} -> TP={result['loaded_at']}: blocks {result['blocks']}, "
+              f"hits {result['hits']}, tokens as stored {loaded['same_tokens']}/{loaded['tokens']}, computed instead "
+              f"{control['same_tokens']}/{control['tokens']}")  # fmt: skip
+    if "rows" in content:
+        print_summary(content["rows"])
+    print("GOOD" if good else "NOT GOOD")
+    return int(not good)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,137 @@
+"""Digests of the engine's blocks at the moment they are saved and at the moment a load is answered.
+
+Everything is launched on the engine's current stream and nothing waits for it, so that watching orders no work that
+would else be unordered: a load that is answered before its bytes have landed shows as another digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kvtier.kernels.paged import PagedKV
+
+WEIGHTS_SEED = 176
+
+
+class Seen(NamedTuple):
+    """Digests of consecutive blocks of one chunk: (n_blocks, n_heads) int64, on the engine's device."""
+
+    key: bytes
+    first_block: int
+    digests: torch.Tensor
+
+
+class BlockDigests:
+    """Sums of all 8-byte words of a block and head, each times an odd number of its own, modulo 2**64.
+
+    Any one changed word changes the sum. Another tensor-parallel size gives the same digests for the same heads.
+    """
+
+    def __init__(self, pages: PagedKV) -> None:
+        self._pages = pages
+        self._device = pages.layers[0].k.device
+        random = torch.Generator().manual_seed(WEIGHTS_SEED)
+        self._weights: list[torch.Tensor] = []
+        for layer in pages.layers:
+            for plane in layer.planes:
+                words = plane.shape[-1] * plane.element_size() // 8
+                weights = torch.randint(-(1 << 62), 1 << 62, (pages.block_tokens, 1, words), generator=random)
+                self._weights.append((weights * 2 + 1).to(self._device))
+
+    def of(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """(n_blocks, heads) int64; runs on the current stream and waits for nothing."""
+        host = torch.tensor(block_ids, dtype=torch.long)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        ids = host.to(self._device, non_blocking=True)
+        planes = [plane for layer in self._pages.layers for plane in layer.planes]
+        total: torch.Tensor | None = None
+        for plane, weights in zip(planes, self._weights, strict=True):
+            words = plane[ids].contiguous().view(torch.int64)
+            part = (words * weights).sum((1, 3))
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+
+class Watch:
+    """Notes what passes through one worker's Transfer. `saved` and `loaded` grow until they are taken."""
+
+    def __init__(self, worker_half: Any) -> None:
+        transfer, pages = worker_half._bridge._transfer, worker_half._pages.pages
+        self._digests = BlockDigests(pages)
+        self._block_tokens = pages.block_tokens
+        self._first_head = transfer._worker.share.reads.first_head
+        self.saved: list[Seen] = []
+        self.loaded: list[Seen] = []
+        self.failed_loads = 0
+        self._plans: dict[str, Any] = {}
+        self._attach(transfer)
+
+    def take(self) -> dict[str, Any]:
+        """What was seen: lists of {key, first_block, first_head, digests}; waits for the device."""
+        saved, self.saved, loaded, self.loaded = self.saved, [], self.loaded, []
+        failed, self.failed_loads = self.failed_loads, 0
+        return {"saved": self._plain(saved), "loaded": self._plain(loaded), "failed_loads": failed}
+
+    def _plain(self, seen: list[Seen]) -> list[dict[str, Any]]:
+        return [
+            {"key": s.key.hex(), "first_block": s.first_block, "first_head": self._first_head,
+             "digests": s.digests.tolist()} for s in seen
+        ]  # fmt: skip
+
+    def _attach(self, transfer: Any) -> None:
+        save, load, poll = transfer.save, transfer.load, transfer.poll
+
+        def watched_save(plan: Any) -> None:
+            self._note(self.saved, [(chunk, 0) for chunk in plan.chunks])
+            save(plan)
+
+        def watched_load(plan: Any) -> None:
+            self._plans[plan.request_id] = plan
+            load(plan)
+
+        def watched_poll(timeout_s: float = 0.0) -> Any:
+            progress = poll(timeout_s)
+            for done in progress.loads:
+                plan = self._plans.pop(done.request_id)
+                self.failed_loads += bool(done.failed_blocks)
+                good = [c for c in plan.chunks if done.failed_blocks.isdisjoint(c.block_ids)]
+                self._note(self.loaded, [(c, c.first_token // self._block_tokens) for c in good])
+            return progress
+
+        transfer.save, transfer.load, transfer.poll = watched_save, watched_load, watched_poll
+
+    def _note(self, where: list[Seen], chunks: list[tuple[Any, int]]) -> None:
+        """One pass over the blocks of all chunks; blocks before `first` of a chunk belong to others."""
+        if not chunks:
+            return
+        digests = self._digests.of([block for chunk, first in chunks for block in chunk.block_ids[first:]])
+        start = 0
+        for chunk, first in chunks:
+            end = start + len(chunk.block_ids) - first
+            where.append(Seen(chunk.key, first, digests[start:end]))
+            start = end
+
+
+def compare(saved: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many loaded blocks (a block and head) are what some writer saved under that key.
+
+    unknown: nothing was seen being saved under that key, so that nothing is known of the block.
+    """
+    known: dict[tuple[str, int, int], set[int]] = {}
+    for seen in saved:
+        for block, row in enumerate(seen["digests"], start=seen["first_block"]):
+            for head, digest in enumerate(row, start=seen["first_head"]):
+                known.setdefault((seen["key"], block, head), set()).add(digest)
+    counts = {"equal": 0, "wrong": 0, "unknown": 0}
+    for seen in loaded:
+        for block, row in enumerate(seen["digests"], start=seen["first_block"]):
+            for head, digest in enumerate(row, start=seen["first_head"]):
+                expected = known.get((seen["key"], block, head))
+                kind = "unknown" if expected is None else "equal" if digest in expected else "wrong"
+                counts[kind] += 1
+    return counts

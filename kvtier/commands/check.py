@@ -1,0 +1,92 @@
+"""`kvtier check CONFIG.yaml`: would an engine start with these settings? Writes nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from kvtier.commands.status import FOUND_BAD, OK, print_json
+from kvtier.config import Settings
+from kvtier.doctor.host import size
+from kvtier.errors import ConfigError
+from kvtier.io.filesystem import file_system_of
+from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
+from kvtier.record import FORMAT_VERSION
+from kvtier.root import check_space, find_root
+
+
+def run_check(config: Path, as_json: bool) -> int:
+    """Prints what an engine would use; status 1, and one line on standard error, when it would not start."""
+    try:
+        settings = Settings.load({"config": str(config)})
+        root = _look_at_root(settings)
+    except ConfigError as fault:
+        print(" ".join(str(fault).split()), file=sys.stderr)
+        return FOUND_BAD
+    if as_json:
+        print_json({"settings": settings.model_dump(mode="json"), "root": root})
+        return OK
+    unset = Settings(root=settings.root)
+    usual = dict(_leaves(unset))
+    for name, value in _leaves(settings):
+        shown = f"{value} ({size(value)})" if name.endswith("_bytes") and isinstance(value, int) else value
+        print(f"{name}: {shown}" + ("  (the default)" if name != "root" and value == usual[name] else ""))
+    for what, text in root.items():
+        print(f"{what}: {text}")
+    return OK
+
+
+def _leaves(model: BaseModel, before: str = "") -> Iterator[tuple[str, Any]]:
+    """("io.threads", 16) and so on."""
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def _look_at_root(settings: Settings) -> dict[str, str]:
+    """What lies at the root, as far as looking tells. Raises ConfigError as an engine's start would."""
+    path = settings.root
+    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not nearest.is_dir():
+        raise ConfigError("root", str(path), f"{nearest} is a file, not a folder; choose another root")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        fix = f"not writable: {nearest}; make it writable for this user or choose another root"
+        raise ConfigError("root", str(path), fix)
+    folder = path / f"v{FORMAT_VERSION}"
+    if nearest == path:
+        if any(path.glob("v[0-9]*")):
+            find_root(path)  # one of a newer version is refused
+        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+            fix = f"not writable: {folder}; make it writable for this user or choose another root"
+            raise ConfigError("root", str(path), fix)
+    check_space(nearest, settings.segment_bytes)
+    kind = file_system_of(path)
+    state = "there" if folder.is_dir() else "to be created"
+    return {
+        "root is": f"{state}, on {kind.kind} (mounted at {kind.mount_point})",
+        "index is": _look_at_index(settings, folder),
+    }
+
+
+def _look_at_index(settings: Settings, folder: Path) -> str:
+    if settings.index.kind == "memory":
+        return "in memory: forgotten when the engine ends"
+    index_path = settings.index.path or default_index_path(settings.root, folder)
+    kind = file_system_of(index_path)
+    if kind.is_network:
+        fix = f"it is on {kind.kind} (mounted at {kind.mount_point}): name a folder on a local disk"
+        raise ConfigError("index.path", str(index_path), fix)
+    owner = read_owner(folder) if folder.is_dir() else None
+    if owner is None:
+        return f"to be created at {index_path}"
+    if owner.index_path is not None or owner.node != this_node():
+        claim(folder, Owner(this_node(), index_path))  # with an owner it writes nothing: it agrees or raises
+    return f"at {index_path}, of this node"

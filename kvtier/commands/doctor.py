@@ -1,0 +1,19 @@
+"""`kvtier doctor [PATH]`: one verdict a line, as each probe answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.commands.status import FOUND_BAD, OK, print_json
+from kvtier.doctor.report import examine, line
+
+
+def run_doctor(path: Path | None, as_json: bool) -> int:
+    found = []
+    for verdict in examine(path):
+        found.append(verdict)
+        if not as_json:
+            print(line(verdict), flush=True)
+    if as_json:
+        print_json([verdict._asdict() for verdict in found])
+    return FOUND_BAD if any(verdict.level == "bad" for verdict in found) else OK

@@ -1,0 +1,88 @@
+"""What a probe may look at: files of the kernel, and commands that are given a moment to answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+PROBE_TIMEOUT_S = 20.0
+
+
+class Verdict(NamedTuple):
+    """One line. fix: what to do about it, "" where nothing is to be done."""
+
+    level: Literal["ok", "warn", "bad"]
+    what: str
+    value: str
+    fix: str = ""
+
+
+class Ran(NamedTuple):
+    """What a command answered. status None: nothing in time, or there is no such command."""
+
+    status: int | None
+    output: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """This machine; tests give it folders of their own."""
+
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+    timeout_s: float = PROBE_TIMEOUT_S
+
+    def has(self, command: str) -> bool:
+        return shutil.which(command) is not None
+
+    def run(self, *command: str, timeout_s: float | None = None) -> Ran:
+        """Never raises. A command that hangs in the kernel is left behind: nobody can end it."""
+        limit_s = timeout_s or self.timeout_s
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                errors="replace", start_new_session=True,
+            )  # fmt: skip
+        except OSError as fault:
+            return Ran(None, "", f"{command[0]}: {fault.strerror}")
+        try:
+            output, error = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return Ran(None, "", f"no answer in {limit_s:g} s")
+        return Ran(process.returncode, output, error)
+
+    def probe(self, module: str, *arguments: str, timeout_s: float | None = None) -> Any:
+        """The JSON that `python -m module` prints. Raises ProbeFailed."""
+        ran = self.run(sys.executable, "-m", module, *arguments, timeout_s=timeout_s)
+        lines = [line for line in ran.error.splitlines() if line.strip()]
+        if ran.status != 0:
+            raise ProbeFailed(lines[-1] if lines else f"exit status {ran.status}")
+        try:
+            return json.loads(ran.output)
+        except ValueError:
+            raise ProbeFailed(f"not an answer: {ran.output[:80]!r}") from None
+
+    def text(self, path: Path) -> str:
+        """What a small file of the kernel holds; "" when it can't be read."""
+        try:
+            return path.read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+
+
+class ProbeFailed(Exception):
+    """A probe gave no answer; the text says why. Never leaves kvtier.doctor."""
+
+
+def size(n_bytes: float) -> str:
+    """For people to read, as "1.5 GiB"."""
+    power = min(4, max(0, int(n_bytes).bit_length() - 1) // 10)
+    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{n_bytes / 1024**power:.{1 if power else 0}f} {unit}"

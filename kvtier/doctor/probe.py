@@ -1,0 +1,100 @@
+"""The probes that might hang or crash, each run as a process of its own by kvtier.doctor; they print JSON.
+
+python -m kvtier.doctor.probe driver
+python -m kvtier.doctor.probe cufile
+python -m kvtier.doctor.probe storage '{"folder", "direct", "threads", "piece_bytes", "engine": ...}'
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import TierUnavailable
+from kvtier.geometry import PAGE_BYTES
+from kvtier.io.calibrate import calibrate, scratch_file
+from kvtier.io.calibration import IN_MEMORY, Ask, engines_for
+from kvtier.io.cuda import driver_version
+from kvtier.io.cufile import cufile_state
+from kvtier.io.engines import Target
+from kvtier.io.filesystem import file_system_of
+from kvtier.io.kvikio_engine import load_kvikio
+from kvtier.io.ring import aligned_buffer
+
+TARGET_BYTES = 128 << 20
+SECTOR_BYTES = 512
+
+
+def main(arguments: list[str]) -> None:
+    what = arguments[0]
+    if what == "driver":
+        answer: Any = driver_version()
+    elif what == "cufile":
+        answer = _cufile()
+    else:
+        answer = _storage(json.loads(arguments[1]))
+    print(json.dumps(answer))
+
+
+def _cufile() -> Any:
+    try:
+        kvikio = load_kvikio()
+    except TierUnavailable:
+        kvikio = None
+    return cufile_state(kvikio)._asdict()
+
+
+def _storage(asked: dict[str, Any]) -> Any:
+    """Whether direct I/O works, from which alignment on, and the calibration."""
+    folder = Path(asked["folder"])
+    alignment = _direct_alignment(folder) if asked["direct"] else None
+    target, device, kept = _target()
+    engines = engines_for(asked["engine"], target)
+    ask = Ask(
+        folder, target, alignment is not None, file_system_of(folder).kind in IN_MEMORY, engines, device,
+        asked["threads"], asked["piece_bytes"],
+    )  # fmt: skip
+    found = calibrate(ask)
+    del kept
+    return {"alignment": alignment, "device": device, "calibration": found.to_json()}
+
+
+def _direct_alignment(folder: Path) -> int | None:
+    """The smallest of 512 and 4096 bytes that direct I/O takes; None: it takes none. Raises OSError."""
+    buffer = aligned_buffer(PAGE_BYTES)
+    try:
+        with scratch_file(folder, direct=True) as fd:
+            os.pwritev(fd, [buffer.view], 0)
+            os.preadv(fd, [buffer.view], 0)
+            try:
+                os.preadv(fd, [buffer.view[:SECTOR_BYTES]], SECTOR_BYTES)
+            except OSError:
+                return PAGE_BYTES
+            return SECTOR_BYTES
+    except OSError as fault:
+        if fault.errno != errno.EINVAL:
+            raise
+        return None
+
+
+def _target() -> tuple[Target, str, object]:
+    """Device memory where there is a GPU that torch can use, else host memory; its name; what keeps it alive."""
+    if driver_version() is not None:
+        from kvtier.kernels.pcie import device_memory
+
+        found = device_memory(TARGET_BYTES)
+        if found is not None:
+            return Target(found.address, TARGET_BYTES, found.ordinal), found.name, found
+    buffer = aligned_buffer(TARGET_BYTES)
+    return Target(buffer.address, TARGET_BYTES), "cpu", buffer
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (OSError, TierUnavailable) as error:
+        sys.exit(str(error))

@@ -1,0 +1,47 @@
+"""`kvtier doctor`: every probe in turn, one verdict a line. Nothing here hangs for longer than its probes may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.config import Settings
+from kvtier.doctor.gpu import examine_gpu, examine_memory
+from kvtier.doctor.host import Host, Verdict
+from kvtier.doctor.lustre import examine_efa
+from kvtier.doctor.storage import examine_storage
+from kvtier.errors import ConfigError
+from kvtier.io.native import instruction_set
+
+
+def examine(path: Path | None, host: Host | None = None) -> Iterator[Verdict]:
+    """path: the root; None: the configured one, and where none is configured, storage is left out."""
+    machine = host or Host()
+    settings, fault = _settings(path)
+    if fault is not None:
+        yield fault
+    yield Verdict("ok", "kvtier", f"native part for {instruction_set()}")
+    yield from examine_gpu(machine)
+    yield from examine_memory(machine, settings.host.arena_bytes if settings else None)
+    root = path or (settings.root if settings else None)
+    if root is not None:
+        yield from examine_storage(machine, root, settings)
+    else:
+        yield from examine_efa(machine, on_lustre=False)
+        yield Verdict("warn", "storage", "not looked at", "name the root: kvtier doctor PATH, or set KVTIER_ROOT")
+    yield Verdict("ok", "Redis", "not configured")
+
+
+def _settings(path: Path | None) -> tuple[Settings | None, Verdict | None]:
+    """What an engine would find, with `path` for its root."""
+    try:
+        return Settings.load({"root": str(path.absolute())} if path is not None else {}), None
+    except ConfigError as fault:
+        if path is None and fault.key == "root" and fault.value is None:
+            return None, None
+        return None, Verdict("bad", "settings", f"{fault.key} = {fault.value!r}", fault.fix)
+
+
+def line(verdict: Verdict) -> str:
+    fix = f"  -> {verdict.fix}" if verdict.fix else ""
+    return f"{verdict.level:<4}  {verdict.what}: {verdict.value}{fix}"

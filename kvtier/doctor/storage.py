@@ -1,0 +1,82 @@
+"""The storage's side: what lies under the root, whether it takes direct I/O, how fast it is, which engine it gets."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.config import Settings
+from kvtier.doctor.host import Host, ProbeFailed, Verdict, size
+from kvtier.doctor.lustre import examine_efa, examine_lustre
+from kvtier.errors import Corrupt
+from kvtier.geometry import PAGE_BYTES
+from kvtier.io.calibration import Calibration
+from kvtier.io.filesystem import FileSystem, file_system_of
+
+STORAGE_TIMEOUT_S = 60.0
+
+
+def examine_storage(host: Host, root: Path, settings: Settings | None) -> Iterator[Verdict]:
+    """`root` as configured; writes one file there, which is removed again."""
+    if not root.is_dir():
+        yield Verdict("bad", "root", f"{root} is no folder", "create it, or name the one that is configured as root")
+        return
+    kind = file_system_of(root, host.text(host.proc / "self/mountinfo"))
+    yield _file_system(root, kind, settings)
+    on_lustre = kind.kind == "lustre"
+    if on_lustre:
+        yield from examine_lustre(host, root / "v1" if (root / "v1").is_dir() else root)
+    yield from examine_efa(host, on_lustre)
+    yield from _measured(host, root, kind, settings)
+
+
+def _file_system(root: Path, kind: FileSystem, settings: Settings | None) -> Verdict:
+    try:
+        disk = os.statvfs(root)
+    except OSError as fault:
+        return Verdict("bad", "root", f"{root}: {fault.strerror}", "is it mounted, and may this user read it?")
+    free = disk.f_bavail * disk.f_frsize
+    value = f"{root} on {kind.kind} ({kind.mount_point}{', shared' if kind.is_network else ''}), {size(free)} free"
+    if settings is not None and free < settings.segment_bytes:
+        fix = f"a segment takes {size(settings.segment_bytes)}: fine only if older ones can be evicted; else free space"
+        return Verdict("warn", "root", value, fix)
+    return Verdict("ok", "root", value)
+
+
+def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | None) -> Iterator[Verdict]:
+    wants_direct = settings is None or settings.io.direct != "never"
+    asked = {
+        "folder": str(root), "direct": wants_direct,
+        "threads": settings.io.threads if settings else None,
+        "piece_bytes": settings.io.piece_bytes if settings else None,
+        "engine": settings.io.engine if settings else "auto",
+    }  # fmt: skip
+    try:
+        answer = host.probe("kvtier.doctor.probe", "storage", json.dumps(asked), timeout_s=STORAGE_TIMEOUT_S)
+        found = Calibration.from_json(answer["calibration"])
+        alignment = answer["alignment"]
+    except (ProbeFailed, Corrupt, KeyError, TypeError) as fault:
+        fix = "make it writable for this user; if it hangs, look at the mount (dmesg)"
+        yield Verdict("bad", "storage", f"{root} cannot be measured: {fault}", fix)
+        return
+    yield _direct_io(alignment, wants_direct, kind, settings)
+    if found.read_bytes_s is None:
+        yield Verdict("bad", "storage rates", found.describe(), "free some space, or look at the mount (dmesg)")
+    else:
+        latency = f", a page in {1e3 * found.latency_s:.2f} ms" if found.latency_s else ""
+        rates = f"reads {found.read_bytes_s / 1e9:.2f} GB/s into {answer['device']}"
+        writes = f", writes {found.write_bytes_s / 1e9:.2f} GB/s" if found.write_bytes_s else ""
+        yield Verdict("ok", "storage rates", f"{rates}{writes}{latency}")
+    yield Verdict("ok", "I/O engine", "; ".join((str(found.choice), *found.reasons)))
+
+
+def _direct_io(alignment: int | None, wanted: bool, kind: FileSystem, settings: Settings | None) -> Verdict:
+    if not wanted:
+        return Verdict("ok", "direct I/O", "off by io.direct: never")
+    if alignment is None:
+        fix = "reads and writes go through the page cache: a mount that takes O_DIRECT is faster"
+        is_required = settings is not None and settings.io.direct == "require"
+        return Verdict("bad" if is_required else "warn", "direct I/O", f"{kind.kind} refuses O_DIRECT", fix)
+    return Verdict("ok", "direct I/O", f"works, aligned to {alignment} bytes; kvtier aligns to {PAGE_BYTES}")

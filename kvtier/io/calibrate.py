@@ -1,0 +1,320 @@
+"""Measures on the mount what each engine reaches, in a second or two, and picks one.
+
+A file of records is written (which gives the write rate), read back by each candidate, and removed. Start-up never
+fails for want of an answer: a full disk, a refusal or a storage that hangs gives the defaults, and a line that says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from kvtier.errors import TierUnavailable
+from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.io.calibration import (
+    Ask,
+    Calibration,
+    default_choice,
+    first_round,
+    last_level_cache_bytes,
+    pick,
+    second_round,
+)
+from kvtier.io.engines import Choice, Reader, Reads, Target, open_engine
+from kvtier.io.ring import ReadOp, Ring, WriteOp, aligned_buffer, sizes_for
+from kvtier.record import RecordHeader
+
+PREFIX = ".calibrate-"
+LEFT_OVER_S = 3600.0
+"""A file of this age has no process any more: it was killed."""
+
+SLAB_BYTES, SLABS = 512 << 10, 16
+RECORD_BYTES = PAGE_BYTES + SLABS * SLAB_BYTES
+PAYLOAD_BYTES = SLABS * SLAB_BYTES
+FILE_BYTES_MAX = 512 << 20
+BUFFERED_BYTES_MAX = 64 << 20
+"""Through the page cache writing looks fast until the kernel has to store it all."""
+FREE_SHARE = 4
+"""At most a fourth of what is free is written."""
+
+WRITE_S, READ_S, TOTAL_S = 0.5, 0.1, 2.0
+WRITES_IN_FLIGHT, READS_IN_FLIGHT, LATENCY_READS = 4, 8, 5
+HANGS_S = 5.0
+KEY = b"kvtier-calibrate"
+
+_left_behind: list[object] = []
+"""Buffers, files and engines of reads that hang in the kernel: late bytes may still land there."""
+
+
+class Writer(Protocol):
+    """What writes the file and reads single pages of it: a ring over host memory."""
+
+    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> Reads: ...
+    def close(self, timeout_s: float = 1.0) -> bool: ...
+
+
+class Makers(NamedTuple):
+    """How the engines are opened, so that tests can drive the measuring without a disk."""
+
+    reader: Callable[[Choice], Reader]
+    writer: Callable[[], Writer]
+
+
+class Hangs(Exception):
+    """An operation got no answer. Never leaves this module."""
+
+
+def calibrate(ask: Ask, makers: Makers | None = None, clock: Callable[[], float] = time.perf_counter) -> Calibration:
+    """Never raises; see `Calibration` for what comes of a fault."""
+    started_s = clock()
+    run = _Run(ask, makers or _makers(ask), clock)
+    try:
+        sweep(ask.folder)
+        run.measure()
+    except (OSError, TierUnavailable) as fault:
+        run.reasons.append(f"calibration stopped: {fault}")
+    except Hangs:
+        run.reasons.append(f"calibration stopped: the storage gave no answer in {HANGS_S:g} s")
+        return run.result(clock() - started_s, hangs=True)
+    return run.result(clock() - started_s)
+
+
+def sweep(folder: Path, now_s: float | None = None) -> None:
+    """Removes what a calibration that was killed left in `folder`. Raises OSError when that can't be listed."""
+    wall_s = time.time() if now_s is None else now_s
+    for entry in os.scandir(folder):
+        try:
+            if entry.name.startswith(PREFIX) and wall_s - entry.stat(follow_symlinks=False).st_mtime > LEFT_OVER_S:
+                os.unlink(entry.path)
+        except OSError:
+            continue  # another one sweeps too, or it isn't ours
+
+
+@contextmanager
+def scratch_file(folder: Path, direct: bool) -> Iterator[int]:
+    """A new file, open for reading and writing, removed in the end. Raises OSError.
+
+    A hanging operation leaves it open: the descriptor belongs to the kernel's thread then.
+    """
+    path = folder / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+    descriptor = -1
+    hangs = False
+    try:
+        descriptor = os.open(path, flags, 0o600)
+        yield descriptor
+    except Hangs:
+        hangs = True
+        raise
+    finally:
+        path.unlink(missing_ok=True)  # also when open refused O_DIRECT, which may leave an empty file
+        if descriptor >= 0 and not hangs:
+            os.close(descriptor)
+
+
+def _makers(ask: Ask) -> Makers:
+    sizes = sizes_for(ask.in_memory)
+    return Makers(
+        lambda choice: open_engine(choice, ask.target, ask.direct, ask.in_memory),
+        lambda: Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes),
+    )
+
+
+class _Run:
+    """One calibration: what was found so far."""
+
+    def __init__(self, ask: Ask, makers: Makers, clock: Callable[[], float]) -> None:
+        self._ask = ask
+        self._makers = makers
+        self._clock = clock
+        self._cache_bytes = last_level_cache_bytes()
+        self._until_s = clock() + TOTAL_S
+        self._rates: dict[Choice, float] = {}
+        self._write_bytes_s: float | None = None
+        self._latency_s: float | None = None
+        self.reasons: list[str] = []
+
+    def measure(self) -> None:
+        """Raises OSError, TierUnavailable, Hangs."""
+        with scratch_file(self._ask.folder, self._ask.direct) as fd:
+            writer = self._makers.writer()
+            try:
+                n_records = self._write(writer, fd)
+                self._latency(writer, fd)
+            finally:
+                writer.close()
+            self._try_all(first_round(self._ask, self._cache_bytes), fd, n_records)
+            rings = {choice: rate for choice, rate in self._rates.items() if choice.engine == "ring"}
+            if rings:
+                best = max(rings, key=lambda choice: rings[choice])
+                self._try_all(second_round(best, self._ask, self._cache_bytes), fd, n_records)
+
+    def result(self, seconds: float, hangs: bool = False) -> Calibration:
+        choice = default_choice(self._ask, self._cache_bytes)
+        rate = None
+        if self._rates and not hangs:
+            choice = pick(self._rates)
+            rate = self._rates[choice]
+            fastest = max(self._rates, key=lambda candidate: self._rates[candidate])
+            why = "the fastest" if choice == fastest else f"the simplest within 3 % of the fastest ({fastest})"
+            self.reasons.append(f"{choice} is {why} of {len(self._rates)} tried")
+        else:
+            self.reasons.append(f"{choice} is the default: {self.reasons[-1] if self.reasons else 'nothing was tried'}")
+        return Calibration(choice, rate, self._write_bytes_s, self._latency_s, seconds, tuple(self.reasons), hangs)
+
+    # --- writing ---
+
+    def _write(self, writer: Writer, fd: int) -> int:
+        """Writes records for half a second; returns how many. Raises OSError when not even one fits."""
+        disk = os.fstatvfs(fd)
+        bound = min(FILE_BYTES_MAX if self._ask.direct else BUFFERED_BYTES_MAX,
+                    disk.f_bavail * disk.f_frsize // FREE_SHARE)  # fmt: skip
+        n_max = bound // RECORD_BYTES
+        if n_max < 1:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
+        buffers = [aligned_buffer(RECORD_BYTES) for _ in range(min(WRITES_IN_FLIGHT, n_max))]
+        header = RecordHeader(
+            KEY, bytes(16), bytes(16), SLAB_BYTES, 256, 1, Extent(0, 1, 0, SLABS), 0, (0,) * SLABS
+        ).pack()
+        noise = os.urandom(SLAB_BYTES)  # a file system that compresses finds nothing in it
+        for buffer in buffers:
+            buffer.view[:] = header + SLABS * noise
+        flying: deque[Reads] = deque()
+        begun = done = error = 0
+        started_s = self._clock()
+        while True:
+            is_over = error or begun == n_max or (begun and self._clock() - started_s > WRITE_S)
+            if not is_over and len(flying) < len(buffers):
+                address = buffers[begun % len(buffers)].address
+                op = WriteOp(fd, begun * RECORD_BYTES, address, SLAB_BYTES, SLABS, KEY, 0, 0)
+                flying.append(writer.submit([op]))
+                begun += 1
+            elif flying:
+                error = self._error_of(flying.popleft(), (buffers, writer, flying)) or error
+                done += not error
+            else:
+                break
+        if not done:
+            raise OSError(error, os.strerror(error))
+        if not self._ask.direct:
+            os.fsync(fd)
+        self._write_bytes_s = done * RECORD_BYTES / max(self._clock() - started_s, 1e-9)
+        return done
+
+    def _latency(self, writer: Writer, fd: int) -> None:
+        page = aligned_buffer(PAGE_BYTES)
+        taken = []
+        for _ in range(LATENCY_READS):
+            started_s = self._clock()
+            op = ReadOp(fd, PAGE_BYTES, page.address, PAGE_BYTES, 1, KEY, 0, 0, None)
+            error = self._error_of(writer.submit([op]), (page, writer))
+            if error:
+                raise OSError(error, os.strerror(error))
+            taken.append(self._clock() - started_s)
+        self._latency_s = max(sorted(taken)[len(taken) // 2], 1e-9)
+
+    # --- reading ---
+
+    def _try_all(self, choices: Sequence[Choice], fd: int, n_records: int) -> None:
+        for choice in choices:
+            if choice in self._rates:
+                continue
+            if self._rates and self._clock() > self._until_s:
+                self.reasons.append(f"{choice}: not tried, {TOTAL_S:g} s are over")
+                continue
+            try:
+                rate = self._try(choice, fd, n_records)
+            except (TierUnavailable, ValueError, OSError) as fault:
+                self.reasons.append(f"{choice}: left out: {fault}")
+                continue
+            self._rates[choice] = rate
+            self.reasons.append(f"{choice}: {rate / 1e9:.2f} GB/s")
+
+    def _try(self, choice: Choice, fd: int, n_records: int) -> float:
+        """Bytes a second. Raises TierUnavailable, OSError, Hangs."""
+        if not self._ask.direct:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        reader = self._makers.reader(choice)
+        try:
+            reading = _Reading(reader, fd, self._ask.target, n_records, self._ask.direct)
+            # Threads start, and KvikIO pins its buffers, at the first use.
+            self._read_for(reading, 0.0)
+            started_s = self._clock()
+            n_bytes = self._read_for(reading, READ_S)
+            return n_bytes / max(self._clock() - started_s, 1e-9)
+        finally:
+            reader.close()
+
+    def _read_for(self, reading: _Reading, seconds: float) -> int:
+        """Keeps the places of the target full for that long, one round at least; the bytes that came.
+
+        Whatever happens, what was begun has landed when this returns or raises; but for Hangs.
+        """
+        until_s = self._clock() + seconds
+        free = deque(range(reading.places))
+        flying: deque[tuple[int, Reads]] = deque()
+        fault: Exception | None = None
+        n_bytes = 0
+        while free or flying:
+            if free:
+                try:
+                    flying.append((free[0], reading.begin(free[0])))
+                    free.popleft()
+                except (TierUnavailable, ValueError) as raised:
+                    fault = raised
+                    free.clear()  # what is on its way must land before the target is anyone else's
+                continue
+            place, reads = flying.popleft()
+            error = self._error_of(reads, (reading, flying))
+            if error:
+                fault = fault or OSError(error, os.strerror(error))
+            n_bytes += reading.op_bytes
+            if fault is None and self._clock() < until_s and reading.has_more():
+                free.append(place)
+        if fault is not None:
+            raise fault
+        return n_bytes
+
+    def _error_of(self, reads: Reads, kept: object) -> int:
+        if not reads.wait(HANGS_S):
+            reads.cancel()
+            _left_behind.append((reads, kept))
+            raise Hangs
+        return reads.results()[0].error
+
+
+class _Reading:
+    """Reads of the records in turn into the places of the target."""
+
+    def __init__(self, reader: Reader, fd: int, target: Target, n_records: int, direct: bool) -> None:
+        self._reader = reader
+        self._fd = fd
+        self._target = target
+        self._n_records = n_records
+        self._next = 0
+        self._is_once = not direct  # a second time it comes out of the page cache
+        self._slabs = min(SLABS, target.n_bytes // SLAB_BYTES)
+        if self._slabs < 1:
+            raise ValueError(f"a target of {target.n_bytes} bytes; {SLAB_BYTES} are needed")
+        self.op_bytes = self._slabs * SLAB_BYTES
+        self.places = min(READS_IN_FLIGHT, target.n_bytes // self.op_bytes, n_records)
+
+    def has_more(self) -> bool:
+        return not self._is_once or self._next < self._n_records
+
+    def begin(self, place: int) -> Reads:
+        record = self._next % self._n_records
+        self._next += 1
+        address = self._target.address + place * self.op_bytes
+        on_device = self._target.ordinal is not None
+        offset = record * RECORD_BYTES + PAGE_BYTES
+        return self._reader.submit(
+            [ReadOp(self._fd, offset, address, SLAB_BYTES, self._slabs, KEY, 0, 0, None, on_device)]
+        )

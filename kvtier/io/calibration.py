@@ -1,0 +1,277 @@
+"""What was measured of a mount, which engine that speaks for, and where the answer is kept for a day.
+
+    <root>/calibration-<host>.json    {"key": {...}, "made_s": 1.7e9, "calibration": {...}}
+
+An engine that starts again must not be late, and the ranks of one host must not measure against each other: one
+measures, under a lock of the node, and the others read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from kvtier.errors import ConfigError, Corrupt
+from kvtier.identity import canonical_text
+from kvtier.io.engines import Choice, EngineName, Target
+from kvtier.io.filesystem import file_system_of
+from kvtier.io.ring import sizes_for
+from kvtier.once import read_small, replace_small
+from kvtier.owner import private_folder
+
+log = logging.getLogger("kvtier")
+
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose reads and writes are copies by the processor."""
+VALID_S = 86400.0
+LOCK_TIMEOUT_S = 15.0
+SIMPLER_WITHIN = 0.97
+"""Run to run the same sizes differ by about that much (H200, tmpfs), so a simpler choice is as good within it."""
+
+PROCESSORS = Path("/sys/devices/system/cpu")
+CACHE_BYTES_UNKNOWN = 32 << 20
+DEVICE_THREADS, DEVICE_PIECE_BYTES, DEVICE_SLOTS = 12, 4 << 20, 2
+"""H200, tmpfs: 51.4 GB/s; with 4-8 threads 22-40, and 31-34 once the ring outgrows the last-level cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is to be calibrated.
+
+    folder: on the mount. engines: those that may be chosen. device: what `target` is, such as "NVIDIA H200" or "cpu".
+    threads, piece_bytes: fixed by the settings, or None.
+    """
+
+    folder: Path
+    target: Target
+    direct: bool
+    in_memory: bool
+    engines: tuple[EngineName, ...] = ("ring",)
+    device: str = "cpu"
+    threads: int | None = None
+    piece_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The engine to use, and what it reached. Rates in bytes a second; None: not measured.
+
+    latency_s: of one direct read of 4 KiB. seconds: what measuring took. reasons: what was tried and why this.
+    is_target_busy: the storage hangs, and late bytes may still land in the target: use other memory.
+    """
+
+    choice: Choice
+    read_bytes_s: float | None
+    write_bytes_s: float | None
+    latency_s: float | None
+    seconds: float
+    reasons: tuple[str, ...]
+    is_target_busy: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        del values["is_target_busy"]
+        return values | {"choice": self.choice._asdict(), "reasons": list(self.reasons)}
+
+    @classmethod
+    def from_json(cls, values: Any) -> Calibration:
+        """Raises Corrupt when `values` is not what `to_json` made."""
+        try:
+            choice = Choice(**values["choice"])
+            if choice.engine not in get_args(EngineName) or min(choice[1:]) <= 0:
+                raise ValueError(f"an engine like {choice}")
+            read, write, latency = (_rate(values[name]) for name in ("read_bytes_s", "write_bytes_s", "latency_s"))
+            reasons = tuple(str(reason) for reason in values["reasons"])
+            return cls(choice, read, write, latency, float(values["seconds"]), reasons)
+        except (KeyError, TypeError, ValueError) as fault:
+            raise Corrupt(f"not a calibration: {fault}") from None
+
+    def describe(self) -> str:
+        """One line: engine, sizes, rates and why."""
+        rates = ", ".join(
+            f"{what} {value / 1e9:.2f} GB/s"
+            for what, value in (("reads", self.read_bytes_s), ("writes", self.write_bytes_s))
+            if value is not None
+        )
+        return f"{self.choice}: {rates or 'not measured'}; {self.reasons[-1] if self.reasons else 'as it comes'}"
+
+
+def _rate(value: Any) -> float | None:
+    if value is None:
+        return None
+    rate = float(value)
+    if not rate > 0:
+        raise ValueError(f"a rate of {value}")
+    return rate
+
+
+# --- which engines and sizes are worth trying ---
+
+
+def engines_for(setting: Literal["auto", "ring", "kvikio"], target: Target) -> tuple[EngineName, ...]:
+    """Those that `io.engine` lets be chosen. KvikIO is for device memory; host memory is always the ring's."""
+    if target.ordinal is None:
+        return ("ring",)
+    return ("ring", "kvikio") if setting == "auto" else (setting,)
+
+
+def last_level_cache_bytes(processors: Path = PROCESSORS) -> int:
+    """Of all processors: those of one die share one cache, and the threads of a ring spread over the dies."""
+    caches: dict[str, int] = {}
+    for folder in processors.glob("cpu[0-9]*/cache/index3"):
+        try:
+            match = re.fullmatch(r"(\d+)([KMG]?)", (folder / "size").read_text(encoding="ascii").strip())
+            sharers = (folder / "shared_cpu_list").read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if match:
+            caches[sharers] = int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
+    return sum(caches.values()) or CACHE_BYTES_UNKNOWN
+
+
+def default_choice(ask: Ask, cache_bytes: int) -> Choice:
+    """What is used where nothing could be measured."""
+    if ask.target.ordinal is None:
+        sizes = sizes_for(ask.in_memory, ask.threads, ask.piece_bytes)
+        return Choice("ring", sizes.threads, sizes.piece_bytes)
+    choice = Choice("ring", ask.threads or DEVICE_THREADS, ask.piece_bytes or DEVICE_PIECE_BYTES, DEVICE_SLOTS)
+    while not fits(choice, cache_bytes) and choice.piece_bytes > 128 << 10 and ask.piece_bytes is None:
+        choice = choice._replace(piece_bytes=choice.piece_bytes // 2)
+    if ask.engines == ("kvikio",):
+        return choice._replace(engine="kvikio", slots=1)
+    return choice
+
+
+def fits(choice: Choice, cache_bytes: int) -> bool:
+    """Whether the ring stays in half the last-level cache: beyond it, each byte goes out to memory and back."""
+    return choice.engine != "ring" or choice.held_bytes <= cache_bytes // 2
+
+
+def first_round(ask: Ask, cache_bytes: int) -> tuple[Choice, ...]:
+    """Sizes of pieces, each engine; the default of the ring first."""
+    usual = default_choice(ask, cache_bytes)
+    pieces: tuple[tuple[int, int], ...]
+    if ask.target.ordinal is not None:
+        pieces = ((4 << 20, 2), (2 << 20, 2), (1 << 20, 4))
+    else:
+        pieces = ((256 << 10, 1), (512 << 10, 1)) if ask.in_memory else ((1 << 20, 1), (4 << 20, 1))
+    found = [usual, *(usual._replace(piece_bytes=piece, slots=slots) for piece, slots in pieces)]
+    rings = [choice for choice in found if "ring" in ask.engines and choice.engine == "ring"]
+    kvikio = [Choice("kvikio", 16, 4 << 20)] if "kvikio" in ask.engines and ask.target.ordinal is not None else []
+    return _worth_trying([*rings, *kvikio], ask, cache_bytes)
+
+
+def second_round(best: Choice, ask: Ask, cache_bytes: int) -> tuple[Choice, ...]:
+    """Numbers of threads, at the best size of pieces."""
+    processors = os.cpu_count() or 1
+    threads = (2, processors, 2 * processors) if ask.in_memory and ask.target.ordinal is None else (8, 16, 24, 32)
+    tried = [best._replace(threads=min(n, 256)) for n in threads if n != best.threads]
+    return _worth_trying(tried, ask, cache_bytes)
+
+
+def _worth_trying(choices: Sequence[Choice], ask: Ask, cache_bytes: int) -> tuple[Choice, ...]:
+    fixed = [
+        choice._replace(threads=ask.threads or choice.threads, piece_bytes=ask.piece_bytes or choice.piece_bytes)
+        for choice in choices
+    ]
+    unique = list(dict.fromkeys(fixed))
+    fitting = [choice for choice in unique if ask.target.ordinal is None or fits(choice, cache_bytes)]
+    return tuple(fitting or unique[:1])
+
+
+def pick(rates: dict[Choice, float]) -> Choice:
+    """The simplest within 3 % of the fastest: the ring before KvikIO, then what holds less memory."""
+    fastest = max(rates.values())
+    near = [choice for choice, rate in rates.items() if rate >= SIMPLER_WITHIN * fastest]
+    return min(near, key=lambda choice: (choice.engine != "ring", choice.held_bytes, choice.threads))
+
+
+# --- kept for a day ---
+
+
+def calibrated(root: Path, ask: Ask, measure: Callable[[Ask], Calibration], now_s: float | None = None) -> Calibration:
+    """The answer kept under `root`, or a new one, which is kept. Says in the log which engine and why; never fails."""
+    path = root / f"calibration-{_host()}.json"
+    key = _key(ask)
+    wall_s = time.time() if now_s is None else now_s
+    found = _read(path, key, wall_s)
+    if found is None:
+        with _alone_on_this_node():
+            found = _read(path, key, wall_s)  # another rank may have measured while we waited
+            if found is None:
+                found = measure(ask)
+                if found.read_bytes_s is not None and not found.is_target_busy:
+                    _write(path, key, wall_s, found)
+    log.info("I/O under %s: %s", root, found.describe())
+    return found
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname()) or "host"
+
+
+def _key(ask: Ask) -> dict[str, Any]:
+    """All that a calibration depends on."""
+    mount = file_system_of(ask.folder)
+    try:
+        own_version = version("kvtier")
+    except PackageNotFoundError:
+        own_version = "?"
+    return {
+        "host": socket.gethostname(), "version": own_version, "file_system": mount.kind, "mount": mount.mount_point,
+        "device": ask.device, "on_device": ask.target.ordinal is not None, "direct": ask.direct,
+        "engines": list(ask.engines), "threads": ask.threads, "piece_bytes": ask.piece_bytes,
+        "processors": os.cpu_count(),
+    }  # fmt: skip
+
+
+def _read(path: Path, key: dict[str, Any], now_s: float) -> Calibration | None:
+    try:
+        values = json.loads(read_small(path)) if path.exists() else None
+        if not values or values["key"] != key or not 0 <= now_s - float(values["made_s"]) < VALID_S:
+            return None
+        return Calibration.from_json(values["calibration"])
+    except (OSError, ValueError, KeyError, TypeError, Corrupt) as fault:
+        log.info("%s is not used (%s): measuring anew", path, fault)
+        return None
+
+
+def _write(path: Path, key: dict[str, Any], now_s: float, calibration: Calibration) -> None:
+    values = {"key": key, "made_s": now_s, "calibration": calibration.to_json()}
+    try:
+        replace_small(path, canonical_text(values).encode())
+    except OSError as fault:
+        log.info("%s cannot be written (%s): the next start measures anew", path, fault)
+
+
+@contextmanager
+def _alone_on_this_node() -> Iterator[None]:
+    """Waits for another process of this user and node that measures, but not for long: then both do."""
+    descriptor = -1
+    with suppress(OSError, ConfigError):
+        descriptor = os.open(private_folder() / "calibrate.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+        while descriptor >= 0:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() >= deadline_s:
+                    break
+                time.sleep(0.05)
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)

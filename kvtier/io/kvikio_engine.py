@@ -1,0 +1,389 @@
+"""Reads straight into device memory through KvikIO (cuFile, or KvikIO's own POSIX fall-back), tuned.
+
+The surface is the ring's: submit, wait, cancel, results. What differs is who moves the bytes. As it comes, KvikIO runs
+one thread and reads through the page cache; here it gets threads, direct I/O, bounce buffers as large as a piece,
+many reads in flight, and files that are opened and registered once.
+
+Each piece is a `pread` of exactly one KvikIO task. KvikIO answers a read of several tasks as soon as one fails, while
+the others go on writing into the buffer (kvikio/detail/parallel_operation.hpp): whoever is given that slot next would
+find their bytes in it (I2). With one task, the answer means that the bytes are there or will never come.
+
+Known costs, of KvikIO 26.10: a thread reads and copies in turn, never both; copies run on streams that wait for the
+legacy default stream; with cuFile, each read first waits until that stream is idle. KvikIO's settings are the whole
+process's.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from kvtier.errors import TierUnavailable
+from kvtier.geometry import PAGE_BYTES
+from kvtier.io.cufile import cufile_state
+from kvtier.io.ring import OpResult, ReadOp
+
+log = logging.getLogger("kvtier")
+
+THREADS, PIECE_BYTES = 16, 4 << 20
+"""H200, tmpfs: 46 GB/s with 16 threads, of 55.6 that PCIe gives. A striped file system of 800 MB/s: 99.6 % with 16
+reads of 4 MiB in flight, 38 % with one at a time, 9 % as KvikIO comes."""
+
+IN_FLIGHT_PER_THREAD = 4
+"""Pieces handed to KvikIO ahead of its threads; the rest waits here, where it can be cancelled."""
+QUEUED_PIECES_MAX = 1 << 16
+POLL_S = 200e-6
+"""KvikIO's futures can't be waited for with a deadline (I10), so they are asked."""
+
+OPEN_FILES_MAX = 64
+UNUSED_S = 30.0
+SWEEP_INTERVAL_S = 1.0
+
+_FAULTS = (RuntimeError, ValueError, TypeError, ArithmeticError, MemoryError, LookupError, SystemError)
+"""What Cython makes of C++ exceptions, beside OSError."""
+
+_left_behind: list[object] = []
+"""Reads that hang, with their files: KvikIO's threads hold bare pointers to them, so they must never be freed."""
+
+
+class KvikioSizes(NamedTuple):
+    """piece_bytes: of one read; also the size of each thread's pinned bounce buffer."""
+
+    threads: int = THREADS
+    piece_bytes: int = PIECE_BYTES
+
+
+class DeviceBuffer:
+    """Device memory as KvikIO takes it: a one-dimensional array of bytes. Owns nothing."""
+
+    def __init__(self, address: int, n_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (n_bytes,), "typestr": "|u1", "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+class _File:
+    """A file open in KvikIO. users: operations that are not done."""
+
+    def __init__(self, handle: Any, used_s: float) -> None:
+        self.handle = handle
+        self.users = 0
+        self.used_s = used_s
+
+
+class _Op:
+    """One operation. pieces: offsets not yet handed to KvikIO; in_flight: pieces that it has."""
+
+    def __init__(self, spec: ReadOp, file: _File, piece_bytes: int) -> None:
+        self.spec = spec
+        self.file = file
+        self.n_bytes = spec.slab_bytes * spec.n_slabs
+        self.pieces = deque(range(0, self.n_bytes, piece_bytes))
+        self.in_flight = 0
+        self.error = 0
+        self.is_done = False
+
+
+class _Flying(NamedTuple):
+    future: Any
+    op: _Op
+    n_bytes: int
+
+
+class KvikioBatch:
+    """Operations submitted together. As `ring.Batch`: memory and files stay until `wait` has returned True."""
+
+    def __init__(self, reader: KvikioReader, ops: list[_Op]) -> None:
+        self._reader = reader
+        self.ops = ops
+        self.in_flight: deque[_Flying] = deque()
+        self.is_cancelled = False
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._reader.wait(self, timeout_s)
+
+    def cancel(self) -> None:
+        """Drops what KvikIO was not given yet; what it was given comes back first."""
+        self.is_cancelled = True
+
+    def results(self) -> list[OpResult]:
+        """One result an operation, without checksums: device memory is summed where it lies."""
+        if not self.is_done:
+            raise RuntimeError("results of a batch that is not done")
+        return [OpResult(op.error, (), (0,) * op.spec.n_slabs) for op in self.ops]
+
+    @property
+    def is_done(self) -> bool:
+        return all(op.is_done for op in self.ops)
+
+
+class KvikioReader:
+    """Thread-safe. All targets lie in one buffer of device memory, which must outlive `close`.
+
+    Args:
+        buffer: (address, bytes) of it.
+        direct: whether files are read past the page cache.
+        load: imports KvikIO; a test gives its own.
+
+    Raises TierUnavailable when KvikIO can't be loaded or refuses its settings.
+    """
+
+    def __init__(
+        self,
+        buffer: tuple[int, int],
+        sizes: KvikioSizes | None = None,
+        *,
+        direct: bool = True,
+        load: Callable[[], ModuleType] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address, self._n_bytes = buffer
+        self.sizes = sizes or KvikioSizes()
+        if self.sizes.threads <= 0 or self.sizes.piece_bytes <= 0 or self.sizes.piece_bytes % PAGE_BYTES:
+            raise ValueError(f"KvikIO with {self.sizes}")
+        self._kvikio = (load or load_kvikio)()
+        self._clock = clock
+        self._tune(direct)
+        self.state = cufile_state(self._kvikio)
+        self._is_registered = self.state.mode == "gds" and self._register()
+        self._lock = threading.Lock()
+        self._files: dict[tuple[int, int], _File] = {}
+        self._batches: list[KvikioBatch] = []
+        self._queued = 0
+        self._swept_s = clock()
+        self._is_closed = False
+
+    def submit(self, ops: Sequence[ReadOp]) -> KvikioBatch:
+        """Starts the reads, or none of them. Raises as `Ring.submit`, also when a file can't be opened."""
+        pieces = sum(self._pieces(op) for op in ops)
+        self.close_unused(SWEEP_INTERVAL_S)
+        begun: list[_Op] = []
+        try:
+            for op in ops:
+                begun.append(_Op(op, self._open(op.fd), self.sizes.piece_bytes))
+            batch = KvikioBatch(self, begun)
+            with self._lock:
+                if self._is_closed:
+                    raise TierUnavailable("the KvikIO reader is closed")
+                if self._queued + pieces > QUEUED_PIECES_MAX:
+                    raise TierUnavailable(f"I/O queue: {self._queued} reads wait for KvikIO")
+                self._queued += pieces
+                self._batches.append(batch)
+                self._pump()
+        except TierUnavailable:
+            with self._lock:
+                for lost in begun:
+                    lost.file.users -= 1
+            raise
+        return batch
+
+    def wait(self, batch: KvikioBatch, timeout_s: float) -> bool:
+        """True when every operation of `batch` has ended; False after the timeout. Any waiter moves all batches on."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._pump()
+                if batch.is_done:
+                    return True
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(POLL_S, left_s))
+
+    def close(self, timeout_s: float = 1.0) -> bool:
+        """Cancels what waits and gives KvikIO's files back. False: reads hang, and they keep files and buffer."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._is_closed = True
+            for batch in self._batches:
+                batch.cancel()
+        for batch in list(self._batches):
+            self.wait(batch, deadline_s - time.monotonic())
+        with self._lock:
+            files, self._files = self._files, {}
+            hanging, self._batches = self._batches, []
+        if hanging:
+            _left_behind.append((self, hanging, files))
+            return False
+        for file in files.values():
+            file.handle.close()
+        if self._is_registered:
+            self._is_registered = False
+            self._kvikio.memory_deregister(DeviceBuffer(self._address, self._n_bytes))
+        self._kvikio.bounce_buffer_free()  # pinned memory, one piece a thread, which it would keep
+        return True
+
+    def close_unused(self, interval_s: float = 0.0) -> None:
+        """Closes files that were evicted (open, they keep their space on the disk) or long unused.
+
+        Does nothing when it was done less than `interval_s` ago.
+        """
+        now_s = self._clock()
+        with self._lock:
+            if now_s - self._swept_s < interval_s:
+                return
+            self._swept_s = now_s
+            unused = [(key, file) for key, file in self._files.items() if file.users == 0]
+        unused.sort(key=lambda item: item[1].used_s)
+        excess = len(unused) - OPEN_FILES_MAX
+        for position, (key, file) in enumerate(unused):
+            if position < excess or now_s - file.used_s > UNUSED_S or _is_unlinked(file):
+                self._close_file(key, file)
+
+    # --- the inside ---
+
+    def _tune(self, direct: bool) -> None:
+        threads, piece = self.sizes
+        try:
+            self._kvikio.defaults.set({
+                "num_threads": threads, "task_size": piece, "bounce_buffer_size": piece, "auto_direct_io_read": direct,
+                "gds_threshold": 1,  # smaller reads would be made at once, on our thread and under our lock
+            })  # fmt: skip
+        except (KeyError, OSError, *_FAULTS) as fault:
+            raise TierUnavailable(
+                f"KvikIO refuses its settings ({fault}): install kvikio 26.10, or set io.engine to ring"
+            ) from fault
+
+    def _register(self) -> bool:
+        try:
+            self._kvikio.memory_register(DeviceBuffer(self._address, self._n_bytes))
+        except (OSError, *_FAULTS) as fault:
+            log.warning("cuFile registers no buffer of %d bytes (%s): it copies inside the device instead; "
+                        "max_device_pinned_mem_size_kb in cufile.json bounds it", self._n_bytes, fault)  # fmt: skip
+            return False
+        return True
+
+    def _pieces(self, op: ReadOp) -> int:
+        n_bytes = op.slab_bytes * op.n_slabs
+        if not op.on_device or op.checksums is not None:
+            raise ValueError("KvikIO reads into device memory, which is summed there")
+        if n_bytes <= 0 or op.offset < 0 or any(x % PAGE_BYTES for x in (op.offset, op.address, op.slab_bytes)):
+            raise ValueError("an operation is not whole, aligned pages")
+        if op.address < self._address or op.address + n_bytes > self._address + self._n_bytes:
+            raise ValueError("an operation lies outside the buffer")
+        return -(-n_bytes // self.sizes.piece_bytes)
+
+    def _open(self, fd: int) -> _File:
+        """The file behind the caller's descriptor, whatever its name leads to by now. Counts one user of it.
+
+        A file that is open keeps its number, so the number finds the right one among the open files.
+        """
+        try:
+            found = os.fstat(fd)
+            key = (found.st_dev, found.st_ino)
+            file = self._take(key)
+            if file is None:
+                made = _File(self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r"), self._clock())
+                file = self._keep(key, made)
+                if file is not made:
+                    made.handle.close()
+            return file
+        except (OSError, *_FAULTS) as fault:
+            raise TierUnavailable(f"KvikIO cannot open a segment: {fault}") from fault
+
+    def _take(self, key: tuple[int, int]) -> _File | None:
+        with self._lock:
+            file = self._files.get(key)
+            if file is not None:
+                file.users += 1
+                file.used_s = self._clock()
+            return file
+
+    def _keep(self, key: tuple[int, int], made: _File) -> _File:
+        """`made`, or the one that another thread opened meanwhile."""
+        with self._lock:
+            file = self._files.setdefault(key, made)
+            file.users += 1
+            return file
+
+    def _close_file(self, key: tuple[int, int], file: _File) -> None:
+        with self._lock:
+            if file.users or self._files.get(key) is not file:
+                return
+            del self._files[key]
+        file.handle.close()
+
+    def _pump(self) -> None:
+        """Takes in what has come back, and hands KvikIO more, oldest batch first. Under the lock."""
+        for batch in self._batches:
+            while batch.in_flight and batch.in_flight[0].future.done():
+                _take_in(batch.in_flight.popleft())
+        room = IN_FLIGHT_PER_THREAD * self.sizes.threads - sum(len(batch.in_flight) for batch in self._batches)
+        for batch in self._batches:
+            for op in batch.ops:
+                room -= self._start(batch, op, room)
+        self._batches = [batch for batch in self._batches if not batch.is_done]
+
+    def _start(self, batch: KvikioBatch, op: _Op, room: int) -> int:
+        """Hands up to `room` pieces of an operation to KvikIO; drops them when it is lost. Returns how many it took."""
+        if op.pieces and batch.is_cancelled:
+            op.error = op.error or errno.ECANCELED
+        if op.error:
+            self._queued -= len(op.pieces)
+            op.pieces.clear()
+        started = 0
+        while op.pieces and started < room and not op.error:
+            start = op.pieces.popleft()
+            self._queued -= 1
+            n_bytes = min(self.sizes.piece_bytes, op.n_bytes - start)
+            target = DeviceBuffer(op.spec.address + start, n_bytes)
+            try:
+                future = op.file.handle.pread(target, n_bytes, op.spec.offset + start, n_bytes)
+            except (OSError, *_FAULTS) as fault:
+                op.error = _errno_of(fault)
+                return started + self._start(batch, op, 0)
+            op.in_flight += 1
+            started += 1
+            batch.in_flight.append(_Flying(future, op, n_bytes))
+        if not op.is_done and not op.pieces and op.in_flight == 0:
+            op.is_done = True
+            op.file.users -= 1
+            op.file.used_s = self._clock()
+        return started
+
+
+def _take_in(piece: _Flying) -> None:
+    piece.op.in_flight -= 1
+    try:
+        n_bytes = piece.future.get()
+    except (OSError, *_FAULTS) as fault:
+        piece.op.error = piece.op.error or _errno_of(fault)
+        return
+    if n_bytes != piece.n_bytes:
+        piece.op.error = piece.op.error or errno.ENODATA
+
+
+def _errno_of(fault: BaseException) -> int:
+    if isinstance(fault, OSError):
+        return fault.errno or errno.EIO
+    log.warning("KvikIO: %s", " ".join(str(fault).split()))
+    return errno.ENODATA if "EOF" in str(fault) else errno.EIO
+
+
+def _is_unlinked(file: _File) -> bool:
+    try:
+        return os.fstat(file.handle.fileno()).st_nlink == 0
+    except OSError:
+        return True  # of no use any more
+
+
+def load_kvikio() -> ModuleType:
+    """The package. Raises TierUnavailable with the fix when it isn't there."""
+    try:
+        module = importlib.import_module("kvikio")
+        for part in ("defaults", "cufile_driver"):
+            importlib.import_module(f"kvikio.{part}")
+    except (ImportError, OSError) as fault:
+        raise TierUnavailable(
+            f"KvikIO cannot be loaded ({fault}): `pip install kvikio-cu13` (kvikio-cu12 for CUDA 12), or set io.engine "
+            "to ring"
+        ) from fault
+    return module

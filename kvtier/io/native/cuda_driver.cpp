@@ -1,0 +1,108 @@
+#include "cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace kvtier {
+namespace {
+
+constexpr const char* kHostLibrary = "libcuda.so.1";
+
+struct Chosen {
+  std::mutex mutex;
+  std::string path = kHostLibrary;
+  const CudaDriver* driver = nullptr;
+  std::vector<std::unique_ptr<CudaDriver>> loaded;
+};
+
+// Never destroyed: threads that were left behind may call the driver while the process ends.
+Chosen& chosen() {
+  static Chosen* only = new Chosen;
+  return *only;
+}
+
+template <typename Function>
+void find(void* library, const std::string& path, const char* symbol, Function** function) {
+  *function = reinterpret_cast<Function*>(dlsym(library, symbol));
+  if (*function == nullptr) throw CudaFailed(path + " has no " + symbol + ": the driver is too old");
+}
+
+std::unique_ptr<CudaDriver> load(const std::string& path) {
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* reason = dlerror();
+    throw CudaFailed(std::string("no CUDA driver on this host: ") + (reason != nullptr ? reason : path.c_str()));
+  }
+  auto driver = std::make_unique<CudaDriver>();
+  const auto get = [&](const char* symbol, auto** function) { find(library, path, symbol, function); };
+  get("cuInit", &driver->cuInit);
+  get("cuDriverGetVersion", &driver->cuDriverGetVersion);
+  get("cuGetErrorName", &driver->cuGetErrorName);
+  get("cuDeviceGet", &driver->cuDeviceGet);
+  get("cuDevicePrimaryCtxRetain", &driver->cuDevicePrimaryCtxRetain);
+  get("cuDevicePrimaryCtxRelease_v2", &driver->cuDevicePrimaryCtxRelease);
+  get("cuCtxSetCurrent", &driver->cuCtxSetCurrent);
+  get("cuCtxPushCurrent_v2", &driver->cuCtxPushCurrent);
+  get("cuCtxPopCurrent_v2", &driver->cuCtxPopCurrent);
+  get("cuStreamCreate", &driver->cuStreamCreate);
+  get("cuStreamSynchronize", &driver->cuStreamSynchronize);
+  get("cuStreamDestroy_v2", &driver->cuStreamDestroy);
+  get("cuEventCreate", &driver->cuEventCreate);
+  get("cuEventRecord", &driver->cuEventRecord);
+  get("cuEventQuery", &driver->cuEventQuery);
+  get("cuEventSynchronize", &driver->cuEventSynchronize);
+  get("cuEventDestroy_v2", &driver->cuEventDestroy);
+  get("cuMemcpyHtoDAsync_v2", &driver->cuMemcpyHtoDAsync);
+  get("cuMemHostRegister_v2", &driver->cuMemHostRegister);
+  get("cuMemHostUnregister", &driver->cuMemHostUnregister);
+  return driver;
+}
+
+}  // namespace
+
+void CudaDriver::check(int result, const char* call) const {
+  if (result == 0) return;
+  const char* name = nullptr;
+  if (cuGetErrorName(result, &name) != 0 || name == nullptr) name = "an error without a name";
+  throw CudaFailed(std::string(call) + ": " + name + " (" + std::to_string(result) + ")");
+}
+
+const CudaDriver& cuda_driver() {
+  Chosen& now = chosen();
+  std::lock_guard<std::mutex> lock(now.mutex);
+  if (now.driver == nullptr) {
+    now.loaded.push_back(load(now.path));
+    now.driver = now.loaded.back().get();
+  }
+  return *now.driver;
+}
+
+void use_cuda_library(const char* path) {
+  Chosen& now = chosen();
+  std::lock_guard<std::mutex> lock(now.mutex);
+  now.path = path != nullptr ? path : kHostLibrary;
+  now.driver = nullptr;
+}
+
+PrimaryContext::PrimaryContext(int ordinal) : driver(cuda_driver()) {
+  driver.check(driver.cuInit(0), "cuInit");
+  driver.check(driver.cuDeviceGet(&device_, ordinal), "cuDeviceGet");
+  driver.check(driver.cuDevicePrimaryCtxRetain(&handle_, device_), "cuDevicePrimaryCtxRetain");
+}
+
+PrimaryContext::~PrimaryContext() { driver.cuDevicePrimaryCtxRelease(device_); }
+
+CurrentContext::CurrentContext(const PrimaryContext& context) : driver_(context.driver) {
+  driver_.check(driver_.cuCtxPushCurrent(context.handle()), "cuCtxPushCurrent");
+}
+
+CurrentContext::~CurrentContext() {
+  CuContext ours = nullptr;
+  driver_.cuCtxPopCurrent(&ours);
+}
+
+}  // namespace kvtier

@@ -1,0 +1,100 @@
+#include "device_stage.h"
+
+#include <cerrno>
+#include <utility>
+
+#include "transfer.h"
+
+namespace kvtier {
+
+DeviceStage::DeviceStage(std::shared_ptr<PinnedBuffer> pool, uint8_t* slots, uint32_t n_slots, uint64_t slot_bytes)
+    : pool_(std::move(pool)), driver_(pool_->context().driver) {
+  const CurrentContext current(pool_->context());
+  try {
+    // Not of the legacy stream's order: a copy must not wait for the model's kernels.
+    driver_.check(driver_.cuStreamCreate(&stream_, kCudaNonBlockingStream), "cuStreamCreate");
+    for (uint32_t i = 0; i < n_slots; i++) {
+      slots_.push_back({slots + i * slot_bytes, nullptr, {}});
+      driver_.check(driver_.cuEventCreate(&slots_.back().event, kCudaBlockingSync | kCudaNoTiming), "cuEventCreate");
+    }
+  } catch (...) {
+    destroy();
+    throw;
+  }
+}
+
+DeviceStage::~DeviceStage() {
+  try {
+    const CurrentContext current(pool_->context());
+    destroy();
+  } catch (const CudaFailed&) {
+    broken_ = true;
+  }
+  if (broken_) pool_->abandon();
+}
+
+void DeviceStage::destroy() {
+  for (Slot& slot : slots_)
+    if (slot.event != nullptr) driver_.cuEventDestroy(slot.event);
+  if (stream_ != nullptr) driver_.cuStreamDestroy(stream_);
+}
+
+void DeviceStage::enter() {
+  if (driver_.cuCtxSetCurrent(pool_->context().handle()) != 0) broken_ = true;
+}
+
+bool DeviceStage::send(const Piece& piece) {
+  Op& op = *piece.op;
+  if (broken_) {
+    op.fail(EREMOTEIO);
+    return false;
+  }
+  Slot& slot = slots_[(oldest_ + in_flight_) % slots_.size()];
+  const int error =
+      read_fully(op.spec.fd, slot.data, piece.bytes, op.slabs_offset() + static_cast<int64_t>(piece.start));
+  if (error != 0) {
+    op.fail(error);
+    return false;
+  }
+  if (driver_.cuMemcpyHtoDAsync(op.spec.address + piece.start, slot.data, piece.bytes, stream_) != 0 ||
+      driver_.cuEventRecord(slot.event, stream_) != 0) {
+    op.fail(EREMOTEIO);
+    settle();
+    return false;
+  }
+  slot.piece = piece;
+  in_flight_++;
+  return true;
+}
+
+bool DeviceStage::oldest_is_done() const { return driver_.cuEventQuery(slots_[oldest_].event) != kCudaNotReady; }
+
+Piece DeviceStage::finish_oldest() {
+  Slot& slot = slots_[oldest_];
+  if (driver_.cuEventSynchronize(slot.event) != 0) {
+    slot.piece.op->fail(EREMOTEIO);
+    settle();
+  }
+  oldest_ = (oldest_ + 1) % slots_.size();
+  in_flight_--;
+  return std::exchange(slot.piece, {});
+}
+
+// After a failed call a copy may or may not be on its way; when the stream has come to rest, none is. A stream that
+// cannot even be waited for is one of a context that CUDA has given up: no kernel will run on it that could take what
+// lands late for KV, and the slots are never touched again.
+void DeviceStage::settle() {
+  if (driver_.cuStreamSynchronize(stream_) != 0) broken_ = true;
+}
+
+std::vector<std::unique_ptr<DeviceStage>> open_stages(int ordinal, uint32_t threads, uint32_t slots,
+                                                      uint64_t slot_bytes) {
+  const uint64_t thread_bytes = slots * slot_bytes;
+  auto pool = std::make_shared<PinnedBuffer>(std::make_shared<PrimaryContext>(ordinal), threads * thread_bytes);
+  std::vector<std::unique_ptr<DeviceStage>> stages;
+  for (uint32_t i = 0; i < threads; i++)
+    stages.push_back(std::make_unique<DeviceStage>(pool, pool->data() + i * thread_bytes, slots, slot_bytes));
+  return stages;
+}
+
+}  // namespace kvtier

@@ -1,0 +1,61 @@
+// The second half of a read for a device: from a pinned slot to device memory, while the thread reads the next piece.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "batch.h"
+#include "pinned.h"
+
+namespace kvtier {
+
+// One thread's slots, its stream and the pieces on their way. Nothing is locked: only that thread calls it.
+//
+// A slot is read by the device until its piece's event has completed, and only then it takes the next piece, and only
+// then its piece has landed.
+class DeviceStage {
+ public:
+  // `slots`: n_slots x slot_bytes of `pool`, this stage's alone. Throws CudaFailed.
+  DeviceStage(std::shared_ptr<PinnedBuffer> pool, uint8_t* slots, uint32_t n_slots, uint64_t slot_bytes);
+  ~DeviceStage();
+  DeviceStage(const DeviceStage&) = delete;
+  DeviceStage& operator=(const DeviceStage&) = delete;
+
+  // First of all, on the thread that will call the rest.
+  void enter();
+
+  bool empty() const { return in_flight_ == 0; }
+  bool full() const { return in_flight_ == slots_.size(); }
+
+  // Reads a piece into a free slot and sends it on. False: it failed, its operation has the error, and nothing of it is
+  // on its way. Not when full().
+  bool send(const Piece& piece);
+
+  // True when finish_oldest() would not have to wait. Not when empty().
+  bool oldest_is_done() const;
+
+  // Waits for the piece that was sent first, and gives it back: it has landed, or its operation has the error.
+  Piece finish_oldest();
+
+ private:
+  struct Slot {
+    uint8_t* data;
+    CuEvent event;
+    Piece piece;
+  };
+
+  void settle();
+  void destroy();
+
+  const std::shared_ptr<PinnedBuffer> pool_;
+  const CudaDriver& driver_;
+  std::vector<Slot> slots_;
+  CuStream stream_ = nullptr;
+  size_t oldest_ = 0, in_flight_ = 0;  // slots oldest_ ... oldest_ + in_flight_ - 1, going round
+  bool broken_ = false;                // CUDA does not answer any more: nothing is sent
+};
+
+// One stage a thread, over one buffer. Throws CudaFailed, or std::system_error when there is no memory.
+std::vector<std::unique_ptr<DeviceStage>> open_stages(int ordinal, uint32_t threads, uint32_t slots,
+                                                      uint64_t slot_bytes);
+
+}  // namespace kvtier

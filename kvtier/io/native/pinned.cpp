@@ -1,0 +1,73 @@
+#include "pinned.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+namespace kvtier {
+namespace {
+
+constexpr size_t kHugePageBytes = size_t{2} << 20;
+
+}  // namespace
+
+PinnedRange::PinnedRange(std::shared_ptr<PrimaryContext> context, void* address, size_t bytes)
+    : context_(std::move(context)), address_(address), bytes_(bytes) {
+  const CudaDriver& driver = context_->driver;
+  const CurrentContext current(*context_);
+  driver.check(driver.cuMemHostRegister(address, bytes, kCudaPortableMemory), "cuMemHostRegister");
+  registered_ = true;
+  // A fork would leave these pages shared until written, and the first to write would be given other pages than those
+  // that the device reads. Refused for what is not whole pages, which then is the owner's risk.
+  madvise(address_, bytes_, MADV_DONTFORK);
+}
+
+PinnedRange::~PinnedRange() {
+  try {
+    release();
+  } catch (const CudaFailed&) {
+    // Nothing that could be done here: the memory's owner asks release() itself if it wants to know.
+  }
+}
+
+void PinnedRange::release() {
+  if (!std::exchange(registered_, false)) return;
+  const CudaDriver& driver = context_->driver;
+  const CurrentContext current(*context_);
+  driver.check(driver.cuMemHostUnregister(address_), "cuMemHostUnregister");
+  madvise(address_, bytes_, MADV_DOFORK);
+}
+
+PinnedBuffer::PinnedBuffer(std::shared_ptr<PrimaryContext> context, size_t bytes)
+    : mapped_bytes_(bytes + kHugePageBytes) {
+  mapping_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping_ == MAP_FAILED) throw std::system_error(errno, std::generic_category());
+  const uintptr_t base = reinterpret_cast<uintptr_t>(mapping_);
+  data_ = reinterpret_cast<uint8_t*>((base + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes);
+  madvise(data_, bytes, MADV_HUGEPAGE);
+  std::memset(data_, 0, bytes);
+  try {
+    range_ = std::make_unique<PinnedRange>(std::move(context), data_, bytes);
+  } catch (...) {
+    munmap(mapping_, mapped_bytes_);
+    throw;
+  }
+}
+
+PinnedBuffer::~PinnedBuffer() {
+  if (abandoned_) {
+    range_->abandon();
+    return;
+  }
+  try {
+    range_->release();
+  } catch (const CudaFailed&) {
+    return;  // still in CUDA's hands: pages given back now could be another's when the device reads them
+  }
+  munmap(mapping_, mapped_bytes_);
+}
+
+}  // namespace kvtier

@@ -1,0 +1,28 @@
+// What the functions of the C interface that may fail for many reasons share: no exception crosses it.
+#pragma once
+#include <cerrno>
+#include <cstdio>
+#include <new>
+#include <system_error>
+
+#include "cuda_driver.h"
+
+namespace kvtier {
+
+// 0 or errno; EREMOTEIO: `message` tells what CUDA said.
+template <typename Function>
+int without_exceptions(char* message, size_t message_bytes, Function function) {
+  try {
+    function();
+    return 0;
+  } catch (const CudaFailed& failed) {
+    std::snprintf(message, message_bytes, "%s", failed.what());
+    return EREMOTEIO;
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  } catch (const std::system_error& error) {
+    return error.code().value();
+  }
+}
+
+}  // namespace kvtier

@@ -1,0 +1,52 @@
+"""What every launch of ours needs: its small table on the device, and the right device current.
+
+A launch happens on an engine's thread between two forwards, so nothing here may wait for a stream. A table goes to the
+device from pinned memory: a copy from pageable memory would wait until the stream gets to it, which is a forward.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+TABLE_WORDS = 1 << 14
+"""Words of a pinned table (128 KiB). One size for all, so that torch's allocator of pinned memory has one to give
+back: asking the driver for more pinned memory may wait for the device. A larger table is still right, but may wait."""
+
+TABLES_AHEAD = 32
+"""Tables that may be on their way at once before more memory is pinned, 4 MiB in all: engines run a step or two ahead,
+and each load that is under way sums some slabs."""
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` current: Triton launches on the current one, which in a new thread is the first of the host."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def to_device(words: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """(n,) int64 on `device`, copied on its current stream without waiting. words: (n,).
+
+    The pinned memory is torch's, which gives it to no one else before the copy is done, though it is freed here.
+    The memory on the device is the current stream's: what is freed is used again in the order of that stream.
+    """
+    source = torch.from_numpy(words)
+    if device.type == "cpu":
+        return source
+    table = pinned(len(words))
+    table.copy_(source)
+    return table.to(device, non_blocking=True)
+
+
+def pinned(n_words: int) -> torch.Tensor:
+    """(n_words,) int64 of pinned memory, as it happens to be."""
+    return torch.empty(max(TABLE_WORDS, n_words), dtype=torch.int64, pin_memory=True)[:n_words]
+
+
+def pin_tables(device: torch.device) -> None:
+    """Has the memory of the next TABLES_AHEAD tables pinned now."""
+    if device.type == "cuda":
+        with on_device(device):
+            _ = [pinned(TABLE_WORDS) for _ in range(TABLES_AHEAD)]

@@ -1,0 +1,84 @@
+"""From staging slots down to slots of the host arena, summed before they leave the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.codecs.base import slab_bytes
+from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.kernels.paged import SlabRun
+from kvtier.plan import SaveChunk
+from kvtier.worker import ChunkArena, Worker
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """A gathered chunk and the slot, reserved for it, that it lies in by now.
+
+    checksums: of its slabs as they were gathered; None: not known, the I/O engine's own are taken.
+    """
+
+    chunk: SaveChunk
+    arena: ChunkArena
+    slot: int
+    checksums: tuple[int, ...] | None = None
+
+
+class Lowering:
+    """Thread-safe."""
+
+    def __init__(self, worker: Worker, host: ChunkArena, writes: Extent) -> None:
+        self._worker = worker
+        self._host = host
+        self._writes = writes
+        self._slab_bytes = slab_bytes(worker.codec, worker.geometry, writes.n_layers)
+        self._reserving = threading.Lock()
+
+    def move(self, staged: Sequence[Staged]) -> bool:
+        """Moves gathered chunks into host slots and frees their staging slots. False, and nothing is moved, when the
+        host arena has no slots for them in time.
+
+        The checksums are taken where the bytes were gathered: what the way down changes is found before anything is
+        published.
+        """
+        if not staged:
+            return True
+        worker, n_bytes = self._worker, self._writes.n_heads * self._slab_bytes
+        host_slots = self._reserve(len(staged))
+        if host_slots is None:
+            return False
+        try:
+            with worker.order.moving():
+                for item, host_slot in zip(staged, host_slots, strict=True):
+                    worker.order.copy(self._host.record(host_slot, n_bytes), worker.arena.record(item.slot, n_bytes))
+                sums = worker.sums([self._run(item) for item in staged])
+        except BaseException:
+            self._discard(host_slots)
+            raise
+        for item, host_slot, checksums in zip(staged, host_slots, sums, strict=True):
+            worker.arena.discard(item.slot)
+            item.arena, item.slot, item.checksums = self._host, host_slot, checksums
+        return True
+
+    def _reserve(self, n_slots: int) -> list[int] | None:
+        """One job at a time: two that each hold half of what they need would wait for each other."""
+        with self._reserving:
+            deadline_s = self._worker.clock() + self._worker.timeout_s
+            slots: list[int] = []
+            while len(slots) < n_slots:
+                slot = self._host.reserve(max(0.0, deadline_s - self._worker.clock()))
+                if slot is None:
+                    self._discard(slots)
+                    return None
+                slots.append(slot)
+            return slots
+
+    def _discard(self, host_slots: Sequence[int]) -> None:
+        for slot in host_slots:
+            self._host.discard(slot)
+
+    def _run(self, item: Staged) -> SlabRun:
+        slabs = self._worker.arena.slabs(item.slot, PAGE_BYTES, self._writes.n_heads, self._slab_bytes)
+        return SlabRun(slabs, item.chunk.key, self._writes.first_head, self._writes.first_layer)

@@ -1,0 +1,139 @@
+"""The arenas of one worker, made at start (I7): where the engine's pages lie on a GPU, staging slots beside them and a
+pinned host arena below; on the CPU one arena in host memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvtier.config import Settings
+from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.geometry import PAGE_BYTES
+from kvtier.io import cuda
+from kvtier.io.ring import aligned_buffer
+from kvtier.jobs import Jobs, ThreadJobs
+from kvtier.kernels import host as host_kernels
+from kvtier.kernels.paged import SlabRun
+from kvtier.order import CudaOrder, HostOrder, Order
+from kvtier.tiers.arena import Arena
+from kvtier.worker import ChunkArena
+
+log = logging.getLogger("kvtier")
+
+ARENA_SLOTS_MIN = 4
+"""Fewer can't hold a save and a load side by side."""
+HOST_ARENA_BYTES, PINNED_ARENA_BYTES = 1 << 30, 8 << 30
+LOAD_SLOTS = 16
+"""Staging for loads, beside that for saves."""
+PIN_BYTES = 256 << 20
+"""Pinned in one call: the driver holds its locks for some ten milliseconds a GiB, and the engine launches meanwhile."""
+HBM_SPARE_BYTES = 512 << 20
+"""Left free for what the engine allocates after its KV cache (CUDA graphs, workspaces)."""
+
+
+class Memory(NamedTuple):
+    """arena, host, order, sums: see kvtier.worker.Worker. release: after the last use."""
+
+    arena: ChunkArena
+    host: ChunkArena | None
+    order: Order
+    sums: Callable[[Sequence[SlabRun]], list[tuple[int, ...]]]
+    release: Callable[[], None]
+
+
+def host_memory(settings: Settings, slot_bytes: int) -> Memory:
+    """For pages in host memory. Raises ConfigError."""
+    buffer = _host_buffer(settings.host.arena_bytes or HOST_ARENA_BYTES, slot_bytes)
+    return Memory(Arena(buffer, slot_bytes), None, HostOrder(), host_kernels.checksums, lambda: None)
+
+
+def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: torch.device) -> Memory:
+    """For pages in a GPU's memory. `step_chunks`: what one engine step can complete. Raises ConfigError."""
+    from kvtier.kernels import device_checksum  # needs Triton, which hosts without a GPU may lack
+
+    device_checksum.prepare(device)
+    staging: ChunkArena = Arena(_staging_buffer(settings, slot_bytes, step_chunks, device), slot_bytes)
+    buffer = _host_buffer(settings.host.arena_bytes or PINNED_ARENA_BYTES, slot_bytes)
+    host: ChunkArena = Arena(buffer, slot_bytes, n_ready=0)
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    pinner = Pinner(host, ordinal, ThreadJobs("pin", 1, 1))
+    log.info("%d staging slots of %d KiB in HBM, %d in host memory, which is pinned in the background",
+             staging.n_slots, slot_bytes >> 10, host.n_slots)  # fmt: skip
+    return Memory(staging, host, CudaOrder(device), lambda runs: device_checksum.slab_checksums(runs).wait(), pinner.close)
+
+
+class Pinner:
+    """Pins an arena's slots in the background, so that an engine with a large arena is not late."""
+
+    def __init__(self, arena: ChunkArena, ordinal: int, jobs: Jobs) -> None:
+        self._arena = arena
+        self._ordinal = ordinal
+        self._jobs = jobs
+        self._is_closed = threading.Event()
+        self._pinned: list[int] = []
+        jobs.submit(self._pin)
+
+    def close(self) -> None:
+        """Nothing may use the arena any more."""
+        self._is_closed.set()
+        self._jobs.drain(5.0)
+        self._jobs.close()
+        for address in self._pinned:
+            cuda.unpin(address)
+        self._pinned.clear()
+
+    def _pin(self) -> None:
+        # Whole slots a call: a copy must not span two registrations.
+        step = max(1, PIN_BYTES // self._arena.slot_bytes)
+        for first in range(0, self._arena.n_slots, step):
+            end = min(first + step, self._arena.n_slots)
+            if self._is_closed.is_set():
+                return
+            try:
+                cuda.pin(self._arena.address(first), (end - first) * self._arena.slot_bytes, self._ordinal)
+            except TierUnavailable as fault:
+                log.warning("host arena: %d of %d slots are pinned, the rest stays unused: %s", first,
+                            self._arena.n_slots, fault)  # fmt: skip
+                return
+            self._pinned.append(self._arena.address(first))
+            self._arena.grow(end)
+
+
+def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:
+    n_slots = n_bytes // slot_bytes
+    if n_slots < ARENA_SLOTS_MIN:
+        fix = f"a chunk takes {slot_bytes} bytes on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
+        raise ConfigError("host.arena_bytes", n_bytes, fix)
+    return torch.frombuffer(aligned_buffer(n_slots * slot_bytes).view, dtype=torch.uint8)
+
+
+def _staging_buffer(settings: Settings, slot_bytes: int, step_chunks: int, device: torch.device) -> torch.Tensor:
+    given = settings.hbm.staging_bytes
+    n_slots = 2 * step_chunks + LOAD_SLOTS if given is None else given // slot_bytes
+    if n_slots < ARENA_SLOTS_MIN:
+        fix = f"a chunk takes {slot_bytes} bytes on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
+        raise ConfigError("hbm.staging_bytes", given, fix)
+    n_bytes = n_slots * slot_bytes
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if n_bytes + HBM_SPARE_BYTES > free_bytes:
+        raise ConfigError("hbm.staging_bytes", given, staging_fix(n_slots, slot_bytes, free_bytes, total_bytes))
+    buffer = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
+    skip = -buffer.data_ptr() % PAGE_BYTES
+    return buffer[skip : skip + n_bytes]
+
+
+def staging_fix(n_slots: int, slot_bytes: int, free_bytes: int, total_bytes: int) -> str:
+    """What to do when staging does not fit beside the engine, with the arithmetic."""
+    gib = 1 << 30
+    needed = n_slots * slot_bytes + HBM_SPARE_BYTES
+    utilization = max(0.0, (total_bytes - needed) / total_bytes - 0.02)
+    return (
+        f"{n_slots} slots of {slot_bytes / gib:.3f} GiB and {HBM_SPARE_BYTES / gib:.1f} GiB to spare are "
+        f"{needed / gib:.1f} GiB, but the engine's share leaves {free_bytes / gib:.1f} of {total_bytes / gib:.1f} GiB: "
+        f"set gpu_memory_utilization to at most {utilization:.2f}, or hbm.staging_bytes to less "
+        f"(at least {ARENA_SLOTS_MIN * slot_bytes})"
+    )

@@ -1,0 +1,96 @@
+"""The I/O of one worker on its root's mount: which engine reads, how it is sized, and what a load should cost there."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import NamedTuple
+
+import torch
+
+from kvtier.breakeven import LoadCost
+from kvtier.config import Settings
+from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.geometry import Geometry, RankShare
+from kvtier.io.calibrate import calibrate
+from kvtier.io.calibration import IN_MEMORY, Ask, Calibration, calibrated, default_choice, last_level_cache_bytes
+from kvtier.io.engines import Choice, EngineName, Engines, Target, open_engine
+from kvtier.io.filesystem import file_system_of
+from kvtier.io.ring import Ring, sizes_for
+from kvtier.root import Root
+from kvtier.worker import ChunkArena
+
+log = logging.getLogger("kvtier")
+
+LOAD_FIXED_S = 0.003
+"""What any load takes beside its bytes, until loads were seen: planning it, and its way through the engine's steps."""
+
+
+class MountIo(NamedTuple):
+    """cost: of a byte; None: not measured."""
+
+    engines: Engines
+    cost: LoadCost | None
+
+
+def open_io(settings: Settings, root: Root, direct: bool, arena: ChunkArena, device: torch.device) -> MountIo:
+    """Measures the mount (with a GPU, unless the settings say otherwise) and starts the engine. Raises ConfigError."""
+    in_memory = file_system_of(root.folder).kind in IN_MEMORY
+    if not arena.is_device:
+        sizes = sizes_for(in_memory, settings.io.threads, settings.io.piece_bytes)
+        log.info("%s: ring of %d threads, reads of %d KiB, writes of %d KiB", root.path, sizes.threads,
+                 sizes.piece_bytes >> 10, sizes.write_piece_bytes >> 10)  # fmt: skip
+        ring = Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes)
+        return MountIo(Engines(ring, ring), None)
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
+    ask = Ask(
+        root.folder, target, direct, in_memory, _engines(settings), torch.cuda.get_device_name(device),
+        settings.io.threads, settings.io.piece_bytes,
+    )  # fmt: skip
+    measured = _measure(settings, root, ask)
+    choice = measured.choice if measured else default_choice(ask, last_level_cache_bytes())
+    if measured is None:
+        log.info("%s: %s, as it comes (io.calibrate is off)", root.path, choice)
+    return MountIo(_open(settings, choice, target, direct, in_memory), _cost(measured))
+
+
+def cost_of_share(cost: LoadCost | None, geometry: Geometry, share: RankShare) -> LoadCost | None:
+    """From seconds a byte to seconds a token of this rank's share."""
+    if cost is None:
+        return None
+    return LoadCost(cost.fixed_s, cost.token_s * share.reads.cells * geometry.vector_bytes)
+
+
+def _engines(settings: Settings) -> tuple[EngineName, ...]:
+    if settings.io.engine != "auto":
+        return (settings.io.engine,)
+    return ("ring", "kvikio") if importlib.util.find_spec("kvikio") else ("ring",)
+
+
+def _measure(settings: Settings, root: Root, ask: Ask) -> Calibration | None:
+    if not settings.io.calibrate:
+        return None
+    measured = calibrated(root.path, ask, calibrate)
+    if measured.is_target_busy:
+        fix = "its storage hangs: " + "; ".join(measured.reasons)
+        raise ConfigError("root", str(root.path), fix)
+    return measured
+
+
+def _open(settings: Settings, choice: Choice, target: Target, direct: bool, in_memory: bool) -> Engines:
+    try:
+        reader = open_engine(choice, target, direct, in_memory)
+        if isinstance(reader, Ring):
+            return Engines(reader, reader)
+        sizes = sizes_for(in_memory)
+        return Engines(reader, Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes))
+    except TierUnavailable as fault:
+        raise ConfigError("io.engine", settings.io.engine, str(fault)) from fault
+
+
+def _cost(measured: Calibration | None) -> LoadCost | None:
+    """A byte's, so far."""
+    if measured is None or measured.read_bytes_s is None:
+        return None
+    return LoadCost((measured.latency_s or 0.0) + LOAD_FIXED_S, 1 / measured.read_bytes_s)

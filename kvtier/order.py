@@ -1,0 +1,113 @@
+"""When bytes may move, relative to what the engine has launched on the GPU. On the CPU nothing is ever pending.
+
+CUDA runs what a stream is given in order, and streams side by side unless one waits for an event of another. The
+engine's work lies on its own current stream:
+
+- a gather is launched on that stream itself, so later forwards cannot overwrite blocks before they are gathered;
+- whoever reads a gathered slot, or gives it to somebody else, waits for a `mark` that was taken after the gather;
+- a scatter runs behind a mark taken when the load began: by then the engine has launched the zeroing of the blocks and
+  everything that their previous owner did with them;
+- the engine computes on loaded blocks only after it was told that the load ended, which is after the scatter has.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+Mark = Any
+"""Everything that was launched before some moment."""
+
+
+class Order(Protocol):
+    """Thread-safe."""
+
+    def mark(self) -> Mark:
+        """What the engine has launched so far; called on the engine's thread."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Returns when all that the mark stands for is done."""
+        ...
+
+    def moving(self, *after: Mark) -> AbstractContextManager[None]:
+        """A place for copies and launches, behind the marks; leaving it waits until they are done."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies bytes of equal shape, within `moving`."""
+        ...
+
+    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Starts a copy that nothing else waits for, anywhere. Both must stay until its mark is done."""
+        ...
+
+
+class HostOrder:
+    """All work is done when its call returns."""
+
+    def mark(self) -> Mark:
+        return None
+
+    def wait(self, mark: Mark) -> None:
+        pass
+
+    def moving(self, *after: Mark) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        target.copy_(source)
+
+
+class CudaOrder:
+    """Streams that do not wait for the legacy default stream, two a thread: one for launches, one for copies ahead."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own = threading.local()
+
+    def mark(self) -> Mark:
+        return self._record(torch.cuda.current_stream(self._device))
+
+    def wait(self, mark: Mark) -> None:
+        mark.synchronize()
+
+    @contextmanager
+    def moving(self, *after: Mark) -> Iterator[None]:
+        stream = self._stream("moving")
+        with torch.cuda.stream(stream):
+            for mark in after:
+                stream.wait_event(mark)
+            try:
+                yield
+            finally:
+                self.wait(self._record(stream))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        stream = self._stream("copying")
+        with torch.cuda.stream(stream):
+            self.copy(target, source)
+            return self._record(stream)
+
+    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        # Who waits sleeps: a waiting thread must not take the engine's core.
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        known: torch.cuda.Stream | None = getattr(self._own, name, None)
+        if known is None:
+            known = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            setattr(self._own, name, known)
+        return known

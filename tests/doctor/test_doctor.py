@@ -1,0 +1,297 @@
+"""`kvtier doctor` over machines that are made up: files of the kernel in a folder, commands in PATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.doctor import gpu, storage
+from kvtier.doctor.gpu import examine_gpu, examine_memory
+from kvtier.doctor.host import Host, ProbeFailed, Ran, Verdict, size
+from kvtier.doctor.lustre import examine_efa, examine_lustre
+from kvtier.doctor.report import examine, line
+from kvtier.doctor.storage import examine_storage
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("KVTIER_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(name="host")
+def _host(tmp_path: Path) -> Host:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "sys").mkdir()
+    (tmp_path / "proc/modules").write_text("nvidia 1 0 - Live 0x0\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000000 kB\nMemAvailable:   524288 kB\n")
+    return Host(tmp_path / "proc", tmp_path / "sys", 10.0)
+
+
+class Probed(Host):
+    """A host whose probes answer what the test says; an exception is raised."""
+
+    __slots__ = ("answers",)
+    answers: dict[str, object]
+
+    def probe(self, module: str, *arguments: str, timeout_s: float | None = None) -> object:
+        answer = self.answers[arguments[0] if arguments else "pcie"]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def probed(host: Host, answers: dict[str, object]) -> Probed:
+    made = Probed(host.proc, host.sys, host.timeout_s)
+    object.__setattr__(made, "answers", answers)
+    return made
+
+
+def with_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: dict[str, str]) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, script in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def by_name(verdicts: list[Verdict]) -> dict[str, Verdict]:
+    return {verdict.what: verdict for verdict in verdicts}
+
+
+# --- this machine ---
+
+
+def test_a_root_here(tmp_path: Path) -> None:
+    found = by_name(list(examine(tmp_path)))
+    assert all(verdict.level != "bad" for verdict in found.values()), found
+    assert "GB/s" in found["storage rates"].value and "ring of" in found["I/O engine"].value
+    assert found["Redis"].value == "not configured"
+    assert not list(tmp_path.iterdir())  # nothing is left
+
+
+def test_no_root_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "probe", lambda *_, **__: None)
+    found = by_name(list(examine(None)))
+    assert found["storage"].level == "warn" and "kvtier doctor PATH" in found["storage"].fix
+
+
+def test_the_configured_root_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_ROOT", str(tmp_path / "absent"))
+    monkeypatch.setattr(Host, "probe", lambda *_, **__: None)
+    found = by_name(list(examine(None)))
+    assert found["root"].level == "bad" and "absent is no folder" in found["root"].value
+
+
+def test_wrong_settings_are_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_IO__THREADS", "none")
+    monkeypatch.setattr(Host, "probe", lambda *_, **__: None)
+    found = by_name(list(examine(tmp_path / "absent")))
+    assert found["settings"].level == "bad" and "io.threads" in found["settings"].value
+
+
+# --- GPU ---
+
+
+GDS = {"mode": "gds", "reasons": ["nvidia_fs is loaded"]}
+COMPAT = {"mode": "compat", "reasons": ["nvidia_fs is not loaded", "that KvikIO's is off does not prove GDS"]}
+PCIE = {"name": "NVIDIA H200", "to_device_bytes_s": 55.6e9, "from_device_bytes_s": 55.4e9}
+
+
+def with_gpu(host: Host, width: str = "16") -> None:
+    folder = host.proc / "driver/nvidia/gpus/0000:04:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 5\n")
+    device = host.sys / "bus/pci/devices/0000:04:00.0"
+    device.mkdir(parents=True)
+    for name, text in {"vendor": "0x10de", "class": "0x030200", "max_link_speed": "32.0 GT/s PCIe",
+                       "current_link_width": width}.items():  # fmt: skip
+        (device / name).write_text(text + "\n")
+
+
+def test_h200_with_gds(host: Host) -> None:
+    with_gpu(host)
+    (host.proc / "driver/nvidia-fs").mkdir()
+    found = by_name(list(examine_gpu(probed(host, {"driver": 13000, "cufile": GDS, "pcie": PCIE}))))
+    assert {verdict.level for verdict in found.values()} == {"ok"}
+    assert found["NVIDIA driver"].value == "CUDA 13.0, 1 x NVIDIA H200"
+    assert found["nvidia_fs"].value == "loaded" and "GPUDirect" in found["cuFile"].value
+    assert "55.6 GB/s to, 55.4 from NVIDIA H200; link 32.0 GT/s x16" in found["PCIe"].value
+
+
+def test_compatibility_mode_is_not_called_gds(host: Host) -> None:
+    found = by_name(list(examine_gpu(probed(host, {"driver": 13000, "cufile": COMPAT, "pcie": PCIE}))))
+    assert found["nvidia_fs"].level == "warn" and "modprobe nvidia-fs" in found["nvidia_fs"].fix
+    assert found["cuFile"].level == "warn" and found["cuFile"].value.startswith("compatibility mode")
+    assert "does not prove" in found["cuFile"].value
+
+
+def test_a_slow_link(host: Host) -> None:
+    with_gpu(host)
+    slow = PCIE | {"from_device_bytes_s": 20e9}
+    found = by_name(list(examine_gpu(probed(host, {"driver": 13000, "cufile": GDS, "pcie": slow}))))
+    assert found["PCIe"].level == "warn" and "(63 GB/s)" in found["PCIe"].value and "NUMA" in found["PCIe"].fix
+
+
+def test_a_container_without_the_driver(host: Host) -> None:
+    with_gpu(host)
+    found = by_name(list(examine_gpu(probed(host, {"driver": None}))))
+    assert found["NVIDIA driver"].level == "bad" and "--gpus all" in found["NVIDIA driver"].fix
+    assert found["PCIe"].value == "not measured: no driver"
+
+
+def test_probes_that_do_not_answer(host: Host) -> None:
+    hangs = ProbeFailed("no answer in 20 s")
+    found = by_name(list(examine_gpu(probed(host, {"driver": hangs}))))
+    assert found["NVIDIA driver"].level == "bad" and "no answer in 20 s" in found["NVIDIA driver"].value
+    found = by_name(list(examine_gpu(probed(host, {"driver": 12080, "cufile": hangs, "pcie": hangs}))))
+    assert found["cuFile"].level == "warn" and found["PCIe"].level == "bad"
+    found = by_name(list(examine_gpu(probed(host, {"driver": 12080, "cufile": GDS, "pcie": None}))))
+    assert found["PCIe"].level == "warn" and "torch with CUDA" in found["PCIe"].fix
+
+
+def test_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = by_name(list(examine_memory(host, 1 << 30)))
+    assert found["memory to pin"].level == "bad" and "host.arena_bytes (1.0 GiB" in found["memory to pin"].fix
+    assert by_name(list(examine_memory(host, 1 << 20)))["memory to pin"].value == "512.0 MiB are available"
+    cgroup = host.sys / "fs/cgroup"
+    cgroup.mkdir(parents=True)
+    (cgroup / "memory.max").write_text("1048576\n")
+    (cgroup / "memory.current").write_text("524288\n")
+    assert by_name(list(examine_memory(host, None)))["memory to pin"].value == "512.0 KiB are available"
+    monkeypatch.setattr(gpu.resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
+    assert by_name(list(examine_memory(host, None)))["memlock limit"].level == "ok"
+    (host.sys / "class/infiniband/efa_0").mkdir(parents=True)
+    found = by_name(list(examine_memory(host, None)))
+    assert found["memlock limit"].level == "warn" and "memlock=-1" in found["memlock limit"].fix
+
+
+# --- Lustre ---
+
+
+LFS = "echo 'stripe_count:  1 stripe_size:   1048576 pattern:       raid0 stripe_offset: -1'"
+LCTL = 'case "$3" in osc*) printf "8\\n64\\n";; mdc*) echo 64;; esac'
+LNET = "printf 'net:\\n - net type: lo\\n   - nid: 0@lo\\n - net type: tcp\\n   - nid: 10.0.0.5@tcp\\n'"
+
+
+def with_efa(host: Host) -> None:
+    (host.sys / "drivers/efa").mkdir(parents=True)
+    device = host.sys / "class/infiniband/rdmap0s31/device"
+    device.mkdir(parents=True)
+    (device / "driver").symlink_to(host.sys / "drivers/efa")
+
+
+def test_lustre_as_it_comes(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_commands(tmp_path, monkeypatch, {"lfs": LFS, "lctl": LCTL, "lnetctl": LNET})
+    found = by_name(list(examine_lustre(host, tmp_path)))
+    stripes = found["Lustre stripes"]
+    assert stripes.level == "warn" and stripes.value == "1 of 1048576 bytes"
+    assert f"lfs setstripe -c 8 -S 4M {tmp_path}" in stripes.fix
+    osc = found["Lustre osc.*.max_rpcs_in_flight"]
+    assert (osc.level, osc.value) == ("warn", "8") and "lctl set_param osc.*.max_rpcs_in_flight=64" in osc.fix
+    assert found["Lustre mdc.*.max_rpcs_in_flight"].level == "ok"
+
+
+@pytest.mark.parametrize("count", ["8", "-1"])
+def test_lustre_striped(count: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_commands(
+        tmp_path, monkeypatch, {"lfs": f"echo 'stripe_count: {count} stripe_size: 4194304'", "lctl": "exit 2"}
+    )
+    found = by_name(list(examine_lustre(host, tmp_path)))
+    assert found["Lustre stripes"].level == "ok"
+    assert found["Lustre osc.*.max_rpcs_in_flight"].value == "unknown: exit status 2"
+
+
+def test_efa(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(examine_efa(host, on_lustre=False)) == []
+    with_efa(host)
+    (host.sys / "class/infiniband/mlx5_0/device").mkdir(parents=True)
+    with_commands(tmp_path, monkeypatch, {"lnetctl": LNET})
+    (verdict,) = examine_efa(host, on_lustre=True)
+    assert verdict.level == "warn" and "10.0.0.5@tcp" in verdict.fix and "--if rdmap0s31" in verdict.fix
+    (tmp_path / "bin/lnetctl").write_text("#!/bin/sh\necho '- nid: 10.0.0.5@efa'\n")
+    (verdict,) = examine_efa(host, on_lustre=True)
+    assert verdict.level == "ok" and "10.0.0.5@efa" in verdict.value and "mlx5_0" not in verdict.value
+    (tmp_path / "bin/lnetctl").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin/lctl").write_text("#!/bin/sh\necho 10.0.0.5@efa1\n")
+    (tmp_path / "bin/lctl").chmod(0o755)
+    (verdict,) = examine_efa(host, on_lustre=True)
+    assert verdict.level == "ok"
+
+
+# --- storage ---
+
+
+CALIBRATION = {
+    "choice": {"engine": "ring", "threads": 12, "piece_bytes": 4 << 20, "slots": 2}, "read_bytes_s": 51.4e9,
+    "write_bytes_s": 3.4e9, "latency_s": 0.0001, "seconds": 1.0, "reasons": ["the fastest of 5 tried"],
+}  # fmt: skip
+
+
+def measured(host: Host, **changes: object) -> Probed:
+    answer = {"alignment": 512, "device": "NVIDIA H200", "calibration": CALIBRATION | changes}
+    return probed(host, {"storage": answer})
+
+
+def test_storage(host: Host, tmp_path: Path) -> None:
+    table = f"27 1 254:0 / / rw - ext4 /dev/vda rw\n30 27 0:40 / {tmp_path} rw - lustre 10.0.0.1@tcp:/kv rw\n"
+    (host.proc / "self/mountinfo").write_text(table)
+    found = by_name(list(examine_storage(measured(host), tmp_path, None)))
+    assert f"on lustre ({tmp_path}, shared)" in found["root"].value and "Lustre stripes" in found and "EFA" in found
+    assert found["storage rates"].value == "reads 51.40 GB/s into NVIDIA H200, writes 3.40 GB/s, a page in 0.10 ms"
+    assert found["I/O engine"].value == "ring of 12 threads x 2 x 4 MiB; the fastest of 5 tried"
+
+
+def test_storage_that_could_not_be_measured(host: Host, tmp_path: Path) -> None:
+    found = by_name(list(examine_storage(measured(host, read_bytes_s=None, reasons=["no space"]), tmp_path, None)))
+    assert found["storage rates"].level == "bad" and "no space" in found["storage rates"].value
+    failing = probed(host, {"storage": ProbeFailed("[Errno 13] Permission denied")})
+    found = by_name(list(examine_storage(failing, tmp_path, None)))
+    assert found["storage"].level == "bad" and "Permission denied" in found["storage"].value
+    refusing = probed(host, {"storage": {"alignment": None, "device": "cpu", "calibration": CALIBRATION}})
+    found = by_name(list(examine_storage(refusing, tmp_path, None)))
+    assert found["direct I/O"].level == "warn" and "refuses O_DIRECT" in found["direct I/O"].value
+    assert storage.STORAGE_TIMEOUT_S > 30
+
+
+# --- commands ---
+
+
+def test_a_command_that_hangs_is_left(host: Host) -> None:
+    started = time.monotonic()
+    ran = host.run("sleep", "30", timeout_s=0.2)
+    assert ran == Ran(None, "", "no answer in 0.2 s") and time.monotonic() - started < 5
+
+
+def test_commands(host: Host) -> None:
+    assert host.run("/no/such/command").status is None
+    assert host.run(sys.executable, "-c", "print('x'); exit(3)") == Ran(3, "x\n", "")
+    with pytest.raises(ProbeFailed, match="No module named"):
+        host.probe("kvtier.no_such_module")
+    with pytest.raises(ProbeFailed, match="not an answer"):
+        host.probe("this")
+    assert host.text(host.proc / "absent") == ""
+
+
+def test_probe_processes_answer_with_json(host: Host, tmp_path: Path) -> None:
+    assert host.probe("kvtier.doctor.probe", "cufile")["mode"] in ("absent", "compat", "gds")
+    asked = json.dumps(
+        {"folder": str(tmp_path / "absent"), "direct": True, "threads": None, "piece_bytes": None, "engine": "auto"}
+    )
+    with pytest.raises(ProbeFailed, match="No such file"):
+        host.probe("kvtier.doctor.probe", "storage", asked)
+
+
+def test_lines() -> None:
+    assert line(Verdict("ok", "a", "b")) == "ok    a: b"
+    assert line(Verdict("warn", "a", "b", "do c")) == "warn  a: b  -> do c"
+    assert [size(n) for n in (0, 1023, 1024, 3 << 29, 5 << 50)] == [
+        "0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "5120.0 TiB",
+    ]  # fmt: skip

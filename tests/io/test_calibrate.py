@@ -1,0 +1,351 @@
+"""Calibration: what is picked from which rates, what it leaves, and that no fault of the storage stops a start."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cuda_double import CudaDouble
+
+from kvtier.errors import Corrupt, TierUnavailable
+from kvtier.io import calibrate as measuring
+from kvtier.io import calibration as kept
+from kvtier.io.calibrate import LEFT_OVER_S, PREFIX, Makers, calibrate, sweep
+from kvtier.io.calibration import (
+    Ask,
+    Calibration,
+    calibrated,
+    default_choice,
+    first_round,
+    fits,
+    last_level_cache_bytes,
+)
+from kvtier.io.engines import Choice, Reads, Target
+from kvtier.io.ring import OpResult, ReadOp, WriteOp, aligned_buffer
+
+MIB = 1 << 20
+DEVICE = Target(1 << 40, 64 * MIB, 0)
+BIG_CACHE = 300 * MIB
+
+
+class Machine:
+    """A storage with a clock of its own: engines take the time that their rates say."""
+
+    def __init__(self, rate_of: Callable[[Choice], float] = lambda choice: 1e9) -> None:
+        self.now_s = 100.0
+        self.rate_of = rate_of
+        self.opened: list[Choice] = []
+        self.closed = 0
+        self.write_error_after = 1 << 30
+        self.hangs = False
+        self.read_fault: int | Exception | None = None  # of each engine's third read
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def makers(self) -> Makers:
+        return Makers(self.reader, lambda: FakeEngine(self, 2e9))
+
+    def reader(self, choice: Choice) -> FakeEngine:
+        self.opened.append(choice)
+        return FakeEngine(self, self.rate_of(choice))
+
+
+class FakeEngine:
+    def __init__(self, machine: Machine, rate: float) -> None:
+        self.machine = machine
+        self.rate = rate
+        self.written = self.read = 0
+        self.flying: list[FakeReads] = []
+
+    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> Reads:
+        if self.rate <= 0:
+            raise TierUnavailable("CUDA_ERROR_OUT_OF_MEMORY")
+        error = 0
+        if isinstance(ops[0], WriteOp):
+            self.written += 1
+            error = errno.ENOSPC if self.written > self.machine.write_error_after else 0
+        elif ops[0].on_device:
+            self.read += 1
+            fault = self.machine.read_fault if self.read == 3 else None
+            if isinstance(fault, Exception):
+                raise fault
+            error = fault or 0
+        reads = FakeReads(self, sum(op.n_slabs * op.slab_bytes for op in ops), error)
+        self.flying.append(reads)
+        return reads
+
+    def close(self, timeout_s: float = 1.0) -> bool:
+        self.machine.closed += 1
+        assert not self.flying or self.machine.hangs, "closed over reads that are on their way"
+        return not self.flying
+
+
+class FakeReads:
+    def __init__(self, engine: FakeEngine, n_bytes: int, error: int) -> None:
+        self.engine = engine
+        self.n_bytes = n_bytes
+        self.error = error
+
+    def wait(self, timeout_s: float) -> bool:
+        if self.engine.machine.hangs:
+            return False
+        self.engine.machine.now_s += self.n_bytes / self.engine.rate
+        self.engine.flying.remove(self)
+        return True
+
+    def cancel(self) -> None: ...
+
+    def results(self) -> list[OpResult]:
+        return [OpResult(self.error, (), (0,))]
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "last_level_cache_bytes", lambda: BIG_CACHE)
+
+
+def ask_of(folder: Path, **changes: object) -> Ask:
+    return replace(Ask(folder, DEVICE, False, True, ("ring", "kvikio"), "NVIDIA H200"), **changes)  # type: ignore[arg-type]
+
+
+def run(machine: Machine, ask: Ask) -> Calibration:
+    return calibrate(ask, machine.makers(), machine.clock)
+
+
+# --- which is picked ---
+
+
+def test_the_fastest_is_picked(tmp_path: Path) -> None:
+    rates = {("ring", 12): 51.4e9, ("ring", 16): 53.5e9, ("kvikio", 16): 46e9}
+    machine = Machine(lambda choice: rates.get(choice[:2], 30e9) - choice.piece_bytes)
+    found = run(machine, ask_of(tmp_path))
+    assert found.choice == Choice("ring", 16, MIB, 4)
+    assert found.read_bytes_s == pytest.approx(53.5e9, rel=0.01)
+    assert found.write_bytes_s == pytest.approx(2e9, rel=0.01) and found.latency_s and found.latency_s < 0.01
+    assert "the fastest" in found.describe() and "53.50 GB/s" in found.describe()
+    assert any("kvikio" in reason and "46.0" in reason for reason in found.reasons)
+    assert machine.closed == len(machine.opened) + 1 and not list(tmp_path.iterdir())
+
+
+def test_the_simpler_is_picked_within_three_percent(tmp_path: Path) -> None:
+    machine = Machine(lambda choice: 50e9 if choice.engine == "kvikio" else 49e9)
+    found = run(machine, ask_of(tmp_path))
+    assert found.choice.engine == "ring" and found.choice.held_bytes == min(c.held_bytes for c in machine.opened[:3])
+    assert "the simplest within 3 %" in found.reasons[-1]
+    machine = Machine(lambda choice: 50e9 if choice.engine == "kvikio" else 48e9)
+    assert run(machine, ask_of(tmp_path)).choice.engine == "kvikio"
+
+
+def test_an_engine_that_does_not_start_is_left_out(tmp_path: Path) -> None:
+    machine = Machine(lambda choice: 0 if choice.engine == "ring" else 1e10)
+    found = run(machine, ask_of(tmp_path))
+    assert found.choice.engine == "kvikio"
+    assert any("left out: CUDA_ERROR_OUT_OF_MEMORY" in reason for reason in found.reasons)
+
+
+def test_what_the_settings_fix_is_kept(tmp_path: Path) -> None:
+    machine = Machine()
+    run(machine, ask_of(tmp_path, threads=7, piece_bytes=8192))
+    assert {(choice.threads, choice.piece_bytes) for choice in machine.opened} == {(7, 8192)}
+
+
+def test_a_slow_storage_is_not_measured_for_long(tmp_path: Path) -> None:
+    machine = Machine(lambda choice: 5e7)
+    found = run(machine, ask_of(tmp_path))
+    assert found.read_bytes_s == pytest.approx(5e7, rel=0.01)
+    assert any("not tried" in reason for reason in found.reasons) and len(machine.opened) < 4
+
+
+def test_rings_stay_in_half_the_cache() -> None:
+    for target in (DEVICE, Target(4096, 64 * MIB)):
+        ask = Ask(Path("/x"), target, True, False)
+        for cache_bytes in (8 * MIB, 32 * MIB, BIG_CACHE):
+            assert target.ordinal is None or fits(default_choice(ask, cache_bytes), cache_bytes)
+            tried = first_round(ask, cache_bytes)
+            assert tried and (target.ordinal is None or all(fits(choice, cache_bytes) for choice in tried))
+    assert default_choice(Ask(Path("/x"), DEVICE, True, True), BIG_CACHE) == Choice("ring", 12, 4 * MIB, 2)
+    assert default_choice(Ask(Path("/x"), DEVICE, True, True, ("kvikio",)), BIG_CACHE).engine == "kvikio"
+
+
+def test_kvikio_is_for_devices_only() -> None:
+    assert kept.engines_for("kvikio", Target(4096, MIB)) == kept.engines_for("auto", Target(4096, MIB)) == ("ring",)
+    assert kept.engines_for("auto", DEVICE) == ("ring", "kvikio")
+    assert kept.engines_for("kvikio", DEVICE) == ("kvikio",) and kept.engines_for("ring", DEVICE) == ("ring",)
+    ask = Ask(Path("/x"), Target(4096, 64 * MIB), True, False, ("ring", "kvikio"))
+    assert {choice.engine for choice in first_round(ask, BIG_CACHE)} == {"ring"}
+
+
+def test_cache_of_all_dies_is_counted_once_each(tmp_path: Path) -> None:
+    for cpu, sharers in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        folder = tmp_path / f"cpu{cpu}" / "cache" / "index3"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text("32768K\n")
+        (folder / "shared_cpu_list").write_text(sharers)
+    assert last_level_cache_bytes(tmp_path) == 64 * MIB
+    assert last_level_cache_bytes(tmp_path / "absent") == kept.CACHE_BYTES_UNKNOWN
+
+
+# --- faults ---
+
+
+def test_a_storage_that_hangs(tmp_path: Path) -> None:
+    machine = Machine()
+    machine.hangs = True
+    found = run(machine, ask_of(tmp_path))
+    assert found.is_target_busy and found.read_bytes_s is None and found.choice.engine == "ring"
+    assert "no answer" in found.describe() and not list(tmp_path.iterdir())
+    assert measuring._left_behind.pop()
+
+
+@pytest.mark.parametrize("fault", [errno.EIO, TierUnavailable("I/O queue")])
+def test_a_read_that_fails(fault: int | Exception, tmp_path: Path) -> None:
+    """An engine is closed only after all that it was given has landed (FakeEngine.close asserts it)."""
+    machine = Machine()
+    machine.read_fault = fault
+    found = run(machine, ask_of(tmp_path))
+    assert found.read_bytes_s is None and not found.is_target_busy and machine.closed == len(machine.opened) + 1
+    assert all("left out" in reason for reason in found.reasons[:-1])
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "RECORD_BYTES", 1 << 60)
+    found = run(Machine(), ask_of(tmp_path))
+    assert "No space left" in found.describe() and found.read_bytes_s is None and not found.is_target_busy
+
+
+def test_a_disk_that_fills_while_it_is_written(tmp_path: Path) -> None:
+    machine = Machine()
+    machine.write_error_after = 2
+    assert run(machine, ask_of(tmp_path)).read_bytes_s
+    machine.write_error_after = 0
+    found = run(machine, ask_of(tmp_path))
+    assert "No space left" in found.describe() and found.read_bytes_s is None
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    found = run(Machine(), ask_of(tmp_path / "absent"))
+    assert "No such file" in found.describe() and found.choice == Choice("ring", 12, 4 * MIB, 2)
+
+
+def test_what_was_killed_is_swept(tmp_path: Path) -> None:
+    for name, age_s in ((PREFIX + "old", LEFT_OVER_S + 10), (PREFIX + "new", 10), ("other", 1e6)):
+        (tmp_path / name).write_bytes(b"x")
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [PREFIX + "new", "other"]
+
+
+# --- kept for a day ---
+
+
+def counted(machine: Machine) -> Callable[[Ask], Calibration]:
+    return lambda ask: calibrate(ask, machine.makers(), machine.clock)
+
+
+def test_measured_once_a_day(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    machine, ask = Machine(), ask_of(tmp_path)
+    with caplog.at_level(logging.INFO, "kvtier"):
+        first = calibrated(tmp_path, ask, counted(machine), 1000.0)
+        opened = len(machine.opened)
+        assert calibrated(tmp_path, ask, counted(machine), 1000.0 + 86399) == first
+    assert len(machine.opened) == opened > 0
+    assert len(caplog.messages) == 2 and "reads 1.00 GB/s" in caplog.text and str(first.choice) in caplog.text
+    calibrated(tmp_path, ask, counted(machine), 1000.0 + 86401)
+    assert len(machine.opened) == 2 * opened
+    calibrated(tmp_path, replace(ask, device="NVIDIA B200"), counted(machine), 1000.0 + 86402)
+    assert len(machine.opened) == 3 * opened
+    calibrated(tmp_path, replace(ask, device="NVIDIA B200"), counted(machine), 10.0)  # the clock was set back
+    assert len(machine.opened) == 4 * opened
+    assert [path.name for path in tmp_path.iterdir()] == [f"calibration-{os.uname().nodename}.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": 1}', "damaged"])
+def test_a_damaged_file_is_replaced(text: str, tmp_path: Path) -> None:
+    machine, ask = Machine(), ask_of(tmp_path)
+    calibrated(tmp_path, ask, counted(machine), 1000.0)
+    path = next(tmp_path.iterdir())
+    values = json.loads(path.read_text())
+    values["calibration"]["choice"]["threads"] = 0
+    path.write_text(json.dumps(values) if text == "damaged" else text)
+    opened = len(machine.opened)
+    assert calibrated(tmp_path, ask, counted(machine), 1001.0).read_bytes_s
+    assert len(machine.opened) == 2 * opened
+    calibrated(tmp_path, ask, counted(machine), 1002.0)
+    assert len(machine.opened) == 2 * opened
+
+
+def test_what_was_not_measured_is_not_kept(tmp_path: Path) -> None:
+    machine = Machine()
+    machine.hangs = True
+    assert calibrated(tmp_path, ask_of(tmp_path), counted(machine), 0.0).is_target_busy
+    assert not list(tmp_path.iterdir())
+    measuring._left_behind.clear()
+
+
+def test_read_only_root_is_measured_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(kept, "replace_small", refuse)
+    assert calibrated(tmp_path, ask_of(tmp_path), counted(Machine()), 0.0).read_bytes_s
+
+
+def test_json() -> None:
+    made = Calibration(Choice("kvikio", 16, MIB), 1e9, None, 0.5, 1.5, ("a", "b"))
+    assert Calibration.from_json(json.loads(json.dumps(made.to_json()))) == made
+    for change in ({"read_bytes_s": -1}, {"choice": {}}, {"seconds": "x"}):
+        with pytest.raises(Corrupt):
+            Calibration.from_json(made.to_json() | change)
+
+
+# --- over a double of CUDA's driver ---
+
+
+def test_reads_into_device_memory(cuda: CudaDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)  # not installed
+    monkeypatch.setattr(measuring, "FILE_BYTES_MAX", 32 * MIB)
+    monkeypatch.setattr(measuring, "READ_S", 0.02)
+    buffer = aligned_buffer(16 * MIB)
+    ask = Ask(tmp_path, Target(buffer.address, buffer.n_bytes, 0), True, False, ("ring", "kvikio"))
+    found = calibrate(ask)
+    assert found.read_bytes_s and found.choice.engine == "ring" and found.choice.slots > 1, found.reasons
+    assert cuda.copies() > 0 and bytes(buffer.view[:4096]).count(0) < 200
+    assert any("kvikio" in reason and "left out" in reason for reason in found.reasons)
+
+
+def test_a_device_that_hangs(cuda: CudaDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is never done: the target is not the caller's yet."""
+    monkeypatch.setattr(measuring, "FILE_BYTES_MAX", 32 * MIB)
+    monkeypatch.setattr(measuring, "HANGS_S", 0.5)
+    buffer = aligned_buffer(16 * MIB)
+    cuda.close_gate()
+    found = calibrate(Ask(tmp_path, Target(buffer.address, buffer.n_bytes, 0), True, False))
+    assert found.is_target_busy and found.read_bytes_s is None
+    assert cuda.copying() > 0 and not list(tmp_path.iterdir())
+    cuda.open_gate()
+    reads, _ = measuring._left_behind.pop()  # type: ignore[misc]
+    assert reads.wait(10.0)
+
+
+# --- the real thing ---
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_this_machine(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "FILE_BYTES_MAX", 64 * MIB)
+    monkeypatch.setattr(measuring, "READ_S", 0.02)
+    buffer = aligned_buffer(32 * MIB)
+    ask = Ask(tmp_path, Target(buffer.address, buffer.n_bytes), direct, False)
+    found = calibrate(ask)
+    assert found.read_bytes_s and found.write_bytes_s and found.latency_s, found.reasons
+    assert bytes(buffer.view[:4096]).count(0) < 200  # something was read into it
+    assert not list(tmp_path.iterdir()) and found.choice.engine == "ring" and not found.is_target_busy

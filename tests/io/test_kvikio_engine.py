@@ -1,0 +1,392 @@
+"""KvikIO as an engine, over a double of it: what arrives, what fails how, and what is never freed too early.
+
+CONTRACT: no GPU here. That the real package has these calls is checked against its published wheel, where pip finds it.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_kvikio import FakeKvikio
+
+from kvtier.errors import TierUnavailable
+from kvtier.geometry import PAGE_BYTES
+from kvtier.io import kvikio_engine
+from kvtier.io.cufile import cufile_state, nvidia_fs_loaded
+from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes, load_kvikio
+from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp, aligned_buffer
+
+SLAB, SLABS = 5 * PAGE_BYTES, 3
+PIECE = 2 * PAGE_BYTES
+TIMEOUT_S = 20.0
+GONE = b"\xee"
+
+
+@pytest.fixture(name="kvikio")
+def _kvikio() -> Iterator[FakeKvikio]:
+    made = FakeKvikio()
+    yield made
+    made.pool.shutdown(wait=True)
+
+
+@pytest.fixture(name="target")
+def _target() -> AlignedBuffer:
+    buffer = aligned_buffer(8 * SLAB * SLABS)
+    buffer.view[:] = GONE * buffer.n_bytes
+    return buffer
+
+
+@pytest.fixture(name="reader")
+def _reader(kvikio: FakeKvikio, target: AlignedBuffer) -> Iterator[KvikioReader]:
+    made = reader_of(kvikio, target)
+    yield made
+    assert made.close(TIMEOUT_S)
+
+
+def reader_of(kvikio: FakeKvikio, target: AlignedBuffer, threads: int = 2) -> KvikioReader:
+    return KvikioReader((target.address, target.n_bytes), KvikioSizes(threads, PIECE), load=lambda: kvikio)
+
+
+def content(path: Path, n_bytes: int) -> bytes:
+    path.write_bytes(os.urandom(n_bytes))
+    return path.read_bytes()
+
+
+def op_of(fd: int, target: AlignedBuffer, position: int = 0, offset: int = 0) -> ReadOp:
+    address = target.address + position * SLAB * SLABS
+    return ReadOp(fd, offset, address, SLAB, SLABS, bytes(16), 0, 0, None, True)
+
+
+def landed(target: AlignedBuffer, position: int = 0) -> bytes:
+    return bytes(target.view[position * SLAB * SLABS : (position + 1) * SLAB * SLABS])
+
+
+OK = OpResult(0, (), (0,) * SLABS)
+
+
+def test_many_reads_of_several_files(
+    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
+) -> None:
+    texts = [content(tmp_path / str(i), 3 * SLAB * SLABS) for i in range(2)]
+    fds = [os.open(tmp_path / str(i), os.O_RDONLY) for i in range(2)]
+    ops = [op_of(fds[i % 2], target, i, PAGE_BYTES * i) for i in range(8)]
+    batch = reader.submit(ops)
+    assert batch.wait(TIMEOUT_S) and batch.wait(0)
+    assert batch.results() == [OK] * 8
+    for i in range(8):
+        assert landed(target, i) == texts[i % 2][PAGE_BYTES * i :][: SLAB * SLABS]
+    assert len(kvikio.opened) == 2 and kvikio.reads == 8 * -(-SLAB * SLABS // PIECE)
+    again = reader.submit(ops[:1])
+    assert again.wait(TIMEOUT_S) and len(kvikio.opened) == 2  # files stay open
+    for fd in fds:
+        os.close(fd)
+
+
+def test_tuned(kvikio: FakeKvikio, reader: KvikioReader) -> None:
+    assert kvikio.settings == {
+        "num_threads": 2, "task_size": PIECE, "bounce_buffer_size": PIECE, "auto_direct_io_read": True,
+        "gds_threshold": 1,
+    }  # fmt: skip
+
+
+def test_the_open_file_is_read_not_its_name(
+    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
+) -> None:
+    path = tmp_path / "segment"
+    old = content(path, SLAB * SLABS)
+    with path.open("rb") as file:
+        path.unlink()
+        content(path, SLAB * SLABS)
+        batch = reader.submit([op_of(file.fileno(), target)])
+        assert batch.wait(TIMEOUT_S) and landed(target) == old
+        with path.open("rb") as replaced:
+            batch = reader.submit([op_of(replaced.fileno(), target, 1)])
+            assert batch.wait(TIMEOUT_S) and landed(target, 1) == path.read_bytes()
+
+
+def test_evicted_files_are_let_go(
+    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
+) -> None:
+    path = tmp_path / "segment"
+    content(path, SLAB * SLABS)
+    release = threading.Event()
+    kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
+    with path.open("rb") as file:
+        batch = reader.submit([op_of(file.fileno(), target)])
+        path.unlink()
+        reader.close_unused()
+        assert not kvikio.opened[0].closed  # in use
+        release.set()
+        assert batch.wait(TIMEOUT_S)
+    reader.close_unused()
+    assert kvikio.opened[0].closed
+
+
+def test_files_long_unused_are_closed(kvikio: FakeKvikio, target: AlignedBuffer, tmp_path: Path) -> None:
+    now = [0.0]
+    reader = KvikioReader((target.address, target.n_bytes), load=lambda: kvikio, clock=lambda: now[0])
+    content(tmp_path / "a", SLAB * SLABS)
+    content(tmp_path / "b", SLAB * SLABS)
+    for name in "ab":
+        with (tmp_path / name).open("rb") as file:
+            assert reader.submit([op_of(file.fileno(), target)]).wait(TIMEOUT_S)
+        now[0] += 20.0
+    reader.close_unused()
+    assert [file.closed for file in kvikio.opened] == [True, False]
+    assert reader.close()
+    assert kvikio.opened[1].closed
+
+
+# --- faults ---
+
+
+def test_a_file_that_ends_early(reader: KvikioReader, target: AlignedBuffer, tmp_path: Path) -> None:
+    content(tmp_path / "short", SLAB * SLABS - PAGE_BYTES)
+    content(tmp_path / "empty", 0)
+    content(tmp_path / "whole", SLAB * SLABS)
+    files = [(tmp_path / name).open("rb") for name in ("short", "empty", "whole")]
+    batch = reader.submit([op_of(file.fileno(), target, i) for i, file in enumerate(files)])
+    assert batch.wait(TIMEOUT_S)
+    assert [result.error for result in batch.results()] == [errno.ENODATA, errno.ENODATA, 0]
+    for file in files:
+        file.close()
+
+
+def test_a_piece_that_comes_short(
+    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
+) -> None:
+    kvikio.before = lambda offset: PAGE_BYTES if offset == PIECE else None
+    content(tmp_path / "segment", SLAB * SLABS)
+    with (tmp_path / "segment").open("rb") as file:
+        batch = reader.submit([op_of(file.fileno(), target)])
+        assert batch.wait(TIMEOUT_S) and batch.results()[0].error == errno.ENODATA
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [(OSError(errno.ESTALE, "stale"), errno.ESTALE), (OSError("nameless"), errno.EIO), (RuntimeError("cuFile error: 5"),
+      errno.EIO), (ValueError("x"), errno.EIO), (MemoryError(), errno.EIO)],
+)  # fmt: skip
+def test_a_fault_is_its_operations_alone(
+    fault: Exception, error: int, kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
+) -> None:
+    text = content(tmp_path / "segment", 2 * SLAB * SLABS)
+
+    def before(offset: int) -> None:
+        if offset == PIECE:
+            raise fault
+
+    kvikio.before = before
+    with (tmp_path / "segment").open("rb") as file:
+        batch = reader.submit([op_of(file.fileno(), target), op_of(file.fileno(), target, 1, SLAB * SLABS)])
+        assert batch.wait(TIMEOUT_S)
+        assert [result.error for result in batch.results()] == [error, 0]
+        assert landed(target, 1) == text[SLAB * SLABS :]
+
+
+def test_pread_that_refuses(
+    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("cuFileRead: 5030")
+
+    content(tmp_path / "segment", SLAB * SLABS)
+    with (tmp_path / "segment").open("rb") as file:
+        assert reader.submit([op_of(file.fileno(), target)]).wait(TIMEOUT_S)
+        monkeypatch.setattr(type(kvikio.opened[0]), "pread", refuse)
+        batch = reader.submit([op_of(file.fileno(), target)])
+        assert batch.wait(TIMEOUT_S) and batch.results()[0].error == errno.EIO
+
+
+def test_failed_operation_ends_only_when_nothing_can_land_any_more(
+    kvikio: FakeKvikio, target: AlignedBuffer, tmp_path: Path
+) -> None:
+    """The first piece fails at once; the second is on its way and lands late. The batch must wait for it."""
+    reader = reader_of(kvikio, target, threads=4)
+    release = threading.Event()
+
+    def before(offset: int) -> None:
+        if offset == 0:
+            raise OSError(errno.EIO, "bad sector")
+        release.wait(TIMEOUT_S)
+
+    kvikio.before = before
+    content(tmp_path / "segment", SLAB * SLABS)
+    with (tmp_path / "segment").open("rb") as file:
+        batch = reader.submit([op_of(file.fileno(), target)])
+        assert not batch.wait(0.1)
+        with pytest.raises(RuntimeError, match="not done"):
+            batch.results()
+        release.set()
+        assert batch.wait(TIMEOUT_S) and batch.results()[0].error == errno.EIO
+    before_reuse = landed(target)
+    target.view[:] = GONE * target.n_bytes
+    assert before_reuse != landed(target)
+    threading.Event().wait(0.05)
+    assert landed(target) == GONE * SLAB * SLABS  # nothing came after the answer
+    assert reader.close(TIMEOUT_S)
+
+
+def test_cancel_drops_what_waits(
+    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
+) -> None:
+    release = threading.Event()
+    kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
+    content(tmp_path / "segment", 8 * SLAB * SLABS)
+    with (tmp_path / "segment").open("rb") as file:
+        batch = reader.submit([op_of(file.fileno(), target, i, i * SLAB * SLABS) for i in range(8)])
+        assert kvikio.reads == 2 * kvikio_engine.IN_FLIGHT_PER_THREAD  # the rest waits here
+        batch.cancel()
+        assert not batch.wait(0.05)
+        release.set()
+        assert batch.wait(TIMEOUT_S)
+        errors = [result.error for result in batch.results()]
+        assert errors[0] == 0 and errors[-1] == errno.ECANCELED
+        assert kvikio.reads == 2 * kvikio_engine.IN_FLIGHT_PER_THREAD
+
+
+def test_a_batch_that_nobody_waits_for_holds_up_no_other(
+    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
+) -> None:
+    content(tmp_path / "segment", SLAB * SLABS)
+    with (tmp_path / "segment").open("rb") as file:
+        first = [reader.submit([op_of(file.fileno(), target, i)]) for i in range(7)]
+        last = reader.submit([op_of(file.fileno(), target, 7)])
+        assert last.wait(TIMEOUT_S)
+        assert all(batch.wait(TIMEOUT_S) for batch in first)
+
+
+def test_close_leaves_hanging_reads_their_files(kvikio: FakeKvikio, target: AlignedBuffer, tmp_path: Path) -> None:
+    reader = reader_of(kvikio, target)
+    release = threading.Event()
+    kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
+    content(tmp_path / "segment", SLAB * SLABS)
+    with (tmp_path / "segment").open("rb") as file:
+        reader.submit([op_of(file.fileno(), target)])
+        assert not reader.close(0.05)
+        assert not kvikio.opened[0].closed and kvikio_engine._left_behind.pop()
+        with pytest.raises(TierUnavailable, match="closed"):
+            reader.submit([op_of(file.fileno(), target)])
+    release.set()
+
+
+def test_refused_operations(reader: KvikioReader, target: AlignedBuffer, tmp_path: Path) -> None:
+    content(tmp_path / "segment", SLAB * SLABS)
+    with (tmp_path / "segment").open("rb") as file:
+        fine = op_of(file.fileno(), target)
+        for change in (
+            {"on_device": False}, {"checksums": (1, 2, 3)}, {"offset": 100}, {"address": target.address + 1},
+            {"slab_bytes": 100}, {"n_slabs": 0}, {"address": target.address - PAGE_BYTES},
+            {"address": target.address + target.n_bytes - PAGE_BYTES},
+        ):  # fmt: skip
+            with pytest.raises(ValueError):
+                reader.submit([fine, fine._replace(**change)])
+        with pytest.raises(TierUnavailable, match="cannot open"):
+            reader.submit([fine, fine._replace(fd=9999)])
+        assert reader.submit([fine]).wait(TIMEOUT_S)
+
+
+def test_queue_is_bounded(
+    reader: KvikioReader, target: AlignedBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvikio_engine, "QUEUED_PIECES_MAX", 4)
+    content(tmp_path / "segment", SLAB * SLABS)
+    with (tmp_path / "segment").open("rb") as file, pytest.raises(TierUnavailable, match="queue"):
+        reader.submit([op_of(file.fileno(), target)])
+
+
+# --- what it is ---
+
+
+def test_absent_kvikio_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    with pytest.raises(TierUnavailable, match="pip install kvikio-cu13"):
+        load_kvikio()
+
+
+def proc_with(tmp_path: Path, modules: str) -> Path:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "modules").write_text(modules)
+    return tmp_path / "proc"
+
+
+def test_compat_mode_off_does_not_prove_gds(kvikio: FakeKvikio, tmp_path: Path) -> None:
+    proc = proc_with(tmp_path, "nvidia 1 0 - Live 0x0\nnvidia_fs_other 1 0 - Live 0x0\n")
+    assert not nvidia_fs_loaded(proc)
+    kvikio.compat, kvikio.gds = False, True
+    state = cufile_state(kvikio, proc)
+    assert state.mode == "compat" and "does not prove GDS" in state.reasons[-1]
+    (proc / "modules").write_text("nvidia_fs 262144 0 - Live 0x0000000000000000 (OE)\n")
+    assert nvidia_fs_loaded(proc) and cufile_state(kvikio, proc).mode == "gds"
+    kvikio.gds = False
+    assert cufile_state(kvikio, proc).mode == "compat"
+    kvikio.compat = True
+    assert cufile_state(kvikio, proc).mode == "compat"
+    assert cufile_state(None, proc).mode == "absent"
+
+
+def test_the_buffer_is_registered_once_where_gds_is_real(
+    kvikio: FakeKvikio, target: AlignedBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader_of(kvikio, target).close()
+    assert kvikio.registered == []
+    monkeypatch.setattr(kvikio_engine, "cufile_state", lambda _: cufile_state(None)._replace(mode="gds"))
+    reader = reader_of(kvikio, target)
+    assert kvikio.registered == [target.address]
+    assert reader.close() and kvikio.registered == [] and kvikio.freed == 2
+
+
+# --- contract with the published wheel ---
+
+
+@pytest.fixture(scope="module", name="wheel")
+def _wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "download", "kvikio-cu13==26.10.0", "--no-deps", "-q", "-d", str(folder)]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=120)
+    found = list(folder.glob("*.whl"))
+    if done.returncode or not found:
+        pytest.skip("pip finds no kvikio-cu13 26.10.0")
+    return zipfile.ZipFile(found[0])
+
+
+def functions(wheel: zipfile.ZipFile, path: str, inside: str | None = None) -> dict[str, list[str]]:
+    """Name -> parameters of the functions of a module, or of a class in it."""
+    tree: ast.AST = ast.parse(wheel.read(path))
+    if inside is not None:
+        tree = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == inside)
+    body = tree.body  # type: ignore[attr-defined]
+    return {node.name: [x.arg for x in node.args.args] for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def test_contract_files_and_futures(wheel: zipfile.ZipFile) -> None:
+    file = functions(wheel, "kvikio/cufile.py", "CuFile")
+    assert file["__init__"] == ["self", "file", "flags"]
+    assert file["pread"] == ["self", "buf", "size", "file_offset", "task_size"]
+    assert file["close"] == file["fileno"] == ["self"]
+    future = functions(wheel, "kvikio/cufile.py", "IOFuture")
+    assert future["get"] == future["done"] == ["self"]
+
+
+def test_contract_settings_and_registration(wheel: zipfile.ZipFile, kvikio: FakeKvikio, target: AlignedBuffer) -> None:
+    reader_of(kvikio, target).close()
+    settings = wheel.read("kvikio/defaults.py").decode()
+    assert all(f'"{name}"' in settings for name in kvikio.settings)
+    assert functions(wheel, "kvikio/defaults.py")["is_compat_mode_preferred"] == []
+    buffer = functions(wheel, "kvikio/buffer.py")
+    assert buffer["memory_register"] == buffer["memory_deregister"] == ["buf"]
+    assert buffer["bounce_buffer_free"] == []
+    driver = functions(wheel, "kvikio/cufile_driver.py")
+    assert driver["libcufile_version"] == [] and driver["get"] == ["config_name"]
+    assert '"is_gds_available"' in wheel.read("kvikio/cufile_driver.py").decode()
+    for name in ("CuFile", "memory_register", "memory_deregister", "bounce_buffer_free"):
+        assert f'"{name}"' in wheel.read("kvikio/__init__.py").decode()

@@ -1,0 +1,25 @@
+"""The Triton kernels for tests: compiled where there is a CUDA device, else interpreted, on tensors of the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton.experimental.gluon  # noqa: F401  # its own functions as for everyone: Triton comes to it with a launch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
+
+# Triton reads the variable where a kernel is defined. It must not stay: engines that tests start would inherit it.
+_before = os.environ.get("TRITON_INTERPRET")
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+try:
+    from kvtier.kernels import device, device_checksum
+finally:
+    if _before is None:
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["TRITON_INTERPRET"] = _before
+
+__all__ = ["DEVICE", "INTERPRETED", "device", "device_checksum"]

@@ -1,0 +1,37 @@
+"""What the compiler makes of the kernels for an H200. It needs no GPU, and sees what no result shows: an alignment that
+the compiler does not believe costs half of the rate and not one wrong byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.kernels.device_rig import device, device_checksum
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_accesses_are_sixteen_bytes_wide_and_no_register_is_spilled(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_for_hopper"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    *moves, sums = map(json.loads, answer.stdout.splitlines())
+    tile, warps = device.TILINGS[0]
+    for accesses in moves:
+        vectors = tile // (warps * 32) // 2
+        assert accesses["ld.global.v2.b64"] == accesses["st.global.v2.b64"] == vectors
+        assert accesses["ld.global.b64"] == 7, "scalars out of the tables"
+        assert set(accesses) == {"ld.global.v2.b64", "st.global.v2.b64", "ld.global.b64"}
+    walk = device_checksum.WALKS[0]
+    a_page = 512 // (walk.warps * 32) // 2
+    assert sums["ld.global.v2.b64"] == (walk.step + 1) * a_page
+    assert sums["ld.global.b64"] == 2
+    assert not any("local" in name for name in sums), "spilled"
+    assert sums["st.shared.b64"] == 2, "only the last sum goes over the warps"

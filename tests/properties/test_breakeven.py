@@ -1,0 +1,140 @@
+"""A hit is never slower than prefill, as far as was measured; and no state is final."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.breakeven import FORGET_S, NEVER, STEP_S, UNMEASURED_MIN_TOKENS, BreakEven, LoadCost
+
+TOKEN_BYTES = st.integers(1024, 1 << 20)
+RATES = st.floats(1e6, 1e12)
+LATENCIES = st.floats(1e-6, 1.0)
+PREFILL_TOKENS_S = st.floats(100.0, 1e6)
+STEPS_S = st.floats(1e-4, 0.5)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def measured(cost: LoadCost, prefill_tokens_s: float, step_s: float, clock: Clock) -> BreakEven:
+    found = BreakEven(cost, clock)
+    for _ in range(200):
+        found.saw_step(8192, 8192 / prefill_tokens_s)
+        found.saw_step(1, step_s)
+    return found
+
+
+@given(LATENCIES, RATES, TOKEN_BYTES, PREFILL_TOKENS_S, STEPS_S)
+def test_what_is_worth_it_is_not_slower(
+    latency_s: float, read_bytes_s: float, token_bytes: int, prefill_tokens_s: float, step_s: float
+) -> None:
+    cost = LoadCost.calibrated(latency_s, read_bytes_s, token_bytes)
+    found = measured(cost, prefill_tokens_s, step_s, Clock())
+    for tokens in (1, 255, 256, 1000, 32768, 1 << 20, found.min_tokens - 1, found.min_tokens):
+        load_s = latency_s + tokens * token_bytes / read_bytes_s + step_s
+        if 0 < tokens < NEVER - 1:
+            is_quicker = load_s <= tokens / prefill_tokens_s
+            close = abs(load_s - tokens / prefill_tokens_s) <= 1e-3 * load_s + tokens * 1e-12
+            assert close or found.worth_loading(tokens) == is_quicker
+
+
+@given(st.lists(RATES, min_size=2, max_size=5).map(sorted), LATENCIES, TOKEN_BYTES, PREFILL_TOKENS_S)
+def test_slower_storage_never_takes_shorter_hits(
+    rates: list[float], latency_s: float, token_bytes: int, prefill_tokens_s: float
+) -> None:
+    least = [
+        measured(LoadCost.calibrated(latency_s, rate, token_bytes), prefill_tokens_s, 0.01, Clock()).min_tokens
+        for rate in rates
+    ]
+    assert all(slow >= fast for slow, fast in pairwise(least))
+
+
+@given(RATES, RATES, TOKEN_BYTES, PREFILL_TOKENS_S)
+def test_loads_correct_what_was_calibrated(
+    calibrated_bytes_s: float, real_bytes_s: float, token_bytes: int, prefill_tokens_s: float
+) -> None:
+    """Whatever calibration said, after some loads the decision is the one that the real rate asks for."""
+    real = LoadCost(0.001, token_bytes / real_bytes_s)
+    found = measured(LoadCost.calibrated(0.001, calibrated_bytes_s, token_bytes), prefill_tokens_s, 0.01, Clock())
+    for _ in range(400):
+        for tokens in (256, 1 << 17):
+            found.saw_load(tokens, real.of(tokens))
+    for tokens in (1 << 14, 1 << 17):
+        load_s, prefill_s = real.of(tokens) + 0.01, tokens / prefill_tokens_s
+        if load_s > 1.2 * prefill_s + 0.2:
+            assert not found.worth_loading(tokens)
+
+
+def test_short_loads_say_little_about_long_ones_and_the_other_way() -> None:
+    """A way through the engine that takes 20 ms more than calibrated makes short hits worthless, not long ones."""
+    for seen in (512, 4096):
+        found = measured(LoadCost.calibrated(1e-4, 50e9, 131072), 40000.0, 0.01, Clock())
+        real = LoadCost(0.02, 131072 / 50e9)
+        for _ in range(100):
+            found.saw_load(seen, real.of(seen))
+        assert found.worth_loading(1 << 17) and not found.worth_loading(256)
+        assert 1000 < found.min_tokens < 2000
+    found = measured(LoadCost.calibrated(0.005, 50e9, 131072), 40000.0, 0.01, Clock())
+    for _ in range(100):
+        found.saw_load(1 << 17, (1 << 17) * 131072 / 10e9)
+    assert found.min_tokens == pytest.approx(0.015 / (1 / 40000 - 131072 / 10e9), rel=0.5)
+
+
+def test_nothing_calibrated_is_learned() -> None:
+    """As the engine begins: neither latency nor rate is known, and then long and short loads are seen."""
+    found = measured(LoadCost.calibrated(None, None, 0), 40000.0, 0.01, Clock())
+    real = LoadCost(0.005, 131072 / 50e9)
+    for _ in range(50):
+        for tokens in (512, 1 << 15, 1 << 17):
+            found.saw_load(tokens, real.of(tokens))
+    assert pytest.approx(found.min_tokens, rel=0.1) == (0.005 + 0.01) / (1 / 40000 - 131072 / 50e9)
+
+
+def test_until_a_prefill_was_measured() -> None:
+    found = BreakEven(LoadCost.calibrated(1e-4, 5e10, 131072))
+    assert found.min_tokens == UNMEASURED_MIN_TOKENS
+    found.saw_step(1, 0.007)
+    found.saw_load(8192, 10.0)
+    assert not found.worth_loading(255) and found.worth_loading(256)
+
+
+def test_h200() -> None:
+    """8B bf16: 131,072 bytes a token, 51.4 GB/s from tmpfs, 8,192 tokens computed in 0.205 s."""
+    found = BreakEven(LoadCost.calibrated(1e-4, 51.4e9, 131072))
+    found.saw_step(8192, 0.205)
+    assert 400 < found.min_tokens < 500  # bound by the step of 10 ms that nobody has measured yet
+    for _ in range(50):
+        found.saw_step(1, 0.006)
+    assert 250 < found.min_tokens < 300
+    slow = BreakEven(LoadCost.calibrated(0.002, 0.8e9, 131072))
+    slow.saw_step(8192, 0.205)
+    assert slow.min_tokens == NEVER and not slow.worth_loading(1 << 40)
+
+
+def test_a_storage_that_was_slow_for_a_while_is_tried_again() -> None:
+    clock = Clock()
+    found = measured(LoadCost.calibrated(1e-4, 50e9, 131072), 40000.0, 0.01, clock)
+    before = found.min_tokens
+    for _ in range(20):
+        found.saw_load(32768, 30.0)
+    assert found.min_tokens == NEVER
+    clock.now_s += 10 * FORGET_S
+    assert before <= found.min_tokens < 2 * before
+
+
+def test_nonsense_is_not_learned() -> None:
+    found = BreakEven(LoadCost.calibrated(1e-4, 50e9, 131072))
+    for tokens, seconds in ((0, 1.0), (-1, 1.0), (1000, 0.0), (1000, -1.0), (1000, float("nan")), (10, float("inf"))):
+        found.saw_step(tokens, seconds)
+        found.saw_load(tokens, seconds)
+    assert found.min_tokens == UNMEASURED_MIN_TOKENS
+    assert STEP_S > 0
