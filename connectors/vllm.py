@@ -29,7 +29,8 @@ from kvtier.errors import ConfigError
 
 log = logging.getLogger("kvtier")
 
-TESTED_VERSIONS = ("0.27.1", "0.32.0")
+TESTED_VERSIONS = ("0.25.1", "0.27.1", "0.32.0")
+"""0.25.1 on CUDA (one H200), the others on the CPU."""
 NEEDED_HOOKS = ("handle_preemptions", "build_connector_worker_meta", "has_pending_push_work", "update_connector_output")
 """Without these, a request's blocks could be handed on before its chunks are gathered."""
 

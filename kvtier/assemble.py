@@ -147,14 +147,16 @@ def open_transfer(
     codec.prepare(pages)
     direct = use_direct_io(settings, root)
     io = open_io(settings, root, direct, memory.arena, device)
+    memory.pin()
     worker = Worker(
         geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, io.engines,
         open_index(settings, root), SegmentFolders(root.folder, direct), Quarantine(), Metrics(), settings.io.timeout_s,
     )  # fmt: skip
     queues = settings.queues
     jobs = TransferJobs(
-        ThreadJobs("save", queues.save_threads, queues.save_chunks_max),
         ThreadJobs("load", queues.load_threads, queues.load_requests_max),
+        ThreadJobs("lower", 1, queues.save_chunks_max),
+        ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
         ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
     )
     admission = Admission(settings.host.admit or ADMIT[device.type])

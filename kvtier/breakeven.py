@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 UNMEASURED_MIN_TOKENS = 256
@@ -28,10 +28,11 @@ WEIGHT = 0.2
 """Of a new observation in the running mean."""
 STEP_S = 0.01
 """Until a small step was seen."""
-SHORT_TOKENS = 256
-PRIOR_SHORT_WEIGHT, PRIOR_WEIGHT_MIN = 0.01, 0.02
-"""What was calibrated speaks as two loads, an endless one and, in a low voice, a short one. Loads that are seen
-outweigh both, but for what they do not show: short ones tell little of a token, long ones little of the fixed part."""
+FIXED_SPREAD_S, TOKEN_SPREAD_S = 0.005, 1e-6
+"""How far off what was calibrated may well be, where it is less than that: it knows nothing of a load's way through the
+engine. Decides to which part of its cost a load's delay is put down, until both short and long ones were seen."""
+PRIOR_WEIGHT, PRIOR_WEIGHT_MIN = 4.0, 0.02
+"""Of what was calibrated against loads that were seen: at first four of them, in the end a fiftieth of one."""
 UNKNOWN_LATENCY_S, UNKNOWN_READ_BYTES_S = 0.002, 1e9
 FORGET_S = 60.0
 """Half of what loads told about a slow storage is forgotten in that time: when no load is worth it any more, none is
@@ -91,49 +92,41 @@ class FixedLimit:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Weighted sums over loads of u = 256 / tokens and y = seconds / tokens; the line y = token_s + fixed_s / tokens
-    through them. In seconds a token, so that long loads do not drown short ones."""
+    """Weighted sums over loads, of how their cost depends on both parts of `LoadCost`: a least-squares fit.
+
+    A load of n tokens is a row u x + v z = t, in units of the spreads: u and v are the parts' shares, and t is what it
+    took more than was calibrated. Rows are seconds a token, so that long loads do not drown short ones.
+    """
 
     weight: float = 0.0
-    u: float = 0.0
     uu: float = 0.0
-    y: float = 0.0
-    uy: float = 0.0
+    uv: float = 0.0
+    vv: float = 0.0
+    ut: float = 0.0
+    vt: float = 0.0
 
-    @classmethod
-    def of(cls, cost: LoadCost) -> _Fit:
-        endless = cls(1.0, 0.0, 0.0, cost.token_s, 0.0)
-        return endless.plus(_Fit.load(SHORT_TOKENS, cost.of(SHORT_TOKENS)).times(PRIOR_SHORT_WEIGHT))
-
-    @classmethod
-    def load(cls, tokens: int, seconds: float) -> _Fit:
-        u, y = SHORT_TOKENS / tokens, seconds / tokens
-        return cls(1.0, u, u * u, y, u * y)
-
-    def plus(self, other: _Fit) -> _Fit:
-        return _Fit(self.weight + other.weight, self.u + other.u, self.uu + other.uu, self.y + other.y,
-                    self.uy + other.uy)  # fmt: skip
+    def plus(self, u: float, v: float, t: float) -> _Fit:
+        return _Fit(
+            self.weight + 1, self.uu + u * u, self.uv + u * v, self.vv + v * v, self.ut + u * t, self.vt + v * t
+        )
 
     def times(self, factor: float) -> _Fit:
-        return _Fit(self.weight * factor, self.u * factor, self.uu * factor, self.y * factor, self.uy * factor)
+        return _Fit(*(factor * value for value in astuple(self)))
 
-    def cost(self) -> LoadCost:
-        """The least squares, without negative parts."""
-        spread = self.weight * self.uu - self.u * self.u
-        slope = (self.weight * self.uy - self.u * self.y) / spread if spread > 0 else 0.0
-        token_s = (self.y - slope * self.u) / self.weight
-        if slope < 0:
-            slope, token_s = 0.0, self.y / self.weight
-        elif token_s < 0:
-            slope, token_s = self.uy / self.uu, 0.0
-        return LoadCost(slope * SHORT_TOKENS, token_s)
+    def solve(self) -> tuple[float, float]:
+        """(x, z), held near 0 as far as the loads do not tell."""
+        # Loads weigh 1 / WEIGHT together, once there were many.
+        held = max(PRIOR_WEIGHT_MIN, PRIOR_WEIGHT * (1 - WEIGHT * self.weight))
+        uu, vv = self.uu + held, self.vv + held
+        scale = uu * vv - self.uv * self.uv
+        return (self.ut * vv - self.vt * self.uv) / scale, (self.vt * uu - self.ut * self.uv) / scale
 
 
 class BreakEven:
     """Thread-safe. calibrated: what loads should cost on an idle machine; clock: seconds."""
 
     def __init__(self, calibrated: LoadCost, clock: Callable[[], float] = time.monotonic) -> None:
-        self._prior = _Fit.of(calibrated)
+        self._prior = calibrated
         self._clock = clock
         self._seen = _Fit()
         self._seen_s = clock()
@@ -143,7 +136,7 @@ class BreakEven:
 
     def calibrate(self, cost: LoadCost) -> None:
         with self._lock:
-            self._prior, self._seen = _Fit.of(cost), _Fit()
+            self._prior, self._seen = cost, _Fit()
 
     def saw_step(self, tokens: int, seconds: float) -> None:
         """One step of the engine that computed `tokens` tokens in all."""
@@ -161,7 +154,11 @@ class BreakEven:
         if tokens <= 0 or not 0 < seconds < math.inf:
             return
         with self._lock:
-            self._seen = self._remembered().times(1 - WEIGHT).plus(_Fit.load(tokens, seconds))
+            fixed, token = self._spreads()
+            unit = fixed / tokens + token
+            more = (seconds - self._prior.of(tokens)) / tokens
+            seen = self._seen.times((1 - WEIGHT) * self._kept())
+            self._seen = seen.plus(fixed / tokens / unit, token / unit, more / unit)
             self._seen_s = self._clock()
 
     def worth_loading(self, tokens: int) -> bool:
@@ -179,14 +176,18 @@ class BreakEven:
                 return NEVER
             return max(1, math.ceil(min((cost.fixed_s + self._step_s) / gain_s, NEVER)))
 
-    def _remembered(self) -> _Fit:
-        return self._seen.times(0.5 ** (max(0.0, self._clock() - self._seen_s) / FORGET_S))
+    def _spreads(self) -> tuple[float, float]:
+        return max(self._prior.fixed_s, FIXED_SPREAD_S), max(self._prior.token_s, TOKEN_SPREAD_S)
+
+    def _kept(self) -> float:
+        """How much of what was seen still counts."""
+        return float(0.5 ** (max(0.0, self._clock() - self._seen_s) / FORGET_S))
 
     def _cost(self) -> LoadCost:
-        """What loads cost now: what was seen, and what was calibrated as far as that was not seen."""
-        seen = self._remembered()
-        # Seen loads weigh 1 / WEIGHT together, once there were many.
-        return seen.plus(self._prior.times(max(PRIOR_WEIGHT_MIN, 1 - WEIGHT * seen.weight))).cost()
+        """What loads cost now: what was calibrated, moved by what was seen."""
+        (fixed, token), (x, z), kept = self._spreads(), self._seen.solve(), self._kept()
+        prior = self._prior
+        return LoadCost(max(0.0, prior.fixed_s + kept * x * fixed), max(0.0, prior.token_s + kept * z * token))
 
 
 def _mean(old: float, new: float) -> float:

@@ -28,7 +28,7 @@ from kvtier.worker import Worker
 
 log = logging.getLogger("kvtier")
 
-AHEAD_BYTES = 256 << 20
+AHEAD_BYTES = 512 << 20
 CHUNKS_AHEAD_MIN, CHUNKS_AHEAD_MAX = 8, 64
 """What one request has read ahead of the chunk being scattered; more only takes slots from other requests."""
 ANSWER_GRACE_S = 0.25

@@ -27,7 +27,7 @@ log = logging.getLogger("kvtier")
 ARENA_SLOTS_MIN = 4
 """Fewer can't hold a save and a load side by side."""
 HOST_ARENA_BYTES, PINNED_ARENA_BYTES = 1 << 30, 8 << 30
-LOAD_SLOTS = 16
+LOAD_SLOTS = 32
 """Staging for loads, beside that for saves."""
 PIN_BYTES = 256 << 20
 """Pinned in one call: the driver holds its locks for some ten milliseconds a GiB, and the engine launches meanwhile."""
@@ -36,19 +36,21 @@ HBM_SPARE_BYTES = 512 << 20
 
 
 class Memory(NamedTuple):
-    """arena, host, order, sums: see kvtier.worker.Worker. release: after the last use."""
+    """arena, host, order, sums: see kvtier.worker.Worker. pin: begins to pin, in the background, once nothing is
+    measured any more. release: after the last use."""
 
     arena: ChunkArena
     host: ChunkArena | None
     order: Order
     sums: Callable[[Sequence[SlabRun]], list[tuple[int, ...]]]
+    pin: Callable[[], None]
     release: Callable[[], None]
 
 
 def host_memory(settings: Settings, slot_bytes: int) -> Memory:
     """For pages in host memory. Raises ConfigError."""
     buffer = _host_buffer(settings.host.arena_bytes or HOST_ARENA_BYTES, slot_bytes)
-    return Memory(Arena(buffer, slot_bytes), None, HostOrder(), host_kernels.checksums, lambda: None)
+    return Memory(Arena(buffer, slot_bytes), None, HostOrder(), host_kernels.checksums, lambda: None, lambda: None)
 
 
 def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: torch.device) -> Memory:
@@ -63,7 +65,11 @@ def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: t
     pinner = Pinner(host, ordinal, ThreadJobs("pin", 1, 1))
     log.info("%d staging slots of %d KiB in HBM, %d in host memory, which is pinned in the background",
              staging.n_slots, slot_bytes >> 10, host.n_slots)  # fmt: skip
-    return Memory(staging, host, CudaOrder(device), lambda runs: device_checksum.slab_checksums(runs).wait(), pinner.close)
+
+    def sums(runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
+        return device_checksum.slab_checksums(runs).wait()
+
+    return Memory(staging, host, CudaOrder(device), sums, pinner.start, pinner.close)
 
 
 class Pinner:
@@ -75,7 +81,9 @@ class Pinner:
         self._jobs = jobs
         self._is_closed = threading.Event()
         self._pinned: list[int] = []
-        jobs.submit(self._pin)
+
+    def start(self) -> None:
+        self._jobs.submit(self._pin)
 
     def close(self) -> None:
         """Nothing may use the arena any more."""
@@ -83,7 +91,12 @@ class Pinner:
         self._jobs.drain(5.0)
         self._jobs.close()
         for address in self._pinned:
-            cuda.unpin(address)
+            try:
+                cuda.unpin(address)
+            except TierUnavailable as fault:  # CUDA is broken, and may still have the memory: it stays
+                log.warning("%s", fault)
+                _still_pinned.append(self._arena)
+                return
         self._pinned.clear()
 
     def _pin(self) -> None:
@@ -137,3 +150,6 @@ def staging_fix(n_slots: int, slot_bytes: int, free_bytes: int, total_bytes: int
         f"set gpu_memory_utilization to at most {utilization:.2f}, or hbm.staging_bytes to less "
         f"(at least {ARENA_SLOTS_MIN * slot_bytes})"
     )
+
+
+_still_pinned: list[ChunkArena] = []

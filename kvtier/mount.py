@@ -13,9 +13,9 @@ from kvtier.config import Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import Geometry, RankShare
 from kvtier.io.calibrate import calibrate
-from kvtier.io.calibration import IN_MEMORY, Ask, Calibration, calibrated, default_choice, last_level_cache_bytes
+from kvtier.io.calibration import Ask, Calibration, calibrated, default_choice, last_level_cache_bytes
 from kvtier.io.engines import Choice, EngineName, Engines, Target, open_engine
-from kvtier.io.filesystem import file_system_of
+from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import Ring, sizes_for
 from kvtier.root import Root
 from kvtier.worker import ChunkArena
@@ -40,7 +40,9 @@ def open_io(settings: Settings, root: Root, direct: bool, arena: ChunkArena, dev
         sizes = sizes_for(in_memory, settings.io.threads, settings.io.piece_bytes)
         log.info("%s: ring of %d threads, reads of %d KiB, writes of %d KiB", root.path, sizes.threads,
                  sizes.piece_bytes >> 10, sizes.write_piece_bytes >> 10)  # fmt: skip
-        ring = Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes)
+        ring = Ring(
+            sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, touch_written=in_memory
+        )
         return MountIo(Engines(ring, ring), None)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
@@ -84,7 +86,10 @@ def _open(settings: Settings, choice: Choice, target: Target, direct: bool, in_m
         if isinstance(reader, Ring):
             return Engines(reader, reader)
         sizes = sizes_for(in_memory)
-        return Engines(reader, Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes))
+        return Engines(
+            reader,
+            Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, touch_written=in_memory),
+        )
     except TierUnavailable as fault:
         raise ConfigError("io.engine", settings.io.engine, str(fault)) from fault
 

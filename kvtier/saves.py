@@ -53,8 +53,9 @@ _SKIPS = {
 class Saver:
     """Saves are bounded: at most `chunks_max` chunks hold arena slots, and a forward never waits (I4)."""
 
-    def __init__(self, worker: Worker, jobs: Jobs, chunks_max: int, admission: Admission) -> None:
+    def __init__(self, worker: Worker, lower: Jobs, jobs: Jobs, chunks_max: int, admission: Admission) -> None:
         self._worker = worker
+        self._lower_jobs = lower
         self._jobs = jobs
         self._chunks_max = chunks_max
         self._keep = admission.keeps_saved() and worker.share.writes == worker.share.reads
@@ -89,7 +90,7 @@ class Saver:
             gathered = self._worker.order.mark()
             while staged:
                 part = staged[: self._job_chunks]
-                if not self._jobs.submit(partial(self._write, plan, part, gathered, writes)):
+                if not self._queue(plan, part, gathered, writes):
                     break
                 for item in part:
                     del outcomes[item.chunk.key]
@@ -99,6 +100,11 @@ class Saver:
                 self._worker.order.wait(self._worker.order.mark())
             self._give_back(staged)
             self._answer([(chunk, outcomes[chunk.key]) for chunk in plan.chunks if chunk.key in outcomes])
+
+    def _queue(self, plan: SavePlan, part: list[Staged], gathered: Mark, writes: Extent) -> bool:
+        if self._lowering is None:  # a gather in host memory is done by now
+            return self._jobs.submit(partial(self._write, plan, part, writes))
+        return self._lower_jobs.submit(partial(self._lower, plan, part, gathered, writes))
 
     def take_done(self) -> list[SaveDone]:
         with self._lock:
@@ -151,20 +157,30 @@ class Saver:
     def _slab_bytes(self, writes: Extent) -> int:
         return slab_bytes(self._worker.codec, self._worker.geometry, writes.n_layers)
 
-    def _write(self, plan: SavePlan, staged: list[Staged], gathered: Mark, writes: Extent) -> None:
+    def _lower(self, plan: SavePlan, staged: list[Staged], gathered: Mark, writes: Extent) -> None:
+        """A background job: out of the staging slots, so that the next step finds them free, however slow the storage
+        is; then the rest is queued."""
+        assert self._lowering is not None
+        outcome = SaveOutcome.FAILED
+        try:
+            self._worker.order.wait(gathered)  # whatever happens below, the slots may be given to others after this
+            outcome = SaveOutcome.QUEUE_FULL
+            if self._lowering.move(staged):
+                self._left_arena(len(staged))
+                if self._jobs.submit(partial(self._write, plan, staged, writes)):
+                    staged = []
+        finally:
+            self._give_back(staged)
+            self._answer([(item.chunk, outcome) for item in staged])
+
+    def _write(self, plan: SavePlan, staged: list[Staged], writes: Extent) -> None:
         """A background job: from the arena slots to the index. Answers every chunk, whatever happens."""
         started = time.perf_counter()
         outcomes = {item.chunk.key: SaveOutcome.FAILED for item in staged}
         ours = list(staged)
         try:
-            self._worker.order.wait(gathered)  # whatever happens below, the slots may be given to others after this
             fresh = [item for item in staged if not self._is_present(item.chunk.key)]
             outcomes.update((item.chunk.key, SaveOutcome.PRESENT) for item in staged if item not in fresh)
-            if self._lowering is not None:
-                if not self._lowering.move(fresh):
-                    outcomes.update((item.chunk.key, SaveOutcome.QUEUE_FULL) for item in fresh)
-                    return
-                self._left_arena(len(fresh))
             results = self._write_records(plan, fresh, writes, ours)
             for item, result in zip(fresh, results, strict=False):
                 if result.bad_slabs:

@@ -33,10 +33,12 @@ class Progress(NamedTuple):
 
 
 class TransferJobs(NamedTuple):
-    """The background work of each kind. keep: copies of loaded chunks into the host arena."""
+    """The background work of each kind, in the order in which it drains. lower: copies of gathered chunks into the
+    host arena; keep: of loaded ones."""
 
-    save: Jobs
     load: Jobs
+    lower: Jobs
+    save: Jobs
     keep: Jobs
 
 
@@ -59,7 +61,7 @@ class Transfer:
         self._release = release
         chunks_max = min(save_chunks_max, max(1, worker.arena.n_slots // 2))
         self._ticker: Ticker | None = None
-        self._saver = Saver(worker, jobs.save, chunks_max, admission)
+        self._saver = Saver(worker, jobs.lower, jobs.save, chunks_max, admission)
         keeper = None if worker.host is None else HostKeeper(worker, worker.host, jobs.keep)
         self._loader = Loader(worker, jobs.load, Fetcher(worker, admission, keeper))
 
@@ -92,7 +94,7 @@ class Transfer:
     def drain(self, timeout_s: float) -> bool:
         """Waits for what is queued; False when `timeout_s` was not enough."""
         deadline_s = time.monotonic() + timeout_s
-        done = [jobs.drain(max(0.0, deadline_s - time.monotonic())) for jobs in (self._jobs.load, *self._jobs)]
+        done = [jobs.drain(max(0.0, deadline_s - time.monotonic())) for jobs in self._jobs]
         return all(done)
 
     def close(self) -> None:

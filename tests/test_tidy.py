@@ -20,14 +20,15 @@ PARAMETERS_MAX = 6
 # Each row may import its own and the rows below it. Packages stand for all their modules.
 LAYERS = (
     ("benchmarks", "kvtier.connectors", "kvtier.server", "kvtier.cli"),
-    ("kvtier.assemble",),
+    ("kvtier.assemble", "kvtier.commands"),
     ("kvtier.store", "kvtier.transfer"),
-    ("kvtier.keeper", "kvtier.saves", "kvtier.loads", "kvtier.fetch", "kvtier.worker", "kvtier.housekeeping",
-     "kvtier.inspect"),
+    ("kvtier.keeper", "kvtier.saves", "kvtier.lower", "kvtier.loads", "kvtier.fetch", "kvtier.keep", "kvtier.worker",
+     "kvtier.memory", "kvtier.mount", "kvtier.housekeeping", "kvtier.inspect", "kvtier.doctor"),
     ("kvtier.eviction", "kvtier.slots", "kvtier.jobs", "kvtier.plan", "kvtier.sets", "kvtier.sources",
      "kvtier.admission", "kvtier.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
-     "kvtier.codecs", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.fingerprint"),
-    ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.errors", "kvtier.checksum"),
+     "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.fingerprint"),
+    ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.errors", "kvtier.checksum",
+     "kvtier.breakeven", "kvtier.backoff"),
 )  # fmt: skip
 # module -> what it may not reach, however many imports lie between.
 NEVER_REACHES = {
@@ -36,7 +37,7 @@ NEVER_REACHES = {
 }
 USES_TORCH = (
     "benchmarks", "kvtier.connectors", "kvtier.assemble", "kvtier.transfer", "kvtier.saves", "kvtier.loads",
-    "kvtier.worker", "kvtier.kernels", "kvtier.codecs", "kvtier.tiers.arena",
+    "kvtier.memory", "kvtier.mount", "kvtier.order", "kvtier.kernels", "kvtier.codecs", "kvtier.tiers.arena",
 )  # fmt: skip
 READS_THE_ENVIRONMENT = ("kvtier.config", "benchmarks")  # benchmarks set that of the engines that they start
 STARTS_THREADS = ("kvtier.jobs", "benchmarks")

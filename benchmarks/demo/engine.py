@@ -19,10 +19,19 @@ ANSWER_TOKENS = 24
 WARM_UP_TOKENS = 100  # less than a chunk, so that nothing of it is stored
 
 
+def beside_staging() -> dict[str, Any]:
+    """On a GPU: a KV cache of a fixed size, so that the tier's staging has room; vLLM picks Triton's attention there,
+    the one that takes float32. On the CPU the environment gives the size."""
+    from vllm.platforms import current_platform
+
+    return {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.5} if current_platform.is_cuda() else {}
+
+
 def start(job: dict[str, Any]) -> Any:
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
         VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1", TOKENIZERS_PARALLELISM="false",
+        VLLM_USE_FLASHINFER_SAMPLER="0",  # it would be compiled first, with a CUDA toolkit that may not be there
     )  # fmt: skip
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -35,6 +44,7 @@ def start(job: dict[str, Any]) -> Any:
             kv_connector="KVTierConnector", kv_connector_module_path="kvtier.connectors.vllm", kv_role="kv_both",
             kv_load_failure_policy="recompute", kv_connector_extra_config=job["kvtier"],
         ),
+        **beside_staging(),
     )  # fmt: skip
 
 

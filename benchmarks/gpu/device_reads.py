@@ -75,7 +75,7 @@ def _by_ring(path: Path, target: torch.Tensor, threads: int, piece: int, slots: 
     on_device = target.device.type == "cuda"
     device = ring.DeviceRing(target.device.index or 0, piece, slots) if on_device else None
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    times = []
+    times: list[float] = []
     try:
         with ring.Ring(threads, piece, device=device) as reader:
             ops = [
@@ -105,7 +105,7 @@ def _by_kvikio(path: Path, target: torch.Tensor, threads: int, task: int) -> lis
     _preload_cufile()
     kvikio.defaults.set({"num_threads": threads, "task_size": task, "bounce_buffer_size": max(task, 16 * MIB),
                          "auto_direct_io_read": True})  # fmt: skip
-    times = []
+    times: list[float] = []
     file = kvikio.CuFile(str(path), "r")
     try:
         while len(times) < REPEATS and sum(times) < REPEATS_S:

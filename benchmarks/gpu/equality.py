@@ -86,8 +86,8 @@ def main() -> int:
     llm: dict[str, Any] = {"enforce_eager": True} if arguments.eager else {}
     shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    first = run_engine("equality-save", job_of(arguments, [["warm_up", chunk], ["answer_cases", chunk]], llm), arguments.logs,
-                       arguments.timeout)  # fmt: skip
+    saving = job_of(arguments, [["warm_up", chunk], ["answer_cases", chunk]], llm)
+    first = run_engine("equality-save", saving, arguments.logs, arguments.timeout)
     results = {}
     for name, caching in (("prefix caching", True), ("no prefix caching", False)):
         steps = [["ask_cases", chunk, first["answer_cases"]["histories"]]]

@@ -9,7 +9,7 @@
 #   doctor       kvtier doctor on both folders                                         15    60
 #   ceilings     copies, storage, reads into the GPU by ring and KvikIO                50   150
 #   kernels      gather, scatter, checksum                                             60   120
-#   tests        tests/kernels and tests/io, on the device where they have one         60   240
+#   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
 #   equality     blocks and tokens, CUDA graphs on                                    150   330
 #   load         32 requests at capacity                                              110   330
 #   ttft-tmpfs   all systems, and the host arena                                      330   560
@@ -47,7 +47,8 @@ unpack() {
 # kvtier, connectors, server and benchmarks as they are when installed, in a tree of links.
 link() {
   rm -rf "$TREE" && mkdir -p "$TREE/kvtier"
-  ln -s "$ROOT"/kvtier/* "$ROOT/connectors" "$ROOT/server" "$TREE/kvtier/"
+  ln -s "$ROOT"/kvtier/* "$TREE/kvtier/"
+  ln -sfn "$ROOT/connectors" "$ROOT/server" "$TREE/kvtier/"
   ln -s "$ROOT/benchmarks" "$ROOT/tests" "$TREE/"
 }
 
@@ -111,7 +112,7 @@ stage() {
     kernels)
       TINY="" bench kernels 120 --out "$OUT/kernels.json" ;;
     tests)
-      timeout -k 10 240 python3 -m pytest -q -p no:cacheprovider -n 4 --dist loadfile tests/kernels tests/io ;;
+      timeout -k 10 240 python3 -m pytest -q -p no:cacheprovider -n 4 --dist loadfile tests/kernels tests/gpu tests/io ;;
     equality)
       bench equality 330 --folder "$MEMORY" --out "$OUT/equality.json" --logs "$WORK/logs" ;;
     load)

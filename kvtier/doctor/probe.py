@@ -17,11 +17,11 @@ from typing import Any
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.calibrate import calibrate, scratch_file
-from kvtier.io.calibration import IN_MEMORY, Ask, engines_for
+from kvtier.io.calibration import Ask, engines_for
 from kvtier.io.cuda import driver_version
 from kvtier.io.cufile import cufile_state
 from kvtier.io.engines import Target
-from kvtier.io.filesystem import file_system_of
+from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.kvikio_engine import load_kvikio
 from kvtier.io.ring import aligned_buffer
 

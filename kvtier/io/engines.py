@@ -74,7 +74,10 @@ def open_engine(choice: Choice, target: Target, direct: bool, in_memory: bool) -
         sizes = KvikioSizes(choice.threads, choice.piece_bytes)
         return KvikioReader((target.address, target.n_bytes), sizes, direct=direct)
     if target.ordinal is None:
-        return Ring(choice.threads, choice.piece_bytes)
+        return Ring(choice.threads, choice.piece_bytes, touch_written=in_memory)
     host = sizes_for(in_memory)
     device = DeviceRing(target.ordinal, choice.piece_bytes, choice.slots)
-    return Ring(choice.threads, host.piece_bytes, write_piece_bytes=host.write_piece_bytes, device=device)
+    return Ring(
+        choice.threads, host.piece_bytes, write_piece_bytes=host.write_piece_bytes, device=device,
+        touch_written=in_memory,
+    )  # fmt: skip

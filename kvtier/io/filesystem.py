@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 MOUNTINFO = "/proc/self/mountinfo"
 
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose reads and writes are copies by the processor."""
+
 NETWORK_KINDS = frozenset({
     "9p", "acfs", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "exfs", "gfs", "gfs2", "glusterfs", "gpfs",
     "lustre", "mmfs", "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs",

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io.native import Message, library
+from kvtier.io.native import Message, library, quick
 
 THREADS, PIECE_BYTES = 16, 1 << 20
 WRITE_PIECES = 4
@@ -43,7 +43,7 @@ DEVICE_PIECE_BYTES, DEVICE_SLOTS = 4 << 20, 2
 once the buffers of all threads outgrow the last-level cache (300 MiB there). A prototype's figures: DESIGN 7."""
 
 _OP = struct.Struct("=iiqQQIIII16s")
-_OPTIONS = struct.Struct("=IIQQiIQ")
+_OPTIONS = struct.Struct("=IIQQiIQII")
 _READ, _WRITE = 0, 1
 _VERIFY, _ON_DEVICE = 1, 2
 _HUGE_PAGE_BYTES = 2 << 20
@@ -100,7 +100,9 @@ class Batch:
 
     def wait(self, timeout_s: float) -> bool:
         """True when every operation has ended, which all later calls will say too; False after the timeout."""
-        return bool(library.kvtier_batch_wait(self._handle, max(0, int(timeout_s * 1e9))))
+        if timeout_s <= 0:
+            return bool(quick.kvtier_batch_wait(self._handle, 0))
+        return bool(library.kvtier_batch_wait(self._handle, int(timeout_s * 1e9)))
 
     def cancel(self) -> None:
         """Drop what has not started. Operations hit by it end with ECANCELED when their pieces in flight are back."""
@@ -112,7 +114,7 @@ class Batch:
         errors = (ctypes.c_int32 * n_ops)()
         sums = (ctypes.c_uint64 * n_slabs)()
         bad = ctypes.create_string_buffer(n_slabs)
-        if library.kvtier_batch_results(self._handle, errors, sums, bad) != 0:
+        if quick.kvtier_batch_results(self._handle, errors, sums, bad) != 0:
             raise RuntimeError("results of a batch that is not done")
         flags, values = bad.raw, sums[:]
         results = []
@@ -126,7 +128,7 @@ class Batch:
 
     def __del__(self) -> None:
         if self._pid == os.getpid():
-            library.kvtier_batch_free(self._handle)
+            quick.kvtier_batch_free(self._handle)
 
 
 class DeviceRing(NamedTuple):
@@ -151,6 +153,8 @@ class Ring:
         piece_bytes: of reads. Small enough to stay in a core's L2 cache until it is summed.
         write_piece_bytes: of writes; by default as large.
         queued_ops_max: operations that wait for a thread; more are refused.
+        touch_written: for file systems in memory: each page is read once when it has been written, so that the first
+            load is as fast as later ones.
         device: reads may then have `on_device`. Their pieces go through pinned buffers of the threads' own; a piece is
             done when its copy to the device has ended.
 
@@ -165,6 +169,7 @@ class Ring:
         write_piece_bytes: int | None = None,
         queued_ops_max: int = QUEUED_OPS_MAX,
         device: DeviceRing | None = None,
+        touch_written: bool = False,
     ) -> None:
         handle = ctypes.c_void_p()
         write_bytes = write_piece_bytes or piece_bytes
@@ -173,7 +178,7 @@ class Ring:
         if device is not None and device.ordinal < 0:
             raise ValueError(described)
         try:
-            options = _OPTIONS.pack(threads, queued_ops_max, piece_bytes, write_bytes, *on_device)
+            options = _OPTIONS.pack(threads, queued_ops_max, piece_bytes, write_bytes, *on_device, touch_written, 0)
         except struct.error:
             raise ValueError(described) from None
         message = Message()
@@ -201,7 +206,7 @@ class Ring:
                 raise TierUnavailable("the I/O ring is closed")
             if self._pid != os.getpid():
                 raise RuntimeError("a ring was carried across a fork: the child makes its own")
-            error = library.kvtier_submit(self._handle, packed, len(ops), expected, ctypes.byref(batch))
+            error = quick.kvtier_submit(self._handle, packed, len(ops), expected, ctypes.byref(batch))
         if error == errno.EINVAL:
             raise ValueError("an operation is not whole, aligned pages")
         if error == errno.ENODEV:

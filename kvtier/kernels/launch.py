@@ -32,11 +32,10 @@ def to_device(words: npt.NDArray[np.int64], device: torch.device) -> torch.Tenso
     The pinned memory is torch's, which gives it to no one else before the copy is done, though it is freed here.
     The memory on the device is the current stream's: what is freed is used again in the order of that stream.
     """
-    source = torch.from_numpy(words)
     if device.type == "cpu":
-        return source
+        return torch.from_numpy(words)
     table = pinned(len(words))
-    table.copy_(source)
+    table.numpy()[:] = words  # not by torch, which lets go of the interpreter lock for each operation
     return table.to(device, non_blocking=True)
 
 

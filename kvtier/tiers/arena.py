@@ -16,6 +16,9 @@ import torch
 from kvtier.geometry import PAGE_BYTES, padded
 from kvtier.slots import Content, SlotTable
 
+VIEWS_A_SLOT = 4
+"""Views that are kept: to make one takes torch the interpreter lock twice, which a busy engine is slow to give back."""
+
 
 class Arena(Generic[Content]):
     """Thread-safe.
@@ -32,6 +35,7 @@ class Arena(Generic[Content]):
         self._buffer = buffer
         self._table: SlotTable[Content] = SlotTable(self.n_slots if n_ready is None else n_ready)
         self._lock = threading.Condition()
+        self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
     @property
     def is_device(self) -> bool:
@@ -61,9 +65,16 @@ class Arena(Generic[Content]):
 
     def slabs(self, slot: int, offset: int, n_slabs: int, slab_bytes: int) -> torch.Tensor:
         """(n_slabs, slab_bytes) uint8 from byte `offset` of the slot on."""
-        assert offset + n_slabs * slab_bytes <= self.slot_bytes
-        start = slot * self.slot_bytes + offset
-        return self._buffer[start : start + n_slabs * slab_bytes].view(n_slabs, slab_bytes)
+        place = (slot, offset, n_slabs, slab_bytes)
+        view = self._views.get(place)
+        if view is None:
+            assert offset + n_slabs * slab_bytes <= self.slot_bytes
+            start = slot * self.slot_bytes + offset
+            view = self._buffer[start : start + n_slabs * slab_bytes].view(n_slabs, slab_bytes)
+            if len(self._views) >= VIEWS_A_SLOT * self.n_slots:
+                self._views.clear()
+            self._views[place] = view
+        return view
 
     def reserve(self, timeout_s: float = 0.0) -> int | None:
         """A slot to fill, waited for at most `timeout_s`; None when none came free."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
+from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.record import SegmentHeader, is_blank
 from kvtier.tiers.descriptors import Descriptors, OpenSegment
 
@@ -65,7 +66,10 @@ class SegmentFiles:
         except OSError as fault:
             raise _unavailable(path, fault) from fault
         try:
-            _allocate(fd, header.file_bytes)
+            if file_system_of(self.folder).kind in IN_MEMORY:
+                os.ftruncate(fd, header.file_bytes)  # to reserve memory is to zero it, which takes as long as writing
+            else:
+                _allocate(fd, header.file_bytes)
             _write_page(fd, header.pack())
         except OSError as fault:
             path.unlink(missing_ok=True)

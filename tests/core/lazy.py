@@ -155,7 +155,7 @@ class LazyEngine(Engine):
             worker, arena=self.staging, host=self.host, order=self.order, sums=self.order.sums,
             codec=LazyCodec(worker.codec, self.order), io=Engines(DeviceReads(worker.io.ring), worker.io.ring),
         )  # fmt: skip
-        self.jobs = TransferJobs(*(ManualJobs(64) for _ in range(3)))
+        self.jobs = TransferJobs(*(ManualJobs(64) for _ in range(4)))
         self.transfers = [Transfer(self.worker, self.jobs, Admission(admit), 64)]  # type: ignore[arg-type]
         transfer._ticker.close(1.0)  # type: ignore[union-attr]
 

@@ -53,6 +53,7 @@ def save(engine: LazyEngine) -> list[SaveDone]:
     engine.in_engine(lambda: engine.prefill(TOKENS, BLOCKS))
     engine.transfers[0].save(plan_of(engine))
     engine.overwrite(BLOCKS, 7)
+    engine.jobs.lower.drain(10)
     engine.jobs.save.drain(10)
     done = engine.transfers[0].poll().saves
     engine.store.saved(done)
@@ -178,7 +179,7 @@ def test_bytes_that_change_on_the_way_down_are_not_stored(tmp_path: Path, engine
 def test_a_closed_queue_gives_no_slot_away_before_its_gather(tmp_path: Path, engines: list[LazyEngine]) -> None:
     engine = start(tmp_path, engines, staging_slots=10)
     engine.wait_for_set()
-    engine.jobs.save.close()
+    engine.jobs.lower.close()
     engine.in_engine(lambda: engine.prefill(TOKENS, BLOCKS))
     engine.transfers[0].save(plan_of(engine))
     engine.store.saved(engine.transfers[0].poll().saves)

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from index_data import SPAWN, check, fill, join, key, record, set_info
 
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.lmdb_env import RESERVE_BYTES
+
+from index_data import SPAWN, check, fill, join, key, record, set_info
 
 MAP_BYTES = 16 << 20
 KEYS = [key(number) for number in range(10)]

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from index_data import PROCESS_TIMEOUT_S, SPAWN, check, fill, join, key, record, set_info, wait_for
 
 from kvtier.errors import IndexUnavailable
 from kvtier.index import embedded, entry
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.lmdb_env import View
+
+from index_data import PROCESS_TIMEOUT_S, SPAWN, check, fill, join, key, record, set_info, wait_for
 
 SHARED_KEYS = range(100)
 

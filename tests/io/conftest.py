@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cuda_double import CudaDouble, build
 
 from kvtier.io.ring import Ring
 
+from cuda_double import CudaDouble, build
 from records import PIECE_BYTES, open_file
 
 

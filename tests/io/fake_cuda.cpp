@@ -27,8 +27,15 @@ struct Event {
   uint64_t recorded = 0, reached = 0;  // a record is waited for until `reached` has its number
 };
 
+// A copy, or a record of an event.
+struct Task {
+  std::function<void()> copy;
+  Event* event = nullptr;
+  uint64_t number = 0;
+};
+
 struct Stream {
-  std::deque<std::function<void()>> work;
+  std::deque<Task> work;
   bool busy = false, stop = false;
   std::thread thread;
 };
@@ -80,13 +87,17 @@ void run(Stream* stream) {
   for (;;) {
     w.changed.wait(lock, [&] { return stream->stop || !stream->work.empty(); });
     if (stream->work.empty()) return;
-    auto work = std::move(stream->work.front());
+    Task task = std::move(stream->work.front());
     stream->work.pop_front();
-    stream->busy = true;
-    lock.unlock();
-    work();
-    lock.lock();
-    stream->busy = false;
+    if (task.copy) {
+      stream->busy = true;
+      lock.unlock();
+      task.copy();
+      lock.lock();
+      stream->busy = false;
+    }
+    // Who sees the event must find the stream idle, too: the lock was kept since the task left the queue.
+    if (task.event != nullptr) task.event->reached = task.number;
     w.changed.notify_all();
   }
 }
@@ -276,10 +287,7 @@ EXPORT int cuEventRecord(Event* event, Stream* stream) {
   BEGIN("cuEventRecord");
   if (current() == nullptr) return kInvalidContext;
   const uint64_t number = ++event->recorded;
-  stream->work.push_back([event, number] {
-    std::lock_guard<std::mutex> inner(world().mutex);
-    event->reached = number;
-  });
+  stream->work.push_back({nullptr, event, number});
   w.changed.notify_all();
   return 0;
 }
@@ -301,7 +309,7 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t byte
   const uintptr_t start = reinterpret_cast<uintptr_t>(source);
   if (!is_registered(start, bytes)) w.faults++;  // a detour, and not asynchronous
   w.copying.emplace_back(start, start + bytes);
-  stream->work.push_back([target, start, bytes] { copy(target, start, bytes); });
+  stream->work.push_back({[target, start, bytes] { copy(target, start, bytes); }});
   w.changed.notify_all();
   return 0;
 }

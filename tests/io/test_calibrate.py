@@ -8,32 +8,28 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cuda_double import CudaDouble
 
-from kvtier.errors import Corrupt, TierUnavailable
+from kvtier.errors import TierUnavailable
 from kvtier.io import calibrate as measuring
 from kvtier.io import calibration as kept
 from kvtier.io.calibrate import LEFT_OVER_S, PREFIX, Makers, calibrate, sweep
-from kvtier.io.calibration import (
-    Ask,
-    Calibration,
-    calibrated,
-    default_choice,
-    first_round,
-    fits,
-    last_level_cache_bytes,
-)
+from kvtier.io.calibration import Ask, Calibration, calibrated
 from kvtier.io.engines import Choice, Reads, Target
 from kvtier.io.ring import OpResult, ReadOp, WriteOp, aligned_buffer
+
+from cuda_double import CudaDouble
 
 MIB = 1 << 20
 DEVICE = Target(1 << 40, 64 * MIB, 0)
 BIG_CACHE = 300 * MIB
+USUAL = Choice("ring", 12, 4 * MIB, 2)
+"""What is used into DEVICE where nothing is measured, with the threads that the tests give it."""
 
 
 class Machine:
@@ -109,8 +105,9 @@ class FakeReads:
 
 
 @pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def _same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "last_level_cache_bytes", lambda: BIG_CACHE)
+    monkeypatch.setattr(kept, "device_threads", lambda: USUAL.threads)
 
 
 def ask_of(folder: Path, **changes: object) -> Ask:
@@ -125,7 +122,7 @@ def run(machine: Machine, ask: Ask) -> Calibration:
 
 
 def test_the_fastest_is_picked(tmp_path: Path) -> None:
-    rates = {("ring", 12): 51.4e9, ("ring", 16): 53.5e9, ("kvikio", 16): 46e9}
+    rates = {("ring", 12): 48e9, ("ring", 16): 53.5e9, ("kvikio", 16): 46e9}
     machine = Machine(lambda choice: rates.get(choice[:2], 30e9) - choice.piece_bytes)
     found = run(machine, ask_of(tmp_path))
     assert found.choice == Choice("ring", 16, MIB, 4)
@@ -136,13 +133,39 @@ def test_the_fastest_is_picked(tmp_path: Path) -> None:
     assert machine.closed == len(machine.opened) + 1 and not list(tmp_path.iterdir())
 
 
-def test_the_simpler_is_picked_within_three_percent(tmp_path: Path) -> None:
-    machine = Machine(lambda choice: 50e9 if choice.engine == "kvikio" else 49e9)
-    found = run(machine, ask_of(tmp_path))
-    assert found.choice.engine == "ring" and found.choice.held_bytes == min(c.held_bytes for c in machine.opened[:3])
-    assert "the simplest within 3 %" in found.reasons[-1]
-    machine = Machine(lambda choice: 50e9 if choice.engine == "kvikio" else 48e9)
-    assert run(machine, ask_of(tmp_path)).choice.engine == "kvikio"
+def test_the_usual_is_kept_when_it_is_about_as_fast(tmp_path: Path) -> None:
+    found = run(Machine(lambda choice: 48e9 if choice == USUAL else 50e9), ask_of(tmp_path))
+    assert found.choice == USUAL and found.read_bytes_s == pytest.approx(48e9, rel=0.01)
+    assert "more usual" in found.reasons[-1]
+
+
+def test_the_best_and_the_usual_are_measured_again(tmp_path: Path) -> None:
+    """What was tried first met a cold machine."""
+    tries: Counter[Choice] = Counter()
+
+    def rate_of(choice: Choice) -> float:
+        tries[choice] += 1
+        if choice == USUAL:
+            return 20e9 if tries[choice] == 1 else 50e9
+        return 1e9 if choice.engine == "kvikio" else 30e9 + choice.threads * 1e8
+
+    found = run(Machine(rate_of), ask_of(tmp_path))
+    assert found.choice == USUAL and found.read_bytes_s == pytest.approx(50e9, rel=0.01)
+    assert tries[USUAL] == 2 and len(tries) > 4
+    assert {choice for choice, n in tries.items() if n == 2 and choice != USUAL} == {
+        Choice("ring", threads, 2 * MIB, 2) for threads in (16, 24, 32)
+    }
+
+
+def test_a_second_try_that_was_slower_counts_for_nothing(tmp_path: Path) -> None:
+    tries: Counter[Choice] = Counter()
+
+    def rate_of(choice: Choice) -> float:
+        tries[choice] += 1
+        return (50e9 if choice == USUAL else 30e9) / tries[choice]
+
+    found = run(Machine(rate_of), ask_of(tmp_path))
+    assert tries[USUAL] == 2 and found.read_bytes_s == pytest.approx(50e9, rel=0.01)
 
 
 def test_an_engine_that_does_not_start_is_left_out(tmp_path: Path) -> None:
@@ -163,35 +186,6 @@ def test_a_slow_storage_is_not_measured_for_long(tmp_path: Path) -> None:
     found = run(machine, ask_of(tmp_path))
     assert found.read_bytes_s == pytest.approx(5e7, rel=0.01)
     assert any("not tried" in reason for reason in found.reasons) and len(machine.opened) < 4
-
-
-def test_rings_stay_in_half_the_cache() -> None:
-    for target in (DEVICE, Target(4096, 64 * MIB)):
-        ask = Ask(Path("/x"), target, True, False)
-        for cache_bytes in (8 * MIB, 32 * MIB, BIG_CACHE):
-            assert target.ordinal is None or fits(default_choice(ask, cache_bytes), cache_bytes)
-            tried = first_round(ask, cache_bytes)
-            assert tried and (target.ordinal is None or all(fits(choice, cache_bytes) for choice in tried))
-    assert default_choice(Ask(Path("/x"), DEVICE, True, True), BIG_CACHE) == Choice("ring", 12, 4 * MIB, 2)
-    assert default_choice(Ask(Path("/x"), DEVICE, True, True, ("kvikio",)), BIG_CACHE).engine == "kvikio"
-
-
-def test_kvikio_is_for_devices_only() -> None:
-    assert kept.engines_for("kvikio", Target(4096, MIB)) == kept.engines_for("auto", Target(4096, MIB)) == ("ring",)
-    assert kept.engines_for("auto", DEVICE) == ("ring", "kvikio")
-    assert kept.engines_for("kvikio", DEVICE) == ("kvikio",) and kept.engines_for("ring", DEVICE) == ("ring",)
-    ask = Ask(Path("/x"), Target(4096, 64 * MIB), True, False, ("ring", "kvikio"))
-    assert {choice.engine for choice in first_round(ask, BIG_CACHE)} == {"ring"}
-
-
-def test_cache_of_all_dies_is_counted_once_each(tmp_path: Path) -> None:
-    for cpu, sharers in enumerate(("0-1", "0-1", "2-3", "2-3")):
-        folder = tmp_path / f"cpu{cpu}" / "cache" / "index3"
-        folder.mkdir(parents=True)
-        (folder / "size").write_text("32768K\n")
-        (folder / "shared_cpu_list").write_text(sharers)
-    assert last_level_cache_bytes(tmp_path) == 64 * MIB
-    assert last_level_cache_bytes(tmp_path / "absent") == kept.CACHE_BYTES_UNKNOWN
 
 
 # --- faults ---
@@ -233,7 +227,7 @@ def test_a_disk_that_fills_while_it_is_written(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     found = run(Machine(), ask_of(tmp_path / "absent"))
-    assert "No such file" in found.describe() and found.choice == Choice("ring", 12, 4 * MIB, 2)
+    assert "No such file" in found.describe() and found.choice == USUAL
 
 
 def test_what_was_killed_is_swept(tmp_path: Path) -> None:
@@ -299,14 +293,6 @@ def test_read_only_root_is_measured_each_time(tmp_path: Path, monkeypatch: pytes
     assert calibrated(tmp_path, ask_of(tmp_path), counted(Machine()), 0.0).read_bytes_s
 
 
-def test_json() -> None:
-    made = Calibration(Choice("kvikio", 16, MIB), 1e9, None, 0.5, 1.5, ("a", "b"))
-    assert Calibration.from_json(json.loads(json.dumps(made.to_json()))) == made
-    for change in ({"read_bytes_s": -1}, {"choice": {}}, {"seconds": "x"}):
-        with pytest.raises(Corrupt):
-            Calibration.from_json(made.to_json() | change)
-
-
 # --- over a double of CUDA's driver ---
 
 
@@ -332,8 +318,9 @@ def test_a_device_that_hangs(cuda: CudaDouble, tmp_path: Path, monkeypatch: pyte
     assert found.is_target_busy and found.read_bytes_s is None
     assert cuda.copying() > 0 and not list(tmp_path.iterdir())
     cuda.open_gate()
-    reads, _ = measuring._left_behind.pop()  # type: ignore[misc]
-    assert reads.wait(10.0)
+    reads, (_, flying) = measuring._left_behind.pop()  # type: ignore[misc]
+    assert all(late.wait(10.0) for late in (reads, *(others for _, others in flying)))
+    assert bytes(buffer.view[:4096]).count(0) < 200  # so late it landed
 
 
 # --- the real thing ---

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
-from cuda_double import CudaDouble
 
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io import cuda as cuda_driver
 from kvtier.io.native import library
 from kvtier.io.ring import AlignedBuffer, aligned_buffer
+
+from cuda_double import CudaDouble
 
 N_BYTES = 16 * PAGE_BYTES
 STILL_PINNED: list[AlignedBuffer] = []

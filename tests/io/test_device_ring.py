@@ -7,12 +7,12 @@ import os
 import time
 
 import pytest
-from cuda_double import CudaDouble
 
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.ring import AlignedBuffer, DeviceRing, OpResult, ReadOp, Ring, WriteOp, aligned_buffer
 
+from cuda_double import CudaDouble
 from hang import HungRead
 from records import PIECE_BYTES, TIMEOUT_S, Record, finished, written
 

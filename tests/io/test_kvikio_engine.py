@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_kvikio import FakeKvikio
 
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
@@ -24,6 +23,8 @@ from kvtier.io import kvikio_engine
 from kvtier.io.cufile import cufile_state, nvidia_fs_loaded
 from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes, load_kvikio
 from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp, aligned_buffer
+
+from fake_kvikio import FakeKvikio
 
 SLAB, SLABS = 5 * PAGE_BYTES, 3
 PIECE = 2 * PAGE_BYTES

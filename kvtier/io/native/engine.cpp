@@ -217,7 +217,9 @@ void Engine::store(const Piece& piece, Writer& writer) {
   sum(piece);
   const int error = writer.write_fully(op.spec.fd, op.slabs() + piece.start, piece.bytes,
                                        op.slabs_offset() + static_cast<int64_t>(piece.start));
-  if (error != 0) op.fail(error);
+  if (error != 0) return op.fail(error);
+  if (options_.touch_written)
+    touch_pages(op.spec.fd, op.slabs_offset() + static_cast<int64_t>(piece.start), piece.bytes);
 }
 
 void Engine::sum(const Piece& piece) {

@@ -27,10 +27,12 @@ struct EngineOptions {
   int32_t device_ordinal = -1;  // -1: no reads for a device, and CUDA is not touched
   uint32_t device_slots = 0;    // pinned buffers a thread, of a device piece each
   uint64_t device_piece_bytes = 0;
+  uint32_t touch_written = 0;   // of a file system in memory: see touch_pages()
+  uint32_t unused = 0;
 
   bool has_device() const { return device_ordinal >= 0; }
 };
-static_assert(sizeof(EngineOptions) == 40, "the layout is part of the C interface");
+static_assert(sizeof(EngineOptions) == 48, "the layout is part of the C interface");
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:

@@ -10,6 +10,11 @@ namespace kvtier {
 // 0 when all bytes landed, ENODATA when the file ends before them, else errno.
 int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset);
 
+// Reads a byte of each page just written to a file system in memory. The kernel moves a page to its active list at the
+// first read after the write, under one lock for all: whoever reads a prompt's KV first would wait for that, and does so
+// here instead, in the background. (tmpfs, 16 threads: first reads at 26 GB/s, later ones at 75.) Errors don't matter.
+void touch_pages(int fd, int64_t offset, size_t bytes);
+
 // Writes of one thread, through a kernel AIO context of its own: one request, waited for.
 //
 // A synchronous direct write holds the file's lock on FUSE-like file systems until it is done, so threads that write

@@ -1,0 +1,92 @@
+"""What is worth trying on which machine, which of the measured choices is picked, and a calibration as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import Corrupt
+from kvtier.io import calibration as kept
+from kvtier.io.calibration import (
+    Ask,
+    Calibration,
+    default_choice,
+    device_threads,
+    first_round,
+    fits,
+    last_level_cache_bytes,
+    pick,
+)
+from kvtier.io.engines import Choice, Target
+
+MIB = 1 << 20
+DEVICE = Target(1 << 40, 64 * MIB, 0)
+BIG_CACHE = 300 * MIB
+USUAL = Choice("ring", 12, 4 * MIB, 2)
+SMALL, LARGE = Choice("ring", 8, MIB, 2), Choice("ring", 16, MIB, 4)
+KVIKIO = Choice("kvikio", 8, MIB)
+
+
+@pytest.mark.parametrize(
+    ("rates", "picked"),
+    [
+        ({USUAL: 47.6e9, SMALL: 50e9}, USUAL),  # within 5 %: as good
+        ({USUAL: 47.4e9, SMALL: 50e9}, SMALL),
+        ({SMALL: 48.6e9, LARGE: 50e9}, SMALL),  # within 3 %: what holds less memory
+        ({SMALL: 48.4e9, LARGE: 50e9}, LARGE),
+        ({USUAL: 40e9, SMALL: 48.6e9, LARGE: 50e9}, SMALL),
+        ({KVIKIO: 50e9, LARGE: 48.6e9}, LARGE),  # and the ring before KvikIO, whatever it holds
+        ({KVIKIO: 50e9, LARGE: 48.4e9}, KVIKIO),
+    ],
+)
+def test_which_of_the_rates_is_picked(rates: dict[Choice, float], picked: Choice) -> None:
+    assert pick(rates, USUAL) == picked
+    assert pick(dict(reversed(rates.items())), USUAL) == picked
+
+
+@pytest.mark.parametrize(("processors", "threads"), [(None, 4), (2, 4), (8, 6), (16, 14), (18, 16), (192, 16)])
+def test_processors_are_left_to_the_engine(
+    processors: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    assert device_threads() == threads
+
+
+def test_rings_stay_in_half_the_cache() -> None:
+    for target in (DEVICE, Target(4096, 64 * MIB)):
+        ask = Ask(Path("/x"), target, True, False)
+        for cache_bytes in (8 * MIB, 32 * MIB, BIG_CACHE):
+            assert target.ordinal is None or fits(default_choice(ask, cache_bytes), cache_bytes)
+            tried = first_round(ask, cache_bytes)
+            assert tried and (target.ordinal is None or all(fits(choice, cache_bytes) for choice in tried))
+    assert default_choice(Ask(Path("/x"), DEVICE, True, True), BIG_CACHE) == USUAL._replace(threads=device_threads())
+    assert default_choice(Ask(Path("/x"), DEVICE, True, True, ("kvikio",)), BIG_CACHE).engine == "kvikio"
+
+
+def test_kvikio_is_for_devices_only() -> None:
+    assert kept.engines_for("kvikio", Target(4096, MIB)) == kept.engines_for("auto", Target(4096, MIB)) == ("ring",)
+    assert kept.engines_for("auto", DEVICE) == ("ring", "kvikio")
+    assert kept.engines_for("kvikio", DEVICE) == ("kvikio",) and kept.engines_for("ring", DEVICE) == ("ring",)
+    ask = Ask(Path("/x"), Target(4096, 64 * MIB), True, False, ("ring", "kvikio"))
+    assert {choice.engine for choice in first_round(ask, BIG_CACHE)} == {"ring"}
+
+
+def test_cache_of_all_dies_is_counted_once_each(tmp_path: Path) -> None:
+    for cpu, sharers in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        folder = tmp_path / f"cpu{cpu}" / "cache" / "index3"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text("32768K\n")
+        (folder / "shared_cpu_list").write_text(sharers)
+    assert last_level_cache_bytes(tmp_path) == 64 * MIB
+    assert last_level_cache_bytes(tmp_path / "absent") == kept.CACHE_BYTES_UNKNOWN
+
+
+def test_json() -> None:
+    made = Calibration(Choice("kvikio", 16, MIB), 1e9, None, 0.5, 1.5, ("a", "b"))
+    assert Calibration.from_json(json.loads(json.dumps(made.to_json()))) == made
+    for change in ({"read_bytes_s": -1}, {"choice": {}}, {"seconds": "x"}):
+        with pytest.raises(Corrupt):
+            Calibration.from_json(made.to_json() | change)
