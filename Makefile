@@ -77,7 +77,7 @@ $(STAMPS)/engine: requirements/engine-$(ENGINE).txt | $(STAMPS)/python
 
 $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/engine
 	$(call step,installing the tools for tests and lint,\
-		$(PIP) -c requirements/engine-$(ENGINE).txt -r $< $(DEV_PACKAGE_$(ENGINE)))
+		$(PIP) --no-warn-conflicts -c requirements/engine-$(ENGINE).txt -r $< $(DEV_PACKAGE_$(ENGINE)))
 	@touch $@
 
 $(STAMPS)/project: $(BUILD_INPUTS) $(STAMPS)/engine

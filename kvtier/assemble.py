@@ -161,7 +161,8 @@ def open_transfer(
     )
     admission = Admission(settings.host.admit or ADMIT[device.type])
     cost = cost_of_share(io.cost, geometry, share)
-    transfer = Transfer(worker, jobs, admission, queues.save_chunks_max, memory.release, cost)
+    saves_max = min(queues.save_chunks_max, memory.save_slots)
+    transfer = Transfer(worker, jobs, admission, saves_max, memory.release, cost)
     transfer.start()
     return transfer
 

@@ -91,7 +91,7 @@ class HostSettings(BaseModel):
 
 
 class HbmSettings(BaseModel):
-    """GPU memory outside the engine's own: slots that chunks pass through. None: two of the engine's steps."""
+    """GPU memory outside the engine's own: slots that chunks pass through. None: three of the engine's steps."""
 
     model_config = _FROZEN
     staging_bytes: Bytes | None = None

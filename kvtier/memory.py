@@ -27,6 +27,9 @@ log = logging.getLogger("kvtier")
 ARENA_SLOTS_MIN = 4
 """Fewer can't hold a save and a load side by side."""
 HOST_ARENA_BYTES, PINNED_ARENA_BYTES = 1 << 30, 8 << 30
+STEPS_IN_FLIGHT = 3
+"""Whose chunks lie in staging at a time: engines launch a step ahead of the one that runs, and the chunks of the step
+before are still on their way down."""
 LOAD_SLOTS = 32
 """Staging for loads, beside that for saves."""
 PIN_BYTES = 256 << 20
@@ -36,13 +39,14 @@ HBM_SPARE_BYTES = 512 << 20
 
 
 class Memory(NamedTuple):
-    """arena, host, order, sums: see kvtier.worker.Worker. pin: begins to pin, in the background, once nothing is
-    measured any more. release: after the last use."""
+    """arena, host, order, sums: see kvtier.worker.Worker. save_slots: of the arena, that saves may hold. pin: begins to
+    pin, in the background, once nothing is measured any more. release: after the last use."""
 
     arena: ChunkArena
     host: ChunkArena | None
     order: Order
     sums: Callable[[Sequence[SlabRun]], list[tuple[int, ...]]]
+    save_slots: int
     pin: Callable[[], None]
     release: Callable[[], None]
 
@@ -50,7 +54,9 @@ class Memory(NamedTuple):
 def host_memory(settings: Settings, slot_bytes: int) -> Memory:
     """For pages in host memory. Raises ConfigError."""
     buffer = _host_buffer(settings.host.arena_bytes or HOST_ARENA_BYTES, slot_bytes)
-    return Memory(Arena(buffer, slot_bytes), None, HostOrder(), host_kernels.checksums, lambda: None, lambda: None)
+    arena: ChunkArena = Arena(buffer, slot_bytes)
+    save_slots = max(1, arena.n_slots // 2)  # so that loads go on
+    return Memory(arena, None, HostOrder(), host_kernels.checksums, save_slots, lambda: None, lambda: None)
 
 
 def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: torch.device) -> Memory:
@@ -69,7 +75,8 @@ def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: t
     def sums(runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
         return device_checksum.slab_checksums(runs).wait()
 
-    return Memory(staging, host, CudaOrder(device), sums, pinner.start, pinner.close)
+    save_slots = max(staging.n_slots - LOAD_SLOTS, staging.n_slots // 2)
+    return Memory(staging, host, CudaOrder(device), sums, save_slots, pinner.start, pinner.close)
 
 
 class Pinner:
@@ -126,7 +133,7 @@ def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:
 
 def _staging_buffer(settings: Settings, slot_bytes: int, step_chunks: int, device: torch.device) -> torch.Tensor:
     given = settings.hbm.staging_bytes
-    n_slots = 2 * step_chunks + LOAD_SLOTS if given is None else given // slot_bytes
+    n_slots = STEPS_IN_FLIGHT * step_chunks + LOAD_SLOTS if given is None else given // slot_bytes
     if n_slots < ARENA_SLOTS_MIN:
         fix = f"a chunk takes {slot_bytes} bytes on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
         raise ConfigError("hbm.staging_bytes", given, fix)

@@ -46,7 +46,7 @@ class Transfer:
     """Called from the worker's thread.
 
     Args:
-        save_chunks_max: chunks that saves may hold in the arena at a time; at most half of it, so that loads go on.
+        save_chunks_max: chunks that saves may hold in the arena at a time; the rest is for loads.
         cost: what a load should cost here, as it was measured at start; None: not known.
         release: gives the arenas' memory back, once nothing moves any more.
     """
@@ -59,9 +59,8 @@ class Transfer:
         self._worker = worker
         self._jobs = jobs
         self._release = release
-        chunks_max = min(save_chunks_max, max(1, worker.arena.n_slots // 2))
         self._ticker: Ticker | None = None
-        self._saver = Saver(worker, jobs.lower, jobs.save, chunks_max, admission)
+        self._saver = Saver(worker, jobs.lower, jobs.save, save_chunks_max, admission)
         keeper = None if worker.host is None else HostKeeper(worker, worker.host, jobs.keep)
         self._loader = Loader(worker, jobs.load, Fetcher(worker, admission, keeper))
 

@@ -156,7 +156,7 @@ class LazyEngine(Engine):
             codec=LazyCodec(worker.codec, self.order), io=Engines(DeviceReads(worker.io.ring), worker.io.ring),
         )  # fmt: skip
         self.jobs = TransferJobs(*(ManualJobs(64) for _ in range(4)))
-        self.transfers = [Transfer(self.worker, self.jobs, Admission(admit), 64)]  # type: ignore[arg-type]
+        self.transfers = [Transfer(self.worker, self.jobs, Admission(admit), staging_slots // 2)]  # type: ignore[arg-type]
         transfer._ticker.close(1.0)  # type: ignore[union-attr]
 
     def in_engine(self, work: Work) -> None:
