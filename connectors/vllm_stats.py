@@ -22,6 +22,7 @@ OF_ALL_RANKS = frozenset(
     {
         names.LOAD_BYTES,
         names.FILE_READ_BYTES,
+        names.KVIKIO_READ_BYTES,
         names.SAVE_BYTES,
         names.LOAD_FAILURES,
         names.CHECKSUM_FAILURES,
@@ -44,6 +45,7 @@ HELP = {
     names.ARENA_HIT_CHUNKS: "Chunks that lay where the engine's pages are: in GPU memory, or on the CPU in its arena.",
     names.HOST_HIT_CHUNKS: "Chunks that were loaded from host memory to the GPU instead of from storage.",
     names.FILE_READ_BYTES: "Bytes that were read from storage for loads, over all ranks.",
+    names.KVIKIO_READ_BYTES: "Of these, what was read by KvikIO (cuFile) and not by kvtier's own ring.",
     names.SAVE_TOKENS: "Tokens whose KV was saved.",
     names.SAVE_BYTES: "Bytes of KV that were saved, over all ranks.",
     names.SAVE_SECONDS: "Seconds that saves took in the background.",

@@ -120,9 +120,11 @@ class Fetcher:
         return True
 
     def is_here(self, fetch: Fetch) -> bool:
-        """Whether `complete` would return True at once."""
-        if fetch.slot < 0 or fetch.batch is None:
-            return fetch.slot >= 0
+        """Whether `complete` would return True at once, and the bytes have arrived."""
+        if fetch.slot < 0 or (fetch.copied is not None and not self._worker.order.is_done(fetch.copied)):
+            return False
+        if fetch.batch is None:
+            return True
         return fetch.batch.wait(0) and all(result.ok for result in fetch.batch.results())
 
     def check(self, fetches: Sequence[Fetch]) -> int:
@@ -299,7 +301,10 @@ class Fetcher:
             raise FetchFailed(f"{_place(source.location)}: {what}")
         fetch.is_verified = not self._worker.arena.is_device
         fetch.batch = None
-        self._worker.metrics.add(names.FILE_READ_BYTES, sum(source.n_bytes for source in fetch.sources))
+        n_bytes = sum(source.n_bytes for source in fetch.sources)
+        self._worker.metrics.add(names.FILE_READ_BYTES, n_bytes)
+        if self._worker.io.reader is not self._worker.io.ring:
+            self._worker.metrics.add(names.KVIKIO_READ_BYTES, n_bytes)
 
     def _note_stall(self, fetch: Fetch) -> None:
         """Reads that had half of a load's whole time and did not end: nothing is read for a while. A load that was

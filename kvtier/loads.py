@@ -30,7 +30,9 @@ log = logging.getLogger("kvtier")
 
 AHEAD_BYTES = 512 << 20
 CHUNKS_AHEAD_MIN, CHUNKS_AHEAD_MAX = 8, 64
-"""What one request has read ahead of the chunk being scattered; more only takes slots from other requests."""
+TOGETHER = 4
+"""What one request has read ahead of the chunk being scattered; more only takes slots from other requests. A fourth of
+it is scattered together: a launch a chunk takes longer than reading it, and after all of it storage would idle."""
 ANSWER_GRACE_S = 0.25
 """A load whose own thread has not answered so long after the deadline is answered for it."""
 
@@ -158,7 +160,7 @@ class Loader:
     def _here(self, load: _Load) -> list[Fetch]:
         """The first chunk, which is complete, and those behind it that are too: moved in one launch."""
         here = [load.coming[0]]
-        for fetch in itertools.islice(load.coming, 1, None):
+        for fetch in itertools.islice(load.coming, 1, max(1, self._chunks_ahead // TOGETHER)):
             if not self._fetcher.is_here(fetch):
                 break
             self._fetcher.complete(load.plan.namespace, fetch, load.deadline_s, slot_timeout_s=0.0)

@@ -32,8 +32,10 @@ STEPS_IN_FLIGHT = 3
 before are still on their way down."""
 LOAD_SLOTS = 32
 """Staging for loads, beside that for saves."""
-PIN_BYTES = 256 << 20
-"""Pinned in one call: the driver holds its locks for some ten milliseconds a GiB, and the engine launches meanwhile."""
+PIN_BYTES = 64 << 20
+PIN_PAUSE_S = 0.01
+"""Pinned in one call (some 8 ms), and the pause after it: the driver and the kernel hold locks meanwhile that the
+engine's launches and the first loads need."""
 HBM_SPARE_BYTES = 512 << 20
 """Left free for what the engine allocates after its KV cache (CUDA graphs, workspaces)."""
 
@@ -121,6 +123,7 @@ class Pinner:
                 return
             self._pinned.append(self._arena.address(first))
             self._arena.grow(end)
+            self._is_closed.wait(PIN_PAUSE_S)
 
 
 def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:

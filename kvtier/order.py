@@ -34,6 +34,10 @@ class Order(Protocol):
         """Returns when all that the mark stands for is done."""
         ...
 
+    def is_done(self, mark: Mark) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
     def moving(self, *after: Mark) -> AbstractContextManager[None]:
         """A place for copies and launches, behind the marks; leaving it waits until they are done."""
         ...
@@ -55,6 +59,9 @@ class HostOrder:
 
     def wait(self, mark: Mark) -> None:
         pass
+
+    def is_done(self, mark: Mark) -> bool:
+        return True
 
     def moving(self, *after: Mark) -> AbstractContextManager[None]:
         return nullcontext()
@@ -78,6 +85,9 @@ class CudaOrder:
 
     def wait(self, mark: Mark) -> None:
         mark.synchronize()
+
+    def is_done(self, mark: Mark) -> bool:
+        return bool(mark.query())
 
     @contextmanager
     def moving(self, *after: Mark) -> Iterator[None]:

@@ -89,6 +89,7 @@ class Transfer:
         """Takes back slots of I/O that hung and has returned; lets go of segments that were evicted."""
         self._worker.quarantine.sweep()
         self._worker.files.close_unlinked()
+        self._worker.io.close_unused()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits for what is queued; False when `timeout_s` was not enough."""

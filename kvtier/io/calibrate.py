@@ -244,7 +244,9 @@ class _Run:
         usual = default_choice(self._ask, self._cache_bytes)
         for choice in dict.fromkeys([usual, *best]):
             if choice in self._rates and self._clock() <= self._until_s:
-                self._rates[choice] = max(self._rates[choice], self._try(choice, fd, n_records))
+                rate = self._try(choice, fd, n_records)
+                self.reasons.append(f"{choice}: again {rate / 1e9:.2f} GB/s")
+                self._rates[choice] = max(self._rates[choice], rate)
 
     def _try(self, choice: Choice, fd: int, n_records: int) -> float:
         """Bytes a second. Raises TierUnavailable, OSError, Hangs."""

@@ -32,6 +32,11 @@ class Engines(NamedTuple):
     reader: Reader
     ring: Ring
 
+    def close_unused(self) -> None:
+        """Lets go of files that were not read lately, so that the space of evicted ones becomes free."""
+        if isinstance(self.reader, KvikioReader):
+            self.reader.close_unused()
+
     def close(self) -> bool:
         """False: something hangs in the kernel and was left behind."""
         closed = [engine.close() for engine in {id(engine): engine for engine in self}.values()]

@@ -75,6 +75,9 @@ class LazyOrder:
         with self._lock:
             mark.stream.run_to(mark.position)
 
+    def is_done(self, mark: Mark) -> bool:
+        return mark.stream.n_done >= mark.position
+
     @contextmanager
     def moving(self, *after: Mark) -> Iterator[None]:
         stream = Stream()
