@@ -147,7 +147,6 @@ def open_transfer(
     codec.prepare(pages)
     direct = use_direct_io(settings, root)
     io = open_io(settings, root, direct, memory.arena, device)
-    memory.pin()
     worker = Worker(
         geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, io.engines,
         open_index(settings, root), SegmentFolders(root.folder, direct), Quarantine(), Metrics(), settings.io.timeout_s,
@@ -159,6 +158,7 @@ def open_transfer(
         ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
         ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
     )
+    memory.pin(jobs.load)
     admission = Admission(settings.host.admit or ADMIT[device.type])
     cost = cost_of_share(io.cost, geometry, share)
     saves_max = min(queues.save_chunks_max, memory.save_slots)
