@@ -39,6 +39,9 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
     check_cache_dtype(str(cache.cache_dtype))
     if getattr(model, "is_encoder_decoder", False):
         raise ConfigError("model", model.model, f"encoder-decoder models are not supported; {WITHOUT}")
+    if getattr(model, "enable_sleep_mode", False):
+        fix = "a sleeping engine takes back memory that kvtier's copies still use; set it to false"
+        raise ConfigError("enable_sleep_mode", True, fix)
     load_format = _plain(getattr(vllm_config.load_config, "load_format", "auto"))
     if load_format == "dummy" and settings.model_tag is None:
         fix = "dummy weights lie in no files and cannot be told apart; set model_tag to a name for them"

@@ -38,7 +38,7 @@ from kvtier.record import HEADS_PER_RECORD_MAX, record_bytes
 from kvtier.root import Root, check_space, open_namespace, open_root
 from kvtier.store import Store
 from kvtier.tiers.segments import SegmentFolders, direct_io_works
-from kvtier.transfer import Transfer, TransferJobs
+from kvtier.transfer import Transfer, TransferJobs, Upkeep
 from kvtier.worker import Quarantine, Worker, arena_slot_bytes
 
 log = logging.getLogger("kvtier")
@@ -158,11 +158,10 @@ def open_transfer(
         ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
         ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
     )
-    memory.pin(jobs.load)
     admission = Admission(settings.host.admit or ADMIT[device.type])
     cost = cost_of_share(io.cost, geometry, share)
     saves_max = min(queues.save_chunks_max, memory.save_slots)
-    transfer = Transfer(worker, jobs, admission, saves_max, memory.release, cost)
+    transfer = Transfer(worker, jobs, admission, saves_max, cost, Upkeep(lambda: memory.pin(jobs.load), memory.release))
     transfer.start()
     return transfer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,46 +33,41 @@ class Lowering:
         self._host = host
         self._writes = writes
         self._slab_bytes = slab_bytes(worker.codec, worker.geometry, writes.n_layers)
-        self._reserving = threading.Lock()
 
-    def move(self, staged: Sequence[Staged]) -> bool:
-        """Moves gathered chunks into host slots and frees their staging slots. False, and nothing is moved, when the
-        host arena has no slots for them in time.
+    def move(self, staged: Sequence[Staged]) -> int:
+        """Moves the first of the gathered chunks, as many as the host arena has slots for, and frees their staging
+        slots; how many. 0: not even one slot came free in time.
 
         The checksums are taken where the bytes were gathered: what the way down changes is found before anything is
         published.
         """
-        if not staged:
-            return True
         worker, n_bytes = self._worker, self._writes.n_heads * self._slab_bytes
         host_slots = self._reserve(len(staged))
-        if host_slots is None:
-            return False
+        moved = staged[: len(host_slots)]
+        if not moved:
+            return 0
         try:
             with worker.order.moving():
-                for item, host_slot in zip(staged, host_slots, strict=True):
+                for item, host_slot in zip(moved, host_slots, strict=True):
                     worker.order.copy(self._host.record(host_slot, n_bytes), worker.arena.record(item.slot, n_bytes))
-                sums = worker.sums([self._run(item) for item in staged])
+                sums = worker.sums([self._run(item) for item in moved])
         except BaseException:
             self._discard(host_slots)
             raise
-        for item, host_slot, checksums in zip(staged, host_slots, sums, strict=True):
+        for item, host_slot, checksums in zip(moved, host_slots, sums, strict=True):
             worker.arena.discard(item.slot)
             item.arena, item.slot, item.checksums = self._host, host_slot, checksums
-        return True
+        return len(moved)
 
-    def _reserve(self, n_slots: int) -> list[int] | None:
-        """One job at a time: two that each hold half of what they need would wait for each other."""
-        with self._reserving:
-            deadline_s = self._worker.clock() + self._worker.timeout_s
-            slots: list[int] = []
-            while len(slots) < n_slots:
-                slot = self._host.reserve(max(0.0, deadline_s - self._worker.clock()))
-                if slot is None:
-                    self._discard(slots)
-                    return None
-                slots.append(slot)
-            return slots
+    def _reserve(self, n_slots: int) -> list[int]:
+        """Waits for one, and takes what more is free at once: who waits for all would hold some meanwhile."""
+        slots: list[int] = []
+        while len(slots) < n_slots:
+            slot = self._host.reserve(0.0 if slots else self._worker.timeout_s)
+            if slot is None:
+                break
+            slots.append(slot)
+        return slots
 
     def _discard(self, host_slots: Sequence[int]) -> None:
         for slot in host_slots:

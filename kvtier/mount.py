@@ -26,6 +26,9 @@ LOAD_FIXED_S = 0.003
 """What any load takes beside its bytes, until loads were seen: planning it, and its way through the engine's steps."""
 
 
+_abandoned: list[ChunkArena] = []
+
+
 class MountIo(NamedTuple):
     """cost: of a byte; None: not measured."""
 
@@ -50,11 +53,18 @@ def open_io(settings: Settings, root: Root, direct: bool, arena: ChunkArena, dev
         root.folder, target, direct, in_memory, _engines(settings), torch.cuda.get_device_name(device),
         settings.io.threads, settings.io.piece_bytes,
     )  # fmt: skip
-    measured = _measure(settings, root, ask)
-    choice = measured.choice if measured else default_choice(ask, last_level_cache_bytes())
+    measured = _measure(settings, root, ask, arena)
+    usual = default_choice(ask, last_level_cache_bytes())
     if measured is None:
-        log.info("%s: %s, as it comes (io.calibrate is off)", root.path, choice)
-    return MountIo(_open(settings, choice, target, direct, in_memory), _cost(measured))
+        log.info("%s: %s, as it comes (io.calibrate is off)", root.path, usual)
+        return MountIo(_open(settings, usual, ask), None)
+    try:
+        return MountIo(_open(settings, measured.choice, ask), _cost(measured))
+    except ConfigError as fault:
+        if settings.io.engine != "auto" or measured.choice == usual:
+            raise
+        log.warning("%s: %s, instead of what was measured: %s", root.path, usual, fault.fix)
+        return MountIo(_open(settings, usual, ask), None)
 
 
 def cost_of_share(cost: LoadCost | None, geometry: Geometry, share: RankShare) -> LoadCost | None:
@@ -70,28 +80,29 @@ def _engines(settings: Settings) -> tuple[EngineName, ...]:
     return ("ring", "kvikio") if importlib.util.find_spec("kvikio") else ("ring",)
 
 
-def _measure(settings: Settings, root: Root, ask: Ask) -> Calibration | None:
+def _measure(settings: Settings, root: Root, ask: Ask, arena: ChunkArena) -> Calibration | None:
     if not settings.io.calibrate:
         return None
     measured = calibrated(root.path, ask, calibrate)
     if measured.is_target_busy:
+        _abandoned.append(arena)  # late bytes may still land there
         fix = "its storage hangs: " + "; ".join(measured.reasons)
         raise ConfigError("root", str(root.path), fix)
     return measured
 
 
-def _open(settings: Settings, choice: Choice, target: Target, direct: bool, in_memory: bool) -> Engines:
+def _open(settings: Settings, choice: Choice, ask: Ask) -> Engines:
     try:
-        reader = open_engine(choice, target, direct, in_memory)
-        if isinstance(reader, Ring):
-            return Engines(reader, reader)
-        sizes = sizes_for(in_memory)
-        return Engines(
-            reader,
-            Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, touch_written=in_memory),
-        )
-    except TierUnavailable as fault:
+        reader = open_engine(choice, ask.target, ask.direct, ask.in_memory)
+    except (TierUnavailable, ValueError) as fault:
         raise ConfigError("io.engine", settings.io.engine, str(fault)) from fault
+    if isinstance(reader, Ring):
+        return Engines(reader, reader)
+    sizes = sizes_for(ask.in_memory)
+    ring = Ring(
+        sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, touch_written=ask.in_memory
+    )
+    return Engines(reader, ring)
 
 
 def _cost(measured: Calibration | None) -> LoadCost | None:

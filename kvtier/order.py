@@ -84,13 +84,16 @@ class CudaOrder:
         return self._record(torch.cuda.current_stream(self._device))
 
     def wait(self, mark: Mark) -> None:
+        self._enter()
         mark.synchronize()
 
     def is_done(self, mark: Mark) -> bool:
+        self._enter()
         return bool(mark.query())
 
     @contextmanager
     def moving(self, *after: Mark) -> Iterator[None]:
+        self._enter()
         stream = self._stream("moving")
         with torch.cuda.stream(stream):
             for mark in after:
@@ -104,10 +107,17 @@ class CudaOrder:
         target.copy_(source, non_blocking=True)
 
     def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        self._enter()
         stream = self._stream("copying")
         with torch.cuda.stream(stream):
             self.copy(target, source)
             return self._record(stream)
+
+    def _enter(self) -> None:
+        """A new thread's device is the first of the host, and to use that makes a context of half a GiB there."""
+        if not hasattr(self._own, "entered"):
+            torch.cuda.set_device(self._device)
+            self._own.entered = True
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         # Who waits sleeps: a waiting thread must not take the engine's core.

@@ -61,7 +61,6 @@ class Saver:
         self._keep = admission.keeps_saved() and worker.share.writes == worker.share.reads
         host, writes = worker.host, worker.share.writes
         self._lowering = None if host is None or writes is None else Lowering(worker, host, writes)
-        self._job_chunks = JOB_CHUNKS if host is None else min(JOB_CHUNKS, max(1, host.n_slots // 2))
         self._making = threading.Lock()
         self._lock = threading.Lock()
         self._done: list[SaveDone] = []
@@ -89,17 +88,19 @@ class Saver:
             outcomes.update((item.chunk.key, SaveOutcome.QUEUE_FULL) for item in staged)
             gathered = self._worker.order.mark()
             while staged:
-                part = staged[: self._job_chunks]
+                part = staged[:JOB_CHUNKS]
                 if not self._queue(plan, part, gathered, writes):
                     break
                 for item in part:
                     del outcomes[item.chunk.key]
                 staged = staged[len(part) :]
         finally:
-            if staged:  # only when closed or by a fault: there are no more jobs than chunks in flight
-                self._worker.order.wait(self._worker.order.mark())
-            self._give_back(staged)
-            self._answer([(chunk, outcomes[chunk.key]) for chunk in plan.chunks if chunk.key in outcomes])
+            try:
+                if staged:  # only when closed or by a fault: there are no more jobs than chunks in flight
+                    self._worker.order.wait(self._worker.order.mark())
+                self._give_back(staged)  # not when the wait failed: the gather may still write into the slots
+            finally:
+                self._answer([(chunk, outcomes[chunk.key]) for chunk in plan.chunks if chunk.key in outcomes])
 
     def _queue(self, plan: SavePlan, part: list[Staged], gathered: Mark, writes: Extent) -> bool:
         if self._lowering is None:  # a gather in host memory is done by now
@@ -164,11 +165,14 @@ class Saver:
         outcome = SaveOutcome.FAILED
         try:
             self._worker.order.wait(gathered)  # whatever happens below, the slots may be given to others after this
-            outcome = SaveOutcome.QUEUE_FULL
-            if self._lowering.move(staged):
-                self._left_arena(len(staged))
-                if self._jobs.submit(partial(self._write, plan, staged, writes)):
-                    staged = []
+            while staged:
+                n_moved = self._lowering.move(staged)
+                self._left_arena(n_moved)
+                part = staged[:n_moved]
+                if not part or not self._jobs.submit(partial(self._write, plan, part, writes)):
+                    outcome = SaveOutcome.QUEUE_FULL
+                    break
+                staged = staged[n_moved:]
         finally:
             self._give_back(staged)
             self._answer([(item.chunk, outcome) for item in staged])

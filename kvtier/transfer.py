@@ -42,23 +42,31 @@ class TransferJobs(NamedTuple):
     keep: Jobs
 
 
+class Upkeep(NamedTuple):
+    """Of the arenas' memory. begin: at the first save or load, because nothing may disturb an engine that captures CUDA
+    graphs as it starts. release: once nothing moves any more."""
+
+    begin: Callable[[], None] = lambda: None
+    release: Callable[[], None] = lambda: None
+
+
 class Transfer:
     """Called from the worker's thread.
 
     Args:
         save_chunks_max: chunks that saves may hold in the arena at a time; the rest is for loads.
         cost: what a load should cost here, as it was measured at start; None: not known.
-        release: gives the arenas' memory back, once nothing moves any more.
     """
 
     def __init__(
         self, worker: Worker, jobs: TransferJobs, admission: Admission, save_chunks_max: int,
-        release: Callable[[], None] = lambda: None, cost: LoadCost | None = None,
+        cost: LoadCost | None = None, upkeep: Upkeep | None = None,
     ) -> None:  # fmt: skip
         self.cost = cost
         self._worker = worker
         self._jobs = jobs
-        self._release = release
+        self._upkeep = upkeep or Upkeep()
+        self._has_begun = False
         self._ticker: Ticker | None = None
         self._saver = Saver(worker, jobs.lower, jobs.save, save_chunks_max, admission)
         keeper = None if worker.host is None else HostKeeper(worker, worker.host, jobs.keep)
@@ -70,10 +78,12 @@ class Transfer:
 
     def save(self, plan: SavePlan) -> None:
         """Gathers the plan's chunks before it returns. Each chunk is answered once, in some later `poll`."""
+        self._begin()
         self._saver.save(plan)
 
     def load(self, plan: LoadPlan) -> None:
         """Queues the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
+        self._begin()
         self._loader.load(plan)
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
@@ -84,6 +94,11 @@ class Transfer:
     def start(self) -> None:
         """Tidies in the background until `close`."""
         self._ticker = Ticker("tidy", TIDY_INTERVAL_S, self.tidy)
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._upkeep.begin()
 
     def tidy(self) -> None:
         """Takes back slots of I/O that hung and has returned; lets go of segments that were evicted."""
@@ -108,7 +123,7 @@ class Transfer:
         self._worker.quarantine.sweep()
         has_ended = self._worker.io.close() and not len(self._worker.quarantine)
         if has_ended and not any(jobs.pending() for jobs in self._jobs):
-            self._release()
+            self._upkeep.release()
         else:
             _outlived.append(self._worker)  # its memory is still in use by work that hangs
         self._worker.files.close()

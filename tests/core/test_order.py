@@ -176,6 +176,17 @@ def test_bytes_that_change_on_the_way_down_are_not_stored(tmp_path: Path, engine
     assert engine.transfers[0].metrics.total()[names.CHECKSUM_FAILURES] == 1
 
 
+def test_what_the_host_arena_has_no_slots_for_is_skipped(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    engine = start(tmp_path, engines)
+    object.__setattr__(engine.worker, "timeout_s", 0.2)
+    taken = [engine.host.reserve() for _ in range(engine.host.n_slots - 2)]
+    outcomes = [done.outcome for done in save(engine)]
+    assert sorted(outcome.value for outcome in outcomes) == 3 * ["queue_full"] + 2 * ["saved"]
+    for slot in taken:
+        assert slot is not None
+        engine.host.discard(slot)
+
+
 def test_a_closed_queue_gives_no_slot_away_before_its_gather(tmp_path: Path, engines: list[LazyEngine]) -> None:
     engine = start(tmp_path, engines, staging_slots=10)
     engine.wait_for_set()

@@ -74,6 +74,7 @@ def test_a_plain_engine_passes() -> None:
             "pipeline_parallel_size", "use one or the other",
         ),
         ({"cache__calculate_kv_scales": True}, "calculate_kv_scales", "set it to false"),
+        ({"model__enable_sleep_mode": True}, "enable_sleep_mode", "set it to false"),
         ({"cache__cache_dtype": "int8_per_token_head"}, "kv_cache_dtype", "use auto"),
         ({"cache__cache_dtype": "int4_per_token_head"}, "kv_cache_dtype", "use auto"),
         ({"cache__cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype", "use auto"),
