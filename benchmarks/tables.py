@@ -1,4 +1,4 @@
-"""Writes the tables of the README from benchmarks/results/*.json.
+"""Writes the tables of the README from benchmarks/results/*.json; those of a GPU are made by tables_gpu.py.
 
 python -m benchmarks.tables            # rewrites README.md between its marks
 python -m benchmarks.tables --check    # exit status 1 when README.md is not what the results say
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables_gpu
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
+CPU_MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->\n")
+GPU_MARKS = ("<!-- measured on a GPU: begin -->\n", "<!-- measured on a GPU: end -->\n")
 
 
 def read(name: str) -> Any:
@@ -88,13 +92,20 @@ def share(what: str, part: dict[str, float], target_us: float) -> str:
     )
 
 
+def between(text: str, marks: tuple[str, str], sections: Sequence[Callable[[], list[str]]]) -> str:
+    """The text with what stands between the marks made anew. Raises ValueError where a mark is not there once."""
+    begin, end = marks
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    tables = "\n\n".join("\n".join(section()) for section in sections)
+    return f"{before}{begin}\n{tables}\n\n{end}{after}"
+
+
 def main() -> int:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    tables = "\n\n".join("\n".join(section()) for section in (demo, records, lookup))
-    new = f"{before}{BEGIN}\n{tables}\n\n{END}{after}"
+    new = between(text, CPU_MARKS, (demo, records, lookup))
+    new = between(new, GPU_MARKS, tables_gpu.SECTIONS)
     if "--check" in sys.argv[1:]:
         return int(new != text)
     readme.write_text(new)
