@@ -109,8 +109,8 @@ def ttft() -> list[str]:
                 "kvtier from the host arena", "transfer, and share of pinned copies"], rows),
         "",
         f"**Missed: {'; '.join(text for is_met, text in judged if not is_met)}.** "
-        f"Met: {'; '.join(text for is_met, text in judged if is_met)}. The transfer is from the request for bytes to "
-        "verified blocks. The arena (16 GiB, `host.admit: always`) is that of the "
+        f"Met: {'; '.join(text for is_met, text in judged if is_met)}. The transfer is timed from the start of "
+        "a load's job to its verified blocks. The arena (16 GiB, `host.admit: always`) is that of the "
         f"process that saved, vLLM's prefix cache emptied; its first reload took {1000 * first:,.0f} ms and is not in "
         "the median.",
     ]  # fmt: skip
@@ -218,7 +218,7 @@ def saving() -> list[str]:
         f"{settle} s after the window), the rate changed too much from window to window, with saving {after_on} and "
         f"without {after_off} tokens/s, so no figure is taken from it: what saving costs decoding there is not known. "
         f"The script's own summary, of both parts, says {found['decode_on_tokens_s']:,.0f} with and "
-        f"{found['decode_off_tokens_s']:,.0f} without, a gain that is such chance.",
+        f"{found['decode_off_tokens_s']:,.0f} without: faster with saving, which saving cannot explain.",
     ]  # fmt: skip
 
 
