@@ -27,7 +27,8 @@ TIER: dict[str, Any] = {
     "capacity_bytes": "1536MiB", "segment_bytes": "128MiB", "touch_interval_s": 0.2,
     "host": {"arena_bytes": "512MiB"}, "min_load_tokens": 256,
 }  # fmt: skip
-"""min_load_tokens: left to itself, kvtier finds that so small a model computes faster than it loads. Of float32, 64 KiB a token: the shared prefix takes 512 MiB, another one 128 MiB, and 15 of them 2.3 GiB."""
+"""Of float32, 64 KiB a token: the shared prefix takes 512 MiB, another one 128 MiB, and 15 of them 2.3 GiB.
+min_load_tokens: left to itself, kvtier finds that so small a model computes faster than it loads."""
 TINY_LIMITS: dict[str, Any] = {"capacity_bytes": "3MiB", "segment_bytes": "256KiB", "touch_interval_s": 0.2,
                                "host": {"arena_bytes": "1MiB"}}  # fmt: skip
 ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 16384, "gpu_memory_utilization": 0.4,
