@@ -44,7 +44,7 @@ HBM_SPARE_BYTES = 512 << 20
 
 class Memory(NamedTuple):
     """arena, host, order, sums: see kvtier.worker.Worker. save_slots: of the arena, that saves may hold. pin: begins to
-    pin, in the background, once nothing is measured any more. release: after the last use."""
+    pin, in the background, behind the loads that it is given. release: after the last use."""
 
     arena: ChunkArena
     host: ChunkArena | None

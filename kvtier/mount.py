@@ -16,7 +16,7 @@ from kvtier.io.calibrate import calibrate
 from kvtier.io.calibration import Ask, Calibration, calibrated, default_choice, last_level_cache_bytes
 from kvtier.io.engines import Choice, EngineName, Engines, Target, open_engine
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.io.ring import Ring, sizes_for
+from kvtier.io.ring import Ring, RingSizes, sizes_for
 from kvtier.root import Root
 from kvtier.worker import ChunkArena
 
@@ -24,7 +24,6 @@ log = logging.getLogger("kvtier")
 
 LOAD_FIXED_S = 0.003
 """What any load takes beside its bytes, until loads were seen: planning it, and its way through the engine's steps."""
-
 
 _abandoned: list[ChunkArena] = []
 
@@ -43,9 +42,7 @@ def open_io(settings: Settings, root: Root, direct: bool, arena: ChunkArena, dev
         sizes = sizes_for(in_memory, settings.io.threads, settings.io.piece_bytes)
         log.info("%s: ring of %d threads, reads of %d KiB, writes of %d KiB", root.path, sizes.threads,
                  sizes.piece_bytes >> 10, sizes.write_piece_bytes >> 10)  # fmt: skip
-        ring = Ring(
-            sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, touch_written=in_memory
-        )
+        ring = _ring(sizes, in_memory)
         return MountIo(Engines(ring, ring), None)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
@@ -98,11 +95,12 @@ def _open(settings: Settings, choice: Choice, ask: Ask) -> Engines:
         raise ConfigError("io.engine", settings.io.engine, str(fault)) from fault
     if isinstance(reader, Ring):
         return Engines(reader, reader)
-    sizes = sizes_for(ask.in_memory)
-    ring = Ring(
-        sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, touch_written=ask.in_memory
-    )
-    return Engines(reader, ring)
+    return Engines(reader, _ring(sizes_for(ask.in_memory), ask.in_memory))
+
+
+def _ring(sizes: RingSizes, in_memory: bool) -> Ring:
+    """Between files and host memory."""
+    return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, touch_written=in_memory)
 
 
 def _cost(measured: Calibration | None) -> LoadCost | None:
