@@ -61,6 +61,12 @@ def _no_bool(value: object) -> object:
     return value
 
 
+def _tokens_or_auto(value: object) -> object:
+    if isinstance(value, str) and value != "auto" and not value.strip().isdigit():  # else each type complains
+        raise ValueError('must be a number of tokens or "auto"')
+    return value
+
+
 def _multiple(value: int, unit: int, why: str) -> int:
     if value % unit:
         raise ValueError(f"must be a multiple of {unit} ({why}); the next one is {-(-value // unit) * unit}")
@@ -77,6 +83,7 @@ def _absolute_path(value: Path) -> Path:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Count = Annotated[int, BeforeValidator(_no_bool), Field(gt=0)]
+Natural = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
 _FROZEN = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -145,8 +152,7 @@ class Settings(BaseSettings):
     root: the folder of the file-system tier, shared by all workers; capacity_bytes: what its segments may take.
     segment_bytes: of one file of one rank; chunk_tokens: tokens of a chunk, a multiple of the engine's block.
     model_tag: stands for the weights where they do not lie in files; epoch: raise it to leave all stored KV behind.
-    save_generated: whether generated tokens are stored too; min_load_tokens: shorter hits are computed instead
-    (auto: by measured rates, so that a hit is never slower than prefill).
+    save_generated: whether generated tokens are stored too; min_load_tokens: shorter hits are computed.
     writer_lease_s: after so long without a sign of life a writer's open segments are taken for abandoned.
     touch_interval_s: how often recency of use is written down; shutdown_drain_s: how long a stop waits for saves.
     """
@@ -160,9 +166,9 @@ class Settings(BaseSettings):
     chunk_tokens: Count = 256
     codec: Literal["raw"] = "raw"
     model_tag: Annotated[str, Field(min_length=1)] | None = None
-    epoch: Annotated[int, BeforeValidator(_no_bool), Field(ge=0)] = 0
+    epoch: Natural = 0
     save_generated: bool = True
-    min_load_tokens: Annotated[int, BeforeValidator(_no_bool), Field(ge=0)] | Literal["auto"] = "auto"
+    min_load_tokens: Annotated[Natural | Literal["auto"], BeforeValidator(_tokens_or_auto)] = "auto"
     host: HostSettings = HostSettings()
     hbm: HbmSettings = HbmSettings()
     io: IoSettings = IoSettings()

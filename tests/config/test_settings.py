@@ -288,3 +288,11 @@ def test_variables_of_a_kubernetes_service_called_kvtier_are_not_settings(monkey
 
 def test_a_root_with_a_nul_byte_is_refused() -> None:
     assert refusal({"root": "/x\0y"}).key == "root"
+
+
+def test_text_for_tokens_is_one_complaint() -> None:
+    with pytest.raises(ConfigError, match='number of tokens or "auto"') as refused:
+        Settings.load({"root": "/x", "min_load_tokens": "soon"})
+    assert "more settings" not in str(refused.value)
+    assert Settings.load({"root": "/x", "min_load_tokens": "512"}).min_load_tokens == 512
+    assert Settings.load({"root": "/x", "min_load_tokens": "auto"}).min_load_tokens == "auto"
