@@ -53,7 +53,7 @@ class CudaDouble:
         self.path = path
         self.left_behind = 0
         self._lib = ctypes.CDLL(str(path))
-        for name in ("outstanding", "faults", "copies", "copying", "contexts_of_thread"):
+        for name in ("outstanding", "faults", "copies", "copying", "contexts_of_thread", "capture_mode_of_thread"):
             getattr(self._lib, f"fake_{name}").restype = ctypes.c_int64
         self._lib.fake_delay.argtypes = [ctypes.c_int64]
         self._lib.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
@@ -65,6 +65,7 @@ class CudaDouble:
 
     def __exit__(self, *_: object) -> None:
         self.open_gate()
+        self.capture(False)
         self.delay(0.0)
         self.fail(times=0)
         library.kvtier_cuda_load(None)
@@ -85,6 +86,14 @@ class CudaDouble:
 
     def contexts_of_thread(self) -> int:
         return int(self._lib.fake_contexts_of_thread())
+
+    def capture_mode_of_thread(self) -> int:
+        """As CUDA counts; 0, the most strict one, is what a thread begins with."""
+        return int(self._lib.fake_capture_mode_of_thread())
+
+    def capture(self, capturing: bool) -> None:
+        """As if the engine were recording a CUDA graph: unsafe calls of threads that are not relaxed are faults."""
+        self._lib.fake_capture(int(capturing))
 
     def delay(self, seconds: float) -> None:
         """Before each copy."""

@@ -1,7 +1,7 @@
 // A double of CUDA's driver, a library of its own (see cuda_double.py): device memory is host memory, a stream is a
 // thread. A copy reads its source only when its turn comes, `delay_us` late or when the gate opens, so that a slot that
-// is used again too early gives wrong bytes. What real CUDA would not notice is counted as a fault. Not in it: PCIe,
-// real asynchrony of the device, sticky errors.
+// is used again too early gives wrong bytes. What real CUDA would not notice is counted as a fault, and so is what would
+// spoil another thread's capture of a graph. Not in it: PCIe, real asynchrony of the device, sticky errors.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -21,7 +21,8 @@
 namespace {
 
 constexpr int kInvalidValue = 1, kInvalidContext = 201, kInvalidHandle = 400, kNotReady = 600, kInvalidDevice = 101,
-              kAlreadyRegistered = 712, kNotRegistered = 713;
+              kAlreadyRegistered = 712, kNotRegistered = 713, kCaptureUnsupported = 900;
+constexpr int kGlobalCapture = 0, kRelaxedCapture = 2;
 
 struct Event {
   uint64_t recorded = 0, reached = 0;  // a record is waited for until `reached` has its number
@@ -47,7 +48,7 @@ struct World {
   std::map<uintptr_t, size_t> registered;
   std::vector<std::pair<uintptr_t, uintptr_t>> copying;  // sources of copies that have not ended
   int64_t streams = 0, events = 0, contexts = 0, copies = 0, faults = 0, delay_us = 0;
-  bool gate_closed = false;
+  bool gate_closed = false, capturing = false;
   std::string failing;  // names of the calls that fail
   int64_t calls_before = 0, failures = 0;
   int code = 0;
@@ -61,6 +62,9 @@ World& world() {
 // The stack of contexts of this thread.
 thread_local void* contexts[8];
 thread_local int n_contexts = 0;
+
+// What may be called on this thread while some thread captures a graph.
+thread_local int capture_mode = kGlobalCapture;
 
 void* current() { return n_contexts == 0 ? nullptr : contexts[n_contexts - 1]; }
 
@@ -80,6 +84,14 @@ int injected(const char* call) {
   World& w = world();                                        \
   std::unique_lock<std::mutex> lock(w.mutex);                \
   if (const int error = injected(call); error != 0) return error
+
+// Of calls that CUDA may refuse during a capture (here: all of them).
+#define BEGIN_UNSAFE(call)                                    \
+  BEGIN(call);                                                \
+  if (w.capturing && capture_mode != kRelaxedCapture) {       \
+    w.faults++;                                               \
+    return kCaptureUnsupported;                               \
+  }
 
 void run(Stream* stream) {
   World& w = world();
@@ -153,6 +165,14 @@ EXPORT int64_t fake_copying() {
 // The contexts that the calling thread has made current.
 EXPORT int64_t fake_contexts_of_thread() { return n_contexts; }
 
+EXPORT int64_t fake_capture_mode_of_thread() { return capture_mode; }
+
+// As if the engine were capturing a graph on a thread of its own.
+EXPORT void fake_capture(int capturing) {
+  std::lock_guard<std::mutex> lock(world().mutex);
+  world().capturing = capturing != 0;
+}
+
 EXPORT void fake_delay(int64_t microseconds) {
   std::lock_guard<std::mutex> lock(world().mutex);
   world().delay_us = microseconds;
@@ -193,7 +213,8 @@ EXPORT int cuGetErrorName(int error, const char** name) {
                                                 {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
                                                 {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
                                                 {kAlreadyRegistered, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
-                                                {kNotRegistered, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"}};
+                                                {kNotRegistered, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
+                                                {kCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
   const auto found = names.find(error);
   if (found == names.end()) return kInvalidValue;
   *name = found->second;
@@ -238,8 +259,15 @@ EXPORT int cuCtxPopCurrent_v2(void** context) {
   return 0;
 }
 
+EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
+  BEGIN("cuThreadExchangeStreamCaptureMode");
+  if (current() == nullptr) return kInvalidContext;
+  std::swap(*mode, capture_mode);
+  return 0;
+}
+
 EXPORT int cuStreamCreate(Stream** stream, unsigned flags) {
-  BEGIN("cuStreamCreate");
+  BEGIN_UNSAFE("cuStreamCreate");
   if (current() == nullptr) return kInvalidContext;
   if (flags != 1) w.faults++;  // it would wait for the model's kernels
   *stream = new Stream;
@@ -249,14 +277,14 @@ EXPORT int cuStreamCreate(Stream** stream, unsigned flags) {
 }
 
 EXPORT int cuStreamSynchronize(Stream* stream) {
-  BEGIN("cuStreamSynchronize");
+  BEGIN_UNSAFE("cuStreamSynchronize");
   w.changed.wait(lock, [&] { return stream->work.empty() && !stream->busy; });
   return 0;
 }
 
 EXPORT int cuStreamDestroy_v2(Stream* stream) {
   {
-    BEGIN("cuStreamDestroy");
+    BEGIN_UNSAFE("cuStreamDestroy");
     if (!stream->work.empty() || stream->busy) w.faults++;
     stream->stop = true;
     w.streams--;
@@ -268,7 +296,7 @@ EXPORT int cuStreamDestroy_v2(Stream* stream) {
 }
 
 EXPORT int cuEventCreate(Event** event, unsigned) {
-  BEGIN("cuEventCreate");
+  BEGIN_UNSAFE("cuEventCreate");
   if (current() == nullptr) return kInvalidContext;
   *event = new Event;
   w.events++;
@@ -276,7 +304,7 @@ EXPORT int cuEventCreate(Event** event, unsigned) {
 }
 
 EXPORT int cuEventDestroy_v2(Event* event) {
-  BEGIN("cuEventDestroy");
+  BEGIN_UNSAFE("cuEventDestroy");
   if (event->reached != event->recorded) w.faults++;
   w.events--;
   delete event;
@@ -293,12 +321,12 @@ EXPORT int cuEventRecord(Event* event, Stream* stream) {
 }
 
 EXPORT int cuEventQuery(Event* event) {
-  BEGIN("cuEventQuery");
+  BEGIN_UNSAFE("cuEventQuery");
   return event->reached == event->recorded ? 0 : kNotReady;
 }
 
 EXPORT int cuEventSynchronize(Event* event) {
-  BEGIN("cuEventSynchronize");
+  BEGIN_UNSAFE("cuEventSynchronize");
   w.changed.wait(lock, [&] { return event->reached == event->recorded; });
   return 0;
 }
@@ -315,14 +343,14 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t byte
 }
 
 EXPORT int cuMemHostRegister_v2(void* address, size_t bytes, unsigned flags) {
-  BEGIN("cuMemHostRegister");
+  BEGIN_UNSAFE("cuMemHostRegister");
   if (current() == nullptr) return kInvalidContext;
   if (flags != 1 || bytes == 0) return kInvalidValue;
   return w.registered.emplace(reinterpret_cast<uintptr_t>(address), bytes).second ? 0 : kAlreadyRegistered;
 }
 
 EXPORT int cuMemHostUnregister(void* address) {
-  BEGIN("cuMemHostUnregister");
+  BEGIN_UNSAFE("cuMemHostUnregister");
   if (current() == nullptr) return kInvalidContext;
   const auto found = w.registered.find(reinterpret_cast<uintptr_t>(address));
   if (found == w.registered.end()) return kNotRegistered;

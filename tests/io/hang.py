@@ -11,7 +11,7 @@ import select
 import pytest
 
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io.ring import ReadOp, aligned_buffer
+from kvtier.io.ring import ReadOp, WriteOp, aligned_buffer
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}
 _API = (0xAA, 0, 0)  # struct uffdio_api: api, features, ioctls
@@ -22,7 +22,7 @@ _REGISTER_MISSING = 1
 class HungRead:
     """`op` reads one page of /dev/zero and does not return before `release`. Keeps its own memory alive.
 
-    `long_op` reads four pages, of which the first hangs.
+    `long_op` reads four pages, of which the first hangs. `write_op` writes a record of which the header page hangs.
     """
 
     def __init__(self) -> None:
@@ -37,6 +37,9 @@ class HungRead:
         self._zeros = os.open("/dev/zero", os.O_RDONLY)
         self.op = ReadOp(self._zeros, 0, self._target.address, PAGE_BYTES, 1, bytes(16), 0, 0, None)
         self.long_op = self.op._replace(n_slabs=4)
+
+    def write_op(self, fd: int) -> WriteOp:
+        return WriteOp(fd, 0, self._target.address, PAGE_BYTES, 3, bytes(16), 0, 0)
 
     def wait_until_hanging(self, timeout_s: float) -> None:
         """A thread is in the read now: its page fault has been reported."""

@@ -40,6 +40,24 @@ def test_the_callers_device_stays_current(cuda: CudaDouble) -> None:
     assert cuda.contexts_of_thread() == 0
 
 
+def test_pinning_does_not_spoil_a_capture(cuda: CudaDouble) -> None:
+    """The engine records CUDA graphs while the host arena is pinned; and the thread's own mode is not changed."""
+    buffer = aligned_buffer(N_BYTES)
+    cuda.capture(True)
+    cuda_driver.pin(buffer.address, N_BYTES, 0)
+    cuda_driver.unpin(buffer.address)
+    assert cuda.capture_mode_of_thread() == 0
+
+
+def test_a_thread_that_cannot_be_relaxed_does_not_pin(cuda: CudaDouble) -> None:
+    buffer = aligned_buffer(N_BYTES)
+    before = cuda.outstanding()
+    cuda.fail("cuThreadExchangeStreamCaptureMode")
+    with pytest.raises(TierUnavailable, match="cuThreadExchangeStreamCaptureMode: CUDA_ERROR_OUT_OF_MEMORY"):
+        cuda_driver.pin(buffer.address, N_BYTES, 0)
+    assert (cuda.outstanding(), cuda.contexts_of_thread()) == (before, 0)
+
+
 @pytest.mark.parametrize("call", ["cuInit", "cuDevicePrimaryCtxRetain", "cuMemHostRegister"])
 def test_what_cannot_be_pinned_is_said_and_leaves_nothing(cuda: CudaDouble, call: str) -> None:
     buffer = aligned_buffer(N_BYTES)

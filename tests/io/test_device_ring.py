@@ -152,6 +152,39 @@ def test_short_files_and_read_errors_are_one_operations_own(cuda: CudaDouble, fd
         assert holds(targets[0], records[0]) and holds(targets[2], records[2])
 
 
+def test_a_reads_answer_does_not_wait_for_a_write(cuda: CudaDouble, fd: int) -> None:
+    """One thread whose copy is late, and a write that hangs: the read is reported before the write is taken."""
+    (record,) = stored(fd, 1, PAGE_BYTES, 4)
+    (target,) = targets_of([record])
+    blocker, hung = HungRead(), HungRead()
+    with Ring(1, PIECE_BYTES, device=DEVICE) as ring, open(os.devnull, "wb") as sink:
+        ring.submit([blocker.op])
+        blocker.wait_until_hanging(TIMEOUT_S)
+        cuda.close_gate()
+        batch = ring.submit([device_op(record, fd, target)])
+        write = ring.submit([hung.write_op(sink.fileno())])
+        blocker.release()
+        cuda.wait_until_copying(1)
+        time.sleep(0.05)  # it could take the write now
+        cuda.open_gate()
+        assert batch.wait(TIMEOUT_S / 4) and holds(target, record)
+        hung.wait_until_hanging(TIMEOUT_S)
+        hung.release()
+        assert finished(write)[0].error == 0
+
+
+def test_reads_do_not_spoil_a_capture(cuda: CudaDouble, fd: int) -> None:
+    """The engine records CUDA graphs while a ring opens, reads and closes (the double counts faults)."""
+    records = stored(fd, 6)
+    targets = targets_of(records)
+    cuda.capture(True)
+    cuda.delay(0.001)
+    with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
+        assert all(result.ok for result in finished(ring.submit(device_ops(records, fd, targets))))
+        assert ring.close(TIMEOUT_S)
+    assert cuda.capture_mode_of_thread() == 0
+
+
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize"])
 def test_a_call_that_fails_is_an_error_of_its_operation_alone(cuda: CudaDouble, fd: int, call: str) -> None:
     records = stored(fd, 6)
@@ -199,10 +232,12 @@ def test_a_device_that_does_not_answer_is_given_up(cuda: CudaDouble, fd: int) ->
     cuda.left_behind = 1
 
 
-def test_a_thread_without_the_device_says_so(cuda: CudaDouble, fd: int) -> None:
+@pytest.mark.parametrize(("call", "after"), [("cuCtxSetCurrent", 0), ("cuThreadExchangeStreamCaptureMode", 4)])
+def test_a_thread_without_the_device_says_so(cuda: CudaDouble, fd: int, call: str, after: int) -> None:
+    """Calls before: of the thread that opens the ring."""
     (record,) = stored(fd, 1)
     (target,) = targets_of([record])
-    cuda.fail("cuCtxSetCurrent")
+    cuda.fail(call, after=after)
     cuda.left_behind = 1  # the buffers, see above
     with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
         assert finished(ring.submit([device_op(record, fd, target)]))[0].error == errno.EREMOTEIO

@@ -48,6 +48,7 @@ std::unique_ptr<CudaDriver> load(const std::string& path) {
   get("cuCtxSetCurrent", &driver->cuCtxSetCurrent);
   get("cuCtxPushCurrent_v2", &driver->cuCtxPushCurrent);
   get("cuCtxPopCurrent_v2", &driver->cuCtxPopCurrent);
+  get("cuThreadExchangeStreamCaptureMode", &driver->cuThreadExchangeStreamCaptureMode);
   get("cuStreamCreate", &driver->cuStreamCreate);
   get("cuStreamSynchronize", &driver->cuStreamSynchronize);
   get("cuStreamDestroy_v2", &driver->cuStreamDestroy);
@@ -98,9 +99,15 @@ PrimaryContext::~PrimaryContext() { driver.cuDevicePrimaryCtxRelease(device_); }
 
 CurrentContext::CurrentContext(const PrimaryContext& context) : driver_(context.driver) {
   driver_.check(driver_.cuCtxPushCurrent(context.handle()), "cuCtxPushCurrent");
+  const int result = driver_.cuThreadExchangeStreamCaptureMode(&capture_mode_);
+  if (result == 0) return;
+  CuContext ours = nullptr;
+  driver_.cuCtxPopCurrent(&ours);
+  driver_.check(result, "cuThreadExchangeStreamCaptureMode");
 }
 
 CurrentContext::~CurrentContext() {
+  driver_.cuThreadExchangeStreamCaptureMode(&capture_mode_);
   CuContext ours = nullptr;
   driver_.cuCtxPopCurrent(&ours);
 }

@@ -15,6 +15,7 @@ constexpr int kCudaNotReady = 600;
 constexpr unsigned kCudaNonBlockingStream = 1;
 constexpr unsigned kCudaPortableMemory = 1;
 constexpr unsigned kCudaBlockingSync = 1, kCudaNoTiming = 2;  // of an event
+constexpr int kCudaRelaxedCapture = 2;
 
 // Every function gives 0 or a CUresult.
 struct CudaDriver {
@@ -27,6 +28,7 @@ struct CudaDriver {
   int (*cuCtxSetCurrent)(CuContext context);
   int (*cuCtxPushCurrent)(CuContext context);
   int (*cuCtxPopCurrent)(CuContext* context);
+  int (*cuThreadExchangeStreamCaptureMode)(int* mode);
   int (*cuStreamCreate)(CuStream* stream, unsigned flags);
   int (*cuStreamSynchronize)(CuStream stream);
   int (*cuStreamDestroy)(CuStream stream);
@@ -72,7 +74,9 @@ class PrimaryContext {
 };
 
 // Makes a context the calling thread's own for a while; then the one before is current again, which on a thread of
-// the application's is not ours to change (torch takes its device from it).
+// the application's is not ours to change (torch takes its device from it). Meanwhile the thread's capture mode is
+// relaxed: while an engine records a CUDA graph, many calls (registering memory, asking an event) would else fail and
+// spoil the recording, although they have nothing to do with its stream.
 class CurrentContext {
  public:
   explicit CurrentContext(const PrimaryContext& context);  // throws CudaFailed
@@ -82,6 +86,7 @@ class CurrentContext {
 
  private:
   const CudaDriver& driver_;
+  int capture_mode_ = kCudaRelaxedCapture;  // of the thread before
 };
 
 }  // namespace kvtier

@@ -40,7 +40,10 @@ void DeviceStage::destroy() {
 }
 
 void DeviceStage::enter() {
-  if (driver_.cuCtxSetCurrent(pool_->context().handle()) != 0) broken_ = true;
+  int capture_mode = kCudaRelaxedCapture;  // for good: the thread is ours, and see CurrentContext
+  if (driver_.cuCtxSetCurrent(pool_->context().handle()) != 0 ||
+      driver_.cuThreadExchangeStreamCaptureMode(&capture_mode) != 0)
+    broken_ = true;
 }
 
 bool DeviceStage::send(const Piece& piece) {

@@ -126,8 +126,8 @@ void Engine::work(std::unique_ptr<DeviceStage> stage) {
       idle_--;
       continue;
     }
-    if (copying && (kind < 0 || stage->full())) {
-      // Without a free slot it takes nothing: another thread may have one.
+    if (copying && (kind != kRead || stage->full())) {
+      // Without a free slot it takes nothing: another thread may have one. And a read's answer must not wait for a write.
       lock.unlock();
       finish_oldest(*stage, writer);
       lock.lock();
