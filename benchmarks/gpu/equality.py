@@ -1,6 +1,6 @@
 """Is what a fresh process loads bit for bit what another saved, and are its tokens those of vLLM's own prefix hit?
 
-    python -m benchmarks.gpu.equality --folder /dev/shm/kv --out OUT/equality.json
+    python -m benchmarks.gpu.equality --folder /dev/shm/kv --out OUT/equality.json [--model mla]
 
 Saved random weights in bf16, CUDA graphs on, 20 cases (cases.py). Process A answers and saves, and asks each case's
 question again from vLLM's own prefix cache. Processes B, one with prefix caching and one without, ask the questions
@@ -23,9 +23,11 @@ from benchmarks.gpu.tiny import TINY_ENGINE, TINY_ENVIRONMENT, TINY_TIER
 from benchmarks.gpu.watch import compare
 
 
-def job_of(arguments: argparse.Namespace, steps: list[list[Any]], llm: dict[str, Any]) -> dict[str, Any]:
-    """One engine of the small model with a watch on its blocks; `llm` overrides engine arguments."""
-    kind = "tiny" if arguments.tiny else "small"
+def job_of(
+    arguments: argparse.Namespace, steps: list[list[Any]], llm: dict[str, Any], model: str = "small"
+) -> dict[str, Any]:
+    """One engine of a model with saved weights, with a watch on its blocks; `llm` overrides engine arguments."""
+    kind = "tiny" if arguments.tiny else model
     engine: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": False, "max_model_len": 16384,
                               "gpu_memory_utilization": 0.3, "max_num_seqs": 64}  # fmt: skip
     extra: dict[str, Any] = {"capacity_bytes": "32GiB", "host": {"arena_bytes": "2GiB"}, "segment_bytes": "256MiB"}
@@ -74,6 +76,7 @@ def parse(text: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
     parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
+    parser.add_argument("--model", choices=("small", "mla"), default="small", help="mla: a latent instead of heads")
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds for one engine's process")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
@@ -86,18 +89,19 @@ def main() -> int:
     llm: dict[str, Any] = {"enforce_eager": True} if arguments.eager else {}
     shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    saving = job_of(arguments, [["warm_up", chunk], ["answer_cases", chunk]], llm)
+    saving = job_of(arguments, [["warm_up", chunk], ["answer_cases", chunk]], llm, arguments.model)
     first = run_engine("equality-save", saving, arguments.logs, arguments.timeout)
     results = {}
     for name, caching in (("prefix caching", True), ("no prefix caching", False)):
         steps = [["ask_cases", chunk, first["answer_cases"]["histories"]]]
-        job = job_of(arguments, steps, llm | {"enable_prefix_caching": caching})
+        job = job_of(arguments, steps, llm | {"enable_prefix_caching": caching}, arguments.model)
         second = run_engine(f"equality-load-{int(caching)}", job, arguments.logs, arguments.timeout)
         results[name] = judge(first, second, chunk)
     shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
     good = all(is_good(result) for result in results.values())
     report.write(arguments.out, "are loaded blocks and tokens the ones that were saved", {
-        "good": good, "cuda_graphs": not (arguments.eager or arguments.tiny), "results": results,
+        "good": good, "model": "tiny" if arguments.tiny else arguments.model,
+        "cuda_graphs": not (arguments.eager or arguments.tiny), "results": results,
     })  # fmt: skip
     rows = []
     for name, result in results.items():
