@@ -50,6 +50,7 @@ class Origin(Enum):
 class Fetch:
     """One chunk on its way into a slot, or `awaited` from another request.
 
+    claim: set when nobody need wait for this fetch any more; who fills a slot has one, and ends its own alone.
     held: what must stay until the bytes have arrived: open segments, or the lease of a host slot.
     copied: when a copy from the host arena is done. is_verified: the checksums were seen to match; bad: where not.
     begun_s: when its reads were submitted.
@@ -59,6 +60,7 @@ class Fetch:
     slot: int = -1
     sources: tuple[Source, ...] = ()
     origin: Origin = Origin.NONE
+    claim: threading.Event | None = None
     batch: Reads | None = None
     held: ExitStack | None = None
     copied: Mark = None
@@ -81,40 +83,22 @@ class Fetcher:
         self._stalled_until_s = 0.0
 
     def begin(self, namespace: bytes, chunk: LoadChunk, slot_timeout_s: float) -> Fetch | None:
-        """Starts bringing a chunk; None when no slot came free for it in time. Raises FetchFailed."""
-        found = self._found(chunk)
-        if found is not None:
-            return found
-        slot = self._reserve(slot_timeout_s)
-        if slot is None:
-            return None
-        found = self._found(chunk, claim=True)  # somebody may have begun while we waited for the slot
-        if found is not None:
-            self._worker.arena.discard(slot)
-            return found
-        fetch = Fetch(chunk, slot)
-        self._fill(namespace, fetch)
-        return fetch
+        """Starts bringing a chunk; None when no slot came free for it in time. Raises FetchFailed, TierUnavailable."""
+        fetch = Fetch(chunk)
+        return fetch if self._begin(namespace, fetch, slot_timeout_s) else None
 
     def complete(self, namespace: bytes, fetch: Fetch, deadline_s: float, slot_timeout_s: float) -> bool:
-        """Waits until the chunk's bytes are in its slot, or on their way there behind `copied`. Raises FetchFailed.
+        """Waits until the chunk's bytes are in its slot, or on their way there behind `copied`.
 
         False: it must be read after all, and no slot came free for that in `slot_timeout_s`. May be called again.
+        Raises FetchFailed, TierUnavailable.
         """
-        if fetch.awaited is not None:
-            if not fetch.awaited.wait(self._left(deadline_s)):
+        while fetch.slot < 0:
+            if fetch.awaited is not None and not fetch.awaited.wait(self._left(deadline_s)):
                 raise FetchFailed("another request's read of it takes too long")
             fetch.awaited = None
-            cached = self._worker.arena.lease(fetch.chunk.key)
-            if cached is not None:
-                fetch.slot, fetch.sources = cached
-                fetch.origin = Origin.ARENA
-        if fetch.slot < 0:
-            slot = self._reserve(slot_timeout_s)
-            if slot is None:
+            if not self._begin(namespace, fetch, slot_timeout_s):
                 return False
-            fetch.slot = slot
-            self._fill(namespace, fetch)
         if fetch.batch is not None:
             self._await_reads(fetch, deadline_s)
         return True
@@ -130,7 +114,7 @@ class Fetcher:
     def check(self, fetches: Sequence[Fetch]) -> int:
         """How many of these complete fetches, from the first on, hold what was saved (I2)."""
         unverified = [fetch for fetch in fetches if not fetch.is_verified and not fetch.bad]
-        runs = [self._run(fetch, source) for fetch in unverified for source in fetch.sources]
+        runs = [self.slab_run(fetch, source) for fetch in unverified for source in fetch.sources]
         if runs:
             with self._worker.order.moving(*(fetch.copied for fetch in unverified if fetch.copied is not None)):
                 found = iter(self._worker.sums(runs))
@@ -139,7 +123,8 @@ class Fetcher:
                 fetch.is_verified = not fetch.bad
         return next((n for n, fetch in enumerate(fetches) if not fetch.is_verified), len(fetches))
 
-    def _run(self, fetch: Fetch, source: Source) -> SlabRun:
+    def slab_run(self, fetch: Fetch, source: Source) -> SlabRun:
+        """Where this part of a chunk lies in the fetch's slot."""
         slabs = self._worker.arena.slabs(fetch.slot, source.slot_offset, source.wanted.n_heads, source.slab_bytes)
         return SlabRun(slabs, fetch.chunk.key, source.wanted.first_head, source.location.extent.first_layer)
 
@@ -169,8 +154,6 @@ class Fetcher:
         if fetch.origin is Origin.ARENA:
             self._worker.arena.release(slot, key)
             return
-        assert fetch.held is not None
-        fetch.held.close()
         with self._lock:
             is_wanted = key in self._wanted_twice
         keeps = fetch.origin is Origin.FILES and self._admission.keeps_loaded(key)
@@ -180,7 +163,9 @@ class Fetcher:
             self._worker.arena.commit(slot, key, fetch.sources)
         else:
             self._worker.arena.discard(slot)
-        self._reading_ended(key)
+        self._end_claim(fetch)
+        assert fetch.held is not None
+        fetch.held.close()
 
     def abandon(self, fetch: Fetch) -> None:
         """Lets go of a chunk that is not used. Reads that are under way keep their slot until they return."""
@@ -190,7 +175,7 @@ class Fetcher:
         if fetch.origin is Origin.ARENA:
             self._worker.arena.release(slot, fetch.chunk.key)
             return
-        self._reading_ended(fetch.chunk.key)
+        self._end_claim(fetch)
         release = ExitStack()
         release.callback(self._worker.arena.discard, slot)
         if fetch.held is not None:
@@ -202,20 +187,36 @@ class Fetcher:
         else:
             self._worker.quarantine.add(fetch.batch, release.close)
 
-    def _found(self, chunk: LoadChunk, *, claim: bool = False) -> Fetch | None:
-        """The chunk in the arena, or another's read of it; None when it is ours to read (`claim`ed as such)."""
-        cached = self._worker.arena.lease(chunk.key)
+    def _begin(self, namespace: bytes, fetch: Fetch, slot_timeout_s: float) -> bool:
+        """Takes the chunk from the arena, joins another's read of it, or starts one; False: no slot for that."""
+        if self._join(fetch):
+            return True
+        slot = self._reserve(slot_timeout_s)
+        if slot is None:
+            return False
+        if self._join(fetch, slot):  # somebody may have begun while we waited for the slot
+            self._worker.arena.discard(slot)
+            return True
+        self._fill(namespace, fetch)
+        return True
+
+    def _join(self, fetch: Fetch, slot: int | None = None) -> bool:
+        """Whether the chunk is in the arena, or on its way there by another; else it is claimed for `slot`."""
+        key = fetch.chunk.key
+        cached = self._worker.arena.lease(key)
         if cached is not None:
             self._worker.metrics.add(names.ARENA_HIT_CHUNKS)
-            return Fetch(chunk, *cached, Origin.ARENA)
+            (fetch.slot, fetch.sources), fetch.origin = cached, Origin.ARENA
+            return True
         with self._lock:
-            reading = self._reading.get(chunk.key)
-            if reading is not None:
-                self._wanted_twice.add(chunk.key)
-                return Fetch(chunk, awaited=reading)
-            if claim:
-                self._reading[chunk.key] = threading.Event()
-        return None
+            fetch.awaited = self._reading.get(key)
+            if fetch.awaited is not None:
+                self._wanted_twice.add(key)
+                return True
+            if slot is not None:
+                fetch.slot = slot
+                fetch.claim = self._reading[key] = threading.Event()
+        return False
 
     def _reserve(self, timeout_s: float) -> int | None:
         """A slot, also one whose abandoned reads have returned meanwhile."""
@@ -313,12 +314,15 @@ class Fetcher:
         if now - fetch.begun_s >= self._worker.timeout_s / 2:
             self._stalled_until_s = now + self._worker.timeout_s
 
-    def _reading_ended(self, key: bytes) -> None:
+    def _end_claim(self, fetch: Fetch) -> None:
+        """Who waited for this fetch finds the chunk in the arena now, or claims it."""
+        claim, fetch.claim = fetch.claim, None
+        if claim is None:
+            return
         with self._lock:
-            self._wanted_twice.discard(key)
-            event = self._reading.pop(key, None)
-        if event is not None:
-            event.set()
+            self._wanted_twice.discard(fetch.chunk.key)
+            del self._reading[fetch.chunk.key]
+        claim.set()
 
     def _retract(self, key: bytes, location: Location) -> None:
         """What is bad or gone is not offered again (compare-and-delete: never another writer's record)."""

@@ -41,7 +41,8 @@ ANSWER_GRACE_S = 0.25
 class _Load:
     """One plan on its way. `lock` is held while chunks are scattered and while the answer is given: afterwards the
     blocks are the engine's again, and no late thread writes into them. `after`: the engine's work that a scatter must
-    not overtake, such as zeroing these very blocks."""
+    not overtake, such as zeroing these very blocks. `cut_short`: why a chunk ahead could not be begun; it and those
+    behind it are not waiting any more, and those before it are loaded."""
 
     plan: LoadPlan
     deadline_s: float
@@ -54,6 +55,7 @@ class _Load:
     n_bytes: int = 0
     waiting: deque[LoadChunk] = field(default_factory=deque)
     coming: deque[Fetch] = field(default_factory=deque)
+    cut_short: FetchFailed | TierUnavailable | None = None
 
 
 class Loader:
@@ -141,7 +143,7 @@ class Loader:
         self._worker.metrics.add(names.LOAD_SECONDS, time.perf_counter() - started)
 
     def _load_chunks(self, load: _Load) -> None:
-        """Keeps chunks coming while it scatters those that are here, in order."""
+        """Keeps chunks coming while it scatters those that are here, in order. Raises FetchFailed, TierUnavailable."""
         while load.waiting or load.coming:
             if self._worker.clock() >= load.deadline_s:
                 raise FetchFailed("its time is over")
@@ -156,6 +158,8 @@ class Loader:
             for fetch in here[:n_good]:
                 load.coming.popleft()
                 self._fetcher.keep_or_free(fetch)
+        if load.cut_short is not None:
+            raise load.cut_short
 
     def _here(self, load: _Load) -> list[Fetch]:
         """The first chunk, which is complete, and those behind it that are too: moved in one launch."""
@@ -181,7 +185,14 @@ class Loader:
         while load.waiting and len(load.coming) < self._chunks_ahead:
             # With nothing coming that would free a slot, one is waited for.
             slot_timeout_s = 0.0 if load.coming else load.deadline_s - self._worker.clock()
-            fetch = self._fetcher.begin(load.plan.namespace, load.waiting[0], slot_timeout_s)
+            try:
+                fetch = self._fetcher.begin(load.plan.namespace, load.waiting[0], slot_timeout_s)
+            except (FetchFailed, TierUnavailable) as failure:
+                if not load.coming:
+                    raise
+                load.cut_short = failure
+                load.waiting.clear()
+                return
             if fetch is None:
                 break
             load.coming.append(fetch)
@@ -203,8 +214,8 @@ class Loader:
             load.n_bytes += sum(source.n_bytes for source in fetch.sources)
 
     def _move(self, fetch: Fetch, source: Source) -> Move:
-        slabs = self._worker.arena.slabs(fetch.slot, source.slot_offset, source.wanted.n_heads, source.slab_bytes)
         patch = source.patch(self._worker.share.reads)
+        slabs = self._fetcher.slab_run(fetch, source).slabs
         return Move(patch, fetch.chunk.block_ids, slabs, self._first_block(fetch.chunk))
 
     def _let_go(self, load: _Load, n_kept: int) -> None:

@@ -12,10 +12,11 @@ import torch
 
 from kvtier.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
+from kvtier.index import entry as entries
 from kvtier.inspect import verify
 from kvtier.record import SegmentHeader
 from kvtier.root import find_root
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.tiers.segments import SegmentFiles, segment_name
 from tests.core.rig import Engine
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
@@ -125,6 +126,36 @@ def test_swapped_segments_are_a_miss(tmp_path: Path) -> None:
     assert all(not tensor.any() for tensor in reader.blocks(TARGET))
     report = verify(find_root(tmp_path), reader.store._index)
     assert {finding.segment for finding in report.bad} == {first.name, second.name}
+    reader.close()
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+@pytest.mark.parametrize("arena_slots", [20, 5])
+def test_what_lies_before_a_lost_chunk_is_loaded(tmp_path: Path, how: str, arena_slots: int) -> None:
+    """Chunks are begun far ahead, so the loss of the tenth is known while the nine before it are on their way."""
+    slot_bytes = PAGE_BYTES + (256 << 10)
+    tokens, blocks, target = list(range(64 * 12)), list(range(48)), list(range(100, 148))
+    writer = Engine(tmp_path, changes={"segment_bytes": PAGE_BYTES + 9 * slot_bytes})
+    writer.save(tokens[: 64 * 9], blocks[:36])
+    writer.save(tokens, blocks)
+    (location,) = entries.unpack(writer.store.lookup(writer.keys(tokens))[9])
+    writer.close()
+    (tenth,) = (path for path in segments(tmp_path) if path.name == segment_name(location.set_id, 0))
+    if how == "gone":
+        tenth.unlink()
+    else:
+        flip_payload(tenth, 0)
+    reader = Engine(tmp_path, changes={"host": {"arena_bytes": arena_slots * slot_bytes}})
+    n_chunks, (answer,) = reader.load(tokens, target)
+    assert n_chunks == 12 and answer.failed_blocks == frozenset(target[36:])
+    totals = reader.transfers[0].metrics.total()
+    assert (totals["load_tokens"], totals["load_failures"]) == (64 * 9, 1)
+    assert all(not tensor.any() for tensor in reader.blocks(target[36:]))
+    loaded = reader.blocks(target[:36])
+    reader.prefill(tokens, target)
+    assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(target[:36]), strict=True))
+    arena = reader.transfers[0]._worker.arena
+    assert arena._table.available == arena.n_slots
     reader.close()
 
 
