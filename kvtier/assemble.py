@@ -89,7 +89,7 @@ def set_shape(settings: Settings, geometry: Geometry, codec: Codec, shares: Sequ
             if share.writes.n_heads > HEADS_PER_RECORD_MAX:
                 fix = f"a record has room for {HEADS_PER_RECORD_MAX} KV heads a rank; use a larger tensor-parallel size"
                 raise ConfigError("tensor_parallel_size", len(shares), fix)
-            sizes.append(record_bytes(share.writes, slab_bytes(codec, geometry, share.writes.n_layers)))
+            sizes.append(record_bytes(share.writes, slab_bytes(codec, geometry, share.writes)))
     slots = (settings.segment_bytes - PAGE_BYTES) // max(sizes)
     if slots < 1:
         fix = f"a chunk of this model takes {max(sizes)} bytes a rank; set it to several times that"
@@ -144,7 +144,7 @@ def open_transfer(
         memory = host_memory(settings, slot_bytes)
     else:
         memory = cuda_memory(settings, slot_bytes, -(-step_tokens // geometry.chunk_tokens), device)
-    codec.prepare(pages)
+    codec.prepare(pages, geometry, share.reads)
     direct = use_direct_io(settings, root)
     io = open_io(settings, root, direct, memory.arena, device)
     worker = Worker(

@@ -32,7 +32,7 @@ class Lowering:
         self._worker = worker
         self._host = host
         self._writes = writes
-        self._slab_bytes = slab_bytes(worker.codec, worker.geometry, writes.n_layers)
+        self._slab_bytes = slab_bytes(worker.codec, worker.geometry, writes)
 
     def move(self, staged: Sequence[Staged]) -> int:
         """Moves the first of the gathered chunks, as many as the host arena has slots for, and frees their staging

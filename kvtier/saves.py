@@ -156,7 +156,7 @@ class Saver:
         worker.codec.encode(worker.pages, moves)
 
     def _slab_bytes(self, writes: Extent) -> int:
-        return slab_bytes(self._worker.codec, self._worker.geometry, writes.n_layers)
+        return slab_bytes(self._worker.codec, self._worker.geometry, writes)
 
     def _lower(self, plan: SavePlan, staged: list[Staged], gathered: Mark, writes: Extent) -> None:
         """A background job: out of the staging slots, so that the next step finds them free, however slow the storage

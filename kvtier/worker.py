@@ -87,5 +87,5 @@ def arena_slot_bytes(geometry: Geometry, codec: Codec, share: RankShare) -> int:
     A slab is read whole to be verified, also for some of its layers, and is padded at worst once a layer (a writer
     with one layer a pipeline stage); so a pipeline stage's slot has room for the layers of all stages.
     """
-    per_head = geometry.layers * padded(codec.layer_bytes(geometry))
+    per_head = sum(padded(codec.layers_bytes(geometry, range(n, n + 1))) for n in range(geometry.layers))
     return PAGE_BYTES + share.reads.n_heads * per_head

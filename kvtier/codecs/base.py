@@ -2,39 +2,100 @@
 
 A slab is one KV head of a record's layers, encoded, padded to whole pages. Encoding is fused with the gather from
 the engine's blocks and decoding with the scatter into them, because on a GPU either is one launch.
+
+A codec may treat layers and heads differently, by their numbers within the whole model. Pages and slabs count from
+starts of their own, so `prepare` is told which part of the model the pages are: a move's layers begin at
+held.first_layer + patch.page_layer, its heads at held.first_head + patch.page_head, and the record that its slabs are
+of begins patch.slab_layer layers before the move does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from kvtier.geometry import Geometry, padded
+from kvtier.geometry import Extent, Geometry, padded
 from kvtier.kernels.paged import Move, PagedKV
 
 
-class Codec(Protocol):
-    name: str
-    version: int
-    seed: int
+class Verdict(NamedTuple):
+    """What encoding made of one move.
 
-    def layer_bytes(self, geometry: Geometry) -> int:
-        """Encoded bytes of one layer of one head of one chunk; a slab is these for each layer, then padding."""
+    is_refused: the blocks hold what the codec cannot keep; the slabs mean nothing and must not be stored.
+    sums: checksums of the slabs (kvtier.checksum), where the same launch took them.
+    """
+
+    is_refused: bool
+    sums: tuple[int, ...] | None
+
+
+class Encoded(Protocol):
+    """Verdicts on their way."""
+
+    def wait(self) -> list[Verdict]:
+        """One for each move. May be called once `encode` is done on its stream (kvtier.order), from any thread."""
         ...
 
-    def prepare(self, pages: PagedKV) -> None:
-        """Once, before anything is moved: tables of these pages, and whatever else must not be made in a step."""
+
+class Mover(Protocol):
+    """A codec's work on one engine's pages. Thread-safe.
+
+    On CUDA: launched on the caller's current stream, and not waited for; blocks and slabs must stay until it ran.
+    """
+
+    def encode(self, moves: Sequence[Move]) -> Encoded | None:
+        """Blocks -> slabs; padding is left as it is. None: nothing is ever refused, and no sums were taken."""
         ...
 
-    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
-        """Blocks -> slabs; padding is left as it is. On CUDA: launched on the current stream."""
-        ...
-
-    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+    def decode(self, moves: Sequence[Move]) -> None:
         """Slabs -> blocks, but for those before each move's `first_block`."""
         ...
 
 
-def slab_bytes(codec: Codec, geometry: Geometry, n_layers: int) -> int:
-    """Bytes of a slab of `n_layers` layers."""
-    return padded(n_layers * codec.layer_bytes(geometry))
+class Codec(Protocol):
+    """name, version and seed fix the bytes, and are part of the namespace."""
+
+    name: str
+    version: int
+    seed: int
+
+    def check(self, geometry: Geometry) -> None:
+        """Raises ConfigError for a model that the codec cannot encode."""
+        ...
+
+    def layers_bytes(self, geometry: Geometry, layers: range) -> int:
+        """Encoded bytes of these layers (numbers within the model) of one head of one chunk, without padding."""
+        ...
+
+    def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
+        """Once, before anything is moved: tables of these pages, and whatever else must not be made in a step.
+
+        held: the layers and heads of the model that the pages are.
+        """
+        ...
+
+    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
+        """See Mover."""
+        ...
+
+    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+        """See Mover."""
+        ...
+
+
+def slab_bytes(codec: Codec, geometry: Geometry, extent: Extent) -> int:
+    """Bytes of each slab of a record of `extent`."""
+    return padded(codec.layers_bytes(geometry, range(extent.first_layer, extent.end_layer)))
+
+
+class Movers:
+    """A codec's movers, by the pages that they are for. A mover keeps its PagedKV, so that its id is not another's."""
+
+    def __init__(self) -> None:
+        self._by_pages: dict[int, Mover] = {}
+
+    def add(self, pages: PagedKV, mover: Mover) -> None:
+        self._by_pages[id(pages)] = mover
+
+    def of(self, pages: PagedKV) -> Mover:
+        return self._by_pages[id(pages)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvtier.geometry import Geometry
+from kvtier.codecs.base import Encoded, Movers
+from kvtier.geometry import Extent, Geometry
 from kvtier.kernels.host import HostPages
 from kvtier.kernels.paged import Move, PagedKV
 
 
-class Mover(Protocol):
+class _Copier(Protocol):
     """Gather and scatter over one engine's pages."""
 
     def gather(self, moves: Sequence[Move]) -> None: ...
@@ -26,28 +27,36 @@ class RawCodec:
     seed = 0
 
     def __init__(self) -> None:
-        self._movers: dict[int, Mover] = {}
+        self._movers = Movers()
 
-    def layer_bytes(self, geometry: Geometry) -> int:
-        return geometry.chunk_tokens * geometry.vector_bytes
+    def check(self, geometry: Geometry) -> None:
+        """All bytes are alike."""
 
-    def prepare(self, pages: PagedKV) -> None:
-        self._mover(pages)
+    def layers_bytes(self, geometry: Geometry, layers: range) -> int:
+        return len(layers) * geometry.chunk_tokens * geometry.vector_bytes
 
-    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
-        self._mover(pages).gather(moves)
+    def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
+        self._movers.add(pages, _RawMover(_make_copier(pages)))
+
+    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
+        return self._movers.of(pages).encode(moves)
 
     def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
-        self._mover(pages).scatter(moves)
-
-    def _mover(self, pages: PagedKV) -> Mover:
-        known = self._movers.get(id(pages))  # a mover keeps its PagedKV, so the id is not another's
-        if known is None:
-            known = self._movers[id(pages)] = _make_mover(pages)
-        return known
+        self._movers.of(pages).decode(moves)
 
 
-def _make_mover(pages: PagedKV) -> Mover:
+class _RawMover:
+    def __init__(self, copier: _Copier) -> None:
+        self._copier = copier
+
+    def encode(self, moves: Sequence[Move]) -> None:
+        self._copier.gather(moves)
+
+    def decode(self, moves: Sequence[Move]) -> None:
+        self._copier.scatter(moves)
+
+
+def _make_copier(pages: PagedKV) -> _Copier:
     if pages.layers[0].k.device.type == "cpu":
         return HostPages(pages)
     from kvtier.kernels.device import DevicePages  # needs Triton, which hosts without a GPU may lack

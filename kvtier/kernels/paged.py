@@ -73,13 +73,15 @@ class Move:
     """One chunk between blocks and slabs.
 
     block_ids: of the whole chunk. slabs: (patch.n_heads, slab_bytes) uint8, contiguous, on the pages' device.
-    first_block: a scatter leaves the blocks before it untouched.
+    first_block: a scatter leaves the blocks before it untouched. key: of the chunk, 16 bytes, where a gather may sum
+    what it writes (kvtier.checksum).
     """
 
     patch: Patch
     block_ids: tuple[int, ...]
     slabs: torch.Tensor
     first_block: int = 0
+    key: bytes = bytes(16)
 
 
 def gather(pages: PagedKV, patch: Patch, block_ids: Sequence[int], slabs: torch.Tensor) -> None:

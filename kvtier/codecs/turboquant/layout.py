@@ -76,3 +76,28 @@ class LayerLayout:
     @property
     def n_bytes(self) -> int:
         return self.k_mean + self.k_size * MEAN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SlabFormat:
+    """What fixes all bytes that a model's KV is encoded to.
+
+    layers: of the whole model; the first and the last `boundary_layers` of them have the bits of BOUNDARY.
+    """
+
+    layers: int
+    tokens: int
+    k_size: int
+    v_size: int
+    bits: Bits
+    boundary_layers: int = 0
+    seed: int = 0
+
+    def layer(self, number: int) -> LayerLayout:
+        """Of a layer, by its number within the model."""
+        is_inner = self.boundary_layers <= number < self.layers - self.boundary_layers
+        return LayerLayout(self.tokens, self.k_size, self.v_size, self.bits if is_inner else BOUNDARY)
+
+    def n_bytes(self, layers: range) -> int:
+        """Of these layers of one head: also where layer `layers.stop` starts in a slab that begins at `layers.start`."""
+        return sum(self.layer(number).n_bytes for number in layers)
