@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ TICK_INTERVAL_S = 0.5
 SPARES_MAX = 8
 SWEEP_INTERVAL_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
+FIRST_TICK_TIMEOUT_S = 1.0
+"""Starting an engine waits so long at most for the first sets: what is computed before them is not saved."""
 PRIVATE_EPOCH = "private-"
 """Starts the epoch of a namespace that one running engine has for itself."""
 
@@ -95,6 +98,7 @@ class Keeper:
         self._housekeeper = housekeeper
         self._rng = rng
         self._ticker: Ticker | None = None
+        self._has_ticked = threading.Event()
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
         self._done_with = _DoneWith()
         self._due = _Due()
@@ -102,8 +106,12 @@ class Keeper:
         self._disk_is_full = False
 
     def start(self) -> None:
-        """Ticks on a thread of its own until `close`; without it the caller ticks (simulation)."""
+        """Ticks on a thread of its own until `close`; without it the caller ticks (simulation).
+
+        Returns with sets ready, unless the index or the storage is slow to give them.
+        """
         self._ticker = Ticker("keeper", TICK_INTERVAL_S, self.tick)
+        self._has_ticked.wait(FIRST_TICK_TIMEOUT_S)
 
     def refill(self) -> None:
         """Slots were taken: makes further sets soon if they are needed."""
@@ -131,6 +139,7 @@ class Keeper:
             except (KVTierError, OSError) as fault:
                 self.metrics.add(names.INDEX_ERRORS)
                 log.warning("%s is put off: %s", duty.__name__.strip("_").replace("_", " "), fault)
+        self._has_ticked.set()
 
     @property
     def supply(self) -> SetSupply:
@@ -142,6 +151,7 @@ class Keeper:
         namespace = replace(self._epoch[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
         self._epoch = (namespace, SetSupply(self._plan.slots, self._plan.spares))
         self._room.clear()
+        self.refill()
         return namespace.id
 
     def close(self) -> None:
