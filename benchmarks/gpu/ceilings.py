@@ -37,11 +37,11 @@ def direct_writes(folder: Path, n_bytes: int, keep: bool = False) -> dict[str, A
     The content is random and of one piece, again and again. `keep`: the file stays, as `ceiling.bin`.
     """
     path = folder / "ceiling.bin"
-    flags, is_direct = _flags(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    flags, is_direct = direct_flags(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     fd = os.open(path, flags, 0o600)
     try:
         os.posix_fallocate(fd, 0, n_bytes)
-        seconds = _each_piece(n_bytes, lambda view, offset: os.pwritev(fd, [view], offset), THREADS, PIECE_BYTES)
+        seconds = each_piece(n_bytes, lambda view, offset: os.pwritev(fd, [view], offset), THREADS, PIECE_BYTES)
     finally:
         os.close(fd)
         if not keep:
@@ -51,7 +51,7 @@ def direct_writes(folder: Path, n_bytes: int, keep: bool = False) -> dict[str, A
 
 def direct_reads(path: Path) -> dict[str, Any]:
     """Direct reads of a file, the best of READ_GRID; of each the median of REPEATS, fewer on a disk."""
-    flags, is_direct = _flags(path, os.O_RDONLY)
+    flags, is_direct = direct_flags(path, os.O_RDONLY)
     n_bytes = path.stat().st_size
     fd = os.open(path, flags)
     try:
@@ -91,7 +91,7 @@ def copies() -> dict[str, float]:
 def _read_s(fd: int, n_bytes: int, threads: int, piece_bytes: int) -> float:
     times: list[float] = []
     while len(times) < REPEATS and sum(times) < REPEATS_S:
-        times.append(_each_piece(n_bytes, lambda view, offset: os.preadv(fd, [view], offset), threads, piece_bytes))
+        times.append(each_piece(n_bytes, lambda view, offset: os.preadv(fd, [view], offset), threads, piece_bytes))
     return median(times)
 
 
@@ -109,7 +109,7 @@ def _device_rate(work: Callable[[], object], n_bytes: int) -> float:
     return median(rates[1:])  # the first one warms up
 
 
-def _flags(path: Path, flags: int) -> tuple[int, bool]:
+def direct_flags(path: Path, flags: int) -> tuple[int, bool]:
     """With O_DIRECT where the file system takes it."""
     try:
         os.close(os.open(path, flags | os.O_DIRECT, 0o600))
@@ -118,7 +118,7 @@ def _flags(path: Path, flags: int) -> tuple[int, bool]:
     return flags | os.O_DIRECT, True
 
 
-def _each_piece(n_bytes: int, move: Callable[[memoryview, int], int], threads: int, piece_bytes: int) -> float:
+def each_piece(n_bytes: int, move: Callable[[memoryview, int], int], threads: int, piece_bytes: int) -> float:
     """Seconds in which so many threads, each with one aligned buffer of the same random bytes, move all pieces."""
     offsets = iter(range(0, n_bytes, piece_bytes))  # a step of an iterator is atomic
     content = os.urandom(piece_bytes)

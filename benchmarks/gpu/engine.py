@@ -110,9 +110,14 @@ class Engine:
     def close(self) -> None:
         self.core.shutdown()
 
-    def _scheduler_counters(self) -> dict[str, float]:
+    def store(self) -> Any:
+        """kvtier's Store in the scheduler, None with another system."""
         half = getattr(self.core.engine_core.scheduler.connector, "_scheduler_half", None)
-        return {} if half is None else half._store.metrics.total()
+        return None if half is None else half._store
+
+    def _scheduler_counters(self) -> dict[str, float]:
+        store = self.store()
+        return {} if store is None else store.metrics.total()
 
     def _wait_until_quiet(self) -> None:
         """Other systems do not say when they are done: until nothing was written for a while, requests going on."""
@@ -143,9 +148,9 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
     faulthandler.dump_traceback_later(max(10.0, timeout_s - DUMP_BEFORE_END_S), exit=False)
-    from benchmarks.gpu import steps, steps_equality, steps_load
+    from benchmarks.gpu import steps, steps_decode, steps_equality, steps_load
 
-    known = vars(steps) | vars(steps_equality) | vars(steps_load)
+    known = vars(steps) | vars(steps_decode) | vars(steps_equality) | vars(steps_load)
     job = json.loads(job_path.read_text())
     engine = Engine(job)
     results: dict[str, Any] = {"start_s": round(engine.start_s, 2)}

@@ -15,12 +15,14 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
+    """boot: the same in two results when they are of one machine, minutes apart."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         gpus = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()
     except (OSError, subprocess.TimeoutExpired):
         gpus = []
-    return {"gpus": gpus, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()}
+    return {"gpus": gpus, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version(),
+            "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}  # fmt: skip
 
 
 def versions() -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.engine import Engine
 from benchmarks.gpu.prompts import prompt, timed_prompt
+from benchmarks.gpu.stored import direct_read
 
 STORE_PASSES = 3
 NO_TIER = {"kvtier_load": False, "kvtier_save": False}
@@ -28,36 +29,36 @@ def warm_up(engine: Engine, n_tokens: int) -> list[dict[str, Any]]:
 
 
 def store(engine: Engine, lengths: list[int], count: int) -> list[dict[str, Any]]:
-    """Computes `count` prompts of each length with the tier on and waits until each is stored whole.
-
-    kvtier skips chunks rather than hold a forward back; what was skipped is offered again.
-    """
-    rows = []
-    for n_tokens in lengths:
-        for number in range(count):
-            tokens = timed_prompt(n_tokens, number, engine.vocabulary)
-            row = engine.first_token(tokens)
-            row["settle_s"] = engine.settle()
-            row["skipped"] = _skipped(engine.counters())
-            row["passes"] = 1
-            while engine.system == "kvtier" and row["skipped"] and row["passes"] < STORE_PASSES:
-                before = _skipped(engine.counters())
-                engine.ask([tokens], 1)  # a hit in vLLM's own cache offers all chunks once more
-                engine.settle()
-                row["passes"] += 1
-                if _skipped(engine.counters()) == before:
-                    break
-            rows.append(row)
-    return rows
-
-
-def first_tokens(engine: Engine, lengths: list[int], count: int) -> list[dict[str, Any]]:
-    """Time to the first token of each prompt, one at a time."""
+    """Computes `count` prompts of each length with the tier on and waits until each is stored whole."""
     return [
-        engine.first_token(timed_prompt(n_tokens, number, engine.vocabulary)) | {"number": number}
+        _store_whole(engine, timed_prompt(n_tokens, number, engine.vocabulary))
         for n_tokens in lengths
         for number in range(count)
     ]
+
+
+def store_probes(engine: Engine, n_tokens: int, count: int) -> list[dict[str, Any]]:
+    """Stores prompts that nobody asks again, for `first_tokens` to read their records: kvtier's data on that disk."""
+    return [_store_whole(engine, _probe(engine, n_tokens, number)) for number in range(count)]
+
+
+def first_tokens(engine: Engine, lengths: list[int], count: int, probe_tokens: int = 0) -> list[dict[str, Any]]:
+    """Time to the first token of each prompt, one at a time.
+
+    probe_tokens: right before and right after each, the records of a probe that were not read before are read with
+    direct I/O (`store_probes` of that length, one more than there are prompts); `reads` are both.
+    """
+    prompts = [(n_tokens, number) for n_tokens in lengths for number in range(count)]
+    probes = iter(_probe(engine, probe_tokens, number) for number in range(len(prompts) + 1))
+    before = direct_read(engine, next(probes)) if probe_tokens else None
+    rows = []
+    for n_tokens, number in prompts:
+        row = engine.first_token(timed_prompt(n_tokens, number, engine.vocabulary)) | {"number": number}
+        if probe_tokens:
+            after = direct_read(engine, next(probes))
+            row["reads"], before = [before, after], after
+        rows.append(row)
+    return rows
 
 
 def computed_and_own(engine: Engine, lengths: list[int], count: int) -> dict[str, list[dict[str, Any]]]:
@@ -123,6 +124,26 @@ def write_burst(engine: Engine, n_tokens: int, count: int, seconds: float) -> di
 def grown_bytes(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     names = {*after, "save_bytes"}
     return {name: after.get(name, 0) - before.get(name, 0) for name in names}
+
+
+def _store_whole(engine: Engine, tokens: list[int]) -> dict[str, Any]:
+    """kvtier skips chunks rather than hold a forward back; what was skipped is offered again."""
+    before = _skipped(engine.counters())
+    row = engine.first_token(tokens)
+    row["settle_s"] = engine.settle()
+    row["skipped"] = newly = (now := _skipped(engine.counters())) - before
+    row["passes"] = 1
+    while newly and row["passes"] < STORE_PASSES:
+        engine.ask([tokens], 1)  # a hit in vLLM's own cache offers all chunks once more
+        engine.settle()
+        row["passes"] += 1
+        before, now = now, _skipped(engine.counters())
+        newly = now - before
+    return row
+
+
+def _probe(engine: Engine, n_tokens: int, number: int) -> list[int]:
+    return prompt(f"probe-{n_tokens}-{number}", n_tokens, engine.vocabulary)
 
 
 def _skipped(counted: dict[str, float]) -> float:

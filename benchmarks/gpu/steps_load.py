@@ -1,4 +1,4 @@
-"""The steps of load_mix.py and save_cost.py: many requests at once."""
+"""The steps of load_mix.py: many requests at once."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import time
 from typing import Any
 
 from benchmarks.gpu import inside
-from benchmarks.gpu.engine import Engine, grown, parameters
+from benchmarks.gpu.engine import Engine, grown
 from benchmarks.gpu.prompts import prompt
 from benchmarks.gpu.systems import stored_bytes
 
-NO_TIER = {"kvtier_load": False, "kvtier_save": False}
 SAMPLE_S = 0.05
 SEGMENTS = ".kvseg"
-DECODE_PROMPT_TOKENS = 256
-DECODE_TOKENS_MAX = 6000
 
 
 class DiskWatch:
@@ -99,64 +96,3 @@ def mixed_rounds(engine: Engine, shape: dict[str, int], rounds: int, answer: int
     engine.settle()
     return {"rounds": answered, "counted": grown(before, engine.counters()), "most_on_disk": watch.close(),
             "memory": engine.llm.collective_rpc(inside.memory)}  # fmt: skip
-
-
-def decode_windows(engine: Engine, batch: int, long_tokens: int, pairs: int, tail_s: float) -> list[dict[str, Any]]:
-    """A batch that decodes while a long prompt is computed, which is saved or not in turn."""
-    rows = []
-    for number in range(pairs):
-        order = (True, False) if number % 2 == 0 else (False, True)
-        for is_saved in order:
-            window = _DecodeWindow(engine, f"{number}-{is_saved}", is_saved, batch)
-            rows.append({"saving": is_saved} | window.run(long_tokens, tail_s))
-            rows[-1]["settle_s"] = engine.settle()
-            engine.forget()
-    return rows
-
-
-class _DecodeWindow:
-    """One window: from the arrival of the long prompt to `tail_s` after its first token."""
-
-    def __init__(self, engine: Engine, name: str, is_saved: bool, batch: int) -> None:
-        self._engine = engine
-        self._name = name
-        self._switches = {"kvtier_load": False} if is_saved else NO_TIER
-        self._ids = [self._add(f"decode-{n}", DECODE_PROMPT_TOKENS, DECODE_TOKENS_MAX) for n in range(batch)]
-        self._counts = dict.fromkeys(self._ids, 0)
-
-    def run(self, long_tokens: int, tail_s: float) -> dict[str, Any]:
-        while min(self._counts.values()) < 4:
-            self._step()
-        long_id = self._add("long", long_tokens, 1)
-        started, first = time.perf_counter(), sum(self._counts.values())
-        while long_id not in self._step():
-            pass
-        prefilled = time.perf_counter()
-        during = sum(self._counts.values()) - first
-        while time.perf_counter() < prefilled + tail_s:
-            self._step()
-        ended, total = time.perf_counter(), sum(self._counts.values()) - first
-        self._engine.llm.llm_engine.abort_request(self._ids)
-        while self._engine.llm.llm_engine.has_unfinished_requests():
-            self._step()
-        return {
-            "long_ttft_s": prefilled - started, "tokens_s": total / (ended - started),
-            "tokens_s_during": during / (prefilled - started), "tokens_s_after": (total - during) / (ended - prefilled),
-        }  # fmt: skip
-
-    def _add(self, name: str, n_tokens: int, max_tokens: int) -> str:
-        full = f"{self._name}-{name}"
-        tokens = prompt(full, n_tokens, self._engine.vocabulary)
-        parameters_ = parameters(max_tokens, self._switches)
-        self._engine.llm.llm_engine.add_request(full, {"prompt_token_ids": tokens}, parameters_)
-        return full
-
-    def _step(self) -> set[str]:
-        """Runs a step; the requests that ended in it."""
-        ended = set()
-        for output in self._engine.llm.llm_engine.step():
-            if output.request_id in self._counts:
-                self._counts[output.request_id] = len(output.outputs[0].token_ids)
-            if output.finished:
-                ended.add(output.request_id)
-        return ended

@@ -3,8 +3,10 @@
     python -m benchmarks.gpu.ttft --folder /dev/shm/kv --out OUT/ttft-tmpfs.json [--systems none,kvtier,native,lmcache]
 
 For each system one process computes and stores, exits, and a fresh one asks for the same prompts, one at a time. The
-floor is a hit in vLLM's own prefix cache. With --ceilings, what a reload takes over the floor is compared with its
-bytes at the folder's direct read rate or at that of pinned copies to the GPU, whichever is smaller.
+floor is a hit in vLLM's own prefix cache. What a reload takes over the floor is compared with its bytes at a limit:
+with --ceilings, the folder's direct read rate or that of pinned copies to the GPU, whichever is smaller; with
+--probe-tokens (for disks, whose rate wanders within a run) the mean rate of two direct reads, one right before and one
+right after each reload, of records that kvtier wrote to the same disk for prompts that nobody asks for.
 """
 
 from __future__ import annotations
@@ -67,21 +69,47 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
                  arguments.timeout, TINY_ENVIRONMENT if arguments.tiny else {})  # fmt: skip
 
 
-def measure(setup: Setup, systems: Sequence[str], lengths: list[int], counts: tuple[int, int]) -> dict[str, Any]:
-    """Results of every system that could be run; why the others could not. counts: prompts a length, for kvtier (and
-    what it is compared with) and for the other systems."""
+@dataclass(frozen=True)
+class Asked:
+    """lengths: in tokens. count: prompts of each, for kvtier and without a tier; peer_count: for other systems.
+
+    probe_tokens: of the prompts whose records are read around each of kvtier's reloads; 0: none are.
+    """
+
+    lengths: list[int]
+    count: int
+    peer_count: int
+    probe_tokens: int = 0
+
+    @property
+    def stored_tokens(self) -> int:
+        """What kvtier stores of it at once."""
+        return sum(self.lengths) * self.count + self.probe_tokens * self.probes
+
+    @property
+    def probes(self) -> int:
+        return len(self.lengths) * self.count + 1
+
+
+def measure(setup: Setup, systems: Sequence[str], asked: Asked) -> dict[str, Any]:
+    """Results of every system that could be run; why the others could not."""
     results: dict[str, Any] = {}
+    lengths = asked.lengths
     warm = ["warm_up", min(WARM_UP_TOKENS, lengths[0])]
     for system in systems:
-        count = counts[0] if system in ("none", "kvtier") else counts[1]
+        count = asked.count if system in ("none", "kvtier") else asked.peer_count
+        probe_tokens = asked.probe_tokens if system == "kvtier" else 0
         data = setup.folder / system
         shutil.rmtree(data, ignore_errors=True)
         try:
             if system == "none":
                 results[system] = setup.run("none", system, [warm, ["computed_and_own", lengths, count]])
                 continue
-            stored = setup.run(f"{system}-store", system, [warm, ["store", lengths, count]])
-            loaded = setup.run(f"{system}-reload", system, [warm, ["first_tokens", lengths, count]])
+            storing = [warm, ["store", lengths, count]]
+            if probe_tokens:
+                storing.append(["store_probes", probe_tokens, asked.probes])
+            stored = setup.run(f"{system}-store", system, storing)
+            loaded = setup.run(f"{system}-reload", system, [warm, ["first_tokens", lengths, count, probe_tokens]])
             results[system] = {"store": stored, "reload": loaded}
         except EngineFailed as failure:
             print(f"FAILED {failure}", flush=True)
@@ -107,7 +135,7 @@ def summary(
 ) -> list[dict[str, Any]]:
     """One row a length and system: median time, hits, rate, and whether the first tokens are those of a computation.
 
-    times_limit: what a reload takes over the floor, as a multiple of its bytes at the limit; one rank's bytes.
+    limit_bytes_s: of those reloads that have no direct reads around them.
     """
     expected: dict[int, list[int]] = {}
     floor_s: dict[int, float] = {}
@@ -125,17 +153,47 @@ def summary(
             loaded = [row for row in result.get("reload", {}).get("first_tokens", []) if row["tokens"] == n_tokens]
             if loaded:
                 row = _row(system, loaded, expected.get(n_tokens))
-                row["over_floor_s"] = row["ttft_s"] - floor_s[n_tokens] if n_tokens in floor_s else None
                 row["bytes"] = row["hit_tokens"] * token_bytes
-                busy = [r["counted"]["load_bytes"] / r["counted"]["load_seconds"] for r in loaded
-                        if r["counted"].get("load_seconds")]  # fmt: skip
-                row["load_bytes_s"] = median(busy) if busy else None
-                if limit_bytes_s and row["over_floor_s"] is not None and row["bytes"]:
-                    row["times_limit"] = row["over_floor_s"] * limit_bytes_s / row["bytes"]
-                if limit_bytes_s and row["load_bytes_s"]:
-                    row["load_percent_of_limit"] = 100 * row["load_bytes_s"] / limit_bytes_s
-                rows.append(row)
+                rows.append(row | _against_limit(loaded, floor_s.get(n_tokens), token_bytes, limit_bytes_s))
     return rows
+
+
+def _against_limit(
+    loaded: list[dict[str, Any]], floor_s: float | None, token_bytes: int, limit_bytes_s: float | None
+) -> dict[str, Any]:
+    """Medians over the prompts of one row.
+
+    times_limit: what a reload takes over the floor, as a multiple of its bytes at the limit; one rank's bytes.
+    load_percent_of_limit: of the rate from the start of the load's job to its verified blocks.
+    """
+    limits = [_mean_read(row) or limit_bytes_s for row in loaded]
+    over_floor = [row["ttft_s"] - floor_s for row in loaded] if floor_s is not None else []
+    counted = [row["counted"] for row in loaded]
+    rates = [c["load_bytes"] / c["load_seconds"] if c.get("load_seconds") else None for c in counted]
+    times = [
+        over * limit / (row["hit_tokens"] * token_bytes)
+        for over, limit, row in zip(over_floor, limits, loaded, strict=False)
+        if limit and row["hit_tokens"]
+    ]
+    percents = [100 * rate / limit for rate, limit in zip(rates, limits, strict=True) if rate and limit]
+    reads = [read["bytes_s"] for row in loaded for read in row.get("reads", [])]
+    found = {
+        "over_floor_s": _median(over_floor), "load_bytes_s": _median([rate for rate in rates if rate]),
+        "times_limit": _median(times), "load_percent_of_limit": _median(percents),
+    }  # fmt: skip
+    if reads:
+        found |= {"read_bytes_s": sum(reads) / len(reads), "all_read_bytes_s": reads, "all_times_limit": times}
+    return found
+
+
+def _mean_read(row: dict[str, Any]) -> float | None:
+    """Bytes a second of the direct reads right before and right after: their mean, for the disk's rate wanders."""
+    reads = [read["bytes_s"] for read in row.get("reads", [])]
+    return sum(reads) / len(reads) if reads else None
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
 
 
 def limit_of(ceilings: Path | None, folder: Path) -> float | None:
@@ -180,6 +238,7 @@ def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", default=None, help="tokens, divided by commas")
     parser.add_argument("--count", type=int, default=3, help="prompts of each length")
     parser.add_argument("--peer-count", type=int, default=1, help="the same for the other systems")
+    parser.add_argument("--probe-tokens", type=int, default=0, help="direct reads of so much, around each reload")
     parser.add_argument("--arena", default=None, help="also from a host arena of this size")
     parser.add_argument("--ceilings", type=Path, default=None, help="JSON of a `ceilings` run on this machine")
     parser.add_argument("--extra", default="{}", help="more settings of kvtier, as JSON")
@@ -193,24 +252,33 @@ def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def check_room(folder: Path, n_bytes: int) -> None:
+    """Half an answer costs as much time as a whole one: without room for all, nothing is begun."""
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        raise SystemExit(f"{folder}: {n_bytes / 1e9:.1f} GB will be stored, {free / 1e9:.1f} are free; lower --count")
+
+
 def main() -> int:
     arguments = parse()
     setup = setup_of(arguments)
     setup.folder.mkdir(parents=True, exist_ok=True)
-    counts = (arguments.count, arguments.peer_count)
-    results = measure(setup, arguments.systems.split(","), arguments.lengths, counts)
+    shutil.rmtree(setup.folder / "kvtier", ignore_errors=True)
+    asked = Asked(arguments.lengths, arguments.count, arguments.peer_count, arguments.probe_tokens)
+    token_bytes = DIMENSIONS[setup.kind].token_bytes(4 if arguments.tiny else 2)
+    check_room(setup.folder, asked.stored_tokens * token_bytes)
+    results = measure(setup, arguments.systems.split(","), asked)
     if arguments.arena:
         results["arena"] = measure_arena(setup, arguments.lengths[-1], arguments.count, arguments.arena)
     shutil.rmtree(setup.folder / "kvtier", ignore_errors=True)
-    size = DIMENSIONS[setup.kind]
-    limit = limit_of(arguments.ceilings, setup.folder)
-    rows = summary(results, arguments.lengths, size.token_bytes(4 if arguments.tiny else 2), limit)
+    limit = None if asked.probe_tokens else limit_of(arguments.ceilings, setup.folder)
+    rows = summary(results, arguments.lengths, token_bytes, limit)
     arena = results.get("arena", {}).get("from_arena")
     if arena:
         rows.append(_row("kvtier, host arena", arena[1:], None) | {"first_s": arena[0]["ttft_s"]})
     report.write(arguments.out, "time to the first token after a reload", {
         "model": setup.kind, "tensor_parallel_size": arguments.tp, "folder": str(setup.folder),
-        "limit_bytes_s": limit, "rows": rows, "results": results,
+        "limit_bytes_s": limit, "probe_tokens": asked.probe_tokens, "rows": rows, "results": results,
     })  # fmt: skip
     print_summary(rows)
     return int(any("failed" in result for result in results.values()))

@@ -20,7 +20,7 @@ from benchmarks.gpu.equality import job_of
 from benchmarks.gpu.models import DIMENSIONS
 from benchmarks.gpu.processes import run_engine
 from benchmarks.gpu.tiny import TINY_TIER
-from benchmarks.gpu.ttft import measure, print_summary, setup_of, summary
+from benchmarks.gpu.ttft import Asked, measure, print_summary, setup_of, summary
 from benchmarks.gpu.watch import compare
 
 
@@ -90,7 +90,7 @@ def main() -> int:
     if "ttft" in arguments.parts:
         setup = setup_of(arguments)
         lengths = [300, 600] if arguments.tiny else [int(part) for part in arguments.lengths.split(",")]
-        results = measure(setup, arguments.systems.split(","), lengths, (arguments.count, 1))
+        results = measure(setup, arguments.systems.split(","), Asked(lengths, arguments.count, 1))
         rows = summary(results, lengths, DIMENSIONS[setup.kind].token_bytes())
         content |= {"rows": rows, "results": results}
     report.write(arguments.out, "two GPUs: across tensor-parallel sizes, and TTFT at TP=2", content)
