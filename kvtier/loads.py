@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from kvtier import metrics as names
 from kvtier.errors import TierUnavailable
@@ -30,19 +31,29 @@ log = logging.getLogger("kvtier")
 
 AHEAD_BYTES = 512 << 20
 CHUNKS_AHEAD_MIN, CHUNKS_AHEAD_MAX = 8, 64
+ALONE_FACTOR, ALONE_SHARE = 2, 4
 TOGETHER = 4
-"""What one request has read ahead of the chunk being scattered; more only takes slots from other requests. A fourth of
-it is scattered together: a launch a chunk takes longer than reading it, and after all of it storage would idle."""
+"""What one request has read ahead of the chunk being scattered; more only takes slots from other requests. A load that
+is alone may have twice as much, but no more than a fourth of the arena: on an H200 host 512 MiB are read in 9 ms, and a
+step of the engine, which holds the interpreter lock meanwhile, took up to 8. A fourth of it is scattered together: a
+launch a chunk takes longer than reading it, and after all of it storage would idle."""
 ANSWER_GRACE_S = 0.25
 """A load whose own thread has not answered so long after the deadline is answered for it."""
 
 
+class _Moving(NamedTuple):
+    """Chunks whose scatter was launched; they are in the engine's blocks when `mark` is done."""
+
+    fetches: tuple[Fetch, ...]
+    mark: Mark
+
+
 @dataclass(eq=False)
 class _Load:
-    """One plan on its way. `lock` is held while chunks are scattered and while the answer is given: afterwards the
-    blocks are the engine's again, and no late thread writes into them. `after`: the engine's work that a scatter must
-    not overtake, such as zeroing these very blocks. `cut_short`: why a chunk ahead could not be begun; it and those
-    behind it are not waiting any more, and those before it are loaded."""
+    """One plan on its way. `lock` is held while a scatter is launched and while the answer is given, which is not
+    before all of `moving` has ended: afterwards the blocks are the engine's again, and nothing late writes into them.
+    `after`: the engine's work that a scatter must not overtake, such as zeroing these very blocks. `cut_short`: why a
+    chunk ahead could not be begun; it and those behind it are not waiting any more, and those before it are loaded."""
 
     plan: LoadPlan
     deadline_s: float
@@ -55,6 +66,7 @@ class _Load:
     n_bytes: int = 0
     waiting: deque[LoadChunk] = field(default_factory=deque)
     coming: deque[Fetch] = field(default_factory=deque)
+    moving: deque[_Moving] = field(default_factory=deque)
     cut_short: FetchFailed | TierUnavailable | None = None
 
 
@@ -67,6 +79,8 @@ class Loader:
         self._fetcher = fetcher
         ahead = AHEAD_BYTES // worker.arena.slot_bytes
         self._chunks_ahead = max(CHUNKS_AHEAD_MIN, min(CHUNKS_AHEAD_MAX, ahead))
+        alone = min(ALONE_FACTOR * self._chunks_ahead, worker.arena.n_slots // ALONE_SHARE)
+        self._chunks_ahead_alone = max(self._chunks_ahead, alone)
         self._lock = threading.Condition()
         self._loads: set[_Load] = set()
         self._hangs_until_s = 0.0
@@ -96,23 +110,34 @@ class Loader:
             late_s = self._worker.clock() - ANSWER_GRACE_S
             overdue = [load for load in self._loads if load.deadline_s < late_s]
         for load in overdue:
-            self._answer(load, blocking=False)  # a scatter that is under way ends by itself, and answers
+            self._answer_late(load)
             if load.is_running:  # its thread hangs in the kernel: others would only follow it there
                 self._hangs_until_s = self._worker.clock() + self._worker.timeout_s
         with self._lock:
             done, self._done = self._done, []
         return done
 
-    def _answer(self, load: _Load, *, blocking: bool = True) -> None:
-        """Gives the plan's one answer, unless it was given."""
-        if not load.lock.acquire(blocking=blocking):
+    def _answer_late(self, load: _Load) -> None:
+        """Answers for a load's own thread; later, if it is just launching or its chunks are still moving."""
+        if not load.lock.acquire(blocking=False):
             return
         try:
-            if load.is_answered:
+            if not all(self._worker.order.is_done(moving.mark) for moving in load.moving):
                 return
-            load.is_answered = True
+            is_first, load.is_answered = not load.is_answered, True
         finally:
             load.lock.release()
+        if is_first:
+            self._tell(load)
+
+    def _answer(self, load: _Load) -> None:
+        """Gives the plan's one answer, unless it was given. Nothing of it is moving any more."""
+        with load.lock:
+            is_first, load.is_answered = not load.is_answered, True
+        if is_first:
+            self._tell(load)
+
+    def _tell(self, load: _Load) -> None:
         failed: set[int] = set()
         for chunk in load.plan.chunks[load.n_chunks :]:
             failed.update(chunk.block_ids[self._first_block(chunk) :])
@@ -135,8 +160,11 @@ class Loader:
             log.warning("request %s: recomputed from chunk %d of its load on: %s",
                         load.plan.request_id, load.n_chunks, failure)  # fmt: skip
         finally:
-            self._answer(load)
-            self._let_go(load, 0)
+            try:
+                self._land(load)
+            finally:
+                self._answer(load)
+                self._let_go(load, 0)
         self._worker.metrics.add(names.LOAD_REQUESTS)
         self._worker.metrics.add(names.LOAD_TOKENS, load.n_tokens)
         self._worker.metrics.add(names.LOAD_BYTES, load.n_bytes)
@@ -147,6 +175,7 @@ class Loader:
         while load.waiting or load.coming:
             if self._worker.clock() >= load.deadline_s:
                 raise FetchFailed("its time is over")
+            self._land(load, waits=not load.coming)
             self._read_ahead(load)
             self._complete(load, load.coming[0])
             here = self._here(load)
@@ -155,16 +184,17 @@ class Loader:
                 self._fetcher.reject(load.plan.namespace, here[0])
                 continue
             self._scatter(load, here[:n_good])
-            for fetch in here[:n_good]:
-                load.coming.popleft()
-                self._fetcher.keep_or_free(fetch)
         if load.cut_short is not None:
             raise load.cut_short
+
+    def _window(self) -> int:
+        """How many chunks one load may have coming."""
+        return self._chunks_ahead_alone if len(self._loads) == 1 else self._chunks_ahead
 
     def _here(self, load: _Load) -> list[Fetch]:
         """The first chunk, which is complete, and those behind it that are too: moved in one launch."""
         here = [load.coming[0]]
-        for fetch in itertools.islice(load.coming, 1, max(1, self._chunks_ahead // TOGETHER)):
+        for fetch in itertools.islice(load.coming, 1, max(1, self._window() // TOGETHER)):
             if not self._fetcher.is_here(fetch):
                 break
             self._fetcher.complete(load.plan.namespace, fetch, load.deadline_s, slot_timeout_s=0.0)
@@ -177,12 +207,13 @@ class Loader:
         namespace, deadline_s = load.plan.namespace, load.deadline_s
         if self._fetcher.complete(namespace, fetch, deadline_s, slot_timeout_s=0.0):
             return
+        self._land(load)
         self._let_go(load, 1)
         if not self._fetcher.complete(namespace, fetch, deadline_s, max(0.0, deadline_s - self._worker.clock())):
             raise FetchFailed("no slot in the arena came free in time")
 
     def _read_ahead(self, load: _Load) -> None:
-        while load.waiting and len(load.coming) < self._chunks_ahead:
+        while load.waiting and len(load.coming) < self._window():
             # With nothing coming that would free a slot, one is waited for.
             slot_timeout_s = 0.0 if load.coming else load.deadline_s - self._worker.clock()
             try:
@@ -201,17 +232,30 @@ class Loader:
             raise FetchFailed("no slot in the arena came free in time")
 
     def _scatter(self, load: _Load, fetches: Sequence[Fetch]) -> None:
+        """Launches the scatter of the first chunks that were coming, without waiting for it."""
         worker = self._worker
         moves = [self._move(fetch, source) for fetch in fetches for source in fetch.sources]
         with load.lock:
             if load.is_answered:
                 raise FetchFailed("it was answered as late meanwhile")
-            with worker.order.moving(load.after):
-                worker.codec.decode(worker.pages, moves)
-            load.n_chunks += len(fetches)
-        for fetch in fetches:
-            load.n_tokens += worker.geometry.chunk_tokens - fetch.chunk.first_token
-            load.n_bytes += sum(source.n_bytes for source in fetch.sources)
+            mark = worker.order.begin(partial(worker.codec.decode, worker.pages, moves), load.after)
+            load.moving.append(_Moving(tuple(fetches), mark))
+            for _ in fetches:
+                load.coming.popleft()
+
+    def _land(self, load: _Load, *, waits: bool = True) -> None:
+        """Frees the slots of chunks that have arrived in the engine's blocks; with `waits`, of all that are moving."""
+        order = self._worker.order
+        while load.moving and (waits or order.is_done(load.moving[0].mark)):
+            fetches, mark = load.moving[0]
+            order.wait(mark)
+            with load.lock:
+                load.moving.popleft()
+                load.n_chunks += len(fetches)
+            for fetch in fetches:
+                load.n_tokens += self._worker.geometry.chunk_tokens - fetch.chunk.first_token
+                load.n_bytes += sum(source.n_bytes for source in fetch.sources)
+                self._fetcher.keep_or_free(fetch)
 
     def _move(self, fetch: Fetch, source: Source) -> Move:
         patch = source.patch(self._worker.share.reads)

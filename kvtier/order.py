@@ -13,7 +13,7 @@ engine's work lies on its own current stream:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -42,6 +42,10 @@ class Order(Protocol):
         """A place for copies and launches, behind the marks; leaving it waits until they are done."""
         ...
 
+    def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
+        """Runs `work`, which launches, behind the marks; does not wait for what it launched."""
+        ...
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies bytes of equal shape, within `moving`."""
         ...
@@ -66,6 +70,9 @@ class HostOrder:
     def moving(self, *after: Mark) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
+        work()
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
@@ -77,7 +84,8 @@ class CudaOrder:
     """Streams that do not wait for the legacy default stream, two a thread: one for launches, one for copies ahead."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
         self._own = threading.local()
 
     def mark(self) -> Mark:
@@ -102,6 +110,19 @@ class CudaOrder:
                 yield
             finally:
                 self.wait(self._record(stream))
+
+    def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
+        self._enter()
+        stream = self._stream("moving")
+        with torch.cuda.stream(stream):
+            for mark in after:
+                stream.wait_event(mark)
+            try:
+                work()
+            except BaseException:
+                self.wait(self._record(stream))  # part of it may be on its way
+                raise
+            return self._record(stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

@@ -56,6 +56,9 @@ class Source:
 
 def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> tuple[Source, ...] | None:
     """Reads that together fill `held`, fewest records first; None when they do not cover it or exceed the slot."""
+    if len(locations) == 1 and locations[0].extent == held:  # the usual case, and a load asks it of every chunk
+        source = Source(locations[0], held, PAGE_BYTES)
+        return (source,) if PAGE_BYTES + source.n_bytes <= slot_bytes else None
     by_share = sorted(locations, key=lambda location: -_shared_cells(location.extent, held))
     sources: list[Source] = []
     holes = [held]

@@ -31,6 +31,7 @@ Work = Callable[[], None]
 class Stream:
     work: list[Work] = field(default_factory=list)
     n_done: int = 0
+    is_scatter: bool = False
 
     def run_to(self, position: int) -> None:
         while self.n_done < position:
@@ -51,6 +52,7 @@ class Left:
     gathered: bool = False  # a save job does not wait for its gather
     behind_engine: bool = False  # a scatter does not wait for the engine
     copied: bool = False  # nothing waits for a copy from the host arena
+    scattered: bool = False  # a load does not wait for its scatters before it answers
 
 
 class LazyOrder:
@@ -70,7 +72,7 @@ class LazyOrder:
         return Mark(self.engine, len(self.engine.work))
 
     def wait(self, mark: Mark) -> None:
-        if mark.stream is self.engine and self._out.gathered:
+        if (mark.stream is self.engine and self._out.gathered) or (mark.stream.is_scatter and self._out.scattered):
             return
         with self._lock:
             mark.stream.run_to(mark.position)
@@ -80,18 +82,30 @@ class LazyOrder:
 
     @contextmanager
     def moving(self, *after: Mark) -> Iterator[None]:
-        stream = Stream()
-        for mark in after:
-            ignored = self._out.behind_engine if mark.stream is self.engine else self._out.copied
-            if not ignored:
-                stream.work.append(lambda mark=mark: mark.stream.run_to(mark.position))  # type: ignore[misc]
-        self._own.stream = stream
+        stream = self._own.stream = self._behind(after)
         try:
             yield
         finally:
             del self._own.stream
             with self._lock:
                 stream.run_to(len(stream.work))
+
+    def begin(self, work: Work, *after: Mark) -> Mark:
+        stream = self._own.stream = self._behind(after)
+        try:
+            work()
+        finally:
+            del self._own.stream
+        stream.is_scatter = True
+        return Mark(stream, len(stream.work))
+
+    def _behind(self, marks: Sequence[Mark]) -> Stream:
+        stream = Stream()
+        for mark in marks:
+            ignored = self._out.behind_engine if mark.stream is self.engine else self._out.copied
+            if not ignored:
+                stream.work.append(lambda mark=mark: mark.stream.run_to(mark.position))  # type: ignore[misc]
+        return stream
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.launch(lambda: target.copy_(source))

@@ -10,6 +10,7 @@ import torch
 
 from kvtier import metrics as names
 from kvtier.kernels.paged import SlabRun
+from kvtier.loads import _Moving
 from kvtier.order import HostOrder
 from kvtier.plan import LoadDone, SaveDone, SaveOutcome, SavePlan
 from kvtier.store import WantedChunk
@@ -60,8 +61,8 @@ def save(engine: LazyEngine) -> list[SaveDone]:
     return done
 
 
-def load(engine: LazyEngine, computed: int = 0) -> LoadDone:
-    """Loads into blocks that were just zeroed, after their previous owner wrote into them."""
+def begin_load(engine: LazyEngine, computed: int = 0) -> None:
+    """Asks for a load into blocks that were just zeroed, after their previous owner wrote into them."""
     keys = engine.keys(TOKENS)[computed // 64 :]
     entries = engine.store.lookup(keys)
     assert len(entries) == len(keys)
@@ -70,6 +71,11 @@ def load(engine: LazyEngine, computed: int = 0) -> LoadDone:
     engine.overwrite(fresh, 3)
     engine.overwrite(fresh, 0)
     engine.transfers[0].load(engine.store.plan_load("r", keys, entries, blocks, computed % 64))
+
+
+def load(engine: LazyEngine, computed: int = 0) -> LoadDone:
+    """Asks for the load, and has it done."""
+    begin_load(engine, computed)
     engine.jobs.load.drain(10)
     (done,) = engine.transfers[0].poll().loads
     engine.run_engine()  # what was launched before the load began runs before it at the latest
@@ -197,7 +203,25 @@ def test_a_closed_queue_gives_no_slot_away_before_its_gather(tmp_path: Path, eng
     assert engine.order.engine.n_done == len(engine.order.engine.work), "its gather is still to come"
 
 
-@pytest.mark.parametrize("left", ["gathered", "behind_engine", "copied"])
+def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    engine = start(tmp_path, engines)
+    save(engine)
+    begin_load(engine)
+    transfer, worker = engine.transfers[0], engine.worker
+    (asked,) = transfer._loader._loads
+    mark = engine.order.begin(lambda: engine.order.launch(lambda: None))
+    asked.moving.append(_Moving((), mark))
+    now_s = worker.clock()
+    object.__setattr__(worker, "clock", lambda: now_s + worker.timeout_s + 1)
+    assert transfer.poll().loads == []
+    engine.order.wait(mark)
+    (done,) = transfer.poll().loads
+    assert done.failed_blocks == frozenset(TARGET)
+    engine.jobs.load.drain(10)
+    assert transfer.poll().loads == []
+
+
+@pytest.mark.parametrize("left", ["gathered", "behind_engine", "copied", "scattered"])
 def test_an_event_left_out_shows(tmp_path: Path, engines: list[LazyEngine], left: str) -> None:
     out = Left(**{left: True})
     engine = start(tmp_path, engines, out)

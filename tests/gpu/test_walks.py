@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -157,6 +157,9 @@ class WithoutGather(CudaOrder):
 class WithoutEngine(CudaOrder):
     def moving(self, *after: Mark) -> AbstractContextManager[None]:
         return super().moving()
+
+    def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
+        return super().begin(work)
 
 
 @pytest.mark.parametrize("broken", [WithoutGather, WithoutEngine])
