@@ -51,7 +51,8 @@ _FAULTS = (RuntimeError, ValueError, TypeError, ArithmeticError, MemoryError, Lo
 """What Cython makes of C++ exceptions, beside OSError."""
 
 _left_behind: list[object] = []
-"""Reads that hang, with their files: KvikIO's threads hold bare pointers to them, so they must never be freed."""
+"""Never to be freed: readers whose reads hang, for KvikIO's threads hold bare pointers to their files and buffers; and
+what KvikIO failed to take back, for who knows what it still does with that."""
 
 
 class KvikioSizes(NamedTuple):
@@ -137,14 +138,9 @@ class KvikioReader:
     """
 
     def __init__(
-        self,
-        buffer: tuple[int, int],
-        sizes: KvikioSizes | None = None,
-        *,
-        direct: bool = True,
-        load: Callable[[], ModuleType] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+        self, buffer: tuple[int, int], sizes: KvikioSizes | None = None, *, direct: bool = True,
+        load: Callable[[], ModuleType] | None = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self._address, self._n_bytes = buffer
         self.sizes = sizes or KvikioSizes()
         if self.sizes.threads <= 0 or self.sizes.piece_bytes <= 0 or self.sizes.piece_bytes % PAGE_BYTES:
@@ -159,7 +155,7 @@ class KvikioReader:
         self._batches: list[KvikioBatch] = []
         self._queued = 0
         self._swept_s = clock()
-        self._is_closed = False
+        self._is_closed = self._has_complained = False
 
     def submit(self, ops: Sequence[ReadOp]) -> KvikioBatch:
         """Starts the reads, or none of them. Raises as `Ring.submit`, also when a file can't be opened."""
@@ -199,27 +195,30 @@ class KvikioReader:
             time.sleep(min(POLL_S, left_s))
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Cancels what waits and gives KvikIO's files back. False: reads hang, and they keep files and buffer."""
+        """Cancels what waits and gives back what KvikIO holds. May be called again.
+
+        False: the buffer must stay: reads hang, which keep their files too, or cuFile did not let go of it.
+        """
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             self._is_closed = True
-            for batch in self._batches:
+            batches = list(self._batches)
+            for batch in batches:
                 batch.cancel()
-        for batch in list(self._batches):
+        for batch in batches:
             self.wait(batch, deadline_s - time.monotonic())
         with self._lock:
+            if self._batches:
+                _left_behind.append(self)
+                return False
             files, self._files = self._files, {}
-            hanging, self._batches = self._batches, []
-        if hanging:
-            _left_behind.append((self, hanging, files))
-            return False
         for file in files.values():
-            file.handle.close()
+            self._give_back(file, file.handle.close)
         if self._is_registered:
-            self._is_registered = False
-            self._kvikio.memory_deregister(DeviceBuffer(self._address, self._n_bytes))
-        self._kvikio.bounce_buffer_free()  # pinned memory, one piece a thread, which it would keep
-        return True
+            buffer = DeviceBuffer(self._address, self._n_bytes)
+            self._is_registered = not self._give_back(buffer, lambda: self._kvikio.memory_deregister(buffer))
+        self._give_back(self, self._kvikio.bounce_buffer_free)  # pinned memory, one piece a thread, which it would keep
+        return not self._is_registered
 
     def close_unused(self, interval_s: float = 0.0) -> None:
         """Closes files that were evicted (open, they keep their space on the disk) or long unused.
@@ -284,7 +283,7 @@ class KvikioReader:
                 made = _File(self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r"), self._clock())
                 file = self._keep(key, made)
                 if file is not made:
-                    made.handle.close()
+                    self._give_back(made, made.handle.close)
             return file
         except (OSError, *_FAULTS) as fault:
             raise TierUnavailable(f"KvikIO cannot open a segment: {fault}") from fault
@@ -309,7 +308,19 @@ class KvikioReader:
             if file.users or self._files.get(key) is not file:
                 return
             del self._files[key]
-        file.handle.close()
+        self._give_back(file, file.handle.close)
+
+    def _give_back(self, what: object, free: Callable[[], object]) -> bool:
+        """False: KvikIO does not take it, so it is kept for good. That is said once."""
+        try:
+            free()
+        except (OSError, *_FAULTS) as fault:
+            _left_behind.append(what)
+            if not self._has_complained:
+                log.warning("KvikIO does not take back what it opened or pinned (%s): it stays until the end", fault)
+            self._has_complained = True
+            return False
+        return True
 
     def _pump(self) -> None:
         """Takes in what has come back, and hands KvikIO more, oldest batch first. Under the lock."""

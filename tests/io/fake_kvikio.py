@@ -31,7 +31,10 @@ class FakeFuture:
 
 
 class FakeKvikio(ModuleType):
-    """`before` runs in each task, with its file offset: it may wait, raise, or return how many bytes to read."""
+    """`before` runs in each task, with its file offset: it may wait, raise, or return how many bytes to read.
+
+    refuses_to_free: ids of files, "buffer" (the registered one), "bounce": giving these back raises.
+    """
 
     def __init__(self, threads: int = 4) -> None:
         super().__init__("kvikio")
@@ -41,6 +44,7 @@ class FakeKvikio(ModuleType):
         self.before: Callable[[int], int | None] = lambda offset: None
         self.reads = 0
         self.freed = 0
+        self.refuses_to_free: set[object] = set()
         self.pool = ThreadPoolExecutor(threads)
         self.lock = threading.Lock()
         self.compat, self.gds = True, False
@@ -66,7 +70,12 @@ class FakeKvikio(ModuleType):
     def is_compat_mode_preferred(self) -> bool:
         return self.compat
 
+    def refuse(self, what: object) -> None:
+        if what in self.refuses_to_free:
+            raise RuntimeError("KvikIO failure at: shim/utils.hpp:111: CUDA_ERROR_ILLEGAL_ADDRESS")
+
     def bounce_buffer_free(self) -> int:
+        self.refuse("bounce")
         self.freed += 1
         return 0
 
@@ -74,6 +83,7 @@ class FakeKvikio(ModuleType):
         self.registered.append(buffer.__cuda_array_interface__["data"][0])
 
     def memory_deregister(self, buffer: Any) -> None:
+        self.refuse("buffer")
         self.registered.remove(buffer.__cuda_array_interface__["data"][0])
 
 
@@ -89,6 +99,7 @@ class FakeCuFile:
 
     def close(self) -> None:
         assert not self.tasks, "closed while a task uses it"
+        self._kvikio.refuse(id(self))
         self.closed = True
         os.close(self._fd)
 
