@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,22 @@ def memory(worker: Any) -> dict[str, int]:
     """Bytes: of device memory that is in use on the whole GPU, and the largest resident set of the process."""
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     return {"device_used": total - free, "resident_max": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def contexts(worker: Any) -> list[int]:
+    """Ordinals of the GPUs on which this process has an active primary context; none without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    found = []
+    for ordinal in range(count.value):
+        device = ctypes.c_int()
+        if driver.cuDeviceGet(ctypes.byref(device), ordinal) == 0 and (
+            driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0 and active.value
+        ):
+            found.append(ordinal)
+    return found

@@ -74,7 +74,7 @@ def judge(stored: dict[str, Any], loaded: dict[str, Any], bare: dict[str, Any], 
         "most_on_disk": max(stored["store_mix"]["most_on_disk"], loaded["mixed_rounds"]["most_on_disk"]),
         "capacity_bytes": limits["capacity_bytes"],
         "memory": {"kvtier": loaded["mixed_rounds"]["memory"], "bare": bare["mixed_rounds"]["memory"]},
-        "round_s": [r["elapsed_s"] for r in rounds],
+        "round_s": [r["elapsed_s"] for r in rounds], "rounds_counted": [r["counted"] for r in rounds],
         "bare_round_s": [r["elapsed_s"] for r in bare["mixed_rounds"]["rounds"]],
         "counted": loaded["mixed_rounds"]["counted"],
     }  # fmt: skip
@@ -90,9 +90,11 @@ def is_good(result: dict[str, Any], exact: bool) -> bool:
     bounded = result["most_on_disk"] <= result["capacity_bytes"]
     # Reads by the kernel's count include little things (a Python module, /proc); one copy is far below two.
     once = result["copies_read"] < 1.5
-    has_loaded = result["counted"].get("load_requests", 0) > 0  # or the rounds show nothing of loads among evictions
+    # Or the rounds show nothing of loads among evictions.
+    has_loaded = all(counted.get("load_tokens") for counted in result["rounds_counted"])
+    has_evicted = result["counted"].get("evicted_bytes")
     return bool(blocks["equal"] and not blocks["wrong"] and not blocks["unknown"] and bounded and once and has_loaded
-                and result["evicted_bytes"] and (answers or not exact))  # fmt: skip
+                and has_evicted and (answers or not exact))  # fmt: skip
 
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
@@ -104,7 +106,7 @@ def parse(text: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--extra", default="{}", help="more settings of kvtier, as JSON")
-    parser.add_argument("--timeout", type=float, default=150.0, help="seconds for one engine's process")
+    parser.add_argument("--timeout", type=float, default=100.0, help="seconds for one engine's process")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
     return parser.parse_args(text)
 
@@ -139,7 +141,10 @@ def main() -> int:
         ("shared prefix hit, of", f"{max(result['shared_hit_tokens'])} of {result['shared_tokens']}"),
         ("copies of it read", f"{result['copies_read']:.2f}"),
         ("most on disk of capacity", f"{result['most_on_disk'] >> 20} of {result['capacity_bytes'] >> 20} MiB"),
-        ("evicted", f"{result['evicted_bytes'] / (1 << 20):.0f} MiB"),
+        ("tokens loaded in each round", " ".join(f"{c.get('load_tokens', 0):,.0f}" for c in result["rounds_counted"])),
+        ("evicted in each round, MiB",
+         " ".join(f"{c.get('evicted_bytes', 0) / (1 << 20):,.0f}" for c in result["rounds_counted"])),
+        ("evicted in all", f"{result['evicted_bytes'] / (1 << 20):.0f} MiB"),
         ("failed loads", result["failed_loads"]),
         ("seconds a round, without the tier", " ".join(f"{s:.2f}" for s in result["bare_round_s"])),
         ("seconds a round, with it", " ".join(f"{s:.2f}" for s in result["round_s"])),

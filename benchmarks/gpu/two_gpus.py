@@ -4,7 +4,8 @@
 
 equal: saved random weights; stored at TP=2 and loaded at TP=1, and the other way. Blocks are compared head by head.
 Tokens may differ without a wrong bit, because another TP sums in another order: beside them stands a control that
-computes the same questions at the other TP. ttft: the dimensions of a 70B model at TP=2.
+computes the same questions at the other TP. ttft: the dimensions of a 70B model at TP=2. In both, whether each process
+keeps to one GPU (contexts.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import report
+from benchmarks.gpu import contexts, report
 from benchmarks.gpu.cases import cases
 from benchmarks.gpu.equality import job_of
 from benchmarks.gpu.models import DIMENSIONS
@@ -55,7 +56,19 @@ def across(arguments: argparse.Namespace, stored_at: int, loaded_at: int) -> dic
         "hits": sum(a["hit_tokens"] == case.shared for a, case in zip(asked, cases(chunk), strict=True)),
         "loaded_agrees": agreement(asked, own), "control_agrees": agreement(second["compute_cases"], own),
         "failed_loads": sum(worker["failed_loads"] for worker in second["watch"]),
+        "contexts": [first["contexts"], second["contexts"]],
     }  # fmt: skip
+
+
+def is_equal(result: dict[str, Any]) -> bool:
+    blocks = result["blocks"]
+    return bool(blocks["equal"] and not blocks["wrong"] and not blocks["unknown"] and not result["failed_loads"])
+
+
+def contexts_of(results: dict[str, Any]) -> list[list[list[int]]]:
+    """Of the engines of a TTFT run: for each rank the GPUs it has a context on."""
+    engines = [engine for result in results.values() for engine in (result, result.get("store"), result.get("reload"))]
+    return [engine["contexts"] for engine in engines if engine and "contexts" in engine]
 
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
@@ -82,17 +95,25 @@ def main() -> int:
     arguments = parse()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {}
+    by_rank: list[list[list[int]]] = []
     good = True
+    watch = contexts.ContextWatch()
     if "equal" in arguments.parts:
-        content["equal"] = [across(arguments, 2, 1), across(arguments, 1, 2)]
-        good = all(r["blocks"]["equal"] and not r["blocks"]["wrong"] and not r["blocks"]["unknown"]
-                   and not r["failed_loads"] for r in content["equal"])  # fmt: skip
+        with watch:  # not while times are taken: nvidia-smi holds the driver up
+            content["equal"] = [across(arguments, 2, 1), across(arguments, 1, 2)]
+        good = all(is_equal(result) for result in content["equal"])
+        by_rank += [engine for result in content["equal"] for engine in result["contexts"]]
     if "ttft" in arguments.parts:
         setup = setup_of(arguments)
         lengths = [300, 600] if arguments.tiny else [int(part) for part in arguments.lengths.split(",")]
         results = measure(setup, arguments.systems.split(","), Asked(lengths, arguments.count, 1))
-        rows = summary(results, lengths, DIMENSIONS[setup.kind].token_bytes())
-        content |= {"rows": rows, "results": results}
+        good = good and not any("failed" in result for result in results.values())
+        by_rank += contexts_of(results)
+        # One rank's bytes: what passes through its PCIe.
+        rows = summary(results, lengths, DIMENSIONS[setup.kind].token_bytes() // arguments.tp)
+        content |= {"model": setup.kind, "folder": str(setup.folder), "rows": rows, "results": results}
+    content["contexts"] = contexts.judge(watch.seen(), by_rank)
+    good = good and (contexts.is_good(content["contexts"]) or arguments.tiny)
     report.write(arguments.out, "two GPUs: across tensor-parallel sizes, and TTFT at TP=2", content)
     for result in content.get("equal", []):
         loaded, control = result["loaded_agrees"], result["control_agrees"]
@@ -101,6 +122,8 @@ def main() -> int:
               f"{control['same_tokens']}/{control['tokens']}")  # fmt: skip
     if "rows" in content:
         print_summary(content["rows"])
+    print(f"contexts: nvidia-smi {watch.samples} samples {content['contexts']['listed']}, "
+          f"primary contexts by rank {content['contexts']['by_rank']}")  # fmt: skip
     print("GOOD" if good else "NOT GOOD")
     return int(not good)
 
