@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import NamedTuple
 
@@ -13,8 +12,8 @@ from kvtier.config import Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import Geometry, RankShare
 from kvtier.io.calibrate import calibrate
-from kvtier.io.calibration import Ask, Calibration, calibrated, default_choice, last_level_cache_bytes
-from kvtier.io.engines import Choice, EngineName, Engines, Target, open_engine
+from kvtier.io.calibration import Ask, Calibration, calibrated, default_choice, engines_for, last_level_cache_bytes
+from kvtier.io.engines import Choice, Engines, Target, open_engine
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import Ring, RingSizes, sizes_for
 from kvtier.root import Root
@@ -47,8 +46,8 @@ def open_io(settings: Settings, root: Root, direct: bool, arena: ChunkArena, dev
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
     ask = Ask(
-        root.folder, target, direct, in_memory, _engines(settings), torch.cuda.get_device_name(device),
-        settings.io.threads, settings.io.piece_bytes,
+        root.folder, target, direct, in_memory, engines_for(settings.io.engine, target),
+        torch.cuda.get_device_name(device), settings.io.threads, settings.io.piece_bytes,
     )  # fmt: skip
     measured = _measure(settings, root, ask, arena)
     usual = default_choice(ask, last_level_cache_bytes())
@@ -69,12 +68,6 @@ def cost_of_share(cost: LoadCost | None, geometry: Geometry, share: RankShare) -
     if cost is None:
         return None
     return LoadCost(cost.fixed_s, cost.token_s * share.reads.cells * geometry.vector_bytes)
-
-
-def _engines(settings: Settings) -> tuple[EngineName, ...]:
-    if settings.io.engine != "auto":
-        return (settings.io.engine,)
-    return ("ring", "kvikio") if importlib.util.find_spec("kvikio") else ("ring",)
 
 
 def _measure(settings: Settings, root: Root, ask: Ask, arena: ChunkArena) -> Calibration | None:

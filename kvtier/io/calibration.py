@@ -9,6 +9,7 @@ measures, under a lock of the node, and the others read.
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import logging
 import os
@@ -124,10 +125,13 @@ def _rate(value: Any) -> float | None:
 
 
 def engines_for(setting: Literal["auto", "ring", "kvikio"], target: Target) -> tuple[EngineName, ...]:
-    """Those that `io.engine` lets be chosen. KvikIO is for device memory; host memory is always the ring's."""
+    """Those that `io.engine` lets be chosen, `auto` of those that are installed. KvikIO is for device memory; host
+    memory is always the ring's."""
     if target.ordinal is None:
         return ("ring",)
-    return ("ring", "kvikio") if setting == "auto" else (setting,)
+    if setting != "auto":
+        return (setting,)
+    return ("ring", "kvikio") if importlib.util.find_spec("kvikio") else ("ring",)
 
 
 def last_level_cache_bytes(processors: Path = PROCESSORS) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -66,9 +68,17 @@ def test_rings_stay_in_half_the_cache() -> None:
     assert default_choice(Ask(Path("/x"), DEVICE, True, True, ("kvikio",)), BIG_CACHE).engine == "kvikio"
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_auto_means_kvikio_where_it_is_installed(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None) if installed else None)
+    assert kept.engines_for("auto", DEVICE) == (("ring", "kvikio") if installed else ("ring",))
+    assert kept.engines_for("kvikio", DEVICE) == ("kvikio",), (
+        "asked for by name it is tried, and the fault names the fix"
+    )
+
+
 def test_kvikio_is_for_devices_only() -> None:
     assert kept.engines_for("kvikio", Target(4096, MIB)) == kept.engines_for("auto", Target(4096, MIB)) == ("ring",)
-    assert kept.engines_for("auto", DEVICE) == ("ring", "kvikio")
     assert kept.engines_for("kvikio", DEVICE) == ("kvikio",) and kept.engines_for("ring", DEVICE) == ("ring",)
     ask = Ask(Path("/x"), Target(4096, 64 * MIB), True, False, ("ring", "kvikio"))
     assert {choice.engine for choice in first_round(ask, BIG_CACHE)} == {"ring"}
