@@ -6,6 +6,7 @@ thread passes through `release` (I10).
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -34,7 +35,12 @@ class OpenSegment:
         self._release(self)
 
     def is_unlinked(self) -> bool:
-        return os.fstat(self.fd).st_nlink == 0
+        try:
+            return os.fstat(self.fd).st_nlink == 0
+        except OSError as fault:
+            if fault.errno != errno.ESTALE:  # NFS, where another node unlinked it
+                raise
+            return True
 
 
 class Descriptors:
