@@ -41,6 +41,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
             None,
             [c.c_void_p, c.c_size_t, c.c_uint32, c.c_char_p, c.c_uint32, c.c_uint32, c.c_void_p],
         ),
+        ("kvtier_reads_issued", c.c_uint64, []),
         ("kvtier_ring_open", c.c_int, [c.c_char_p, c.POINTER(handle), c.c_char_p, c.c_size_t]),
         ("kvtier_ring_close", c.c_int, [handle, c.c_int64]),
         ("kvtier_submit", c.c_int, [handle, c.c_char_p, c.c_size_t, c.c_char_p, c.POINTER(handle)]),
@@ -88,6 +89,11 @@ def instruction_sets() -> dict[str, int]:
 def instruction_set() -> str:
     """Name of the version in use: "avx512", "avx2" or "scalar"."""
     return str(library.kvtier_instruction_set(-1).decode())
+
+
+def reads_issued() -> int:
+    """Calls with which the rings of this process have read so far; neighbours in a file are one."""
+    return int(quick.kvtier_reads_issued())
 
 
 def checksum(

@@ -149,7 +149,9 @@ class Ring:
     take turns, an operation each. Thread-safe.
 
     Args:
-        threads: operations are cut into pieces; each thread moves one piece at a time.
+        threads: operations are cut into pieces; each thread moves one piece at a time. Reads that are smaller are
+            taken together with neighbours in the file (at most 64 KiB between them) that wait too, of any batch, up
+            to the size of a piece: one system call for all.
         piece_bytes: of reads. Small enough to stay in a core's L2 cache until it is summed.
         write_piece_bytes: of writes; by default as large.
         queued_ops_max: operations that wait for a thread; more are refused.

@@ -137,6 +137,15 @@ void calls_that_fail_are_that_operations_error(const Double& cuda) {
   ::close(fd);
 }
 
+void late_copies_of_neighbours(const Double& cuda) {
+  cuda.delay(50);
+  auto engine = started(3, 2);
+  neighbours_race(*engine, kOnDevice);
+  CHECK(engine->close(20s));
+  cuda.check_clean();
+  cuda.delay(0);
+}
+
 }  // namespace
 
 void device_stage_is_clean(const std::string& driver) {
@@ -145,4 +154,5 @@ void device_stage_is_clean(const std::string& driver) {
   late_copies_land_whole(cuda);
   cancels_and_closing_race_with_copies(cuda);
   calls_that_fail_are_that_operations_error(cuda);
+  late_copies_of_neighbours(cuda);
 }

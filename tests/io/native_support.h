@@ -68,5 +68,9 @@ inline int file(const std::string& name) {
   return fd;
 }
 
+// In native_neighbours_test.cpp.
+void neighbours_are_read_together();
+void neighbours_race(Engine& engine, uint32_t flags);
+
 // In native_device_test.cpp; `driver`: the double of CUDA's driver.
 void device_stage_is_clean(const std::string& driver);

@@ -121,6 +121,12 @@ void errors_and_short_files() {
   ::close(fd);
 }
 
+void neighbours_from_many_threads() {
+  auto engine = started(3);
+  neighbours_race(*engine, 0);
+  CHECK(engine->close(5s));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -132,6 +138,8 @@ int main(int argc, char** argv) {
   closing_while_submitting();
   the_last_reference_may_be_a_thread();
   errors_and_short_files();
+  neighbours_are_read_together();
+  neighbours_from_many_threads();
   device_stage_is_clean(argv[2]);
   std::puts("passed");
   return 0;

@@ -1,5 +1,5 @@
-"""The native code under the address, undefined-behaviour and thread sanitizers: `native_test.cpp` and
-`native_device_test.cpp`, built and run, with a double of CUDA's driver that is built the same way."""
+"""The native code under the address, undefined-behaviour and thread sanitizers: `native_*test.cpp`, built and run, with
+a double of CUDA's driver that is built the same way."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 NATIVE = Path(__file__).parents[2] / "kvtier" / "io" / "native"
 SOURCES = [
-    "batch.cpp", "checksum.cpp", "crc32.cpp", "cuda_driver.cpp", "device_stage.cpp", "engine.cpp", "pinned.cpp",
-    "transfer.cpp",
+    "batch.cpp", "checksum.cpp", "crc32.cpp", "cuda_driver.cpp", "device_stage.cpp", "engine.cpp", "neighbours.cpp",
+    "pinned.cpp", "transfer.cpp",
 ]  # fmt: skip
-TESTS = ["native_test.cpp", "native_device_test.cpp"]
+TESTS = ["native_test.cpp", "native_neighbours_test.cpp", "native_device_test.cpp"]
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 

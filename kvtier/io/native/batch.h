@@ -102,11 +102,15 @@ class Batch {
   size_t ops_left_;  // guarded by mutex_
 };
 
-// What one thread moves at a time; keeps its batch alive.
+// A part of an operation, no larger than the engine's pieces; keeps its batch alive.
 struct Piece {
   std::shared_ptr<Batch> batch;
   Op* op = nullptr;
   uint64_t start = 0, bytes = 0;  // within the payload
+
+  int64_t offset() const { return op->slabs_offset() + static_cast<int64_t>(start); }  // in the file
+  int64_t end() const { return offset() + static_cast<int64_t>(bytes); }
+  uint8_t* memory() const { return op->slabs() + start; }
 };
 
 }  // namespace kvtier

@@ -3,8 +3,6 @@
 #include <cerrno>
 #include <utility>
 
-#include "transfer.h"
-
 namespace kvtier {
 
 DeviceStage::DeviceStage(std::shared_ptr<PinnedBuffer> pool, uint8_t* slots, uint32_t n_slots, uint64_t slot_bytes)
@@ -46,41 +44,46 @@ void DeviceStage::enter() {
     broken_ = true;
 }
 
-bool DeviceStage::send(const Piece& piece) {
-  Op& op = *piece.op;
+bool DeviceStage::send(Run& run) {
   if (broken_) {
-    op.fail(EREMOTEIO);
+    run.fail(EREMOTEIO);
     return false;
   }
   Slot& slot = slots_[(oldest_ + in_flight_) % slots_.size()];
-  const int error =
-      read_fully(op.spec.fd, slot.data, piece.bytes, op.slabs_offset() + static_cast<int64_t>(piece.start));
-  if (error != 0) {
-    op.fail(error);
-    return false;
-  }
-  if (driver_.cuMemcpyHtoDAsync(op.spec.address + piece.start, slot.data, piece.bytes, stream_) != 0 ||
-      driver_.cuEventRecord(slot.event, stream_) != 0) {
-    op.fail(EREMOTEIO);
+  read_run(run, slot.data);
+  if (!run.is_wanted()) return false;
+  if (!copy(run, slot)) {
+    run.fail(EREMOTEIO);
     settle();
     return false;
   }
-  slot.piece = piece;
+  slot.run = std::move(run);
   in_flight_++;
   return true;
 }
 
+// The gaps stay behind, and so do pieces that could not be read: in their place are bytes of another run.
+bool DeviceStage::copy(const Run& run, const Slot& slot) {
+  for (const Piece& piece : run.pieces) {
+    if (piece.op->error.load(std::memory_order_relaxed) != 0) continue;
+    const uint64_t target = piece.op->spec.address + piece.start;
+    const uint8_t* source = slot.data + (piece.offset() - run.offset());
+    if (driver_.cuMemcpyHtoDAsync(target, source, piece.bytes, stream_) != 0) return false;
+  }
+  return driver_.cuEventRecord(slot.event, stream_) == 0;
+}
+
 bool DeviceStage::oldest_is_done() const { return driver_.cuEventQuery(slots_[oldest_].event) != kCudaNotReady; }
 
-Piece DeviceStage::finish_oldest() {
+Run DeviceStage::finish_oldest() {
   Slot& slot = slots_[oldest_];
   if (driver_.cuEventSynchronize(slot.event) != 0) {
-    slot.piece.op->fail(EREMOTEIO);
+    slot.run.fail(EREMOTEIO);
     settle();
   }
   oldest_ = (oldest_ + 1) % slots_.size();
   in_flight_--;
-  return std::exchange(slot.piece, {});
+  return std::exchange(slot.run, {});
 }
 
 // After a failed call a copy may or may not be on its way; when the stream has come to rest, none is. A stream that

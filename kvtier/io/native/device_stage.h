@@ -1,17 +1,17 @@
-// The second half of a read for a device: from a pinned slot to device memory, while the thread reads the next piece.
+// The second half of a read for a device: from a pinned slot to device memory, while the thread reads the next run.
 #pragma once
 #include <memory>
 #include <vector>
 
-#include "batch.h"
+#include "neighbours.h"
 #include "pinned.h"
 
 namespace kvtier {
 
-// One thread's slots, its stream and the pieces on their way. Nothing is locked: only that thread calls it.
+// One thread's slots, its stream and the runs on their way. Nothing is locked: only that thread calls it.
 //
-// A slot is read by the device until its piece's event has completed, and only then it takes the next piece, and only
-// then its piece has landed.
+// A slot is read by the device until its run's event has completed, and only then it takes the next run, and only then
+// its run has landed.
 class DeviceStage {
  public:
   // `slots`: n_slots x slot_bytes of `pool`, this stage's alone. Throws CudaFailed.
@@ -26,23 +26,24 @@ class DeviceStage {
   bool empty() const { return in_flight_ == 0; }
   bool full() const { return in_flight_ == slots_.size(); }
 
-  // Reads a piece into a free slot and sends it on. False: it failed, its operation has the error, and nothing of it is
-  // on its way. Not when full().
-  bool send(const Piece& piece);
+  // Reads a run into a free slot and sends it on: `run` is moved from. What cannot be read is not sent, its operations
+  // have the error. False: nothing of it is on its way, all its operations have errors. Not when full().
+  bool send(Run& run);
 
   // True when finish_oldest() would not have to wait. Not when empty().
   bool oldest_is_done() const;
 
-  // Waits for the piece that was sent first, and gives it back: it has landed, or its operation has the error.
-  Piece finish_oldest();
+  // Waits for the run that was sent first, and gives it back: each piece has landed, or its operation has the error.
+  Run finish_oldest();
 
  private:
   struct Slot {
     uint8_t* data;
     CuEvent event;
-    Piece piece;
+    Run run;
   };
 
+  bool copy(const Run& run, const Slot& slot);
   void settle();
   void destroy();
 

@@ -16,6 +16,9 @@ namespace {
 // While reads wait, one piece in this many is a write (on at most half the threads), so that saves never stop.
 constexpr uint32_t kReadsPerWrite = 8;
 
+// So many batches are looked at for neighbours of a read: loads come a batch a chunk, those of several requests mixed.
+constexpr size_t kLookAhead = 32;
+
 // Signals are the application's own threads' business.
 void become_worker() {
   sigset_t all;
@@ -115,6 +118,7 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
 void Engine::work(std::unique_ptr<DeviceStage> stage) {
   become_worker();
   if (stage) stage->enter();
+  Gaps gaps;
   Writer writer;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
@@ -127,16 +131,16 @@ void Engine::work(std::unique_ptr<DeviceStage> stage) {
       continue;
     }
     if (copying && (kind != kRead || stage->full())) {
-      // Without a free slot it takes nothing: another thread may have one. And a read's answer must not wait for a write.
+      // Without a free slot it takes nothing: another thread may have one. A read's answer does not wait for a write.
       lock.unlock();
       finish_oldest(*stage, writer);
       lock.lock();
       continue;
     }
-    Piece piece = take(kind);
+    Run run = take(kind);
     lock.unlock();
     if (copying) report_landed(*stage, writer);
-    perform(std::move(piece), stage.get(), writer);
+    perform(std::move(run), stage.get(), gaps, writer);
     lock.lock();
     if (kind == kWrite) {
       writing_--;
@@ -163,23 +167,57 @@ int Engine::choose() {
   return writes && writing_ < writers_max ? kWrite : -1;
 }
 
-Piece Engine::take(int kind) {
+Run Engine::take(int kind) {
   std::deque<std::shared_ptr<Batch>>& queue = lanes_[kind];
-  std::shared_ptr<Batch> batch = queue.front();
-  Lane& lane = batch->lane(kind);
-  Op& op = batch->op(lane.ops[lane.next]);
-  const uint64_t start = op.next_piece++ * piece_bytes(op);
-  const uint64_t bytes = std::min(piece_bytes(op), op.payload_bytes() - start);
-  if (op.next_piece == op.n_pieces) {
-    // Batches take turns, an operation each: pieces of one operation stay together, neighbours in the file.
-    lane.next++;
-    queued_ops_--;
+  const std::shared_ptr<Batch> batch = queue.front();
+  Run run{{next_piece(*batch, kind)}};
+  if (give_out(batch, kind, run.pieces.front())) {
+    // Batches take turns, an operation or a run each: what lies together in the file stays together.
     queue.pop_front();
-    if (!lane.empty()) queue.push_back(batch);
+    if (kind == kRead) take_neighbours(run, batch);
+    if (!batch->lane(kind).empty()) queue.push_back(batch);
   }
   if (kind == kWrite) writing_++;
   reads_in_a_row_ = kind == kRead && !lanes_[kWrite].empty() ? reads_in_a_row_ + 1 : 0;
-  return {std::move(batch), &op, start, bytes};
+  return run;
+}
+
+// What is as large as a piece has room for none, and costs no look at the others. A neighbour is whole: of an operation
+// of several pieces the first would be a piece already.
+void Engine::take_neighbours(Run& run, const std::shared_ptr<Batch>& batch) {
+  const uint64_t bytes_max = piece_bytes(*run.pieces.front().op);
+  const auto take_from = [&](const std::shared_ptr<Batch>& other) {
+    while (!other->lane(kRead).empty()) {
+      const Piece next = next_piece(*other, kRead);
+      if (!run.may_take(next, bytes_max)) return;
+      run.pieces.push_back(next);
+      give_out(other, kRead, run.pieces.back());
+    }
+  };
+  take_from(batch);
+  std::deque<std::shared_ptr<Batch>>& queue = lanes_[kRead];
+  for (size_t i = 0; i < std::min(queue.size(), kLookAhead) && run.bytes() < bytes_max;) {
+    take_from(queue[i]);
+    if (queue[i]->lane(kRead).empty())
+      queue.erase(queue.begin() + static_cast<std::ptrdiff_t>(i));
+    else
+      i++;
+  }
+}
+
+Piece Engine::next_piece(Batch& batch, int kind) const {
+  const Lane& lane = batch.lane(kind);
+  Op& op = batch.op(lane.ops[lane.next]);
+  const uint64_t start = op.next_piece * piece_bytes(op);
+  return {nullptr, &op, start, std::min(piece_bytes(op), op.payload_bytes() - start)};
+}
+
+bool Engine::give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piece) {
+  piece.batch = batch;
+  if (++piece.op->next_piece < piece.op->n_pieces) return false;
+  batch->lane(kind).next++;
+  queued_ops_--;
+  return true;
 }
 
 uint64_t Engine::piece_bytes(const Op& op) const {
@@ -187,14 +225,13 @@ uint64_t Engine::piece_bytes(const Op& op) const {
   return op.spec.kind == kRead ? options_.read_piece_bytes : options_.write_piece_bytes;
 }
 
-void Engine::perform(Piece piece, DeviceStage* stage, Writer& writer) {
-  const Op& op = *piece.op;
-  if (op.error.load(std::memory_order_relaxed) == 0) {  // the rest of a failed operation is not tried
-    // On its way to the device, it is reported when its copy has ended.
-    if (op.on_device() && stage->send(piece)) return;
-    if (!op.on_device()) op.spec.kind == kRead ? land(piece) : store(piece, writer);
+void Engine::perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer) {
+  if (run.is_wanted()) {
+    // On its way to the device, it is reported when its copies have ended.
+    if (run.on_device() && stage->send(run)) return;
+    if (!run.on_device()) run.kind() == kRead ? land(run, gaps) : store(run.pieces.front(), writer);
   }
-  piece_done(piece, writer);
+  for (const Piece& piece : run.pieces) piece_done(piece, writer);
 }
 
 // Copies that have ended are not kept back while their thread reads or writes something else.
@@ -202,24 +239,23 @@ void Engine::report_landed(DeviceStage& stage, Writer& writer) {
   while (!stage.empty() && stage.oldest_is_done()) finish_oldest(stage, writer);
 }
 
-void Engine::finish_oldest(DeviceStage& stage, Writer& writer) { piece_done(stage.finish_oldest(), writer); }
+void Engine::finish_oldest(DeviceStage& stage, Writer& writer) {
+  const Run run = stage.finish_oldest();
+  for (const Piece& piece : run.pieces) piece_done(piece, writer);
+}
 
-void Engine::land(const Piece& piece) {
-  Op& op = *piece.op;
-  const int error = read_fully(op.spec.fd, op.slabs() + piece.start, piece.bytes,
-                               op.slabs_offset() + static_cast<int64_t>(piece.start));
-  if (error != 0) return op.fail(error);
-  sum(piece);
+void Engine::land(const Run& run, Gaps& gaps) {
+  read_run(run, gaps);
+  for (const Piece& piece : run.pieces)
+    if (piece.op->error.load(std::memory_order_relaxed) == 0) sum(piece);
 }
 
 void Engine::store(const Piece& piece, Writer& writer) {
   Op& op = *piece.op;
   sum(piece);
-  const int error = writer.write_fully(op.spec.fd, op.slabs() + piece.start, piece.bytes,
-                                       op.slabs_offset() + static_cast<int64_t>(piece.start));
+  const int error = writer.write_fully(op.spec.fd, piece.memory(), piece.bytes, piece.offset());
   if (error != 0) return op.fail(error);
-  if (options_.touch_written)
-    touch_pages(op.spec.fd, op.slabs_offset() + static_cast<int64_t>(piece.start), piece.bytes);
+  if (options_.touch_written) touch_pages(op.spec.fd, piece.offset(), piece.bytes);
 }
 
 void Engine::sum(const Piece& piece) {

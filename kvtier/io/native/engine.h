@@ -2,7 +2,8 @@
 //
 // An operation is cut into pieces small enough that a piece is still in a core's L2 cache when it is summed: a read
 // piece is summed as soon as it has landed, a write piece just before it goes out. A read for a device goes through the
-// thread's DeviceStage, in pieces of its own size, and is summed by the device.
+// thread's DeviceStage, in pieces of its own size, and is summed by the device. Reads that are smaller are taken together
+// with their neighbours in the file, as far as these are waiting too, up to the size of a piece.
 //
 // Nothing is started when the library is loaded; an engine belongs to the process that made it.
 #pragma once
@@ -54,14 +55,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   explicit Engine(const EngineOptions& options);
   void work(std::unique_ptr<DeviceStage> stage);
-  int choose();                                    // kind of the next piece, -1: none. Under mutex_
-  Piece take(int kind);                            // under mutex_
+  int choose();                                    // kind of the next run, -1: none. Under mutex_
+  Run take(int kind);                              // under mutex_
+  void take_neighbours(Run& run, const std::shared_ptr<Batch>& batch);  // under mutex_
+  Piece next_piece(Batch& batch, int kind) const;  // only looked at: without its owner. Under mutex_
+  bool give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piece);  // true: its operation's last. Under mutex_
   void drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended);  // under mutex_
   uint64_t piece_bytes(const Op& op) const;
-  void perform(Piece piece, DeviceStage* stage, Writer& writer);
+  void perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer);
   void report_landed(DeviceStage& stage, Writer& writer);
   void finish_oldest(DeviceStage& stage, Writer& writer);
-  void land(const Piece& piece);
+  void land(const Run& run, Gaps& gaps);
   void store(const Piece& piece, Writer& writer);
   void sum(const Piece& piece);
   void piece_done(const Piece& piece, Writer& writer);
@@ -76,7 +80,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint32_t threads_alive_ = 0;
   uint32_t idle_ = 0;           // threads that wait for work
   uint32_t writing_ = 0;        // threads that hold a write piece
-  uint32_t reads_in_a_row_ = 0; // pieces given out while writes waited
+  uint32_t reads_in_a_row_ = 0; // runs given out while writes waited
   bool stop_ = false;
 };
 

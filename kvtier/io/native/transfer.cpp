@@ -5,6 +5,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 
 #include "batch.h"
@@ -15,11 +17,14 @@ namespace {
 // Direct I/O goes on at whole pages only, so what a short transfer left of a page is moved again.
 size_t whole_pages(size_t bytes) { return bytes / kPageBytes * kPageBytes; }
 
+std::atomic<uint64_t> n_reads{0};
+
 }  // namespace
 
 int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset) {
   size_t done = 0, reached = 0;
   while (reached < bytes) {
+    n_reads.fetch_add(1, std::memory_order_relaxed);
     const ssize_t n = pread(fd, target + done, bytes - done, offset + static_cast<int64_t>(done));
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return errno;
@@ -29,6 +34,13 @@ int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset) {
   }
   return 0;
 }
+
+int64_t read_once(int fd, const iovec* parts, size_t n_parts, int64_t offset) {
+  n_reads.fetch_add(1, std::memory_order_relaxed);
+  return std::max<ssize_t>(0, preadv(fd, parts, static_cast<int>(n_parts), offset));
+}
+
+uint64_t reads_issued() { return n_reads.load(std::memory_order_relaxed); }
 
 void touch_pages(int fd, int64_t offset, size_t bytes) {
   struct stat file;

@@ -1,6 +1,7 @@
 // Whole reads and writes at an offset: errno values, never exceptions.
 #pragma once
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -9,6 +10,12 @@ namespace kvtier {
 
 // 0 when all bytes landed, ENODATA when the file ends before them, else errno.
 int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset);
+
+// One call, into several places: how many bytes came, from `offset` on; 0 also when there was an error.
+int64_t read_once(int fd, const iovec* parts, size_t n_parts, int64_t offset);
+
+// Calls that the two functions above have made so far in this process.
+uint64_t reads_issued();
 
 // Reads a byte of each page just written to a file system in memory. The kernel moves a page to its active list at the
 // first read after the write, under one lock for all: whoever reads a prompt's KV first would wait for that, and does so
