@@ -97,7 +97,8 @@ def between(text: str, marks: tuple[str, str], sections: Sequence[Callable[[], l
     begin, end = marks
     before, rest = text.split(begin)
     _, after = rest.split(end)
-    tables = "\n\n".join("\n".join(section()) for section in sections)
+    texts = ("\n".join(section()) for section in sections)
+    tables = "\n\n".join(text for text in texts if text)  # what was not run yet has none
     return f"{before}{begin}\n{tables}\n\n{end}{after}"
 
 

@@ -26,8 +26,11 @@ SHARED_PREFIX_TOKENS = 2560
 OWN_TOKENS = 640
 FOLLOW_UP_TOKENS = 120
 ENGINE_TIMEOUT_S = 600
-KVTIER = {"capacity_bytes": "2GiB", "segment_bytes": "256MiB", "host": {"arena_bytes": "512MiB"}}
-"""The tier for the demo: small segments, because the disk of a stranger's machine may be small."""
+KVTIER = {
+    "capacity_bytes": "2GiB", "segment_bytes": "256MiB", "host": {"arena_bytes": "512MiB"}, "min_load_tokens": 256,
+}  # fmt: skip
+"""The tier for the demo: small segments, because the disk of a stranger's machine may be small. Every hit is loaded:
+left to itself, kvtier leaves to a fast GPU what that computes sooner than a slow disk is read."""
 
 
 def questions(tokens: list[int]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -115,18 +118,20 @@ def main() -> int:
     shutil.rmtree(root, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
 
-    show_progress("making a small model with random weights ...")
+    show_progress("making a model with random weights ...")
     from transformers import AutoTokenizer
 
-    from benchmarks.demo.model import make_model, text
+    from benchmarks.demo.model import make_model, size_here, text
 
-    make_model(folder / "model")
+    size = size_here()
+    model = folder / size.name
+    make_model(model, size)
     needed = sum(PROMPT_TOKENS) + OWN_TOKENS + FOLLOW_UP_TOKENS
-    tokens = AutoTokenizer.from_pretrained(folder / "model")(text()[: needed * 8])["input_ids"]
-    show_progress(f"the model is in {folder / 'model'}\n")
+    tokens = AutoTokenizer.from_pretrained(model)(text()[: needed * 8])["input_ids"]
+    show_progress(f"the model is in {model}\n")
 
     prompts, others = questions(tokens)
-    job = {"model": str(folder / "model"), "kvtier": {"root": str(root), **KVTIER}}
+    job = {"model": str(model), "kvtier": {"root": str(root), **KVTIER}}
     # A computes all of them; of the last two it stores nothing, so that B finds no more than what they share.
     asked = [{**q, "shared": True} for q in prompts] + [{**q, "shared": False} for q in others]
     cold = run_engine("A", folder, {**job, "questions": asked})

@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 def write(path: Path, question: str, content: dict[str, Any]) -> None:
     head = {
         "question": question, "machine": machine(), "versions": versions(), "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
+        "date": time.strftime("%Y-%m-%d"), "commit": os.environ.get("COMMIT"),
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(head | content, indent=1) + "\n")

@@ -10,16 +10,20 @@
 #   ceilings     copies, storage, reads into the GPU by ring and KvikIO                50   150
 #   kernels      gather, scatter, checksum                                             60   120
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
-#   equality     blocks and tokens, CUDA graphs on                                    150   330
+#   equality     blocks and tokens, CUDA graphs on; of each of MODELS                 150   280 each
 #   load         32 requests at capacity                                              110   330
-#   ttft-tmpfs   all systems, and the host arena                                      330   560
-#   ttft-disk    kvtier and native tiering on the disk                                200   480
-#   save         what saving costs, durable rate                                      180   400
-#   two          two GPUs: across TP sizes, TTFT at TP=2                              450   590
+#   demo         what `make demo` runs, with this vLLM                                100   240
+#   ttft-tmpfs   all systems, and the host arena; none,kvtier 220, native,lmcache 300  520   590
+#   ttft-disk    kvtier and native tiering on the disk, its rate around each reload   300   540
+#   save         what saving costs, durable rate                                      260   400
+#   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
+#   two-ttft     two GPUs: 70B's dimensions at TP=2                                   280   450
 #
 # Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS,
-# LENGTHS, EXTRA (more kvtier settings as JSON), BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model
-# on a CPU, to try this script and all but ceilings, kernels and doctor).
+# LENGTHS, MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
+# BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
+# ceilings, kernels, doctor and demo). ARENA (empty: none) and NAME (of the JSON) are for ttft in two calls on one machine:
+# SYSTEMS=none,kvtier first, then SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers.
 set -uo pipefail
 OUT=${OUT:-/tmp/bench/out}
 BUNDLE=${BUNDLE:-/tmp/bundle}
@@ -114,21 +118,32 @@ stage() {
     tests)
       timeout -k 10 240 python3 -m pytest -q -p no:cacheprovider -n 4 --dist loadfile tests/kernels tests/gpu tests/io ;;
     equality)
-      bench equality 330 --folder "$MEMORY" --out "$OUT/equality.json" --logs "$WORK/logs" ;;
+      local model bad=0
+      for model in ${MODELS:-small mla}; do
+        bench equality 280 --model "$model" --folder "$MEMORY" --out "$OUT/equality_$model.json" --logs "$WORK/logs" \
+          --timeout 120 || bad=1
+      done
+      return $bad ;;
     load)
       bench load_mix 330 --folder "$MEMORY" --out "$OUT/load_mix.json" --logs "$WORK/logs" ;;
+    demo)
+      (cd "$TREE" && timeout -k 10 240 python3 -m benchmarks.demo --output "$DISK/demo" --result "$OUT/demo.json") ;;
     ttft-tmpfs)
-      ttft ttft-tmpfs "$MEMORY" 560 --systems "${SYSTEMS:-none,kvtier,native,lmcache}" --count "${COUNT:-3}" \
-        --peer-count "${PEER_COUNT:-1}" --arena 16GiB --timeout 170 ;;
+      ttft "${NAME:-ttft_tmpfs}" "$MEMORY" 590 --systems "${SYSTEMS:-none,kvtier,native,lmcache}" --count "${COUNT:-3}" \
+        --peer-count "${PEER_COUNT:-2}" --arena "${ARENA-16GiB}" --timeout 170 ;;
     ttft-disk)
-      ttft ttft-disk "$DISK" 480 --systems "${SYSTEMS:-none,kvtier,native}" --count "${COUNT:-2}" \
-        --peer-count "${PEER_COUNT:-1}" --timeout 170 ;;
+      local probe=8192
+      [ -z "${TINY:-}" ] || probe=256
+      ttft "${NAME:-ttft_disk}" "$DISK" 540 --systems "${SYSTEMS:-none,kvtier,native}" --count "${COUNT:-2}" \
+        --peer-count "${PEER_COUNT:-1}" --probe-tokens $probe --timeout 170 ;;
     save)
       bench save_cost 400 --folder "$DISK" --out "$OUT/save_cost.json" --logs "$WORK/logs" --extra "$EXTRA" \
-        --pairs "${COUNT:-3}" ;;
-    two)
-      bench two_gpus 590 --folder "$MEMORY" --out "$OUT/two_gpus.json" --logs "$WORK/logs" --extra "$EXTRA" \
-        --parts "${TWO_PARTS:-equal,ttft}" --count "${COUNT:-2}" --systems "${SYSTEMS:-none,kvtier}" ;;
+        --pairs "${COUNT:-3}" --decode-pairs "${PAIRS:-5}" ;;
+    two-equal | two-ttft)
+      local part=${1#two-} seconds=330
+      [ "$part" = equal ] || seconds=450
+      bench two_gpus $seconds --folder "$MEMORY" --out "$OUT/two_gpus_$part.json" --logs "$WORK/logs" --extra "$EXTRA" \
+        --parts "$part" --count "${COUNT:-2}" --systems "${SYSTEMS:-none,kvtier}" ;;
     *)
       echo "no stage $1"
       return 2 ;;
@@ -153,7 +168,7 @@ main() {
 }
 
 case ${1:-} in
-  "") sed -n '2,22p' "$0"; exit 2 ;;
+  "") sed -n '2,26p' "$0"; exit 2 ;;
   put) put; shift; [ $# = 0 ] || main "$@" ;;
   *) main "$@" ;;
 esac

@@ -1,6 +1,6 @@
 """Two GPUs: what one tensor-parallel size stored is loaded at another, bit for bit, and how fast a reload is at TP=2.
 
-    python -m benchmarks.gpu.two_gpus --folder /dev/shm/kv --out OUT/two_gpus.json [--parts equal,ttft]
+    python -m benchmarks.gpu.two_gpus --folder /dev/shm/kv --out OUT/two_gpus_equal.json [--parts equal,ttft]
 
 equal: saved random weights; stored at TP=2 and loaded at TP=1, and the other way. Blocks are compared head by head.
 Tokens may differ without a wrong bit, because another TP sums in another order: beside them stands a control that
@@ -24,6 +24,9 @@ from benchmarks.gpu.tiny import TINY_TIER
 from benchmarks.gpu.ttft import Asked, measure, print_summary, setup_of, summary
 from benchmarks.gpu.watch import compare
 
+EAGER = {"enforce_eager": True}
+"""Graphs are equality.py's question; without them four engines start in half the time."""
+
 
 def agreement(answers: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict[str, int]:
     """How many answers, and how many of their tokens up to the first difference, are those of the reference."""
@@ -40,11 +43,11 @@ def across(arguments: argparse.Namespace, stored_at: int, loaded_at: int) -> dic
     chunk = TINY_TIER["chunk_tokens"] if arguments.tiny else 256
     shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
     steps: list[list[Any]] = [["warm_up", chunk], ["answer_cases", chunk]]
-    first_job = job_of(arguments, steps, {"tensor_parallel_size": stored_at})
+    first_job = job_of(arguments, steps, {"tensor_parallel_size": stored_at} | EAGER)
     first = run_engine(f"tp{stored_at}-save-for-{loaded_at}", first_job, arguments.logs, arguments.timeout)
     histories = first["answer_cases"]["histories"]
     steps = [["ask_cases", chunk, histories], ["compute_cases", chunk, histories]]
-    second_job = job_of(arguments, steps, {"tensor_parallel_size": loaded_at})
+    second_job = job_of(arguments, steps, {"tensor_parallel_size": loaded_at} | EAGER)
     second = run_engine(f"tp{loaded_at}-load-of-{stored_at}", second_job, arguments.logs, arguments.timeout)
     shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
     saved = [seen for worker in first["watch"] for seen in worker["saved"]]

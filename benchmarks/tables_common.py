@@ -1,0 +1,64 @@
+"""What the README's tables of a GPU are made with: results as they were written, rows, numbers as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results" / "gpu"
+CHUNK_TOKENS = 256
+NAMES = {"computed": "computed", "floor": "floor", "kvtier": "kvtier", "native": "vLLM's own tiering",
+         "lmcache": "LMCache's GDS backend"}  # fmt: skip
+PEERS = ("native", "lmcache")
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def has(name: str) -> bool:
+    """Whether it has been run at all."""
+    return (RESULTS / f"{name}.json").exists()
+
+
+def table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+
+
+def verdict(is_met: bool) -> str:
+    return "met" if is_met else "**missed**"
+
+
+def span(values: list[float], digits: int = 0) -> str:
+    return f"{min(values):,.{digits}f} to {max(values):,.{digits}f}"
+
+
+def milliseconds(row: dict[str, Any]) -> str:
+    """The median; beside it the span, or every value where a prompt was not hit whole."""
+    times = [1000 * seconds for seconds in row["all_s"]]
+    text = f"{1000 * row['ttft_s']:,.0f}"
+    if row["system"] != "computed" and row["hit_tokens"] <= row["tokens"] - CHUNK_TOKENS:
+        every = ", ".join(f"{value:,.0f}" for value in times)
+        return f"{text} ({every}: hits of {row['hit_tokens']:,} tokens and more)"
+    return text if len(times) == 1 else f"{text} ({min(times):,.0f}-{max(times):,.0f})"
+
+
+def by_length(result: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        found.setdefault(row["tokens"], {})[row["system"]] = row
+    return found
+
+
+def code_of(result: dict[str, Any]) -> str:
+    """Which kvtier ran: the note of who ran it, or the commit."""
+    return str(result.get("note") or f"kvtier at {result.get('commit') or 'a commit that was not written down'}")
+
+
+def judged(goals: list[tuple[bool, str]]) -> str:
+    """What was missed comes first; what was met is named too."""
+    missed = [text for is_met, text in goals if not is_met]
+    met = [text for is_met, text in goals if is_met]
+    parts = ([f"**Missed: {'; '.join(missed)}.**"] if missed else []) + ([f"Met: {'; '.join(met)}."] if met else [])
+    return " ".join(parts)
