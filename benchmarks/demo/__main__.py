@@ -105,7 +105,7 @@ def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[st
     machine = gpu or f"{os.cpu_count()} cores, {platform.machine()}"
     return {"question": "what does a second vLLM process save", "rows": rows, "vllm": vllm_version(),
             "machine": machine, "python": platform.python_version(), "command": " ".join(sys.argv),
-            "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+            "date": time.strftime("%Y-%m-%d"), "commit": os.environ.get("COMMIT")}  # fmt: skip
 
 
 def main() -> int:
