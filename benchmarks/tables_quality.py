@@ -124,8 +124,9 @@ def power() -> list[str]:
         + ("" if row["is_seen"] else " (**not told apart**)")
         for row in result["power"]
     ]
+    n_refused = sum(row["refused_chunks"] for row in result["rows"])
     stopped = f" The run was {result['stopped']}." if result["stopped"] else ""
-    return [f"Whether it can see a loss: {'; '.join(texts)}.{stopped}"]
+    return [f"Whether it can see a loss: {'; '.join(texts)}. Refused chunks: {n_refused or 'none'}.{stopped}"]
 
 
 SECTIONS: tuple[Callable[[], list[str]], ...] = (model, as_trained, offsets, power)

@@ -99,6 +99,12 @@ def show(result: dict[str, Any]) -> None:
         (row["condition"], row["method"], f"{row['vector_bytes']:.0f}",
          *(f"{row[name]['value']:{form}}" for name, form in columns.items())) for row in result["rows"]
     ])  # fmt: skip
+    refused = [
+        f"{row['refused_chunks']} by {row['method']}, {row['condition']}"
+        for row in result["rows"]
+        if row["refused_chunks"]
+    ]
+    print(f"refused chunks: {'; '.join(refused) or 'none'}")
     for row in result["power"]:
         verdict = "seen" if row["is_seen"] else "NOT SEEN"
         print(f"{row['condition']}: {row['method']} has {row['kl_times']:.1f}x the KL of {row['beside']}: {verdict}")

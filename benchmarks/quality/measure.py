@@ -17,7 +17,7 @@ from benchmarks.quality.cases import TEXT, Case
 from benchmarks.quality.methods import CHUNK_TOKENS, Method
 from benchmarks.quality.model import Cache, Model, with_offset
 
-REFERENCE = "reference"
+REFERENCE, REFUSED = "reference", "refused"
 PREFILL_ROWS = 64
 LARGE_CHANNELS, LARGE_TIMES = 8, 6.0
 """So many channels of the offset are so much larger, as in Qwen's K bias; they have some 70% of its energy."""
@@ -70,13 +70,12 @@ def prefill(model: Model, tokens: Tensor, step_tokens: int, step_rows: int) -> C
     """The KV of tokens (rows, n), computed so many tokens and rows at a time."""
     parts = []
     for rows in tokens.split(step_rows):
-        cache = None
-        for piece in rows.split(step_tokens, dim=1):
+        first, *others = rows.split(step_tokens, dim=1)
+        _, cache = model.extend(first, None)
+        for piece in others:
             _, cache = model.extend(piece, cache)
         parts.append(cache)
-    return Cache(
-        torch.cat([part.k for part in parts if part], dim=1), torch.cat([part.v for part in parts if part], dim=1)
-    )
+    return Cache(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
 
 
 def log_probabilities(model: Model, case: Case, cache: Cache, key_offset: Tensor | None, step_rows: int) -> Tensor:
@@ -140,11 +139,12 @@ def judge(model: Model, reference: Reference, method: Method, key_offset: Tensor
         step_rows = max(1, len(case.prefix) // 3)
         cache = prefill(model, case.prefix, CHUNK_TOKENS, step_rows)
         cache = cache if key_offset is None else _offset(cache, key_offset)
-    cache = method.apply(cache)
+    cache, n_refused = method.apply(cache)
     said = log_probabilities(model, case, cache, key_offset, step_rows)
+    refused = {REFUSED: torch.tensor([[n_refused]])}
     if reference.greedy is None:
-        return answers(case, said)
-    return against(reference, said, greedy(model, case, cache, key_offset, reference.greedy.shape[1]))
+        return answers(case, said) | refused
+    return against(reference, said, greedy(model, case, cache, key_offset, reference.greedy.shape[1])) | refused
 
 
 def _offset(cache: Cache, key_offset: Tensor) -> Cache:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,29 +23,38 @@ BATCH_ELEMENTS = 1 << 25
 """Elements of K that are encoded together: the reference takes some 50 bytes for each."""
 SHIPPED = ("k6v4", "k5v3", "k4v4", "k4v3", "k3v3", "k4v2")
 
-Chunks = tuple[Tensor, Tensor]
-"""K and V, each (chunks, layers, KV heads, CHUNK_TOKENS, head size)."""
+
+class Loaded(NamedTuple):
+    """k, v: each (chunks, layers, KV heads, CHUNK_TOKENS, head size). refused: (chunks,) bool: these mean nothing."""
+
+    k: Tensor
+    v: Tensor
+    refused: Tensor
 
 
 @dataclass(frozen=True)
 class Method:
-    """`round_trip` is None for raw: the KV comes back as it was, and is computed in another way instead."""
+    """`round_trip` takes K and V as they are in Loaded. None for raw: the KV is computed in another way instead."""
 
     name: str
     vector_bytes: float
     """Of one K and one V vector of one head, with all that is stored beside the codes."""
-    round_trip: Callable[[Tensor, Tensor], Chunks] | None
+    round_trip: Callable[[Tensor, Tensor], Loaded] | None
     is_control: bool = False
 
-    def apply(self, cache: Cache) -> Cache:
-        """The cache as a load brings it back. Its tokens are whole chunks."""
+    def apply(self, cache: Cache) -> tuple[Cache, int]:
+        """The cache as a load brings it back, and how many of its chunks are refused: those are computed again, as the
+        tier has it, so they stay as they were. The cache's tokens are whole chunks."""
         if self.round_trip is None:
-            return cache
+            return cache, 0
         k, v = (_chunks(x) for x in (cache.k, cache.v))
         step = max(1, BATCH_ELEMENTS // k[0].numel())
-        backs = [self.round_trip(k[i : i + step], v[i : i + step]) for i in range(0, len(k), step)]
+        parts = [self.round_trip(k[i : i + step], v[i : i + step]) for i in range(0, len(k), step)]
+        back_k, back_v, refused = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        stays = refused[:, None, None, None, None]
         n_rows = cache.k.shape[1]
-        return Cache(*(_rows(torch.cat(parts).to(cache.k.dtype), n_rows) for parts in zip(*backs, strict=True)))
+        loaded = Cache(_rows(torch.where(stays, k, back_k), n_rows), _rows(torch.where(stays, v, back_v), n_rows))
+        return loaded, int(refused.sum())
 
 
 def _chunks(x: Tensor) -> Tensor:
@@ -56,32 +66,26 @@ def _rows(x: Tensor, n_rows: int) -> Tensor:
     return x.unflatten(0, (n_rows, -1)).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
 
 
-def turboquant(k: Tensor, v: Tensor, bits: Bits) -> Chunks:
-    """The tier's codec. Raises ValueError where a chunk is refused: no KV of this model should be."""
+def turboquant(k: Tensor, v: Tensor, bits: Bits) -> Loaded:
+    """The tier's codec."""
     _, layers, heads, tokens, size = k.shape
     layout = LayerLayout(tokens, size, size, bits)
     signs = signs_of(SEED, Extent(0, layers, 0, heads), layout, k.device)
     encoded = encode_layer(k, v, layout, signs)
-    check(encoded.refused)
-    return decode_layer(encoded.data, layout, signs, k.dtype)
+    return Loaded(*decode_layer(encoded.data, layout, signs, k.dtype), encoded.refused.flatten(1).any(dim=1))
 
 
-def paper(k: Tensor, v: Tensor, quantize_k: Callable[[Tensor, int], Tensor], bits: Bits) -> Chunks:
-    return quantize_k(k, bits.k).to(k.dtype), controls.mse(v, bits.v).to(v.dtype)
-
-
-def fp8(k: Tensor, v: Tensor) -> Chunks:
-    """The tier's codec, as `turboquant`."""
+def fp8(k: Tensor, v: Tensor) -> Loaded:
+    """The tier's codec, too."""
     _, layers, heads, tokens, size = k.shape
     coder, cells = Fp8Coder(tokens, size, size), Extent(0, layers, 0, heads)
     encoded = coder.encode(k, v, cells)
-    check(encoded.refused)
-    return coder.decode(encoded.data, cells, k.dtype)
+    return Loaded(*coder.decode(encoded.data, cells, k.dtype), encoded.refused.flatten(1).any(dim=1))
 
 
-def check(refused: Tensor) -> None:
-    if refused.any():
-        raise ValueError(f"{int(refused.sum())} of {refused.numel()} layers of chunks are refused")
+def paper(k: Tensor, v: Tensor, quantize_k: Callable[[Tensor, int], Tensor], bits: Bits) -> Loaded:
+    refused = torch.zeros(len(k), dtype=torch.bool, device=k.device)
+    return Loaded(quantize_k(k, bits.k).to(k.dtype), controls.mse(v, bits.v).to(v.dtype), refused)
 
 
 def methods(size: int) -> list[Method]:

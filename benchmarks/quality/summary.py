@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.cases import Plan
-from benchmarks.quality.measure import Tally
+from benchmarks.quality.measure import REFUSED, Tally
 
 Z = 1.96
 SEEN_TIMES = 2.0
@@ -57,6 +57,8 @@ def row(tally: Tally, condition: str, method: str, plan: Plan) -> dict[str, Any]
         figures |= {"kl_mean": mean(found["kl"]), "kl_p99": percentile_99(found["kl"]), "top1": mean(found["top1"]),
                     "nll_change": mean(found["nll_change"]), "greedy_tokens": mean(found["greedy"]),
                     "greedy_whole": share([value == plan.greedy_tokens for value in found["greedy"]])}  # fmt: skip
+    if REFUSED in found:
+        figures["refused_chunks"] = int(sum(value.sum().item() for value in found[REFUSED]))
     if "nll" in found:
         figures["nll"] = mean(found["nll"])
     for task in ("copy", "recall"):

@@ -18,7 +18,7 @@ from benchmarks.quality import __main__ as quality
 from benchmarks.quality import cases, controls, data, measure, summary, tasks
 from benchmarks.quality.cases import Plan
 from benchmarks.quality.evaluation import CONDITIONS
-from benchmarks.quality.methods import Chunks, Method, methods
+from benchmarks.quality.methods import Loaded, Method, methods
 from benchmarks.quality.model import Cache, Model, Shape, with_offset
 from benchmarks.quality.tasks import Source
 from kvtier.codecs.round_trip import round_trip
@@ -85,7 +85,7 @@ def test_the_asked_needle_lies_at_the_depth(source: Source, depth: float) -> Non
         places = (tokens[:256] == data.NEEDLE).nonzero().flatten()
         right = [place for place in places if torch.equal(tokens[place + 1 : place + 6], tokens[257:])]
         assert len(places) == 4 and len(right) == 1
-        assert right[0] == 1 + 16 * round(depth * 14)
+        assert right[0] == 1 + 16 * round(depth * 14) and not judged[right[0] : right[0] + 6].any()
 
 
 def test_held_out_text_is_of_other_files() -> None:
@@ -120,12 +120,12 @@ def test_softmax_does_not_see_an_offset_on_all_keys(model: Model, source: Source
     assert (other - expected).abs().max() > 0.1
 
 
-def the_same(k: Tensor, v: Tensor) -> Chunks:
-    return k, v
+def the_same(k: Tensor, v: Tensor) -> Loaded:
+    return Loaded(k, v, torch.zeros(len(k), dtype=torch.bool))
 
 
-def other_values(k: Tensor, v: Tensor) -> Chunks:
-    return k, v.flip(3)
+def other_values(k: Tensor, v: Tensor) -> Loaded:
+    return the_same(k, v.flip(3))
 
 
 def judged(model: Model, source: Source, how: Method, of_case: int) -> dict[str, Tensor]:
@@ -188,13 +188,27 @@ def test_chunks_go_through_the_tiers_codec_and_back_to_their_places() -> None:
     cache = Cache(*(torch.randn(2, 3, 2, 512, 64, generator=random).bfloat16() for _ in range(2)))
     by_name = {method.name: method for method in methods(64)}
     for name in ("k4v3", "fp8"):
-        back = by_name[name].apply(cache)
+        back, n_refused = by_name[name].apply(cache)
+        assert n_refused == 0
         for row in range(3):
             k, v = round_trip(cache.k[:, row], cache.v[:, row], name)
             assert torch.equal(back.k[:, row], k) and torch.equal(back.v[:, row], v)
-    error = {name: ((method.apply(cache).k.float() - cache.k.float()).square().mean() / cache.k.float().square().mean())
-             for name, method in by_name.items()}  # fmt: skip
+    error = {
+        name: (method.apply(cache)[0].k.float() - cache.k.float()).square().sum() for name, method in by_name.items()
+    }
     assert error["raw"] == 0 < error["k6v4"] < error["fp8"] * 1.5 < error["k4v4"] < error["k3v3"] < error["k2v2"]
+
+
+@pytest.mark.parametrize("name", ["k4v4", "fp8"])
+def test_a_refused_chunk_is_computed_again(name: str) -> None:
+    """One vector with infinity: its chunk stays as it was, the others are encoded."""
+    random = torch.Generator().manual_seed(3)
+    cache = Cache(*(torch.randn(2, 2, 1, 512, 64, generator=random).bfloat16() for _ in range(2)))
+    cache.v[1, 0, 0, 300, 5] = math.inf
+    back, n_refused = next(method for method in methods(64) if method.name == name).apply(cache)
+    assert n_refused == 1
+    is_same = (back.k == cache.k).unflatten(3, (2, 256)).all(dim=-1).all(dim=-1)
+    assert is_same.all(dim=0).squeeze(-2).tolist() == [[False, True], [False, False]]
 
 
 def test_bytes_of_a_vector_pair_are_the_layouts() -> None:
