@@ -54,6 +54,7 @@ HELP = {
     names.SKIPPED_PRESENT: "Chunks not saved because another engine had saved them.",
     "skipped_chunks_resting": "Chunks not saved because the storage refused others shortly before.",
     names.SKIPPED_FAILED: "Chunks not saved because writing them failed.",
+    names.SKIPPED_REFUSED: "Chunks not saved because the codec cannot keep what they hold, such as NaN.",
     names.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
     names.INDEX_ERRORS: "Operations that the index did not answer.",
     names.EVICTED_BYTES: "Bytes of segment sets that this engine evicted.",

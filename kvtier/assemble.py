@@ -18,7 +18,9 @@ from pathlib import Path
 from kvtier.admission import Admission, Policy
 from kvtier.breakeven import BreakEven, FixedLimit, LoadCost, LoadLimit
 from kvtier.codecs.base import Codec, slab_bytes
+from kvtier.codecs.fp8 import Fp8Codec
 from kvtier.codecs.raw import RawCodec
+from kvtier.codecs.turboquant.codec import Turboquant
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Geometry, RankShare
@@ -43,7 +45,8 @@ from kvtier.worker import Quarantine, Worker, arena_slot_bytes
 
 log = logging.getLogger("kvtier")
 
-CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec}
+CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "fp8": Fp8Codec}
+"""Those without bits of their own; the settings' other codecs are presets of turboquant."""
 
 ADMIT: dict[str, Policy] = {"cpu": "always", "cuda": "saved"}
 """Where an engine's KV may lie, and which chunks then stay in the host arena: on a GPU loads do not pass through it."""
@@ -56,6 +59,12 @@ _memory_lock = threading.Lock()
 
 
 def make_codec(settings: Settings) -> Codec:
+    """Raises ConfigError for settings that do not go together."""
+    if settings.codec not in CODECS:
+        return Turboquant(settings.codec, settings.codec_boundary_layers)
+    if settings.codec_boundary_layers:
+        fix = f"codec {settings.codec} treats all layers alike: set it to 0, or codec to k4v4 or the like"
+        raise ConfigError("codec_boundary_layers", settings.codec_boundary_layers, fix)
     return CODECS[settings.codec]()
 
 
@@ -106,8 +115,10 @@ def load_limit(settings: Settings) -> LoadLimit:
 
 def open_store(settings: Settings, namespace: Namespace, shares: Sequence[RankShare]) -> Store:
     """The deciding half, in the engine's scheduler process. `shares`: of all ranks. Raises ConfigError."""
+    codec = make_codec(settings)
+    codec.check(namespace.geometry)
     root = open_root(settings)
-    shape = set_shape(settings, namespace.geometry, make_codec(settings), shares)
+    shape = set_shape(settings, namespace.geometry, codec, shares)
     settings.check_capacity(shape.set_bytes)
     check_space(root.path, shape.set_bytes)
     open_namespace(root, namespace)
@@ -137,8 +148,9 @@ def open_transfer(
     if device.type not in ADMIT:
         fix = f"KV is moved to and from {', '.join(ADMIT)} only; run the engine there, or without the kvtier connector"
         raise ConfigError("device", device.type, fix)
-    root = open_root(settings)
     codec, geometry = make_codec(settings), namespace.geometry
+    codec.check(geometry)
+    root = open_root(settings)
     slot_bytes = arena_slot_bytes(geometry, codec, share)
     if device.type == "cpu":
         memory = host_memory(settings, slot_bytes)
@@ -159,7 +171,7 @@ def open_transfer(
         ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
     )
     admission = Admission(settings.host.admit or ADMIT[device.type])
-    cost = cost_of_share(io.cost, geometry, share)
+    cost = cost_of_share(io.cost, codec, geometry, share)
     saves_max = min(queues.save_chunks_max, memory.save_slots)
     transfer = Transfer(worker, jobs, admission, saves_max, cost, Upkeep(lambda: memory.pin(jobs.load), memory.release))
     transfer.start()

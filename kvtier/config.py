@@ -16,20 +16,17 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from kvtier.config_sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
 from kvtier.errors import ConfigError
 from kvtier.geometry import PAGE_BYTES
 
-ENV_PREFIX = "KVTIER_"
 CONFIG_VARIABLE = "KVTIER_CONFIG"
-CONNECTOR = "connector config"
 CHUNK_TOKENS_UNIT = 16
 """The smallest block of any engine: a chunk is a whole number of them."""
 
@@ -151,6 +148,7 @@ class Settings(BaseSettings):
 
     root: the folder of the file-system tier, shared by all workers; capacity_bytes: what its segments may take.
     segment_bytes: of one file of one rank; chunk_tokens: tokens of a chunk, a multiple of the engine's block.
+    codec_boundary_layers: so many first and so many last layers are stored as k6v4 instead.
     model_tag: stands for the weights where they do not lie in files; epoch: raise it to leave all stored KV behind.
     save_generated: whether generated tokens are stored too; min_load_tokens: shorter hits are computed.
     writer_lease_s: after so long without a sign of life a writer's open segments are taken for abandoned.
@@ -164,7 +162,8 @@ class Settings(BaseSettings):
     capacity_bytes: Bytes = 64 << 30
     segment_bytes: Bytes = 1 << 30
     chunk_tokens: Count = 256
-    codec: Literal["raw"] = "raw"
+    codec: Literal["raw", "fp8", "k6v4", "k5v3", "k4v4", "k4v3", "k3v3", "k4v2"] = "raw"
+    codec_boundary_layers: Natural = 0
     model_tag: Annotated[str, Field(min_length=1)] | None = None
     epoch: Natural = 0
     save_generated: bool = True
@@ -210,15 +209,17 @@ class Settings(BaseSettings):
         config = connector.pop("config", None)
         path, namer = (config, "config") if config is not None else (os.environ.get(CONFIG_VARIABLE), CONFIG_VARIABLE)
         sources = [
-            _Source(CONNECTOR, connector),
-            _Source("environment", _environment(cls)),
-            _Source("defaults" if path is None else f"file {path}", {} if path is None else _read_yaml(path, namer)),
+            SettingsSource(CONNECTOR, connector),
+            SettingsSource("environment", _environment(cls)),
+            SettingsSource(
+                "defaults" if path is None else f"file {path}", {} if path is None else read_yaml(path, namer)
+            ),
         ]
-        merged: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for source in reversed(sources):
-            merged = _merge(merged, source.values)
+            values = merged(values, source.values)
         try:
-            settings = cls(**merged)
+            settings = cls(**values)
             settings.check_capacity(settings.segment_bytes)
         except ValidationError as error:
             raise _config_error(cls, error, sources) from None
@@ -241,72 +242,6 @@ class Settings(BaseSettings):
             nearest = -(-self.chunk_tokens // block_tokens) * block_tokens
             fix = f"must be a multiple of the engine's block of {block_tokens} tokens; set it to {nearest}"
             raise ConfigError("chunk_tokens", self.chunk_tokens, fix)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where values came from, and the values, nested as they were given."""
-
-    name: str
-    values: Mapping[str, Any]
-
-    def describe(self, path: tuple[str, ...]) -> str:
-        if self.name == "environment":
-            return f"environment variable {ENV_PREFIX}{'__'.join(path).upper()}"
-        return self.name + self.written(path)
-
-    def written(self, path: tuple[str, ...]) -> str:
-        """How a nested key is written there: messages name it with dots, which nobody can paste."""
-        if len(path) < 2 or self.name == "environment":
-            return ""
-        if self.name == CONNECTOR:
-            return ", written " + "".join(f'{{"{name}": ' for name in path) + "..." + "}" * len(path)
-        return ", written " + ": {".join(path) + ": ..." + "}" * (len(path) - 1)
-
-    def holds(self, path: tuple[str, ...]) -> bool:
-        values: object = self.values
-        for name in path:
-            if not isinstance(values, Mapping) or name not in values:
-                return False
-            values = values[name]
-        return True
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for name, value in over.items():
-        below = merged.get(name)
-        merged[name] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML would let the last one win in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(path: object, namer: str) -> Mapping[str, Any]:
-    """The mapping in a settings file. `namer`: the setting that named the file, for the message."""
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(namer, path, "must be the path of a YAML file")
-    try:
-        with open(path, encoding="utf-8") as file:
-            values = yaml.load(file, _YamlLoader)
-    except OSError as error:
-        raise ConfigError(namer, str(path), f"cannot read this settings file: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(namer, str(path), f"not a YAML file: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ConfigError(namer, str(path), "the file must be a mapping of settings, as in configs/default.yaml")
-    return values
 
 
 def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
@@ -343,7 +278,7 @@ def _near(name: str, names: set[str]) -> str:
     return f", or did you mean {found[0]!r}?" if found else ""
 
 
-def _config_error(settings_cls: type[Settings], error: ValidationError, sources: list[_Source]) -> ConfigError:
+def _config_error(settings_cls: type[Settings], error: ValidationError, sources: list[SettingsSource]) -> ConfigError:
     """The first of pydantic's complaints as one readable message."""
     complaint = error.errors()[0]
     path = tuple(str(part) for part in complaint["loc"])
@@ -374,11 +309,11 @@ def _others(error: ValidationError) -> str:
     return f"; {others} more settings are wrong" if others else ""
 
 
-def _origin(path: tuple[str, ...], sources: list[_Source]) -> str:
+def _origin(path: tuple[str, ...], sources: list[SettingsSource]) -> str:
     return next((f" (from {source.describe(path)})" for source in sources if source.holds(path)), " (the default)")
 
 
-def _suggestion(path: tuple[str, ...], known: set[tuple[str, ...]], source: _Source) -> str:
+def _suggestion(path: tuple[str, ...], known: set[tuple[str, ...]], source: SettingsSource) -> str:
     beside = {other[-1] for other in known if other[:-1] == path[:-1]}
     near = [other for other in sorted(known) if other[-1] == path[-1]] or [
         (*path[:-1], name) for name in difflib.get_close_matches(path[-1], sorted(beside), n=1)

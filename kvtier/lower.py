@@ -16,12 +16,14 @@ from kvtier.worker import ChunkArena, Worker
 class Staged:
     """A gathered chunk and the slot, reserved for it, that it lies in by now.
 
+    place: among the chunks that were gathered with it.
     checksums: of its slabs as they were gathered; None: not known, the I/O engine's own are taken.
     """
 
     chunk: SaveChunk
     arena: ChunkArena
     slot: int
+    place: int
     checksums: tuple[int, ...] | None = None
 
 
@@ -38,8 +40,8 @@ class Lowering:
         """Moves the first of the gathered chunks, as many as the host arena has slots for, and frees their staging
         slots; how many. 0: not even one slot came free in time.
 
-        The checksums are taken where the bytes were gathered: what the way down changes is found before anything is
-        published.
+        The checksums are taken where the bytes were gathered, if the codec did not: what the way down changes is found
+        before anything is published.
         """
         worker, n_bytes = self._worker, self._writes.n_heads * self._slab_bytes
         host_slots = self._reserve(len(staged))
@@ -50,13 +52,16 @@ class Lowering:
             with worker.order.moving():
                 for item, host_slot in zip(moved, host_slots, strict=True):
                     worker.order.copy(self._host.record(host_slot, n_bytes), worker.arena.record(item.slot, n_bytes))
-                sums = worker.sums([self._run(item) for item in moved])
+                unsummed = [item for item in moved if item.checksums is None]
+                sums = worker.sums([self._run(item) for item in unsummed]) if unsummed else []
         except BaseException:
             self._discard(host_slots)
             raise
-        for item, host_slot, checksums in zip(moved, host_slots, sums, strict=True):
+        for item, checksums in zip(unsummed, sums, strict=True):
+            item.checksums = checksums
+        for item, host_slot in zip(moved, host_slots, strict=True):
             worker.arena.discard(item.slot)
-            item.arena, item.slot, item.checksums = self._host, host_slot, checksums
+            item.arena, item.slot = self._host, host_slot
         return len(moved)
 
     def _reserve(self, n_slots: int) -> list[int]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier.breakeven import LoadCost
+from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import Geometry, RankShare
@@ -63,11 +64,12 @@ def open_io(settings: Settings, root: Root, direct: bool, arena: ChunkArena, dev
         return MountIo(_open(settings, usual, ask), None)
 
 
-def cost_of_share(cost: LoadCost | None, geometry: Geometry, share: RankShare) -> LoadCost | None:
-    """From seconds a byte to seconds a token of this rank's share."""
+def cost_of_share(cost: LoadCost | None, codec: Codec, geometry: Geometry, share: RankShare) -> LoadCost | None:
+    """From seconds a byte to seconds a token of this rank's share, as it is stored."""
     if cost is None:
         return None
-    return LoadCost(cost.fixed_s, cost.token_s * share.reads.cells * geometry.vector_bytes)
+    chunk_bytes = share.reads.n_heads * slab_bytes(codec, geometry, share.reads)
+    return LoadCost(cost.fixed_s, cost.token_s * chunk_bytes / geometry.chunk_tokens)
 
 
 def _measure(settings: Settings, root: Root, ask: Ask, arena: ChunkArena) -> Calibration | None:

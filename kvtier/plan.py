@@ -69,12 +69,13 @@ class SaveOutcome(Enum):
     QUEUE_FULL = "queue_full"  # skipped: a forward never waits for storage
     RESTING = "resting"  # skipped: the storage refused lately
     NO_SPACE = "no_space"  # the disk is full
+    REFUSED = "refused"  # skipped: the codec cannot keep what it holds
     FAILED = "failed"
 
     @property
     def wrote_nothing(self) -> bool:
         """Whether the slot is as blank as before, so that another chunk may have it."""
-        return self in (SaveOutcome.PRESENT, SaveOutcome.QUEUE_FULL, SaveOutcome.RESTING)
+        return self in (SaveOutcome.PRESENT, SaveOutcome.QUEUE_FULL, SaveOutcome.RESTING, SaveOutcome.REFUSED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from kvtier import metrics as names
 from kvtier.admission import Admission
 from kvtier.backoff import Backoff
-from kvtier.codecs.base import slab_bytes
+from kvtier.codecs.base import Encoded, slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.index.base import Location, NewRecord
@@ -47,7 +48,15 @@ _SKIPS = {
     SaveOutcome.RESTING: names.SKIPPED_RESTING,
     SaveOutcome.NO_SPACE: names.SKIPPED_NO_SPACE,
     SaveOutcome.FAILED: names.SKIPPED_FAILED,
+    SaveOutcome.REFUSED: names.SKIPPED_REFUSED,
 }
+
+
+class _Gathered(NamedTuple):
+    """mark: when it is done. encoded: what the codec says of the chunks then."""
+
+    mark: Mark
+    encoded: Encoded | None
 
 
 class Saver:
@@ -82,11 +91,9 @@ class Saver:
                 if slot is None:
                     outcomes[chunk.key] = refusal
                     continue
-                staged.append(Staged(chunk, self._worker.arena, slot))
-            if staged:
-                self._gather(staged, writes)
+                staged.append(Staged(chunk, self._worker.arena, slot, len(staged)))
+            gathered = self._gather(staged, writes)
             outcomes.update((item.chunk.key, SaveOutcome.QUEUE_FULL) for item in staged)
-            gathered = self._worker.order.mark()
             while staged:
                 part = staged[:JOB_CHUNKS]
                 if not self._queue(plan, part, gathered, writes):
@@ -102,10 +109,10 @@ class Saver:
             finally:
                 self._answer([(chunk, outcomes[chunk.key]) for chunk in plan.chunks if chunk.key in outcomes])
 
-    def _queue(self, plan: SavePlan, part: list[Staged], gathered: Mark, writes: Extent) -> bool:
-        if self._lowering is None:  # a gather in host memory is done by now
-            return self._jobs.submit(partial(self._write, plan, part, writes))
-        return self._lower_jobs.submit(partial(self._lower, plan, part, gathered, writes))
+    def _queue(self, plan: SavePlan, part: list[Staged], gathered: _Gathered, writes: Extent) -> bool:
+        if self._lowering is None:
+            return self._jobs.submit(partial(self._write, plan, part, writes, gathered))
+        return self._lower_jobs.submit(partial(self._lower, plan, part, writes, gathered))
 
     def take_done(self) -> list[SaveDone]:
         with self._lock:
@@ -142,29 +149,46 @@ class Saver:
         with self._lock:
             self._in_flight -= n_chunks
 
-    def _gather(self, staged: Sequence[Staged], writes: Extent) -> None:
+    def _gather(self, staged: Sequence[Staged], writes: Extent) -> _Gathered:
         """One launch for all of them."""
+        if not staged:
+            return _Gathered(None, None)
         worker, held = self._worker, self._worker.share.reads
         assert all(len(item.chunk.block_ids) == worker.chunk_blocks for item in staged)
         patch = Patch(0, writes.first_layer - held.first_layer, writes.n_layers,
                       writes.first_head - held.first_head, writes.n_heads)  # fmt: skip
         size = self._slab_bytes(writes)
         moves = [
-            Move(patch, item.chunk.block_ids, worker.arena.slabs(item.slot, PAGE_BYTES, writes.n_heads, size))
+            Move(patch, item.chunk.block_ids, worker.arena.slabs(item.slot, PAGE_BYTES, writes.n_heads, size),
+                 key=item.chunk.key)
             for item in staged
-        ]
-        worker.codec.encode(worker.pages, moves)
+        ]  # fmt: skip
+        encoded = worker.codec.encode(worker.pages, moves)
+        return _Gathered(worker.order.mark(), encoded)
+
+    def _judge(self, staged: Sequence[Staged], gathered: _Gathered) -> list[Staged]:
+        """Waits until they are gathered, whatever happens. Takes the sums; those that the codec could not keep."""
+        self._worker.order.wait(gathered.mark)
+        if gathered.encoded is None:
+            return []
+        verdicts = gathered.encoded.wait()
+        for item in staged:
+            item.checksums = verdicts[item.place].sums
+        return [item for item in staged if verdicts[item.place].is_refused]
 
     def _slab_bytes(self, writes: Extent) -> int:
         return slab_bytes(self._worker.codec, self._worker.geometry, writes)
 
-    def _lower(self, plan: SavePlan, staged: list[Staged], gathered: Mark, writes: Extent) -> None:
+    def _lower(self, plan: SavePlan, staged: list[Staged], writes: Extent, gathered: _Gathered) -> None:
         """A background job: out of the staging slots, so that the next step finds them free, however slow the storage
         is; then the rest is queued."""
         assert self._lowering is not None
         outcome = SaveOutcome.FAILED
         try:
-            self._worker.order.wait(gathered)  # whatever happens below, the slots may be given to others after this
+            refused = self._judge(staged, gathered)  # after this the slots may be given to others, come what may
+            staged = [item for item in staged if item not in refused]
+            self._give_back(refused)
+            self._answer([(item.chunk, SaveOutcome.REFUSED) for item in refused])
             while staged:
                 n_moved = self._lowering.move(staged)
                 self._left_arena(n_moved)
@@ -177,14 +201,19 @@ class Saver:
             self._give_back(staged)
             self._answer([(item.chunk, outcome) for item in staged])
 
-    def _write(self, plan: SavePlan, staged: list[Staged], writes: Extent) -> None:
-        """A background job: from the arena slots to the index. Answers every chunk, whatever happens."""
+    def _write(self, plan: SavePlan, staged: list[Staged], writes: Extent, gathered: _Gathered | None = None) -> None:
+        """A background job: from the arena slots to the index. Answers every chunk, whatever happens.
+
+        gathered: unless they were judged already."""
         started = time.perf_counter()
         outcomes = {item.chunk.key: SaveOutcome.FAILED for item in staged}
         ours = list(staged)
         try:
-            fresh = [item for item in staged if not self._is_present(item.chunk.key)]
-            outcomes.update((item.chunk.key, SaveOutcome.PRESENT) for item in staged if item not in fresh)
+            refused = [] if gathered is None else self._judge(staged, gathered)
+            outcomes.update((item.chunk.key, SaveOutcome.REFUSED) for item in refused)
+            kept = [item for item in staged if item not in refused]
+            fresh = [item for item in kept if not self._is_present(item.chunk.key)]
+            outcomes.update((item.chunk.key, SaveOutcome.PRESENT) for item in kept if item not in fresh)
             results = self._write_records(plan, fresh, writes, ours)
             for item, result in zip(fresh, results, strict=False):
                 if result.bad_slabs:

@@ -27,8 +27,8 @@ LAYERS = (
     ("kvtier.eviction", "kvtier.slots", "kvtier.jobs", "kvtier.plan", "kvtier.sets", "kvtier.sources",
      "kvtier.admission", "kvtier.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
      "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.fingerprint"),
-    ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.errors", "kvtier.checksum",
-     "kvtier.breakeven", "kvtier.backoff"),
+    ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
+     "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff"),
 )  # fmt: skip
 # module -> what it may not reach, however many imports lie between.
 NEVER_REACHES = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from blake3 import blake3
 
+from kvtier.codecs.round_trip import round_trip
 from kvtier.codecs.turboquant.codebooks import CODEBOOKS
 from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, PRESETS, Bits, LayerLayout
 from kvtier.codecs.turboquant.reference import (
@@ -16,7 +17,6 @@ from kvtier.codecs.turboquant.reference import (
     _unpack,
     decode_layer,
     encode_layer,
-    round_trip,
     signs_of,
 )
 from kvtier.codecs.turboquant.rotation import HEAD_SIZES

@@ -96,8 +96,13 @@ class SlabFormat:
     def layer(self, number: int) -> LayerLayout:
         """Of a layer, by its number within the model."""
         is_inner = self.boundary_layers <= number < self.layers - self.boundary_layers
-        return LayerLayout(self.tokens, self.k_size, self.v_size, self.bits if is_inner else BOUNDARY)
+        return self._layout(self.bits if is_inner else BOUNDARY)
 
     def n_bytes(self, layers: range) -> int:
-        """Of these layers of one head: also where layer `layers.stop` starts in a slab that begins at `layers.start`."""
-        return sum(self.layer(number).n_bytes for number in layers)
+        """Of these layers of one head: also where layer `layers.stop` lies in a slab that begins at `layers.start`."""
+        inner = range(max(layers.start, self.boundary_layers), min(layers.stop, self.layers - self.boundary_layers))
+        n_outer = len(layers) - len(inner)
+        return len(inner) * self._layout(self.bits).n_bytes + n_outer * self._layout(BOUNDARY).n_bytes
+
+    def _layout(self, bits: Bits) -> LayerLayout:
+        return LayerLayout(self.tokens, self.k_size, self.v_size, bits)

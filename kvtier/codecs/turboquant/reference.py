@@ -31,8 +31,9 @@ from typing import NamedTuple
 import torch
 
 from kvtier.codecs.turboquant.codebooks import CODEBOOKS
-from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, PRESETS, LayerLayout
+from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, LayerLayout
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE, hadamard, signs
+from kvtier.codecs.vectors import EncodedLayer
 from kvtier.geometry import Extent
 
 Q_MAX = 2047
@@ -47,13 +48,6 @@ class Signs(NamedTuple):
 
     k: torch.Tensor
     v: torch.Tensor
-
-
-class Encoded(NamedTuple):
-    """data: (..., layout.n_bytes) uint8. refused: (...) bool, where `data` means nothing."""
-
-    data: torch.Tensor
-    refused: torch.Tensor
 
 
 class _Vectors(NamedTuple):
@@ -71,7 +65,7 @@ def signs_of(seed: int, extent: Extent, layout: LayerLayout, device: torch.devic
     return Signs(*(torch.from_numpy(plane).to(device, torch.float32) for plane in (k, v)))
 
 
-def encode_layer(k: torch.Tensor, v: torch.Tensor, layout: LayerLayout, signs: Signs) -> Encoded:
+def encode_layer(k: torch.Tensor, v: torch.Tensor, layout: LayerLayout, signs: Signs) -> EncodedLayer:
     """Of one or more layers, heads and chunks alike.
 
     k: (..., T, k_size), v: (..., T, v_size): bf16, fp16 or fp32. signs: of shapes that broadcast to (..., size).
@@ -84,7 +78,7 @@ def encode_layer(k: torch.Tensor, v: torch.Tensor, layout: LayerLayout, signs: S
         *_pack(coded_k.codes, layout.bits.k), *_pack(coded_v.codes, layout.bits.v),
         _bytes(coded_k.scales), _bytes(coded_v.scales), _bytes(mean),
     ]  # fmt: skip
-    return Encoded(torch.cat(parts, -1), coded_k.refused | coded_v.refused)
+    return EncodedLayer(torch.cat(parts, -1), coded_k.refused | coded_v.refused)
 
 
 def decode_layer(
@@ -98,30 +92,6 @@ def decode_layer(
     v = _decode_vectors(v_codes, _floats(data, layout.v_scales, tokens, torch.float16), signs.v, layout.bits.v)
     mean = _floats(data, layout.k_mean, layout.k_size, torch.bfloat16)
     return _rounded(k + mean.float().unsqueeze(-2), dtype), _rounded(v, dtype)
-
-
-def round_trip(
-    k: torch.Tensor, v: torch.Tensor, preset: str, seed: int = 0, first_layer: int = 0, chunk_tokens: int = 256
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a load brings back of K and V that were saved in chunks: same shapes and dtype.
-
-    k, v: (layers, heads, tokens, size), on any device; tokens a multiple of `chunk_tokens`. preset: of PRESETS.
-    Raises ValueError where a chunk is refused.
-    """
-    layers, heads, tokens, k_size = k.shape
-    n_chunks, rest = divmod(tokens, chunk_tokens)
-    if rest:
-        raise ValueError(f"{tokens} tokens are not whole chunks of {chunk_tokens}")
-    layout = LayerLayout(chunk_tokens, k_size, v.shape[-1], PRESETS[preset])
-    signs = signs_of(seed, Extent(first_layer, layers, 0, heads), layout, k.device)
-    back_k, back_v = torch.empty_like(k), torch.empty_like(v)
-    for number in range(n_chunks):
-        chunk = slice(number * chunk_tokens, (number + 1) * chunk_tokens)
-        encoded = encode_layer(k[:, :, chunk], v[:, :, chunk], layout, signs)
-        if encoded.refused.any():
-            raise ValueError(f"chunk {number} is refused (layer, head): {encoded.refused.nonzero().tolist()[:4]}")
-        back_k[:, :, chunk], back_v[:, :, chunk] = decode_layer(encoded.data, layout, signs, k.dtype)
-    return back_k, back_v
 
 
 def decode_unit(bits: int, size: int) -> float:
@@ -208,7 +178,7 @@ def _pack(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
     planes, shift = [], 0
     for width in PLANE_WIDTHS[bits]:
         fields = (codes >> shift) & ((1 << width) - 1)
-        parts = fields.unflatten(-1, (8 // width, -1)).unbind(-2)
+        parts = fields.view(*codes.shape[:-1], 8 // width, -1).unbind(-2)
         plane = parts[0]
         for number, part in enumerate(parts[1:], start=1):
             plane = plane | (part << (number * width))
@@ -223,7 +193,7 @@ def _unpack(data: torch.Tensor, tokens: int, bits: int) -> torch.Tensor:
     codes, shift, start = None, 0, 0
     for width in PLANE_WIDTHS[bits]:
         end = start + tokens * size * width // 8
-        plane = data[..., start:end].unflatten(-1, (tokens, -1))
+        plane = data[..., start:end].reshape(*data.shape[:-1], tokens, -1)
         fields = [(plane >> (number * width)) & ((1 << width) - 1) for number in range(8 // width)]
         part = torch.cat(fields, -1) << shift
         codes = part if codes is None else codes | part

@@ -1,0 +1,94 @@
+"""Codec `turboquant`: 2 to 6 bits an element and a scale a vector (the settings k6v4 ... k4v2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtier.codecs.base import Encoded, Mover, Movers
+from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
+from kvtier.codecs.turboquant.reference import Signs, decode_layer, encode_layer, signs_of
+from kvtier.codecs.turboquant.rotation import HEAD_SIZES
+from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
+from kvtier.errors import ConfigError
+from kvtier.geometry import Extent, Geometry
+from kvtier.kernels.paged import Move, PagedKV
+
+CHUNK_TOKENS_MAX = 2048
+"""The most over which the reference's sums for the mean of K stay exact."""
+
+
+class Turboquant:
+    """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
+
+    version = 1
+
+    def __init__(self, preset: str, boundary_layers: int = 0, seed: int = 0) -> None:
+        """preset: of PRESETS. boundary_layers: first and last layers of the model that have BOUNDARY's bits instead."""
+        self.name = f"turboquant-{preset}" + (f"+b{boundary_layers}" if boundary_layers else "")
+        self.seed = seed
+        self._preset = preset
+        self._boundary_layers = boundary_layers
+        self._movers = Movers()
+
+    def check(self, geometry: Geometry) -> None:
+        check_vectors(self._preset, geometry)
+        for size in (geometry.k_head_size, geometry.v_head_size):
+            if size not in HEAD_SIZES:
+                fix = f"it takes heads of {', '.join(map(str, HEAD_SIZES))} elements, this model's have {size}"
+                raise ConfigError("codec", self._preset, f"{fix}: set it to fp8 or raw")
+        if geometry.chunk_tokens > CHUNK_TOKENS_MAX:
+            fix = f"with codec {self._preset} it may be {CHUNK_TOKENS_MAX} at most"
+            raise ConfigError("chunk_tokens", geometry.chunk_tokens, fix)
+
+    def layers_bytes(self, geometry: Geometry, layers: range) -> int:
+        return self._format(geometry).n_bytes(layers)
+
+    def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
+        self._movers.add(pages, _make_mover(pages, self._format(geometry), held))
+
+    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
+        return self._movers.of(pages).encode(moves)
+
+    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+        self._movers.of(pages).decode(moves)
+
+    def _format(self, geometry: Geometry) -> SlabFormat:
+        return SlabFormat(
+            geometry.layers, geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size,
+            PRESETS[self._preset], self._boundary_layers, self.seed,
+        )  # fmt: skip
+
+
+class TurboquantCoder:
+    """kvtier.codecs.vectors.LayerCoder for some layers and heads of a model."""
+
+    def __init__(self, slab_format: SlabFormat, held: Extent, device: torch.device) -> None:
+        self._format = slab_format
+        self._held = held
+        self._signs = signs_of(slab_format.seed, held, slab_format.layer(0), device)
+
+    def n_bytes(self, layers: range) -> int:
+        return self._format.n_bytes(layers)
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent) -> EncodedLayer:
+        return encode_layer(k, v, self._format.layer(cells.first_layer), self._signs_of(cells))
+
+    def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return decode_layer(data, self._format.layer(cells.first_layer), self._signs_of(cells), dtype)
+
+    def _signs_of(self, cells: Extent) -> Signs:
+        """(heads, size) each, of one layer."""
+        layer, head = cells.first_layer - self._held.first_layer, cells.first_head - self._held.first_head
+        k, v = (plane[layer, head : head + cells.n_heads] for plane in self._signs)
+        return Signs(k, v)
+
+
+def _make_mover(pages: PagedKV, slab_format: SlabFormat, held: Extent) -> Mover:
+    device = pages.layers[0].k.device
+    if device.type == "cpu":
+        return VectorPages(pages, TurboquantCoder(slab_format, held, device), held)
+    from kvtier.kernels.turboquant_device import CudaTurboquant  # needs Triton, which hosts without a GPU may lack
+
+    return CudaTurboquant(pages, slab_format, held)

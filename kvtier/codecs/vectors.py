@@ -1,0 +1,124 @@
+"""Codecs that look at KV as vectors, in torch operations on any device: a layer of a chunk at a time.
+
+The reference of fused kernels, and what runs on the CPU. On a GPU it is right but slow: dozens of launches a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kvtier.codecs.base import Verdict
+from kvtier.errors import ConfigError
+from kvtier.geometry import Extent, Geometry
+from kvtier.kernels.paged import Move, PagedKV
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""Of engines whose KV can be encoded: in the others it is encoded already."""
+
+
+class EncodedLayer(NamedTuple):
+    """data: (..., bytes of a layer) uint8. refused: (...) bool, where `data` means nothing."""
+
+    data: torch.Tensor
+    refused: torch.Tensor
+
+
+class LayerCoder(Protocol):
+    """Vectors of one layer of a chunk to bytes and back. `cells`: the layer and the heads, numbers within the model."""
+
+    def n_bytes(self, layers: range) -> int:
+        """Of these layers of one head: also where layer `layers.stop` lies in a slab that begins at `layers.start`."""
+        ...
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent) -> EncodedLayer:
+        """k, v: (heads, tokens, size) in the engine's dtype."""
+        ...
+
+    def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, (heads, tokens, size) in `dtype`. data: (heads, bytes of the layer)."""
+        ...
+
+
+class Flags:
+    """kvtier.codecs.base.Encoded without sums."""
+
+    def __init__(self, refused: torch.Tensor) -> None:
+        """refused: (moves,) bool, on any device."""
+        self._refused = refused
+
+    def wait(self) -> list[Verdict]:
+        return [Verdict(flag, None) for flag in self._refused.tolist()]
+
+
+class VectorPages:
+    """kvtier.codecs.base.Mover over one engine's pages. Keeps the tensors alive."""
+
+    def __init__(self, pages: PagedKV, coder: LayerCoder, held: Extent) -> None:
+        self._pages = pages
+        self._coder = coder
+        self._held = held
+
+    def encode(self, moves: Sequence[Move]) -> Flags:
+        return Flags(torch.stack([self._encode(move) for move in moves]))
+
+    def decode(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._decode(move)
+
+    def _encode(self, move: Move) -> torch.Tensor:
+        """Whether anything of it is refused, () bool."""
+        blocks = self._blocks(move)
+        refused = torch.zeros((), dtype=torch.bool, device=blocks.device)
+        for number, (cells, data) in enumerate(self._layers(move)):
+            k, v = (plane[blocks].permute(2, 0, 1, 3).flatten(1, 2) for plane in self._planes(move, number))
+            encoded = self._coder.encode(k, v, cells)
+            data.copy_(encoded.data)
+            refused |= encoded.refused.any()
+        return refused
+
+    def _decode(self, move: Move) -> None:
+        blocks, first = self._blocks(move), move.first_block
+        for number, (cells, data) in enumerate(self._layers(move)):
+            planes = self._planes(move, number)
+            for plane, values in zip(planes, self._coder.decode(data, cells, planes[0].dtype), strict=True):
+                heads, _, size = values.shape
+                in_blocks = values.view(heads, len(move.block_ids), self._pages.block_tokens, size)
+                plane[blocks[first:]] = in_blocks[:, first:].permute(1, 2, 0, 3)
+
+    def _layers(self, move: Move) -> list[tuple[Extent, torch.Tensor]]:
+        """The cells of each layer, and its bytes in the slabs: (heads, bytes of the layer), a view."""
+        patch, held = move.patch, self._held
+        first = held.first_layer + patch.page_layer
+        begin = first - patch.slab_layer
+        layers = []
+        for number in range(first, first + patch.n_layers):
+            start, end = (self._coder.n_bytes(range(begin, stop)) for stop in (number, number + 1))
+            cells = Extent(number, 1, held.first_head + patch.page_head, patch.n_heads)
+            layers.append((cells, move.slabs[:, start:end]))
+        if end > move.slabs.shape[1] or patch.n_heads != move.slabs.shape[0]:
+            raise ValueError(f"{patch} is out of range of slabs {tuple(move.slabs.shape)}")
+        return layers
+
+    def _planes(self, move: Move, number: int) -> tuple[torch.Tensor, ...]:
+        """K and V of the move's heads in its layer `number`: (n_blocks, block_tokens, heads, size), views."""
+        heads = slice(move.patch.page_head, move.patch.page_head + move.patch.n_heads)
+        return tuple(plane[:, :, heads] for plane in self._pages.layers[move.patch.page_layer + number].planes)
+
+    def _blocks(self, move: Move) -> torch.Tensor:
+        k = self._pages.layers[0].k
+        if min(move.block_ids) < 0 or max(move.block_ids) >= k.shape[0]:
+            raise ValueError(f"blocks {min(move.block_ids)}-{max(move.block_ids)} are out of range of {k.shape[0]}")
+        return torch.tensor(move.block_ids, device=k.device)
+
+
+def check_vectors(codec: str, geometry: Geometry) -> None:
+    """Raises ConfigError unless the KV is vectors of plain numbers, a K and a V for each head. codec: as it is set."""
+    if geometry.attention == "mla":
+        fix = "a latent vector of MLA stands for K and V of all heads, and part of it holds positions: set it to raw"
+        raise ConfigError("codec", codec, fix)
+    if geometry.dtype not in DTYPES:
+        fix = f"the engine's KV is {geometry.dtype}, which is encoded already: set it to raw, which moves KV as it is"
+        raise ConfigError("codec", codec, f"{fix}, or the engine's kv_cache_dtype to auto")

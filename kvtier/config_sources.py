@@ -1,0 +1,84 @@
+"""Where settings come from: what each source says, which of them wins, and how messages name a key in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from kvtier.errors import ConfigError
+
+ENV_PREFIX = "KVTIER_"
+CONNECTOR = "connector config"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsSource:
+    """The name of where values came from, and the values, nested as they were given."""
+
+    name: str
+    values: Mapping[str, Any]
+
+    def describe(self, path: tuple[str, ...]) -> str:
+        """Where the key is set there, for messages."""
+        if self.name == "environment":
+            return f"environment variable {ENV_PREFIX}{'__'.join(path).upper()}"
+        return self.name + self.written(path)
+
+    def written(self, path: tuple[str, ...]) -> str:
+        """How a nested key is written there: messages name it with dots, which nobody can paste."""
+        if len(path) < 2 or self.name == "environment":
+            return ""
+        if self.name == CONNECTOR:
+            return ", written " + "".join(f'{{"{name}": ' for name in path) + "..." + "}" * len(path)
+        return ", written " + ": {".join(path) + ": ..." + "}" * (len(path) - 1)
+
+    def holds(self, path: tuple[str, ...]) -> bool:
+        """Whether this source sets the key."""
+        values: object = self.values
+        for name in path:
+            if not isinstance(values, Mapping) or name not in values:
+                return False
+            values = values[name]
+        return True
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins, key by key however deep."""
+    both = dict(base)
+    for name, value in over.items():
+        below = both.get(name)
+        both[name] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return both
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML would let the last one win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: object, namer: str) -> Mapping[str, Any]:
+    """The mapping in a settings file. `namer`: the setting that named the file, for the message."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(namer, path, "must be the path of a YAML file")
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = yaml.load(file, _YamlLoader)
+    except OSError as error:
+        raise ConfigError(namer, str(path), f"cannot read this settings file: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(namer, str(path), f"not a YAML file: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(namer, str(path), "the file must be a mapping of settings, as in configs/default.yaml")
+    return values
