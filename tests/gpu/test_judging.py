@@ -111,7 +111,7 @@ def test_decoding_is_compared_within_pairs() -> None:
     [
         (((99.0, 100.0), (99.0, 100.0)), 390, "-3%: met", "went on after"),
         (((90.0, 100.0), (90.0, 100.0)), 390, "-3%: **missed**", "not shown"),
-        (((99.0, 100.0), (99.0, 100.0)), 380, "saving went on after the end of a window", "not shown"),
+        (((99.0, 100.0), (99.0, 100.0)), 380, "saving went on after the end of a window", "-3%: met"),
         (((90.0, 100.0), (140.0, 120.0)), 390, "-3%: **not shown**", "went on after"),
     ],
 )
@@ -123,6 +123,15 @@ def test_what_saving_takes_from_decoding_is_judged(
     change(results, "save_cost", {"summary": summed, "decode_graphs": True})
     text = "\n".join(tables_gpu_checks.saving())
     assert said in text and unsaid not in text
+
+
+def test_models_of_the_equality_test_are_told_apart(results: Path) -> None:
+    content = tables_common.read("equality_small" if tables_common.has("equality_small") else "equality")
+    change(results, "equality_small", content)
+    change(results, "equality_mla", content | {"good": False})
+    small, between, mla = tables_gpu_checks.equality()
+    assert "grouped heads" in small and between == "" and "MLA" in mla
+    assert "Not all of it" in mla and "Not all of it" not in small
 
 
 def test_a_process_on_two_gpus_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
