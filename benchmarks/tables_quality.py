@@ -9,6 +9,7 @@ from typing import Any
 
 RESULT = Path(__file__).resolve().parent / "results" / "gpu" / "quality.json"
 AS_TRAINED = "as trained"
+TIMES_MAX = 10_000
 Rows = list[dict[str, Any]]
 
 
@@ -28,14 +29,6 @@ def percent(figure: dict[str, float]) -> str:
 def small(figure: dict[str, float], sign: str = "") -> str:
     """With half of its interval: 1.2e-04 ± 3e-06."""
     return f"{figure['value']:{sign}.1e} ± {(figure['high'] - figure['low']) / 2:.0e}"
-
-
-def worst_cell(grid: dict[str, dict[str, dict[str, float]]]) -> str:
-    cells = [
-        (figure["value"], prefix, depth) for prefix, by_depth in grid.items() for depth, figure in by_depth.items()
-    ]
-    value, prefix, depth = min(cells)
-    return f"{value:.0%}" if value == 1 else f"{value:.0%} ({prefix} tokens, depth {depth})"
 
 
 def under(result: dict[str, Any], condition: str) -> Rows:
@@ -86,11 +79,11 @@ def as_trained() -> list[str]:
         "**As trained** (controls in italics; raw is bf16 KV computed in other batches and steps: the noise floor):",
         "",
         *table(["", "bytes a K and V vector", "KL, nats: mean", "KL: 99th percentile", "same top token",
-                "change of NLL, nats", f"recall, {hardest} pairs", "recall, all", "needles", "needles, worst cell",
+                "change of NLL, nats", f"recall, {hardest} pairs", "recall, all", "needles",
                 f"same of {n} greedy tokens"],
                [[named(row), f"{row['vector_bytes']:.0f}", small(row["kl_mean"]), f"{row['kl_p99']['value']:.1e}",
                  percent(row["top1"]), small(row["nll_change"], "+"), percent(row["recall"][hardest]),
-                 percent(row["recall_all"]), percent(row["needle_all"]), worst_cell(row["needle"]),
+                 percent(row["recall_all"]), percent(row["needle_all"]),
                  f"{row['greedy_tokens']['value']:.1f}"] for row in rows]),
     ]  # fmt: skip
 
@@ -116,17 +109,50 @@ def offsets() -> list[str]:
     ]  # fmt: skip
 
 
-def power() -> list[str]:
+def looking_back() -> list[str]:
+    """Recall by number of pairs, needles by prefix and depth."""
     result = read()
-    texts = [
-        f"{row['condition']}, {row['method']}: {row['kl_times']:.1f}x the KL of {row['beside']}, recall "
-        f"{-100 * row['recall_lost']:+.1f} and needles {-100 * row['needles_lost']:+.1f} points"
-        + ("" if row["is_seen"] else " (**not told apart**)")
-        for row in result["power"]
-    ]
+    rows = under(result, AS_TRAINED)
+    pairs, prefixes = sorted(rows[0]["recall"], key=int), sorted(rows[0]["needle"], key=int)
+    depths = " / ".join(f"{depth:g}" for depth in result["plan"]["needle_depths"])
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        grid = [
+            " / ".join(f"{100 * figure['value']:.0f}" for figure in row["needle"][prefix].values())
+            for prefix in prefixes
+        ]
+        return [*(f"{row['recall'][n]['value']:.1%}" for n in pairs), *grid]
+
+    return [
+        "**Looking back, as trained**: right answers, percent, to pairs of a key and a value in the prefix, and to "
+        f"needles in text at depths of {depths}:",
+        "",
+        *table(["", *(f"{n} pairs" for n in pairs), *(f"needle in {int(prefix):,} tokens" for prefix in prefixes)],
+               [[named(row), *cells(row)] for row in rows]),
+    ]  # fmt: skip
+
+
+def power() -> list[str]:
+    """Whether the benchmark sees the losses that it must see."""
+    result = read()
+    conditions = list(dict.fromkeys(row["condition"] for row in result["power"]))
+    by_pair: dict[tuple[str, str], dict[str, str]] = {}
+    for row in result["power"]:
+        times = f"{row['kl_times']:,.1f}x" if row["kl_times"] < TIMES_MAX else f"over {TIMES_MAX:,}x"
+        lost = f"{times}, recall {0.0 - 100 * row['recall_lost']:+.1f}, needles {0.0 - 100 * row['needles_lost']:+.1f}"
+        text = lost if row["is_seen"] else f"{lost} (**not told apart**)"
+        by_pair.setdefault((row["method"], row["beside"]), {})[row["condition"]] = text
     n_refused = sum(row["refused_chunks"] for row in result["rows"])
     stopped = f" The run was {result['stopped']}." if result["stopped"] else ""
-    return [f"Whether it can see a loss: {'; '.join(texts)}. Refused chunks: {n_refused or 'none'}.{stopped}"]
+    return [
+        "**What it can tell apart**: the KL of one as a multiple of that of the other, and the difference in right "
+        "answers, in points (told apart: the low end of its KL is above twice the high end of the other's):",
+        "",
+        *table(["", "beside", *conditions],
+               [[*pair, *(found.get(condition, "-") for condition in conditions)] for pair, found in by_pair.items()]),
+        "",
+        f"Refused chunks: {n_refused or 'none'}.{stopped}",
+    ]  # fmt: skip
 
 
-SECTIONS: tuple[Callable[[], list[str]], ...] = (model, as_trained, offsets, power)
+SECTIONS: tuple[Callable[[], list[str]], ...] = (model, as_trained, looking_back, offsets, power)
