@@ -173,7 +173,8 @@ def open_transfer(
     admission = Admission(settings.host.admit or ADMIT[device.type])
     cost = cost_of_share(io.cost, codec, geometry, share)
     saves_max = min(queues.save_chunks_max, memory.save_slots)
-    transfer = Transfer(worker, jobs, admission, saves_max, cost, Upkeep(lambda: memory.pin(jobs.load), memory.release))
+    upkeep = Upkeep(lambda: memory.pin(jobs.load), memory.make_way, memory.release)
+    transfer = Transfer(worker, jobs, admission, saves_max, cost, upkeep)
     transfer.start()
     return transfer
 

@@ -43,10 +43,11 @@ class TransferJobs(NamedTuple):
 
 
 class Upkeep(NamedTuple):
-    """Of the arenas' memory. begin: at the first save or load, because nothing may disturb an engine that captures CUDA
-    graphs as it starts. release: once nothing moves any more."""
+    """Of the arenas' memory. begin: as the engine starts. make_way: from the first save or load on. release: when
+    nothing moves any more."""
 
     begin: Callable[[], None] = lambda: None
+    make_way: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
 
 
@@ -66,7 +67,6 @@ class Transfer:
         self._worker = worker
         self._jobs = jobs
         self._upkeep = upkeep or Upkeep()
-        self._has_begun = False
         self._ticker: Ticker | None = None
         self._saver = Saver(worker, jobs.lower, jobs.save, save_chunks_max, admission)
         keeper = None if worker.host is None else HostKeeper(worker, worker.host, jobs.keep)
@@ -78,12 +78,12 @@ class Transfer:
 
     def save(self, plan: SavePlan) -> None:
         """Gathers the plan's chunks before it returns. Each chunk is answered once, in some later `poll`."""
-        self._begin()
+        self._upkeep.make_way()
         self._saver.save(plan)
 
     def load(self, plan: LoadPlan) -> None:
         """Queues the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
-        self._begin()
+        self._upkeep.make_way()
         self._loader.load(plan)
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
@@ -93,12 +93,8 @@ class Transfer:
 
     def start(self) -> None:
         """Tidies in the background until `close`."""
+        self._upkeep.begin()
         self._ticker = Ticker("tidy", TIDY_INTERVAL_S, self.tidy)
-
-    def _begin(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._upkeep.begin()
 
     def tidy(self) -> None:
         """Takes back slots of I/O that hung and has returned; lets go of segments that were evicted."""

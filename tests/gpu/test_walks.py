@@ -43,7 +43,6 @@ def engines(tmp_path: Path) -> Iterator[list[Engine]]:
 def start(root: Path, made: list[Engine], order: CudaOrder | None = None, **changes: object) -> Engine:
     engine = Engine(root, geometry(dtype="bfloat16", element_bytes=2), device="cuda", changes=CUDA | changes)
     worker = engine.transfers[0]._worker
-    engine.transfers[0]._begin()
     deadline = time.monotonic() + 20
     while worker.host is not None and worker.host._table.n_slots < worker.host.n_slots:
         assert time.monotonic() < deadline, "the host arena is not pinned"

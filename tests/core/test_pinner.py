@@ -1,0 +1,71 @@
+"""When the host arena is pinned: at once while an engine starts, and in the gaps once it is at work."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from kvtier.io import cuda
+from kvtier.io.ring import aligned_buffer
+from kvtier.jobs import ManualJobs, ThreadJobs
+from kvtier.memory import PIN_BYTES, Pinner
+from kvtier.tiers.arena import Arena
+
+CALL_S = 0.03
+CALLS = 8
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
+    """(when, address) of each call to pin; each takes a while."""
+    calls: list[tuple[float, int]] = []
+
+    def pin(address: int, n_bytes: int, ordinal: int) -> None:
+        assert n_bytes == PIN_BYTES
+        calls.append((time.monotonic(), address))
+        time.sleep(CALL_S)
+
+    monkeypatch.setattr(cuda, "pin", pin)
+    monkeypatch.setattr(cuda, "unpin", lambda address: None)
+    return calls
+
+
+def make() -> Pinner:
+    buffer = torch.frombuffer(aligned_buffer(CALLS * PIN_BYTES).view, dtype=torch.uint8)
+    return Pinner(Arena(buffer, PIN_BYTES, n_ready=0), 0, ThreadJobs("pin", 1, 1))
+
+
+def wait_for(calls: list[tuple[float, int]], n_calls: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(calls) < n_calls:
+        assert time.monotonic() < deadline, f"{len(calls)} calls"
+        time.sleep(0.005)
+
+
+def gaps(calls: list[tuple[float, int]]) -> list[float]:
+    return [after - before for (before, _), (after, _) in zip(calls, calls[1:], strict=False)]
+
+
+def test_at_full_speed_until_the_engine_is_at_work(pinned: list[tuple[float, int]]) -> None:
+    pinner = make()
+    pinner.start(ManualJobs(4))
+    wait_for(pinned, CALLS // 2)
+    pinner.make_way()
+    wait_for(pinned, CALLS)
+    first, rest = gaps(pinned)[: CALLS // 2 - 1], gaps(pinned)[CALLS // 2 :]
+    assert min(first) < 1.7 * CALL_S
+    assert min(rest) >= 2 * CALL_S
+    pinner.close()
+
+
+def test_loads_go_first(pinned: list[tuple[float, int]]) -> None:
+    pinner, loads = make(), ManualJobs(4)
+    loads.submit(lambda: None)
+    pinner.start(loads)
+    time.sleep(5 * CALL_S)
+    assert not pinned
+    loads.drain(1)
+    wait_for(pinned, CALLS)
+    pinner.close()
