@@ -10,6 +10,8 @@
 #   ceilings     copies, storage, reads into the GPU by ring and KvikIO                50   150
 #   kernels      gather, scatter, checksum                                             60   120
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
+#   rate         verified loads without an engine                                      25   120
+#   codecs       turboquant's kernels (TUNE: other tilings too)                        60   200
 #   equality     blocks and tokens, CUDA graphs on; of each of MODELS                 150   280 each
 #   load         32 requests at capacity                                              110   330
 #   demo         what `make demo` runs, with this vLLM                                100   240
@@ -116,7 +118,12 @@ stage() {
     kernels)
       TINY="" bench kernels 120 --out "$OUT/kernels.json" ;;
     tests)
-      timeout -k 10 240 python3 -m pytest -q -p no:cacheprovider -n 4 --dist loadfile tests/kernels tests/gpu tests/io ;;
+      (cd "$TREE" && timeout -k 10 240 python3 -m pytest -q -p no:cacheprovider -n 4 --dist loadfile --rootdir "$TREE" \
+        tests/kernels tests/gpu tests/io) ;;
+    rate)
+      TINY="" bench load_rate 120 --folder "$MEMORY" --extra "$EXTRA" --out "$OUT/load_rate.json" ;;
+    codecs)
+      TINY="" bench codec_kernels 200 --out "$OUT/codec_kernels.json" ${TUNE:+--tune} ;;
     equality)
       local model bad=0
       for model in ${MODELS:-small mla}; do
@@ -168,7 +175,7 @@ main() {
 }
 
 case ${1:-} in
-  "") sed -n '2,26p' "$0"; exit 2 ;;
+  "") sed -n '2,28p' "$0"; exit 2 ;;
   put) put; shift; [ $# = 0 ] || main "$@" ;;
   *) main "$@" ;;
 esac
