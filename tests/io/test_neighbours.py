@@ -164,6 +164,17 @@ def test_which_are_neighbours(full: int, pages: list[int], n_reads: int) -> None
         assert reads_issued() - before == n_reads
 
 
+def test_pages_of_another_file_are_no_neighbours(full: int, tmp_path: Path) -> None:
+    """They would be, if it were the same one; the other one is empty."""
+    empty = open_file(tmp_path / "empty", direct=False)
+    reads = Reads(full)
+    ops = [reads.op(i)._replace(fd=(full, empty)[i % 2]) for i in range(8)]
+    with Ring(1, LARGE_PIECE_BYTES) as ring:
+        assert [result.error for result in finished(ring.submit(ops))] == [0, errno.ENODATA] * 4
+        assert [result.error for result in finished(ring.submit(ops[1:]))] == [errno.ENODATA, *[0, errno.ENODATA] * 3]
+    os.close(empty)
+
+
 def test_an_error_is_that_operations_own(full: int) -> None:
     """One of the targets is memory that nobody may write to; those before it and after it are read."""
     reads = Reads(full)
@@ -238,9 +249,10 @@ def test_what_cannot_be_read_is_not_copied(cuda: CudaDouble, full: int) -> None:
         earlier = [reads.op(i, on_device=True) for i in range(8)]
         assert all(result.ok for result in finished(ring.submit(earlier)))
         os.ftruncate(full, 5 * PAGE_BYTES)
-        ops = [reads.op(i, on_device=True) for i in range(8)]
+        ops, copies_before = [reads.op(i, on_device=True) for i in range(8)], cuda.copies()
         errors = [result.error for result in finished(ring.submit(ops))]
         assert errors == [0] * 5 + [errno.ENODATA] * 3
+        assert cuda.copies() - copies_before == 5
     assert all(map(reads.landed, ops[:5]))
     assert not any(any(reads.got(op)) for op in ops[5:])
 
@@ -258,3 +270,17 @@ def test_a_call_that_fails_fails_its_run_alone(cuda: CudaDouble, full: int, call
         assert cuda.copying() == 0 and all(map(reads.landed, ops[4:]))
         assert all(result.ok for result in finished(ring.submit(ops)))
     assert all(map(reads.landed, ops))
+
+
+def test_a_run_of_which_a_part_was_sent_ends_when_that_has_landed(cuda: CudaDouble, full: int) -> None:
+    """It must not land in memory that its owner uses for something else."""
+    reads = Reads(full)
+    ops = [reads.op(i, on_device=True) for i in range(4)]
+    with Ring(1, PAGE_BYTES, device=DeviceRing(0, LARGE_PIECE_BYTES, 2)) as ring:
+        cuda.close_gate()
+        cuda.fail("cuMemcpyHtoDAsync", after=2)
+        batch = ring.submit(ops)
+        cuda.wait_until_copying(2)
+        assert not batch.wait(0.1)
+        cuda.open_gate()
+        assert [result.error for result in finished(batch)] == [errno.EREMOTEIO] * 4
