@@ -248,7 +248,7 @@ def test_what_cannot_be_read_is_not_copied(cuda: CudaDouble, full: int) -> None:
     with Ring(1, PAGE_BYTES, device=DeviceRing(0, LARGE_PIECE_BYTES, 1)) as ring:
         earlier = [reads.op(i, on_device=True) for i in range(8)]
         assert all(result.ok for result in finished(ring.submit(earlier)))
-        os.ftruncate(full, 5 * PAGE_BYTES)
+        os.ftruncate(full, 5 * PAGE_BYTES + 100)
         ops, copies_before = [reads.op(i, on_device=True) for i in range(8)], cuda.copies()
         errors = [result.error for result in finished(ring.submit(ops))]
         assert errors == [0] * 5 + [errno.ENODATA] * 3
