@@ -1,10 +1,11 @@
-"""The command line: looking at a root, checking every byte of it, making its index anew; settings; the machine.
+"""The command line: looking at a root, checking every byte of it, making its index anew; settings; machine; models.
 
     kvtier stats PATH            what lies in the root
     kvtier verify PATH           reads every record and checks every checksum
     kvtier index rebuild PATH    makes the index agree with the segment files
     kvtier check CONFIG.yaml     whether an engine would start with these settings, and what it would use
     kvtier doctor [PATH]         whether this machine is fit: GPU, storage, Lustre, rates; what to do about it
+    kvtier plan --model DIR --gpu-memory SIZE    what KV of a model takes, what fits, what a reload costs
 
 PATH is the configured `root`. `--json` prints for programs. Exit status: 0 all is well, 1 something bad was found,
 2 it could not be done (one line on standard error says why).
@@ -22,6 +23,7 @@ from typing import Any
 
 from kvtier.commands.check import run_check
 from kvtier.commands.doctor import run_doctor
+from kvtier.commands.plan import add_options, run_plan
 from kvtier.commands.root import run_rebuild, run_stats, run_verify
 from kvtier.commands.status import INTERRUPTED, NOT_DONE, OK
 from kvtier.errors import KVTierError
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status. `arguments`: without the program's name; None: those of the process."""
     options = _parser().parse_args(arguments)
     try:
-        status: int = options.run(options.path, options.json)
+        status: int = options.run(options)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -55,20 +57,29 @@ def _parser() -> argparse.ArgumentParser:
         (commands, "verify", "read every record and check every checksum", run_verify),
         (index, "rebuild", "make the index agree with the segment files", run_rebuild),
     ):
-        command = _add_command(place, name, description, _on_root(run))
+        command = _add_command(place, name, description, _on_path(_on_root(run)))
         command.add_argument("path", metavar="PATH", type=_path, help="the configured root")
-    check = _add_command(commands, "check", "whether an engine would start with a settings file", run_check)
+    check = _add_command(commands, "check", "whether an engine would start with a settings file", _on_path(run_check))
     check.add_argument("path", metavar="CONFIG.yaml", type=_path, help="the settings file")
-    doctor = _add_command(commands, "doctor", "whether this machine is fit, and what to do about it", run_doctor)
+    doctor = _add_command(
+        commands, "doctor", "whether this machine is fit, and what to do about it", _on_path(run_doctor)
+    )
     doctor.add_argument("path", metavar="PATH", type=_path, nargs="?", help="the root; left out: the configured one")
+    add_options(_add_command(commands, "plan", "what KV of a model takes, what fits, what a reload costs", run_plan))
     return parser
 
 
-def _add_command(commands: Any, name: str, description: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+def _add_command(
+    commands: Any, name: str, description: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description)
     parser.add_argument("--json", action="store_true", help="print for programs")
     parser.set_defaults(run=run)
     return parser
+
+
+def _on_path(run: Callable[..., int]) -> Callable[[argparse.Namespace], int]:
+    return lambda options: run(options.path, options.json)
 
 
 def _on_root(run: Callable[[Root, bool], int]) -> Callable[[Path, bool], int]:

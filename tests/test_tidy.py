@@ -28,7 +28,8 @@ LAYERS = (
      "kvtier.admission", "kvtier.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
      "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.fingerprint"),
     ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
-     "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff"),
+     "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.capacity", "kvtier.model_config",
+     "kvtier.model_parameters", "kvtier.model_weights"),
 )  # fmt: skip
 # module -> what it may not reach, however many imports lie between.
 NEVER_REACHES = {

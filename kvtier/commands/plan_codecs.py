@@ -1,0 +1,61 @@
+"""What a chunk takes with each codec: asked of the codecs, the records and the arenas themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from kvtier.assemble import make_codec, set_shape
+from kvtier.capacity import ChunkBytes, read_by
+from kvtier.codecs.base import slab_bytes
+from kvtier.config import Settings
+from kvtier.errors import ConfigError
+from kvtier.geometry import Geometry, RankShare
+from kvtier.record import record_bytes
+from kvtier.worker import arena_slot_bytes
+
+CODECS: tuple[str, ...] = get_args(Settings.model_fields["codec"].annotation)
+"""As settings name them."""
+ALIKE = ("raw", "fp8")
+"""Those without layers of more bits."""
+
+
+def chunks_of_codecs(
+    geometry: Geometry, shares: Sequence[RankShare], boundary_layers: int
+) -> tuple[dict[str, ChunkBytes], dict[str, str]]:
+    """By codec: what a chunk takes, or why an engine with such KV would not start. Raises ConfigError if none works."""
+    sizes, refused = {}, {}
+    for name in CODECS:
+        try:
+            sizes[name] = _chunk_of(name, geometry, shares, 0 if name in ALIKE else boundary_layers)
+        except ConfigError as fault:
+            if name == "raw":  # it takes any KV: the fault is with the rest
+                raise
+            refused[name] = fault.fix
+    return sizes, refused
+
+
+def _chunk_of(name: str, geometry: Geometry, shares: Sequence[RankShare], boundary_layers: int) -> ChunkBytes:
+    settings = Settings.model_validate(
+        {
+            "root": Path("/"),
+            "codec": name,
+            "codec_boundary_layers": boundary_layers,
+            "chunk_tokens": geometry.chunk_tokens,
+        }
+    )
+    codec = make_codec(settings)
+    codec.check(geometry)
+    set_shape(settings, geometry, codec, shares)  # refuses what does not fit into records or segments
+    writers = [(share.rank, share.writes) for share in shares if share.writes]
+    slabs = {rank: slab_bytes(codec, geometry, extent) for rank, extent in writers}
+    reads = [read_by(share, shares, slabs) for share in shares]
+    return ChunkBytes(
+        tokens=geometry.chunk_tokens,
+        encoded=codec.layers_bytes(geometry, range(geometry.layers)) * geometry.kv_heads,
+        file=sum(record_bytes(extent, slabs[rank]) for rank, extent in writers),
+        slot=max(arena_slot_bytes(geometry, codec, share) for share in shares),
+        read=max(reads),
+        read_in_all=sum(reads),
+    )

@@ -1,0 +1,173 @@
+"""The figures of `kvtier plan`: from what was asked and a model's folder."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from kvtier.capacity import ChunkBytes, Engine, HbmPlan, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
+from kvtier.doctor.host import size
+from kvtier.errors import ConfigError
+from kvtier.geometry import Geometry, RankShare
+from kvtier.model_config import ModelConfig, read_model
+from kvtier.model_parameters import active_parameters, total_parameters
+from kvtier.model_weights import Weights, read_weights
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options, read. Seconds, bytes, tokens; None: not given."""
+
+    model: Path
+    engine: Engine
+    kv_dtype: Literal["auto", "fp8"]
+    chunk_tokens: int
+    boundary_layers: int
+    host_bytes: int | None
+    storage_bytes: int | None
+    rates: Rates
+    tflops: float | None
+    prefill_rate: tuple[float, int] | None
+    load_overhead_s: float
+    context: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CodecPlan:
+    """One codec. Tokens per GiB of files and of an arena on each rank, and of what was named of either. Of a context:
+    seconds from files and from host memory. Of a reload from files, else from host memory: tokens a second, and from
+    how many tokens on it is no slower than a prefill."""
+
+    chunk: ChunkBytes
+    ratio: float
+    per_gib_of_files: int
+    per_gib_of_arena: int
+    tokens_in_storage: int | None
+    tokens_in_host: int | None
+    from_files_s: float | None
+    from_host_s: float | None
+    reload_tokens_s: float | None
+    break_even_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """context: tokens that reloads and prefill are worked out for, whole chunks. prefill_s: None without a rate."""
+
+    model: ModelConfig
+    parameters: int
+    active_parameters: int
+    geometry: Geometry
+    weights: Weights
+    engine: Engine
+    hbm: HbmPlan
+    codecs: dict[str, CodecPlan]
+    refused: dict[str, str]
+    context: int
+    prefill_flops: float
+    prefill_s: float | None
+    assumptions: tuple[str, ...]
+
+
+def make_plan(asked: Asked) -> Plan:
+    """Raises ConfigError."""
+    # With torch, which takes seconds: the other commands do not wait for it.
+    from kvtier.commands.plan_codecs import chunks_of_codecs
+
+    model = read_model(asked.model)
+    geometry = model.geometry(asked.kv_dtype, asked.chunk_tokens)
+    engine = asked.engine
+    shares = _shares(geometry, engine, model)
+    weights = read_weights(asked.model, model)
+    hbm = plan_hbm(model, geometry, weights.n_bytes, engine)
+    if hbm.kv_bytes <= 0:
+        fix = (
+            f"a rank has {size(hbm.weights_bytes)} of weights and {size(engine.reserve_bytes)} of reserve, of "
+            f"{size(engine.gpu_bytes * engine.utilization)}: raise --tensor-parallel or --pipeline-parallel"
+        )
+        raise ConfigError("--gpu-memory", engine.gpu_bytes, fix)
+    sizes, refused = chunks_of_codecs(geometry, shares, asked.boundary_layers)
+    prefill, context = _prefill(asked, model), whole_chunks(_context(asked, model), asked.chunk_tokens)
+    codecs = {name: _codec_plan(asked, chunk, sizes["raw"], prefill, context) for name, chunk in sizes.items()}
+    is_timed = prefill.flop_s < math.inf
+    return Plan(
+        model, total_parameters(model), active_parameters(model), geometry, weights, engine, hbm, codecs, refused,
+        context, prefill.flops(context), prefill.seconds(context) if is_timed else None, _assumptions(asked, model),
+    )  # fmt: skip
+
+
+def _codec_plan(asked: Asked, chunk: ChunkBytes, raw: ChunkBytes, prefill: Prefill, context: int) -> CodecPlan:
+    from_files, from_host = asked.rates.from_files(chunk), asked.rates.from_host(chunk)
+    token_s = from_host if from_files is None else from_files
+    even = None
+    if token_s is not None and prefill.flop_s < math.inf:
+        tokens = prefill.break_even_tokens(asked.load_overhead_s, token_s)
+        even = -(-tokens // chunk.tokens) * chunk.tokens
+    return CodecPlan(
+        chunk=chunk,
+        ratio=raw.encoded / chunk.encoded,
+        per_gib_of_files=GIB * chunk.tokens // chunk.file,
+        per_gib_of_arena=GIB * chunk.tokens // chunk.slot,
+        tokens_in_storage=None if asked.storage_bytes is None else chunk.tokens_in_files(asked.storage_bytes),
+        tokens_in_host=None if asked.host_bytes is None else chunk.tokens_in_arena(asked.host_bytes),
+        from_files_s=None if from_files is None else from_files * context,
+        from_host_s=None if from_host is None else from_host * context,
+        reload_tokens_s=None if token_s is None else 1 / token_s,
+        break_even_tokens=even,
+    )
+
+
+def _shares(geometry: Geometry, engine: Engine, model: ModelConfig) -> tuple[RankShare, ...]:
+    """Of all ranks. Raises ConfigError where an engine would not cut the model so."""
+    heads = model.attention.heads
+    if engine.pipeline_size > model.layers:
+        fix = f"the model has {model.layers} layers: choose at most as many stages"
+        raise ConfigError("--pipeline-parallel", engine.pipeline_size, fix)
+    if heads % engine.tensor_size:
+        fix = f"the model's {heads} attention heads do not divide over so many ranks: choose another"
+        raise ConfigError("--tensor-parallel", engine.tensor_size, fix)
+    try:
+        return engine.shares(geometry)
+    except ValueError as error:
+        raise ConfigError("--tensor-parallel", engine.tensor_size, f"{error}: choose another") from None
+
+
+def _context(asked: Asked, model: ModelConfig) -> int:
+    context = asked.context or model.max_tokens
+    if context < asked.chunk_tokens:
+        fix = f"give the tokens of a prompt, at least a chunk ({asked.chunk_tokens}): only whole chunks are stored"
+        raise ConfigError("--context", asked.context, fix)
+    return context
+
+
+def _prefill(asked: Asked, model: ModelConfig) -> Prefill:
+    prefill = prefill_of(model)
+    if asked.tflops is not None:
+        return replace(prefill, flop_s=asked.tflops * 1e12 * asked.engine.ranks)
+    if asked.prefill_rate is not None:
+        rate, tokens = asked.prefill_rate
+        return replace(prefill, flop_s=prefill.flops(tokens) * rate / tokens)
+    return prefill
+
+
+def _assumptions(asked: Asked, model: ModelConfig) -> tuple[str, ...]:
+    engine = asked.engine
+    found = [
+        *model.notes,
+        f"{size(engine.reserve_bytes)} of each GPU are for activations, CUDA graphs and NCCL (--reserve); an engine "
+        "measures them when it starts",
+        "weights lie on ranks in proportion to their parameters, and parameters are those of matrices",
+        "storage and PCIe keep the given rates; chunks go over PCIe while others are read; what the GPU does to verify "
+        "and decode them is not counted",
+        "storage serves all ranks together, PCIe one GPU each",
+    ]
+    if asked.tflops is not None and engine.ranks > 1:
+        found.append(f"all {engine.ranks} GPUs achieve that rate at the same time")
+    if asked.tflops is not None or asked.prefill_rate is not None:
+        found.append("a prefill does all its work at one rate; what of it is not matrices takes nothing")
+        found.append(f"any load takes {asked.load_overhead_s:g} s beside its bytes (--load-overhead)")
+    return tuple(found)

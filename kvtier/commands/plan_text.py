@@ -1,0 +1,122 @@
+"""A plan for people, and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvtier.commands.plan_figures import CodecPlan, Plan
+from kvtier.doctor.host import size
+
+Column = tuple[str, Callable[[CodecPlan], str]]
+
+
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """For JSON: the fields of `Plan`, and what follows from them."""
+    values = asdict(plan)
+    experts = values["model"]["experts"]
+    if experts is not None:
+        experts["sparse"] = sorted(experts["sparse"])
+    values["weights"] = plan.weights._asdict()
+    values["hbm"]["tokens"] = plan.hbm.tokens
+    values["geometry"]["token_bytes"] = plan.geometry.token_bytes
+    for name, found in plan.codecs.items():
+        values["codecs"][name]["chunk"]["token_bytes"] = found.chunk.token_bytes
+    return values
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    yield from _facts(plan)
+    for title, columns in (
+        ("what KV takes, by codec", _sizes(plan)),
+        (f"reload of {plan.context:,} tokens, by codec", _times(plan)),
+    ):
+        if columns:
+            yield ""
+            yield f"{title}:"
+            yield from _table(plan, columns)
+    for names, reason in _together(plan.refused):
+        yield f"not with {', '.join(names)}: {reason}"
+    yield ""
+    yield from (f"assumed: {text}" for text in plan.assumptions)
+
+
+def _facts(plan: Plan) -> Iterator[str]:
+    model, shape, engine, hbm = plan.model, plan.geometry, plan.engine, plan.hbm
+    heads = f"{shape.kv_heads} KV heads of {shape.k_head_size} ({model.attention.heads} of queries)"
+    if shape.attention == "mla":
+        heads = f"one latent vector of {shape.k_head_size} (MLA)"
+    yield f"model: {model.family}, {shape.layers} layers, {heads}"
+    yield f"KV: {shape.token_bytes:,} bytes a token, in {shape.dtype}"
+    active = f", {plan.active_parameters / 1e9:.2f}e9 of layers for each token" if model.experts else ""
+    yield f"weights: {size(plan.weights.n_bytes)} {plan.weights.source}"
+    yield f"parameters: {plan.parameters / 1e9:.2f}e9{active}"
+    if engine.ranks > 1:
+        yield f"ranks: {engine.tensor_size} tensor x {engine.pipeline_size} pipeline; HBM is of the one with least room"
+    yield (
+        f"HBM: {size(engine.gpu_bytes)} x {engine.utilization:g} - {size(hbm.weights_bytes)} weights - "
+        f"{size(engine.reserve_bytes)} reserve = {size(hbm.kv_bytes)}, at {hbm.token_bytes:,} bytes a token"
+    )
+    longest = model.max_tokens
+    fits = f": {hbm.tokens / longest:.1f} requests of the model's longest context, {longest:,}" if longest else ""
+    yield f"context: {hbm.tokens:,} tokens in HBM{fits}"
+    yield f"outside of the engine's share: {size(hbm.outside_bytes)} of each GPU, for kvtier's staging"
+    rate = "give --tflops or --prefill-rate for its time" if plan.prefill_s is None else f"{_seconds(plan.prefill_s)}"
+    yield f"prefill of {plan.context:,} tokens: {plan.prefill_flops / 1e12:,.0f} TFLOP, {rate}"
+
+
+def _sizes(plan: Plan) -> list[Column]:
+    columns: list[Column] = [
+        ("bytes a token", lambda row: f"{row.chunk.token_bytes:,.0f}"),
+        ("raw is", lambda row: f"{row.ratio:.2f}x"),
+        ("tokens/GiB of files", lambda row: f"{row.per_gib_of_files:,}"),
+        ("tokens/GiB of a rank's arena", lambda row: f"{row.per_gib_of_arena:,}"),
+    ]
+    raw = plan.codecs["raw"]
+    if raw.tokens_in_storage is not None:
+        columns.append(("tokens in --storage", lambda row: f"{row.tokens_in_storage:,}"))
+    if raw.tokens_in_host is not None:
+        columns.append(("in --host-memory", lambda row: f"{row.tokens_in_host:,}"))
+    return columns
+
+
+def _times(plan: Plan) -> list[Column]:
+    """Empty without a rate."""
+    raw = plan.codecs["raw"]
+    columns: list[Column] = []
+    if raw.from_files_s is not None:
+        columns.append(("from files", lambda row: _seconds(row.from_files_s)))
+    if raw.from_host_s is not None:
+        columns.append(("from host memory", lambda row: _seconds(row.from_host_s)))
+    if columns:
+        columns.append((f"{columns[0][0]}, tokens/s", lambda row: f"{row.reload_tokens_s:,.0f}"))
+    if raw.break_even_tokens is not None:
+        columns.append(("quicker than prefill from", lambda row: _break_even(row, plan.model.max_tokens)))
+    return columns
+
+
+def _break_even(row: CodecPlan, max_tokens: int) -> str:
+    tokens = row.break_even_tokens or 0
+    return f"{tokens:,} tokens" + (" (beyond the context)" if max_tokens and tokens > max_tokens else "")
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def _table(plan: Plan, columns: Sequence[Column]) -> Iterator[str]:
+    rows = [("codec", *(title for title, _ in columns))]
+    rows += [(name, *(text(found) for _, text in columns)) for name, found in plan.codecs.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield "  ".join((row[0].ljust(widths[0]), *cells))
+
+
+def _together(refused: dict[str, str]) -> list[tuple[list[str], str]]:
+    """The codecs of each reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        reasons.setdefault(reason, []).append(name)
+    return [(names, reason) for reason, names in reasons.items()]

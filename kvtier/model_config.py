@@ -1,0 +1,302 @@
+"""What a model is, by the config.json of its folder: read without vLLM and transformers, which may not be there.
+
+Keys that a file leaves out have the defaults of transformers' class for it, which differ from model to model:
+`FAMILIES` holds them, with what the names of the keys do not tell. A model that kvtier cannot serve is refused with the
+reason for which the connector would refuse it; a model type that is in no table is refused too, for a guess may be
+wrong by any factor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+from kvtier.errors import ConfigError
+from kvtier.geometry import AttentionKind, Geometry
+
+KEY = "--model"
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_NOT_SERVED = "kvtier does not serve such models"
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+"""Keys that models for more than text may have outside of what describes their text part."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a config.json does not say.
+
+    mlp_matrices: 3 for gate, up and down; 2 for up and down. experts: the names of the keys that describe them.
+    The rest are transformers' defaults; kv_heads None: as many as query heads; head_size None: hidden size over heads;
+    window: of attention, and whether it is used where the file does not say.
+    """
+
+    mlp_matrices: int = 3
+    experts: Literal["", "mixtral", "qwen", "deepseek"] = ""
+    kv_heads: int | None = None
+    head_size: int | None = None
+    is_tied: bool = False
+    window: int | None = None
+    uses_window: bool = True
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(kv_heads=8, window=4096),
+    "qwen2": Family(kv_heads=32, uses_window=False),
+    "qwen3": Family(kv_heads=32, head_size=128, uses_window=False),
+    "gemma": Family(kv_heads=16, head_size=256, is_tied=True),
+    "granite": Family(),
+    "olmo2": Family(),
+    "phi": Family(mlp_matrices=2),
+    "phi3": Family(),
+    "gpt_neox": Family(mlp_matrices=2),
+    "mixtral": Family(experts="mixtral", kv_heads=8),
+    "qwen2_moe": Family(experts="qwen", kv_heads=16, uses_window=False),
+    "qwen3_moe": Family(experts="qwen", kv_heads=4, uses_window=False),
+    "deepseek_v2": Family(experts="deepseek"),
+    "deepseek_v3": Family(experts="deepseek"),
+    "kimi_k2": Family(experts="deepseek"),
+}
+
+_WINDOWS = "some of its layers attend within a window or chunk only: a hybrid model, with more than one KV-cache group"
+_STATES = "it has layers without attention, whose state is not KV of tokens"
+_SPARSE = "its attention is sparse or compressed"
+_ENCODER = "it is an encoder, or has one: its KV depends on tokens that come later"
+REFUSED = {
+    name: reason
+    for reason, names in {
+        _WINDOWS: ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gpt_oss", "cohere2",
+                   "llama4", "llama4_text", "olmo3", "exaone4", "mimo_v2_flash"),
+        _STATES: ("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h",
+                  "granitemoehybrid", "recurrent_gemma", "rwkv", "xlstm", "qwen3_next", "qwen3_5", "qwen3_5_moe",
+                  "minimax", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid"),
+        _SPARSE: ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
+        _ENCODER: ("bert", "roberta", "xlm-roberta", "modernbert", "t5", "bart", "mllama", "whisper"),
+    }.items()
+    for name in names
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One layer's. heads: of queries. k_size, v_size: elements of a vector in the KV cache, v_size 0 for MLA.
+
+    qk_size, av_size: elements of a head that scores and outputs are worked out with. latent: None without MLA.
+    """
+
+    kind: AttentionKind
+    heads: int
+    kv_heads: int
+    k_size: int
+    v_size: int
+    qk_size: int
+    av_size: int
+    latent: Latent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """MLA's ranks. q_rank None: queries are projected at once. rope_size: elements of K that hold positions."""
+
+    q_rank: int | None
+    kv_rank: int
+    rope_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """size: inner size of one expert. shared_size: of those that every token takes. sparse: the layers with experts."""
+
+    n: int
+    per_token: int
+    size: int
+    shared_size: int
+    sparse: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """mlp_size: of layers without experts. max_tokens: the longest context that the model was made for, 0 if it does
+    not say. dtype: of weights and activations; quantized: how weights are kept instead, {} where they are not.
+    notes: what was taken for granted."""
+
+    family: str
+    layers: int
+    hidden_size: int
+    attention: Attention
+    mlp_matrices: int
+    mlp_size: int
+    experts: Experts | None
+    vocabulary: int
+    is_tied: bool
+    max_tokens: int
+    dtype: str
+    quantized: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    def geometry(self, kv_dtype: Literal["auto", "fp8"], chunk_tokens: int) -> Geometry:
+        """Of its KV. auto: the model's own dtype, unless its checkpoint asks for another."""
+        shape = self.attention
+        is_fp8 = kv_dtype == "fp8" or asks_for_fp8_kv(self.quantized)
+        dtype, element_bytes = ("fp8_e4m3", 1) if is_fp8 else (self.dtype, ELEMENT_BYTES[self.dtype])
+        return Geometry(
+            self.layers, shape.kv_heads, shape.k_size, shape.v_size, dtype, element_bytes, shape.kind, chunk_tokens
+        )
+
+
+class _Values:
+    """The keys of one config.json. Every complaint names the file, the key and the value."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self._path = path
+        self._values = values
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def get(self, key: str, default: T) -> T:
+        """Of the default's type; null is the default."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, type(default)):
+            self.refuse(f"its {key} is {value!r}, which is no {type(default).__name__}")
+        return value
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A positive whole number. None: there is no default."""
+        value = self._values.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            self.refuse(f"its {key} is {value!r}, it must be a positive whole number")
+        return value
+
+    def natural(self, key: str) -> int:
+        """A whole number that may be 0, as it is where the file has none."""
+        return self.number(key) if self._values.get(key) else 0
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise ConfigError(KEY, str(self._path), reason)
+
+
+def read_model(folder: Path) -> ModelConfig:
+    """Of a Hugging Face model folder. Raises ConfigError."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        fix = f"cannot read {path.name} there ({error.strerror}); name the folder of a Hugging Face model"
+        raise ConfigError(KEY, str(folder), fix) from None
+    except ValueError as error:
+        raise ConfigError(KEY, str(path), f"it is not JSON ({error}); download it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(KEY, str(path), "it is not a JSON object; download it again")
+    families = [str(found.get("model_type"))]
+    text = found.get("text_config")
+    if isinstance(text, dict):  # the rest is for images and the like
+        families.append(str(text.get("model_type")))
+        found = {key: found.get(key) for key in _OF_THE_WHOLE} | {k: v for k, v in text.items() if v is not None}
+    values = _Values(path, found)
+    for family in families:
+        if family in REFUSED:
+            values.refuse(f"{family}: {REFUSED[family]}; {_NOT_SERVED}")
+    if found.get("is_encoder_decoder"):
+        values.refuse(f"{family}: {_ENCODER}; {_NOT_SERVED}")
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        values.refuse(f"its model_type {family!r} is not known to this command, which knows {known}")
+    _check_layers(values, FAMILIES[family])
+    notes = ["the parts that are not for text have no KV, and their work is not counted"] if len(families) > 1 else []
+    return _model(values, family, notes)
+
+
+def asks_for_fp8_kv(quantized: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint says that its KV is to be kept in 8 bits: vLLM's kv_cache_dtype `auto` follows it."""
+    return any(quantized.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
+
+
+def _model(values: _Values, name: str, notes: list[str]) -> ModelConfig:
+    family = FAMILIES[name]
+    quantized: dict[str, Any] = values.get("quantization_config", {})
+    if asks_for_fp8_kv(quantized):
+        notes.append("the checkpoint asks for KV in 8 bits, and --kv-dtype auto follows it as vLLM does")
+    dtype = (values.get("dtype", "") or values.get("torch_dtype", "") or "float32").removeprefix("torch.")
+    if dtype not in ELEMENT_BYTES:
+        values.refuse(f"its dtype is {dtype!r}, and one of {', '.join(ELEMENT_BYTES)} was expected")
+    if dtype == "float32":  # or none is given
+        dtype = "bfloat16"
+        notes.append("config.json names no dtype of 16 bits: bfloat16 is taken, as vLLM does on GPUs that have it")
+    layers = values.number("num_hidden_layers")
+    return ModelConfig(
+        family=name,
+        layers=layers,
+        hidden_size=values.number("hidden_size"),
+        attention=_attention(values, family),
+        mlp_matrices=family.mlp_matrices,
+        mlp_size=values.number("intermediate_size"),
+        experts=_experts(values, family, layers),
+        vocabulary=values.number("vocab_size"),
+        is_tied=bool(values.get("tie_word_embeddings", family.is_tied)),
+        max_tokens=values.natural("max_position_embeddings"),
+        dtype=dtype,
+        quantized=quantized,
+        notes=tuple(notes),
+    )
+
+
+def _attention(values: _Values, family: Family) -> Attention:
+    heads = values.number("num_attention_heads")
+    if family.experts == "deepseek":
+        latent = Latent(
+            values.natural("q_lora_rank") or None, values.number("kv_lora_rank"), values.number("qk_rope_head_dim")
+        )
+        qk_size = values.number("qk_nope_head_dim") + latent.rope_size
+        kept = latent.kv_rank + latent.rope_size
+        return Attention("mla", heads, 1, kept, 0, qk_size, values.number("v_head_dim"), latent)
+    kv_heads = values.number("num_key_value_heads", family.kv_heads or heads)
+    if heads % kv_heads:
+        values.refuse(f"its {heads} attention heads do not divide over {kv_heads} KV heads")
+    size = values.natural("head_dim") or family.head_size
+    if not size:
+        hidden = values.number("hidden_size")
+        if hidden % heads:
+            values.refuse(f"its hidden_size {hidden} does not divide over {heads} attention heads")
+        size = hidden // heads
+    return Attention("heads", heads, kv_heads, size, size, size, size)
+
+
+def _experts(values: _Values, family: Family, layers: int) -> Experts | None:
+    if family.experts == "mixtral":
+        n, per_token = values.number("num_local_experts", 8), values.number("num_experts_per_tok", 2)
+        return Experts(n, per_token, values.number("intermediate_size"), 0, frozenset(range(layers)))
+    if family.experts == "qwen":
+        dense: list[int] = values.get("mlp_only_layers", [])
+        step = values.number("decoder_sparse_step", 1)
+        sparse = frozenset(n for n in range(layers) if n not in dense and (n + 1) % step == 0)
+        shared = values.natural("shared_expert_intermediate_size")
+        size = values.number("moe_intermediate_size")
+        key = "num_experts" if "num_experts" in values else "num_local_experts"  # as transformers writes it since 5
+        return Experts(values.number(key), values.number("num_experts_per_tok"), size, shared, sparse)
+    if family.experts == "deepseek" and values.natural("n_routed_experts"):
+        first, step = values.natural("first_k_dense_replace"), values.number("moe_layer_freq", 1)
+        sparse = frozenset(n for n in range(first, layers) if n % step == 0)
+        size = values.number("moe_intermediate_size")
+        shared = values.natural("n_shared_experts") * size
+        return Experts(values.number("n_routed_experts"), values.number("num_experts_per_tok"), size, shared, sparse)
+    return None
+
+
+def _check_layers(values: _Values, family: Family) -> None:
+    """Refuses what the model's type does not tell: layers that do not attend to the whole prefix."""
+    kinds: list[str] = values.get("layer_types", [])
+    other = sorted({str(kind) for kind in kinds} - {"full_attention"})
+    if other:
+        values.refuse(f"it has layers of {', '.join(other)}; {_NOT_SERVED}")
+    window = values.natural("sliding_window") if "sliding_window" in values else family.window
+    if window and not kinds and values.get("use_sliding_window", family.uses_window):
+        fix = "for a plan of vLLM's --disable-sliding-window, which keeps that many tokens, set sliding_window to 0"
+        values.refuse(f"it attends within a window of {window} tokens; {fix}")

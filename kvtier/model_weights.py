@@ -1,0 +1,99 @@
+"""What a model's weights take, from its folder: by the headers of its safetensors files, else by their index, else by
+the number of parameters that config.json implies. Reads headers only.
+
+A safetensors file begins with the length of its header (u64, little endian) and the header: JSON, name -> dtype, shape,
+data_offsets (https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier.errors import ConfigError
+from kvtier.model_config import ELEMENT_BYTES, KEY, ModelConfig
+from kvtier.model_parameters import end_parameters, total_parameters
+
+INDEX = "model.safetensors.index.json"
+HEADER_BYTES_MAX = 100_000_000
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+class Weights(NamedTuple):
+    """n_bytes: of all of them. source: for people."""
+
+    n_bytes: int
+    source: str
+
+
+def read_weights(folder: Path, model: ModelConfig) -> Weights:
+    """Raises ConfigError when the files are damaged, or are needed and not there."""
+    index = _index(folder / INDEX)
+    files = _files(folder, index)
+    if files and all(path.is_file() for path in files):
+        n_bytes = sum(_tensor_bytes(path, model.layers) for path in files)
+        return Weights(n_bytes, f"by the headers of {len(files)} safetensors files")
+    total = index.get("metadata", {}).get("total_size")
+    if isinstance(total, int) and total > 0:
+        return Weights(total, f"by {INDEX}: the files themselves are not all there")
+    ends = end_parameters(model)
+    bits = _bits(folder, model)
+    n_bytes = ends * ELEMENT_BYTES[model.dtype] + (total_parameters(model) - ends) * bits // 8
+    how = f"{bits} bits a parameter of its layers, scales not counted" if model.quantized else f"all {model.dtype}"
+    return Weights(n_bytes, f"by the parameters that config.json implies, {how}: no safetensors files are there")
+
+
+def _index(path: Path) -> dict[str, Any]:
+    """{} where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found.get("metadata", {}), dict) or not isinstance(found["weight_map"], dict):
+            raise ValueError("weight_map or metadata is no object")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(KEY, str(path), f"it is not an index of safetensors files ({error}); get it again") from None
+    return dict(found)
+
+
+def _files(folder: Path, index: dict[str, Any]) -> list[Path]:
+    if index:
+        return sorted({folder / str(name) for name in index["weight_map"].values()})
+    found = sorted(folder.glob("*.safetensors"))
+    # Some folders hold the same weights a second time, under the names of another engine.
+    return [path for path in found if not path.name.startswith("consolidated")] or found
+
+
+def _tensor_bytes(path: Path, layers: int) -> int:
+    """Of the tensors that an engine loads: those of layers past the last are for drafts (DeepSeek's MTP)."""
+    try:
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            if header_bytes > HEADER_BYTES_MAX:
+                raise ValueError(f"a header of {header_bytes} bytes")
+            header = json.loads(file.read(header_bytes))
+        total = 0
+        for name, tensor in header.items():
+            layer = _LAYER.search(name)
+            if name != "__metadata__" and (layer is None or int(layer[1]) < layers):
+                begin, end = tensor["data_offsets"]
+                total += end - begin
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(KEY, str(path), f"it is no safetensors file ({error}); get it again") from None
+    return total
+
+
+def _bits(folder: Path, model: ModelConfig) -> int:
+    """Of a parameter of a layer, as it is stored."""
+    quantized = model.quantized
+    if not quantized:
+        return 8 * ELEMENT_BYTES[model.dtype]
+    method = str(quantized.get("quant_method", ""))
+    bits = {"fp8": 8, "fbgemm_fp8": 8, "gptq": quantized.get("bits"), "awq": quantized.get("bits")}.get(method)
+    if not isinstance(bits, int) or not 1 <= bits <= 16:
+        fix = f"how large weights of quantization {method!r} are is not known here: put {INDEX} there, or the weights"
+        raise ConfigError(KEY, str(folder), fix)
+    return bits

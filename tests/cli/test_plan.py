@@ -1,0 +1,179 @@
+"""`kvtier plan`: what it prints, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main
+from tests.model_configs import LLAMA_8B, LLAMA_70B, MLA, SMALL
+
+GPU = ("--gpu-memory", "141GB")
+
+
+def folder_of(path: Path, values: dict[str, Any]) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(values))
+    return str(path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return folder_of(tmp_path / "8b", LLAMA_8B)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["plan", "--json", *GPU, *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1
+    return captured.err
+
+
+def test_plan_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ("--storage-rate", "2GB/s", "--pcie-rate", "55GB/s", "--prefill-rate", "40000@8192")
+    assert main(["plan", "--model", model, *GPU, *rates, "--storage", "1TB", "--host-memory", "64GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "KV: 131,072 bytes a token, in bfloat16" in out and "context: 812,874 tokens in HBM" in out
+    assert "by the parameters that config.json implies, all bfloat16" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("raw ", "k4v4 "))}
+    # 131,072 tokens are 512 chunks of 8 x 266 pages at 2 GB/s, 2.23 s; over PCIe 0.0811 s; 1 / 58,741 s a token.
+    assert rows["k4v4"][:6] == ["k4v4", "2.23", "s", "0.0811", "s", "58,741"]
+    assert rows["raw"][:6] == ["raw", "8.59", "s", "0.312", "s", "15,259"]
+    assert "assumed: 4.0 GiB of each GPU" in out and "assumed: any load takes 0.012 s" in out
+
+
+def test_plan_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    values = planned(capsys, "--model", model, "--storage-rate", "2GB/s", "--tflops", "500", "--context", "100000")
+    assert values["geometry"]["token_bytes"] == 131_072 and values["hbm"]["tokens"] == 812_874
+    assert values["context"] == 390 * 256 and values["refused"] == {}
+    k4v4 = values["codecs"]["k4v4"]
+    assert k4v4["chunk"]["token_bytes"] == 34_048 and round(k4v4["ratio"], 2) == 3.85
+    # A GiB holds 123.1 records of 8 x 266 pages and a header page.
+    assert k4v4["per_gib_of_files"] == (1 << 30) * 256 // (4096 * 2129) == 31_521
+    assert k4v4["from_host_s"] is None and k4v4["from_files_s"] == pytest.approx(390 * 8 * 266 * 4096 / 2e9)
+    n = values["context"]
+    assert values["prefill_s"] == pytest.approx((13_958_643_712 * n + 262_144 * n * n) / 500e12)
+
+
+def test_without_rates_no_time_is_made_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", model, *GPU]) == 0
+    out = capsys.readouterr().out
+    assert "give --tflops or --prefill-rate for its time" in out and "reload of" not in out
+    assert all(row["break_even_tokens"] is None for row in planned(capsys, "--model", model)["codecs"].values())
+
+
+def test_break_even_is_earlier_with_fewer_bytes_and_in_whole_chunks(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = planned(capsys, "--model", model, "--storage-rate", "2GB/s", "--prefill-rate", "40000@8192")
+    tokens = [values["codecs"][name]["break_even_tokens"] for name in ("raw", "fp8", "k6v4", "k4v4", "k4v3")]
+    assert tokens == sorted(tokens, reverse=True) and tokens[0] > tokens[-1] and all(n % 256 == 0 for n in tokens)
+
+
+def test_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder_of(tmp_path / "70b", LLAMA_70B)
+    values = planned(capsys, "--model", model, "--tensor-parallel", "4", "--tflops", "100", "--pcie-rate", "55GB/s")
+    assert values["geometry"]["token_bytes"] == 327_680 and values["hbm"]["token_bytes"] == 81_920
+    assert values["codecs"]["raw"]["from_host_s"] == pytest.approx(131_072 * 81_920 / 55e9)
+    assert values["prefill_s"] == pytest.approx(values["prefill_flops"] / 400e12)
+    assert "raise --tensor-parallel" in refused(capsys, "--model", model, *GPU)  # 131 GiB of weights
+
+
+def test_weights_are_those_of_the_files(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensors for drafts (of layer 32 here) and a second copy under other names are not loaded."""
+    header = json.dumps({
+        "__metadata__": {"format": "pt"},
+        "model.layers.31.mlp.weight": {"dtype": "BF16", "shape": [500], "data_offsets": [0, 1000]},
+        "model.layers.32.mlp.weight": {"dtype": "BF16", "shape": [500], "data_offsets": [1000, 2000]},
+    }).encode()  # fmt: skip
+    for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
+        Path(model, name).write_bytes(struct.pack("<Q", len(header)) + header)
+    assert planned(capsys, "--model", model)["weights"] == {
+        "n_bytes": 2000, "source": "by the headers of 2 safetensors files"
+    }  # fmt: skip
+    index = {"metadata": {"total_size": 777}, "weight_map": {"x": "model-1.safetensors", "y": "model-9.safetensors"}}
+    Path(model, "model.safetensors.index.json").write_text(json.dumps(index))
+    assert planned(capsys, "--model", model)["weights"]["n_bytes"] == 777
+    index["weight_map"] = {"x": "model-1.safetensors", "y": "model-1.safetensors"}
+    Path(model, "model.safetensors.index.json").write_text(json.dumps(index))
+    assert planned(capsys, "--model", model)["weights"]["n_bytes"] == 1000
+    Path(model, "model-1.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert "is no safetensors file" in refused(capsys, "--model", model, *GPU)
+
+
+def test_quantized_weights_without_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    awq = LLAMA_8B | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    found = planned(capsys, "--model", folder_of(tmp_path, awq))["weights"]["n_bytes"]
+    assert found == 2 * 2 * 128_256 * 4096 + 32 * 218_103_808 // 2
+    other = LLAMA_8B | {"quantization_config": {"quant_method": "quark"}}
+    assert "quantization 'quark'" in refused(capsys, "--model", folder_of(tmp_path, other), *GPU)
+
+
+NOT_SERVED = [
+    ({"model_type": "gemma2"}, "gemma2: some of its layers attend within a window"),
+    ({"model_type": "mamba2"}, "mamba2: it has layers without attention"),
+    ({"model_type": "t5"}, "t5: it is an encoder"),
+    ({"model_type": "llama", "is_encoder_decoder": True}, "it is an encoder"),
+    ({"model_type": "deepseek_v32"}, "its attention is sparse"),
+    ({"model_type": "gemma3", "text_config": SMALL | {"model_type": "gemma3_text"}}, "gemma3: some of its layers"),
+    ({"model_type": "new_model"}, "model_type 'new_model' is not known"),
+    ({}, "model_type 'None' is not known"),
+    (SMALL | {"model_type": "mistral"}, "within a window of 4096 tokens"),
+    (SMALL | {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True}, "within a window of 512"),
+    (SMALL | {"model_type": "llama", "layer_types": ["full_attention", "sliding_attention"]}, "of sliding_attention"),
+    (SMALL | {"model_type": "llama", "layer_types": 5}, "its layer_types is 5"),
+    (SMALL | {"model_type": "llama", "num_key_value_heads": 4}, "6 attention heads do not divide over 4 KV heads"),
+    (SMALL | {"model_type": "llama", "hidden_size": 100}, "its hidden_size 100 does not divide over 6"),
+    (SMALL | {"model_type": "llama", "num_hidden_layers": None}, "its num_hidden_layers is None"),
+    (SMALL | {"model_type": "llama", "num_hidden_layers": True}, "its num_hidden_layers is True"),
+    (SMALL | {"model_type": "llama", "vocab_size": "many"}, "its vocab_size is 'many'"),
+    (SMALL | {"model_type": "llama", "dtype": "int8"}, "its dtype is 'int8'"),
+    (SMALL | MLA | {"model_type": "deepseek_v2", "kv_lora_rank": None}, "its kv_lora_rank is None"),
+]
+
+
+@pytest.mark.parametrize(("values", "reason"), NOT_SERVED)
+def test_what_is_not_served_is_named(
+    values: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "--model", folder_of(tmp_path, values), *GPU)
+    assert said.startswith("kvtier: --model = ") and reason in said
+
+
+BAD_OPTIONS = [
+    (("--gpu-memory", "12XB"), "--gpu-memory = '12XB': must be a whole number of bytes"),
+    (("--gpu-memory", "10GB"), "raise --tensor-parallel or --pipeline-parallel"),
+    ((*GPU, "--tensor-parallel", "3"), "--tensor-parallel = 3: the model's 32 attention heads do not divide"),
+    ((*GPU, "--tensor-parallel", "0"), "--tensor-parallel = '0': it must be a whole number, 1 or more"),
+    ((*GPU, "--pipeline-parallel", "33"), "--pipeline-parallel = 33: the model has 32 layers"),
+    ((*GPU, "--gpu-memory-utilization", "1.5"), "must be a number above 0, 1 at most"),
+    ((*GPU, "--storage-rate", "2GB"), 'a size a second, such as "2GB/s"'),
+    ((*GPU, "--pcie-rate", "0/s"), "it must be above 0"),
+    ((*GPU, "--prefill-rate", "40000"), "name the length too"),
+    ((*GPU, "--prefill-rate", "40000@8192", "--tflops", "3"), "give one of them"),
+    ((*GPU, "--tflops", "nan"), "--tflops = 'nan'"),
+    ((*GPU, "--chunk-tokens", "250"), "a multiple of 16"),
+    ((*GPU, "--context", "255"), "--context = 255: give the tokens of a prompt, at least a chunk (256)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), BAD_OPTIONS)
+def test_bad_options(arguments: tuple[str, ...], reason: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reason in refused(capsys, "--model", model, *arguments)
+
+
+def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "name the folder of a Hugging Face model" in refused(capsys, "--model", str(tmp_path), *GPU)
+    for text, reason in (("{", "it is not JSON"), ("[]", "it is not a JSON object")):
+        (tmp_path / "config.json").write_text(text)
+        assert reason in refused(capsys, "--model", str(tmp_path), *GPU)

@@ -1,0 +1,216 @@
+"""The arithmetic of `kvtier plan`, against figures worked out by hand and by others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.capacity import ChunkBytes, Engine, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
+from kvtier.commands.plan_codecs import CODECS, chunks_of_codecs
+from kvtier.geometry import Geometry
+from kvtier.model_config import ModelConfig, read_model
+from kvtier.model_parameters import active_parameters, rank_parameters, total_parameters
+from tests.model_configs import EXPERTS, LLAMA_8B, LLAMA_70B, MLA, SMALL
+
+
+def model_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_model(folder)
+
+
+def engine_of(tensor: int = 1, pipeline: int = 1) -> Engine:
+    return Engine(tensor, pipeline, 141 * 10**9, 0.9, 4 << 30)
+
+
+def chunks_of(geometry: Geometry, engine: Engine) -> dict[str, ChunkBytes]:
+    return chunks_of_codecs(geometry, engine.shares(geometry), 0)[0]
+
+
+# --- bytes ---
+
+# By hand. A token, layer and head of 128: raw 2 x 128 x 2 = 512 bytes, fp8 2 x 128 + 2 x 2 = 260; with bk and bv bits
+# 16 (bk + bv) + 4, and 256 / 256 = 1 for the mean of K. So k4v4 has 133: 512 / 133 = 3.85 (512 / 132 = 3.88 without).
+BYTES = {"raw": 512, "fp8": 260, "k6v4": 165, "k5v3": 133, "k4v4": 133, "k4v3": 117, "k3v3": 101, "k4v2": 101}
+
+
+@pytest.mark.parametrize(("config", "token_bytes", "cells"), [(LLAMA_8B, 131_072, 256), (LLAMA_70B, 327_680, 640)])
+def test_bytes_of_a_token(config: dict[str, Any], token_bytes: int, cells: int, tmp_path: Path) -> None:
+    geometry = model_of(tmp_path, config).geometry("auto", 256)
+    assert geometry.token_bytes == token_bytes
+    found = chunks_of(geometry, engine_of())
+    assert {name: chunk.token_bytes / cells for name, chunk in found.items()} == BYTES
+    assert set(found) == set(CODECS)
+
+
+def test_bytes_of_a_chunk_in_files_arenas_and_reads(tmp_path: Path) -> None:
+    """k4v4 of the 8B model: a layer of a head has 256 x 133 = 34,048 bytes, 8.3 pages."""
+    geometry = model_of(tmp_path, LLAMA_8B).geometry("auto", 256)
+    # 32 layers are 266 whole pages; 8 such slabs behind a header page. In an arena each layer is padded: 9 pages.
+    chunk = chunks_of(geometry, engine_of())["k4v4"]
+    assert (chunk.file, chunk.slot) == (4096 * (1 + 8 * 266), 4096 * (1 + 8 * 32 * 9))
+    assert chunk.read == chunk.read_in_all == 4096 * 8 * 266
+    # Four ranks of two heads each, and a header page for each.
+    chunk = chunks_of(geometry, engine_of(tensor=4))["k4v4"]
+    assert (chunk.file, chunk.slot) == (4096 * (4 + 8 * 266), 4096 * (1 + 2 * 32 * 9))
+    assert (chunk.read, chunk.read_in_all) == (4096 * 2 * 266, 4096 * 8 * 266)
+    # Each head on two ranks: one of them writes, both read.
+    chunk = chunks_of(geometry, engine_of(tensor=16))["k4v4"]
+    assert chunk.file == 4096 * (8 + 8 * 266) and (chunk.read, chunk.read_in_all) == (4096 * 266, 4096 * 16 * 266)
+    # Three stages of 11, 11 and 10 layers: 374,528 bytes are 91.4 pages, 340,480 are 83.1.
+    chunk = chunks_of(geometry, engine_of(pipeline=3))["k4v4"]
+    assert chunk.file == 4096 * (3 + 8 * (92 + 92 + 84)) and chunk.read == 4096 * 8 * 92
+    assert chunk.encoded == 8 * 32 * 34_048  # whatever the cut
+
+
+def test_bytes_with_a_latent_vector(tmp_path: Path) -> None:
+    """MLA: 61 layers of 512 + 64 elements; every rank reads all of it, and each writes some of the layers."""
+    deepseek = LLAMA_8B | MLA | {"model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128}
+    deepseek |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    geometry = model_of(tmp_path, deepseek).geometry("auto", 256)
+    assert geometry.token_bytes == 61 * 576 * 2 == 70_272
+    sizes, refused = chunks_of_codecs(geometry, engine_of(tensor=8).shares(geometry), 0)
+    assert set(sizes) == {"raw"} and all("MLA" in reason for reason in refused.values())
+    layer = 256 * 576 * 2  # 72 pages
+    assert sizes["raw"].file == 8 * 4096 + 61 * layer
+    assert sizes["raw"].read == 61 * layer and sizes["raw"].read_in_all == 8 * 61 * layer
+
+
+def test_boundary_layers_have_more_bits(tmp_path: Path) -> None:
+    geometry = model_of(tmp_path, LLAMA_8B).geometry("auto", 256)
+    sizes, _ = chunks_of_codecs(geometry, engine_of().shares(geometry), 2)
+    assert sizes["k4v4"].encoded == 8 * 256 * (28 * 133 + 4 * 165) and sizes["raw"].encoded == 256 * 131_072
+
+
+def test_kv_of_8_bits_is_moved_as_it_is(tmp_path: Path) -> None:
+    geometry = model_of(tmp_path, LLAMA_8B).geometry("fp8", 256)
+    assert geometry.token_bytes == 65_536 and set(chunks_of(geometry, engine_of())) == {"raw"}
+    asks = LLAMA_8B | {
+        "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
+    }
+    assert model_of(tmp_path, asks).geometry("auto", 256) == geometry
+
+
+# --- parameters: matrices ---
+
+# Of the large ones as published, less 65 norms of 4,096 and 161 of 8,192. (8B: embedding and head 2 x 128,256 x 4,096;
+# a layer has 2 x 4,096^2 for q and o, 2 x 4,096 x 1,024 for k and v, 3 x 4,096 x 14,336.)
+# The small ones: parameters of two and more dimensions that transformers 5.19 makes (AutoModelForCausalLM on "meta").
+PARAMETERS = [
+    (LLAMA_8B, 8_030_261_248 - 65 * 4096),
+    (LLAMA_70B, 70_553_706_496 - 161 * 8192),
+    (SMALL | {"model_type": "llama"}, 637_440),
+    (SMALL | {"model_type": "llama", "num_key_value_heads": None}, 698_880),
+    (SMALL | {"model_type": "llama", "head_dim": 32, "tie_word_embeddings": True}, 664_320),
+    (SMALL | {"model_type": "mistral", "sliding_window": None}, 637_440),
+    (SMALL | {"model_type": "qwen2", "sliding_window": 4096}, 637_440),
+    (SMALL | {"model_type": "qwen3"}, 1_497_600),
+    (SMALL | {"model_type": "gemma"}, 2_384_640),
+    (SMALL | {"model_type": "phi"}, 529_920),
+    (SMALL | {"model_type": "phi3", "vocab_size": 40_000}, 8_125_440),
+    (SMALL | {"model_type": "gpt_neox", "num_key_value_heads": None}, 591_360),
+    (SMALL | {"model_type": "mixtral", "num_local_experts": 4}, 1_607_040),
+    (SMALL | EXPERTS | {"model_type": "qwen3_moe"}, 663_360),
+    (SMALL | MLA | {"model_type": "deepseek_v2"}, 841_728),
+    (SMALL | MLA | {"model_type": "deepseek_v2", "q_lora_rank": None}, 864_768),
+    (SMALL | MLA | {"model_type": "deepseek_v3"}, 841_728),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), PARAMETERS)
+def test_parameters(config: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    assert total_parameters(model_of(tmp_path, config)) == expected
+
+
+def test_a_tied_embedding_lies_on_the_first_stage_and_on_the_last(tmp_path: Path) -> None:
+    model = model_of(tmp_path, SMALL | {"model_type": "llama", "tie_word_embeddings": True})
+    assert rank_parameters(model, range(5), 1) == total_parameters(model)
+    first, _, last = (rank_parameters(model, stage, 1) for stage in engine_of(pipeline=3).stages(5))
+    layer = (total_parameters(model) - 96_000) / 5
+    assert (first, last) == (2 * layer + 96_000, layer + 96_000)
+
+
+def test_a_token_is_multiplied_with_its_own_experts_only(tmp_path: Path) -> None:
+    """2 of 6 experts of 3 x 96 x 40 in each of 5 layers; the embedding and the head, 2 x 96,000, in none."""
+    config = SMALL | EXPERTS | {"model_type": "qwen3_moe"}
+    assert active_parameters(model_of(tmp_path, config)) == 663_360 - 192_000 - 5 * 4 * 11_520
+
+
+# --- what fits ---
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [(61, 4, [15, 15, 16, 15]), (32, 3, [11, 11, 10]), (5, 2, [3, 2]), (80, 8, [10] * 8), (10, 4, [2, 3, 3, 2]),
+     (7, 5, [1, 1, 2, 2, 1]), (33, 8, [4, 4, 4, 4, 4, 4, 5, 4]), (32, 1, [32])],
+)  # fmt: skip
+def test_stages_are_those_of_vllm(layers: int, stages: int, sizes: list[int]) -> None:
+    """Of vllm.distributed.utils.get_pp_indices, of vLLM 0.32."""
+    found = engine_of(pipeline=stages).stages(layers)
+    assert [len(stage) for stage in found] == sizes and [n for stage in found for n in stage] == list(range(layers))
+
+
+def test_context_that_fits(tmp_path: Path) -> None:
+    """8B in bf16: 126.9e9 - 2 x 8,029,995,008 - 4 GiB = 106,545,042,688 bytes, 812,874.2 tokens of 131,072."""
+    model = model_of(tmp_path, LLAMA_8B)
+    geometry = model.geometry("auto", 256)
+    plan = plan_hbm(model, geometry, 2 * total_parameters(model), engine_of())
+    assert (plan.kv_bytes, plan.tokens, plan.outside_bytes) == (106_545_042_688, 812_874, 14_100_000_000)
+    # On 16 ranks each KV head lies twice: a rank has a sixteenth of all matrices, but an eighth of those of K and V.
+    plan = plan_hbm(model, geometry, 2 * total_parameters(model), engine_of(tensor=16))
+    kv_bytes = 2 * 32 * 2 * 4096 * 1024
+    assert plan.weights_bytes == (2 * 8_029_995_008 - kv_bytes) // 16 + kv_bytes // 8
+    assert plan.token_bytes == 131_072 // 8
+    # Stages: the first has 16 of 32 layers and the embedding, the last as many and the head.
+    plan = plan_hbm(model, geometry, 2 * total_parameters(model), engine_of(pipeline=2))
+    assert plan.weights_bytes == 8_029_995_008 and plan.token_bytes == 65_536
+    assert plan_hbm(model, geometry, 10**12, engine_of()).tokens == 0
+
+
+# --- times ---
+
+
+def test_reload_takes_the_longer_way() -> None:
+    chunk = ChunkBytes(tokens=256, encoded=1, file=1, slot=1, read=1000, read_in_all=8000)
+    assert Rates(2000.0, 100.0).from_files(chunk) == 10 / 256  # PCIe: 1000 / 100
+    assert Rates(500.0, 100.0).from_files(chunk) == 16 / 256  # storage: 8000 / 500
+    assert Rates(500.0, None).from_files(chunk) == 16 / 256
+    assert Rates(None, 100.0).from_files(chunk) is None
+    assert Rates(None, 100.0).from_host(chunk) == 10 / 256 and Rates(1.0, None).from_host(chunk) is None
+
+
+def test_flops_of_a_prompt(tmp_path: Path) -> None:
+    """8B: 2 x 218,103,808 x 32 a token, and 32 layers x 32 heads x 256 n^2, half of 4 x 32 x 32 x 128."""
+    prefill = prefill_of(model_of(tmp_path, LLAMA_8B))
+    assert (prefill.linear, prefill.square) == (13_958_643_712, 262_144)
+    assert prefill.flops(8192) == 13_958_643_712 * 8192 + 262_144 * 8192**2
+    # MLA: scores with 24 + 8 elements, outputs with 16, 6 heads, 5 layers.
+    assert prefill_of(model_of(tmp_path, SMALL | MLA | {"model_type": "deepseek_v2"})).square == 5 * 6 * 48
+
+
+@given(st.floats(1e8, 1e13), st.floats(1e3, 1e7), st.floats(1e12, 1e17), st.floats(1e-4, 1.0), st.floats(1e-9, 1e-2))
+def test_break_even_is_the_first_that_pays(
+    linear: float, square: float, flop_s: float, fixed_s: float, token_s: float
+) -> None:
+    prefill = Prefill(linear, square, flop_s)
+    tokens = prefill.break_even_tokens(fixed_s, token_s)
+
+    def gain_s(n: int) -> float:
+        return prefill.seconds(n) - fixed_s - n * token_s
+
+    unsure_s = 1e-9 * (prefill.seconds(tokens) + fixed_s + tokens * token_s)
+    assert tokens >= 1 and gain_s(tokens) >= -unsure_s and (tokens == 1 or gain_s(tokens - 1) <= unsure_s)
+
+
+def test_a_storage_slower_than_any_prefill_of_short_prompts_pays_for_long_ones() -> None:
+    """1 s a token to load, 0.5 s + 0.001 s x n to compute: from n = 500 on, and later where any load takes longer."""
+    prefill = Prefill(0.5, 0.001, 1.0)
+    assert prefill.break_even_tokens(1e-9, 1.0) in (500, 501) and prefill.break_even_tokens(100.0, 1.0) > 600
+
+
+def test_partial_chunks_are_not_stored() -> None:
+    assert (whole_chunks(1000, 256), whole_chunks(255, 256), whole_chunks(256, 256)) == (768, 0, 256)
