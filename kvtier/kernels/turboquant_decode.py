@@ -1,0 +1,188 @@
+"""Turboquant's decoding on the device: one launch takes codes, rotates their centroids back and fills pages.
+
+A program decodes one layer of one head of one chunk, K, then V. Centroids up to 4 bits are whole numbers of 7 bits: the
+tensor cores turn them back as int8, exactly. prmt makes them, four at a time, out of tables in two registers; in what
+order the elements come out of it does not matter, as the rows of the matrix come in the same (turboquant_tables).
+
+P stands for a plane's PlaneCode, C for the launch's ChunkShape. Where C.fast is not set, or prmt's tables do not fit,
+centroids are looked up in memory.
+"""
+
+# mypy: disallow-untyped-decorators=False
+# Triton has no types.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvtier.kernels.turboquant_tiles import floats, in_order, tile_columns, tile_words, words_of
+
+
+@triton.jit
+def _plane_bytes(
+    plane: tl.tensor, row: tl.tensor, eighth: tl.tensor, WIDTH: tl.constexpr, P: tl.constexpr, C: tl.constexpr
+) -> tl.tensor:
+    """(rows, n, padded / 8) uint8: for each eighth of a vector (`eighth`, (1, n, 1)) the bytes that have its fields."""
+    N_BYTES: tl.constexpr = P.size * WIDTH // 8
+    within = tl.arange(0, P.padded // 8)[None, None, :]
+    at = row[:, None, None] * N_BYTES + eighth % WIDTH * (P.size // 8) + within
+    inside = (row[:, None, None] < C.tokens) & (within < P.size // 8)
+    return tl.load(plane.to(tl.pointer_type(tl.uint8)) + at, mask=inside, other=0)
+
+
+@triton.jit
+def _looked_up(
+    codes: tl.tensor, row: tl.tensor, matrix: tl.tensor, centroids: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tl.tensor:
+    """(rows, padded) fp32: the codes' centroids, turned back. Any number of bits and any head size."""
+    ROWS: tl.constexpr = C.rows
+    FIRST: tl.constexpr = 4 if P.bits >= 4 else 2
+    eighth = tl.arange(0, 8)[None, :, None]
+    bytes = _plane_bytes(codes, row, eighth, FIRST, P, C).to(tl.int32)
+    code = (bytes >> (eighth // FIRST * FIRST)) & ((1 << FIRST) - 1)
+    if P.bits > FIRST:
+        SECOND: tl.constexpr = P.bits - FIRST
+        bytes = _plane_bytes(codes + C.tokens * P.size * FIRST // 8, row, eighth, SECOND, P, C).to(tl.int32)
+        code |= ((bytes >> (eighth // SECOND * SECOND)) & ((1 << SECOND) - 1)) << FIRST
+    return tl.dot(tl.load(centroids + code).reshape(ROWS, P.padded), matrix).to(tl.float32)
+
+
+@triton.jit
+def _matrix_rows(matrix: tl.tensor, PART: tl.constexpr, N_PARTS: tl.constexpr, P: tl.constexpr) -> tl.tensor:
+    """Rows [PART / N_PARTS, (PART + 1) / N_PARTS) of the matrix; it lies column after column, as int8 operands must."""
+    row = PART * (P.padded // N_PARTS) + tl.arange(0, P.padded // N_PARTS)
+    return tl.load(matrix + row[:, None] + tl.arange(0, P.padded)[None, :] * P.padded)
+
+
+@triton.jit
+def _matrix_parts(matrix: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """What `_permuted` multiplies each of its outputs with."""
+    if P.bits == 4:
+        return _matrix_rows(matrix, 0, 2, P), _matrix_rows(matrix, 1, 2, P)
+    else:
+        return (
+            _matrix_rows(matrix, 0, 4, P), _matrix_rows(matrix, 1, 4, P), _matrix_rows(matrix, 2, 4, P),
+            _matrix_rows(matrix, 3, 4, P),
+        )  # fmt: skip
+
+
+@triton.jit
+def _permuted(codes: tl.tensor, row: tl.tensor, parts: tl.tuple, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """(rows, padded) fp32, as `_looked_up`: of 2, 3 or 4 bits, by prmt. parts: of the matrix.
+
+    The assembly works on four bytes that a thread has side by side; each output is four centroids.
+    """
+    ROWS: tl.constexpr = C.rows
+    HALF: tl.constexpr = P.padded // 2
+    QUARTER: tl.constexpr = P.padded // 4
+    if P.bits == 4:
+        bytes = _plane_bytes(codes, row, tl.arange(0, 4)[None, :, None], 4, P, C)
+        c0, c1 = tl.inline_asm_elementwise(P.centroids, "=&r,=&r,r", [bytes], (tl.int8, tl.int8), True, 4)
+        found = tl.dot(c0.reshape(ROWS, HALF), parts[0], out_dtype=tl.int32)
+        found = tl.dot(c1.reshape(ROWS, HALF), parts[1], found, out_dtype=tl.int32)
+    else:
+        half = tl.arange(0, 2)[None, :, None]
+        bytes = _plane_bytes(codes, row, half, 2, P, C)
+        if P.bits == 3:
+            signs = _plane_bytes(codes + C.tokens * P.size // 4, row, half, 1, P, C)
+            which = tl.broadcast_to(half, bytes.shape).to(tl.int8)
+            c0, c1, c2, c3 = tl.inline_asm_elementwise(
+                P.centroids, "=&r,=&r,=&r,=&r,r,r,r", [bytes, signs, which],
+                (tl.int8, tl.int8, tl.int8, tl.int8), True, 4,
+            )  # fmt: skip
+        else:
+            c0, c1, c2, c3 = tl.inline_asm_elementwise(
+                P.centroids, "=&r,=&r,=&r,=&r,r", [bytes], (tl.int8, tl.int8, tl.int8, tl.int8), True, 4
+            )  # fmt: skip
+        found = tl.dot(c0.reshape(ROWS, QUARTER), parts[0], out_dtype=tl.int32)
+        found = tl.dot(c1.reshape(ROWS, QUARTER), parts[1], found, out_dtype=tl.int32)
+        found = tl.dot(c2.reshape(ROWS, QUARTER), parts[2], found, out_dtype=tl.int32)
+        found = tl.dot(c3.reshape(ROWS, QUARTER), parts[3], found, out_dtype=tl.int32)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _decode_plane(
+    plane: tl.tensor,
+    head: tl.tensor,
+    move: tl.tensor,
+    signs: tl.tensor,
+    matrix: tl.tensor,
+    centroids: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    mean: tl.tensor,
+    P: tl.constexpr,
+    C: tl.constexpr,
+) -> None:
+    """Decodes K or V of one layer, head and chunk. Arguments as in turboquant_encode; move: to a row of the table."""
+    ROWS: tl.constexpr = C.rows
+    column = tile_columns(P)
+    place = tl.arange(0, P.padded)
+    if P.permuted:
+        parts = _matrix_parts(matrix, P)
+    else:
+        whole = tl.load(matrix + place[:, None] * P.padded + place[None, :])
+    first_token = tl.load(move + 1).to(tl.int32) * C.block_tokens
+    for start in range(first_token // ROWS * ROWS, C.tokens, ROWS):
+        row = start + tl.arange(0, ROWS)
+        if P.permuted:  # noqa: SIM108  # the compiler looks at one branch only
+            product = _permuted(codes, row, parts, P, C)
+        else:
+            product = _looked_up(codes, row, whole, centroids, P, C)
+        pairs = in_order(product, 8).reshape(ROWS, P.padded // 32, 16, 2).permute(1, 0, 2, 3)
+        scale = tl.load(scales + row, mask=row < C.tokens, other=0.0).to(tl.float32) * P.decode_unit
+        low, high = (pairs * scale[None, :, None, None]).split()
+        flip = tl.load(signs + column)
+        if P.has_mean:  # flipped before the mean comes upon it: that settles the sign of a zero
+            low = (low.to(tl.int32, bitcast=True) ^ (flip << 16)).to(tl.float32, bitcast=True)
+            high = (high.to(tl.int32, bitcast=True) ^ (flip & -65536)).to(tl.float32, bitcast=True)
+            low_mean, high_mean = floats(tl.load(mean + column, mask=column < P.size // 2, other=0), True)
+            words = words_of(low + low_mean, high + high_mean, C.is_bf16, C.fast)
+        else:
+            words = words_of(low, high, C.is_bf16, C.fast) ^ flip
+        base, place_of_words, inside = tile_words(plane, head, move + 2, start, P, C)
+        tl.store(base + place_of_words, words, mask=inside & (row[None, :, None] >= first_token))
+
+
+# Nothing is specialized on values: another chunk or rank must not mean another compilation.
+@triton.jit(
+    do_not_specialize=("planes", "table", "page_layer", "first_head", "page_heads", "slab_start", "slab_bytes")
+)  # fmt: skip
+def decode_chunks(
+    planes: tl.tensor,
+    table: tl.tensor,
+    signs: tl.tensor,
+    k_matrix: tl.tensor,
+    v_matrix: tl.tensor,
+    k_centroids: tl.tensor,
+    v_centroids: tl.tensor,
+    page_layer: tl.tensor,
+    first_head: tl.tensor,
+    page_heads: tl.tensor,
+    slab_start: tl.tensor,
+    slab_bytes: tl.tensor,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+) -> None:
+    """Grid: (heads, layers, moves). Arguments as in turboquant_encode.encode_chunks; table: (moves, 2 + n_blocks)."""
+    N_BLOCKS: tl.constexpr = C.tokens // C.block_tokens
+    K_BYTES: tl.constexpr = C.tokens * K.size * K.bits // 8
+    V_BYTES: tl.constexpr = C.tokens * V.size * V.bits // 8
+    LAYER_BYTES: tl.constexpr = K_BYTES + V_BYTES + 4 * C.tokens + 2 * K.size
+    WIDEST: tl.constexpr = K.padded if K.padded > V.padded else V.padded
+    head = tl.program_id(0)
+    move = table + tl.program_id(2).to(tl.int64) * (2 + N_BLOCKS)
+    layer = page_layer + tl.program_id(1)
+    plane = planes + layer * 8
+    flips = signs + ((layer * page_heads + first_head + head) * WIDEST).to(tl.int64)
+    first = (slab_start + tl.program_id(1) * LAYER_BYTES).to(tl.int64) + head.to(tl.int64) * slab_bytes
+    start = tl.multiple_of((tl.load(move) + first).to(tl.pointer_type(tl.int8)), 16)
+    scales = (start + (K_BYTES + V_BYTES)).to(tl.pointer_type(tl.float16))
+    mean = (start + (LAYER_BYTES - 2 * K.size)).to(tl.pointer_type(tl.int32))
+    _decode_plane(plane, first_head + head, move, flips, k_matrix, k_centroids, start, scales, mean, K, C)
+    _decode_plane(
+        plane + 4, first_head + head, move, flips + WIDEST // 2, v_matrix, v_centroids, start + K_BYTES,
+        scales + C.tokens, mean, V, C,
+    )  # fmt: skip

@@ -1,0 +1,225 @@
+"""Turboquant's encoding on the device: one launch reads pages, and writes codes, scales, means and sums.
+
+A program encodes one layer of one head of one chunk: K, then V, tile after tile. What must be equal on all machines is
+made of whole numbers, as the reference has it (kvtier.codecs.turboquant.reference): a row becomes whole numbers of 12
+bits, which fp16 holds, and the tensor cores rotate them exactly. Buckets are found without tables: |y| > T is the same
+as |y| > floor(T) for a whole number y, and a difference of whole numbers, clamped to [0, 1], is 1 or 0. So a code is
+fp32 arithmetic, of which the machine does twice as much a cycle as of comparing and selecting.
+
+At the end a program reads back what it wrote, from the cache, and adds its part to its slab's checksum.
+
+P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.kernels.turboquant_tables).
+"""
+
+# mypy: disallow-untyped-decorators=False
+# Triton has no types.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.standard import _elementwise_max
+
+from kvtier.kernels.device_checksum import _add, _fold, _mix32
+from kvtier.kernels.turboquant_pack import store_codes
+from kvtier.kernels.turboquant_tiles import floats, load_words, tile_columns, total, words_of
+
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + this - this is x rounded to a whole number, half to even
+_WHOLE_BITS = tl.constexpr(0x4B400000)
+_SCALE_MIN = tl.constexpr(2.0**-20)
+_SCALE_MAX = tl.constexpr(65504.0)
+
+
+@triton.jit
+def _larger(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _top(x: tl.tensor, AXIS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The largest element >= 0 along an axis; NaN where there is any, which a common maximum would pass over."""
+    if FAST:
+        return tl.reduce(x, AXIS, _larger)
+    else:  # by their bits NaN > infinity > all else
+        return tl.reduce(x.to(tl.int32, bitcast=True), AXIS, _elementwise_max).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _factor(top: tl.tensor) -> tl.tensor:
+    """What makes whole numbers up to 2047 of elements up to `top`."""
+    return tl.where(top == 0.0, 0.0, tl.div_rn(2047.0, top))
+
+
+@triton.jit
+def _take_mean(
+    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, mean: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> None:
+    """Stores the mean of K over the chunk, or zeros where it does not pay. mean: where it lies in the slab."""
+    ROWS: tl.constexpr = C.rows
+    GROUPS: tl.constexpr = P.padded // 32
+    tops = tl.full((ROWS, 16), 0, tl.float32)
+    for start in range(0, C.tokens, C.rows):
+        low, high = floats(load_words(plane, head, blocks, start, P, C), C.is_bf16)
+        tops = _larger(tops, _top(_larger(tl.abs(low), tl.abs(high)), 0, C.fast))
+    top = _top(_top(tops, 0, C.fast), 0, C.fast)
+    factor = _factor(top)
+    low_sums = tl.full((GROUPS, ROWS, 16), 0, tl.int32)
+    high_sums = tl.full((GROUPS, ROWS, 16), 0, tl.int32)
+    energies = tl.full((ROWS, 16), 0, tl.int32)
+    for start in range(0, C.tokens, C.rows):
+        low, high = floats(load_words(plane, head, blocks, start, P, C), C.is_bf16)
+        low_whole = (low * factor + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
+        high_whole = (high * factor + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
+        low_sums += low_whole
+        high_sums += high_whole
+        energies += total(low_whole * low_whole + high_whole * high_whole, 0)
+    low_sum, high_sum = total(low_sums, 1), total(high_sums, 1)
+    low64, high64 = low_sum.to(tl.int64), high_sum.to(tl.int64)
+    of_mean = total(total(low64 * low64 + high64 * high64, 1), 0)
+    of_all = total(total(energies.to(tl.int64), 1), 0)
+    pays = (8 * of_mean >= C.tokens * of_all).to(tl.int32)
+    unit = (top * (1 / 2047)) * (1 / C.tokens)
+    words = words_of((low_sum * pays).to(tl.float32) * unit, (high_sum * pays).to(tl.float32) * unit, True, C.fast)
+    column = tl.arange(0, GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(mean + column, words, mask=column < P.size // 2)
+
+
+@triton.jit
+def _encode_plane(
+    plane: tl.tensor,
+    head: tl.tensor,
+    blocks: tl.tensor,
+    signs: tl.tensor,
+    rotation: tl.tensor,
+    squares: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    mean: tl.tensor,
+    P: tl.constexpr,
+    C: tl.constexpr,
+) -> tl.tensor:
+    """Encodes K or V of one layer, head and chunk. Returns whether it must be refused.
+
+    plane: to base and strides, as in kvtier.kernels.device. signs: words to flip elements with. rotation: (padded,
+    padded) fp16. squares: of centroids. codes, scales, mean: where they go; mean is K's, else not looked at.
+    """
+    ROWS: tl.constexpr = C.rows
+    column = tile_columns(P)
+    place = tl.arange(0, P.padded)
+    matrix = tl.load(rotation + place[:, None] * P.padded + place[None, :])
+    refused = tl.full((ROWS,), 0, tl.int32)
+    for start in range(0, C.tokens, C.rows):
+        flip = tl.load(signs + column)
+        low, high = floats(load_words(plane, head, blocks, start, P, C) ^ flip, C.is_bf16)
+        if P.has_mean:
+            low_mean, high_mean = floats(tl.load(mean + column, mask=column < P.size // 2, other=0) ^ flip, True)
+            low, high = low - low_mean, high - high_mean
+        top = _top(_top(_larger(tl.abs(low), tl.abs(high)), 0, C.fast), 1, C.fast)
+        factor = _factor(top)[None, :, None]
+        low, high = (low * factor + _WHOLE) - _WHOLE, (high * factor + _WHOLE) - _WHOLE
+        energy = total(total(tl.fma(high, high, low * low).to(tl.int32), 0), 1)  # of two it is exact in fp32
+        whole = tl.join(low, high).to(tl.float16).permute(1, 0, 2, 3).reshape(C.rows, P.padded)
+        length = tl.sqrt_rn(energy.to(tl.float32))
+        row = start + tl.arange(0, C.rows)
+        found = store_codes(tl.dot(whole, matrix), length, row, codes, squares, P, C)
+        scale = tl.div_rn(top * length, tl.sqrt_rn(found.to(tl.float32))) * P.scale_unit
+        scale = tl.where(top == 0.0, 0.0, scale)
+        sound = (top == 0.0) | ((scale >= _SCALE_MIN) & (scale <= _SCALE_MAX))  # neither, if it is NaN
+        inside = row < C.tokens
+        refused |= (inside & (sound == 0)).to(tl.int32)
+        tl.store(scales + row, scale.to(tl.float16), mask=inside)
+    return tl.reduce(refused, 0, _elementwise_max)
+
+
+@triton.jit
+def _sum_part(slab: tl.tensor, first: tl.tensor, end: tl.tensor, seed: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
+    """The summands of pairs [first, end) of a slab (kvtier.checksum), int64. PAIRS: of a page."""
+    words = tl.multiple_of(slab.to(tl.pointer_type(tl.int64)), 16)
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    lane = tl.arange(0, PAIRS)
+    a0 = _mix32(lane.to(tl.uint32) + low)
+    a1 = _fold(a0 ^ high)
+    summed = tl.full((PAIRS,), 0, tl.uint64)
+    page = first // PAIRS
+    while page * PAIRS < end:
+        place = page * PAIRS + lane
+        inside = (place >= first) & (place < end)
+        pairs = tl.load(words + place, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        p0 = _mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
+        p1 = _fold(p0 ^ low)
+        x = pairs.to(tl.uint32) + (a0 ^ p0)
+        y = (pairs >> 32).to(tl.uint32) + (a1 ^ p1)
+        product = x.to(tl.uint64) * y.to(tl.uint64)
+        summed += tl.where(inside, product, tl.full(product.shape, 0, tl.uint64))
+        page += 1
+    return tl.reduce(summed, 0, _add).to(tl.int64, bitcast=True)
+
+
+# Nothing is specialized on values: another chunk or rank must not mean another compilation.
+@triton.jit(
+    do_not_specialize=(
+        "planes", "table", "answers", "page_layer", "first_head", "page_heads", "slab_start", "slab_bytes",
+        "ends_slab",
+    )
+)  # fmt: skip
+def encode_chunks(
+    planes: tl.tensor,
+    table: tl.tensor,
+    signs: tl.tensor,
+    k_rotation: tl.tensor,
+    v_rotation: tl.tensor,
+    k_squares: tl.tensor,
+    v_squares: tl.tensor,
+    answers: tl.tensor,
+    page_layer: tl.tensor,
+    first_head: tl.tensor,
+    page_heads: tl.tensor,
+    slab_start: tl.tensor,
+    slab_bytes: tl.tensor,
+    ends_slab: tl.tensor,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Grid: (heads, layers, moves): heads run fastest, so that pages are read whole while they are open in memory.
+
+    planes: (layers, 2, 4) int64. table: (moves, 2 + n_blocks + heads) int64: address of the slabs, first block (not
+    looked at), block ids, seeds. signs: (layers, page_heads, 2, words) int32. answers: (moves, heads + 1) int64, zeros
+    at first: sums of slabs, and not zero where a chunk is refused. slab_start: where in a slab the first of these
+    layers lies. ends_slab: whether what lies behind the last, up to the slab's end, is summed with it.
+    """
+    N_BLOCKS: tl.constexpr = C.tokens // C.block_tokens
+    K_BYTES: tl.constexpr = C.tokens * K.size * K.bits // 8
+    V_BYTES: tl.constexpr = C.tokens * V.size * V.bits // 8
+    LAYER_BYTES: tl.constexpr = K_BYTES + V_BYTES + 4 * C.tokens + 2 * K.size
+    WIDEST: tl.constexpr = K.padded if K.padded > V.padded else V.padded
+    n_heads = tl.num_programs(0)
+    head = tl.program_id(0)
+    move = table + tl.program_id(2).to(tl.int64) * (2 + N_BLOCKS + n_heads)
+    layer = page_layer + tl.program_id(1)
+    plane = planes + layer * 8
+    flips = signs + ((layer * page_heads + first_head + head) * WIDEST).to(tl.int64)
+    slab = tl.load(move) + head.to(tl.int64) * slab_bytes
+    first = slab_start + tl.program_id(1) * LAYER_BYTES
+    start = tl.multiple_of((slab + first).to(tl.pointer_type(tl.int8)), 16)
+    scales = (start + (K_BYTES + V_BYTES)).to(tl.pointer_type(tl.float16))
+    mean = (start + (LAYER_BYTES - 2 * K.size)).to(tl.pointer_type(tl.int32))
+    if K.has_mean:
+        _take_mean(plane, first_head + head, move + 2, mean, K, C)
+        tl.debug_barrier()
+    refused = _encode_plane(
+        plane, first_head + head, move + 2, flips, k_rotation, k_squares, start, scales, mean, K, C
+    )  # fmt: skip
+    refused |= _encode_plane(
+        plane + 4, first_head + head, move + 2, flips + WIDEST // 2, v_rotation, v_squares, start + K_BYTES,
+        scales + C.tokens, mean, V, C,
+    )  # fmt: skip
+    tl.debug_barrier()
+    end = first + LAYER_BYTES
+    if (tl.program_id(1) == tl.num_programs(1) - 1) & (ends_slab != 0):
+        end = slab_bytes
+    seed = tl.load(move + 2 + N_BLOCKS + head).to(tl.uint64, bitcast=True)
+    sum_of_layer = _sum_part(slab, first // 8, end // 8, seed, PAIRS)
+    answer = answers + tl.program_id(2) * (n_heads + 1)
+    tl.atomic_add(answer + head, sum_of_layer, sem="relaxed")
+    tl.atomic_or(answer + n_heads, refused.to(tl.int64), mask=refused != 0, sem="relaxed")

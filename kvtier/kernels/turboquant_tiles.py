@@ -1,0 +1,100 @@
+"""What encoding and decoding of turboquant share on the device: tiles of the engine's pages.
+
+A tile is some tokens' vectors of one plane and head. It is loaded and stored as 32-bit words of two elements, shaped
+(groups, rows, 16 words): so four threads share a row, each has 16 bytes of every group, and what is reduced over a row
+is mostly reduced within a thread.
+
+P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.kernels.turboquant_tables).
+"""
+
+# mypy: disallow-untyped-decorators=False
+# Triton has no types.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.standard import _sum_combine  # the interpreter is a hundred times as fast with it as with ours
+
+
+@triton.jit
+def total(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+    """tl.sum, but of its own type; the interpreter, as tests have it, does not know tl.sum."""
+    return tl.reduce(x, AXIS, _sum_combine)
+
+
+@triton.jit
+def tile_columns(P: tl.constexpr) -> tl.tensor:
+    """(groups, 1, 16): numbers of a row's words."""
+    return tl.arange(0, P.padded // 32)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+
+
+@triton.jit
+def tile_words(
+    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, start: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The words of the tile from token `start` on: the plane's base, where each lies from it, and whether it is one.
+
+    plane: to base and strides of block, token and head, in bytes. blocks: to the chunk's block ids.
+    """
+    base = (tl.load(plane) + head * tl.load(plane + 3)).to(tl.pointer_type(tl.int32))
+    row, column = start + tl.arange(0, C.rows)[None, :, None], tile_columns(P)
+    block = tl.load(blocks + row // C.block_tokens, mask=row < C.tokens, other=0)
+    token = (row % C.block_tokens).to(tl.int64)
+    place = block * (tl.load(plane + 1) // 4) + token * (tl.load(plane + 2) // 4) + column
+    place = tl.max_contiguous(tl.multiple_of(place, (1, 1, 4)), (1, 1, 4))
+    return tl.multiple_of(base, 16), place, (row < C.tokens) & (column < P.size // 2)
+
+
+@triton.jit
+def load_words(
+    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, start: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tl.tensor:
+    """(groups, rows, 16) int32; zeros past the chunk's or a row's end."""
+    base, place, inside = tile_words(plane, head, blocks, start, P, C)
+    return tl.load(base + place, mask=inside, other=0)
+
+
+@triton.jit
+def in_order(product: tl.tensor, SIDE_BY_SIDE: tl.constexpr) -> tl.tensor:
+    """(rows, columns), its columns put where `turboquant_tables.product_columns` says. No data moves."""
+    N_ROWS: tl.constexpr = product.shape[0]
+    N_COLUMNS: tl.constexpr = product.shape[1]
+    PAIRS: tl.constexpr = SIDE_BY_SIDE // 2
+    parts = product.reshape(N_ROWS, N_COLUMNS // (4 * SIDE_BY_SIDE), PAIRS, 4, 2)
+    return parts.permute(0, 1, 3, 2, 4).reshape(N_ROWS, N_COLUMNS)
+
+
+@triton.jit
+def floats(words: tl.tensor, IS_BF16: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The lower and the upper element of each word, fp32. They are bf16, else fp16."""
+    if IS_BF16:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _bf16_bits(x: tl.tensor) -> tl.tensor:
+    """Finite fp32 to nearest even, in the lower half of int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+
+
+@triton.jit
+def words_of(low: tl.tensor, high: tl.tensor, IS_BF16: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Words of two elements each, rounded to nearest even: bf16, else fp16, held within its finite values."""
+    if not IS_BF16:
+        low, high = tl.clamp(low, -65504.0, 65504.0), tl.clamp(high, -65504.0, 65504.0)
+    if FAST and IS_BF16:
+        words = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
+    elif FAST:
+        words = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
+    elif IS_BF16:
+        words = _bf16_bits(low) | (_bf16_bits(high) << 16)
+    else:
+        low16, high16 = low.to(tl.float16).to(tl.int16, bitcast=True), high.to(tl.float16).to(tl.int16, bitcast=True)
+        words = (low16.to(tl.int32) & 0xFFFF) | (high16.to(tl.int32) << 16)
+    return words

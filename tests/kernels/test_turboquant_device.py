@@ -1,0 +1,240 @@
+"""Turboquant's kernels against the torch reference: every byte of slabs and pages, verdicts and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
+from kvtier.geometry import Extent, padded
+from kvtier.kernels.paged import Move, PagedKV, Patch
+from tests.kernels.device_pages import LAYOUTS, Cache, noise
+from tests.kernels.turboquant_rig import (
+    INTERPRETED,
+    SMALL,
+    Tiling,
+    encoded,
+    mover,
+    ptx_interpreted,
+    reference,
+    sums_of,
+)  # fmt: skip
+
+KEY = bytes(range(16))
+SMALLEST = Cache("B2NHD", heads=1, layers=1, blocks=4)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of which some pages are. Sizes and dtype come from the cache."""
+
+    cache: Cache
+    preset: str = "k4v3"
+    tokens: int = 16
+    layers: int = 3
+    boundary_layers: int = 0
+    held: Extent | None = None
+
+    @property
+    def extent(self) -> Extent:
+        return self.held or Extent(0, self.cache.layers, 0, self.cache.heads)
+
+    @property
+    def format(self) -> SlabFormat:
+        cache = self.cache
+        return SlabFormat(
+            self.layers, self.tokens, cache.k_size, cache.v_size, PRESETS[self.preset], self.boundary_layers, 7
+        )
+
+    @property
+    def whole(self) -> Patch:
+        return Patch(0, 0, self.cache.layers, 0, self.cache.heads)
+
+    def slabs(self, patch: Patch) -> torch.Tensor:
+        first = self.extent.first_layer + patch.page_layer
+        n_bytes = self.format.n_bytes(range(first - patch.slab_layer, first + patch.n_layers))
+        return noise(patch.n_heads * padded(n_bytes), 5).view(patch.n_heads, -1)
+
+
+def gaussian(cache: Cache, seed: int = 1, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> PagedKV:
+    """Pages of Gaussian values. change: of (n,) fp32 values, before they are rounded."""
+    buffer = noise(cache.n_bytes, seed)
+    pages = cache.pages(buffer)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in pages.layers:
+        for plane in layer.planes:
+            values = torch.randn(plane.shape, generator=generator)
+            plane.copy_(change(values) if change else values)
+    return pages
+
+
+def check(
+    model: Model, pages: PagedKV, parts: list[tuple[Patch, tuple[int, ...], int]], tiling: Tiling = SMALL
+) -> None:
+    """Encodes all parts (patch, block ids, first block) in one call, decodes them in another; neither is refused."""
+    moves = [Move(patch, ids, model.slabs(patch), first, KEY) for patch, ids, first in parts]
+    wanted = [replace(move, slabs=move.slabs.clone()) for move in moves]
+    verdicts = encoded(mover(pages, model.format, model.extent, tiling), moves)
+    reference(pages, model.format, model.extent).encode(wanted).wait()
+    for move, want, verdict in zip(moves, wanted, verdicts, strict=True):
+        assert torch.equal(move.slabs, want.slabs), "slabs, and their padding as it was"
+        assert not verdict.is_refused
+        assert verdict.sums in (None, sums_of(want, model.extent))
+        assert (verdict.sums is None) == (move.patch.slab_layer > 0)
+    before = noise(model.cache.n_bytes, 9)
+    ours, theirs = before.clone(), before.clone()
+    mover(model.cache.pages(ours), model.format, model.extent, tiling).decode(wanted)
+    reference(model.cache.pages(theirs), model.format, model.extent).decode(wanted)
+    assert torch.equal(ours, theirs), "pages, and what lies around them"
+
+
+def whole(model: Model, change: Callable[[torch.Tensor], torch.Tensor] | None = None, tiling: Tiling = SMALL) -> None:
+    ids = tuple(reversed(range(model.tokens // model.cache.tokens)))
+    check(model, gaussian(model.cache, change=change), [(model.whole, ids, 0)], tiling)
+
+
+@pytest.fixture(params=["plain", "ptx"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "ptx":
+        if not INTERPRETED:
+            pytest.skip("a GPU always takes it")
+        ptx_interpreted(monkeypatch)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets(preset: str) -> None:
+    whole(Model(replace(SMALLEST, k_size=128, v_size=128), preset), change=lambda x: x + 2)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("size", [64, 80, 96, 256])
+@pytest.mark.parametrize("preset", ["k4v3", "k5v4"])
+def test_head_sizes(size: int, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "k5v4", type(PRESETS["k4v4"])(5, 4))
+    whole(Model(replace(SMALLEST, dtype=torch.float16, k_size=size, v_size=size), preset))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    whole(Model(Cache(layout, layers=2), layers=2))
+
+
+def test_k_and_v_of_different_sizes() -> None:
+    whole(Model(Cache("LBNHC", k_size=128, v_size=64, heads=1, layers=1)))
+
+
+@pytest.mark.parametrize("tokens", [48, 80])
+def test_chunks_that_are_no_whole_tiles(tokens: int) -> None:
+    whole(Model(replace(SMALLEST, blocks=8), tokens=tokens), tiling=SMALL._replace(rows=64))
+
+
+def test_parts_of_pages_and_slabs_in_one_call() -> None:
+    """A stage of a model: layers 2-4 of 6, heads 4-6 of 8. Some slabs begin where the patch does, some before."""
+    cache = Cache("B2NHD", layers=3, heads=3)
+    model = Model(cache, layers=6, held=Extent(2, 3, 4, 3))
+    parts = [
+        (Patch(0, 0, 3, 0, 3), (1,), 0), (Patch(0, 1, 2, 1, 2), (3,), 0), (Patch(2, 0, 2, 2, 1), (2,), 0),
+        (Patch(0, 0, 3, 0, 3), (0,), 0),
+    ]  # fmt: skip
+    check(model, gaussian(cache), parts)
+
+
+def test_decoding_leaves_the_first_blocks() -> None:
+    model = Model(replace(SMALLEST, blocks=8), tokens=64, layers=1)
+    check(model, gaussian(model.cache), [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)])
+
+
+def test_first_and_last_layers_of_more_bits() -> None:
+    cache = Cache("B2NHD", layers=4, heads=1)
+    whole(Model(cache, layers=4, boundary_layers=1))
+    check(
+        Model(cache, layers=9, boundary_layers=2, held=Extent(1, 4, 0, 1)),
+        gaussian(cache),
+        [(Patch(0, 0, 4, 0, 1), (2,), 0)],
+    )
+
+
+def _outliers(x: torch.Tensor) -> torch.Tensor:
+    x = x * torch.exp2(torch.randint(-8, 7, (*x.shape[:3], 1), generator=torch.Generator().manual_seed(3)).float())
+    x[..., 3] *= 20
+    x[:, 5] = 0
+    x[:, 7] *= 100
+    return x
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("change", [
+    torch.zeros_like, lambda x: x * 0 - 0.0, torch.ones_like, _outliers, lambda x: x * 2.0**-17, lambda x: x * 3000,
+    lambda x: (x > 0).float(), lambda x: x + 100, lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
+], ids=["zeros", "minus zeros", "ones", "outliers", "tiny", "huge", "few", "mean", "denormals"])  # fmt: skip
+def test_awkward_vectors(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    whole(Model(SMALLEST), change)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("plane", [0, 1])
+@pytest.mark.parametrize(("value", "scale"), [
+    (float("nan"), 1.0), (float("inf"), 1.0), (float("-inf"), 1.0), (1e30, 1.0), (1e-40, 0.0), (6e-36, 0.0),
+    (1e-7, 0.0),
+])  # fmt: skip
+def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other(plane: int, value: float, scale: float) -> None:
+    """One element of one head's last token; all else of that vector is scaled."""
+    cache = Cache("B2NHD", layers=1, heads=2)
+    model = Model(cache, layers=1)
+    pages = gaussian(cache)
+    vector = pages.layers[0].planes[plane][3, 15, 1]
+    vector *= scale
+    vector[17] = value
+    moves = [Move(model.whole, (block,), model.slabs(model.whole)) for block in (2, 3)]
+    verdicts = encoded(mover(pages, model.format, model.extent), moves)
+    assert [verdict.is_refused for verdict in verdicts] == [False, True]
+    wanted = reference(pages, model.format, model.extent).encode(moves).wait()
+    assert [verdict.is_refused for verdict in wanted] == [False, True]
+
+
+GOOD = Patch(0, 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("patch", "block_ids", "first_block"),
+    [
+        (GOOD, (0, 4), 0), (GOOD, (-1, 0), 0), (GOOD, (0, 1 << 40), 0), (GOOD, (0, 1), -1), (GOOD, (0,), 0),
+        (GOOD, (0, 1, 2), 0), (Patch(0, 1, 1, 0, 1), (0, 1), 0), (Patch(0, 0, 1, 1, 1), (0, 1), 0),
+        (Patch(0, -1, 1, 0, 1), (0, 1), 0), (Patch(3, 0, 1, 0, 1), (0, 1), 0),
+    ],
+)  # fmt: skip
+def test_what_is_out_of_range_is_refused_before_anything_moves(
+    patch: Patch, block_ids: tuple[int, ...], first_block: int
+) -> None:
+    model = Model(SMALLEST, tokens=32)
+    buffer = noise(SMALLEST.n_bytes, 1)
+    was = buffer.clone()
+    ours = mover(SMALLEST.pages(buffer), model.format, model.extent)
+    slabs = model.slabs(GOOD)
+    with pytest.raises(ValueError, match="out of range"):
+        ours.decode([Move(GOOD, (1, 2), slabs), Move(patch, block_ids, slabs.clone(), first_block)])
+    assert torch.equal(buffer, was)
+
+
+def test_pages_and_slabs_that_are_not_aligned_are_refused() -> None:
+    model = Model(SMALLEST)
+    with pytest.raises(ValueError, match="not all multiples of 16"):
+        mover(replace(SMALLEST, shift=8).pages(noise(SMALLEST.n_bytes + 8, 1)), model.format, model.extent)
+    ours = mover(gaussian(SMALLEST), model.format, model.extent)
+    slabs = model.slabs(GOOD)
+    shifted = noise(slabs.numel() + 16, 2)[8 : 8 + slabs.numel()].view(slabs.shape)
+    with pytest.raises(ValueError, match="not aligned"):
+        ours.encode([Move(GOOD, (1,), shifted)])
+    with pytest.raises(ValueError, match="float32"):
+        mover(gaussian(replace(SMALLEST, dtype=torch.float32)), model.format, model.extent)
+
+
+def test_nothing_to_move() -> None:
+    model = Model(SMALLEST)
+    ours = mover(gaussian(SMALLEST), model.format, model.extent)
+    assert encoded(ours, []) == []
+    ours.decode([])

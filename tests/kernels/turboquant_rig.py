@@ -1,0 +1,100 @@
+"""Turboquant's kernels for tests: compiled where there is a CUDA device, else interpreted, on tensors of the CPU.
+
+The interpreter knows no PTX: there the kernels take their plain path, and with `ptx_interpreted` the one of a GPU, its
+PTX run by tests.kernels.ptx.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from kvtier.checksum import slab_checksum, slab_seed
+from kvtier.codecs.base import Verdict
+from kvtier.codecs.turboquant.codec import TurboquantCoder
+from kvtier.codecs.turboquant.layout import SlabFormat
+from kvtier.codecs.vectors import VectorPages
+from kvtier.geometry import Extent
+from kvtier.kernels.paged import Move, PagedKV
+from tests.kernels import ptx
+from tests.kernels.device_rig import DEVICE, INTERPRETED
+
+# Triton reads the variable where a kernel is defined. It must not stay: engines that tests start would inherit it.
+_before = os.environ.get("TRITON_INTERPRET")
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+try:
+    from kvtier.kernels import turboquant_device
+finally:
+    if _before is None:
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["TRITON_INTERPRET"] = _before
+
+Tiling = turboquant_device.Tiling
+SMALL = Tiling(16, 4) if INTERPRETED else Tiling(64, 4)
+
+
+def mover(
+    pages: PagedKV, slab_format: SlabFormat, held: Extent, tiling: Tiling = SMALL
+) -> turboquant_device.CudaTurboquant:
+    return turboquant_device.CudaTurboquant(pages, slab_format, held, tiling, tiling)
+
+
+def reference(pages: PagedKV, slab_format: SlabFormat, held: Extent) -> VectorPages:
+    return VectorPages(pages, TurboquantCoder(slab_format, held, DEVICE), held)
+
+
+def sums_of(move: Move, held: Extent) -> tuple[int, ...]:
+    """Of a move's slabs as they are, from the definition."""
+    first_layer = held.first_layer + move.patch.page_layer - move.patch.slab_layer
+    first_head = held.first_head + move.patch.page_head
+    slabs = move.slabs.cpu().numpy()
+    return tuple(
+        slab_checksum(slab, slab_seed(move.key, first_head + number, first_layer)) for number, slab in enumerate(slabs)
+    )
+
+
+def encoded(ours: turboquant_device.CudaTurboquant, moves: Sequence[Move]) -> list[Verdict]:
+    return ours.encode(moves).wait()
+
+
+def ptx_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels take the path of a GPU, in the interpreter."""
+    monkeypatch.setattr(tl, "inline_asm_elementwise", _elementwise)
+    monkeypatch.setattr(turboquant_device.CudaTurboquant, "_is_fast", True)
+
+
+def _elementwise(
+    asm: str, constraints: str, args: Sequence[tl.tensor], dtype: object, is_pure: bool, pack: int
+) -> object:
+    """tl.inline_asm_elementwise: `pack` elements at a time that lie side by side, as many as fill a register."""
+    values = np.broadcast_arrays(*(each.handle.data for each in args))
+    assert all(value.itemsize * pack == 4 for value in values), "a register has 32 bits"
+    types = list(dtype) if isinstance(dtype, tuple | tl.tuple) else [dtype]
+    outputs = constraints.count("=")
+    assert outputs == len(types)
+    words = [np.ascontiguousarray(value).reshape(-1).view(np.uint32) for value in values]
+    shape = values[0].shape
+    found = []
+    for word, kind in zip(ptx.run(_unwrapped(asm), words, outputs), types, strict=True):
+        numbers = word.view({"fp32": np.float32, "int32": np.int32, "int8": np.int8}[str(kind)]).reshape(shape)
+        found.append(tl.tensor(TensorHandle(numbers, kind), tl.block_type(kind, list(shape))))
+    return tuple(found) if outputs > 1 else found[0]
+
+
+def _unwrapped(value: tl.constexpr | str) -> str:
+    """Constants of a kernel's module are wrapped, those in a tuple are not."""
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+__all__ = [
+    "DEVICE", "INTERPRETED", "SMALL", "Tiling", "encoded", "mover", "ptx_interpreted", "reference", "sums_of", "torch",
+    "turboquant_device",
+]  # fmt: skip
