@@ -27,7 +27,7 @@ class Lab:
         self.folder = folder
 
     def model(self, kind: str) -> Path:
-        """Folder of a small model with random weights: "llama" or "mla"."""
+        """Folder of a small model with random weights: a kind of models.py."""
         folder = self.folder / kind
         with FileLock(self.folder / f"model-{kind}.lock"):
             if not (folder / "config.json").exists():

@@ -1,4 +1,7 @@
-"""Makes a small model whose outputs depend on its KV: python models.py llama|mla FOLDER."""
+"""Makes a small model whose outputs depend on its KV: python models.py llama|wide|mla FOLDER.
+
+"wide" has heads of 64 elements, the fewest that turboquant takes.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ COMMON = {
 def main(kind: str, folder: str) -> None:
     torch.manual_seed(0)
     model: torch.nn.Module
-    if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, num_key_value_heads=2, head_dim=32, **COMMON))
+    if kind in ("llama", "wide"):
+        size = 32 if kind == "llama" else 64
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, num_key_value_heads=2, head_dim=size, **COMMON))
     else:  # 512 + 64 is the one size of a latent that vLLM's MLA for CPUs knows
         config = DeepseekV2Config(
             num_hidden_layers=3, num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,

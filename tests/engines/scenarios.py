@@ -7,6 +7,7 @@ import random
 import time
 from typing import Any
 
+import torch
 from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
 from vllm import SamplingParams
 
@@ -98,6 +99,22 @@ def second_turn(engine: Engine, seed: int = 3) -> dict[str, Any]:
     engine.forget()
     turn = prompt + answer.tokens + more
     return compared(engine.ask([turn]), engine.recompute([turn])) | {"expected": whole_chunks(len(turn) - 51)}
+
+
+def lossy(engine: Engine) -> dict[str, Any]:
+    """With a codec: how far the KV that comes back is from what was computed, of K and of V."""
+    prompts = prompts_of(6, (400, 700))
+    reference = engine.recompute(prompts)
+    engine.ask(prompts)
+    engine.settle()
+    engine.forget()
+    answers = engine.ask(prompts)
+    lost, energy = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for answer, expected in zip(answers, reference, strict=True):
+        wanted, found = (x.kv[:, : answer.cached].double().unflatten(-1, (2, -1)) for x in (expected, answer))
+        lost += (found - wanted).square().sum((0, 1, 2, 4))
+        energy += wanted.square().sum((0, 1, 2, 4))
+    return {"cached": [a.cached for a in answers], "nmse": (lost / energy).tolist()}
 
 
 def switches(engine: Engine) -> dict[str, Any]:
