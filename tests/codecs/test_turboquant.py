@@ -325,6 +325,16 @@ def test_zero_vectors_come_back_as_zeros() -> None:
     assert not back_k.any() and not back_v[0, 0, 9].any() and back_v[0, 0, 8].any()
 
 
+def test_a_mean_of_nothing_is_plus_zero() -> None:
+    """Its bytes are stored: a sum of whole numbers that are all -0 must be that of whole numbers."""
+    k = normal((1, 1, 16, 64), 21) + 3
+    k[..., 5] = -1e-6
+    layout = LayerLayout(16, 64, 64, PRESETS["k4v4"])
+    data = encode_layer(k, k, layout, signs_of(0, Extent(0, 1, 0, 1), layout, CPU)).data
+    mean = data[0, 0, layout.k_mean :].view(torch.int16)
+    assert mean[5] == 0 and mean[4] != 0
+
+
 def test_decoded_fp16_is_finite() -> None:
     """A decoded element may lie above the largest of its vector."""
     v = torch.full((1, 1, 256, 128), 60000.0) * (1 - 0.2 * normal((1, 1, 256, 128), 18).abs().clamp(max=3))

@@ -46,7 +46,12 @@ class Turboquant:
         return self._format(geometry).n_bytes(layers)
 
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
-        self._movers.add(pages, _make_mover(pages, self._format(geometry), held))
+        """Raises ConfigError for pages that the kernels cannot take."""
+        try:
+            mover = _make_mover(pages, self._format(geometry), held)
+        except ValueError as fault:
+            raise ConfigError("codec", self._preset, f"{fault}: set it to raw") from fault
+        self._movers.add(pages, mover)
 
     def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
         return self._movers.of(pages).encode(moves)

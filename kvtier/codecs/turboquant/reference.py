@@ -110,7 +110,7 @@ def _mean(k: torch.Tensor) -> torch.Tensor:
     tokens = k.shape[-2]
     top = k.abs().amax((-2, -1), keepdim=True)
     whole = torch.round(k * _factor(top)).double()
-    sums = whole.sum(-2, keepdim=True)
+    sums = whole.sum(-2, keepdim=True) + 0.0  # whole numbers have no -0
     pays = MEAN_SHARE * sums.square().sum(-1, keepdim=True) >= tokens * whole.square().sum((-2, -1), keepdim=True)
     unit = (top * _fp32(1 / Q_MAX)) * _fp32(1 / tokens)
     return torch.where(pays, sums.float() * unit, 0.0).to(torch.bfloat16).squeeze(-2)
