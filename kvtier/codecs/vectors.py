@@ -17,6 +17,9 @@ from kvtier.kernels.paged import Move, PagedKV
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Of engines whose KV can be encoded: in the others it is encoded already."""
+HEADS_TOGETHER = 2
+"""On the CPU: of a layer of a chunk, so that all that is made of them stays in the cache. (k4v4 is
+encoded at 45 MB/s of bf16 a core instead of 36 with 8.)"""
 
 
 class EncodedLayer(NamedTuple):
@@ -72,8 +75,8 @@ class VectorPages:
         """Whether anything of it is refused, () bool."""
         blocks = self._blocks(move)
         refused = torch.zeros((), dtype=torch.bool, device=blocks.device)
-        for number, (cells, data) in enumerate(self._layers(move)):
-            k, v = (plane[blocks].permute(2, 0, 1, 3).flatten(1, 2) for plane in self._planes(move, number))
+        for cells, data in self._parts(move):
+            k, v = (plane[blocks].permute(2, 0, 1, 3).flatten(1, 2) for plane in self._planes(cells))
             encoded = self._coder.encode(k, v, cells)
             data.copy_(encoded.data)
             refused |= encoded.refused.any()
@@ -81,31 +84,34 @@ class VectorPages:
 
     def _decode(self, move: Move) -> None:
         blocks, first = self._blocks(move), move.first_block
-        for number, (cells, data) in enumerate(self._layers(move)):
-            planes = self._planes(move, number)
+        for cells, data in self._parts(move):
+            planes = self._planes(cells)
             for plane, values in zip(planes, self._coder.decode(data, cells, planes[0].dtype), strict=True):
                 heads, _, size = values.shape
                 in_blocks = values.view(heads, len(move.block_ids), self._pages.block_tokens, size)
                 plane[blocks[first:]] = in_blocks[:, first:].permute(1, 2, 0, 3)
 
-    def _layers(self, move: Move) -> list[tuple[Extent, torch.Tensor]]:
-        """The cells of each layer, and its bytes in the slabs: (heads, bytes of the layer), a view."""
+    def _parts(self, move: Move) -> list[tuple[Extent, torch.Tensor]]:
+        """Cells of one layer, and their bytes in the slabs: (heads, bytes of the layer), a view."""
         patch, held = move.patch, self._held
         first = held.first_layer + patch.page_layer
         begin = first - patch.slab_layer
-        layers = []
+        step = HEADS_TOGETHER if move.slabs.device.type == "cpu" else patch.n_heads
+        parts = []
         for number in range(first, first + patch.n_layers):
             start, end = (self._coder.n_bytes(range(begin, stop)) for stop in (number, number + 1))
-            cells = Extent(number, 1, held.first_head + patch.page_head, patch.n_heads)
-            layers.append((cells, move.slabs[:, start:end]))
+            for head in range(0, patch.n_heads, step):
+                data = move.slabs[head : head + step, start:end]
+                parts.append((Extent(number, 1, held.first_head + patch.page_head + head, len(data)), data))
         if end > move.slabs.shape[1] or patch.n_heads != move.slabs.shape[0]:
             raise ValueError(f"{patch} is out of range of slabs {tuple(move.slabs.shape)}")
-        return layers
+        return parts
 
-    def _planes(self, move: Move, number: int) -> tuple[torch.Tensor, ...]:
-        """K and V of the move's heads in its layer `number`: (n_blocks, block_tokens, heads, size), views."""
-        heads = slice(move.patch.page_head, move.patch.page_head + move.patch.n_heads)
-        return tuple(plane[:, :, heads] for plane in self._pages.layers[move.patch.page_layer + number].planes)
+    def _planes(self, cells: Extent) -> tuple[torch.Tensor, ...]:
+        """K and V of one layer: (n_blocks, block_tokens, heads, size), views."""
+        heads = slice(cells.first_head - self._held.first_head, cells.end_head - self._held.first_head)
+        layer = self._pages.layers[cells.first_layer - self._held.first_layer]
+        return tuple(plane[:, :, heads] for plane in layer.planes)
 
     def _blocks(self, move: Move) -> torch.Tensor:
         k = self._pages.layers[0].k
