@@ -233,6 +233,7 @@ class Keeper:
             self._housekeeper.sweep()
 
     def _make_room(self, capacity_bytes: int, now: float) -> bool:
+        self._book_uses()  # or what was handed to a load a moment ago may be the longest unused
         evicted = self._housekeeper.make_room(self._plan.set_bytes, capacity_bytes)
         if evicted is None:
             log.warning("no room for another segment set; saving rests for %.0f s", self._room.refused(now))
