@@ -15,17 +15,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier.kernels.turboquant_tiles import floats, in_order, tile_columns, tile_words, words_of
+from kvtier.kernels.turboquant_tiles import (
+    floats,
+    in_order,
+    operand_rows,
+    tile_columns,
+    tile_rows,
+    tile_words,
+    words_of,
+)
+
+# Of four bytes with fields of two bits: those at even places of a byte, in its nibbles, and those at odd places.
+_SELECT = tl.constexpr("{ and.b32 $0, $2, 0x33333333; shr.u32 $1, $2, 2; and.b32 $1, $1, 0x33333333; }")
+# The same, with signs ($3) upon them; they begin at bit 0, or at bit 1 where the bytes of $4 are 1.
+_SELECT_SIGNED = tl.constexpr(
+    "{ .reg .b32 s; and.b32 s, $4, 1; shr.u32 s, $3, s; "
+    "and.b32 $0, s, 0x11111111; shl.b32 $0, $0, 2; and.b32 $1, $2, 0x33333333; or.b32 $0, $0, $1; "
+    "shr.u32 $1, $2, 2; and.b32 $1, $1, 0x33333333; and.b32 s, s, 0x44444444; or.b32 $1, $1, s; }"
+)
 
 
 @triton.jit
 def _plane_bytes(
     plane: tl.tensor, row: tl.tensor, eighth: tl.tensor, WIDTH: tl.constexpr, P: tl.constexpr, C: tl.constexpr
 ) -> tl.tensor:
-    """(rows, n, padded / 8) uint8: for each eighth of a vector (`eighth`, (1, n, 1)) the bytes that have its fields."""
+    """(rows, n, padded / 8) uint8: for each eighth of a vector (`eighth`, (1, n, 1)) the bytes that have its fields.
+
+    Four bytes a thread and no more, though more lie side by side: that is how an operand of the tensor cores wants
+    them, and moving them between threads costs more than four loads for one.
+    """
     N_BYTES: tl.constexpr = P.size * WIDTH // 8
     within = tl.arange(0, P.padded // 8)[None, None, :]
     at = row[:, None, None] * N_BYTES + eighth % WIDTH * (P.size // 8) + within
+    if P.size % 32 == 0:
+        at = tl.max_contiguous(tl.multiple_of(at, (1, 1, 4)), (1, 1, 4))
     inside = (row[:, None, None] < C.tokens) & (within < P.size // 8)
     return tl.load(plane.to(tl.pointer_type(tl.uint8)) + at, mask=inside, other=0)
 
@@ -44,7 +67,7 @@ def _looked_up(
         SECOND: tl.constexpr = P.bits - FIRST
         bytes = _plane_bytes(codes + C.tokens * P.size * FIRST // 8, row, eighth, SECOND, P, C).to(tl.int32)
         code |= ((bytes >> (eighth // SECOND * SECOND)) & ((1 << SECOND) - 1)) << FIRST
-    return tl.dot(tl.load(centroids + code).reshape(ROWS, P.padded), matrix).to(tl.float32)
+    return tl.dot(operand_rows(tl.load(centroids + code).reshape(ROWS, P.padded), C), matrix).to(tl.float32)
 
 
 @triton.jit
@@ -67,6 +90,12 @@ def _matrix_parts(matrix: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, ...]:
 
 
 @triton.jit
+def _centroids(fields: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Two int8 for each byte of two fields, in the order of turboquant_tables."""
+    return tl.inline_asm_elementwise(P.centroids, "=&r,=&r,r", [fields], (tl.int8, tl.int8), True, 4)
+
+
+@triton.jit
 def _permuted(codes: tl.tensor, row: tl.tensor, parts: tl.tuple, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
     """(rows, padded) fp32, as `_looked_up`: of 2, 3 or 4 bits, by prmt. parts: of the matrix.
 
@@ -77,27 +106,26 @@ def _permuted(codes: tl.tensor, row: tl.tensor, parts: tl.tuple, P: tl.constexpr
     QUARTER: tl.constexpr = P.padded // 4
     if P.bits == 4:
         bytes = _plane_bytes(codes, row, tl.arange(0, 4)[None, :, None], 4, P, C)
-        c0, c1 = tl.inline_asm_elementwise(P.centroids, "=&r,=&r,r", [bytes], (tl.int8, tl.int8), True, 4)
-        found = tl.dot(c0.reshape(ROWS, HALF), parts[0], out_dtype=tl.int32)
-        found = tl.dot(c1.reshape(ROWS, HALF), parts[1], found, out_dtype=tl.int32)
+        c0, c1 = _centroids(operand_rows(bytes.reshape(ROWS, HALF), C), P)
+        found = tl.dot(c0, parts[0], out_dtype=tl.int32)
+        found = tl.dot(c1, parts[1], found, out_dtype=tl.int32)
     else:
         half = tl.arange(0, 2)[None, :, None]
         bytes = _plane_bytes(codes, row, half, 2, P, C)
         if P.bits == 3:
             signs = _plane_bytes(codes + C.tokens * P.size // 4, row, half, 1, P, C)
             which = tl.broadcast_to(half, bytes.shape).to(tl.int8)
-            c0, c1, c2, c3 = tl.inline_asm_elementwise(
-                P.centroids, "=&r,=&r,=&r,=&r,r,r,r", [bytes, signs, which],
-                (tl.int8, tl.int8, tl.int8, tl.int8), True, 4,
+            lower, upper = tl.inline_asm_elementwise(
+                _SELECT_SIGNED, "=&r,=&r,r,r,r", [bytes, signs, which], (tl.int8, tl.int8), True, 4
             )  # fmt: skip
         else:
-            c0, c1, c2, c3 = tl.inline_asm_elementwise(
-                P.centroids, "=&r,=&r,=&r,=&r,r", [bytes], (tl.int8, tl.int8, tl.int8, tl.int8), True, 4
-            )  # fmt: skip
-        found = tl.dot(c0.reshape(ROWS, QUARTER), parts[0], out_dtype=tl.int32)
-        found = tl.dot(c1.reshape(ROWS, QUARTER), parts[1], found, out_dtype=tl.int32)
-        found = tl.dot(c2.reshape(ROWS, QUARTER), parts[2], found, out_dtype=tl.int32)
-        found = tl.dot(c3.reshape(ROWS, QUARTER), parts[3], found, out_dtype=tl.int32)
+            lower, upper = tl.inline_asm_elementwise(_SELECT, "=&r,=&r,r", [bytes], (tl.int8, tl.int8), True, 4)
+        c0, c1 = _centroids(operand_rows(lower.reshape(ROWS, QUARTER), C), P)
+        c2, c3 = _centroids(operand_rows(upper.reshape(ROWS, QUARTER), C), P)
+        found = tl.dot(c0, parts[0], out_dtype=tl.int32)
+        found = tl.dot(c1, parts[1], found, out_dtype=tl.int32)
+        found = tl.dot(c2, parts[2], found, out_dtype=tl.int32)
+        found = tl.dot(c3, parts[3], found, out_dtype=tl.int32)
     return found.to(tl.float32)
 
 
@@ -130,9 +158,9 @@ def _decode_plane(
             product = _permuted(codes, row, parts, P, C)
         else:
             product = _looked_up(codes, row, whole, centroids, P, C)
-        pairs = in_order(product, 8).reshape(ROWS, P.padded // 32, 16, 2).permute(1, 0, 2, 3)
+        pairs = in_order(tile_rows(product, C), 8).reshape(ROWS, P.padded // 32, 16, 2)
         scale = tl.load(scales + row, mask=row < C.tokens, other=0.0).to(tl.float32) * P.decode_unit
-        low, high = (pairs * scale[None, :, None, None]).split()
+        low, high = (pairs * scale[:, None, None, None]).split()
         flip = tl.load(signs + column)
         if P.has_mean:  # flipped before the mean comes upon it: that settles the sign of a zero
             low = (low.to(tl.int32, bitcast=True) ^ (flip << 16)).to(tl.float32, bitcast=True)
@@ -142,7 +170,7 @@ def _decode_plane(
         else:
             words = words_of(low, high, C.is_bf16, C.fast) ^ flip
         base, place_of_words, inside = tile_words(plane, head, move + 2, start, P, C)
-        tl.store(base + place_of_words, words, mask=inside & (row[None, :, None] >= first_token))
+        tl.store(base + place_of_words, words, mask=inside & (row[:, None, None] >= first_token))
 
 
 # Nothing is specialized on values: another chunk or rank must not mean another compilation.

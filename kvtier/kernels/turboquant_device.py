@@ -43,14 +43,21 @@ _ALIGNMENT = 16
 
 
 class Tiling(NamedTuple):
-    """How many tokens of a head a program works on at once, and with how many warps."""
+    """How many tokens of a head a program works on at once, a multiple of 16 a warp; warps; registers a thread at most,
+    0 for what the compiler likes."""
 
     rows: int
     warps: int
+    registers: int = 0
 
 
-ENCODE_TILINGS = (Tiling(64, 4), Tiling(128, 4), Tiling(128, 8), Tiling(64, 8), Tiling(256, 8))
-DECODE_TILINGS = (Tiling(64, 4), Tiling(128, 4), Tiling(128, 8), Tiling(64, 8))
+ENCODE_TILINGS = (
+    Tiling(64, 4, 128), Tiling(64, 4), Tiling(64, 4, 96), Tiling(128, 8), Tiling(128, 8, 128), Tiling(128, 4),
+    Tiling(256, 16, 128),
+)  # fmt: skip
+DECODE_TILINGS = (
+    Tiling(64, 4, 128), Tiling(64, 4), Tiling(64, 4, 96), Tiling(128, 8), Tiling(128, 8, 128), Tiling(128, 4),
+)  # fmt: skip
 """What benchmarks/gpu/codec_kernels.py --tune tries. The first of each is the one in use."""
 
 
@@ -183,7 +190,7 @@ class CudaTurboquant:
             self._planes, table, self._signs, k.encode_matrix, v.encode_matrix, k.squares, v.squares, answers,
             run.page_layer, group.patch.page_head, self._held.n_heads, run.slab_start, group.slab_bytes,
             int(ends_slab), k.code, v.code, self._shape(tiling), PAIRS_PER_PAGE, num_warps=tiling.warps,
-            num_stages=1, enable_fp_fusion=False,
+            num_stages=1, maxnreg=tiling.registers or None, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _decode(self, run: _Run, group: _Group, table: torch.Tensor) -> None:
@@ -192,12 +199,15 @@ class CudaTurboquant:
         decode_chunks[(group.patch.n_heads, run.n_layers, len(group.places))](
             self._planes, table, self._signs, k.decode_matrix, v.decode_matrix, k.centroids, v.centroids,
             run.page_layer, group.patch.page_head, self._held.n_heads, run.slab_start, group.slab_bytes,
-            k.code, v.code, self._shape(tiling), num_warps=tiling.warps, num_stages=1, enable_fp_fusion=False,
+            k.code, v.code, self._shape(tiling), num_warps=tiling.warps, num_stages=1,
+            maxnreg=tiling.registers or None, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _shape(self, tiling: Tiling) -> ChunkShape:
         is_bf16 = self._pages.layers[0].k.dtype == torch.bfloat16
-        return ChunkShape(self._format.tokens, self._pages.block_tokens, is_bf16, tiling.rows, self._is_fast)
+        return ChunkShape(
+            self._format.tokens, self._pages.block_tokens, is_bf16, tiling.rows, tiling.warps, self._is_fast
+        )
 
     @property
     def _is_fast(self) -> bool:

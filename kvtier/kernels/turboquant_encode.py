@@ -21,7 +21,17 @@ from triton.language.standard import _elementwise_max
 
 from kvtier.kernels.device_checksum import _add, _fold, _mix32
 from kvtier.kernels.turboquant_pack import store_codes
-from kvtier.kernels.turboquant_tiles import floats, load_words, tile_columns, total, words_of
+from kvtier.kernels.turboquant_tiles import (
+    floats,
+    load_words,
+    operand_rows,
+    quotient,
+    square_root,
+    tile_columns,
+    tile_rows,
+    total,
+    words_of,
+)  # fmt: skip
 
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + this - this is x rounded to a whole number, half to even
 _WHOLE_BITS = tl.constexpr(0x4B400000)
@@ -44,9 +54,9 @@ def _top(x: tl.tensor, AXIS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _factor(top: tl.tensor) -> tl.tensor:
+def _factor(top: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
     """What makes whole numbers up to 2047 of elements up to `top`."""
-    return tl.where(top == 0.0, 0.0, tl.div_rn(2047.0, top))
+    return tl.where(top == 0.0, 0.0, quotient(tl.full(top.shape, 2047.0, tl.float32), top, FAST))
 
 
 @triton.jit
@@ -59,11 +69,11 @@ def _take_mean(
     tops = tl.full((ROWS, 16), 0, tl.float32)
     for start in range(0, C.tokens, C.rows):
         low, high = floats(load_words(plane, head, blocks, start, P, C), C.is_bf16)
-        tops = _larger(tops, _top(_larger(tl.abs(low), tl.abs(high)), 0, C.fast))
+        tops = _larger(tops, _top(_larger(tl.abs(low), tl.abs(high)), 1, C.fast))
     top = _top(_top(tops, 0, C.fast), 0, C.fast)
-    factor = _factor(top)
-    low_sums = tl.full((GROUPS, ROWS, 16), 0, tl.int32)
-    high_sums = tl.full((GROUPS, ROWS, 16), 0, tl.int32)
+    factor = tl.where(top == 0.0, 0.0, tl.div_rn(2047.0, top))
+    low_sums = tl.full((ROWS, GROUPS, 16), 0, tl.int32)
+    high_sums = tl.full((ROWS, GROUPS, 16), 0, tl.int32)
     energies = tl.full((ROWS, 16), 0, tl.int32)
     for start in range(0, C.tokens, C.rows):
         low, high = floats(load_words(plane, head, blocks, start, P, C), C.is_bf16)
@@ -71,8 +81,8 @@ def _take_mean(
         high_whole = (high * factor + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
         low_sums += low_whole
         high_sums += high_whole
-        energies += total(low_whole * low_whole + high_whole * high_whole, 0)
-    low_sum, high_sum = total(low_sums, 1), total(high_sums, 1)
+        energies += total(low_whole * low_whole + high_whole * high_whole, 1)
+    low_sum, high_sum = total(low_sums, 0), total(high_sums, 0)
     low64, high64 = low_sum.to(tl.int64), high_sum.to(tl.int64)
     of_mean = total(total(low64 * low64 + high64 * high64, 1), 0)
     of_all = total(total(energies.to(tl.int64), 1), 0)
@@ -113,15 +123,16 @@ def _encode_plane(
         if P.has_mean:
             low_mean, high_mean = floats(tl.load(mean + column, mask=column < P.size // 2, other=0) ^ flip, True)
             low, high = low - low_mean, high - high_mean
-        top = _top(_top(_larger(tl.abs(low), tl.abs(high)), 0, C.fast), 1, C.fast)
-        factor = _factor(top)[None, :, None]
+        top = _top(_top(_larger(tl.abs(low), tl.abs(high)), 1, C.fast), 1, C.fast)
+        factor = _factor(top, C.fast)[:, None, None]
         low, high = (low * factor + _WHOLE) - _WHOLE, (high * factor + _WHOLE) - _WHOLE
-        energy = total(total(tl.fma(high, high, low * low).to(tl.int32), 0), 1)  # of two it is exact in fp32
-        whole = tl.join(low, high).to(tl.float16).permute(1, 0, 2, 3).reshape(C.rows, P.padded)
-        length = tl.sqrt_rn(energy.to(tl.float32))
+        energy = total(total(tl.fma(high, high, low * low).to(tl.int32), 1), 1)  # of two it is exact in fp32
+        whole = tl.join(low, high).to(tl.float16).reshape(C.rows, P.padded // 32, 4, 4, 2)
+        whole = operand_rows(whole.permute(0, 1, 3, 2, 4).reshape(C.rows, P.padded), C)
+        length = square_root(energy.to(tl.float32), C.fast)
         row = start + tl.arange(0, C.rows)
-        found = store_codes(tl.dot(whole, matrix), length, row, codes, squares, P, C)
-        scale = tl.div_rn(top * length, tl.sqrt_rn(found.to(tl.float32))) * P.scale_unit
+        found = store_codes(tile_rows(tl.dot(whole, matrix), C), length, row, codes, squares, P, C)
+        scale = quotient(top * length, square_root(found.to(tl.float32), C.fast), C.fast) * P.scale_unit
         scale = tl.where(top == 0.0, 0.0, scale)
         sound = (top == 0.0) | ((scale >= _SCALE_MIN) & (scale <= _SCALE_MAX))  # neither, if it is NaN
         inside = row < C.tokens
@@ -131,26 +142,37 @@ def _encode_plane(
 
 
 @triton.jit
+def _page_sums(
+    words: tl.tensor, page: tl.tensor, first: tl.tensor, end: tl.tensor, keys: tl.tuple, MASKED: tl.constexpr
+) -> tl.tensor:
+    """(lanes,) uint64: the summands of those pairs of one page that are in [first, end)."""
+    a0, a1, low, high = keys
+    place = page * a0.shape[0] + tl.arange(0, a0.shape[0])
+    inside = (place >= first) & (place < end)
+    pairs = tl.load(words + place, mask=inside, other=0) if MASKED else tl.load(words + place)
+    p0 = _mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
+    p1 = _fold(p0 ^ low)
+    x = pairs.to(tl.uint32) + (a0 ^ p0)
+    y = (pairs >> 32).to(tl.uint32) + (a1 ^ p1)
+    products = x.to(tl.uint64) * y.to(tl.uint64)
+    return tl.where(inside, products, tl.full(products.shape, 0, tl.uint64)) if MASKED else products
+
+
+@triton.jit
 def _sum_part(slab: tl.tensor, first: tl.tensor, end: tl.tensor, seed: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
     """The summands of pairs [first, end) of a slab (kvtier.checksum), int64. PAIRS: of a page."""
     words = tl.multiple_of(slab.to(tl.pointer_type(tl.int64)), 16)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    lane = tl.arange(0, PAIRS)
-    a0 = _mix32(lane.to(tl.uint32) + low)
-    a1 = _fold(a0 ^ high)
-    summed = tl.full((PAIRS,), 0, tl.uint64)
-    page = first // PAIRS
-    while page * PAIRS < end:
-        place = page * PAIRS + lane
-        inside = (place >= first) & (place < end)
-        pairs = tl.load(words + place, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        p0 = _mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
-        p1 = _fold(p0 ^ low)
-        x = pairs.to(tl.uint32) + (a0 ^ p0)
-        y = (pairs >> 32).to(tl.uint32) + (a1 ^ p1)
-        product = x.to(tl.uint64) * y.to(tl.uint64)
-        summed += tl.where(inside, product, tl.full(product.shape, 0, tl.uint64))
+    a0 = _mix32(tl.arange(0, PAIRS).to(tl.uint32) + low)
+    keys = (a0, _fold(a0 ^ high), low, high)
+    page, last = first // PAIRS, (end - 1) // PAIRS
+    summed = _page_sums(words, page, first, end, keys, True)
+    page += 1
+    while page < last:
+        summed += _page_sums(words, page, first, end, keys, False)
         page += 1
+    if page == last:
+        summed += _page_sums(words, page, first, end, keys, True)
     return tl.reduce(summed, 0, _add).to(tl.int64, bitcast=True)
 
 

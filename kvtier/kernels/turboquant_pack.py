@@ -92,15 +92,16 @@ def _store_plane(
     lower, upper = tl.fma(odd, 256.0, even).split()
     lower, upper = (lower + _INTEGER).to(tl.int32, bitcast=True), (upper + _INTEGER).to(tl.int32, bitcast=True)
     words = (lower & 0xFFFF) | (upper << 16)
-    byte = tl.arange(0, N_WORDS)[None, None, :] * 4
-    at = row[:, None, None] * (P.size * WIDTH // 8) + tl.arange(0, WIDTH)[None, :, None] * EIGHTH + byte
-    inside = (byte < EIGHTH) & (row[:, None, None] < C.tokens)
+    part, word, token = tl.arange(0, WIDTH)[None, :, None], tl.arange(0, N_WORDS)[None, None, :], row[:, None, None]
+    inside = (word * 4 < EIGHTH) & (token < C.tokens)
     if EIGHTH % 4 == 0:
-        tl.store(plane.to(tl.pointer_type(tl.int32)) + at // 4, words, mask=inside)
+        at = token * (P.size * WIDTH // 32) + part * (EIGHTH // 4) + word
+        tl.store(plane.to(tl.pointer_type(tl.int32)) + at, words, mask=inside)
     else:  # head size 80: ten bytes
-        pairs = plane.to(tl.pointer_type(tl.int16)) + at // 2
-        tl.store(pairs, words.to(tl.int16), mask=inside)
-        tl.store(pairs + 1, (words >> 16).to(tl.int16), mask=inside & (byte + 2 < EIGHTH))
+        at = token * (P.size * WIDTH // 16) + part * (EIGHTH // 2) + word * 2
+        tl.store(plane.to(tl.pointer_type(tl.int16)) + at, words.to(tl.int16), mask=inside)
+        inside &= word * 4 + 2 < EIGHTH
+        tl.store(plane.to(tl.pointer_type(tl.int16)) + at + 1, (words >> 16).to(tl.int16), mask=inside)
     return words
 
 

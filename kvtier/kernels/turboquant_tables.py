@@ -43,6 +43,7 @@ class ChunkShape(NamedTuple):
     block_tokens: int
     is_bf16: bool
     rows: int
+    warps: int
     fast: bool
 
 
@@ -86,7 +87,9 @@ def encode_matrix(size: int) -> npt.NDArray[np.float16]:
     matrix = np.zeros((padded, padded), dtype=np.float16)
     element = places(size)[product_columns(padded, IN_A_WORD)]
     matrix[:size, element >= 0] = hadamard(size)[element[element >= 0]].T
-    return matrix
+    # Its rows: of each group of 32 a thread has 8 in a row, of which the tensor cores want two at a time.
+    row = np.arange(padded)
+    return matrix[row // 32 * 32 + row % 8 // 2 * 8 + row % 32 // 8 * 2 + row % 2]
 
 
 def decode_matrix(code: PlaneCode) -> npt.NDArray[np.int8 | np.float16]:
@@ -151,33 +154,23 @@ def _permuted_places(code: PlaneCode) -> npt.NDArray[np.int64]:
 
 
 def _centroid_ptx(centroids: tuple[int, ...]) -> str:
-    """PTX of four bytes of codes to centroids, four int8 an output, in the order of `_permuted_places`.
+    """PTX of four bytes, a code in each nibble ($2), to centroids, four int8 each in $0 and $1: those of the first two
+    bytes, and of the others.
 
-    4 bits: $0, $1 from $2. prmt selects by the low three bits of a nibble, in a table of the positive centroids and in
-    one of the negative; where bit 3 is set it spreads a byte's top bit, which makes a mask of the signs.
-    2 bits: $0 ... $3 from $4. 3 bits: the same, with the bytes of signs in $5, which begin at bit 0 or, where the bytes
-    of $6 are 1, at bit 1; sign and magnitude make one number of three bits.
+    prmt selects by the low three bits of a nibble. Of codes of 4 bits: once in a table of the positive centroids and
+    once in one of the negative; where bit 3 is set it spreads a byte's top bit, which makes a mask of the signs.
     """
-    signed = [*centroids, *(-c for c in centroids)]
-    if len(centroids) == 8:
-        tables = [int.from_bytes(bytes(c & 255 for c in signed[n : n + 4]), "little") for n in (0, 4, 8, 12)]
-        lines = [".reg .b32 m, u, p, n, s;", "and.b32 m, $2, 0x77777777;", "shl.b32 u, $2, 4;"]
-        # The signs of a word's first two bytes are the top bits of u's byte 0, $2's 0, u's 1 and $2's 1.
-        for output, signs in (("$0", "0x9d8c"), ("$1", "0xbfae")):
-            lines += [
-                f"prmt.b32 p, {tables[0]}, {tables[1]}, m;", f"prmt.b32 n, {tables[2]}, {tables[3]}, m;",
-                f"prmt.b32 s, $2, u, {signs};", f"lop3.b32 {output}, n, p, s, 0xe4;", "shr.u32 m, m, 16;",
-            ]  # fmt: skip
+    signed = [*centroids, *(-c for c in centroids), *(0,) * 6]
+    tables = [int.from_bytes(bytes(c & 255 for c in signed[n : n + 4]), "little") for n in (0, 4, 8, 12)]
+    if len(centroids) < 8:
+        lines = [".reg .b32 m;", f"prmt.b32 $0, {tables[0]}, {tables[1]}, $2;", "shr.u32 m, $2, 16;",
+                 f"prmt.b32 $1, {tables[0]}, {tables[1]}, m;"]  # fmt: skip
         return "{ " + " ".join(lines) + " }"
-    table = signed + [0] * (8 - len(signed))
-    low, high = (int.from_bytes(bytes(c & 255 for c in table[n : n + 4]), "little") for n in (0, 4))
-    has_signs = len(centroids) == 4
-    lines = [".reg .b32 m, s, t;"]
-    lines += ["and.b32 s, $6, 1;", "shr.u32 s, $5, s;"] if has_signs else []
-    for first in (0, 2):
-        lines += [f"shr.u32 m, $4, {first};", "and.b32 m, m, 0x33333333;"]
-        if has_signs:
-            lines += [f"shl.b32 t, s, {2 - first};", "and.b32 t, t, 0x44444444;", "or.b32 m, m, t;"]
-        lines += [f"prmt.b32 ${first}, {low}, {high}, m;", "shr.u32 m, m, 16;",
-                  f"prmt.b32 ${first + 1}, {low}, {high}, m;"]  # fmt: skip
+    lines = [".reg .b32 m, u, p, n, s;", "and.b32 m, $2, 0x77777777;", "shl.b32 u, $2, 4;"]
+    # The signs of a word's first two bytes are the top bits of u's byte 0, $2's 0, u's 1 and $2's 1.
+    for output, signs in (("$0", "0x9d8c"), ("$1", "0xbfae")):
+        lines += [
+            f"prmt.b32 p, {tables[0]}, {tables[1]}, m;", f"prmt.b32 n, {tables[2]}, {tables[3]}, m;",
+            f"prmt.b32 s, $2, u, {signs};", f"lop3.b32 {output}, n, p, s, 0xe4;", "shr.u32 m, m, 16;",
+        ]  # fmt: skip
     return "{ " + " ".join(lines) + " }"

@@ -1,8 +1,8 @@
 """What encoding and decoding of turboquant share on the device: tiles of the engine's pages.
 
 A tile is some tokens' vectors of one plane and head. It is loaded and stored as 32-bit words of two elements, shaped
-(groups, rows, 16 words): so four threads share a row, each has 16 bytes of every group, and what is reduced over a row
-is mostly reduced within a thread.
+(rows, groups, 16 words): so four threads share a row, each has 16 bytes of every group, and what is reduced over a row
+is mostly reduced within a thread. (Of dimensions that it cannot order by addresses, Triton gives threads to the first.)
 
 P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.kernels.turboquant_tables).
 """
@@ -22,10 +22,40 @@ def total(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
     return tl.reduce(x, AXIS, _sum_combine)
 
 
+# What sqrt.rn and div.rn come to, without the branch for what is not normal: there our results do not count.
+_SQUARE_ROOT = tl.constexpr(
+    "{ .reg .f32 r, s, h, e; rsqrt.approx.ftz.f32 r, $1; mul.rn.f32 s, $1, r; mul.rn.f32 h, r, 0f3F000000; "
+    "neg.f32 e, s; fma.rn.f32 e, e, s, $1; fma.rn.f32 $0, e, h, s; }"
+)
+_QUOTIENT = tl.constexpr(
+    "{ .reg .f32 n, r, e, q; neg.f32 n, $2; rcp.approx.ftz.f32 r, $2; fma.rn.f32 e, n, r, 0f3F800000; "
+    "fma.rn.f32 r, r, e, r; mul.rn.f32 q, $1, r; fma.rn.f32 e, n, q, $1; fma.rn.f32 q, r, e, q; "
+    "fma.rn.f32 e, n, q, $1; fma.rn.f32 $0, r, e, q; }"
+)
+
+
+@triton.jit
+def square_root(x: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """Of a whole number, rounded to nearest even; of 0 it may be NaN."""
+    if FAST:
+        return tl.inline_asm_elementwise(_SQUARE_ROOT, "=&f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
+def quotient(x: tl.tensor, y: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """x / y, rounded to nearest even, where all are between 2^-60 and 2^60; else anything."""
+    if FAST:
+        return tl.inline_asm_elementwise(_QUOTIENT, "=&f,f,f", [x, y], tl.float32, True, 1)
+    else:
+        return tl.div_rn(x, y)
+
+
 @triton.jit
 def tile_columns(P: tl.constexpr) -> tl.tensor:
-    """(groups, 1, 16): numbers of a row's words."""
-    return tl.arange(0, P.padded // 32)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+    """(1, groups, 16): numbers of a row's words."""
+    return tl.arange(0, P.padded // 32)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
 
 
 @triton.jit
@@ -37,7 +67,7 @@ def tile_words(
     plane: to base and strides of block, token and head, in bytes. blocks: to the chunk's block ids.
     """
     base = (tl.load(plane) + head * tl.load(plane + 3)).to(tl.pointer_type(tl.int32))
-    row, column = start + tl.arange(0, C.rows)[None, :, None], tile_columns(P)
+    row, column = start + tl.arange(0, C.rows)[:, None, None], tile_columns(P)
     block = tl.load(blocks + row // C.block_tokens, mask=row < C.tokens, other=0)
     token = (row % C.block_tokens).to(tl.int64)
     place = block * (tl.load(plane + 1) // 4) + token * (tl.load(plane + 2) // 4) + column
@@ -49,9 +79,31 @@ def tile_words(
 def load_words(
     plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, start: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> tl.tensor:
-    """(groups, rows, 16) int32; zeros past the chunk's or a row's end."""
+    """(rows, groups, 16) int32; zeros past the chunk's or a row's end."""
     base, place, inside = tile_words(plane, head, blocks, start, P, C)
     return tl.load(base + place, mask=inside, other=0)
+
+
+@triton.jit
+def operand_rows(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """(rows, n): a tile's rows in the order in which the tensor cores want them where they are. No data moves.
+
+    Threads have every eighth row of theirs times the warps; of an operand they want two rows eight apart, then the
+    next warp's.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    ROUNDS: tl.constexpr = ROWS // (16 * C.warps)
+    return x.reshape(ROUNDS, 2, C.warps, 8, N).permute(0, 2, 1, 3, 4).reshape(ROWS, N)
+
+
+@triton.jit
+def tile_rows(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """(rows, n): the reverse of `operand_rows`, for a product."""
+    ROWS: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    ROUNDS: tl.constexpr = ROWS // (16 * C.warps)
+    return x.reshape(ROUNDS, C.warps, 2, 8, N).permute(0, 2, 1, 3, 4).reshape(ROWS, N)
 
 
 @triton.jit

@@ -40,6 +40,12 @@ def _difference(x: Words, y: Words) -> Words:
     return np.clip(np.nan_to_num(_float(x) - _float(y)), 0, 1).astype(np.float32).view(np.uint32)
 
 
+def _fma(a: Words, b: Words, c: Words) -> Words:
+    """Rounded twice, which is seen once in 2^29."""
+    exact = _float(a).astype(np.float64) * _float(b).astype(np.float64) + _float(c).astype(np.float64)
+    return exact.astype(np.float32).view(np.uint32)
+
+
 def _prmt(a: Words, b: Words, selector: Words) -> Words:
     whole = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     result = np.zeros_like(a)
@@ -86,6 +92,11 @@ _INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "shl.b32": np.left_shift,
     "abs.f32": lambda a: a & np.uint32(0x7FFFFFFF),
     "sub.rn.sat.f32": _difference,
+    "neg.f32": lambda a: a ^ np.uint32(0x80000000),
+    "mul.rn.f32": lambda a, b: (_float(a) * _float(b)).view(np.uint32),
+    "fma.rn.f32": _fma,
+    "rsqrt.approx.ftz.f32": lambda a: (1 / np.sqrt(_float(a).astype(np.float64))).astype(np.float32).view(np.uint32),
+    "rcp.approx.ftz.f32": lambda a: (1 / _float(a)).view(np.uint32),
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "dp4a.u32.u32": _dp4a,

@@ -38,7 +38,7 @@ finally:
         os.environ["TRITON_INTERPRET"] = _before
 
 Tiling = turboquant_device.Tiling
-SMALL = Tiling(16, 4) if INTERPRETED else Tiling(64, 4)
+SMALL = Tiling(16, 1) if INTERPRETED else Tiling(64, 4)
 
 
 def mover(
