@@ -56,7 +56,7 @@ def disk(limit_bytes_s: float, goal_times: float) -> list[str]:
         "",
         f"The goal is {goal_times} in the last column once the floor is taken off. The floor is not in that run, "
         f"and nothing is taken off here; above it: {', '.join(above) or 'none'}. The disk is no firm ceiling: the ring "
-        f"read it at {ring / 1e9:.2f} GB/s in that run's own ceilings, and on another machine lent that day direct "
+        f"read it at {ring / 1e9:.2f} GB/s in that run's own ceilings, and on another machine lent direct "
         f"reads gave {other / 1e9:.2f} GB/s. First tokens were not compared with computed ones here.",
     ]  # fmt: skip
 

@@ -134,8 +134,19 @@ def load_mix() -> list[str]:
         f"{blocks['equal']:,} loaded blocks bit-equal and {blocks['wrong'] + blocks['unknown']} not, at most "
         f"{found['most_on_disk'] / 2**20:,.0f} of {found['capacity_bytes'] / 2**20:,.0f} MiB on disk, "
         f"{found['evicted_bytes'] / 1e9:.1f} GB evicted; {found['shared_answers']} requests on one prefix read it "
-        f"{found['copies_read']:.1f} times{there}. {rounds}"
+        f"{found['copies_read']:.1f} times{there}. {rounds}{_differing(found)}"
     ]
+
+
+def _differing(found: dict[str, Any]) -> str:
+    """How close the choice of the tokens was with which answers begin to differ; older results do not say."""
+    leads = [f"{difference['lead']:.1e}" for difference in found.get("differing", ())]
+    if not leads:
+        return ""
+    return (
+        " Where an answer differs, the engine without the tier preferred its token by "
+        f"{', '.join(leads)} nats: another batch, another order of sums."
+    )
 
 
 def _rounds(result: dict[str, Any]) -> str:

@@ -52,13 +52,21 @@ class Engine:
             self.llm.collective_rpc(inside.start_watch)
 
     def ask(
-        self, prompts: list[list[int]], max_tokens: int, switches: dict[str, bool] | None = None
+        self, prompts: list[list[int]], max_tokens: int, switches: dict[str, bool] | None = None, *, leads: bool = False
     ) -> list[dict[str, Any]]:
-        """Runs all prompts at once; of each the generated tokens and how many of its own were not computed."""
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": tokens} for tokens in prompts], parameters(max_tokens, switches), use_tqdm=False
-        )
-        return [{"answer": list(o.outputs[0].token_ids), "hit_tokens": o.num_cached_tokens or 0} for o in outputs]
+        """Runs all prompts at once; of each the generated tokens and how many of its own were not computed.
+
+        leads: of each generated token too, by how much its log probability exceeds the second best one's.
+        """
+        asked = parameters(max_tokens, switches, n_best=2 if leads else None)
+        outputs = self.llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], asked, use_tqdm=False)
+        answers = []
+        for output in outputs:
+            best = output.outputs[0]
+            answers.append({"answer": list(best.token_ids), "hit_tokens": output.num_cached_tokens or 0})
+            if leads:
+                answers[-1]["leads"] = [_lead(step) for step in best.logprobs]
+        return answers
 
     def first_token(self, tokens: list[int], switches: dict[str, bool] | None = None) -> dict[str, Any]:
         """One request alone, one token. ttft_s: around `generate`; engine_s: vLLM's own measure, where it gives one."""
@@ -133,11 +141,18 @@ class Engine:
                 size, since = new_size, time.monotonic()
 
 
-def parameters(max_tokens: int, switches: dict[str, bool] | None) -> Any:
+def parameters(max_tokens: int, switches: dict[str, bool] | None, n_best: int | None = None) -> Any:
+    """Of a greedy request. n_best: so many log probabilities come with each token."""
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": switches} if switches else None
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False, ignore_eos=True, extra_args=extra)
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False, ignore_eos=True, logprobs=n_best,
+                          extra_args=extra)  # fmt: skip
+
+
+def _lead(step: Any) -> float:
+    first, second = sorted((float(found.logprob) for found in step.values()), reverse=True)[:2]
+    return round(first - second, 7)
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

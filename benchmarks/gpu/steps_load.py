@@ -97,14 +97,15 @@ def shared_prefix(engine: Engine, shape: dict[str, int], answer: int) -> dict[st
 
 def mixed_rounds(engine: Engine, shape: dict[str, int], rounds: int, answer: int) -> dict[str, Any]:
     """Rounds of concurrent requests, vLLM's own prefix cache emptied between them; saves of one round still go on
-    while the next one loads."""
+    while the next one loads. Without the tier, answers come with their leads (Engine.ask)."""
     watch = DiskWatch(engine)
     before = engine.counters()
     answered = []
     for number in range(rounds):
         started = time.perf_counter()
         counted = engine.counters()
-        answers = engine.ask(mix_prompts(number, shape, engine.vocabulary), answer)
+        prompts = mix_prompts(number, shape, engine.vocabulary)
+        answers = engine.ask(prompts, answer, leads=engine.system == "none")
         elapsed_s = time.perf_counter() - started
         counted = grown(counted, engine.counters())
         answered.append({"answers": answers, "elapsed_s": elapsed_s, "counted": counted})
