@@ -12,12 +12,18 @@ engine's work lies on its own current stream:
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+
+from kvtier.errors import TierUnavailable
+from kvtier.io import cuda
+
+log = logging.getLogger("kvtier")
 
 Mark = Any
 """Everything that was launched before some moment."""
@@ -81,11 +87,15 @@ class HostOrder:
 
 
 class CudaOrder:
-    """Streams that do not wait for the legacy default stream, two a thread: one for launches, one for copies ahead."""
+    """Streams that do not wait for the legacy default stream, two a thread: one for launches, one for copies ahead.
+
+    Made on the engine's thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
+        self._engine_thread = threading.get_ident()
         self._own = threading.local()
 
     def mark(self) -> Mark:
@@ -135,10 +145,17 @@ class CudaOrder:
             return self._record(stream)
 
     def _enter(self) -> None:
-        """A new thread's device is the first of the host, and to use that makes a context of half a GiB there."""
-        if not hasattr(self._own, "entered"):
-            torch.cuda.set_device(self._device)
-            self._own.entered = True
+        """A new thread's device is the first of the host, and to use that makes a context of half a GiB there. Asking
+        for events would spoil a graph that the engine is recording, unless the thread is relaxed."""
+        if hasattr(self._own, "entered"):
+            return
+        torch.cuda.set_device(self._device)
+        if threading.get_ident() != self._engine_thread:
+            try:
+                cuda.relax_this_thread()
+            except TierUnavailable as fault:
+                log.warning("%s", fault)
+        self._own.entered = True
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         # Who waits sleeps: a waiting thread must not take the engine's core.

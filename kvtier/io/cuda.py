@@ -19,6 +19,15 @@ def driver_version() -> int | None:
     return None if error else version.value
 
 
+def relax_this_thread() -> None:
+    """From now on what this thread asks of CUDA neither fails nor spoils a graph that another thread is recording
+    (cudaThreadExchangeStreamCaptureMode, relaxed). For threads of our own. Raises TierUnavailable with CUDA's error."""
+    message = Message()
+    error = library.kvtier_cuda_relax_thread(*message.room)
+    if error:
+        raise TierUnavailable(f"this thread may disturb CUDA graphs: {message.of(error)}")
+
+
 def pin(address: int, n_bytes: int, ordinal: int) -> None:
     """Register host memory with CUDA, for all devices, through the context of device `ordinal`. Takes 0.13 s a GiB.
 

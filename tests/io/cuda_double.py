@@ -87,6 +87,10 @@ class CudaDouble:
     def contexts_of_thread(self) -> int:
         return int(self._lib.fake_contexts_of_thread())
 
+    def enter(self) -> None:
+        """Makes some context current, as torch.cuda.set_device does."""
+        assert self._lib.cuCtxSetCurrent(ctypes.c_void_p(1)) == 0
+
     def capture_mode_of_thread(self) -> int:
         """As CUDA counts; 0, the most strict one, is what a thread begins with."""
         return int(self._lib.fake_capture_mode_of_thread())

@@ -49,6 +49,20 @@ def test_pinning_does_not_spoil_a_capture(cuda: CudaDouble) -> None:
     assert cuda.capture_mode_of_thread() == 0
 
 
+def test_a_thread_of_ours_is_relaxed_for_good(cuda: CudaDouble) -> None:
+    seen: list[int] = []
+
+    def work() -> None:
+        cuda.enter()
+        cuda_driver.relax_this_thread()
+        seen.append(cuda.capture_mode_of_thread())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert (seen, cuda.capture_mode_of_thread()) == ([2], 0)
+
+
 def test_a_thread_that_cannot_be_relaxed_does_not_pin(cuda: CudaDouble) -> None:
     buffer = aligned_buffer(N_BYTES)
     before = cuda.outstanding()

@@ -33,6 +33,15 @@ EXPORT int kvtier_cuda_version(int* version, char* message, size_t message_bytes
   });
 }
 
+// Of the calling thread, for good. 0 or errno, as below.
+EXPORT int kvtier_cuda_relax_thread(char* message, size_t message_bytes) {
+  return kvtier::without_exceptions(message, message_bytes, [&] {
+    const kvtier::CudaDriver& driver = kvtier::cuda_driver();
+    int mode = kvtier::kCudaRelaxedCapture;
+    driver.check(driver.cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
+  });
+}
+
 // 0 or errno; EEXIST: that address is pinned already; EREMOTEIO: `message` tells what CUDA said.
 EXPORT int kvtier_cuda_pin(void* address, size_t bytes, int ordinal, char* message, size_t message_bytes) {
   return kvtier::without_exceptions(message, message_bytes, [&] {
