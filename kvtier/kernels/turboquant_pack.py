@@ -93,7 +93,7 @@ def _store_plane(
     lower, upper = (lower + _INTEGER).to(tl.int32, bitcast=True), (upper + _INTEGER).to(tl.int32, bitcast=True)
     words = (lower & 0xFFFF) | (upper << 16)
     part, word, token = tl.arange(0, WIDTH)[None, :, None], tl.arange(0, N_WORDS)[None, None, :], row[:, None, None]
-    inside = (word * 4 < EIGHTH) & (token < C.tokens)
+    inside = (word < (EIGHTH + 3) // 4) & (token < C.tokens)
     if EIGHTH % 4 == 0:
         at = token * (P.size * WIDTH // 32) + part * (EIGHTH // 4) + word
         tl.store(plane.to(tl.pointer_type(tl.int32)) + at, words, mask=inside)

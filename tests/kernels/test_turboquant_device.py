@@ -144,8 +144,19 @@ def test_parts_of_pages_and_slabs_in_one_call() -> None:
 
 
 def test_decoding_leaves_the_first_blocks() -> None:
+    """Also where they are part of a tile."""
     model = Model(replace(SMALLEST, blocks=8), tokens=64, layers=1)
-    check(model, gaussian(model.cache), [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)])
+    parts = [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)]
+    check(model, gaussian(model.cache), parts, SMALL._replace(rows=64))
+
+
+@pytest.mark.parametrize("n_even", [63, 64, 65])
+def test_the_mean_is_taken_from_an_eighth_of_the_energy_on(n_even: int) -> None:
+    """All elements are 1 or -1; of 16 tokens the sum is 6 in `n_even` columns and 4 in the others: of 80 columns, 64
+    make it an eighth."""
+    ones = torch.where(torch.arange(80) < n_even, 11, 10)
+    signs = torch.where(torch.arange(16)[:, None] < ones, 1.0, -1.0)[None, :, None, :]
+    whole(Model(replace(SMALLEST, k_size=80, v_size=80)), lambda x: signs.expand(x.shape))
 
 
 def test_first_and_last_layers_of_more_bits() -> None:

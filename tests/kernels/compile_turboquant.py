@@ -1,0 +1,49 @@
+"""Compiles turboquant's kernels for an H200, on any machine, and prints their instructions, a kernel a line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvtier.kernels.turboquant_decode import decode_chunks
+from kvtier.kernels.turboquant_device import DECODE_TILINGS, ENCODE_TILINGS, Tiling
+from kvtier.kernels.turboquant_encode import encode_chunks
+from kvtier.kernels.turboquant_tables import ChunkShape, plane_code
+
+INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*(?:\.[\w:]+)+)", re.MULTILINE)
+TYPES = {
+    "planes": "*i64", "table": "*i64", "answers": "*i64", "signs": "*i32", "k_rotation": "*fp16", "v_rotation": "*fp16",
+    "k_squares": "*i32", "v_squares": "*i32", "k_matrix": "*i8", "v_matrix": "*i8", "k_centroids": "*i8",
+    "v_centroids": "*i8",
+}  # fmt: skip
+UNALIGNED = ("planes", "table", "answers")  # as the kernels are declared
+
+
+def compiled(kernel: triton.JITFunction, tiling: Tiling) -> None:
+    k, v = plane_code(128, 4, True, True), plane_code(128, 3, False, True)
+    shape = ChunkShape(256, 16, True, tiling.rows, tiling.warps, True)
+    constants = {"K": k, "V": v, "C": shape, "PAIRS": 512}
+    signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
+    places = {(n,): constants[name] for n, name in enumerate(kernel.arg_names) if name in constants}
+    aligned = {
+        (n,): [["tt.divisibility", 16]]
+        for n, name in enumerate(kernel.arg_names)
+        if name in TYPES and name not in UNALIGNED
+    }
+    options = {
+        "num_warps": tiling.warps, "num_stages": 1, "maxnreg": tiling.registers or None, "enable_fp_fusion": False,
+    }  # fmt: skip
+    found = triton.compile(
+        ASTSource(kernel, signature, places, aligned), target=GPUTarget("cuda", 90, 32), options=options
+    )
+    print(json.dumps(Counter(INSTRUCTION.findall(found.asm["ptx"]))))
+
+
+if __name__ == "__main__":
+    compiled(encode_chunks, ENCODE_TILINGS[0])
+    compiled(decode_chunks, DECODE_TILINGS[0])
