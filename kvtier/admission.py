@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Literal
+from typing import Literal, NamedTuple
 
 SEEN_KEYS_MAX = 65_536
 
@@ -35,3 +35,10 @@ class Admission:
         if len(self._seen) > SEEN_KEYS_MAX:
             self._seen.popitem(last=False)
         return False
+
+
+class Admissions(NamedTuple):
+    """arena: to the one that gather and scatter work on. host: to the host arena below it, where there is one."""
+
+    arena: Admission
+    host: Admission

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.admission import Admission, Policy
+from kvtier.admission import Admission, Admissions, Policy
 from kvtier.breakeven import BreakEven, FixedLimit, LoadCost, LoadLimit
 from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.codecs.fp8 import Fp8Codec
@@ -38,6 +38,7 @@ from kvtier.metrics import Metrics
 from kvtier.mount import cost_of_share, open_io
 from kvtier.record import HEADS_PER_RECORD_MAX, record_bytes
 from kvtier.root import Root, check_space, open_namespace, open_root
+from kvtier.saves import SaveBounds
 from kvtier.store import Store
 from kvtier.tiers.segments import SegmentFolders, direct_io_works
 from kvtier.transfer import Transfer, TransferJobs, Upkeep
@@ -170,13 +171,20 @@ def open_transfer(
         ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
         ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
     )
-    admission = Admission(settings.host.admit or ADMIT[device.type])
     cost = cost_of_share(io.cost, codec, geometry, share)
-    saves_max = min(queues.save_chunks_max, memory.save_slots)
+    bounds = SaveBounds(min(queues.save_chunks_max, memory.save_slots), memory.held_slots)
     upkeep = Upkeep(lambda: memory.pin(jobs.load), memory.make_way, memory.release)
-    transfer = Transfer(worker, jobs, admission, saves_max, cost, upkeep)
+    transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, upkeep)
     transfer.start()
     return transfer
+
+
+def _admissions(settings: Settings, device: str) -> Admissions:
+    """On the CPU there is one arena, and it is the host's."""
+    host = Admission(settings.host.admit or ADMIT[device])
+    if device == "cpu":
+        return Admissions(host, host)
+    return Admissions(Admission(settings.hbm.admit if settings.hbm.arena_bytes else "never"), host)
 
 
 def use_direct_io(settings: Settings, root: Root) -> bool:

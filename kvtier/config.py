@@ -79,6 +79,7 @@ def _absolute_path(value: Path) -> Path:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+BytesOrZero = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Count = Annotated[int, BeforeValidator(_no_bool), Field(gt=0)]
 Natural = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
@@ -95,10 +96,13 @@ class HostSettings(BaseModel):
 
 
 class HbmSettings(BaseModel):
-    """GPU memory outside the engine's own: slots that chunks pass through. None: three of the engine's steps."""
+    """GPU memory outside the engine's own. staging_bytes: slots that chunks pass through; None: three of the engine's
+    steps. arena_bytes: further slots, so that encoded chunks stay there; 0: none do."""
 
     model_config = _FROZEN
     staging_bytes: Bytes | None = None
+    arena_bytes: BytesOrZero = 0
+    admit: Literal["always", "saved", "second_hit", "never"] = "second_hit"
 
 
 class IoSettings(BaseModel):

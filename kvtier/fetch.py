@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from kvtier import metrics as names
 from kvtier.admission import Admission
@@ -156,16 +157,28 @@ class Fetcher:
             return
         with self._lock:
             is_wanted = key in self._wanted_twice
-        keeps = fetch.origin is Origin.FILES and self._admission.keeps_loaded(key)
-        if keeps and self._keeper is not None and not is_wanted:
-            self._keeper.keep(slot, key, fetch.sources)
-        elif is_wanted or (keeps and self._keeper is None):
+        stays = self._admission.keeps_loaded(key) or is_wanted
+        if stays:
             self._worker.arena.commit(slot, key, fetch.sources)
-        else:
+        if self._keeper is not None and fetch.origin is Origin.FILES and self._keeper.wants(key):
+            self._keep_below(self._keeper, slot, key, fetch.sources, stays)
+        elif not stays:
             self._worker.arena.discard(slot)
         self._end_claim(fetch)
         assert fetch.held is not None
         fetch.held.close()
+
+    def _keep_below(
+        self, keeper: HostKeeper, slot: int, key: bytes, sources: tuple[Source, ...], is_cached: bool
+    ) -> None:
+        """Has the chunk copied down too, out of its slot or, if it is cached by now, out of the one that holds it."""
+        arena = self._worker.arena
+        if not is_cached:
+            keeper.keep(slot, key, sources, partial(arena.discard, slot))
+            return
+        cached = arena.lease(key)
+        if cached is not None:  # else it was pushed out already
+            keeper.keep(cached[0], key, cached[1], partial(arena.release, cached[0], key))
 
     def abandon(self, fetch: Fetch) -> None:
         """Lets go of a chunk that is not used. Reads that are under way keep their slot until they return."""

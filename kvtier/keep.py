@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+from kvtier.admission import Admission
 from kvtier.geometry import PAGE_BYTES
 from kvtier.jobs import Jobs
 from kvtier.sources import Source, end_of
@@ -13,17 +15,22 @@ from kvtier.worker import ChunkArena, Worker
 class HostKeeper:
     """For workers with a staging arena above the host arena. A full queue keeps nothing: it is a cache."""
 
-    def __init__(self, worker: Worker, host: ChunkArena, jobs: Jobs) -> None:
+    def __init__(self, worker: Worker, host: ChunkArena, jobs: Jobs, admission: Admission) -> None:
         self._worker = worker
         self._host = host
         self._jobs = jobs
+        self._admission = admission
 
-    def keep(self, slot: int, key: bytes, sources: tuple[Source, ...]) -> None:
-        """Takes over a reserved staging slot that holds a verified chunk, and frees it in the end."""
-        if not self._jobs.submit(partial(self._copy_down, slot, key, sources)):
-            self._worker.arena.discard(slot)
+    def wants(self, key: bytes) -> bool:
+        """Whether this chunk, which was just read from files, is to be kept."""
+        return self._admission.keeps_loaded(key)
 
-    def _copy_down(self, slot: int, key: bytes, sources: tuple[Source, ...]) -> None:
+    def keep(self, slot: int, key: bytes, sources: tuple[Source, ...], let_go: Callable[[], None]) -> None:
+        """Copies a verified chunk out of a slot that nobody else gets before `let_go`, which is called in any case."""
+        if not self._jobs.submit(partial(self._copy_down, slot, key, sources, let_go)):
+            let_go()
+
+    def _copy_down(self, slot: int, key: bytes, sources: tuple[Source, ...], let_go: Callable[[], None]) -> None:
         host_slot = self._host.reserve()
         try:
             if host_slot is None:
@@ -34,6 +41,6 @@ class HostKeeper:
             self._host.commit(host_slot, key, sources)
             host_slot = None
         finally:
-            self._worker.arena.discard(slot)
+            let_go()
             if host_slot is not None:
                 self._host.discard(host_slot)

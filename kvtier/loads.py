@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kvtier import metrics as names
 from kvtier.errors import TierUnavailable
-from kvtier.fetch import Fetch, Fetcher, FetchFailed
+from kvtier.fetch import Fetch, Fetcher, FetchFailed, Origin
 from kvtier.jobs import Jobs
 from kvtier.kernels.paged import Move
 from kvtier.order import Mark
@@ -37,6 +37,8 @@ TOGETHER = 4
 is alone may have twice as much, but no more than a fourth of the arena: on an H200 host 512 MiB are read in 9 ms, and a
 step of the engine, which holds the interpreter lock meanwhile, took up to 8. A fourth of it is scattered together: a
 launch a chunk takes longer than reading it, and after all of it storage would idle."""
+TOGETHER_MAX = 64
+"""In one launch with those from the arena, which free no slot that storage waits for."""
 ANSWER_GRACE_S = 0.25
 """A load whose own thread has not answered so long after the deadline is answered for it."""
 
@@ -194,8 +196,10 @@ class Loader:
     def _here(self, load: _Load) -> list[Fetch]:
         """The first chunk, which is complete, and those behind it that are too: moved in one launch."""
         here = [load.coming[0]]
-        for fetch in itertools.islice(load.coming, 1, max(1, self._window() // TOGETHER)):
-            if not self._fetcher.is_here(fetch):
+        n_brought, n_brought_max = int(here[0].origin is not Origin.ARENA), max(1, self._window() // TOGETHER)
+        for fetch in itertools.islice(load.coming, 1, TOGETHER_MAX):
+            n_brought += fetch.origin is not Origin.ARENA
+            if n_brought > n_brought_max or not self._fetcher.is_here(fetch):
                 break
             self._fetcher.complete(load.plan.namespace, fetch, load.deadline_s, slot_timeout_s=0.0)
             here.append(fetch)

@@ -17,6 +17,7 @@ class Staged:
     """A gathered chunk and the slot, reserved for it, that it lies in by now.
 
     place: among the chunks that were gathered with it.
+    above: the staging slot that it was copied down from, while that is still reserved for it; None: it has none.
     checksums: of its slabs as they were gathered; None: not known, the I/O engine's own are taken.
     """
 
@@ -25,6 +26,7 @@ class Staged:
     slot: int
     place: int
     checksums: tuple[int, ...] | None = None
+    above: int | None = None
 
 
 class Lowering:
@@ -37,8 +39,8 @@ class Lowering:
         self._slab_bytes = slab_bytes(worker.codec, worker.geometry, writes)
 
     def move(self, staged: Sequence[Staged]) -> int:
-        """Moves the first of the gathered chunks, as many as the host arena has slots for, and frees their staging
-        slots; how many. 0: not even one slot came free in time.
+        """Moves the first of the gathered chunks, as many as the host arena has slots for; how many. Their staging
+        slots are theirs still, as `above`. 0: not even one slot came free in time.
 
         The checksums are taken where the bytes were gathered, if the codec did not: what the way down changes is found
         before anything is published.
@@ -60,8 +62,7 @@ class Lowering:
         for item, checksums in zip(unsummed, sums, strict=True):
             item.checksums = checksums
         for item, host_slot in zip(moved, host_slots, strict=True):
-            worker.arena.discard(item.slot)
-            item.arena, item.slot = self._host, host_slot
+            item.above, item.arena, item.slot = item.slot, self._host, host_slot
         return len(moved)
 
     def _reserve(self, n_slots: int) -> list[int]:

@@ -1,5 +1,5 @@
-"""The arenas of one worker, made at start (I7): where the engine's pages lie on a GPU, staging slots beside them and a
-pinned host arena below; on the CPU one arena in host memory."""
+"""The arenas of one worker, made at start (I7): where the engine's pages lie on a GPU, slots beside them (staging, and
+the hbm arena) and a pinned host arena below; on the CPU one arena in host memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from kvtier.config import Settings
+from kvtier.config import HbmSettings, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io import cuda
@@ -44,15 +45,16 @@ HBM_SPARE_BYTES = 512 << 20
 
 
 class Memory(NamedTuple):
-    """arena, host, order, sums: see kvtier.worker.Worker. save_slots: of the arena, that saves may hold. pin: begins to
-    pin, in the background, behind the loads that it is given. make_way: the engine is at work now. release: after the
-    last use."""
+    """arena, host, order, sums: see kvtier.worker.Worker. save_slots: of the arena, that saves may hold; held_slots:
+    beside those, that wait there for their records. pin: begins to pin, in the background, behind the loads that it is
+    given. make_way: the engine is at work now. release: after the last use."""
 
     arena: ChunkArena
     host: ChunkArena | None
     order: Order
     sums: Callable[[Sequence[SlabRun]], list[tuple[int, ...]]]
     save_slots: int
+    held_slots: int = 0
     pin: Callable[[Jobs], None] = lambda loads: None
     make_way: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
@@ -71,19 +73,23 @@ def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: t
     from kvtier.kernels import device_checksum  # needs Triton, which hosts without a GPU may lack
 
     device_checksum.prepare(device)
-    staging: ChunkArena = Arena(_staging_buffer(settings, slot_bytes, step_chunks, device), slot_bytes)
+    slots = hbm_slots(settings.hbm, slot_bytes, step_chunks)
+    slots.check_fits(settings.hbm, *torch.cuda.mem_get_info(device))
+    arena: ChunkArena = Arena(_device_buffer(slots.n_bytes, device), slot_bytes)
     buffer = _host_buffer(settings.host.arena_bytes or PINNED_ARENA_BYTES, slot_bytes)
     host: ChunkArena = Arena(buffer, slot_bytes, n_ready=0)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     pinner = Pinner(host, ordinal, ThreadJobs("pin", 1, 1))
-    log.info("%d staging slots of %d KiB in HBM, %d in host memory, which is pinned in the background",
-             staging.n_slots, slot_bytes >> 10, host.n_slots)  # fmt: skip
+    log.info("slots of %d KiB: %d in HBM for staging and %d where chunks stay, %d in host memory, which is pinned in "
+             "the background", slot_bytes >> 10, slots.staging, slots.arena, host.n_slots)  # fmt: skip
 
     def sums(runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
         return device_checksum.slab_checksums(runs).wait()
 
-    save_slots = max(staging.n_slots - LOAD_SLOTS, staging.n_slots // 2)
-    return Memory(staging, host, CudaOrder(device), sums, save_slots, pinner.start, pinner.make_way, pinner.close)
+    save_slots = max(slots.staging - LOAD_SLOTS, slots.staging // 2)
+    return Memory(
+        arena, host, CudaOrder(device), sums, save_slots, slots.arena, pinner.start, pinner.make_way, pinner.close
+    )
 
 
 class Pinner:
@@ -161,32 +167,59 @@ def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:
     return torch.frombuffer(aligned_buffer(n_slots * slot_bytes).view, dtype=torch.uint8)
 
 
-def _staging_buffer(settings: Settings, slot_bytes: int, step_chunks: int, device: torch.device) -> torch.Tensor:
-    given = settings.hbm.staging_bytes
-    n_slots = STEPS_IN_FLIGHT * step_chunks + LOAD_SLOTS if given is None else given // slot_bytes
-    if n_slots < ARENA_SLOTS_MIN:
+@dataclass(frozen=True, slots=True)
+class HbmSlots:
+    """Slots of one arena in a GPU's memory. staging: what chunks that pass through take; arena: so many more, so that
+    others may stay."""
+
+    staging: int
+    arena: int
+    slot_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        return (self.staging + self.arena) * self.slot_bytes
+
+    def check_fits(self, hbm: HbmSettings, free_bytes: int, total_bytes: int) -> None:
+        """Raises ConfigError, with the arithmetic, when they do not fit beside the engine."""
+        needed_bytes = self.n_bytes + HBM_SPARE_BYTES
+        if needed_bytes <= free_bytes:
+            return
+        utilization = max(0.0, (total_bytes - needed_bytes) / total_bytes - 0.02)
+        fix = (
+            f"{self.staging} slots for staging and {self.arena} of the hbm arena, each of {_gib(self.slot_bytes, 3)}, "
+            f"and {_gib(HBM_SPARE_BYTES)} to spare are {_gib(needed_bytes)}, but the engine's share leaves "
+            f"{_gib(free_bytes)} of {_gib(total_bytes)}: set gpu_memory_utilization to at most {utilization:.2f}, or "
+        )
+        fits = (free_bytes - HBM_SPARE_BYTES) // self.slot_bytes - self.staging
+        if fits >= 0:
+            raise ConfigError("hbm.arena_bytes", hbm.arena_bytes, f"{fix}it to at most {fits * self.slot_bytes}")
+        least_bytes = ARENA_SLOTS_MIN * self.slot_bytes
+        fix += f"it to less (at least {least_bytes})" + (" and hbm.arena_bytes to 0" if self.arena else "")
+        raise ConfigError("hbm.staging_bytes", hbm.staging_bytes, fix)
+
+
+def hbm_slots(hbm: HbmSettings, slot_bytes: int, step_chunks: int) -> HbmSlots:
+    """Raises ConfigError for sizes that hold too little."""
+    given = hbm.staging_bytes
+    staging = STEPS_IN_FLIGHT * step_chunks + LOAD_SLOTS if given is None else given // slot_bytes
+    if staging < ARENA_SLOTS_MIN:
         fix = f"a chunk takes {slot_bytes} bytes on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
         raise ConfigError("hbm.staging_bytes", given, fix)
-    n_bytes = n_slots * slot_bytes
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    if n_bytes + HBM_SPARE_BYTES > free_bytes:
-        raise ConfigError("hbm.staging_bytes", given, staging_fix(n_slots, slot_bytes, free_bytes, total_bytes))
+    if 0 < hbm.arena_bytes < slot_bytes:
+        fix = f"a chunk takes {slot_bytes} bytes on this rank; set it to a multiple of that, or to 0"
+        raise ConfigError("hbm.arena_bytes", hbm.arena_bytes, fix)
+    return HbmSlots(staging, hbm.arena_bytes // slot_bytes, slot_bytes)
+
+
+def _gib(n_bytes: int, digits: int = 1) -> str:
+    return f"{n_bytes / (1 << 30):.{digits}f} GiB"
+
+
+def _device_buffer(n_bytes: int, device: torch.device) -> torch.Tensor:
     buffer = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
     skip = -buffer.data_ptr() % PAGE_BYTES
     return buffer[skip : skip + n_bytes]
-
-
-def staging_fix(n_slots: int, slot_bytes: int, free_bytes: int, total_bytes: int) -> str:
-    """What to do when staging does not fit beside the engine, with the arithmetic."""
-    gib = 1 << 30
-    needed = n_slots * slot_bytes + HBM_SPARE_BYTES
-    utilization = max(0.0, (total_bytes - needed) / total_bytes - 0.02)
-    return (
-        f"{n_slots} slots of {slot_bytes / gib:.3f} GiB and {HBM_SPARE_BYTES / gib:.1f} GiB to spare are "
-        f"{needed / gib:.1f} GiB, but the engine's share leaves {free_bytes / gib:.1f} of {total_bytes / gib:.1f} GiB: "
-        f"set gpu_memory_utilization to at most {utilization:.2f}, or hbm.staging_bytes to less "
-        f"(at least {ARENA_SLOTS_MIN * slot_bytes})"
-    )
 
 
 _still_pinned: list[ChunkArena] = []

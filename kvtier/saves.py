@@ -11,7 +11,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier import metrics as names
-from kvtier.admission import Admission
+from kvtier.admission import Admissions
 from kvtier.backoff import Backoff
 from kvtier.codecs.base import Encoded, slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
@@ -59,21 +59,32 @@ class _Gathered(NamedTuple):
     encoded: Encoded | None
 
 
-class Saver:
-    """Saves are bounded: at most `chunks_max` chunks hold arena slots, and a forward never waits (I4)."""
+class SaveBounds(NamedTuple):
+    """Chunks that saves may hold in the arena that they are gathered into. gathered_max: until they are copied down, or
+    written from it; held_max: beside those, copied down already, until they may stay there as a cache."""
 
-    def __init__(self, worker: Worker, lower: Jobs, jobs: Jobs, chunks_max: int, admission: Admission) -> None:
+    gathered_max: int
+    held_max: int = 0
+
+
+class Saver:
+    """Saves are bounded (SaveBounds), and a forward never waits (I4)."""
+
+    def __init__(self, worker: Worker, lower: Jobs, jobs: Jobs, bounds: SaveBounds, admit: Admissions) -> None:
         self._worker = worker
         self._lower_jobs = lower
         self._jobs = jobs
-        self._chunks_max = chunks_max
-        self._keep = admission.keeps_saved() and worker.share.writes == worker.share.reads
         host, writes = worker.host, worker.share.writes
+        is_whole = writes == worker.share.reads
+        self._keeps_written = is_whole and (admit.arena if host is None else admit.host).keeps_saved()
+        self._gathered_max = bounds.gathered_max
+        self._held_max = bounds.held_max if is_whole and admit.arena.keeps_saved() else 0
         self._lowering = None if host is None or writes is None else Lowering(worker, host, writes)
         self._making = threading.Lock()
         self._lock = threading.Lock()
         self._done: list[SaveDone] = []
         self._in_flight = 0
+        self._n_held = 0
         self._disk = Backoff()
         self._slots_used: dict[tuple[bytes, int], int] = {}
 
@@ -135,7 +146,7 @@ class Saver:
         with self._lock:
             if self._disk.is_resting(self._worker.clock()):
                 return None, SaveOutcome.RESTING
-            slot = self._worker.arena.reserve() if self._in_flight < self._chunks_max else None
+            slot = self._worker.arena.reserve() if self._in_flight < self._gathered_max else None
             self._in_flight += slot is not None
             return slot, SaveOutcome.QUEUE_FULL
 
@@ -148,6 +159,31 @@ class Saver:
     def _left_arena(self, n_chunks: int) -> None:
         with self._lock:
             self._in_flight -= n_chunks
+
+    def _hold(self, lowered: Sequence[Staged]) -> None:
+        """What may stay above waits there for its record, as many as the hbm arena is for; other staging slots are
+        free. None counts as gathered: the next step finds as many slots as ever, however slow the storage is."""
+        with self._lock:
+            n_held = min(len(lowered), self._held_max - self._n_held)
+            self._n_held += n_held
+        for item in lowered[n_held:]:
+            assert item.above is not None
+            self._worker.arena.discard(item.above)
+            item.above = None
+        self._left_arena(len(lowered))
+
+    def _end_hold(self, items: Sequence[Staged], kept: Mapping[bytes, Source]) -> None:
+        """Ends all that is held of the items: those of `kept`, by their keys, stay as a cache of themselves."""
+        held = [(item, item.above) for item in items if item.above is not None]
+        for item, slot in held:
+            source = kept.get(item.chunk.key)
+            if source is None:
+                self._worker.arena.discard(slot)
+            else:
+                self._worker.arena.commit(slot, item.chunk.key, (source,))
+            item.above = None
+        with self._lock:
+            self._n_held -= len(held)
 
     def _gather(self, staged: Sequence[Staged], writes: Extent) -> _Gathered:
         """One launch for all of them."""
@@ -191,13 +227,14 @@ class Saver:
             self._answer([(item.chunk, SaveOutcome.REFUSED) for item in refused])
             while staged:
                 n_moved = self._lowering.move(staged)
-                self._left_arena(n_moved)
                 part = staged[:n_moved]
+                self._hold(part)
                 if not part or not self._jobs.submit(partial(self._write, plan, part, writes)):
                     outcome = SaveOutcome.QUEUE_FULL
                     break
                 staged = staged[n_moved:]
         finally:
+            self._end_hold(staged, {})
             self._give_back(staged)
             self._answer([(item.chunk, outcome) for item in staged])
 
@@ -238,6 +275,7 @@ class Saver:
             outcomes.update((key, SaveOutcome.FAILED) for key, was in outcomes.items() if was is SaveOutcome.SAVED)
             log.warning("a save fails: %s", fault)
         finally:
+            self._end_hold(staged, {})
             self._give_back(ours)
             self._answer([(item.chunk, outcomes[item.chunk.key]) for item in staged])
         saved = sum(outcome is SaveOutcome.SAVED for outcome in outcomes.values())
@@ -306,13 +344,16 @@ class Saver:
         self._worker.index.publish([NewRecord(item.chunk.key, location, whole) for item, location in written])
 
     def _keep_slots(self, written: list[tuple[Staged, Location]], ours: list[Staged]) -> None:
-        """What was saved may stay in the arena as a cache of itself."""
-        if not self._keep:
+        """What was saved may stay as a cache of itself, in the arena that it was written from and in the one above."""
+        sources = {item.chunk.key: Source(location, location.extent, PAGE_BYTES) for item, location in written}
+        items = [item for item, _ in written]
+        self._end_hold(items, sources)
+        if not self._keeps_written:
             return
-        for item, location in written:
+        for item in items:
             ours.remove(item)
-            item.arena.commit(item.slot, item.chunk.key, (Source(location, location.extent, PAGE_BYTES),))
-        self._left_arena(sum(item.arena is self._worker.arena for item, _ in written))
+            item.arena.commit(item.slot, item.chunk.key, (sources[item.chunk.key],))
+        self._left_arena(sum(item.arena is self._worker.arena for item in items))
 
     def _note_disk(self, outcomes: dict[bytes, SaveOutcome]) -> None:
         if SaveOutcome.NO_SPACE in outcomes.values():

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvtier.admission import Admission
+from kvtier.admission import Admissions
 from kvtier.breakeven import LoadCost
 from kvtier.fetch import Fetcher
 from kvtier.jobs import Jobs, Ticker
@@ -17,7 +17,7 @@ from kvtier.keep import HostKeeper
 from kvtier.loads import Loader
 from kvtier.metrics import Metrics
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
-from kvtier.saves import Saver
+from kvtier.saves import SaveBounds, Saver
 from kvtier.worker import Worker
 
 TIDY_INTERVAL_S = 5.0
@@ -55,12 +55,12 @@ class Transfer:
     """Called from the worker's thread.
 
     Args:
-        save_chunks_max: chunks that saves may hold in the arena at a time; the rest is for loads.
+        bounds: of the chunks that saves may hold in the arena at a time; the rest is for loads.
         cost: what a load should cost here, as it was measured at start; None: not known.
     """
 
     def __init__(
-        self, worker: Worker, jobs: TransferJobs, admission: Admission, save_chunks_max: int,
+        self, worker: Worker, jobs: TransferJobs, admit: Admissions, bounds: SaveBounds,
         cost: LoadCost | None = None, upkeep: Upkeep | None = None,
     ) -> None:  # fmt: skip
         self.cost = cost
@@ -68,9 +68,9 @@ class Transfer:
         self._jobs = jobs
         self._upkeep = upkeep or Upkeep()
         self._ticker: Ticker | None = None
-        self._saver = Saver(worker, jobs.lower, jobs.save, save_chunks_max, admission)
-        keeper = None if worker.host is None else HostKeeper(worker, worker.host, jobs.keep)
-        self._loader = Loader(worker, jobs.load, Fetcher(worker, admission, keeper))
+        self._saver = Saver(worker, jobs.lower, jobs.save, bounds, admit)
+        keeper = None if worker.host is None else HostKeeper(worker, worker.host, jobs.keep, admit.host)
+        self._loader = Loader(worker, jobs.load, Fetcher(worker, admit.arena, keeper))
 
     @property
     def metrics(self) -> Metrics:

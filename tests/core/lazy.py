@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from kvtier.admission import Admission
+from kvtier.admission import Admission, Admissions, Policy
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, ReadOp, Ring, WriteOp, aligned_buffer
 from kvtier.jobs import ManualJobs
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
+from kvtier.saves import SaveBounds
 from kvtier.tiers.arena import Arena
 from kvtier.transfer import Transfer, TransferJobs
 from tests.core.rig import Engine
@@ -159,13 +160,17 @@ class DeviceReads:
 class LazyEngine(Engine):
     """One rank. Background jobs run when the test says so, in this thread."""
 
-    def lay_over(self, out: Left | None = None, staging_slots: int = 12, admit: str = "saved") -> None:
-        """Puts the staging arena above the host arena that the rig made. Call once, before anything is moved."""
+    def lay_over(
+        self, out: Left | None = None, staging_slots: int = 12, admit: Policy = "saved", hbm_slots: int = 0,
+        hbm_admit: Policy = "never",
+    ) -> None:  # fmt: skip
+        """Puts the staging arena above the host arena that the rig made, `hbm_slots` in it for chunks that stay. Call
+        once, before anything is moved."""
         (transfer,) = self.transfers
         worker = transfer._worker
         slot_bytes = worker.arena.slot_bytes
         self.order = LazyOrder(out or Left())
-        staging = torch.frombuffer(aligned_buffer(staging_slots * slot_bytes).view, dtype=torch.uint8)
+        staging = torch.frombuffer(aligned_buffer((staging_slots + hbm_slots) * slot_bytes).view, dtype=torch.uint8)
         self.staging = StagingArena(staging, slot_bytes)
         self.host = worker.arena
         self.worker = replace(
@@ -173,7 +178,8 @@ class LazyEngine(Engine):
             codec=LazyCodec(worker.codec, self.order), io=Engines(DeviceReads(worker.io.ring), worker.io.ring),
         )  # fmt: skip
         self.jobs = TransferJobs(*(ManualJobs(64) for _ in range(4)))
-        self.transfers = [Transfer(self.worker, self.jobs, Admission(admit), staging_slots // 2)]  # type: ignore[arg-type]
+        admissions = Admissions(Admission(hbm_admit), Admission(admit))
+        self.transfers = [Transfer(self.worker, self.jobs, admissions, SaveBounds(staging_slots // 2, hbm_slots))]
         transfer._ticker.close(1.0)  # type: ignore[union-attr]
 
     def in_engine(self, work: Work) -> None:

@@ -12,89 +12,27 @@ from kvtier import metrics as names
 from kvtier.kernels.paged import SlabRun
 from kvtier.loads import _Moving
 from kvtier.order import HostOrder
-from kvtier.plan import LoadDone, SaveDone, SaveOutcome, SavePlan
-from kvtier.store import WantedChunk
+from kvtier.plan import SaveOutcome
 from tests.core.lazy import LazyEngine, Left
-
-TOKENS = list(range(1000, 1000 + 64 * 5))
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
+from tests.core.walks import (
+    BLOCKS,
+    TARGET,
+    TOKENS,
+    all_given_back,
+    begin_load,
+    expected,
+    is_equal,
+    load,
+    plan_of,
+    save,
+    start,
+)
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[list[LazyEngine]]:
-    made: list[LazyEngine] = []
-    yield made
-    for engine in made:
-        for arena in (engine.staging, engine.host):
-            arena.check()
-            assert arena._table.available == arena._table.n_slots, "a slot was lost"
-        engine.close()
-
-
-def start(root: Path, made: list[LazyEngine], out: Left | None = None, **options: object) -> LazyEngine:
-    engine = LazyEngine(root)
-    engine.lay_over(out, **options)  # type: ignore[arg-type]
-    made.append(engine)
-    return engine
-
-
-def plan_of(engine: LazyEngine) -> SavePlan:
-    keys = engine.keys(TOKENS)
-    parents = [engine.store.namespace_id, *keys]
-    wanted = [WantedChunk(key, parents[i], tuple(BLOCKS[4 * i : 4 * i + 4])) for i, key in enumerate(keys)]
-    plan = engine.store.plan_save(wanted)
-    assert plan is not None
-    return plan
-
-
-def save(engine: LazyEngine) -> list[SaveDone]:
-    """Computes, saves, and hands the blocks on at once, as for a request that finished or was preempted."""
-    engine.wait_for_set()
-    engine.in_engine(lambda: engine.prefill(TOKENS, BLOCKS))
-    engine.transfers[0].save(plan_of(engine))
-    engine.overwrite(BLOCKS, 7)
-    engine.jobs.lower.drain(10)
-    engine.jobs.save.drain(10)
-    done = engine.transfers[0].poll().saves
-    engine.store.saved(done)
-    return done
-
-
-def begin_load(engine: LazyEngine, computed: int = 0) -> None:
-    """Asks for a load into blocks that were just zeroed, after their previous owner wrote into them."""
-    keys = engine.keys(TOKENS)[computed // 64 :]
-    entries = engine.store.lookup(keys)
-    assert len(entries) == len(keys)
-    blocks = TARGET[computed // 64 * 4 :]
-    fresh = TARGET[computed // 16 :]
-    engine.overwrite(fresh, 3)
-    engine.overwrite(fresh, 0)
-    engine.transfers[0].load(engine.store.plan_load("r", keys, entries, blocks, computed % 64))
-
-
-def load(engine: LazyEngine, computed: int = 0) -> LoadDone:
-    """Asks for the load, and has it done."""
-    begin_load(engine, computed)
-    engine.jobs.load.drain(10)
-    (done,) = engine.transfers[0].poll().loads
-    engine.run_engine()  # what was launched before the load began runs before it at the latest
-    return done
-
-
-def expected(engine: LazyEngine) -> list[torch.Tensor]:
-    """What the blocks of TARGET must hold: made in a copy of the engine's pages."""
-    engine.run_engine()
-    before = engine.blocks(BLOCKS)
-    engine.prefill(TOKENS, BLOCKS)
-    wanted = engine.blocks(BLOCKS)
-    for number, plane in enumerate(plane for layer in engine.pages[0].layers for plane in layer.planes):
-        plane[torch.tensor(BLOCKS)] = before[number]
-    return wanted
-
-
-def is_equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+def engines() -> Iterator[list[LazyEngine]]:
+    with all_given_back() as made:
+        yield made
 
 
 def test_blocks_handed_on_at_once_and_zeroed_ones_loaded(tmp_path: Path, engines: list[LazyEngine]) -> None:
