@@ -92,7 +92,8 @@ def _matrix_parts(matrix: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, ...]:
 @triton.jit
 def _centroids(fields: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Two int8 for each byte of two fields, in the order of turboquant_tables."""
-    return tl.inline_asm_elementwise(P.centroids, "=&r,=&r,r", [fields], (tl.int8, tl.int8), True, 4)
+    first, second = tl.inline_asm_elementwise(P.centroids, "=&r,=&r,r", [fields], (tl.int8, tl.int8), True, 4)
+    return first, second
 
 
 @triton.jit

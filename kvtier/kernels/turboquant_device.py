@@ -50,6 +50,11 @@ class Tiling(NamedTuple):
     warps: int
     registers: int = 0
 
+    def registers_for(self, k: PlaneCode, v: PlaneCode) -> int | None:
+        """None where there is no limit: larger vectors do not fit into it, and more thresholds spill."""
+        is_small = all(code.padded <= 128 and code.bits <= 4 for code in (k, v))
+        return self.registers if is_small and self.registers else None
+
 
 ENCODE_TILINGS = (
     Tiling(64, 4, 128), Tiling(64, 4), Tiling(64, 4, 96), Tiling(128, 8), Tiling(128, 8, 128), Tiling(128, 4),
@@ -190,7 +195,7 @@ class CudaTurboquant:
             self._planes, table, self._signs, k.encode_matrix, v.encode_matrix, k.squares, v.squares, answers,
             run.page_layer, group.patch.page_head, self._held.n_heads, run.slab_start, group.slab_bytes,
             int(ends_slab), k.code, v.code, self._shape(tiling), PAIRS_PER_PAGE, num_warps=tiling.warps,
-            num_stages=1, maxnreg=tiling.registers or None, enable_fp_fusion=False,
+            num_stages=1, maxnreg=tiling.registers_for(k.code, v.code), enable_fp_fusion=False,
         )  # fmt: skip
 
     def _decode(self, run: _Run, group: _Group, table: torch.Tensor) -> None:
@@ -200,7 +205,7 @@ class CudaTurboquant:
             self._planes, table, self._signs, k.decode_matrix, v.decode_matrix, k.centroids, v.centroids,
             run.page_layer, group.patch.page_head, self._held.n_heads, run.slab_start, group.slab_bytes,
             k.code, v.code, self._shape(tiling), num_warps=tiling.warps, num_stages=1,
-            maxnreg=tiling.registers or None, enable_fp_fusion=False,
+            maxnreg=tiling.registers_for(k.code, v.code), enable_fp_fusion=False,
         )  # fmt: skip
 
     def _shape(self, tiling: Tiling) -> ChunkShape:

@@ -89,7 +89,8 @@ def encode_matrix(size: int) -> npt.NDArray[np.float16]:
     matrix[:size, element >= 0] = hadamard(size)[element[element >= 0]].T
     # Its rows: of each group of 32 a thread has 8 in a row, of which the tensor cores want two at a time.
     row = np.arange(padded)
-    return matrix[row // 32 * 32 + row % 8 // 2 * 8 + row % 32 // 8 * 2 + row % 2]
+    ordered: npt.NDArray[np.float16] = matrix[row // 32 * 32 + row % 8 // 2 * 8 + row % 32 // 8 * 2 + row % 2]
+    return ordered
 
 
 def decode_matrix(code: PlaneCode) -> npt.NDArray[np.int8 | np.float16]:

@@ -24,8 +24,8 @@ TYPES = {
 UNALIGNED = ("planes", "table", "answers")  # as the kernels are declared
 
 
-def compiled(kernel: triton.JITFunction, tiling: Tiling) -> None:
-    k, v = plane_code(128, 4, True, True), plane_code(128, 3, False, True)
+def compiled(kernel: triton.JITFunction, tiling: Tiling, size: int) -> None:
+    k, v = plane_code(size, 4, True, True), plane_code(size, 3, False, True)
     shape = ChunkShape(256, 16, True, tiling.rows, tiling.warps, True)
     constants = {"K": k, "V": v, "C": shape, "PAIRS": 512}
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
@@ -36,7 +36,8 @@ def compiled(kernel: triton.JITFunction, tiling: Tiling) -> None:
         if name in TYPES and name not in UNALIGNED
     }
     options = {
-        "num_warps": tiling.warps, "num_stages": 1, "maxnreg": tiling.registers or None, "enable_fp_fusion": False,
+        "num_warps": tiling.warps, "num_stages": 1, "maxnreg": tiling.registers_for(k, v),
+        "enable_fp_fusion": False,
     }  # fmt: skip
     found = triton.compile(
         ASTSource(kernel, signature, places, aligned), target=GPUTarget("cuda", 90, 32), options=options
@@ -45,5 +46,6 @@ def compiled(kernel: triton.JITFunction, tiling: Tiling) -> None:
 
 
 if __name__ == "__main__":
-    compiled(encode_chunks, ENCODE_TILINGS[0])
-    compiled(decode_chunks, DECODE_TILINGS[0])
+    for size in (128, 256):
+        compiled(encode_chunks, ENCODE_TILINGS[0], size)
+        compiled(decode_chunks, DECODE_TILINGS[0], size)

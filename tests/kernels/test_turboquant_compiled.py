@@ -19,8 +19,8 @@ def test_accesses_are_wide_and_operands_stay_in_registers(tmp_path: Path) -> Non
         [sys.executable, "-m", "tests.kernels.compile_turboquant"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    encode, decode = map(json.loads, answer.stdout.splitlines())
+    assert answer.returncode == 0, answer.stderr[-2000:]  # vectors of 256 elements do not fit into any registers
+    encode, decode, *_ = map(json.loads, answer.stdout.splitlines())
     tile_loads = 64 * 128 * 2 // (128 * 16)
     assert encode["ld.global.v4.b32"] >= 4 * tile_loads, "K three times, V once"
     assert (encode["st.global.v4.b32"], encode["st.global.v2.b32"]) == (3, 1), "codes: 2 of K, V's 1 and signs"
