@@ -207,8 +207,11 @@ class Loader:
 
     def _complete(self, load: _Load, fetch: Fetch) -> None:
         """Two loads never wait for each other: who waits for a slot holds none, and reads of others that are waited
-        for have theirs. (A key has one place in all prompts that share it, so these waits have an order.)"""
+        for have theirs. (A key has one place in all prompts that share it, so these waits have an order, as long as
+        who waits for another's read holds no chunk before it: those that are moving are landed.)"""
         namespace, deadline_s = load.plan.namespace, load.deadline_s
+        if fetch.slot < 0:
+            self._land(load)
         if self._fetcher.complete(namespace, fetch, deadline_s, slot_timeout_s=0.0):
             return
         self._land(load)

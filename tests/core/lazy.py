@@ -17,7 +17,7 @@ import torch
 from kvtier.admission import Admission, Admissions, Policy
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, ReadOp, Ring, WriteOp, aligned_buffer
-from kvtier.jobs import ManualJobs
+from kvtier.jobs import ManualJobs, ThreadJobs
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
 from kvtier.saves import SaveBounds
@@ -177,10 +177,18 @@ class LazyEngine(Engine):
             worker, arena=self.staging, host=self.host, order=self.order, sums=self.order.sums,
             codec=LazyCodec(worker.codec, self.order), io=Engines(DeviceReads(worker.io.ring), worker.io.ring),
         )  # fmt: skip
-        self.jobs = TransferJobs(*(ManualJobs(64) for _ in range(4)))
-        admissions = Admissions(Admission(hbm_admit), Admission(admit))
-        self.transfers = [Transfer(self.worker, self.jobs, admissions, SaveBounds(staging_slots // 2, hbm_slots))]
+        self.jobs: TransferJobs = TransferJobs(*(ManualJobs(64) for _ in range(4)))
+        self._admissions = Admissions(Admission(hbm_admit), Admission(admit))
+        self._bounds = SaveBounds(staging_slots // 2, hbm_slots)
+        self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
         transfer._ticker.close(1.0)  # type: ignore[union-attr]
+
+    def on_threads(self) -> None:
+        """Background jobs run on threads after all. Call before anything is moved."""
+        self.jobs = TransferJobs(
+            *(ThreadJobs(name, n, 64) for name, n in zip(TransferJobs._fields, (2, 1, 2, 1), strict=True))
+        )
+        self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
 
     def in_engine(self, work: Work) -> None:
         """The engine launches something of its own."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtier import metrics as names
 from kvtier.config import HbmSettings
@@ -83,6 +84,29 @@ def test_what_was_loaded_a_second_time_stays_there_and_in_the_host_arena(
     load(reader)
     assert is_equal(reader.blocks(TARGET), expected(reader))
     assert totals(reader)[names.HOST_HIT_CHUNKS] == 5
+
+
+def test_a_slot_is_not_given_away_while_it_is_copied_down(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    save(start(tmp_path, engines))
+    reader = start(tmp_path, engines, hbm_slots=5, hbm_admit="second_hit")
+    load(reader)
+    load(reader)
+    copy, staging = reader.order.copy, reader.staging
+
+    def overwrite_others_then_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        taken = list(iter(staging.reserve, None))
+        for slot in taken:
+            staging.record(slot, 4096).fill_(7)
+            staging.discard(slot)
+        copy(target, source)
+
+    reader.order.copy = overwrite_others_then_copy  # type: ignore[method-assign]
+    reader.jobs.keep.drain(10)
+    load(reader)
+    assert is_equal(reader.blocks(TARGET), expected(reader))
+    found = totals(reader)  # the last one's slot was not given away at all
+    assert (found[names.HOST_HIT_CHUNKS], found[names.ARENA_HIT_CHUNKS]) == (4, 1)
+    assert names.CHECKSUM_FAILURES not in found
 
 
 def test_what_came_from_the_host_arena_may_stay_too(tmp_path: Path, engines: list[LazyEngine]) -> None:
@@ -164,9 +188,12 @@ def test_what_is_not_published_does_not_stay(
     def dead(*_: object) -> None:
         raise IndexUnavailable("gone")
 
-    monkeypatch.setattr(type(engine.worker.index), "publish", dead)
-    assert {done.outcome for done in save(engine)} == {SaveOutcome.FAILED}
+    with monkeypatch.context() as patched:
+        patched.setattr(type(engine.worker.index), "publish", dead)
+        assert {done.outcome for done in save(engine)} == {SaveOutcome.FAILED}
     assert not any(is_cached(engine, key) for key in engine.keys(TOKENS))
+    save(engine, OTHERS)
+    assert all(is_cached(engine, key) for key in engine.keys(OTHERS))
 
 
 def test_slow_storage_takes_no_slot_from_the_next_steps(tmp_path: Path, engines: list[LazyEngine]) -> None:
@@ -188,8 +215,9 @@ def test_a_full_arena_takes_no_slot_from_saves_and_loads(tmp_path: Path, engines
     save(start(tmp_path, engines))
     engine = start(tmp_path, engines, staging_slots=10, hbm_slots=2, hbm_admit="always")
     for number in range(4):
-        done = save(engine, list(range(3000 * number + 2000, 3000 * number + 2000 + 64 * 5)))
-        assert {answer.outcome for answer in done} == {SaveOutcome.SAVED}
+        tokens = list(range(3000 * number + 2000, 3000 * number + 2000 + 64 * 5))
+        assert {done.outcome for done in save(engine, tokens)} == {SaveOutcome.SAVED}
+        assert sum(is_cached(engine, key) for key in engine.keys(tokens)) == 2
     assert load(engine).failed_blocks == frozenset()
     assert is_equal(engine.blocks(TARGET), expected(engine))
 
@@ -207,6 +235,32 @@ def test_chunks_that_are_all_there_move_in_one_launch(tmp_path: Path, engines: l
     engine.worker.codec.decode = count  # type: ignore[method-assign]
     assert load(engine, tokens=tokens).failed_blocks == frozenset()
     assert launches == [30]
+
+
+def test_saves_and_loads_on_threads_that_push_each_other_out(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    prompts = [list(range(2000 * n, 2000 * n + 64 * 5)) for n in range(1, 13)]
+    writer = start(tmp_path, engines)
+    save(writer)
+    engine = start(tmp_path, engines, staging_slots=10, hbm_slots=3, hbm_admit="always")
+    engine.on_threads()
+    transfer = engine.transfers[0]
+    keys = engine.keys(TOKENS)
+    for tokens in prompts:
+        begin_save(engine, tokens)
+        entries = engine.store.lookup(keys)
+        for request, first in (("a", TARGET[0]), ("b", TARGET[0] + 30)):
+            transfer.load(engine.store.plan_load(request, keys, entries, range(first, first + 20), 0))
+        assert transfer.drain(20)
+        progress = transfer.poll()
+        engine.store.saved(progress.saves)
+        assert [done.failed_blocks for done in progress.loads] == 2 * [frozenset()]
+        wanted = expected(engine)
+        for first in (TARGET[0], TARGET[0] + 30):
+            assert is_equal(engine.blocks(range(first, first + 20)), wanted)
+            engine.overwrite(range(first, first + 20), 0)
+        engine.run_engine()
+    found = totals(engine)
+    assert names.CHECKSUM_FAILURES not in found and 0 < found[names.ARENA_HIT_CHUNKS] < 2 * 5 * len(prompts)
 
 
 @pytest.mark.parametrize("left", ["gathered", "behind_engine", "scattered"])

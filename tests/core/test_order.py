@@ -159,6 +159,23 @@ def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path,
     assert transfer.poll().loads == []
 
 
+def test_loads_of_one_prompt_do_not_wait_for_each_others_scatters(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    """A scatter ends when it is waited for and no sooner: who waits for a chunk that another load reads must not hold
+    one that this other load waits for."""
+    save(start(tmp_path, engines))
+    reader = start(tmp_path, engines, staging_slots=10, admit="never")
+    reader.on_threads()
+    keys, transfer = reader.keys(TOKENS), reader.transfers[0]
+    entries = reader.store.lookup(keys)
+    for _ in range(40):
+        for number in range(2):
+            first = TARGET[0] + 30 * number
+            transfer.load(reader.store.plan_load(f"r{number}", keys, entries, range(first, first + 20), 0))
+        assert transfer.drain(20)
+        assert [done.failed_blocks for done in transfer.poll().loads] == 2 * [frozenset()]
+    assert is_equal(reader.blocks(TARGET), expected(reader))
+
+
 @pytest.mark.parametrize("left", ["gathered", "behind_engine", "copied", "scattered"])
 def test_an_event_left_out_shows(tmp_path: Path, engines: list[LazyEngine], left: str) -> None:
     out = Left(**{left: True})
