@@ -23,6 +23,8 @@ SLEEP_CYCLES = 200_000_000
 TOKENS = list(range(1000, 1000 + 64 * 5))
 BLOCKS = list(range(20))
 TARGET = list(range(100, 120))
+SLOT_BYTES = (4 + 128) << 10
+"""Of a chunk of the rig in bf16: a header page, and four heads of four layers."""
 CUDA = {"host": {"arena_bytes": "16MiB"}, "hbm": {"staging_bytes": "16MiB"}}
 
 
@@ -122,6 +124,59 @@ def test_from_the_host_arena(tmp_path: Path, engines: list[Engine]) -> None:
     assert is_equal(engine.blocks(TARGET), expected(engine))
     totals = engine.transfers[0].metrics.total()
     assert totals[names.HOST_HIT_CHUNKS] == 5 and names.FILE_READ_BYTES not in totals
+
+
+def test_from_the_hbm_arena_after_a_save(tmp_path: Path, engines: list[Engine]) -> None:
+    engine = start(tmp_path, engines, hbm={"staging_bytes": "16MiB", "arena_bytes": "4MiB", "admit": "saved"})
+    save_late(engine)
+    assert load_behind(engine) == (5, frozenset())
+    assert is_equal(engine.blocks(TARGET), expected(engine))
+    totals = engine.transfers[0].metrics.total()
+    assert totals[names.ARENA_HIT_CHUNKS] == 5
+    assert names.HOST_HIT_CHUNKS not in totals and names.FILE_READ_BYTES not in totals
+
+
+def test_from_the_hbm_arena_after_two_loads(tmp_path: Path, engines: list[Engine]) -> None:
+    save_late(start(tmp_path, engines))
+    reader = start(tmp_path, engines, hbm={"staging_bytes": "16MiB", "arena_bytes": "4MiB"})
+    for hits in (0, 0, 5):
+        assert load_behind(reader) == (5, frozenset())
+        assert is_equal(reader.blocks(TARGET), expected(reader))
+        assert reader.transfers[0].metrics.total().get(names.ARENA_HIT_CHUNKS, 0) == hits
+
+
+def test_what_the_hbm_arena_holds_goes_under_load_and_is_right_all_the_same(
+    tmp_path: Path, engines: list[Engine]
+) -> None:
+    """Other prompts are saved while one is loaded again and again: six slots in all, so they take each other's."""
+    slots = {"staging_bytes": 5 * SLOT_BYTES, "arena_bytes": SLOT_BYTES, "admit": "always"}
+    engine = start(tmp_path, engines, hbm=slots)
+    assert engine.transfers[0]._worker.arena.n_slots == 6
+    engine.save(TOKENS, BLOCKS)
+    for number in range(20):
+        tokens = list(range(9000 * number, 9000 * number + 64 * 5))
+        engine.prefill(tokens, range(40, 60))
+        engine.wait_for_set()
+        keys = engine.keys(tokens)
+        plan = engine.store.plan_save([WantedChunk(key, bytes(16), tuple(range(40, 44))) for key in keys])
+        assert plan is not None
+        engine.transfers[0].save(plan)
+        assert load_behind(engine)[1] == frozenset()
+        assert is_equal(engine.blocks(TARGET), expected(engine))
+    assert names.CHECKSUM_FAILURES not in engine.transfers[0].metrics.total()
+
+
+def test_a_copy_that_went_bad_in_the_hbm_arena_is_read_again(tmp_path: Path, engines: list[Engine]) -> None:
+    engine = start(tmp_path, engines, hbm={"staging_bytes": "16MiB", "arena_bytes": "4MiB", "admit": "saved"})
+    save_late(engine)
+    arena, key = engine.transfers[0]._worker.arena, engine.keys(TOKENS)[2]
+    slot, sources = arena.lease(key)  # type: ignore[misc]
+    arena.slabs(slot, sources[0].slot_offset, 4, sources[0].slab_bytes)[1, 99] ^= 1
+    arena.release(slot, key)
+    torch.cuda.synchronize()
+    assert load_behind(engine) == (5, frozenset())
+    assert is_equal(engine.blocks(TARGET), expected(engine))
+    assert engine.transfers[0].metrics.total()[names.CHECKSUM_FAILURES] == 1
 
 
 def test_a_local_hit_that_ends_inside_a_chunk(tmp_path: Path, engines: list[Engine]) -> None:
