@@ -37,7 +37,7 @@ from kvtier.memory import cuda_memory, host_memory
 from kvtier.metrics import Metrics
 from kvtier.mount import cost_of_share, open_io
 from kvtier.record import HEADS_PER_RECORD_MAX, record_bytes
-from kvtier.root import Root, check_space, open_namespace, open_root
+from kvtier.root import Root, check_namespace, check_space, open_namespace, open_root
 from kvtier.saves import SaveBounds
 from kvtier.store import Store
 from kvtier.tiers.segments import SegmentFolders, direct_io_works
@@ -160,9 +160,10 @@ def open_transfer(
     codec.prepare(pages, geometry, share.reads)
     direct = use_direct_io(settings, root)
     io = open_io(settings, root, direct, memory.arena, device)
+    files = SegmentFolders(root.folder, direct, lambda named: check_namespace(root, namespace, named))
     worker = Worker(
         geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, io.engines,
-        open_index(settings, root), SegmentFolders(root.folder, direct), Quarantine(), Metrics(), settings.io.timeout_s,
+        open_index(settings, root), files, Quarantine(), Metrics(), settings.io.timeout_s,
     )  # fmt: skip
     queues = settings.queues
     jobs = TransferJobs(

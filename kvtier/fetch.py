@@ -14,8 +14,9 @@ from functools import partial
 
 from kvtier import metrics as names
 from kvtier.admission import Admission
+from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.io.engines import Reads
@@ -82,6 +83,7 @@ class Fetcher:
         self._reading: dict[bytes, threading.Event] = {}
         self._wanted_twice: set[bytes] = set()
         self._stalled_until_s = 0.0
+        self._sizes: dict[Extent, int] = {}
 
     def begin(self, namespace: bytes, chunk: LoadChunk, slot_timeout_s: float) -> Fetch | None:
         """Starts bringing a chunk; None when no slot came free for it in time. Raises FetchFailed, TierUnavailable."""
@@ -252,6 +254,12 @@ class Fetcher:
             self.abandon(fetch)
             raise
 
+    def _slab_bytes(self, extent: Extent) -> int:
+        known = self._sizes.get(extent)
+        if known is None:
+            known = self._sizes[extent] = slab_bytes(self._worker.codec, self._worker.geometry, extent)
+        return known
+
     def _copy_up(self, fetch: Fetch) -> bool:
         """From the host arena, if the chunk is there."""
         host, key = self._worker.host, fetch.chunk.key
@@ -273,7 +281,12 @@ class Fetcher:
         fetch.begun_s = self._worker.clock()
         if fetch.begun_s < self._stalled_until_s:
             raise FetchFailed("the storage did not answer lately")
+        self._worker.files(namespace)  # or it is no namespace of this worker, and what is in it may be sound
         located = entries.unpack(fetch.chunk.entry)
+        for location in located:
+            if location.slab_bytes != self._slab_bytes(location.extent):
+                self._retract(fetch.chunk.key, location)
+                raise FetchFailed(f"{_place(location)}: slabs of {location.slab_bytes} bytes are not of this codec")
         sources = sources_of(located, self._worker.share.reads, self._worker.arena.slot_bytes)
         if sources is None:
             raise FetchFailed("its records do not make up this rank's share")

@@ -159,6 +159,7 @@ class Loader:
         try:
             self._load_chunks(load)
         except (FetchFailed, TierUnavailable) as failure:
+            self._land(load)
             log.warning("request %s: recomputed from chunk %d of its load on: %s",
                         load.plan.request_id, load.n_chunks, failure)  # fmt: skip
         finally:
@@ -194,10 +195,11 @@ class Loader:
         return self._chunks_ahead_alone if len(self._loads) == 1 else self._chunks_ahead
 
     def _here(self, load: _Load) -> list[Fetch]:
-        """The first chunk, which is complete, and those behind it that are too: moved in one launch."""
+        """The first chunk, which is complete, and on a device those behind it that are too: moved in one launch. (On
+        the CPU one launch is no gain, and nobody could answer late while a slow codec decodes them all.)"""
         here = [load.coming[0]]
         n_brought, n_brought_max = int(here[0].origin is not Origin.ARENA), max(1, self._window() // TOGETHER)
-        for fetch in itertools.islice(load.coming, 1, TOGETHER_MAX):
+        for fetch in itertools.islice(load.coming, 1, TOGETHER_MAX if self._worker.arena.is_device else 1):
             n_brought += fetch.origin is not Origin.ARENA
             if n_brought > n_brought_max or not self._fetcher.is_here(fetch):
                 break
@@ -210,7 +212,7 @@ class Loader:
         for have theirs. (A key has one place in all prompts that share it, so these waits have an order, as long as
         who waits for another's read holds no chunk before it: those that are moving are landed.)"""
         namespace, deadline_s = load.plan.namespace, load.deadline_s
-        if fetch.slot < 0:
+        if not self._fetcher.is_here(fetch):
             self._land(load)
         if self._fetcher.complete(namespace, fetch, deadline_s, slot_timeout_s=0.0):
             return
@@ -259,9 +261,9 @@ class Loader:
             with load.lock:
                 load.moving.popleft()
                 load.n_chunks += len(fetches)
+                load.n_tokens += sum(self._worker.geometry.chunk_tokens - f.chunk.first_token for f in fetches)
+                load.n_bytes += sum(source.n_bytes for f in fetches for source in f.sources)
             for fetch in fetches:
-                load.n_tokens += self._worker.geometry.chunk_tokens - fetch.chunk.first_token
-                load.n_bytes += sum(source.n_bytes for source in fetch.sources)
                 self._fetcher.keep_or_free(fetch)
 
     def _move(self, fetch: Fetch, source: Source) -> Move:

@@ -129,10 +129,10 @@ class CudaOrder:
                 stream.wait_event(mark)
             try:
                 work()
+                return self._record(stream)
             except BaseException:
-                self.wait(self._record(stream))  # part of it may be on its way
+                stream.synchronize()  # part of it may be on its way
                 raise
-            return self._record(stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config import Settings
-from kvtier.errors import ConfigError, Corrupt
+from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace
 from kvtier.once import create_once, read_small
@@ -122,6 +122,29 @@ def read_namespace(folder: Path) -> Namespace:
         )
         raise ConfigError("root", str(path), fix) from None
     return namespace
+
+
+PER_PROCESS = ("engine", "weights", "geometry", "codec")
+"""Of a namespace: what each process of an engine finds out for itself, from its own settings, environment and files."""
+
+
+def check_namespace(root: Root, own: Namespace, namespace_id: bytes) -> None:
+    """Whether a worker whose own settings and weights make `own` may move KV of the namespace that its scheduler names.
+
+    Where they differ in more than the epoch, one of the two processes was started with other settings or weights, and
+    its bytes would be taken for something else. Raises TierUnavailable.
+    """
+    if namespace_id == own.id:
+        return
+    try:
+        found = read_namespace(root.folder / namespace_id.hex())
+    except ConfigError as fault:
+        raise TierUnavailable(f"namespace {namespace_id.hex()}: {fault}") from fault
+    differing = [name for name in PER_PROCESS if getattr(found, name) != getattr(own, name)]
+    if differing:
+        what = "; ".join(f"{name}: {getattr(found, name)}, here {getattr(own, name)}" for name in differing)
+        fix = "give all processes of an engine the same kvtier settings, environment and weights"
+        raise TierUnavailable(f"namespace {namespace_id.hex()} is of another {what}; {fix}")
 
 
 def _make_folder(path: Path, parents: bool = False) -> None:

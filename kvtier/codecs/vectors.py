@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from kvtier.codecs.base import Verdict
 from kvtier.errors import ConfigError
 from kvtier.geometry import Extent, Geometry
+from kvtier.kernels.launch import to_device
 from kvtier.kernels.paged import Move, PagedKV
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -117,7 +119,7 @@ class VectorPages:
         k = self._pages.layers[0].k
         if min(move.block_ids) < 0 or max(move.block_ids) >= k.shape[0]:
             raise ValueError(f"blocks {min(move.block_ids)}-{max(move.block_ids)} are out of range of {k.shape[0]}")
-        return torch.tensor(move.block_ids, device=k.device)
+        return to_device(np.array(move.block_ids, dtype=np.int64), k.device)  # waits for no stream
 
 
 def check_vectors(codec: str, geometry: Geometry) -> None:

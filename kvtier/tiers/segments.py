@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.errors import Corrupt, TierUnavailable
@@ -194,19 +194,26 @@ class SegmentFiles:
 
 
 class SegmentFolders:
-    """Namespace id -> its segments, made at first use. Thread-safe."""
+    """Namespace id -> its segments, made at first use. Thread-safe.
 
-    def __init__(self, folder: Path, direct: bool) -> None:
+    check: raises TierUnavailable when a namespace is none that may be used here; asked until it does not.
+    """
+
+    def __init__(self, folder: Path, direct: bool, check: Callable[[bytes], None] = lambda namespace: None) -> None:
         self._folder = folder
         self._direct = direct
+        self._check = check
         self._known: dict[bytes, SegmentFiles] = {}
         self._lock = threading.Lock()
 
     def __call__(self, namespace: bytes) -> SegmentFiles:
         with self._lock:
-            if namespace not in self._known:
-                self._known[namespace] = SegmentFiles(self._folder / namespace.hex(), self._direct)
-            return self._known[namespace]
+            known = self._known.get(namespace)
+        if known is not None:
+            return known
+        self._check(namespace)
+        with self._lock:
+            return self._known.setdefault(namespace, SegmentFiles(self._folder / namespace.hex(), self._direct))
 
     def close_unlinked(self) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,8 +155,11 @@ def test_what_lies_before_a_lost_chunk_is_loaded(tmp_path: Path, how: str, arena
     loaded = reader.blocks(target[:36])
     reader.prefill(tokens, target)
     assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(target[:36]), strict=True))
-    arena = reader.transfers[0]._worker.arena
-    assert arena._table.available == arena.n_slots
+    arena, deadline = reader.transfers[0]._worker.arena, time.monotonic() + 10
+    while arena._table.available < arena.n_slots:  # what was read ahead in vain has still to return
+        assert time.monotonic() < deadline, "a slot was lost"
+        reader.transfers[0].tidy()
+        time.sleep(0.01)
     reader.close()
 
 
