@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from kvtier import metrics as names
 from kvtier.kernels.paged import SlabRun
 from kvtier.loads import _Moving
 from kvtier.order import HostOrder
-from kvtier.plan import SaveOutcome
+from kvtier.plan import LoadChunk, SaveOutcome
 from tests.core.lazy import LazyEngine, Left
 from tests.core.walks import (
     BLOCKS,
@@ -159,21 +160,25 @@ def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path,
     assert transfer.poll().loads == []
 
 
-def test_loads_of_one_prompt_do_not_wait_for_each_others_scatters(tmp_path: Path, engines: list[LazyEngine]) -> None:
-    """A scatter ends when it is waited for and no sooner: who waits for a chunk that another load reads must not hold
-    one that this other load waits for."""
+def test_who_waits_for_anothers_read_holds_no_chunk_before_it(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    """Two loads of one prompt would else wait for each other: a scatter here ends when it is waited for, no sooner."""
     save(start(tmp_path, engines))
-    reader = start(tmp_path, engines, staging_slots=10, admit="never")
+    reader = start(tmp_path, engines, admit="never")
     reader.on_threads()
-    keys, transfer = reader.keys(TOKENS), reader.transfers[0]
-    entries = reader.store.lookup(keys)
-    for _ in range(40):
-        for number in range(2):
-            first = TARGET[0] + 30 * number
-            transfer.load(reader.store.plan_load(f"r{number}", keys, entries, range(first, first + 20), 0))
-        assert transfer.drain(20)
-        assert [done.failed_blocks for done in transfer.poll().loads] == 2 * [frozenset()]
-    assert is_equal(reader.blocks(TARGET), expected(reader))
+    keys, fetcher = reader.keys(TOKENS), reader.transfers[0]._loader._fetcher
+    entry = reader.store.lookup(keys)[1]
+    other = fetcher.begin(reader.store.namespace_id, LoadChunk(keys[1], entry, tuple(BLOCKS[4:8]), 0), 0.0)
+    assert other is not None
+    begin_load(reader)
+    deadline_s = time.monotonic() + 5
+    while keys[2] not in fetcher._reading or keys[0] in fetcher._reading:
+        assert time.monotonic() < deadline_s, "it keeps its first chunk while it waits for the second"
+        time.sleep(0.01)
+    fetcher.abandon(other)
+    assert reader.transfers[0].drain(10)
+    (done,) = reader.transfers[0].poll().loads
+    reader.transfers[0].tidy()
+    assert done.failed_blocks == frozenset() and is_equal(reader.blocks(TARGET), expected(reader))
 
 
 @pytest.mark.parametrize("left", ["gathered", "behind_engine", "copied", "scattered"])
