@@ -133,13 +133,15 @@ def load_mix() -> list[str]:
         f"{found['shared_answers']} of the part before them are those of an engine without the tier, "
         f"{blocks['equal']:,} loaded blocks bit-equal and {blocks['wrong'] + blocks['unknown']} not, at most "
         f"{found['most_on_disk'] / 2**20:,.0f} of {found['capacity_bytes'] / 2**20:,.0f} MiB on disk, "
-        f"{found['evicted_bytes'] / 1e9:.1f} GB evicted; {found['shared_answers']} requests on one prefix read it "
-        f"{found['copies_read']:.1f} times{there}. {rounds}{_differing(found)}"
+        f"{found['evicted_bytes'] / 1e9:.1f} GB evicted in the whole run; {found['shared_answers']} requests on one "
+        f"prefix were served by {found['copies_read']:.1f} reads of it{there}. {rounds}{_differing(found)}"
     ]
 
 
 def _differing(found: dict[str, Any]) -> str:
     """How close the choice of the tokens was with which answers begin to differ; older results do not say."""
+    if found["same_answers"] < found["answers"] and "differing" not in found:
+        return " Which answer differs, and by how little, was not written down in this run; no loaded byte was wrong."
     leads = [f"{difference['lead']:.1e}" for difference in found.get("differing", ())]
     if not leads:
         return ""
@@ -156,9 +158,16 @@ def _rounds(result: dict[str, Any]) -> str:
     failed = result["result"]["failed_loads"]
     bad = "" if result["good"] else " **Not all of it is as it must be.**"
     return (
-        f"The {len(counted)} mixed rounds loaded {loads} tokens from the tier, while {evicted / 1e9:.1f} GB were "
-        f"evicted; {failed} loads failed (their tokens were computed).{bad}"
+        f"The {len(counted)} mixed rounds loaded {loads} tokens from the tier, while {evicted / 1e9:.1f} GB of it were "
+        f"evicted; loads that failed, so that their tokens were computed: {failed}. Seconds a round: "
+        f"{_seconds(result)}.{bad}"
     )
+
+
+def _seconds(result: dict[str, Any]) -> str:
+    found = result["result"]
+    mine, bare = (", ".join(f"{s:.2f}" for s in found[name]) for name in ("round_s", "bare_round_s"))
+    return f"{mine}; without the tier, which so small a model does not need, {bare}"
 
 
 def two_gpus() -> list[str]:

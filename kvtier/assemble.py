@@ -61,12 +61,9 @@ _memory_lock = threading.Lock()
 
 def make_codec(settings: Settings) -> Codec:
     """Raises ConfigError for settings that do not go together."""
-    if settings.codec not in CODECS:
-        return Turboquant(settings.codec, settings.codec_boundary_layers)
-    if settings.codec_boundary_layers:
-        fix = f"codec {settings.codec} treats all layers alike: set it to 0, or codec to k4v4 or the like"
-        raise ConfigError("codec_boundary_layers", settings.codec_boundary_layers, fix)
-    return CODECS[settings.codec]()
+    settings.check_codec()
+    made = CODECS.get(settings.codec)
+    return Turboquant(settings.codec, settings.codec_boundary_layers) if made is None else made()
 
 
 def open_index(settings: Settings, root: Root) -> Index:

@@ -225,11 +225,18 @@ class Settings(BaseSettings):
         try:
             settings = cls(**values)
             settings.check_capacity(settings.segment_bytes)
+            settings.check_codec()
         except ValidationError as error:
             raise _config_error(cls, error, sources) from None
         except ConfigError as error:
             raise ConfigError(error.key, error.value, f"{error.fix}{_origin((error.key,), sources)}") from None
         return settings
+
+    def check_codec(self) -> None:
+        """Raises ConfigError for settings of the codec that do not go together."""
+        if self.codec_boundary_layers and self.codec in ("raw", "fp8"):
+            fix = f"codec {self.codec} treats all layers alike: set it to 0, or codec to k4v4 or the like"
+            raise ConfigError("codec_boundary_layers", self.codec_boundary_layers, fix)
 
     def check_capacity(self, set_bytes: int) -> None:
         """Raises ConfigError when not even one segment set (`set_bytes` on disk over all ranks) fits the capacity."""

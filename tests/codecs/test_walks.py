@@ -278,7 +278,10 @@ def test_models_that_a_codec_cannot_encode(tmp_path: Path) -> None:
     error = refusal(tmp_path, geometry(k_head_size=64, v_head_size=64, chunk_tokens=4096), codec="k3v3")
     assert (error.key, error.value) == ("chunk_tokens", 4096)
     error = refusal(tmp_path, geometry(), codec="raw", codec_boundary_layers=2)
-    assert (error.key, error.value) == ("codec_boundary_layers", 2)
+    assert (error.key, error.value) == ("codec_boundary_layers", 2) and "(from connector config)" in error.fix
+    shape = geometry(layers=4, k_head_size=64, v_head_size=64, dtype="bfloat16", element_bytes=2)
+    error = refusal(tmp_path, shape, codec="k4v4", codec_boundary_layers=2)
+    assert (error.key, error.value) == ("codec_boundary_layers", 2) and "of 4 layers none" in error.fix
 
 
 def test_what_is_part_of_the_identity() -> None:

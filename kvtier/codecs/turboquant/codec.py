@@ -38,6 +38,9 @@ class Turboquant:
             if size not in HEAD_SIZES:
                 fix = f"it takes heads of {', '.join(map(str, HEAD_SIZES))} elements, this model's have {size}"
                 raise ConfigError("codec", self._preset, f"{fix}: set it to fp8 or raw")
+        if 2 * self._boundary_layers >= geometry.layers:
+            fix = f"of {geometry.layers} layers none would be {self._preset}: set it to less, or codec to k6v4"
+            raise ConfigError("codec_boundary_layers", self._boundary_layers, fix)
         if geometry.chunk_tokens > CHUNK_TOKENS_MAX:
             fix = f"with codec {self._preset} it may be {CHUNK_TOKENS_MAX} at most"
             raise ConfigError("chunk_tokens", geometry.chunk_tokens, fix)
