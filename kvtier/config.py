@@ -59,7 +59,7 @@ def _no_bool(value: object) -> object:
 
 
 def _tokens_or_auto(value: object) -> object:
-    if isinstance(value, str) and value != "auto" and not value.strip().isdigit():  # else each type complains
+    if value != "auto" and not str(value).strip().isdecimal():  # else each type of the union complains
         raise ValueError('must be a number of tokens or "auto"')
     return value
 

@@ -290,9 +290,15 @@ def test_a_root_with_a_nul_byte_is_refused() -> None:
     assert refusal({"root": "/x\0y"}).key == "root"
 
 
-def test_text_for_tokens_is_one_complaint() -> None:
+@pytest.mark.parametrize("value", ["soon", True, -1, 3.5, None])
+def test_what_is_no_number_of_tokens_is_one_complaint(value: object) -> None:
+    """`min_load_tokens: yes` in YAML is True: a setting of two types, and once each of them complained."""
     with pytest.raises(ConfigError, match='number of tokens or "auto"') as refused:
-        Settings.load({"root": "/x", "min_load_tokens": "soon"})
+        Settings.load({"root": "/x", "min_load_tokens": value})
     assert "more settings" not in str(refused.value)
-    assert Settings.load({"root": "/x", "min_load_tokens": "512"}).min_load_tokens == 512
+
+
+def test_tokens_are_a_number_a_text_of_one_or_auto() -> None:
+    for value in (512, "512"):
+        assert Settings.load({"root": "/x", "min_load_tokens": value}).min_load_tokens == 512
     assert Settings.load({"root": "/x", "min_load_tokens": "auto"}).min_load_tokens == "auto"
