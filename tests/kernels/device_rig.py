@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import triton.experimental.gluon  # noqa: F401  # its own functions as for everyone: Triton comes to it with a launch
@@ -10,16 +12,26 @@ import triton.experimental.gluon  # noqa: F401  # its own functions as for every
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 
-# Triton reads the variable where a kernel is defined. It must not stay: engines that tests start would inherit it.
-_before = os.environ.get("TRITON_INTERPRET")
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"
-try:
-    from kvtier.kernels import device, device_checksum
-finally:
-    if _before is None:
-        os.environ.pop("TRITON_INTERPRET", None)
-    else:
-        os.environ["TRITON_INTERPRET"] = _before
 
-__all__ = ["DEVICE", "INTERPRETED", "device", "device_checksum"]
+@contextmanager
+def as_interpreted() -> Iterator[None]:
+    """Kernels whose modules are first imported within are interpreted, where there is no device to compile them for.
+
+    Triton reads the variable where a kernel is defined. It must not stay: engines that tests start would inherit it.
+    """
+    before = os.environ.get("TRITON_INTERPRET")
+    if INTERPRETED:
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("TRITON_INTERPRET", None)
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+with as_interpreted():
+    from kvtier.kernels import device, device_checksum
+
+__all__ = ["DEVICE", "INTERPRETED", "as_interpreted", "device", "device_checksum"]

@@ -3,26 +3,14 @@ the compiler does not believe costs half of the rate and not one wrong byte."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.kernels.device_rig import device, device_checksum
-
-ROOT = Path(__file__).parents[2]
+from tests.kernels.fresh_process import lines_of
 
 
 def test_accesses_are_sixteen_bytes_wide_and_no_register_is_spilled(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    answer = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_for_hopper"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    *moves, sums = map(json.loads, answer.stdout.splitlines())
+    *moves, sums = lines_of("tests.kernels.compile_for_hopper", tmp_path, timeout_s=120)
     tile, warps = device.TILINGS[0]
     for accesses in moves:
         vectors = tile // (warps * 32) // 2

@@ -3,24 +3,14 @@ that changes its layout, or an access that is not believed to be aligned, costs 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.kernels.fresh_process import lines_of
 
 
 def test_accesses_are_wide_and_operands_stay_in_registers(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    answer = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_turboquant"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr[-2000:]  # vectors of 256 elements do not fit into any registers
-    encode, decode, *_ = map(json.loads, answer.stdout.splitlines())
+    # Those of 256 elements only have to compile: their vectors do not fit into any registers.
+    encode, decode, *_ = lines_of("tests.kernels.compile_turboquant", tmp_path, timeout_s=280)
     tile_loads = 64 * 128 * 2 // (128 * 16)
     assert encode["ld.global.v4.b32"] >= 4 * tile_loads, "K three times, V once"
     assert (encode["st.global.v4.b32"], encode["st.global.v2.b32"]) == (3, 1), "codes: 2 of K, V's 1 and signs"

@@ -6,7 +6,6 @@ PTX run by tests.kernels.ptx.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,19 +22,10 @@ from kvtier.codecs.vectors import VectorPages
 from kvtier.geometry import Extent
 from kvtier.kernels.paged import Move, PagedKV
 from tests.kernels import ptx
-from tests.kernels.device_rig import DEVICE, INTERPRETED
+from tests.kernels.device_rig import DEVICE, INTERPRETED, as_interpreted
 
-# Triton reads the variable where a kernel is defined. It must not stay: engines that tests start would inherit it.
-_before = os.environ.get("TRITON_INTERPRET")
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"
-try:
+with as_interpreted():
     from kvtier.kernels import turboquant_device
-finally:
-    if _before is None:
-        os.environ.pop("TRITON_INTERPRET", None)
-    else:
-        os.environ["TRITON_INTERPRET"] = _before
 
 Tiling = turboquant_device.Tiling
 SMALL = Tiling(16, 1) if INTERPRETED else Tiling(64, 4)
