@@ -16,16 +16,13 @@ medians of triton.testing.do_bench; beside them the device's part alone, of laun
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import platform
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from itertools import cycle
 from pathlib import Path
 
@@ -33,6 +30,7 @@ import torch
 import triton
 import triton.testing
 
+from benchmarks.gpu import report
 from benchmarks.gpu.kernels import L2_BYTES, copy_rate, device_ms
 from kvtier.checksum import slab_checksum, slab_seed
 from kvtier.codecs.turboquant.codec import TurboquantCoder
@@ -335,18 +333,13 @@ def main() -> int:
     print(f"device copy (read + written) {clock.copy_gb_s:.0f} GB/s; compiled in {compiled_s:.0f} s")
     print("targets met" if met else "TARGET MISSED", f"({time.monotonic() - begin_s:.0f} s)")
     if arguments.out:
-        gpu = torch.cuda.get_device_properties(0)
         result = {
-            "question": "turboquant's encode, verify and decode, bytes of the engine's KV over time",
-            "machine": {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "memory_bytes": gpu.total_memory,
-                        "kernel": platform.release()},
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
-                         "cuda": torch.version.cuda},
-            "command": " ".join(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "copy_gb_s": clock.copy_gb_s, "targets": {"tb_s": GOAL_TB_S, "nmse_of_theory": NMSE_OF_THEORY_MAX},
             "targets_met": met, "rows": rows, "tuned": tuned,
         }  # fmt: skip
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        report.write(
+            arguments.out, "turboquant's encode, verify and decode, bytes of the engine's KV over time", result
+        )
     return 0 if met else 1
 
 

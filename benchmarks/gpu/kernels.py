@@ -1,6 +1,6 @@
 """At what share of the device's own copy do gather, scatter and checksum run?
 
-    python3 benchmarks/gpu/kernels.py --out kernels.json [--tune]
+    python3 -m benchmarks.gpu.kernels --out kernels.json [--tune]
 
 Ceiling: torch's copy of one large buffer to another, in the same run. Gather and scatter count bytes read and written,
 as the copy does; the checksum only reads. 64 chunks of 256 tokens, their blocks shuffled over the cache. Before
@@ -15,21 +15,18 @@ Ends with status 1 when a target is missed or bytes differ.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import torch
-import triton
 
+from benchmarks.gpu import report
 from kvtier.checksum import slab_checksum, slab_seed
 from kvtier.geometry import padded
 from kvtier.kernels import device, device_checksum
@@ -265,18 +262,11 @@ def main() -> int:
     met = targets_met(rows)
     print("targets met" if met else "TARGET MISSED", f"({time.monotonic() - begin_s:.0f} s)")
     if arguments.out:
-        gpu = torch.cuda.get_device_properties(0)
         result = {
-            "question": "gather, scatter and checksum as a share of the device's copy",
-            "machine": {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "memory_bytes": gpu.total_memory,
-                        "kernel": platform.release()},
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
-                         "cuda": torch.version.cuda},
-            "command": " ".join(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "copy_gb_s": copy_gb_s, "targets": {"percent_of_copy": GOAL_PERCENT, "checksum_gb_s": GOAL_SUM_GB_S},
             "targets_met": met, "rows": rows, "tuned": tuned,
         }  # fmt: skip
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        report.write(arguments.out, "gather, scatter and checksum as a share of the device's copy", result)
     return 0 if met else 1
 
 
