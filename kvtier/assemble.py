@@ -146,6 +146,7 @@ def open_transfer(
     if device.type not in ADMIT:
         fix = f"KV is moved to and from {', '.join(ADMIT)} only; run the engine there, or without the kvtier connector"
         raise ConfigError("device", device.type, fix)
+    settings.check_device(has_gpu=device.type == "cuda")
     codec, geometry = make_codec(settings), namespace.geometry
     codec.check(geometry)
     root = open_root(settings)

@@ -226,10 +226,13 @@ class Settings(BaseSettings):
             settings = cls(**values)
             settings.check_capacity(settings.segment_bytes)
             settings.check_codec()
+            settings.check_hbm()
         except ValidationError as error:
             raise _config_error(cls, error, sources) from None
         except ConfigError as error:
-            raise ConfigError(error.key, error.value, f"{error.fix}{_origin((error.key,), sources)}") from None
+            raise ConfigError(
+                error.key, error.value, f"{error.fix}{_origin(tuple(error.key.split('.')), sources)}"
+            ) from None
         return settings
 
     def check_codec(self) -> None:
@@ -237,6 +240,19 @@ class Settings(BaseSettings):
         if self.codec_boundary_layers and self.codec in ("raw", "fp8"):
             fix = f"codec {self.codec} treats all layers alike: set it to 0, or codec to k4v4 or the like"
             raise ConfigError("codec_boundary_layers", self.codec_boundary_layers, fix)
+
+    def check_hbm(self) -> None:
+        """Raises ConfigError when chunks are to stay in an hbm arena that is not there."""
+        if self.hbm.admit in ("always", "saved") and not self.hbm.arena_bytes:
+            fix = "no chunk stays in GPU memory while hbm.arena_bytes is 0: set that too, or leave hbm.admit out"
+            raise ConfigError("hbm.admit", self.hbm.admit, fix)
+
+    def check_device(self, has_gpu: bool) -> None:
+        """Raises ConfigError for GPU memory that is asked for where the engine's KV lies in host memory."""
+        for key, n_bytes in (("hbm.arena_bytes", self.hbm.arena_bytes), ("hbm.staging_bytes", self.hbm.staging_bytes)):
+            if n_bytes and not has_gpu:
+                fix = "there is no GPU here, so nothing would lie in it: leave it out, and use host.arena_bytes"
+                raise ConfigError(key, n_bytes, fix)
 
     def check_capacity(self, set_bytes: int) -> None:
         """Raises ConfigError when not even one segment set (`set_bytes` on disk over all ranks) fits the capacity."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.config import Settings
-from kvtier.doctor.host import size
+from kvtier.doctor.host import Host, ProbeFailed, size
 from kvtier.errors import ConfigError
 from kvtier.io.filesystem import file_system_of
 from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
@@ -24,6 +25,7 @@ def run_check(config: Path, as_json: bool) -> int:
     """Prints what an engine would use; status 1, and one line on standard error, when it would not start."""
     try:
         settings = Settings.load({"config": str(config)})
+        _look_at_gpu(settings)
         root = _look_at_root(settings)
     except ConfigError as fault:
         print(" ".join(str(fault).split()), file=sys.stderr)
@@ -49,6 +51,13 @@ def _leaves(model: BaseModel, before: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
+
+
+def _look_at_gpu(settings: Settings) -> None:
+    """Raises ConfigError for GPU memory on a host without a GPU. A driver that does not answer is doctor's to tell."""
+    if settings.hbm.arena_bytes or settings.hbm.staging_bytes:
+        with suppress(ProbeFailed):
+            settings.check_device(has_gpu=Host().probe("kvtier.doctor.probe", "driver") is not None)
 
 
 def _look_at_root(settings: Settings) -> dict[str, str]:

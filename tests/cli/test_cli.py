@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.commands import doctor
-from kvtier.doctor.host import Verdict
+from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.geometry import PAGE_BYTES
 from kvtier.index.embedded import LmdbIndex
 from kvtier.owner import Node, Owner
@@ -231,6 +232,25 @@ def test_check_says_what_stops_a_start(config: Path, root: Path, capsys: pytest.
     config.unlink()
     assert main(["check", str(config)]) == 1
     assert "cannot read this settings file" in capsys.readouterr().err
+
+
+def test_check_of_gpu_memory(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused where there is no GPU, as by an engine; a driver that hangs is not this command's to judge."""
+    text = f"root: {config.parent}\nhbm: {{arena_bytes: 4Gi}}\n"
+
+    def driver(answer: object) -> Callable[..., object]:
+        def probe(*_: object, **__: object) -> object:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return probe
+
+    monkeypatch.setattr(Host, "probe", driver(None))
+    assert "hbm.arena_bytes = 4294967296: there is no GPU here" in refused(config, text, capsys)
+    for answer in (13000, ProbeFailed("no answer in 20 s")):
+        monkeypatch.setattr(Host, "probe", driver(answer))
+        assert main(["check", str(config)]) == 0
 
 
 # --- doctor ---

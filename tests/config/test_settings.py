@@ -278,6 +278,23 @@ def test_chunk_that_is_not_whole_blocks() -> None:
         settings.check_block(32)
 
 
+def test_an_admission_without_an_hbm_arena() -> None:
+    error = refusal({"root": "/x", "hbm": {"admit": "saved"}})
+    assert error.key == "hbm.admit" and "hbm.arena_bytes is 0" in error.fix and "connector config" in error.fix
+    Settings.load({"root": "/x", "hbm": {"admit": "second_hit", "arena_bytes": 0}})  # as default.yaml has it
+    Settings.load({"root": "/x", "hbm": {"admit": "saved", "arena_bytes": "4GiB"}})
+
+
+@pytest.mark.parametrize("key", ["staging_bytes", "arena_bytes"])
+def test_gpu_memory_without_a_gpu(key: str) -> None:
+    """It was left unused without a word."""
+    settings = Settings.load({"root": "/x", "hbm": {key: "4GiB"}})
+    settings.check_device(has_gpu=True)
+    with pytest.raises(ConfigError, match=f"hbm.{key} = 4294967296: there is no GPU here"):
+        settings.check_device(has_gpu=False)
+    Settings.load({"root": "/x", "hbm": {"arena_bytes": 0}}).check_device(has_gpu=False)
+
+
 def test_variables_of_a_kubernetes_service_called_kvtier_are_not_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "KVTIER_PORT": "tcp://10.0.0.1:80", "KVTIER_SERVICE_HOST": "10.0.0.1", "KVTIER_PORT_80_TCP_ADDR": "10.0.0.1",

@@ -119,6 +119,11 @@ def test_arena_too_small_for_chunks_stops_start_up(tmp_path: Path) -> None:
         Engine(tmp_path, changes={"host": {"arena_bytes": 512 << 10}})
 
 
+def test_gpu_memory_for_an_engine_without_a_gpu_stops_start_up(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hbm\.arena_bytes = 1073741824: there is no GPU here"):
+        Engine(tmp_path, changes={"hbm": {"arena_bytes": 1 << 30}})
+
+
 def test_kv_on_a_device_that_is_not_supported_stops_start_up(tmp_path: Path) -> None:
     """It would else run on without its cache: every save and load would fail and be counted."""
     plane = torch.zeros(4, 16, 4, 32, device="meta")
