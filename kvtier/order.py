@@ -111,22 +111,14 @@ class CudaOrder:
 
     @contextmanager
     def moving(self, *after: Mark) -> Iterator[None]:
-        self._enter()
-        stream = self._stream("moving")
-        with torch.cuda.stream(stream):
-            for mark in after:
-                stream.wait_event(mark)
+        with self._launching("moving", *after) as stream:
             try:
                 yield
             finally:
                 self.wait(self._record(stream))
 
     def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
-        self._enter()
-        stream = self._stream("moving")
-        with torch.cuda.stream(stream):
-            for mark in after:
-                stream.wait_event(mark)
+        with self._launching("moving", *after) as stream:
             try:
                 work()
                 return self._record(stream)
@@ -138,11 +130,19 @@ class CudaOrder:
         target.copy_(source, non_blocking=True)
 
     def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        self._enter()
-        stream = self._stream("copying")
-        with torch.cuda.stream(stream):
+        with self._launching("copying") as stream:
             self.copy(target, source)
             return self._record(stream)
+
+    @contextmanager
+    def _launching(self, name: str, *after: Mark) -> Iterator[torch.cuda.Stream]:
+        """This thread's stream of that name, the current one within: what is launched on it runs behind the marks."""
+        self._enter()
+        stream = self._stream(name)
+        with torch.cuda.stream(stream):
+            for mark in after:
+                stream.wait_event(mark)
+            yield stream
 
     def _enter(self) -> None:
         """A new thread's device is the first of the host, and to use that makes a context of half a GiB there. Asking
