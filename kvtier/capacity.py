@@ -36,6 +36,11 @@ class Engine:
     def ranks(self) -> int:
         return self.tensor_size * self.pipeline_size
 
+    @property
+    def outside_bytes(self) -> int:
+        """Of each GPU, that the engine leaves to others."""
+        return self.gpu_bytes - int(self.gpu_bytes * self.utilization)
+
     def stages(self, layers: int) -> tuple[range, ...]:
         """The layers of each pipeline stage, as vLLM cuts them (vllm.distributed.utils.get_pp_indices): what remains
         goes to one stage each, from the last but one backwards. There must be a layer for each stage."""
@@ -75,14 +80,14 @@ class HbmPlan:
 def plan_hbm(model: ModelConfig, geometry: Geometry, weights_bytes: int, engine: Engine) -> HbmPlan:
     """weights_bytes: of the whole model. They lie on ranks in proportion to parameters."""
     each = weights_bytes / total_parameters(model)
-    usable = int(engine.gpu_bytes * engine.utilization)
+    usable = engine.gpu_bytes - engine.outside_bytes
     plans = []
     for share in engine.shares(geometry):
         reads = share.reads
         stage = range(reads.first_layer, reads.end_layer)
         weights = math.ceil(each * rank_parameters(model, stage, engine.tensor_size))
         kv_bytes = usable - weights - engine.reserve_bytes
-        plans.append(HbmPlan(weights, kv_bytes, geometry.vector_bytes * reads.cells, engine.gpu_bytes - usable))
+        plans.append(HbmPlan(weights, kv_bytes, geometry.vector_bytes * reads.cells, engine.outside_bytes))
     return min(plans, key=lambda plan: plan.kv_bytes / plan.token_bytes)
 
 

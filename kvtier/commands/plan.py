@@ -11,15 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from kvtier.breakeven import STEP_S, UNKNOWN_LATENCY_S
 from kvtier.capacity import Engine, Rates
 from kvtier.commands.plan_figures import Asked, make_plan
 from kvtier.commands.plan_text import plan_lines, plan_values
-from kvtier.commands.status import OK, print_json
+from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.config import CHUNK_TOKENS_UNIT, parse_bytes
 from kvtier.errors import ConfigError
 
 T = TypeVar("T")
+
+LOAD_OVERHEAD_S = 0.02
+"""Time to the first token less the bytes at the transfer's rate: 19 ms with 8,192 tokens, 30 with 32,768, 54 with
+100,000, of which a prefix hit in the engine's own cache takes 17, 22 and 39 (one H200, Llama-3.1-8B's dimensions,
+benchmarks/results/gpu/ttft_tmpfs.json)."""
+STEP_TOKENS = 8192
+"""vLLM's usual max_num_batched_tokens on a large GPU, when it serves."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +39,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--kv-dtype", default="auto", choices=("auto", "fp8"), help="in which the engine keeps KV")
     add("--chunk-tokens", default="256", metavar="N", help="as in the settings (default 256)")
     add("--codec-boundary-layers", default="0", metavar="N", help="as in the settings (default 0)")
+    usual_step = STEP_TOKENS
+    add("--max-num-batched-tokens", default=str(usual_step), metavar="N", help=f"of a step (default {usual_step})")
+    add("--hbm-staging", metavar="SIZE", help="hbm.staging_bytes of the settings (default: as there, by the step)")
     add("--host-memory", metavar="SIZE", help="of the host arena of each rank")
     add("--storage", metavar="SIZE", help="of the root")
     add("--storage-rate", metavar="RATE", help="at which all ranks together read it, as 2GB/s")
     add("--pcie-rate", metavar="RATE", help="from host memory to one GPU, as 55GB/s")
     add("--tflops", metavar="F", help="what one GPU achieves in a prefill")
     add("--prefill-rate", metavar="RATE@N", help="instead: tokens a second of a prompt of N tokens, as 40000@8192")
-    usual = STEP_S + UNKNOWN_LATENCY_S
-    add("--load-overhead", default=str(usual), metavar="S", help=f"seconds that any load takes (default {usual})")
+    usual_s = LOAD_OVERHEAD_S
+    add("--load-overhead", default=str(usual_s), metavar="S", help=f"seconds that any load takes (default {usual_s})")
     add("--context", metavar="N", help="tokens to reload (default: the longest context of the model)")
 
 
@@ -50,7 +59,7 @@ def run_plan(options: argparse.Namespace) -> int:
         print_json(plan_values(plan))
     else:
         print("\n".join(plan_lines(plan)))
-    return OK
+    return FOUND_BAD if all(found.staging.fault for found in plan.codecs.values()) else OK
 
 
 def _read(options: argparse.Namespace) -> Asked:
@@ -73,6 +82,8 @@ def _read(options: argparse.Namespace) -> Asked:
         kv_dtype=options.kv_dtype,
         chunk_tokens=chunk_tokens,
         boundary_layers=_count("--codec-boundary-layers", options.codec_boundary_layers, least=0),
+        step_tokens=_count("--max-num-batched-tokens", options.max_num_batched_tokens),
+        staging_bytes=_given("--hbm-staging", options.hbm_staging, _bytes),
         host_bytes=_given("--host-memory", options.host_memory, _bytes),
         storage_bytes=_given("--storage", options.storage, _bytes),
         rates=Rates(

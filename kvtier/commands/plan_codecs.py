@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from kvtier.assemble import make_codec, set_shape
-from kvtier.capacity import ChunkBytes, read_by
+from kvtier.capacity import ChunkBytes, Engine, read_by
 from kvtier.codecs.base import slab_bytes
-from kvtier.config import Settings
+from kvtier.config import HbmSettings, Settings
 from kvtier.errors import ConfigError
 from kvtier.geometry import Geometry, RankShare
+from kvtier.memory import HBM_SPARE_BYTES, hbm_slots
 from kvtier.record import record_bytes
 from kvtier.worker import arena_slot_bytes
 
@@ -59,3 +60,24 @@ def _chunk_of(name: str, geometry: Geometry, shares: Sequence[RankShare], bounda
         read=max(reads),
         read_in_all=sum(reads),
     )
+
+
+class Staging(NamedTuple):
+    """What start-up takes of each GPU beside the engine's share, and leaves free there. fault: why it would stop."""
+
+    n_bytes: int
+    spare_bytes: int
+    fault: str | None
+
+
+def staging_of(chunk: ChunkBytes, staging_bytes: int | None, step_tokens: int, engine: Engine) -> Staging:
+    """staging_bytes: as hbm.staging_bytes; step_tokens: of a step of the engine at most."""
+    hbm = HbmSettings(staging_bytes=staging_bytes)
+    n_bytes = staging_bytes or 0
+    try:
+        slots = hbm_slots(hbm, chunk.slot, -(-step_tokens // chunk.tokens))
+        n_bytes = slots.n_bytes
+        slots.check_fits(hbm, engine.outside_bytes, engine.gpu_bytes)
+    except ConfigError as fault:
+        return Staging(n_bytes, HBM_SPARE_BYTES, f"{fault.key}: {fault.fix}")
+    return Staging(n_bytes, HBM_SPARE_BYTES, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvtier.capacity import ChunkBytes, Engine, HbmPlan, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
 from kvtier.doctor.host import size
@@ -14,6 +14,9 @@ from kvtier.geometry import Geometry, RankShare
 from kvtier.model_config import ModelConfig, read_model
 from kvtier.model_parameters import active_parameters, total_parameters
 from kvtier.model_weights import Weights, read_weights
+
+if TYPE_CHECKING:
+    from kvtier.commands.plan_codecs import Staging
 
 GIB = 1 << 30
 
@@ -27,6 +30,8 @@ class Asked:
     kv_dtype: Literal["auto", "fp8"]
     chunk_tokens: int
     boundary_layers: int
+    step_tokens: int
+    staging_bytes: int | None
     host_bytes: int | None
     storage_bytes: int | None
     rates: Rates
@@ -39,10 +44,11 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class CodecPlan:
     """One codec. Tokens per GiB of files and of an arena on each rank, and of what was named of either. Of a context:
-    seconds from files and from host memory. Of a reload from files, else from host memory: tokens a second, and from
-    how many tokens on it is no slower than a prefill."""
+    seconds from files and from host memory, with what any load takes. Of a reload from files, else from host memory:
+    tokens a second, and from how many tokens on it is no slower than a prefill."""
 
     chunk: ChunkBytes
+    staging: Staging
     ratio: float
     per_gib_of_files: int
     per_gib_of_arena: int
@@ -76,7 +82,7 @@ class Plan:
 def make_plan(asked: Asked) -> Plan:
     """Raises ConfigError."""
     # With torch, which takes seconds: the other commands do not wait for it.
-    from kvtier.commands.plan_codecs import chunks_of_codecs
+    from kvtier.commands.plan_codecs import chunks_of_codecs, staging_of
 
     model = read_model(asked.model)
     geometry = model.geometry(asked.kv_dtype, asked.chunk_tokens)
@@ -92,7 +98,12 @@ def make_plan(asked: Asked) -> Plan:
         raise ConfigError("--gpu-memory", engine.gpu_bytes, fix)
     sizes, refused = chunks_of_codecs(geometry, shares, asked.boundary_layers)
     prefill, context = _prefill(asked, model), whole_chunks(_context(asked, model), asked.chunk_tokens)
-    codecs = {name: _codec_plan(asked, chunk, sizes["raw"], prefill, context) for name, chunk in sizes.items()}
+    stagings = {
+        name: staging_of(chunk, asked.staging_bytes, asked.step_tokens, engine) for name, chunk in sizes.items()
+    }
+    codecs = {
+        name: _codec_plan(asked, chunk, sizes["raw"], stagings[name], prefill, context) for name, chunk in sizes.items()
+    }
     is_timed = prefill.flop_s < math.inf
     return Plan(
         model, total_parameters(model), active_parameters(model), geometry, weights, engine, hbm, codecs, refused,
@@ -100,7 +111,9 @@ def make_plan(asked: Asked) -> Plan:
     )  # fmt: skip
 
 
-def _codec_plan(asked: Asked, chunk: ChunkBytes, raw: ChunkBytes, prefill: Prefill, context: int) -> CodecPlan:
+def _codec_plan(
+    asked: Asked, chunk: ChunkBytes, raw: ChunkBytes, staging: Staging, prefill: Prefill, context: int
+) -> CodecPlan:
     from_files, from_host = asked.rates.from_files(chunk), asked.rates.from_host(chunk)
     token_s = from_host if from_files is None else from_files
     even = None
@@ -109,13 +122,14 @@ def _codec_plan(asked: Asked, chunk: ChunkBytes, raw: ChunkBytes, prefill: Prefi
         even = -(-tokens // chunk.tokens) * chunk.tokens
     return CodecPlan(
         chunk=chunk,
+        staging=staging,
         ratio=raw.encoded / chunk.encoded,
         per_gib_of_files=GIB * chunk.tokens // chunk.file,
         per_gib_of_arena=GIB * chunk.tokens // chunk.slot,
         tokens_in_storage=None if asked.storage_bytes is None else chunk.tokens_in_files(asked.storage_bytes),
         tokens_in_host=None if asked.host_bytes is None else chunk.tokens_in_arena(asked.host_bytes),
-        from_files_s=None if from_files is None else from_files * context,
-        from_host_s=None if from_host is None else from_host * context,
+        from_files_s=None if from_files is None else asked.load_overhead_s + from_files * context,
+        from_host_s=None if from_host is None else asked.load_overhead_s + from_host * context,
         reload_tokens_s=None if token_s is None else 1 / token_s,
         break_even_tokens=even,
     )
@@ -165,9 +179,15 @@ def _assumptions(asked: Asked, model: ModelConfig) -> tuple[str, ...]:
         "and decode them is not counted",
         "storage serves all ranks together, PCIe one GPU each",
     ]
+    if asked.staging_bytes is None:
+        found.append(
+            f"a step of the engine computes up to {asked.step_tokens:,} tokens (--max-num-batched-tokens): staging is "
+            "for three such steps, and for loads"
+        )
+    if asked.rates != Rates(None, None):
+        found.append(f"any load takes {asked.load_overhead_s:g} s beside its bytes (--load-overhead)")
     if asked.tflops is not None and engine.ranks > 1:
         found.append(f"all {engine.ranks} GPUs achieve that rate at the same time")
     if asked.tflops is not None or asked.prefill_rate is not None:
         found.append("a prefill does all its work at one rate; what of it is not matrices takes nothing")
-        found.append(f"any load takes {asked.load_overhead_s:g} s beside its bytes (--load-overhead)")
     return tuple(found)

@@ -23,6 +23,7 @@ def plan_values(plan: Plan) -> dict[str, Any]:
     values["geometry"]["token_bytes"] = plan.geometry.token_bytes
     for name, found in plan.codecs.items():
         values["codecs"][name]["chunk"]["token_bytes"] = found.chunk.token_bytes
+        values["codecs"][name]["staging"] = found.staging._asdict()
     return values
 
 
@@ -36,7 +37,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
             yield ""
             yield f"{title}:"
             yield from _table(plan, columns)
-    for names, reason in _together(plan.refused):
+    for names, reason in _together(plan.refused | _not_fitting(plan)):
         yield f"not with {', '.join(names)}: {reason}"
     yield ""
     yield from (f"assumed: {text}" for text in plan.assumptions)
@@ -61,9 +62,21 @@ def _facts(plan: Plan) -> Iterator[str]:
     longest = model.max_tokens
     fits = f": {hbm.tokens / longest:.1f} requests of the model's longest context, {longest:,}" if longest else ""
     yield f"context: {hbm.tokens:,} tokens in HBM{fits}"
-    yield f"outside of the engine's share: {size(hbm.outside_bytes)} of each GPU, for kvtier's staging"
+    yield f"outside of the engine's share: {size(hbm.outside_bytes)} of each GPU, {_staging(plan)}"
     rate = "give --tflops or --prefill-rate for its time" if plan.prefill_s is None else f"{_seconds(plan.prefill_s)}"
     yield f"prefill of {plan.context:,} tokens: {plan.prefill_flops / 1e12:,.0f} TFLOP, {rate}"
+
+
+def _staging(plan: Plan) -> str:
+    """Of codec raw, which takes the most."""
+    found = plan.codecs["raw"].staging
+    left = plan.hbm.outside_bytes - found.n_bytes - found.spare_bytes
+    rest = f"{size(left)} left" if left >= 0 else f"{size(-left)} too little"
+    return f"less {size(found.n_bytes)} for kvtier's staging (raw) and {size(found.spare_bytes)} to spare: {rest}"
+
+
+def _not_fitting(plan: Plan) -> dict[str, str]:
+    return {name: found.staging.fault for name, found in plan.codecs.items() if found.staging.fault is not None}
 
 
 def _sizes(plan: Plan) -> list[Column]:
@@ -72,6 +85,7 @@ def _sizes(plan: Plan) -> list[Column]:
         ("raw is", lambda row: f"{row.ratio:.2f}x"),
         ("tokens/GiB of files", lambda row: f"{row.per_gib_of_files:,}"),
         ("tokens/GiB of a rank's arena", lambda row: f"{row.per_gib_of_arena:,}"),
+        ("staging", lambda row: size(row.staging.n_bytes)),
     ]
     raw = plan.codecs["raw"]
     if raw.tokens_in_storage is not None:
