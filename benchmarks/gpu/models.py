@@ -7,6 +7,8 @@ tokens are compared, the weights are random with a wide spread, and saved, so th
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,11 +64,16 @@ def make_model(kind: str, folder: Path) -> Path:
     target, size = folder / kind, DIMENSIONS[kind]
     if (target / "model.safetensors").exists() or (not size.is_saved and (target / "config.json").exists()):
         return target
-    target.mkdir(parents=True, exist_ok=True)
+    made = folder / f"{kind}.{os.getpid()}"
+    made.mkdir(parents=True)
     if size.is_saved:
-        _save_weights(size, target)
+        _save_weights(size, made)
     else:
-        (target / "config.json").write_text(json.dumps(_config(size), indent=1))
+        (made / "config.json").write_text(json.dumps(_config(size), indent=1))
+    try:
+        made.rename(target)
+    except OSError:  # another lane of the same run was quicker
+        shutil.rmtree(made)
     return target
 
 

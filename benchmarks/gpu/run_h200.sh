@@ -20,20 +20,29 @@
 #   save         what saving costs, durable rate                                      260   400
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
 #   two-ttft     two GPUs: 70B's dimensions at TP=2                                   280   450
+#   quality      a small model trained here, its KV through each codec (MINUTES)      480   590
 #
-# Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS,
+# Several at once on a machine of several GPUs, each lane on its own (CUDA_VISIBLE_DEVICES) and with its own folders, for
+# what is not timed, or is timed on its GPU alone:
+#
+#   benchmarks/gpu/run_h200.sh lanes 0,1:two-equal,two-ttft 2:load,tests 3:quality
+#
+# Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS, SHM, LANES_S,
 # LENGTHS, MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
 # BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
 # ceilings, kernels, doctor and demo). ARENA (empty: none) and NAME (of the JSON) are for ttft in two calls on one machine:
-# SYSTEMS=none,kvtier first, then SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers.
+# SYSTEMS=none,kvtier first, then SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers. HBM_ARENA: also from an hbm arena of
+# that size (with EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). LANE: set by lanes.
 set -uo pipefail
 OUT=${OUT:-/tmp/bench/out}
 BUNDLE=${BUNDLE:-/tmp/bundle}
 PARTS=${PARTS:-/tmp/bundle_parts}
-WORK=/tmp/bench
+LANE=${LANE:-}
+WORK=/tmp/bench$LANE
 TREE=/tmp/kv
+BUILT=/tmp/kvtier-native
 ROOT=$PWD
-MEMORY=/dev/shm/kv
+MEMORY=/dev/shm/kv$LANE
 EXTRA=${EXTRA:-{\}}
 mkdir -p "$OUT" "$WORK/logs" "$MEMORY"
 
@@ -60,9 +69,9 @@ link() {
 
 # The library that came along may be of other sources, or want other system libraries: it is built here.
 build() {
-  local now target=kvtier/io/_native.abi3.so objects=$WORK/native source jobs=""
+  local now target=kvtier/io/_native.abi3.so objects=$BUILT/objects source jobs=""
   now=$(cat kvtier/io/native/* | sha256sum)
-  [ -e "$target" ] && [ "$(cat "$WORK/native.hash" 2> /dev/null)" = "$now" ] && return 0
+  [ -e "$target" ] && [ "$(cat "$BUILT/hash" 2> /dev/null)" = "$now" ] && return 0
   rm -rf "$objects" && mkdir -p "$objects"
   for source in kvtier/io/native/*.cpp; do
     g++ -std=c++17 -O3 -fPIC -fvisibility=hidden -pthread -c "$source" -o "$objects/$(basename "$source").o" &
@@ -70,7 +79,7 @@ build() {
   done
   for job in $jobs; do wait "$job" || return 1; done
   g++ -shared -pthread -static-libstdc++ -static-libgcc "$objects"/*.o -ldl -o "$target.new" || return 1
-  mv "$target.new" "$target" && echo "$now" > "$WORK/native.hash"
+  mv "$target.new" "$target" && echo "$now" > "$BUILT/hash"
 }
 
 # The writable disk with the most room that is no memory.
@@ -83,11 +92,13 @@ disk_folder() {
 }
 
 prepare() {
-  unpack && link && build || return 1
-  [ -n "${TINY:-}" ] || mount -o remount,size=100G /dev/shm 2> /dev/null || echo "/dev/shm keeps its size"
+  [ -n "$LANE" ] || { unpack && link && build; } || return 1
+  [ -n "${TINY:-}" ] || mount -o remount,size=${SHM:-100G} /dev/shm 2> /dev/null || echo "/dev/shm keeps its size"
   DISK=${DISK:-$(disk_folder)}
   export DISK PYTHONPATH=$TREE:$BUNDLE/site PYTHONSAFEPATH=1 BUNDLE_PEERS=$BUNDLE/peers
   export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONHASHSEED=0 PYTHONUNBUFFERED=1
+  export VLLM_CACHE_ROOT=$WORK/vllm
+  DISK=$DISK$LANE
   mkdir -p "$DISK"
   df -h /dev/shm "$DISK" | sed 's/^/  /'
   python3 -c "import kvtier.connectors.bridge, kvtier.io.native as n, torch; print('  kvtier imports;', n.instruction_set(), torch.__version__, torch.cuda.device_count(), 'GPUs')"
@@ -137,7 +148,7 @@ stage() {
       (cd "$TREE" && timeout -k 10 240 python3 -m benchmarks.demo --output "$DISK/demo" --result "$OUT/demo.json") ;;
     ttft-tmpfs)
       ttft "${NAME:-ttft_tmpfs}" "$MEMORY" 590 --systems "${SYSTEMS:-none,kvtier,native,lmcache}" --count "${COUNT:-3}" \
-        --peer-count "${PEER_COUNT:-2}" --arena "${ARENA-16GiB}" --timeout 170 ;;
+        --peer-count "${PEER_COUNT:-2}" --arena "${ARENA-16GiB}" --hbm-arena "${HBM_ARENA:-}" --timeout 170 ;;
     ttft-disk)
       local probe=8192
       [ -z "${TINY:-}" ] || probe=256
@@ -151,6 +162,8 @@ stage() {
       [ "$part" = equal ] || seconds=450
       bench two_gpus $seconds --folder "$MEMORY" --out "$OUT/two_gpus_$part.json" --logs "$WORK/logs" --extra "$EXTRA" \
         --parts "$part" --count "${COUNT:-2}" --systems "${SYSTEMS:-none,kvtier}" ;;
+    quality)
+      timeout -k 10 590 python3 -m benchmarks.quality --out "$OUT/quality.json" --minutes "${MINUTES:-5}" ;;
     *)
       echo "no stage $1"
       return 2 ;;
@@ -174,8 +187,33 @@ main() {
   exit $failed
 }
 
+# Each argument GPUS:STAGE,STAGE... is a lane. What they wrote comes together as one archive: few files come back.
+# After LANES_S seconds those that still run are ended, so that the others' results are not lost.
+lanes() {
+  local lane number=0 jobs="" job failed=0 guard
+  prepare || { echo "PREPARING FAILED"; exit 1; }
+  for lane in "$@"; do
+    number=$((number + 1))
+    mkdir -p "$OUT/lane$number"
+    CUDA_VISIBLE_DEVICES=${lane%%:*} LANE=-lane$number OUT=$OUT/lane$number \
+      setsid bash "$0" $(echo "${lane#*:}" | tr ',' ' ') > "$OUT/lane$number/output.log" 2>&1 &
+    jobs="$jobs $!"
+  done
+  (sleep "${LANES_S:-550}"; for job in $jobs; do kill -- "-$job"; done) 2> /dev/null &
+  guard=$!
+  for job in $jobs; do wait "$job" || failed=1; done
+  kill $guard 2> /dev/null
+  for lane in $(seq $number); do
+    echo "=== lane $lane"
+    tail -n "${TAIL:-40}" "$OUT/lane$lane/output.log"
+  done
+  (cd "$OUT" && tar czf lanes.tar.gz lane* && rm -rf lane?)
+  exit $failed
+}
+
 case ${1:-} in
-  "") sed -n '2,28p' "$0"; exit 2 ;;
+  "") sed -n '2,36p' "$0"; exit 2 ;;
+  lanes) shift; lanes "$@" ;;
   put) put; shift; [ $# = 0 ] || main "$@" ;;
   *) main "$@" ;;
 esac

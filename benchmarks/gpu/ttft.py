@@ -25,7 +25,6 @@ from benchmarks.gpu.processes import EngineFailed, run_engine
 from benchmarks.gpu.report import median, ms
 from benchmarks.gpu.tiny import TINY_ENGINE, TINY_ENVIRONMENT, TINY_TIER
 
-ARENA_BYTES = "16GiB"
 WARM_UP_TOKENS = 2048
 
 
@@ -119,12 +118,28 @@ def measure(setup: Setup, systems: Sequence[str], asked: Asked) -> dict[str, Any
     return results
 
 
-def measure_arena(setup: Setup, n_tokens: int, count: int, arena: str) -> Any:
-    """kvtier again: from its host arena, in the process that stored."""
+@dataclass(frozen=True)
+class ArenaKind:
+    """One of the arenas above the files: its name in results and rows, and the settings that let it hold all."""
+
+    name: str
+    row: str
+
+    def settings(self, arena: str) -> dict[str, Any]:
+        if self.name == "arena":
+            return {"host": {"arena_bytes": arena, "admit": "always"}}
+        return {"hbm": {"arena_bytes": arena, "admit": "saved"}, "host": {"admit": "never"}}
+
+
+HOST_ARENA = ArenaKind("arena", "kvtier, host arena")
+HBM_ARENA = ArenaKind("hbm_arena", "kvtier, hbm arena")
+
+
+def measure_arena(setup: Setup, n_tokens: int, count: int, kind: ArenaKind, arena: str) -> Any:
+    """kvtier again: from one of its arenas, in the process that stored."""
     steps = [["warm_up", min(WARM_UP_TOKENS, n_tokens)], ["store", [n_tokens], 1], ["from_arena", n_tokens, count]]
-    host = {"host": {"arena_bytes": arena, "admit": "always"}}
     try:
-        return setup.run("kvtier-arena", "kvtier", steps, host)
+        return setup.run(f"kvtier-{kind.name}", "kvtier", steps, kind.settings(arena))
     except EngineFailed as failure:
         print(f"FAILED {failure}", flush=True)
         return {"failed": str(failure)}
@@ -205,6 +220,14 @@ def limit_of(ceilings: Path | None, folder: Path) -> float | None:
     return None if reads is None else min(reads["bytes_s"], found["copies"].get("h2d_bytes_s", float("inf")))
 
 
+def encoded_token_bytes(results: dict[str, Any]) -> int | None:
+    """Bytes of a token in a codec's layout, as kvtier's reloads counted them; None without a reload."""
+    for row in results.get("kvtier", {}).get("reload", {}).get("first_tokens", []):
+        if row["counted"].get("load_tokens"):
+            return int(row["counted"]["load_bytes"] // row["counted"]["load_tokens"])
+    return None
+
+
 def _row(name: str, measured: list[dict[str, Any]], expected: list[int] | None) -> dict[str, Any]:
     tokens = [row["token"] for row in measured]
     return {
@@ -240,6 +263,7 @@ def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer-count", type=int, default=1, help="the same for the other systems")
     parser.add_argument("--probe-tokens", type=int, default=0, help="direct reads of so much, around each reload")
     parser.add_argument("--arena", default=None, help="also from a host arena of this size")
+    parser.add_argument("--hbm-arena", default=None, help="also from an hbm arena of this size")
     parser.add_argument("--ceilings", type=Path, default=None, help="JSON of a `ceilings` run on this machine")
     parser.add_argument("--extra", default="{}", help="more settings of kvtier, as JSON")
     parser.add_argument("--gpu-memory", type=float, default=0.6)
@@ -268,16 +292,20 @@ def main() -> int:
     token_bytes = DIMENSIONS[setup.kind].token_bytes(4 if arguments.tiny else 2)
     check_room(setup.folder, asked.stored_tokens * token_bytes)
     results = measure(setup, arguments.systems.split(","), asked)
-    if arguments.arena:
-        results["arena"] = measure_arena(setup, arguments.lengths[-1], arguments.count, arguments.arena)
+    arenas = [(kind, of) for kind, of in ((HOST_ARENA, arguments.arena), (HBM_ARENA, arguments.hbm_arena)) if of]
+    for kind, of in arenas:
+        results[kind.name] = measure_arena(setup, arguments.lengths[-1], arguments.count, kind, of)
     shutil.rmtree(setup.folder / "kvtier", ignore_errors=True)
     limit = None if asked.probe_tokens else limit_of(arguments.ceilings, setup.folder)
+    if setup.extra.get("codec", "raw") != "raw":
+        token_bytes = encoded_token_bytes(results) or token_bytes
     rows = summary(results, arguments.lengths, token_bytes, limit)
-    arena = results.get("arena", {}).get("from_arena")
-    if arena:
-        rows.append(_row("kvtier, host arena", arena[1:], None) | {"first_s": arena[0]["ttft_s"]})
+    for kind, _ in arenas:
+        asked_again = results[kind.name].get("from_arena")
+        if asked_again:
+            rows.append(_row(kind.row, asked_again[1:], None) | {"first_s": asked_again[0]["ttft_s"]})
     report.write(arguments.out, "time to the first token after a reload", {
-        "model": setup.kind, "tensor_parallel_size": arguments.tp, "folder": str(setup.folder),
+        "model": setup.kind, "tensor_parallel_size": arguments.tp, "folder": str(setup.folder), "extra": setup.extra,
         "limit_bytes_s": limit, "probe_tokens": asked.probe_tokens, "rows": rows, "results": results,
     })  # fmt: skip
     print_summary(rows)
