@@ -26,6 +26,8 @@ from kvtier.kernels.paged import SlabRun
 from kvtier.order import Mark
 from kvtier.plan import LoadChunk
 from kvtier.sources import Source, end_of, sources_of
+from kvtier.tiers.descriptors import OpenSegment
+from kvtier.tiers.segments import SegmentFiles
 from kvtier.worker import Worker
 
 log = logging.getLogger("kvtier")
@@ -103,16 +105,16 @@ class Fetcher:
             if not self._begin(namespace, fetch, slot_timeout_s):
                 return False
         if fetch.batch is not None:
-            self._await_reads(fetch, deadline_s)
+            self._await_reads(fetch, fetch.batch, deadline_s)
         return True
 
     def is_here(self, fetch: Fetch) -> bool:
-        """Whether `complete` would return True at once, and the bytes have arrived."""
+        """Whether the bytes have arrived, all of them: else `complete` waits for them, or says what failed."""
         if fetch.slot < 0 or (fetch.copied is not None and not self._worker.order.is_done(fetch.copied)):
             return False
-        if fetch.batch is None:
-            return True
-        return fetch.batch.wait(0) and all(result.ok for result in fetch.batch.results())
+        if fetch.batch is not None and fetch.batch.wait(0):
+            self._end_reads(fetch, fetch.batch)
+        return fetch.batch is None
 
     def check(self, fetches: Sequence[Fetch]) -> int:
         """How many of these complete fetches, from the first on, hold what was saved (I2)."""
@@ -277,11 +279,12 @@ class Fetcher:
         return True
 
     def _read(self, namespace: bytes, fetch: Fetch) -> None:
-        fetch.origin, fetch.held = Origin.FILES, ExitStack()
+        fetch.origin, held = Origin.FILES, ExitStack()
+        fetch.held = held
         fetch.begun_s = self._worker.clock()
         if fetch.begun_s < self._stalled_until_s:
             raise FetchFailed("the storage did not answer lately")
-        self._worker.files(namespace)  # or it is no namespace of this worker, and what is in it may be sound
+        files = self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
         located = entries.unpack(fetch.chunk.entry)
         for location in located:
             if location.slab_bytes != self._slab_bytes(location.extent):
@@ -291,47 +294,59 @@ class Fetcher:
         if sources is None:
             raise FetchFailed("its records do not make up this rank's share")
         fetch.sources = sources
-        ops = [self._read_op(namespace, fetch, fetch.held, source) for source in sources]
+        segments = [self._open(files, fetch.chunk.key, source.location, held) for source in sources]
+        ops = [self._read_op(fetch, source, segment) for source, segment in zip(sources, segments, strict=True)]
         fetch.batch = self._worker.io.reader.submit(ops)
 
-    def _read_op(self, namespace: bytes, fetch: Fetch, held: ExitStack, source: Source) -> ReadOp:
-        location, arena = source.location, self._worker.arena
+    def _open(self, files: SegmentFiles, key: bytes, location: Location, held: ExitStack) -> OpenSegment:
+        """The record's segment, open until `held` is closed."""
         try:
-            segment = self._worker.files(namespace).lease(location.set_id, location.rank)
+            segment = files.lease(location.set_id, location.rank)
         except Corrupt:
-            self._retract(fetch.chunk.key, location)
+            self._retract(key, location)
             raise
         if segment is None:
-            self._retract(fetch.chunk.key, location)
+            self._retract(key, location)
             raise FetchFailed(f"segment {location.set_id:016x}-{location.rank:04d} is gone")
         held.callback(segment.release)
+        return segment
+
+    def _read_op(self, fetch: Fetch, source: Source, segment: OpenSegment) -> ReadOp:
+        arena = self._worker.arena
         # Bytes that go to a device are summed there, so that the way to it is covered too.
         checksums = None if arena.is_device else source.checksums
         return ReadOp(segment.fd, source.file_offset, arena.address(fetch.slot) + source.slot_offset,
                       source.slab_bytes, source.wanted.n_heads, fetch.chunk.key, source.wanted.first_head,
-                      location.extent.first_layer, checksums, arena.is_device)  # fmt: skip
+                      source.location.extent.first_layer, checksums, arena.is_device)  # fmt: skip
 
-    def _await_reads(self, fetch: Fetch, deadline_s: float) -> None:
-        assert fetch.batch is not None
-        if not fetch.batch.wait(self._left(deadline_s)):
+    def _await_reads(self, fetch: Fetch, batch: Reads, deadline_s: float) -> None:
+        if not batch.wait(self._left(deadline_s)):
             self._note_stall(fetch)
             raise FetchFailed("the storage does not answer in time")
-        for source, result in zip(fetch.sources, fetch.batch.results(), strict=True):
-            if result.ok:
-                continue
-            if result.error not in (0, errno.ENODATA):
-                reason = errno.errorcode.get(result.error, result.error)
-                raise FetchFailed(f"{_place(source.location)}: {reason}")
-            self._retract(fetch.chunk.key, source.location)
-            self._worker.metrics.add(names.CHECKSUM_FAILURES)
-            what = "it ends too soon" if result.error else "a checksum does not match"
-            raise FetchFailed(f"{_place(source.location)}: {what}")
+        failed = self._end_reads(fetch, batch)
+        if failed is None:
+            return
+        location, error = failed
+        if error not in (0, errno.ENODATA):
+            raise FetchFailed(f"{_place(location)}: {errno.errorcode.get(error, error)}")
+        self._retract(fetch.chunk.key, location)
+        self._worker.metrics.add(names.CHECKSUM_FAILURES)
+        what = "it ends too soon" if error else "a checksum does not match"
+        raise FetchFailed(f"{_place(location)}: {what}")
+
+    def _end_reads(self, fetch: Fetch, batch: Reads) -> tuple[Location, int] | None:
+        """Reads that have ended are done with if all of them are good; else the first bad record and its errno (0: of
+        its bytes), and they are kept for whoever asks again."""
+        for source, result in zip(fetch.sources, batch.results(), strict=True):
+            if not result.ok:
+                return source.location, result.error
         fetch.is_verified = not self._worker.arena.is_device
         fetch.batch = None
         n_bytes = sum(source.n_bytes for source in fetch.sources)
         self._worker.metrics.add(names.FILE_READ_BYTES, n_bytes)
         if self._worker.io.reader is not self._worker.io.ring:
             self._worker.metrics.add(names.KVIKIO_READ_BYTES, n_bytes)
+        return None
 
     def _note_stall(self, fetch: Fetch) -> None:
         """Reads that had half of a load's whole time and did not end: nothing is read for a while. A load that was

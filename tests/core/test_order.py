@@ -11,7 +11,7 @@ import torch
 
 from kvtier import metrics as names
 from kvtier.kernels.paged import SlabRun
-from kvtier.loads import _Moving
+from kvtier.load_walk import Moving
 from kvtier.order import HostOrder
 from kvtier.plan import LoadChunk, SaveOutcome
 from tests.core.lazy import LazyEngine, Left
@@ -149,7 +149,7 @@ def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path,
     transfer, worker = engine.transfers[0], engine.worker
     (asked,) = transfer._loader._loads
     mark = engine.order.begin(lambda: engine.order.launch(lambda: None))
-    asked.moving.append(_Moving((), mark))
+    asked.moving.append(Moving((), mark))
     now_s = worker.clock()
     object.__setattr__(worker, "clock", lambda: now_s + worker.timeout_s + 1)
     assert transfer.poll().loads == []
