@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.config import Settings
 from kvtier.doctor.host import Host, ProbeFailed, size
+from kvtier.doctor.storage import place_of
 from kvtier.errors import ConfigError
 from kvtier.io.filesystem import file_system_of
 from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
@@ -63,12 +64,7 @@ def _look_at_gpu(settings: Settings) -> None:
 def _look_at_root(settings: Settings) -> dict[str, str]:
     """What lies at the root, as far as looking tells. Raises ConfigError as an engine's start would."""
     path = settings.root
-    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not nearest.is_dir():
-        raise ConfigError("root", str(path), f"{nearest} is a file, not a folder; choose another root")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        fix = f"not writable: {nearest}; make it writable for this user or choose another root"
-        raise ConfigError("root", str(path), fix)
+    nearest = place_of(path)
     folder = path / f"v{FORMAT_VERSION}"
     if nearest == path:
         if any(path.glob("v[0-9]*")):

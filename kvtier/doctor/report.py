@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 
 from kvtier.config import Settings
 from kvtier.doctor.gpu import examine_gpu, examine_memory
@@ -12,6 +13,8 @@ from kvtier.doctor.lustre import examine_efa
 from kvtier.doctor.storage import examine_storage
 from kvtier.errors import ConfigError
 from kvtier.io.native import instruction_set
+
+LINE_WIDTH = 110
 
 
 def examine(path: Path | None, host: Host | None = None) -> Iterator[Verdict]:
@@ -43,5 +46,7 @@ def _settings(path: Path | None) -> tuple[Settings | None, Verdict | None]:
 
 
 def line(verdict: Verdict) -> str:
-    fix = f"  -> {verdict.fix}" if verdict.fix else ""
-    return f"{verdict.level:<4}  {verdict.what}: {verdict.value}{fix}"
+    """One line, or more where there is much to say; what to do about it on one of its own, to be copied."""
+    text = fill(f"{verdict.level:<4}  {verdict.what}: {verdict.value}", LINE_WIDTH, subsequent_indent=" " * 6,
+                break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    return f"{text}\n      -> {verdict.fix}" if verdict.fix else text

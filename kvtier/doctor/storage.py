@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.config import Settings
 from kvtier.doctor.host import Host, ProbeFailed, Verdict, size
 from kvtier.doctor.lustre import examine_efa, examine_lustre
-from kvtier.errors import Corrupt
+from kvtier.errors import ConfigError, Corrupt
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.calibration import Calibration
 from kvtier.io.filesystem import FileSystem, file_system_of
@@ -18,27 +19,46 @@ from kvtier.io.filesystem import FileSystem, file_system_of
 STORAGE_TIMEOUT_S = 60.0
 
 
+def place_of(root: Path) -> Path:
+    """`root`, or the nearest folder above it, in which an engine would make it. Raises ConfigError where it could not,
+    OSError where nobody can tell."""
+    nearest = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not nearest.is_dir():
+        raise ConfigError("root", str(root), f"{nearest} is a file, not a folder; choose another root")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        fix = f"not writable: {nearest}; make it writable for this user or choose another root"
+        raise ConfigError("root", str(root), fix)
+    return nearest
+
+
 def examine_storage(host: Host, root: Path, settings: Settings | None) -> Iterator[Verdict]:
-    """`root` as configured; writes one file there, which is removed again."""
-    if not root.is_dir():
-        yield Verdict("bad", "root", f"{root} is no folder", "create it, or name the one that is configured as root")
+    """`root` as configured. Writes one file there, or where it would be made, which is removed again."""
+    try:
+        place = place_of(root.absolute())
+    except ConfigError as fault:
+        yield Verdict("bad", "root", str(root), fault.fix)
         return
-    kind = file_system_of(root, host.text(host.proc / "self/mountinfo"))
-    yield _file_system(root, kind, settings)
+    except OSError as fault:
+        yield Verdict("bad", "root", f"{root}: {fault.strerror}", "is it mounted, and may this user read it?")
+        return
+    kind = file_system_of(place, host.text(host.proc / "self/mountinfo"))
+    yield _file_system(root, place, kind, settings)
     on_lustre = kind.kind == "lustre"
     if on_lustre:
-        yield from examine_lustre(host, root / "v1" if (root / "v1").is_dir() else root)
+        yield from examine_lustre(host, root / "v1" if (root / "v1").is_dir() else place)
     yield from examine_efa(host, on_lustre)
-    yield from _measured(host, root, kind, settings)
+    yield from _measured(host, place, kind, settings)
 
 
-def _file_system(root: Path, kind: FileSystem, settings: Settings | None) -> Verdict:
+def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings | None) -> Verdict:
     try:
-        disk = os.statvfs(root)
+        disk = os.statvfs(place)
     except OSError as fault:
         return Verdict("bad", "root", f"{root}: {fault.strerror}", "is it mounted, and may this user read it?")
     free = disk.f_bavail * disk.f_frsize
-    value = f"{root} on {kind.kind} ({kind.mount_point}{', shared' if kind.is_network else ''}), {size(free)} free"
+    state = "" if place == root.absolute() else f" will be made, in {place}"
+    shared = ", shared" if kind.is_network else ""
+    value = f"{root}{state} on {kind.kind} ({kind.mount_point}{shared}), {size(free)} free"
     if settings is not None and free < settings.segment_bytes:
         fix = f"a segment takes {size(settings.segment_bytes)}: fine only if older ones can be evicted; else free space"
         return Verdict("warn", "root", value, fix)
@@ -69,7 +89,10 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
         rates = f"reads {found.read_bytes_s / 1e9:.2f} GB/s into {answer['device']}"
         writes = f", writes {found.write_bytes_s / 1e9:.2f} GB/s" if found.write_bytes_s else ""
         yield Verdict("ok", "storage rates", f"{rates}{writes}{latency}")
-    yield Verdict("ok", "I/O engine", "; ".join((str(found.choice), *found.reasons)))
+    *tried, why = found.reasons or ("as it comes",)
+    yield Verdict("ok", "I/O engine", f"{found.choice}; {why.removeprefix(f'{found.choice} is ')}")
+    own_rate = re.compile(rf"{found.choice.engine} of .*: (again .* GB/s|[0-9.]+ GB/s|not tried, .*)")
+    yield from (Verdict("ok", "I/O tried", reason) for reason in tried if not own_rate.fullmatch(reason))
 
 
 def _direct_io(alignment: int | None, wanted: bool, kind: FileSystem, settings: Settings | None) -> Verdict:

@@ -268,7 +268,7 @@ def test_doctor_prints_a_verdict_a_line(
 
     monkeypatch.setattr(doctor, "examine", examine)
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out == "ok    a: b\nwarn  c: d  -> do e\n"
+    assert capsys.readouterr().out == "ok    a: b\nwarn  c: d\n      -> do e\n"
     verdicts.append(Verdict("bad", "f", "g", "h"))
     assert main(["doctor", "--json", str(tmp_path)]) == 1
     assert printed_json(capsys)[2] == {"level": "bad", "what": "f", "value": "g", "fix": "h"}

@@ -35,12 +35,14 @@ def _host(tmp_path: Path) -> Host:
 
 
 class Probed(Host):
-    """A host whose probes answer what the test says; an exception is raised."""
+    """A host whose probes answer what the test says; an exception is raised. asked: their last arguments."""
 
-    __slots__ = ("answers",)
+    __slots__ = ("answers", "asked")
     answers: dict[str, object]
+    asked: list[str]
 
     def probe(self, module: str, *arguments: str, timeout_s: float | None = None) -> object:
+        self.asked.extend(arguments[-1:])
         answer = self.answers[arguments[0] if arguments else "pcie"]
         if isinstance(answer, Exception):
             raise answer
@@ -50,6 +52,7 @@ class Probed(Host):
 def probed(host: Host, answers: dict[str, object]) -> Probed:
     made = Probed(host.proc, host.sys, host.timeout_s)
     object.__setattr__(made, "answers", answers)
+    object.__setattr__(made, "asked", [])
     return made
 
 
@@ -87,7 +90,7 @@ def test_the_configured_root_is_taken(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("KVTIER_ROOT", str(tmp_path / "absent"))
     monkeypatch.setattr(Host, "probe", lambda *_, **__: None)
     found = by_name(list(examine(None)))
-    assert found["root"].level == "bad" and "absent is no folder" in found["root"].value
+    assert found["root"].level == "ok" and f"absent will be made, in {tmp_path} on " in found["root"].value
 
 
 def test_wrong_settings_are_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +252,33 @@ def test_storage(host: Host, tmp_path: Path) -> None:
     assert found["I/O engine"].value == "ring of 12 threads x 2 x 4 MiB; the fastest of 5 tried"
 
 
+def test_a_root_that_is_to_be_made(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an engine's start makes it, with its parents; what is measured is the mount that it will lie on."""
+    (host.proc / "self/mountinfo").write_text(f"30 27 0:40 / {tmp_path} rw - lustre 10.0.0.1@tcp:/kv rw\n")
+    machine = measured(host)
+    root = tmp_path / "to/come"
+    found = by_name(list(examine_storage(machine, root, None)))
+    assert found["root"].level == "ok" and f"{root} will be made, in {tmp_path} on lustre" in found["root"].value
+    assert str(tmp_path) in found["Lustre stripes"].fix and str(root) not in found["Lustre stripes"].fix
+    assert json.loads(machine.asked[0])["folder"] == str(tmp_path) and not root.parent.exists()
+    (tmp_path / "file").touch()
+    (verdict,) = examine_storage(machine, tmp_path / "file/kv", None)
+    assert verdict.level == "bad" and "is a file, not a folder" in verdict.fix
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    (verdict,) = examine_storage(machine, root, None)
+    assert verdict.level == "bad" and f"not writable: {tmp_path}" in verdict.fix
+
+
+def test_of_what_was_tried_only_faults_and_the_other_engine_are_told(host: Host, tmp_path: Path) -> None:
+    ring = "ring of 12 threads x 2 x 4 MiB"
+    reasons = [f"{ring}: 51.40 GB/s", "ring of 8 threads x 2 x 4 MiB: not tried, 2 s are over",
+               "kvikio of 16 threads x 4 MiB: 20.31 GB/s", "ring of 8 threads x 1 x 4 MiB: left out: no memory",
+               f"{ring}: again 50.00 GB/s", f"{ring} is the fastest of 3 tried"]  # fmt: skip
+    verdicts = list(examine_storage(measured(host, reasons=reasons), tmp_path, None))
+    assert by_name(verdicts)["I/O engine"].value == f"{ring}; the fastest of 3 tried"
+    assert [verdict.value for verdict in verdicts if verdict.what == "I/O tried"] == [reasons[2], reasons[3]]
+
+
 def test_storage_that_could_not_be_measured(host: Host, tmp_path: Path) -> None:
     found = by_name(list(examine_storage(measured(host, read_bytes_s=None, reasons=["no space"]), tmp_path, None)))
     assert found["storage rates"].level == "bad" and "no space" in found["storage rates"].value
@@ -291,7 +321,9 @@ def test_probe_processes_answer_with_json(host: Host, tmp_path: Path) -> None:
 
 def test_lines() -> None:
     assert line(Verdict("ok", "a", "b")) == "ok    a: b"
-    assert line(Verdict("warn", "a", "b", "do c")) == "warn  a: b  -> do c"
+    assert line(Verdict("warn", "a", "b", "do c")) == "warn  a: b\n      -> do c"
+    long = line(Verdict("warn", "a", "word " * 40, f"do {'c' * 200}")).splitlines()
+    assert max(len(text) for text in long[:-1]) <= 110 and long[-1] == f"      -> do {'c' * 200}"
     assert [size(n) for n in (0, 1023, 1024, 3 << 29, 5 << 50)] == [
         "0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "5120.0 TiB",
     ]  # fmt: skip
