@@ -11,7 +11,6 @@ Programs next to each other share a block, so that its pages are read (written) 
 # Triton has no types.
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,6 +23,7 @@ import triton.language as tl
 
 from kvtier.geometry import PAGE_BYTES
 from kvtier.kernels.launch import on_device, pin_tables, to_device
+from kvtier.kernels.move_table import PageTable
 from kvtier.kernels.paged import Move, PagedKV, Patch
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -172,15 +172,14 @@ class DevicePages:
         assert len(rows) == 1, "a model's layers are alike (kvtier.geometry)"
         self._pages = pages
         self._device = pages.layers[0].k.device
-        self._n_blocks = min(plane.shape[0] for planes in layers for plane in planes)
         self._rows = (*rows.pop(), 0)[:2]
-        table = np.array([[_describe(plane) for plane in planes] for planes in layers], dtype=np.int64)
-        self._bits = int(np.bitwise_or.reduce(table, axis=None)) | self._rows[0] | self._rows[1]
+        self._table = PageTable(pages)
+        self._bits = self._table.bits | self._rows[0] | self._rows[1]
         block_words = pages.layers[0].k.shape[2] * pages.block_tokens * max(self._rows) // 8
         self._tiling = tiling._replace(words=min(tiling.words, 1 << max(block_words - 1, 0).bit_length()))
         pin_tables(self._device)
         with on_device(self._device):
-            self._planes = to_device(table.reshape(-1), self._device)
+            self._planes = to_device(self._table.planes.reshape(-1), self._device)
         self._prepare()
 
     @property
@@ -203,39 +202,21 @@ class DevicePages:
         self._move(moves, to_pages=True)
 
     def _move(self, moves: Sequence[Move], to_pages: bool) -> None:
-        tables = [(group, self._table(group, to_pages)) for group in _groups(moves)]
+        tables = [(group, self._rows_of(group, to_pages)) for group in _groups(moves)]
         with on_device(self._device):
             for group, table in tables:
                 bits = self._bits | group.shape[1] | int(np.bitwise_or.reduce(table[:, 0], initial=0))
                 n_moves = len(group.moves)
                 self._launch(group, to_device(table.reshape(-1), self._device), n_moves, bits, to_pages)
 
-    def _table(self, group: _Group, to_pages: bool) -> npt.NDArray[np.int64]:
+    def _rows_of(self, group: _Group, to_pages: bool) -> npt.NDArray[np.int64]:
         """(moves, 2 + n_blocks), as the kernel reads it."""
         patch, n_blocks = group.patch, group.n_blocks
-        k, first = self._pages.layers[0].k, [patch.page_layer, patch.page_head, patch.slab_layer]
-        fits = patch.page_layer + patch.n_layers <= len(self._pages.layers)
-        fits = fits and patch.page_head + patch.n_heads <= k.shape[2] and min(first) >= 0
         end = (patch.slab_layer + patch.n_layers) * n_blocks * self._pages.block_tokens * sum(self._rows)
-        if not fits or len(group.shape) != 2 or patch.n_heads != group.shape[0] or end > group.shape[1]:
+        fits = self._table.holds(patch) and len(group.shape) == 2
+        if not fits or patch.n_heads != group.shape[0] or end > group.shape[1]:
             raise ValueError(f"{patch} of {n_blocks} blocks is out of range of pages or of slabs {tuple(group.shape)}")
-        words = array("q")
-        for move in group.moves:
-            slabs = move.slabs
-            if slabs.dtype is not torch.uint8 or slabs.device != self._device or not slabs.is_contiguous():
-                raise ValueError(
-                    f"slabs {slabs.dtype} on {slabs.device}, strides {slabs.stride()}, are not plain bytes"
-                )
-            words.append(slabs.data_ptr())
-            words.append(move.first_block if to_pages else 0)
-            words.extend(move.block_ids)
-        table = np.frombuffer(words, dtype=np.int64).reshape(len(group.moves), 2 + n_blocks)
-        blocks = table[:, 2:]
-        if blocks.size and not 0 <= blocks.min() <= blocks.max() < self._n_blocks:
-            raise ValueError(f"blocks {blocks.min()}-{blocks.max()} are out of range of {self._n_blocks}")
-        if table[:, 1].min() < 0:
-            raise ValueError(f"first block {table[:, 1].min()} is out of range")
-        return table
+        return self._table.rows(group.moves, to_pages)
 
     def _launch(self, group: _Group, table: torch.Tensor, n_moves: int, bits: int, to_pages: bool) -> None:
         """bits: all addresses, strides and sizes, one upon the other, which says what they are multiples of."""
@@ -266,16 +247,6 @@ class DevicePages:
 def _alignment(bits: int) -> int:
     """The greatest power of two, at most _VECTOR_BYTES, that divides all numbers whose bits these are."""
     return min(bits & -bits, _VECTOR_BYTES)
-
-
-def _describe(plane: torch.Tensor) -> tuple[int, ...]:
-    """As the kernel reads it: address, then strides of block, token and head in bytes.
-
-    The stride of a dimension of one is never used and may be anything: it must not count against the alignment.
-    """
-    assert plane.stride(3) == 1
-    steps = (stride if n > 1 else 0 for stride, n in zip(plane.stride()[:3], plane.shape[:3], strict=True))
-    return (plane.data_ptr(), *(step * plane.element_size() for step in steps))
 
 
 def _groups(moves: Sequence[Move]) -> Iterable[_Group]:

@@ -43,7 +43,7 @@ WALKS = (
 
 
 @triton.jit
-def _mix32(x: tl.tensor) -> tl.tensor:
+def mix32(x: tl.tensor) -> tl.tensor:
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -52,13 +52,13 @@ def _mix32(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _fold(x: tl.tensor) -> tl.tensor:
+def fold(x: tl.tensor) -> tl.tensor:
     x = x * 0x9E3779B9
     return x ^ (x >> 15)
 
 
 @triton.jit
-def _add(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+def add(x: tl.tensor, y: tl.tensor) -> tl.tensor:
     return x + y
 
 
@@ -68,8 +68,8 @@ def _products(
 ) -> tl.tensor:
     """(lanes,) uint64: the summands of one page."""
     pairs = tl.load(words + page.to(tl.int64) * lane.shape[0] + lane).to(tl.uint64, bitcast=True)
-    p0 = _mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
-    p1 = _fold(p0 ^ low)
+    p0 = mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
+    p1 = fold(p0 ^ low)
     x = pairs.to(tl.uint32) + (a0 ^ p0)
     y = (pairs >> 32).to(tl.uint32) + (a1 ^ p1)
     return x.to(tl.uint64) * y.to(tl.uint64)
@@ -97,8 +97,8 @@ def _sum_pages(
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     lane = tl.arange(0, PAIRS)
-    a0 = _mix32(lane.to(tl.uint32) + low)
-    a1 = _fold(a0 ^ high)
+    a0 = mix32(lane.to(tl.uint32) + low)
+    a1 = fold(a0 ^ high)
     total = tl.full((PAIRS,), 0, tl.uint64)
     end = tl.minimum(first + PAGES, n_pages)
     page = first
@@ -109,7 +109,7 @@ def _sum_pages(
     while page < end:
         total += _products(words, page, lane, a0, a1, low, high)
         page += 1
-    part = tl.reduce(total, 0, _add).to(tl.int64, bitcast=True)
+    part = tl.reduce(total, 0, add).to(tl.int64, bitcast=True)
     tl.atomic_add(sums + slab, part, sem="relaxed")
 
 

@@ -6,7 +6,6 @@ launch; where first and last layers have other bits, one for each run of layers 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,9 +21,9 @@ from kvtier.codecs.turboquant.layout import Bits, SlabFormat
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE
 from kvtier.codecs.turboquant.rotation import signs as signs_of
 from kvtier.geometry import Extent, padded
-from kvtier.kernels.device import _describe
 from kvtier.kernels.device_checksum import slab_table
 from kvtier.kernels.launch import on_device, pin_tables, pinned, to_device
+from kvtier.kernels.move_table import PageTable
 from kvtier.kernels.paged import Move, PagedKV, Patch, SlabRun
 from kvtier.kernels.turboquant_decode import decode_chunks
 from kvtier.kernels.turboquant_encode import encode_chunks
@@ -143,16 +142,15 @@ class CudaTurboquant:
         k = pages.layers[0].k
         if k.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"pages of {k.dtype}: the kernels take bfloat16 and float16")
-        table = np.array([[_describe(plane) for plane in layer.planes] for layer in pages.layers], dtype=np.int64)
-        bits = int(np.bitwise_or.reduce(table, axis=None))
-        if bits % _ALIGNMENT:
+        assert k.shape[2] == held.n_heads
+        self._table = PageTable(pages)
+        if self._table.bits % _ALIGNMENT:
             raise ValueError(f"pages' addresses and strides are not all multiples of {_ALIGNMENT} bytes")
         self._pages, self._format, self._held, self._device = pages, slab_format, held, k.device
-        self._n_blocks = min(plane.shape[0] for layer in pages.layers for plane in layer.planes)
         self._tilings = (encode_tiling, decode_tiling)
         pin_tables(self._device)
         with on_device(self._device):
-            self._planes = to_device(table.reshape(-1), self._device)
+            self._planes = to_device(self._table.planes.reshape(-1), self._device)
             self._signs = self._to_device(_sign_words(slab_format, held))
             self._tables = {layer.bits: self._tables_of(layer.bits) for layer in map(slab_format.layer, _layers(held))}
         self._prepare()
@@ -163,7 +161,7 @@ class CudaTurboquant:
         Sums are given for moves that fill all layers of their slabs. Raises ValueError, having launched nothing, when
         blocks, patches or slabs are out of range.
         """
-        groups = [(group, self._table(group, moves, True)) for group in _groups(moves)]
+        groups = [(group, self._rows_of(group, moves, True)) for group in _groups(moves)]
         answers = []
         with on_device(self._device):
             for group, table in groups:
@@ -181,7 +179,7 @@ class CudaTurboquant:
     def decode(self, moves: Sequence[Move]) -> None:
         """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream. Raises as
         `encode` does."""
-        groups = [(group, self._table(group, moves, False)) for group in _groups(moves)]
+        groups = [(group, self._rows_of(group, moves, False)) for group in _groups(moves)]
         with on_device(self._device):
             for group, table in groups:
                 on_device_table = to_device(table.reshape(-1), self._device)
@@ -234,36 +232,25 @@ class CudaTurboquant:
             page_layer += n_layers
         return runs
 
-    def _table(self, group: _Group, moves: Sequence[Move], with_seeds: bool) -> npt.NDArray[np.int64]:
+    def _rows_of(self, group: _Group, all_moves: Sequence[Move], with_seeds: bool) -> npt.NDArray[np.int64]:
         """(moves, 2 + n_blocks [+ heads]), as the kernels read it."""
         patch, n_blocks = group.patch, self._format.tokens // self._pages.block_tokens
         first = self._first_layer(patch)
         begin = first - patch.slab_layer
-        fits = patch.page_layer + patch.n_layers <= len(self._pages.layers)
-        fits = fits and patch.page_head + patch.n_heads <= self._held.n_heads
-        fits = fits and min(patch.page_layer, patch.page_head, patch.slab_layer) >= 0
+        fits = self._table.holds(patch)
         if not fits or self._format.n_bytes(range(begin, first + patch.n_layers)) > group.slab_bytes:
             raise ValueError(f"{patch} is out of range of pages or of slabs of {group.slab_bytes} bytes")
-        words = array("q")
-        for place in group.places:
-            move = moves[place]
-            _check_slabs(move, self._device)
+        moves = [all_moves[place] for place in group.places]
+        for move in moves:
+            _check_slabs(move)
             if len(move.block_ids) != n_blocks:
                 raise ValueError(f"{len(move.block_ids)} blocks are out of range: chunks have {n_blocks}")
-            words.append(move.slabs.data_ptr())
-            words.append(0 if with_seeds else move.first_block)
-            words.extend(move.block_ids)
-        table = np.frombuffer(words, dtype=np.int64).reshape(len(group.places), 2 + n_blocks)
-        blocks = table[:, 2:]
-        if not 0 <= blocks.min() <= blocks.max() < self._n_blocks:
-            raise ValueError(f"blocks {blocks.min()}-{blocks.max()} are out of range of {self._n_blocks}")
-        if table[:, 1].min() < 0:
-            raise ValueError(f"first block {table[:, 1].min()} is out of range")
+        table = self._table.rows(moves, not with_seeds)
         if not with_seeds:
             return table
         head = self._held.first_head + patch.page_head
-        runs = [SlabRun(moves[place].slabs, moves[place].key, head, begin) for place in group.places]
-        seeds = slab_table(runs)[:, 1].view(np.int64).reshape(len(group.places), patch.n_heads)
+        runs = [SlabRun(move.slabs, move.key, head, begin) for move in moves]
+        seeds = slab_table(runs)[:, 1].view(np.int64).reshape(len(moves), patch.n_heads)
         return np.concatenate([table, seeds], axis=1)
 
     def _tables_of(self, bits: Bits) -> tuple[_Tables, _Tables]:
@@ -310,10 +297,9 @@ def _groups(moves: Sequence[Move]) -> Iterable[_Group]:
     return groups.values()
 
 
-def _check_slabs(move: Move, device: torch.device) -> None:
+def _check_slabs(move: Move) -> None:
+    """What the kernels want of slabs beside what the table of moves checks."""
     slabs = move.slabs
-    if slabs.dtype is not torch.uint8 or slabs.device != device or not slabs.is_contiguous():
-        raise ValueError(f"slabs {slabs.dtype} on {slabs.device}, strides {slabs.stride()}, are not plain bytes")
     if slabs.dim() != 2 or slabs.shape[0] != move.patch.n_heads:
         raise ValueError(f"{move.patch} is out of range of slabs {tuple(slabs.shape)}")
     if (slabs.data_ptr() | slabs.shape[1]) % _ALIGNMENT:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
-from kvtier.kernels.device_checksum import _add, _fold, _mix32
+from kvtier.kernels.device_checksum import add, fold, mix32
 from kvtier.kernels.turboquant_pack import store_codes
 from kvtier.kernels.turboquant_tiles import (
     floats,
@@ -150,8 +150,8 @@ def _page_sums(
     place = page * a0.shape[0] + tl.arange(0, a0.shape[0])
     inside = (place >= first) & (place < end)
     pairs = tl.load(words + place, mask=inside, other=0) if MASKED else tl.load(words + place)
-    p0 = _mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
-    p1 = _fold(p0 ^ low)
+    p0 = mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
+    p1 = fold(p0 ^ low)
     x = pairs.to(tl.uint32) + (a0 ^ p0)
     y = (pairs >> 32).to(tl.uint32) + (a1 ^ p1)
     products = x.to(tl.uint64) * y.to(tl.uint64)
@@ -163,8 +163,8 @@ def _sum_part(slab: tl.tensor, first: tl.tensor, end: tl.tensor, seed: tl.tensor
     """The summands of pairs [first, end) of a slab (kvtier.checksum), int64. PAIRS: of a page."""
     words = tl.multiple_of(slab.to(tl.pointer_type(tl.int64)), 16)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    a0 = _mix32(tl.arange(0, PAIRS).to(tl.uint32) + low)
-    keys = (a0, _fold(a0 ^ high), low, high)
+    a0 = mix32(tl.arange(0, PAIRS).to(tl.uint32) + low)
+    keys = (a0, fold(a0 ^ high), low, high)
     page, last = first // PAIRS, (end - 1) // PAIRS
     summed = _page_sums(words, page, first, end, keys, True)
     page += 1
@@ -173,7 +173,7 @@ def _sum_part(slab: tl.tensor, first: tl.tensor, end: tl.tensor, seed: tl.tensor
         page += 1
     if page == last:
         summed += _page_sums(words, page, first, end, keys, True)
-    return tl.reduce(summed, 0, _add).to(tl.int64, bitcast=True)
+    return tl.reduce(summed, 0, add).to(tl.int64, bitcast=True)
 
 
 # Nothing is specialized on values: another chunk or rank must not mean another compilation.

@@ -1,0 +1,67 @@
+"""What kernels over an engine's pages are told, as tables of numbers: where the planes lie, and what moves where.
+
+Kernels check nothing. What is out of range of pages is found here, before anything is launched.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.kernels.paged import Move, PagedKV, Patch
+
+
+class PageTable:
+    """The pages of a PagedKV, all on one device. Keeps no tensor alive. Immutable.
+
+    planes: (layers, planes a layer, 4) int64: address, then strides of block, token and head in bytes.
+    bits: of all numbers in it, one upon the other, which says what they are multiples of.
+    """
+
+    def __init__(self, pages: PagedKV) -> None:
+        planes = [layer.planes for layer in pages.layers]
+        self.planes = np.array([[_describe(plane) for plane in of_layer] for of_layer in planes], dtype=np.int64)
+        self.bits = int(np.bitwise_or.reduce(self.planes, axis=None))
+        self._device = pages.layers[0].k.device
+        self._n_blocks = min(plane.shape[0] for of_layer in planes for plane in of_layer)
+        self._n_layers, self._n_heads = len(planes), pages.layers[0].k.shape[2]
+
+    def holds(self, patch: Patch) -> bool:
+        """Whether these are layers and heads of the pages, and no layers before the slabs' first."""
+        fits = patch.page_layer + patch.n_layers <= self._n_layers and patch.page_head + patch.n_heads <= self._n_heads
+        return fits and min(patch.page_layer, patch.page_head, patch.slab_layer) >= 0
+
+    def rows(self, moves: Sequence[Move], to_pages: bool) -> npt.NDArray[np.int64]:
+        """(moves, 2 + blocks of each) int64: address of the slabs, first block to move (from pages: all), block ids.
+
+        moves: one or more, all of as many blocks. Raises ValueError for slabs that are not contiguous bytes on the
+        pages' device, and for blocks that the pages do not have.
+        """
+        words = array("q")
+        for move in moves:
+            slabs = move.slabs
+            if slabs.dtype is not torch.uint8 or slabs.device != self._device or not slabs.is_contiguous():
+                raise ValueError(
+                    f"slabs {slabs.dtype} on {slabs.device}, strides {slabs.stride()}, are not plain bytes"
+                )
+            words.append(slabs.data_ptr())
+            words.append(move.first_block if to_pages else 0)
+            words.extend(move.block_ids)
+        table = np.frombuffer(words, dtype=np.int64).reshape(len(moves), 2 + len(moves[0].block_ids))
+        blocks = table[:, 2:]
+        if blocks.size and not 0 <= blocks.min() <= blocks.max() < self._n_blocks:
+            raise ValueError(f"blocks {blocks.min()}-{blocks.max()} are out of range of {self._n_blocks}")
+        if table[:, 1].min() < 0:
+            raise ValueError(f"first block {table[:, 1].min()} is out of range")
+        return table
+
+
+def _describe(plane: torch.Tensor) -> tuple[int, ...]:
+    """The stride of a dimension of one is never used and may be anything: it must not count against the alignment."""
+    assert plane.stride(3) == 1
+    steps = (stride if n > 1 else 0 for stride, n in zip(plane.stride()[:3], plane.shape[:3], strict=True))
+    return (plane.data_ptr(), *(step * plane.element_size() for step in steps))
