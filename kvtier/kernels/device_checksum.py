@@ -20,7 +20,7 @@ import triton.language as tl
 
 from kvtier.checksum import PAIRS_PER_PAGE
 from kvtier.geometry import PAGE_BYTES
-from kvtier.kernels.launch import on_device, pin_tables, pinned, to_device
+from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
 from kvtier.kernels.paged import SlabRun
 
 _ALIGNMENT = 16  # of the widest load of a thread, which the kernel relies on
@@ -119,20 +119,11 @@ class PendingSums:
     def __init__(self, sums: torch.Tensor, runs: Sequence[SlabRun], places: Sequence[int]) -> None:
         """sums: (n,) int64 on the device; places: where the sums of each run start in it."""
         self._runs, self._places = runs, places  # the runs are kept, because a launch does not keep their memory
-        self._event: torch.cuda.Event | None = None
-        if sums.device.type == "cpu":
-            self._sums = sums
-            return
-        self._sums = pinned(len(sums))
-        self._sums.copy_(sums, non_blocking=True)
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(sums.device))
+        self._sums = ToHost([sums], sums.device)
 
     def wait(self) -> list[tuple[int, ...]]:
         """One checksum a slab, a tuple for each run. Sleeps until the device is done, without the interpreter lock."""
-        if self._event is not None:
-            self._event.synchronize()
-        sums = self._sums.numpy().view(np.uint64).tolist()
+        (sums,) = (found.tolist() for found in self._sums.wait())
         return [
             tuple(sums[place : place + len(run.slabs)]) for run, place in zip(self._runs, self._places, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""What every launch of ours needs: its small table on the device, and the right device current.
+"""What every launch of ours needs: its small table on the device, its answer back, and the right device current.
 
 A launch happens on an engine's thread between two forwards, so nothing here may wait for a stream. A table goes to the
 device from pinned memory: a copy from pageable memory would wait until the stream gets to it, which is a forward.
@@ -6,6 +6,7 @@ device from pinned memory: a copy from pageable memory would wait until the stre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -37,6 +38,25 @@ def to_device(words: npt.NDArray[np.int64], device: torch.device) -> torch.Tenso
     table = pinned(len(words))
     table.numpy()[:] = words  # not by torch, which lets go of the interpreter lock for each operation
     return table.to(device, non_blocking=True)
+
+
+class ToHost:
+    """Numbers that launches write, on their way to the host: copied on the device's current stream without waiting."""
+
+    def __init__(self, values: Sequence[torch.Tensor], device: torch.device) -> None:
+        """values: int64, contiguous, on `device`."""
+        self._values = values
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._values = [pinned(each.numel()).view(each.shape).copy_(each, non_blocking=True) for each in values]
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> list[npt.NDArray[np.uint64]]:
+        """All of them, in their shapes. Sleeps until they are there, without the interpreter lock."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [each.numpy().view(np.uint64) for each in self._values]
 
 
 def pinned(n_words: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ launch; where first and last layers have other bits, one for each run of layers 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE
 from kvtier.codecs.turboquant.rotation import signs as signs_of
 from kvtier.geometry import Extent, padded
 from kvtier.kernels.device_checksum import slab_table
-from kvtier.kernels.launch import on_device, pin_tables, pinned, to_device
+from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
 from kvtier.kernels.move_table import PageTable
 from kvtier.kernels.paged import Move, PagedKV, Patch, SlabRun
 from kvtier.kernels.turboquant_decode import decode_chunks
@@ -92,9 +91,9 @@ class _Group(NamedTuple):
     places: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Answers:
-    """On their way: (moves, heads + 1) int64, sums and what is not 0 where a move is refused. places: of the moves."""
+class _Answers(NamedTuple):
+    """Of one group. values: (moves, heads + 1) int64 on the device: sums, and what is not 0 where a move is refused.
+    places: of the moves."""
 
     values: torch.Tensor
     places: list[int]
@@ -106,21 +105,15 @@ class PendingVerdicts:
 
     def __init__(self, answers: Sequence[_Answers], moves: Sequence[Move], device: torch.device) -> None:
         self._moves = moves  # kept, because a launch does not keep the slabs' memory
-        self._answers = answers
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._answers = [_Answers(_to_host(each.values), each.places, each.has_sums) for each in answers]
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
+        self._groups = [(each.places, each.has_sums) for each in answers]
+        self._values = ToHost([each.values for each in answers], device)
 
     def wait(self) -> list[Verdict]:
         """Sleeps until the device is done, without the interpreter lock."""
-        if self._event is not None:
-            self._event.synchronize()
         verdicts = [Verdict(False, None)] * len(self._moves)
-        for each in self._answers:
-            for place, values in zip(each.places, each.values.numpy().view(np.uint64).tolist(), strict=True):
-                verdicts[place] = Verdict(values[-1] != 0, tuple(values[:-1]) if each.has_sums else None)
+        for (places, has_sums), found in zip(self._groups, self._values.wait(), strict=True):
+            for place, values in zip(places, found.tolist(), strict=True):
+                verdicts[place] = Verdict(values[-1] != 0, tuple(values[:-1]) if has_sums else None)
         return verdicts
 
 
@@ -313,9 +306,3 @@ def _sign_words(slab_format: SlabFormat, held: Extent) -> npt.NDArray[np.int32]:
     for plane, size in ((K_PLANE, slab_format.k_size), (V_PLANE, slab_format.v_size)):
         flips[:, :, plane, :size] = (signs_of(slab_format.seed, held, plane, size) < 0) * np.uint16(0x8000)
     return flips.view(np.int32)
-
-
-def _to_host(values: torch.Tensor) -> torch.Tensor:
-    """On its way into pinned memory."""
-    host = pinned(values.numel()).view(values.shape)
-    return host.copy_(values, non_blocking=True)
