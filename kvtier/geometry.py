@@ -83,11 +83,30 @@ def covers(parts: Iterable[Extent], whole: Extent) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerForm:
+    """How one layer keeps one token's KV of one head. Sizes and dtype as in Geometry."""
+
+    k_head_size: int
+    v_head_size: int
+    dtype: str
+    element_bytes: int
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of K and V of one token and head."""
+        return (self.k_head_size + self.v_head_size) * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """What one chunk of one model holds.
 
-    Units: `k_head_size` and `v_head_size` count elements of one head's vector; `v_head_size` is 0 for MLA, whose
-    one latent head stands for K and V. `dtype` is the KV cache's element type by its torch name.
+    Units: `k_head_size` and `v_head_size` count elements of one head's vector; `v_head_size` is 0 where one vector
+    stands for K and V: MLA's latent head, and engines that pack both into a slot of opaque bytes. `dtype` is the KV
+    cache's element type by its torch name, or the engine's name for the format of such slots.
+
+    plain_layers: numbers of the layers, ascending, that an engine leaves out when it quantizes its KV; they have the
+    form `plain`, all others that of the fields before. Empty, and None, where all layers are alike.
     """
 
     layers: int
@@ -98,6 +117,21 @@ class Geometry:
     element_bytes: int
     attention: AttentionKind
     chunk_tokens: int
+    plain_layers: tuple[int, ...] = ()
+    plain: LayerForm | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.plain_layers) != (self.plain is not None):
+            raise ValueError("plain layers have a form, and a form has layers")
+
+    @property
+    def form(self) -> LayerForm:
+        """Of the layers that are not plain."""
+        return LayerForm(self.k_head_size, self.v_head_size, self.dtype, self.element_bytes)
+
+    def form_of(self, layer: int) -> LayerForm:
+        """Of this layer of the model."""
+        return self.plain if self.plain is not None and layer in self.plain_layers else self.form
 
     @property
     def whole(self) -> Extent:
@@ -105,13 +139,20 @@ class Geometry:
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of K and V of one token, one layer, one head, as the engine holds them."""
-        return (self.k_head_size + self.v_head_size) * self.element_bytes
+        """Bytes of K and V of one token, one head, one layer that is not plain, as the engine holds them."""
+        return self.form.vector_bytes
+
+    def vectors_bytes(self, layers: range) -> int:
+        """Bytes of K and V of one token and one head over these layers, as the engine holds them."""
+        if self.plain is None:
+            return len(layers) * self.vector_bytes
+        n_plain = sum(number in layers for number in self.plain_layers)
+        return (len(layers) - n_plain) * self.vector_bytes + n_plain * self.plain.vector_bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's KV over all layers and heads, as the engine holds them."""
-        return self.vector_bytes * self.layers * self.kv_heads
+        return self.vectors_bytes(range(self.layers)) * self.kv_heads
 
 
 @dataclass(frozen=True, slots=True)

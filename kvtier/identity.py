@@ -29,12 +29,13 @@ from typing import Any
 from blake3 import blake3
 
 from kvtier.errors import Corrupt
-from kvtier.geometry import Geometry
+from kvtier.geometry import Geometry, LayerForm
 from kvtier.record import FORMAT_VERSION
 
 ID_BYTES = 16
 """Bytes of a namespace id and of a chunk key."""
 
+_NO_PLAIN: dict[str, Any] = {"plain_layers": [], "plain": None}
 _TOKEN_BYTES = 4
 _KIND_LORA, _KIND_MULTIMODAL, _KIND_SALT = 1, 2, 3
 
@@ -76,8 +77,14 @@ class Namespace:
     format_version: int = FORMAT_VERSION
 
     def canonical_json(self) -> str:
-        """The text that is hashed and stored: sorted keys, no spaces, ASCII."""
-        return canonical_text(asdict(self))
+        """The text that is hashed and stored: sorted keys, no spaces, ASCII.
+
+        Where all layers are alike it says nothing of plain ones: it is then what it was before there were any.
+        """
+        values = asdict(self)
+        if self.geometry.plain is None:
+            values["geometry"] = {name: value for name, value in values["geometry"].items() if name not in _NO_PLAIN}
+        return canonical_text(values)
 
     @property
     def id(self) -> bytes:
@@ -92,9 +99,8 @@ class Namespace:
         except ValueError as error:
             raise Corrupt(f"namespace: not JSON: {error}") from None
         _check_fields("namespace", cls, values)
-        _check_fields("geometry", Geometry, values["geometry"])
         _check_fields("codec", CodecId, values["codec"])
-        parts = {"geometry": Geometry(**values["geometry"]), "codec": CodecId(**values["codec"])}
+        parts = {"geometry": _geometry(values["geometry"]), "codec": CodecId(**values["codec"])}
         namespace = cls(**{**values, **parts})
         if namespace.canonical_json() != text:
             raise Corrupt("namespace: its JSON is not in canonical form")
@@ -182,6 +188,23 @@ def _text(text: str) -> bytes:
 
 def _item(kind: int, body: bytes) -> bytes:
     return struct.pack("<BI", kind, len(body)) + body
+
+
+def _geometry(values: object) -> Geometry:
+    """Raises Corrupt unless `values` is what canonical_json makes of a geometry."""
+    is_alike = isinstance(values, dict) and values.keys().isdisjoint(_NO_PLAIN)
+    found: Any = {**values, **_NO_PLAIN} if is_alike else values  # type: ignore[dict-item]
+    _check_fields("geometry", Geometry, found)
+    layers, plain = found["plain_layers"], found["plain"]
+    if not isinstance(layers, list) or any(type(number) is not int for number in layers):
+        raise Corrupt("geometry: plain_layers are not whole numbers")
+    if plain is not None:
+        _check_fields("plain", LayerForm, plain)
+        plain = LayerForm(**plain)
+    try:
+        return Geometry(**{**found, "plain_layers": tuple(layers), "plain": plain})
+    except ValueError as error:
+        raise Corrupt(f"geometry: {error}") from None
 
 
 def _check_fields(what: str, cls: Any, values: object) -> None:

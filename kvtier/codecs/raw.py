@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
+from kvtier.codecs.bands import BandedPages, Copier
 from kvtier.codecs.base import Encoded, Movers
 from kvtier.geometry import Extent, Geometry
 from kvtier.kernels.host import HostPages
 from kvtier.kernels.paged import Move, PagedKV
-
-
-class _Copier(Protocol):
-    """Gather and scatter over one engine's pages."""
-
-    def gather(self, moves: Sequence[Move]) -> None: ...
-
-    def scatter(self, moves: Sequence[Move]) -> None: ...
 
 
 class RawCodec:
@@ -33,10 +25,13 @@ class RawCodec:
         """All bytes are alike."""
 
     def layers_bytes(self, geometry: Geometry, layers: range) -> int:
-        return len(layers) * geometry.chunk_tokens * geometry.vector_bytes
+        return geometry.chunk_tokens * geometry.vectors_bytes(layers)
 
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
-        self._movers.add(pages, _RawMover(_make_copier(pages)))
+        # Pages that are alike are not enough: records of other cuts may begin with layers that are not.
+        is_alike = geometry.plain is None
+        copier = _make_copier(pages) if is_alike else BandedPages(pages, geometry, held, _make_copier)
+        self._movers.add(pages, _RawMover(copier))
 
     def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
         return self._movers.of(pages).encode(moves)
@@ -46,7 +41,7 @@ class RawCodec:
 
 
 class _RawMover:
-    def __init__(self, copier: _Copier) -> None:
+    def __init__(self, copier: Copier) -> None:
         self._copier = copier
 
     def encode(self, moves: Sequence[Move]) -> None:
@@ -56,7 +51,7 @@ class _RawMover:
         self._copier.scatter(moves)
 
 
-def _make_copier(pages: PagedKV) -> _Copier:
+def _make_copier(pages: PagedKV) -> Copier:
     if pages.layers[0].k.device.type == "cpu":
         return HostPages(pages)
     from kvtier.kernels.device import DevicePages  # needs Triton, which hosts without a GPU may lack

@@ -52,16 +52,19 @@ def shares(shape: Geometry, tensor_size: int = 1, stages: Sequence[range] | None
 
 
 def make_pages(share: RankShare, shape: Geometry, n_blocks: int, device: str = "cpu") -> PagedKV:
-    """Zeroed pages of one rank: a K and a V tensor a layer, (n_blocks, block, heads, size)."""
-    dtype = getattr(torch, shape.dtype)
+    """Zeroed pages of one rank: a K and a V tensor a layer, (n_blocks, block, heads, size). Of a format that torch does
+    not know: bytes."""
 
-    def plane(size: int) -> torch.Tensor:
-        return torch.zeros(n_blocks, BLOCK_TOKENS, share.reads.n_heads, size, dtype=dtype, device=device)
+    def layer(number: int) -> PagedLayer:
+        form = shape.form_of(number)
+        dtype = getattr(torch, form.dtype, torch.uint8)
+        k, v = (
+            torch.zeros(n_blocks, BLOCK_TOKENS, share.reads.n_heads, size, dtype=dtype, device=device)
+            for size in (form.k_head_size, form.v_head_size)
+        )
+        return PagedLayer(k, v if form.v_head_size else None)
 
-    layers = tuple(
-        PagedLayer(plane(shape.k_head_size), plane(shape.v_head_size) if shape.v_head_size else None)
-        for _ in range(share.reads.n_layers)
-    )
+    layers = tuple(layer(number) for number in range(share.reads.first_layer, share.reads.end_layer))
     return PagedKV(layers, BLOCK_TOKENS)
 
 
@@ -73,7 +76,7 @@ def fill(pages: PagedKV, share: RankShare, block_id: int, seed: int) -> None:
                 cell = (seed, share.reads.first_layer + number, which, share.reads.first_head + head)
                 noise = torch.Generator().manual_seed(hash(cell) & 0x7FFFFFFF)
                 values = torch.randn(plane.shape[1], plane.shape[3], generator=noise)
-                plane[block_id, :, head].copy_(values)
+                plane[block_id, :, head].copy_(values if plane.is_floating_point() else values * 1000 % 256)
 
 
 @dataclass

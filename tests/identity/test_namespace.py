@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import Corrupt
-from kvtier.geometry import Geometry
+from kvtier.geometry import Geometry, LayerForm
 from kvtier.identity import CodecId, Namespace, canonical_text
 
 GEOMETRY = Geometry(8, 4, 128, 128, "bfloat16", 2, "heads", 256)
@@ -27,6 +27,13 @@ NAMESPACE = Namespace(
 )
 
 
+MIXED = dataclasses.replace(
+    NAMESPACE,
+    geometry=Geometry(8, 4, 134, 0, "turboquant_4bit_nc", 1, "heads", 256, (0, 7), LayerForm(128, 128, "bfloat16", 2)),
+)
+"""Of an engine that leaves its first and last layer out when it quantizes its KV."""
+
+
 def other(value: object) -> Any:
     return {"heads": "mla"}.get(value, value + "x") if isinstance(value, str) else value + 1  # type: ignore[operator]
 
@@ -37,6 +44,8 @@ def every_change() -> list[tuple[str, Namespace]]:
         value = getattr(NAMESPACE, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             for below in dataclasses.fields(value):
+                if below.name in ("plain_layers", "plain"):
+                    continue  # neither without the other: below
                 changed = dataclasses.replace(value, **{below.name: other(getattr(value, below.name))})
                 found.append((f"{field.name}.{below.name}", dataclasses.replace(NAMESPACE, **{field.name: changed})))
         else:
@@ -51,6 +60,19 @@ def test_every_part_changes_the_id() -> None:
     assert len(ids) == len(changed) + 1
 
 
+def test_every_part_of_plain_layers_changes_the_id() -> None:
+    geometry, form = MIXED.geometry, MIXED.geometry.plain
+    assert form is not None
+    forms = [
+        dataclasses.replace(form, **{field.name: other(getattr(form, field.name))})
+        for field in dataclasses.fields(form)
+    ]
+    changed = [dataclasses.replace(geometry, plain=changed) for changed in forms]
+    changed.append(dataclasses.replace(geometry, plain_layers=(0, 6)))
+    changed.append(dataclasses.replace(geometry, plain_layers=(), plain=None))
+    assert len({dataclasses.replace(MIXED, geometry=each).id for each in [geometry, *changed]}) == 4 + 3
+
+
 def test_id_is_pinned() -> None:
     """A change of the canonical form would orphan everything that is stored: it needs a new format version."""
     assert NAMESPACE.id.hex() == "390e4541ea1fd088e3b3f6bfde6a2b08"
@@ -63,7 +85,7 @@ def test_equal_values_have_one_canonical_form() -> None:
         canonical_text(float("nan"))
 
 
-@pytest.mark.parametrize("namespace", [NAMESPACE, *(namespace for _, namespace in every_change())])
+@pytest.mark.parametrize("namespace", [NAMESPACE, MIXED, *(namespace for _, namespace in every_change())])
 def test_round_trip(namespace: Namespace) -> None:
     assert Namespace.from_json(namespace.canonical_json()) == namespace
 
@@ -84,6 +106,28 @@ def test_round_trip(namespace: Namespace) -> None:
 def test_damaged_json_is_corrupt(damage: Any) -> None:
     values = json.loads(NAMESPACE.canonical_json())
     damage(values)
+    with pytest.raises(Corrupt):
+        Namespace.from_json(canonical_text(values))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda geometry: geometry.pop("plain"),
+        lambda geometry: geometry.pop("plain_layers"),
+        lambda geometry: geometry.update(plain=None),
+        lambda geometry: geometry.update(plain_layers=[]),
+        lambda geometry: geometry.update(plain_layers=[], plain=None),
+        lambda geometry: geometry.update(plain_layers="07"),
+        lambda geometry: geometry.update(plain_layers=[0, "7"]),
+        lambda geometry: geometry.update(plain=[128, 128, "bfloat16", 2]),
+        lambda geometry: geometry["plain"].pop("dtype"),
+        lambda geometry: geometry["plain"].update(k_head_size="128"),
+    ],
+)
+def test_damaged_json_of_plain_layers_is_corrupt(damage: Any) -> None:
+    values = json.loads(MIXED.canonical_json())
+    damage(values["geometry"])
     with pytest.raises(Corrupt):
         Namespace.from_json(canonical_text(values))
 
