@@ -166,7 +166,8 @@ def main() -> int:
     result = {
         "question": "lookup of a 100,000-token prompt, all hits", "chunks": N_CHUNKS, "tokens": len(tokens),
         "chunks_in_index": chunks, "runs": RUNS, "targets_us": {"total": TOTAL_TARGET_US, "index": INDEX_TARGET_US},
-        "targets_met": met, "parts": {name: asdict(spread) for name, spread in found.items()}, "machine": machine(),
+        "targets_met": met, "parts": {name: asdict(spread) for name, spread in found.items()},
+        "date": time.strftime("%Y-%m-%d"), "machine": machine(),
     }  # fmt: skip
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")

@@ -296,7 +296,10 @@ def save(cells: list[Cell], arguments: argparse.Namespace) -> Path:
     machine = {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": os.uname().release, "checksum": instruction_set()}
     settings = {name: str(value) for name, value in vars(arguments).items() if name not in ("dir", "ostfs")}
     found = [{**asdict(cell), "percent_of_fio": round(cell.percent, 1)} for cell in cells]
-    document = {"commit": commit.stdout.strip(), "machine": machine, "settings": settings, "cells": found}
+    document = {
+        "commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d"), "machine": machine, "settings": settings,
+        "cells": found,
+    }  # fmt: skip
     target.write_text(json.dumps(document, indent=1) + "\n")
     return target
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from benchmarks.tables_common import NAMES, PEERS, by_length, has, milliseconds, read, span, table, verdict
+from benchmarks.tables_common import NAMES, PEERS, by_length, has, made, milliseconds, read, span, table, verdict
 
 
 def peers() -> list[str]:
@@ -31,7 +31,7 @@ def _peers(result: dict[str, Any], title: str) -> list[str]:
     slower = [f"{tokens:,}" for tokens, of in lengths.items()
               if any(of["kvtier"]["ttft_s"] > of[s]["ttft_s"] for s in systems if s in PEERS)]  # fmt: skip
     text = [
-        f"**{title}** ({result['note']}; from tmpfs; prompts of each length: {counts}):",
+        f"**{title}** ({made(result)}; from tmpfs; prompts of each length: {counts}):",
         "",
         *table(["tokens", *(NAMES[s] for s in systems)], rows),
     ]
@@ -49,8 +49,8 @@ def disk(limit_bytes_s: float, goal_times: float) -> list[str]:
     other = read("ceilings_host")["folders"][result["folder"]]["reads"]["bytes_s"]
     above = [f"{row['tokens']:,}" for row, value in zip(result["rows"], times, strict=True) if value > goal_times]
     return [
-        f"**Reloads from the disk** ({len(result['rows'][0]['all_s'])} prompt of each length; direct reads of that run "
-        f"{limit_bytes_s / 1e9:.2f} GB/s):",
+        f"**Reloads from the disk** ({len(result['rows'][0]['all_s'])} prompt of each length; {made(result)}; "
+        f"direct reads of that run {limit_bytes_s / 1e9:.2f} GB/s):",
         "",
         *table(["tokens", "kvtier", "transfer", "share of direct reads", "time / (bytes at the direct rate)"], rows),
         "",

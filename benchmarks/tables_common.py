@@ -1,4 +1,4 @@
-"""What the README's tables of a GPU are made with: results as they were written, rows, numbers as text."""
+"""What the tables are made with: a GPU's results as they were written, rows, numbers as text."""
 
 from __future__ import annotations
 
@@ -52,8 +52,14 @@ def by_length(result: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
 
 
 def code_of(result: dict[str, Any]) -> str:
-    """Which kvtier ran: the note of who ran it, or the commit."""
-    return str(result.get("note") or f"kvtier at {result.get('commit') or 'a commit that was not written down'}")
+    """Which kvtier ran: what who ran it noted of that, or the commit."""
+    note = str(result.get("note", ""))
+    return note if note.startswith("kvtier at ") else f"kvtier at {result.get('commit') or 'a commit not written down'}"
+
+
+def made(result: dict[str, Any]) -> str:
+    """Of which code a result is, and of which day."""
+    return f"{code_of(result)}, {result['date'][:10]}"
 
 
 def judged(goals: list[tuple[bool, str]]) -> str:

@@ -1,4 +1,4 @@
-"""The README's tables of what ran on a GPU, from benchmarks/results/gpu/*.json; written by benchmarks/tables.py.
+"""The tables of benchmarks/README.md: what ran on a GPU, from benchmarks/results/gpu/*.json; see benchmarks/tables.py.
 
 A table holds one run, or calls on one machine minutes apart, of the same code: else rows are never side by side.
 """
@@ -15,9 +15,9 @@ from benchmarks.tables_common import (
     PEERS,
     RESULTS,
     by_length,
-    code_of,
     has,
     judged,
+    made,
     milliseconds,
     read,
     table,
@@ -27,7 +27,7 @@ TTFT_GOALS_S = {8192: 0.05, 32768: 0.13, 100_000: 0.36}
 ARENA_GOAL_S = 0.34
 TRANSFER_GOAL_PERCENT = 85.0
 DISK_GOAL_TIMES = 1.15
-ARENA = "kvtier, host arena"
+ARENA, HBM_ARENA = "kvtier, host arena", "kvtier, hbm arena"
 CEILINGS = ("ceilings", "ceilings_host")
 Rows = dict[int, dict[str, dict[str, Any]]]
 
@@ -95,41 +95,50 @@ def ttft() -> list[str]:
     arena = [row["counted"] for row in result["results"]["arena"]["from_arena"][1:]]
     arena_rate = median([row["load_bytes"] / row["load_seconds"] for row in arena])
     others = [name for name in PEERS if name in lengths[min(lengths)]]
-    rows, goals = [], []
+    arenas = [ARENA] + [HBM_ARENA] * any(HBM_ARENA in of for of in lengths.values())
+    rows = []
     for tokens, of in lengths.items():
-        percent = of["kvtier"]["load_percent_of_limit"]
-        transfer = f"{of['kvtier']['load_bytes_s'] / 1e9:.1f} GB/s, {percent:.0f}%"
-        timed = [(of["kvtier"], TTFT_GOALS_S[tokens], "from tmpfs")]
+        transfer = f"{of['kvtier']['load_bytes_s'] / 1e9:.1f} GB/s, {of['kvtier']['load_percent_of_limit']:.0f}%"
         if ARENA in of:
-            timed.append((of[ARENA], ARENA_GOAL_S, "from the host arena"))
             transfer += f"; arena {arena_rate / 1e9:.1f} GB/s, {100 * arena_rate / limit:.0f}%"
         rows.append([f"{tokens:,}", *(milliseconds(of[name]) for name in ("computed", "floor", "kvtier")),
-                     milliseconds(of[ARENA]) if ARENA in of else "not measured",
+                     *(milliseconds(of[name]) if name in of else "not measured" for name in arenas),
                      *(milliseconds(of[name]) if name in of else "not measured" for name in others),
                      transfer])  # fmt: skip
-        goals += [(row["ttft_s"] <= goal, f"{tokens:,} tokens {place} {1000 * row['ttft_s']:,.0f} ms "
-                   f"(goal {1000 * goal:,.0f})") for row, goal, place in timed]  # fmt: skip
-        goals.append((percent >= TRANSFER_GOAL_PERCENT, f"the transfer of {tokens:,} tokens {percent:.0f}% of the "
-                      f"ceiling (goal {TRANSFER_GOAL_PERCENT:.0f}%)"))  # fmt: skip
     first = next(row for row in result["rows"] if row["system"] == ARENA)["first_s"]
     reads = ceilings["folders"][result["folder"]]["reads"]["bytes_s"]
     return [
-        f"**Reloads from tmpfs and from the host arena** ({code_of(result)}; {_counts(lengths, others)}; ceilings of "
+        f"**Reloads from tmpfs and from the host arena** ({made(result)}; {counts(lengths, others)}; ceilings of "
         f"the run: pinned copies to the GPU {limit / 1e9:.1f} GB/s, direct reads of tmpfs {reads / 1e9:.1f} "
         f"GB/s{apart}):",
         "",
         *table(["tokens", "computed", "floor: hit in vLLM's prefix cache", "kvtier from tmpfs",
-                "kvtier from the host arena", *(NAMES[name] for name in others),
+                *(name.replace("kvtier,", "kvtier from the") for name in arenas), *(NAMES[name] for name in others),
                 "transfer, and share of pinned copies"], rows),
         "",
-        f"{judged(goals)} The transfer is timed from the start of "
+        f"{judged(goals_of(lengths))} The transfer is timed from the start of "
         "a load's job to its verified blocks. The arena (16 GiB, `host.admit: always`) is that of the "
         f"process that saved, vLLM's prefix cache emptied; its first reload took {1000 * first:,.0f} ms and is not in "
         f"the median.{_slower(lengths, others)}",
     ]  # fmt: skip
 
 
-def _counts(lengths: Rows, others: list[str]) -> str:
+def goals_of(lengths: Rows) -> list[tuple[bool, str]]:
+    """Of reloads from tmpfs: whether each was met, and which it is."""
+    goals = []
+    for tokens, of in lengths.items():
+        timed = [(of["kvtier"], TTFT_GOALS_S[tokens], "from tmpfs")]
+        if ARENA in of:
+            timed.append((of[ARENA], ARENA_GOAL_S, "from the host arena"))
+        goals += [(row["ttft_s"] <= goal, f"{tokens:,} tokens {place} {1000 * row['ttft_s']:,.0f} ms "
+                   f"(goal {1000 * goal:,.0f})") for row, goal, place in timed]  # fmt: skip
+        percent = of["kvtier"]["load_percent_of_limit"]
+        goals.append((percent >= TRANSFER_GOAL_PERCENT, f"the transfer of {tokens:,} tokens {percent:.0f}% of the "
+                      f"ceiling (goal {TRANSFER_GOAL_PERCENT:.0f}%)"))  # fmt: skip
+    return goals
+
+
+def counts(lengths: Rows, others: list[str]) -> str:
     of = lengths[min(lengths)]
     text = f"{len(of['kvtier']['all_s'])} prompts of each length"
     return text + "".join(f", {NAMES[name]} {len(of[name]['all_s'])}" for name in others)
@@ -162,7 +171,7 @@ def disk() -> list[str]:
     for row in result["results"]["kvtier"]["reload"]["first_tokens"]:
         again += [read_["again_bytes_s"] / read_["bytes_s"] for read_ in row["reads"]]
     return [
-        f"**Reloads from the disk** ({code_of(result)}; {_counts(lengths, others)}):",
+        f"**Reloads from the disk** ({made(result)}; {counts(lengths, others)}):",
         "",
         *table(["tokens", "computed", "floor", "kvtier", *(NAMES[name] for name in others),
                 "transfer, and share of direct reads", "direct reads around the reload",
@@ -175,6 +184,31 @@ def disk() -> list[str]:
     ]  # fmt: skip
 
 
+def codec_runs() -> list[str]:
+    """Names of runs from tmpfs with a codec other than raw."""
+    names = sorted(path.stem for path in RESULTS.glob("ttft_tmpfs_*.json"))
+    return [name for name in names if read(name).get("extra", {}).get("codec", "raw") != "raw"]
+
+
+def codecs() -> list[str]:
+    """Reloads with a codec, once they were run; a table a run."""
+    text: list[str] = []
+    for name in codec_runs():
+        result = read(name)
+        lengths = by_length(result)
+        shown = [
+            n for n in ("computed", "floor", "kvtier", ARENA, HBM_ARENA) if any(n in of for of in lengths.values())
+        ]
+        rows = [[f"{tokens:,}", *(milliseconds(of[name]) if name in of else "not measured" for name in shown),
+                 f"{of['kvtier']['load_bytes_s'] / 1e9:.1f} GB/s"] for tokens, of in lengths.items()]  # fmt: skip
+        text += [*([""] if text else []),
+                 f"**Reloads with codec {result['extra']['codec']}** ({made(result)}; {counts(lengths, [])}; "
+                 "the transfer counts encoded bytes):", "",
+                 *table(["tokens", *(name.replace("kvtier,", "kvtier from the") if "," in name else name
+                                     for name in shown), "transfer"], rows)]  # fmt: skip
+    return text
+
+
 def two_ttft() -> list[str]:
     """Times at TP=2, once they were taken."""
     if not has("two_gpus_ttft"):
@@ -184,14 +218,14 @@ def two_ttft() -> list[str]:
     rows = [[f"{tokens:,}", *(milliseconds(of[name]) for name in ("computed", "floor", "kvtier")),
              f"{of['kvtier']['load_bytes_s'] / 1e9:.1f} GB/s"] for tokens, of in lengths.items()]  # fmt: skip
     return [
-        f"**Two GPUs, times to the first token at TP=2** ({code_of(result)}; Llama-3.1-70B's dimensions, from tmpfs; "
-        f"{_counts(lengths, [])}):",
+        f"**Two GPUs, times to the first token at TP=2** ({made(result)}; Llama-3.1-70B's dimensions, from tmpfs; "
+        f"{counts(lengths, [])}):",
         "",
         *table(["tokens", "computed", "floor", "kvtier from tmpfs", "transfer of each GPU"], rows),
     ]
 
 
 SECTIONS: tuple[Callable[[], list[str]], ...] = (
-    machine, ttft, tables_before.peers, disk, two_ttft, tables_gpu_checks.kernels, tables_gpu_checks.saving,
+    machine, ttft, codecs, tables_before.peers, disk, two_ttft, tables_gpu_checks.kernels, tables_gpu_checks.saving,
     tables_gpu_checks.equality, tables_gpu_checks.two_gpus, tables_gpu_checks.load_mix, tables_gpu_checks.demo,
 )  # fmt: skip

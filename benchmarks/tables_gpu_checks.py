@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import tables_before
-from benchmarks.tables_common import has, read, span, table, verdict
+from benchmarks.tables_common import has, made, read, span, table, verdict
 
 TTFT_LOSS_GOAL_PERCENT, DECODE_LOSS_GOAL_PERCENT, DURABLE_GOAL_PERCENT = 1.5, 3.0, 85.0
 KERNEL_CASES = ("NHD bfloat16 d=128", "NHD float8_e4m3fn d=128", "LBHNC bfloat16 d=128", "LBHNC float8_e4m3fn d=128",
@@ -27,7 +27,7 @@ def kernels() -> list[str]:
     lowest = min(moves, key=lambda row: row["percent_of_copy"])
     lowest_sum = min((row for row in result["rows"] if row["kernel"] == "checksum"), key=lambda row: row["gb_s"])
     wrong = sum(len(row.get("faults", [])) for row in result["rows"])
-    where = f"`benchmarks/gpu/kernels.py`; device copy {result['copy_gb_s']:,.0f} GB/s"
+    where = f"`benchmarks/gpu/kernels.py`, {made(result)}; device copy {result['copy_gb_s']:,.0f} GB/s"
     return [
         f"**Kernels** ({where}; gather, scatter and copy count bytes read and written, the checksum those read):",
         "",
@@ -46,10 +46,11 @@ def saving() -> list[str]:
     result = read("save_cost")
     found, tokens = result["summary"], f"{result['length']:,}"
     durable, ttft_loss = found["durable_percent_of_direct"], found["ttft_loss_percent"]
-    row, text = _decode(result) if "decode" in found else tables_before.decode(result, DECODE_LOSS_GOAL_PERCENT)
+    row, text = decoding(result)
     pairs = len(found["ttft_all"]["on"])
     return [
-        f"**What saving costs** (`benchmarks/gpu/save_cost.py`, on the disk, medians of {pairs}, in turn):",
+        f"**What saving costs** (`benchmarks/gpu/save_cost.py`, on the disk, medians of {pairs}, in turn; "
+        f"{made(result)}):",
         "",
         *table(["", "without", "with saving", "", "goal"], [
             [f"cold time to the first token, {tokens} tokens", f"{1000 * found['ttft_off_s']:,.0f} ms",
@@ -64,6 +65,13 @@ def saving() -> list[str]:
         "",
         text,
     ]  # fmt: skip
+
+
+def decoding(result: dict[str, Any]) -> tuple[list[str], str]:
+    """The row and the text of what saving costs requests that decode meanwhile."""
+    if "decode" in result["summary"]:
+        return _decode(result)
+    return tables_before.decode(result, DECODE_LOSS_GOAL_PERCENT)
 
 
 def _decode(result: dict[str, Any]) -> tuple[list[str], str]:
@@ -115,7 +123,8 @@ def _equality(name: str) -> str:
     graphs = "on" if result["cuda_graphs"] else "off"
     model = f"{EQUALITY_MODELS[name]}, " if name in EQUALITY_MODELS else ""
     bad = "" if result["good"] else " **Not all of it is as it must be.**"
-    return f"**Equality** (`benchmarks/gpu/equality.py`, {model}random weights, CUDA graphs {graphs}): {what}.{bad}"
+    how = f"{model}random weights, CUDA graphs {graphs}; {made(result)}"
+    return f"**Equality** (`benchmarks/gpu/equality.py`, {how}): {what}.{bad}"
 
 
 def load_mix() -> list[str]:
@@ -128,7 +137,8 @@ def load_mix() -> list[str]:
     )
     rounds = _rounds(result) if "rounds_counted" in found else tables_before.rounds(result)
     return [
-        f"**{shape['requests']} requests at once on a tier that is full and evicts** (`benchmarks/gpu/load_mix.py`): "
+        f"**{shape['requests']} requests at once on a tier that is full and evicts** (`benchmarks/gpu/load_mix.py`; "
+        f"{made(result)}): "
         f"{found['same_answers']} of {found['answers']} answers of the rounds and {found['same_shared_answers']} of "
         f"{found['shared_answers']} of the part before them are those of an engine without the tier, "
         f"{blocks['equal']:,} loaded blocks bit-equal and {blocks['wrong'] + blocks['unknown']} not, at most "
@@ -185,7 +195,8 @@ def two_gpus() -> list[str]:
             f"process that stored answered, where computing all at TP={found['loaded_at']} agrees in "
             f"{control['same_tokens']}"
         )
-    return ["**Two GPUs, across tensor-parallel sizes** (`benchmarks/gpu/two_gpus.py`, random weights, eager):", "",
+    return ["**Two GPUs, across tensor-parallel sizes** (`benchmarks/gpu/two_gpus.py`, random weights, eager; "
+            f"{made(result)}):", "",
             *lines, "", _contexts(result["contexts"])]  # fmt: skip
 
 
@@ -214,7 +225,7 @@ def demo() -> list[str]:
             for row in result["rows"]]  # fmt: skip
     return [
         f"**The demo** (what `make demo` runs, with vLLM {result['vllm']}; {result['machine']}, float32, tier on the "
-        "disk):",
+        f"disk; {made(result)}):",
         "",
         *table(["prompt", "tokens", "hit tokens", "computed", "reloaded", "outputs identical"], rows),
     ]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import tables, tables_gpu
+from benchmarks import tables, tables_common, tables_cpu, tables_gpu, tables_headline
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_tables_are_those_of_the_results() -> None:
-    root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "benchmarks.tables", "--check"]
-    assert subprocess.run(command, cwd=root, check=False).returncode == 0, "run python -m benchmarks.tables"
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0, "run python -m benchmarks.tables"
 
 
 def test_a_lost_mark_is_an_error() -> None:
@@ -37,3 +41,84 @@ def test_a_goal_that_is_missed_is_named() -> None:
         if row["system"] == "kvtier":
             is_met = row["ttft_s"] <= tables_gpu.TTFT_GOALS_S[row["tokens"]]
             assert f"{row['tokens']:,} tokens from tmpfs" in (met if is_met else missed.split("Missed: ")[1])
+
+
+def test_the_readmes_table_says_of_each_time_whether_its_goal_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tables_gpu.read("ttft_tmpfs")
+    (row,) = [row for row in result["rows"] if row["system"] == "kvtier" and row["tokens"] == 32_768]
+    reading(monkeypatch, {"ttft_tmpfs": result})
+    row["ttft_s"] = 0.1
+    assert "100 (goal 130: met)" in "\n".join(tables_headline.reloads())
+    row["ttft_s"] = 0.2
+    text = "\n".join(tables_headline.reloads())
+    assert "200 (goal 130: **missed**)" in text and "32,768 tokens from tmpfs 200 ms (goal 130)" in text
+
+
+def test_another_system_of_another_run_is_marked_and_where_it_was_quicker_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {"kvtier": (0.08, 0.17, 1.4), "native": (0.09, 0.26, 0.95)}
+    rows = [
+        {"system": system, "tokens": tokens, "hit_tokens": tokens, "ttft_s": seconds, "all_s": [seconds]}
+        for system, of in times.items()
+        for tokens, seconds in zip(tables_gpu.TTFT_GOALS_S, of, strict=True)
+    ]
+    peers = {"rows": rows, "machine": {"boot": "another"}, "date": "2026-11-20"}
+    reading(monkeypatch, {"ttft_tmpfs_peers": peers})
+    monkeypatch.setattr(tables_headline, "has", lambda name: name == "ttft_tmpfs_peers")
+    text = "\n".join(tables_headline.reloads())
+    assert "vLLM's own tiering †" in text and "an older kvtier took 80 / 170 / 1,400" in text
+    assert "slower than vLLM's own tiering at 100,000 tokens (1,400 to 950)" in text and "32,768 tokens (" not in text
+
+
+def test_what_went_wrong_under_load_is_said_in_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tables_gpu.read("load_mix")
+    for good in (True, False):
+        reading(monkeypatch, {"load_mix": result | {"good": good}})
+        assert ("Not all of it is as it must be" in "\n".join(tables_headline.others())) is not good
+
+
+def test_every_table_names_its_code_and_its_day() -> None:
+    """But for the first paragraph, which names the machine."""
+    for section in (*tables_cpu.SECTIONS, *tables_headline.SECTIONS, *tables_gpu.SECTIONS[1:]):
+        titles = [line for line in section() if re.match(r"\*\*[^*]+\*\* \(", line)]
+        assert all(re.search(r"kvtier at .*2\d{3}-\d\d-\d\d", title) for title in titles), titles
+
+
+def test_lookup_and_fio_in_the_readme_are_absolute_and_with_their_spread() -> None:
+    lookup, records = ("\n".join(section()) for section in (tables_cpu.lookup, tables_cpu.records))
+    p50_us = tables_cpu.read("lookup")["parts"]["total"]["p50_us"]
+    assert f"| 5 ms | {p50_us / 1000:.2f} ms, " in lookup
+    cell = tables_cpu.read("records_vs_fio")["cells"][0]
+    shares = [100 * ours / fio for ours, fio in zip(cell["ours"], cell["fio"], strict=True)]
+    assert f"{cell['percent_of_fio']:.0f}% ({min(shares):.0f}-{max(shares):.0f})" in records
+
+
+def test_every_refusal_of_the_connectors_is_in_the_readme() -> None:
+    """By its key, as the error names it."""
+    refused = (ROOT / "README.md").read_text().split("What stops start-up")[1].split("\n#")[0]
+    keys = {key for path in (ROOT / "connectors").glob("*.py") for key in refusals(path.read_text())}
+    assert len(keys) > 10 and not [key for key in sorted(keys) if f"`{key}`" not in refused]
+
+
+def refusals(source: str) -> list[str]:
+    """Keys of the ConfigErrors that are raised; those of a loop are the texts that it goes over."""
+    found: list[str] = []
+    tree = ast.parse(source)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "ConfigError"]
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    for call in calls:
+        key = call.args[0]
+        if isinstance(key, ast.Constant):
+            found.append(key.value)
+        for loop in loops:
+            if isinstance(key, ast.Name) and ast.unparse(loop.target) == key.id and call in ast.walk(loop):
+                found += ast.literal_eval(loop.iter)
+    return found
+
+
+def reading(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+    """Lets the tables read these results instead of those on disk."""
+    real = tables_common.read
+    for module in (tables_gpu, tables_headline):
+        monkeypatch.setattr(module, "read", lambda name: changed[name] if name in changed else real(name))

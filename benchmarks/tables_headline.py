@@ -1,0 +1,181 @@
+"""The README's one table of what ran on a GPU, and a line for each other question; benchmarks/README.md has all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import tables_before, tables_gpu, tables_gpu_checks
+from benchmarks.tables_common import (
+    NAMES,
+    PEERS,
+    by_length,
+    has,
+    judged,
+    made,
+    milliseconds,
+    read,
+    span,
+    table,
+    verdict,
+)
+from benchmarks.tables_gpu import ARENA, ARENA_GOAL_S, HBM_ARENA, TTFT_GOALS_S, Rows
+
+OTHER_RUNS = ("ttft_tmpfs_native", "ttft_tmpfs_peers")
+"""Those with another system and a kvtier of their own; the later first."""
+
+
+def reloads() -> list[str]:
+    result = read("ttft_tmpfs")
+    lengths, _ = tables_gpu.tmpfs_rows(result)
+    others = {name: run for name in PEERS if name not in lengths[min(lengths)] and (run := other_run(name))}
+    beside = [name for name in PEERS if name in lengths[min(lengths)]]
+    rows = []
+    for tokens, of in lengths.items():
+        row = [f"{tokens:,}", *(short(of[name]) for name in ("computed", "floor")),
+               goal(of["kvtier"], TTFT_GOALS_S[tokens]), goal(of.get(ARENA), ARENA_GOAL_S)]  # fmt: skip
+        row += [short(of.get(name)) for name in beside]
+        row += [short(rows_of(run)[tokens].get(name)) for name, run in others.items()]
+        rows.append(row)
+    gpu = result["machine"]["gpus"][0].split(",")[0]
+    marked = [f"{NAMES[name]} †" for name in others]
+    return [
+        f"**Time to the first token of a stored prompt, ms** (one {gpu}, vLLM {result['versions']['vllm']}, "
+        f"Llama-3.1-8B's dimensions in bf16, eager, one request at a time; a fresh process that reloads what another "
+        f"one saved; median of {len(lengths[min(lengths)]['kvtier']['all_s'])}; {made(result)}):",
+        "",
+        *table(["tokens", "computed", "floor: hit in vLLM's own cache", "kvtier from tmpfs",
+                "kvtier from the host arena", *(NAMES[name] for name in beside), *marked], rows),
+        "",
+        *([f"† {_said_of(others)}", ""] if others else []),
+        _judged(tables_gpu.goals_of(lengths)),
+    ]  # fmt: skip
+
+
+def other_run(name: str) -> str | None:
+    """The run that a system's times are taken from, when it ran beside an older kvtier."""
+    found = [run for run in OTHER_RUNS if has(run) and name in by_length(read(run))[min(TTFT_GOALS_S)]]
+    return found[0] if found else None
+
+
+def rows_of(run: str) -> Rows:
+    return by_length(read(run))
+
+
+def short(row: dict[str, Any] | None) -> str:
+    return "-" if row is None else f"{1000 * row['ttft_s']:,.0f}"
+
+
+def goal(row: dict[str, Any] | None, goal_s: float) -> str:
+    """A time, and whether it is what it has to be."""
+    return "-" if row is None else f"{short(row)} (goal {1000 * goal_s:,.0f}: {verdict(row['ttft_s'] <= goal_s)})"
+
+
+def _judged(goals: list[tuple[bool, str]]) -> str:
+    """What was missed by name; of the others only how many."""
+    missed = [found for found in goals if not found[0]]
+    n_met = len(goals) - len(missed)
+    return f"{judged(missed)} Met: {n_met} of {len(goals)} goals.".strip()
+
+
+def _said_of(others: dict[str, str]) -> str:
+    """What runs beside an older kvtier differ in, and where that one was slower."""
+    runs = list(dict.fromkeys(run for run in OTHER_RUNS if has(run) and tables_before.is_whole(read(run))))
+    own = {
+        run: " / ".join(milliseconds(of["kvtier"]).partition(" (")[0] for of in rows_of(run).values()) for run in runs
+    }
+    text = "Of other runs, on other machines lent. Beside " + ", beside ".join(
+        f"{NAMES[name]} an older kvtier took {own[run]}" for name, run in others.items() if run in own
+    )
+    slower = [
+        f"than {NAMES[name]} at {tokens:,} tokens ({short(of['kvtier'])} to {short(of[name])})"
+        for run in runs for tokens, of in rows_of(run).items() for name in PEERS
+        if name in of and of[name]["ttft_s"] < of["kvtier"]["ttft_s"]
+    ]  # fmt: skip
+    return text + (f". **In these it was slower {', '.join(slower)}**, by a fault mended since." if slower else ".")
+
+
+def others() -> list[str]:
+    """A line for each other question, and what has no answer yet."""
+    lines = [_disk(), _saving(), _kernels(), _equality(), _load_mix()]
+    runs = tables_gpu.codec_runs()
+    measured = {
+        "two GPUs": has("two_gpus_equal"),
+        "an engine with a codec": bool(runs),
+        "what the codecs cost in quality": has("quality"),
+        "the hbm arena": any(HBM_ARENA in of for run in ("ttft_tmpfs", *runs) for of in rows_of(run).values()),
+    }
+    lacking = [what for what, is_there in measured.items() if not is_there]
+    return [
+        "Beside these, each in [benchmarks/README.md](benchmarks/README.md) with its run, its ceiling and its spread:",
+        "",
+        *(f"- {line}" for line in lines),
+        *([f"- Not measured on a GPU yet: {', '.join(lacking)}."] if lacking else []),
+    ]
+
+
+def _disk() -> str:
+    result = read("ttft_disk")
+    rows = [row for row in result["rows"] if row["system"] == "kvtier"]
+    shares = [row["load_percent_of_limit"] for row in rows]
+    has_floor, limit = bool(result.get("probe_tokens")), result["limit_bytes_s"]
+    times = [row["times_limit"] if has_floor else row["ttft_s"] * limit / row["bytes"] for row in rows]
+    goal_times = tables_gpu.DISK_GOAL_TIMES
+    outcome = f"{goal_times}: {verdict(max(times) <= goal_times)}"
+    if not has_floor:
+        above = [f"{row['tokens']:,}" for row, found in zip(rows, times, strict=True) if found > goal_times]
+        outcome = f"{goal_times} less the floor, which was not measured: **not shown** at {', '.join(above) or 'none'}"
+    return (
+        f"**From the disk** a reload moves at {span(shares)}% of direct reads and takes {span(times, 2)} times what "
+        f"its bytes take at that rate (goal {outcome})."
+    )
+
+
+def _saving() -> str:
+    found = read("save_cost")["summary"]
+    row = tables_gpu_checks.decoding(read("save_cost"))[0]
+    rest = "" if "decode" in found else "; what it costs them afterwards, until all is durable, is **not known**"
+    return (
+        f"**Saving** changes the cold time to the first token by {found['ttft_loss_percent']:+.1f}% and writes at "
+        f"{found['durable_percent_of_direct']:.0f}% of bare direct writes; {row[0]}: {row[3]} (goal {row[4]}){rest}."
+    )
+
+
+def _kernels() -> str:
+    result = read("kernels")
+    least = result["targets"]["percent_of_copy"]
+    moves = [row for row in result["rows"] if row["kernel"] in ("gather", "scatter")]
+    usual = [f"{row['percent_of_copy']:.0f}%" for row in moves if row["case"] == tables_gpu_checks.KERNEL_CASES[0]]
+    below = sum(row["percent_of_copy"] < least for row in moves)
+    return (
+        f"**Kernels**: gather and scatter of vLLM's usual pages reach {' and '.join(usual)} of a device copy (goal "
+        f"{least:.0f}%); of all {len(moves)} measured, {below} are below the goal."
+    )
+
+
+def _equality() -> str:
+    names = [name for name in tables_gpu_checks.EQUALITY_MODELS if has(name)] or ["equality"]
+    runs = [found for name in names for found in read(name)["results"].values()]
+    cases = [case for found in runs for case in found["cases"]]
+    good = sum(case["is_hit"] and case["same_tokens"] for case in cases)
+    blocks = [found["blocks"] for found in runs]
+    wrong = sum(of["wrong"] + of["unknown"] for of in blocks)
+    return (
+        f"**Equality**: {good} of {len(cases)} cases hit what they should and answer as after vLLM's own prefix hit; "
+        f"{sum(of['equal'] for of in blocks):,} loaded blocks are bit-equal to what was saved, {wrong} are not."
+    )
+
+
+def _load_mix() -> str:
+    result = read("load_mix")
+    found, requests = result["result"], result["shape"]["requests"]
+    text = (
+        f"**{requests} requests at once on a tier that evicts**: {found['same_answers']} of {found['answers']} answers "
+        f"are those of an engine without the tier; of the loaded blocks {found['blocks']['equal']:,} are bit-equal, "
+        f"{found['blocks']['wrong'] + found['blocks']['unknown']} are not; failed loads, computed instead: "
+        f"{found['failed_loads']}."
+    )
+    return text + ("" if result["good"] else " **Not all of it is as it must be.**")
+
+
+SECTIONS: tuple[Callable[[], list[str]], ...] = (reloads, others)
