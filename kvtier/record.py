@@ -23,8 +23,8 @@ byte 4096 + s * slot_bytes.
 
     extent: first layer u16, layers u16, first head u16, heads u16
 
-Record = header page, then one slab a head, in head order, each padded to whole pages: any run of heads is one
-contiguous range. A record's header is written after its slabs, so that a valid header under a killed writer means a
+Record = header page, then one slab a head, in head order, each padded with zeros to whole pages: any run of heads is
+one contiguous range. A record's header is written after its slabs, so that a valid header under a killed writer means a
 complete record (after power loss the checksums decide). Segments are never rewritten.
 """
 

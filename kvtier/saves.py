@@ -186,7 +186,8 @@ class Saver:
             self._n_held -= len(held)
 
     def _gather(self, staged: Sequence[Staged], writes: Extent) -> _Gathered:
-        """One launch for all of them."""
+        """One launch for all of them, after one that zeroes the slabs' padding, where they have any: files are to hold
+        nothing of the chunks that lay in the slots before."""
         if not staged:
             return _Gathered(None, None)
         worker, held = self._worker, self._worker.share.reads
@@ -199,6 +200,9 @@ class Saver:
                  key=item.chunk.key)
             for item in staged
         ]  # fmt: skip
+        layers = range(writes.first_layer, writes.end_layer)
+        n_bytes = worker.codec.layers_bytes(worker.geometry, layers)
+        worker.arena.blank([item.slot for item in staged], writes.n_heads, size, n_bytes)
         encoded = worker.codec.encode(worker.pages, moves)
         return _Gathered(worker.order.mark(), encoded)
 

@@ -1,7 +1,7 @@
 """The codec: how KV is laid out in a slab. Fixed-rate, and fixed for a namespace.
 
-A slab is one KV head of a record's layers, encoded, padded to whole pages. Encoding is fused with the gather from
-the engine's blocks and decoding with the scatter into them, because on a GPU either is one launch.
+A slab is one KV head of a record's layers, encoded, padded with zeros to whole pages. Encoding is fused with the gather
+from the engine's blocks and decoding with the scatter into them, because on a GPU either is one launch.
 
 A codec may treat layers and heads differently, by their numbers within the whole model. Pages and slabs count from
 starts of their own, so `prepare` is told which part of the model the pages are: a move's layers begin at
@@ -44,7 +44,8 @@ class Mover(Protocol):
     """
 
     def encode(self, moves: Sequence[Move]) -> Encoded | None:
-        """Blocks -> slabs; padding is left as it is. None: nothing is ever refused, and no sums were taken."""
+        """Blocks -> slabs; padding, which was blanked (kvtier.saves), is left as it is. None: nothing is ever refused,
+        and no sums were taken."""
         ...
 
     def decode(self, moves: Sequence[Move]) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Generic
 
+import numpy as np
 import torch
 
 from kvtier.geometry import PAGE_BYTES, padded
+from kvtier.kernels.launch import to_device
 from kvtier.slots import Content, SlotTable
 
 VIEWS_A_SLOT = 4
@@ -75,6 +78,16 @@ class Arena(Generic[Content]):
                 self._views.clear()
             self._views[place] = view
         return view
+
+    def blank(self, slots: Sequence[int], n_slabs: int, slab_bytes: int, begin: int) -> None:
+        """Zeroes bytes [begin, slab_bytes) of each slab of the slots, which hold what lay there before, maybe another
+        request's. If there are any, that is one launch on torch's current stream."""
+        if begin == slab_bytes:
+            return
+        slots_bytes = self._buffer[: self.n_slots * self.slot_bytes].view(self.n_slots, self.slot_bytes)
+        records = slots_bytes[:, PAGE_BYTES : PAGE_BYTES + n_slabs * slab_bytes].view(self.n_slots, n_slabs, slab_bytes)
+        places = to_device(np.array(slots, dtype=np.int64), self._buffer.device)
+        records[:, :, begin:].index_fill_(0, places, 0)
 
     def reserve(self, timeout_s: float = 0.0) -> int | None:
         """A slot to fill, waited for at most `timeout_s`; None when none came free."""
