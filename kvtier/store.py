@@ -24,6 +24,10 @@ REST_S = 1.0
 """After a worker said that it rests, no saves are planned for so long; workers rest by their own, longer clock."""
 ANSWER_LOST_S = 60.0
 """A save that was not answered for this long is no longer believed to be on its way."""
+REFUSED_KEYS_MAX = 4096
+"""Keys remembered of chunks that the codec could not keep: a prompt with such a chunk may come again and again."""
+REFUSED_S = 600.0
+"""A chunk that the codec could not keep is not tried again for so long; it may have been a fault of one request."""
 
 Clock = Callable[[], float]
 
@@ -79,6 +83,7 @@ class Store:
         self._keeper = keeper
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()
 
     def lookup(self, keys: Sequence[bytes]) -> list[bytes]:
         """Index entries of the longest prefix of `keys` that is stored whole; empty on any trouble (I5).
@@ -122,7 +127,8 @@ class Store:
         return LoadPlan(request_id, self.namespace_id, tuple(chunks))
 
     def plan_save(self, wanted: Sequence[WantedChunk]) -> SavePlan | None:
-        """Places for those of `wanted` that are neither stored nor on their way; None when there is nothing to do.
+        """Places for those of `wanted` that are neither stored nor on their way, nor were refused by the codec lately;
+        None when there is nothing to do.
 
         No index I/O: what another engine stored meanwhile is found out by the worker before it writes.
         """
@@ -130,6 +136,9 @@ class Store:
         chunks = []
         for chunk in wanted:
             if chunk.key in self._known:
+                continue
+            if now < self._refused_until_s.get(chunk.key, now):
+                self.metrics.add(names.SKIPPED_REFUSED)
                 continue
             if now < self._resume_at_s:
                 self.metrics.add(names.SKIPPED_RESTING)
@@ -160,6 +169,8 @@ class Store:
             known = self._known.get(answer.key)
             if known is None or not known.missing or (known.set_id, known.slot) != (answer.set_id, answer.slot):
                 continue  # an answer to an older plan
+            if answer.outcome is SaveOutcome.REFUSED:
+                self._refuse(answer.key)
             known.missing -= 1
             known.is_blank &= answer.outcome.wrote_nothing
             known.has_failed |= answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT)
@@ -172,6 +183,7 @@ class Store:
         """Weights changed in place, or the engine's cache was reset: from now on, a namespace that nobody else has."""
         self.namespace_id = self._keeper.begin_epoch()
         self._known.clear()
+        self._refused_until_s.clear()
 
     def close(self) -> None:
         """Ends the background duties. Every wait in it is bounded (I10)."""
@@ -189,3 +201,9 @@ class Store:
         self._known.move_to_end(key)
         if len(self._known) > KNOWN_KEYS_MAX:
             self._known.popitem(last=False)
+
+    def _refuse(self, key: bytes) -> None:
+        self._refused_until_s[key] = self._clock() + REFUSED_S
+        self._refused_until_s.move_to_end(key)
+        if len(self._refused_until_s) > REFUSED_KEYS_MAX:
+            self._refused_until_s.popitem(last=False)
