@@ -5,6 +5,7 @@
     kvtier index rebuild PATH    makes the index agree with the segment files
     kvtier check CONFIG.yaml     whether an engine would start with these settings, and what it would use
     kvtier doctor [PATH]         whether this machine is fit: GPU, storage, Lustre, rates; what to do about it
+                                 (PATH may be CONFIG.yaml, too)
     kvtier plan --model DIR --gpu-memory SIZE    what KV of a model takes, what fits, what a reload costs
 
 PATH is the configured `root`. `--json` prints for programs. Exit status: 0 all is well, 1 something bad was found,
@@ -64,7 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor = _add_command(
         commands, "doctor", "whether this machine is fit, and what to do about it", _on_path(run_doctor)
     )
-    doctor.add_argument("path", metavar="PATH", type=_path, nargs="?", help="the root; left out: the configured one")
+    doctor.add_argument(
+        "path",
+        metavar="PATH",
+        type=_path,
+        nargs="?",
+        help="the root, or a settings file; left out: the configured root",
+    )
     add_options(_add_command(commands, "plan", "what KV of a model takes, what fits, what a reload costs", run_plan))
     return parser
 

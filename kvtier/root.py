@@ -84,7 +84,7 @@ def check_space(path: Path, needed_bytes: int) -> None:
     Segments count, because they can be evicted: a tier that has filled its disk must be able to start again.
     """
     free_bytes = _free_bytes(path)
-    if free_bytes < needed_bytes and free_bytes + _segments_bytes(path) < needed_bytes:
+    if free_bytes < needed_bytes and free_bytes + segments_bytes(path) < needed_bytes:
         raise _full(path, free_bytes, needed_bytes)
 
 
@@ -186,7 +186,7 @@ def _free_bytes(path: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def _segments_bytes(path: Path) -> int:
+def segments_bytes(path: Path) -> int:
     """What the segments of all namespaces take on disk. One that vanishes meanwhile counts as nothing."""
     total = 0
     for segment in path.glob(f"v{FORMAT_VERSION}/*/*{SEGMENT_SUFFIX}"):

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.config import Settings
 from kvtier.doctor.host import Host, ProbeFailed, size
-from kvtier.doctor.storage import place_of
+from kvtier.doctor.storage import beyond_the_disk, place_of
 from kvtier.errors import ConfigError
 from kvtier.io.filesystem import file_system_of
 from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
@@ -34,11 +34,12 @@ def run_check(config: Path, as_json: bool) -> int:
     if as_json:
         print_json({"settings": settings.model_dump(mode="json"), "root": root})
         return OK
-    unset = Settings(root=settings.root)
-    usual = dict(_leaves(unset))
+    usual = dict(_leaves(Settings(root=settings.root)))
+    lines: dict[bool, list[str]] = {False: [], True: []}
     for name, value in _leaves(settings):
-        shown = f"{value} ({size(value)})" if name.endswith("_bytes") and isinstance(value, int) else value
-        print(f"{name}: {shown}" + ("  (the default)" if name != "root" and value == usual[name] else ""))
+        is_usual = name != "root" and value == usual[name]
+        lines[is_usual].append(f"{name}: {_shown(name, value)}{'  (the default)' if is_usual else ''}")
+    print("\n".join(lines[False] + lines[True]))
     for what, text in root.items():
         print(f"{what}: {text}")
     return OK
@@ -52,6 +53,13 @@ def _leaves(model: BaseModel, before: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
+
+
+def _shown(name: str, value: object) -> str:
+    """As in a settings file; sizes for people, too."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value} ({size(value)})" if name.endswith("_bytes") and isinstance(value, int) else str(value)
 
 
 def _look_at_gpu(settings: Settings) -> None:
@@ -75,9 +83,11 @@ def _look_at_root(settings: Settings) -> dict[str, str]:
     check_space(nearest, settings.segment_bytes)
     kind = file_system_of(path)
     state = "there" if folder.is_dir() else "to be created"
+    fix = beyond_the_disk(nearest, settings.capacity_bytes)
     return {
         "root is": f"{state}, on {kind.kind} (mounted at {kind.mount_point})",
         "index is": _look_at_index(settings, folder),
+        **({"but": fix} if fix else {}),
     }
 
 

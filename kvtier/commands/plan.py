@@ -24,6 +24,7 @@ LOAD_OVERHEAD_S = 0.02
 """Time to the first token less the bytes at the transfer's rate: 19 ms with 8,192 tokens, 30 with 32,768, 54 with
 100,000, of which a prefix hit in the engine's own cache takes 17, 22 and 39 (one H200, Llama-3.1-8B's dimensions,
 benchmarks/results/gpu/ttft_tmpfs.json)."""
+GPU_BYTES_MIN = 1 << 30
 STEP_TOKENS = 8192
 """vLLM's usual max_num_batched_tokens on a large GPU, when it serves."""
 
@@ -69,7 +70,7 @@ def _read(options: argparse.Namespace) -> Asked:
     engine = Engine(
         tensor_size=_count("--tensor-parallel", options.tensor_parallel),
         pipeline_size=_count("--pipeline-parallel", options.pipeline_parallel),
-        gpu_bytes=_bytes("--gpu-memory", options.gpu_memory),
+        gpu_bytes=_gpu_bytes("--gpu-memory", options.gpu_memory),
         utilization=_number("--gpu-memory-utilization", options.gpu_memory_utilization, 1.0),
         reserve_bytes=_bytes("--reserve", options.reserve),
     )
@@ -125,6 +126,13 @@ def _bytes(option: str, text: str) -> int:
         raise ConfigError(option, text, str(error)) from None
     if n_bytes <= 0:
         raise ConfigError(option, text, "it must be above 0")
+    return n_bytes
+
+
+def _gpu_bytes(option: str, text: str) -> int:
+    n_bytes = _bytes(option, text)
+    if n_bytes < GPU_BYTES_MIN:
+        raise ConfigError(option, text, f"that is {n_bytes} bytes: give the unit too, as 141GB")
     return n_bytes
 
 

@@ -167,6 +167,10 @@ def _print_report(root: Root, report: VerifyReport, seconds: float) -> None:
         f"{root.path}: {report.records:,} records ({size(report.n_bytes)}) in {report.segments:,} segments read "
         f"in {seconds:.1f} s ({rate:.1f} GB/s); {len(report.bad)} bad, {report.unfinished} never finished"
     )
+    if report.bad:
+        print(
+            "What is bad is a miss at its next use: nothing has to be done. index rebuild takes out what has no file."
+        )
 
 
 def _print_rebuilt(root: Root, rebuilt: Rebuilt) -> None:

@@ -18,7 +18,8 @@ LINE_WIDTH = 110
 
 
 def examine(path: Path | None, host: Host | None = None) -> Iterator[Verdict]:
-    """path: the root; None: the configured one, and where none is configured, storage is left out."""
+    """path: the root, or a settings file; None: the configured root, and where none is configured, storage is left
+    out."""
     machine = host or Host()
     settings, fault = _settings(path)
     if fault is not None:
@@ -26,7 +27,7 @@ def examine(path: Path | None, host: Host | None = None) -> Iterator[Verdict]:
     yield Verdict("ok", "kvtier", f"native part for {instruction_set()}")
     yield from examine_gpu(machine)
     yield from examine_memory(machine, settings.host.arena_bytes if settings else None)
-    root = path or (settings.root if settings else None)
+    root = settings.root if settings else path if path is None or not path.is_file() else None
     if root is not None:
         yield from examine_storage(machine, root, settings)
     else:
@@ -36,9 +37,10 @@ def examine(path: Path | None, host: Host | None = None) -> Iterator[Verdict]:
 
 
 def _settings(path: Path | None) -> tuple[Settings | None, Verdict | None]:
-    """What an engine would find, with `path` for its root."""
+    """What an engine would find, with `path` for its root, or for its settings file."""
+    given = "root" if path is None or not path.is_file() else "config"
     try:
-        return Settings.load({"root": str(path.absolute())} if path is not None else {}), None
+        return Settings.load({given: str(path.absolute())} if path is not None else {}), None
     except ConfigError as fault:
         if path is None and fault.key == "root" and fault.value is None:
             return None, None

@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError, Corrupt
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.calibration import Calibration
 from kvtier.io.filesystem import FileSystem, file_system_of
+from kvtier.root import segments_bytes
 
 STORAGE_TIMEOUT_S = 60.0
 
@@ -62,7 +63,23 @@ def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings |
     if settings is not None and free < settings.segment_bytes:
         fix = f"a segment takes {size(settings.segment_bytes)}: fine only if older ones can be evicted; else free space"
         return Verdict("warn", "root", value, fix)
+    if settings is not None and (fix := beyond_the_disk(place, settings.capacity_bytes)):
+        return Verdict("warn", "root", value, fix)
     return Verdict("ok", "root", value)
+
+
+def beyond_the_disk(place: Path, capacity_bytes: int) -> str:
+    """What to do about a capacity that the root's disk has no room for; "" when it has. Raises OSError."""
+    disk = os.statvfs(place)
+    room = disk.f_bavail * disk.f_frsize
+    if capacity_bytes > room:
+        room += segments_bytes(place)  # looked at last: there may be many
+    if capacity_bytes <= room:
+        return ""
+    return (
+        f"capacity_bytes ({size(capacity_bytes)}) is more than the tier can have here ({size(room)}): it would fill "
+        "the disk before it evicts; set it to less"
+    )
 
 
 def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | None) -> Iterator[Verdict]:

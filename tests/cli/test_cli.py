@@ -101,6 +101,7 @@ def test_verify_names_what_is_bad(root: Path, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     place = f"{segment_of(root).parent.name}/{segment_of(root).name}"
     assert f"BAD {place} slot 2: checksum of head 0 does not match" in out and "1 bad" in out
+    assert "is a miss at its next use" in out.splitlines()[-1]
 
 
 def test_verify_names_the_namespace_of_a_segment_that_is_gone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,11 +191,18 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_check_prints_what_would_be_used(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(config)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines.index("io.threads: 3") == 2 and "model_tag: null  (the default)" in lines  # what is set comes first
     assert "io.threads: 3" in lines and "capacity_bytes: 2147483648 (2.0 GiB)" in lines
     assert "epoch: 0  (the default)" in lines
     assert any(line.startswith("root is: to be created, on ") for line in lines)
     assert any(line.startswith("index is: to be created at ") for line in lines)
     assert [path.name for path in config.parent.iterdir()] == [config.name]  # nothing was made
+
+
+def test_check_of_a_capacity_beyond_the_disk(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(f"root: {config.parent}\ncapacity_bytes: 9000Ti\n")
+    assert main(["check", str(config)]) == 0
+    assert "but: capacity_bytes (9000.0 TiB) is more than the tier can have here" in capsys.readouterr().out
 
 
 def test_check_of_a_root_that_is_there(root: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,6 +186,7 @@ def test_what_is_not_served_is_named(
 
 BAD_OPTIONS = [
     (("--gpu-memory", "12XB"), "--gpu-memory = '12XB': must be a whole number of bytes"),
+    (("--gpu-memory", "141"), "--gpu-memory = '141': that is 141 bytes: give the unit too"),
     (("--gpu-memory", "10GB"), "raise --tensor-parallel or --pipeline-parallel"),
     ((*GPU, "--tensor-parallel", "3"), "--tensor-parallel = 3: the model's 32 attention heads do not divide"),
     ((*GPU, "--tensor-parallel", "0"), "--tensor-parallel = '0': it must be a whole number, 1 or more"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.config import Settings
 from kvtier.doctor import gpu, storage
 from kvtier.doctor.gpu import examine_gpu, examine_memory
 from kvtier.doctor.host import Host, ProbeFailed, Ran, Verdict, size
@@ -91,6 +92,17 @@ def test_the_configured_root_is_taken(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Host, "probe", lambda *_, **__: None)
     found = by_name(list(examine(None)))
     assert found["root"].level == "ok" and f"absent will be made, in {tmp_path} on " in found["root"].value
+
+
+def test_a_settings_file_stands_for_its_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "probe", lambda *_, **__: None)
+    config = tmp_path / "kvtier.yaml"
+    config.write_text(f"root: {tmp_path}/kv\nhost: {{arena_bytes: 9000TiB}}\n")
+    found = by_name(list(examine(config)))
+    assert f"{tmp_path}/kv will be made" in found["root"].value and "9000.0 TiB" in found["memory to pin"].fix
+    config.write_text(f"root: {tmp_path}/kv\nhosts: 1\n")
+    found = by_name(list(examine(config)))
+    assert "hosts" in found["settings"].value and "root" not in found and found["storage"].level == "warn"
 
 
 def test_wrong_settings_are_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +279,18 @@ def test_a_root_that_is_to_be_made(host: Host, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "access", lambda *_: False)
     (verdict,) = examine_storage(machine, root, None)
     assert verdict.level == "bad" and f"not writable: {tmp_path}" in verdict.fix
+
+
+def test_a_capacity_beyond_the_disk_is_warned_of(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies there counts as room: it can be evicted."""
+    disk = os.statvfs(tmp_path)
+    free = disk.f_bavail * disk.f_frsize
+    settings = Settings(root=tmp_path, capacity_bytes=free + (1 << 40), segment_bytes=1 << 20)
+    found = by_name(list(examine_storage(measured(host), tmp_path, settings)))
+    assert found["root"].level == "warn" and "would fill the disk before it evicts" in found["root"].fix
+    monkeypatch.setattr(storage, "segments_bytes", lambda path: 2 << 40)
+    found = by_name(list(examine_storage(measured(host), tmp_path, settings)))
+    assert found["root"].level == "ok"
 
 
 def test_of_what_was_tried_only_faults_and_the_other_engine_are_told(host: Host, tmp_path: Path) -> None:
