@@ -6,7 +6,9 @@ import re
 import resource
 from collections.abc import Iterator
 
+from kvtier.config import Settings
 from kvtier.doctor.host import Host, ProbeFailed, Verdict, size
+from kvtier.errors import ConfigError
 from kvtier.io.cufile import nvidia_fs_loaded
 
 PCIE_TIMEOUT_S = 60.0
@@ -27,13 +29,18 @@ def gpu_names(host: Host) -> list[str]:
     return found
 
 
-def examine_gpu(host: Host) -> Iterator[Verdict]:
+def examine_gpu(host: Host, settings: Settings | None = None) -> Iterator[Verdict]:
+    """settings: whose GPU memory there must be a GPU for."""
     names = gpu_names(host)
     has_driver = False
     try:
         version = host.probe("kvtier.doctor.probe", "driver")
         has_driver = version is not None
         yield _driver(version, names)
+        if settings is not None:
+            settings.check_device(has_driver)
+    except ConfigError as fault:
+        yield Verdict("bad", "settings", f"{fault.key} = {fault.value}", fault.fix)
     except ProbeFailed as fault:
         yield Verdict("bad", "NVIDIA driver", f"does not answer: {fault}", "see dmesg; reboot or reinstall the driver")
     yield _nvidia_fs(host, has_driver)

@@ -25,7 +25,7 @@ def examine(path: Path | None, host: Host | None = None) -> Iterator[Verdict]:
     if fault is not None:
         yield fault
     yield Verdict("ok", "kvtier", f"native part for {instruction_set()}")
-    yield from examine_gpu(machine)
+    yield from examine_gpu(machine, settings)
     yield from examine_memory(machine, settings.host.arena_bytes if settings else None)
     root = settings.root if settings else path if path is None or not path.is_file() else None
     if root is not None:

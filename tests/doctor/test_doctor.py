@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import Settings
+from kvtier.config import HbmSettings, Settings
 from kvtier.doctor import gpu, storage
 from kvtier.doctor.gpu import examine_gpu, examine_memory
 from kvtier.doctor.host import Host, ProbeFailed, Ran, Verdict, size
@@ -153,6 +153,15 @@ def test_a_slow_link(host: Host) -> None:
     slow = PCIE | {"from_device_bytes_s": 20e9}
     found = by_name(list(examine_gpu(probed(host, {"driver": 13000, "cufile": GDS, "pcie": slow}))))
     assert found["PCIe"].level == "warn" and "(63 GB/s)" in found["PCIe"].value and "NUMA" in found["PCIe"].fix
+
+
+def test_gpu_memory_where_there_is_no_gpu(host: Host) -> None:
+    settings = Settings(root=Path("/x"), hbm=HbmSettings(arena_bytes=1 << 30))
+    found = by_name(list(examine_gpu(probed(host, {"driver": None, "pcie": None}), settings)))
+    assert found["settings"].level == "bad" and found["settings"].value == "hbm.arena_bytes = 1073741824"
+    with_gpu(host)
+    found = by_name(list(examine_gpu(probed(host, {"driver": 13000, "cufile": GDS, "pcie": PCIE}), settings)))
+    assert "settings" not in found
 
 
 def test_a_container_without_the_driver(host: Host) -> None:
