@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import tables_cpu, tables_gpu, tables_headline, tables_quality
+from benchmarks import tables_codecs, tables_cpu, tables_gpu, tables_headline, tables_quality
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->\n")
@@ -34,7 +34,7 @@ def files() -> dict[Path, tuple[tuple[tuple[str, str], Sections], ...]]:
     quality = tables_quality.SECTIONS if tables_quality.RESULT.exists() else ()
     return {
         ROOT / "README.md": ((CPU_MARKS, tables_cpu.SECTIONS), (GPU_MARKS, tables_headline.SECTIONS)),
-        ROOT / "benchmarks" / "README.md": ((GPU_MARKS, (*tables_gpu.SECTIONS, *quality)),),
+        ROOT / "benchmarks" / "README.md": ((GPU_MARKS, (*tables_gpu.SECTIONS, *tables_codecs.SECTIONS, *quality)),),
     }
 
 

@@ -184,31 +184,6 @@ def disk() -> list[str]:
     ]  # fmt: skip
 
 
-def codec_runs() -> list[str]:
-    """Names of runs from tmpfs with a codec other than raw."""
-    names = sorted(path.stem for path in RESULTS.glob("ttft_tmpfs_*.json"))
-    return [name for name in names if read(name).get("extra", {}).get("codec", "raw") != "raw"]
-
-
-def codecs() -> list[str]:
-    """Reloads with a codec, once they were run; a table a run."""
-    text: list[str] = []
-    for name in codec_runs():
-        result = read(name)
-        lengths = by_length(result)
-        shown = [
-            n for n in ("computed", "floor", "kvtier", ARENA, HBM_ARENA) if any(n in of for of in lengths.values())
-        ]
-        rows = [[f"{tokens:,}", *(milliseconds(of[name]) if name in of else "not measured" for name in shown),
-                 f"{of['kvtier']['load_bytes_s'] / 1e9:.1f} GB/s"] for tokens, of in lengths.items()]  # fmt: skip
-        text += [*([""] if text else []),
-                 f"**Reloads with codec {result['extra']['codec']}** ({made(result)}; {counts(lengths, [])}; "
-                 "the transfer counts encoded bytes):", "",
-                 *table(["tokens", *(name.replace("kvtier,", "kvtier from the") if "," in name else name
-                                     for name in shown), "transfer"], rows)]  # fmt: skip
-    return text
-
-
 def two_ttft() -> list[str]:
     """Times at TP=2, once they were taken."""
     if not has("two_gpus_ttft"):
@@ -226,6 +201,6 @@ def two_ttft() -> list[str]:
 
 
 SECTIONS: tuple[Callable[[], list[str]], ...] = (
-    machine, ttft, codecs, tables_before.peers, disk, two_ttft, tables_gpu_checks.kernels, tables_gpu_checks.saving,
+    machine, ttft, tables_before.peers, disk, two_ttft, tables_gpu_checks.kernels, tables_gpu_checks.saving,
     tables_gpu_checks.equality, tables_gpu_checks.two_gpus, tables_gpu_checks.load_mix, tables_gpu_checks.demo,
 )  # fmt: skip

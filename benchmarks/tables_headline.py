@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import tables_before, tables_gpu, tables_gpu_checks
+from benchmarks import tables_before, tables_codecs, tables_gpu, tables_gpu_checks
 from benchmarks.tables_common import (
     NAMES,
     PEERS,
@@ -98,9 +98,10 @@ def _said_of(others: dict[str, str]) -> str:
 def others() -> list[str]:
     """A line for each other question, and what has no answer yet."""
     lines = [_disk(), _saving(), _kernels(), _equality(), _load_mix()]
-    runs = tables_gpu.codec_runs()
+    runs = tables_codecs.codec_runs()
     measured = {
         "two GPUs": has("two_gpus_equal"),
+        "the codecs' kernels": has("codec_kernels"),
         "an engine with a codec": bool(runs),
         "what the codecs cost in quality": has("quality"),
         "the hbm arena": any(HBM_ARENA in of for run in ("ttft_tmpfs", *runs) for of in rows_of(run).values()),
@@ -110,7 +111,7 @@ def others() -> list[str]:
         "Beside these, each in [benchmarks/README.md](benchmarks/README.md) with its run, its ceiling and its spread:",
         "",
         *(f"- {line}" for line in lines),
-        *([f"- Not measured on a GPU yet: {', '.join(lacking)}."] if lacking else []),
+        *([f"- In no result of a GPU yet: {', '.join(lacking)}."] if lacking else []),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables, tables_common, tables_cpu, tables_gpu, tables_headline
+from benchmarks import tables, tables_codecs, tables_common, tables_cpu, tables_gpu, tables_headline
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -85,6 +85,32 @@ def test_every_table_names_its_code_and_its_day() -> None:
         assert all(re.search(r"kvtier at .*2\d{3}-\d\d-\d\d", title) for title in titles), titles
 
 
+def test_tables_of_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of results as the benchmarks write them; there may be none yet."""
+    kernels = [
+        {"case": case, "kernel": kernel, "tb_s": 2.5, "percent_of_bound": 70.0, "faults": []}
+        for case in tables_codecs.GOAL_CASES
+        for kernel in tables_codecs.KERNELS
+    ]
+    kernels[0]["tb_s"] = 1.5
+    kernels[1]["faults"] = kernels[2]["faults"] = ["decode"]
+    reloads = {"tokens": 8192, "hit_tokens": 8192, "ttft_s": 0.03, "all_s": [0.03], "load_bytes_s": 20e9}
+    rows = [reloads | {"system": name} for name in ("kvtier", "kvtier, hbm arena")]
+    head = {"commit": "abc", "date": "2026-11-21"}
+    changed = {
+        "codec_kernels": head | {"copy_gb_s": 4000.0, "rows": kernels},
+        "ttft_tmpfs_k4v4": head | {"extra": {"codec": "k4v4"}, "rows": rows},
+    }
+    reading(monkeypatch, changed)
+    monkeypatch.setattr(tables_codecs, "has", changed.__contains__)
+    text = "\n".join(tables_codecs.kernels())
+    assert f"**missed**: {tables_codecs.GOAL_CASES[0]} encode 1.50. Wrong" in text and "2.50 TB/s, 70%" in text
+    assert text.endswith(f"theory: {tables_codecs.GOAL_CASES[0]}: decode.")
+    monkeypatch.setattr(tables_codecs, "codec_runs", lambda: ["ttft_tmpfs_k4v4"])
+    text = "\n".join(tables_codecs.reloads())
+    assert "codec k4v4" in text and "kvtier from the hbm arena" in text and "| 8,192 | 30 | 30 | 20.0 GB/s |" in text
+
+
 def test_lookup_and_fio_in_the_readme_are_absolute_and_with_their_spread() -> None:
     lookup, records = ("\n".join(section()) for section in (tables_cpu.lookup, tables_cpu.records))
     p50_us = tables_cpu.read("lookup")["parts"]["total"]["p50_us"]
@@ -120,5 +146,5 @@ def refusals(source: str) -> list[str]:
 def reading(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
     """Lets the tables read these results instead of those on disk."""
     real = tables_common.read
-    for module in (tables_gpu, tables_headline):
+    for module in (tables_codecs, tables_gpu, tables_headline):
         monkeypatch.setattr(module, "read", lambda name: changed[name] if name in changed else real(name))
