@@ -86,7 +86,7 @@ class Saver:
         self._in_flight = 0
         self._n_held = 0
         self._disk = Backoff()
-        self._slots_used: dict[tuple[bytes, int], int] = {}
+        self._slots_used: dict[tuple[bytes, int], tuple[int, int]] = {}
 
     def save(self, plan: SavePlan) -> None:
         """Gathers the plan's chunks now and queues the rest of the work. Every chunk is answered, exactly once;
@@ -132,7 +132,9 @@ class Saver:
 
     def trim(self) -> None:
         """After the last save: gives back the slots of our segments that will stay empty."""
-        for (namespace, set_id), used in self._slots_used.items():
+        for (namespace, set_id), (used, slots) in self._slots_used.items():
+            if used == slots:
+                continue
             files = self._worker.files(namespace)
             try:
                 files.trim(set_id, self._worker.share.rank, used)
@@ -336,9 +338,9 @@ class Saver:
         arena.header(item.slot).copy_(torch.frombuffer(bytearray(page), dtype=torch.uint8))
         with self._lock:
             owner = (plan.namespace, chunk.set_id)
-            self._slots_used[owner] = max(self._slots_used.get(owner, 0), chunk.slot + 1)
-            if self._slots_used[owner] == header.slots:
-                del self._slots_used[owner]  # nothing to trim
+            # Remembered of a full set too: its first slots may be written after its last ones, by another job.
+            used, _ = self._slots_used.get(owner, (0, 0))
+            self._slots_used[owner] = max(used, chunk.slot + 1), header.slots
         return WriteOp(segment.fd, header.slot_offset(chunk.slot), arena.address(item.slot), header.slab_bytes,
                        header.extent.n_heads, chunk.key, header.extent.first_head,
                        header.extent.first_layer, item.checksums)  # fmt: skip

@@ -115,16 +115,19 @@ class SegmentFiles:
         """Bytes that each segment set's files take on disk."""
         total: dict[int, int] = {}
         for set_id, rank in self.ids():
-            try:
-                blocks = os.lstat(self.folder / segment_name(set_id, rank)).st_blocks
-            except FileNotFoundError:
-                continue
-            total[set_id] = total.get(set_id, 0) + blocks * 512
+            total[set_id] = total.get(set_id, 0) + self._bytes_of(set_id, rank)
         return total
 
     def set_bytes_of(self, set_id: int) -> int:
-        """Bytes that the files of one set take on disk."""
-        return self.set_bytes().get(set_id, 0)
+        """Bytes that the files of one set take on disk. No other file is looked at: there may be a million."""
+        return sum(self._bytes_of(set_id, rank) for found, rank in self.ids() if found == set_id)
+
+    def _bytes_of(self, set_id: int, rank: int) -> int:
+        """0 when it is gone."""
+        try:
+            return os.lstat(self.folder / segment_name(set_id, rank)).st_blocks * 512
+        except FileNotFoundError:
+            return 0
 
     def age_s(self, set_id: int, rank: int, now_s: float) -> float:
         """Seconds since the segment was last written; 0 when it is gone."""
