@@ -34,7 +34,8 @@ def kernels() -> list[str]:
         *table(["pages", *KERNELS], [[case, *(cell(case, kernel) for kernel in KERNELS)] for case in cases]),
         "",
         f"The goal, {GOAL_TB_S} TB/s for encode and for verify+decode of k4v4 and k4v3, is {verdict(not missed)}"
-        f"{': ' + '; '.join(missed) if missed else ''}. Wrong bytes and errors beyond theory: {'; '.join(wrong) or 'none'}.",
+        f"{': ' + '; '.join(missed) if missed else ''}. Wrong bytes and errors beyond theory: "
+        f"{'; '.join(wrong) or 'none'}.",
     ]  # fmt: skip
 
 

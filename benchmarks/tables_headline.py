@@ -97,7 +97,7 @@ def _said_of(others: dict[str, str]) -> str:
 
 def others() -> list[str]:
     """A line for each other question, and what has no answer yet."""
-    lines = [_disk(), _saving(), _kernels(), _equality(), _load_mix()]
+    lines = [_disk(), _saving(), _kernels(), _equality(), _load_mix(), *_two_gpus()]
     runs = tables_codecs.codec_runs()
     measured = {
         "two GPUs": has("two_gpus_equal"),
@@ -177,6 +177,18 @@ def _load_mix() -> str:
         f"{found['failed_loads']}."
     )
     return text + ("" if result["good"] else " **Not all of it is as it must be.**")
+
+
+def _two_gpus() -> list[str]:
+    if not has("two_gpus_equal"):
+        return []
+    found = read("two_gpus_equal")["equal"]
+    ways = ", ".join(f"TP={way['stored_at']} to TP={way['loaded_at']}" for way in found)
+    wrong = sum(way["blocks"]["wrong"] + way["blocks"]["unknown"] for way in found)
+    return [
+        f"**Two GPUs**, {ways}: {sum(way['blocks']['equal'] for way in found):,} loaded blocks are bit-equal to what was "
+        f"saved, {wrong} are not; failed loads: {sum(way['failed_loads'] for way in found)}."
+    ]
 
 
 SECTIONS: tuple[Callable[[], list[str]], ...] = (reloads, others)

@@ -78,6 +78,17 @@ def test_what_went_wrong_under_load_is_said_in_the_readme(monkeypatch: pytest.Mo
         assert ("Not all of it is as it must be" in "\n".join(tables_headline.others())) is not good
 
 
+def test_two_gpus_are_a_line_once_they_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [
+        {"stored_at": 2, "loaded_at": 1, "blocks": {"equal": 5000, "wrong": 1, "unknown": 2}, "failed_loads": 4},
+        {"stored_at": 1, "loaded_at": 2, "blocks": {"equal": 1, "wrong": 0, "unknown": 0}, "failed_loads": 0},
+    ]
+    reading(monkeypatch, {"two_gpus_equal": {"equal": ways}})
+    monkeypatch.setattr(tables_headline, "has", lambda name: name == "two_gpus_equal")
+    text = "\n".join(tables_headline.others())
+    assert "TP=2 to TP=1, TP=1 to TP=2: 5,001 loaded blocks" in text and "3 are not; failed loads: 4." in text
+
+
 def test_every_table_names_its_code_and_its_day() -> None:
     """But for the first paragraph, which names the machine."""
     for section in (*tables_cpu.SECTIONS, *tables_headline.SECTIONS, *tables_gpu.SECTIONS[1:]):
