@@ -186,8 +186,8 @@ def _two_gpus() -> list[str]:
     ways = ", ".join(f"TP={way['stored_at']} to TP={way['loaded_at']}" for way in found)
     wrong = sum(way["blocks"]["wrong"] + way["blocks"]["unknown"] for way in found)
     return [
-        f"**Two GPUs**, {ways}: {sum(way['blocks']['equal'] for way in found):,} loaded blocks are bit-equal to what was "
-        f"saved, {wrong} are not; failed loads: {sum(way['failed_loads'] for way in found)}."
+        f"**Two GPUs**, {ways}: {sum(way['blocks']['equal'] for way in found):,} loaded blocks are bit-equal to what "
+        f"was saved, {wrong} are not; failed loads: {sum(way['failed_loads'] for way in found)}."
     ]
 
 
