@@ -76,6 +76,7 @@ def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: t
     slots = hbm_slots(settings.hbm, slot_bytes, step_chunks)
     slots.check_fits(settings.hbm, *torch.cuda.mem_get_info(device))
     arena: ChunkArena = Arena(_device_buffer(slots.n_bytes, device), slot_bytes)
+    arena.blank([0], n_slabs=1, slab_bytes=PAGE_BYTES, begin=0)  # loads that kernel, for which else a step would wait
     buffer = _host_buffer(settings.host.arena_bytes or PINNED_ARENA_BYTES, slot_bytes)
     host: ChunkArena = Arena(buffer, slot_bytes, n_ready=0)
     ordinal = torch.cuda.current_device() if device.index is None else device.index

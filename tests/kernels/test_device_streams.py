@@ -8,7 +8,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from kvtier.kernels.launch import pin_tables
 from kvtier.kernels.paged import Move, Patch, SlabRun, gather
+from kvtier.memory import _device_buffer
+from kvtier.tiers.arena import Arena
+from kvtier.worker import ChunkArena
 from tests.kernels.device_pages import Cache, noise
 from tests.kernels.device_rig import INTERPRETED, device, device_checksum
 
@@ -89,3 +93,17 @@ def test_a_scatter_comes_after_what_its_stream_did_before() -> None:
             plane[9].zero_()
         mover.scatter([Move(PATCH, (5, 9), slabs)])
     assert torch.equal(buffer, was)
+
+
+def test_padding_is_blanked_without_waiting() -> None:
+    buffer = _device_buffer(96 * 12288, torch.device("cuda", 0)).fill_(7)
+    arena: ChunkArena = Arena(buffer, 12288)
+    pin_tables(buffer.device)
+    arena.blank([0], n_slabs=1, slab_bytes=4096, begin=4095)
+    with busy_stream():
+        for first in range(0, 96, 6):
+            arena.blank([first + 5, first + 1], n_slabs=2, slab_bytes=4096, begin=4090)
+    slots = buffer.view(96, 3, 4096)
+    changed = slots == 0
+    assert changed[5::6, 1:, 4090:].all() and changed[1::6, 1:, 4090:].all()
+    assert changed.sum() == 32 * 2 * 6 + 1
