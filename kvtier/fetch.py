@@ -3,7 +3,6 @@ arena, or read from segments."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections.abc import Sequence
@@ -14,20 +13,14 @@ from functools import partial
 
 from kvtier import metrics as names
 from kvtier.admission import Admission
-from kvtier.codecs.base import slab_bytes
-from kvtier.errors import Corrupt, IndexUnavailable
-from kvtier.geometry import PAGE_BYTES, Extent
-from kvtier.index import entry as entries
-from kvtier.index.base import Location
-from kvtier.io.engines import Reads
-from kvtier.io.ring import ReadOp
+from kvtier.errors import Corrupt
+from kvtier.fetch_files import FetchFailed, FileReader, FileReads, place_of
+from kvtier.geometry import PAGE_BYTES
 from kvtier.keep import HostKeeper
 from kvtier.kernels.paged import SlabRun
 from kvtier.order import Mark
 from kvtier.plan import LoadChunk
-from kvtier.sources import Source, end_of, sources_of
-from kvtier.tiers.descriptors import OpenSegment
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.sources import Source, end_of
 from kvtier.worker import Worker
 
 log = logging.getLogger("kvtier")
@@ -35,10 +28,6 @@ log = logging.getLogger("kvtier")
 
 SWEEP_INTERVAL_S = 0.01
 """How often who waits for a slot looks whether abandoned reads have returned theirs."""
-
-
-class FetchFailed(Exception):
-    """This chunk can't be had; the request is recomputed from here on. Never leaves kvtier.loads."""
 
 
 class Origin(Enum):
@@ -57,7 +46,6 @@ class Fetch:
     claim: set when nobody need wait for this fetch any more; who fills a slot has one, and ends its own alone.
     held: what must stay until the bytes have arrived: open segments, or the lease of a host slot.
     copied: when a copy from the host arena is done. is_verified: the checksums were seen to match; bad: where not.
-    begun_s: when its reads were submitted.
     """
 
     chunk: LoadChunk
@@ -65,13 +53,12 @@ class Fetch:
     sources: tuple[Source, ...] = ()
     origin: Origin = Origin.NONE
     claim: threading.Event | None = None
-    batch: Reads | None = None
+    reads: FileReads | None = None
     held: ExitStack | None = None
     copied: Mark = None
     awaited: threading.Event | None = None
     is_verified: bool = False
     bad: tuple[Source, ...] = ()
-    begun_s: float = 0.0
 
 
 class Fetcher:
@@ -81,11 +68,10 @@ class Fetcher:
         self._worker = worker
         self._admission = admission
         self._keeper = keeper
+        self._files = FileReader(worker)
         self._lock = threading.Lock()
         self._reading: dict[bytes, threading.Event] = {}
         self._wanted_twice: set[bytes] = set()
-        self._stalled_until_s = 0.0
-        self._sizes: dict[Extent, int] = {}
 
     def begin(self, namespace: bytes, chunk: LoadChunk, slot_timeout_s: float) -> Fetch | None:
         """Starts bringing a chunk; None when no slot came free for it in time. Raises FetchFailed, TierUnavailable."""
@@ -104,17 +90,18 @@ class Fetcher:
             fetch.awaited = None
             if not self._begin(namespace, fetch, slot_timeout_s):
                 return False
-        if fetch.batch is not None:
-            self._await_reads(fetch, fetch.batch, deadline_s)
+        if fetch.reads is not None:
+            self._files.wait(fetch.reads, deadline_s)
+            self._end_reads(fetch)
         return True
 
     def is_here(self, fetch: Fetch) -> bool:
         """Whether the bytes have arrived, all of them: else `complete` waits for them, or says what failed."""
         if fetch.slot < 0 or (fetch.copied is not None and not self._worker.order.is_done(fetch.copied)):
             return False
-        if fetch.batch is not None and fetch.batch.wait(0):
-            self._end_reads(fetch, fetch.batch)
-        return fetch.batch is None
+        if fetch.reads is not None and self._files.have_arrived(fetch.reads):
+            self._end_reads(fetch)
+        return fetch.reads is None
 
     def check(self, fetches: Sequence[Fetch]) -> int:
         """How many of these complete fetches, from the first on, hold what was saved (I2)."""
@@ -139,8 +126,8 @@ class Fetcher:
         bad, fetch.bad = fetch.bad, ()
         if fetch.origin is Origin.FILES:
             for source in bad:
-                self._retract(fetch.chunk.key, source.location)
-            raise FetchFailed(f"{_place(bad[0].location)}: a checksum does not match")
+                self._files.retract(fetch.chunk.key, source.location)
+            raise FetchFailed(f"{place_of(bad[0].location)}: a checksum does not match")
         log.error("chunk %s went bad in memory; it is read again", fetch.chunk.key.hex())
         if fetch.origin is Origin.ARENA:
             self._worker.arena.drop(fetch.chunk.key)
@@ -199,10 +186,10 @@ class Fetcher:
             release.push(fetch.held)
         if fetch.copied is not None:
             self._worker.order.wait(fetch.copied)
-        if fetch.batch is None or fetch.batch.wait(0):
+        if fetch.reads is None or fetch.reads.batch.wait(0):
             release.close()
         else:
-            self._worker.quarantine.add(fetch.batch, release.close)
+            self._worker.quarantine.add(fetch.reads.batch, release.close)
 
     def _begin(self, namespace: bytes, fetch: Fetch, slot_timeout_s: float) -> bool:
         """Takes the chunk from the arena, joins another's read of it, or starts one; False: no slot for that."""
@@ -256,12 +243,6 @@ class Fetcher:
             self.abandon(fetch)
             raise
 
-    def _slab_bytes(self, extent: Extent) -> int:
-        known = self._sizes.get(extent)
-        if known is None:
-            known = self._sizes[extent] = slab_bytes(self._worker.codec, self._worker.geometry, extent)
-        return known
-
     def _copy_up(self, fetch: Fetch) -> bool:
         """From the host arena, if the chunk is there."""
         host, key = self._worker.host, fetch.chunk.key
@@ -279,81 +260,17 @@ class Fetcher:
         return True
 
     def _read(self, namespace: bytes, fetch: Fetch) -> None:
-        fetch.origin, held = Origin.FILES, ExitStack()
-        fetch.held = held
-        fetch.begun_s = self._worker.clock()
-        if fetch.begun_s < self._stalled_until_s:
-            raise FetchFailed("the storage did not answer lately")
-        files = self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
-        located = entries.unpack(fetch.chunk.entry)
-        for location in located:
-            if location.slab_bytes != self._slab_bytes(location.extent):
-                self._retract(fetch.chunk.key, location)
-                raise FetchFailed(f"{_place(location)}: slabs of {location.slab_bytes} bytes are not of this codec")
-        sources = sources_of(located, self._worker.share.reads, self._worker.arena.slot_bytes)
-        if sources is None:
-            raise FetchFailed("its records do not make up this rank's share")
-        fetch.sources = sources
-        segments = [self._open(files, fetch.chunk.key, source.location, held) for source in sources]
-        ops = [self._read_op(fetch, source, segment) for source, segment in zip(sources, segments, strict=True)]
-        fetch.batch = self._worker.io.reader.submit(ops)
+        fetch.origin, fetch.held = Origin.FILES, ExitStack()
+        fetch.reads = self._files.begin(namespace, fetch.chunk, fetch.slot, fetch.held)
+        fetch.sources = fetch.reads.sources
 
-    def _open(self, files: SegmentFiles, key: bytes, location: Location, held: ExitStack) -> OpenSegment:
-        """The record's segment, open until `held` is closed."""
-        try:
-            segment = files.lease(location.set_id, location.rank)
-        except Corrupt:
-            self._retract(key, location)
-            raise
-        if segment is None:
-            self._retract(key, location)
-            raise FetchFailed(f"segment {location.set_id:016x}-{location.rank:04d} is gone")
-        held.callback(segment.release)
-        return segment
-
-    def _read_op(self, fetch: Fetch, source: Source, segment: OpenSegment) -> ReadOp:
-        arena = self._worker.arena
-        # Bytes that go to a device are summed there, so that the way to it is covered too.
-        checksums = None if arena.is_device else source.checksums
-        return ReadOp(segment.fd, source.file_offset, arena.address(fetch.slot) + source.slot_offset,
-                      source.slab_bytes, source.wanted.n_heads, fetch.chunk.key, source.wanted.first_head,
-                      source.location.extent.first_layer, checksums, arena.is_device)  # fmt: skip
-
-    def _await_reads(self, fetch: Fetch, batch: Reads, deadline_s: float) -> None:
-        if not batch.wait(self._left(deadline_s)):
-            self._note_stall(fetch)
-            raise FetchFailed("the storage does not answer in time")
-        failed = self._end_reads(fetch, batch)
-        if failed is None:
-            return
-        location, error = failed
-        if error not in (0, errno.ENODATA):
-            raise FetchFailed(f"{_place(location)}: {errno.errorcode.get(error, error)}")
-        self._retract(fetch.chunk.key, location)
-        self._worker.metrics.add(names.CHECKSUM_FAILURES)
-        what = "it ends too soon" if error else "a checksum does not match"
-        raise FetchFailed(f"{_place(location)}: {what}")
-
-    def _end_reads(self, fetch: Fetch, batch: Reads) -> tuple[Location, int] | None:
-        """Reads that have ended are done with if all of them are good; else the first bad record and its errno (0: of
-        its bytes), and they are kept for whoever asks again."""
-        for source, result in zip(fetch.sources, batch.results(), strict=True):
-            if not result.ok:
-                return source.location, result.error
-        fetch.is_verified = not self._worker.arena.is_device
-        fetch.batch = None
+    def _end_reads(self, fetch: Fetch) -> None:
+        """All of the chunk has arrived."""
+        fetch.reads, fetch.is_verified = None, not self._worker.arena.is_device
         n_bytes = sum(source.n_bytes for source in fetch.sources)
         self._worker.metrics.add(names.FILE_READ_BYTES, n_bytes)
         if self._worker.io.reader is not self._worker.io.ring:
             self._worker.metrics.add(names.KVIKIO_READ_BYTES, n_bytes)
-        return None
-
-    def _note_stall(self, fetch: Fetch) -> None:
-        """Reads that had half of a load's whole time and did not end: nothing is read for a while. A load that was
-        late for other reasons (a long queue) says nothing about the storage."""
-        now = self._worker.clock()
-        if now - fetch.begun_s >= self._worker.timeout_s / 2:
-            self._stalled_until_s = now + self._worker.timeout_s
 
     def _end_claim(self, fetch: Fetch) -> None:
         """Who waited for this fetch finds the chunk in the arena now, or claims it."""
@@ -365,16 +282,5 @@ class Fetcher:
             del self._reading[fetch.chunk.key]
         claim.set()
 
-    def _retract(self, key: bytes, location: Location) -> None:
-        """What is bad or gone is not offered again (compare-and-delete: never another writer's record)."""
-        try:
-            self._worker.index.retract(key, location)
-        except IndexUnavailable:
-            self._worker.metrics.add(names.INDEX_ERRORS)
-
     def _left(self, deadline_s: float) -> float:
         return max(0.0, deadline_s - self._worker.clock())
-
-
-def _place(location: Location) -> str:
-    return f"slot {location.slot} of segment {location.set_id:016x}-{location.rank:04d}"

@@ -11,7 +11,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
-from kvtier.fetch import Fetch, Fetcher, FetchFailed, Origin
+from kvtier.fetch import Fetch, Fetcher, Origin
+from kvtier.fetch_files import FetchFailed
 from kvtier.kernels.paged import Move
 from kvtier.order import Mark
 from kvtier.plan import LoadChunk, LoadPlan

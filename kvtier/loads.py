@@ -11,7 +11,8 @@ from functools import partial
 
 from kvtier import metrics as names
 from kvtier.errors import TierUnavailable
-from kvtier.fetch import Fetcher, FetchFailed
+from kvtier.fetch import Fetcher
+from kvtier.fetch_files import FetchFailed
 from kvtier.jobs import Jobs
 from kvtier.load_walk import LoadWalk
 from kvtier.plan import LoadDone, LoadPlan

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.fetch import Fetch, Fetcher, FetchFailed
+from kvtier.fetch import Fetch, Fetcher
+from kvtier.fetch_files import FetchFailed
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, ReadOp, Ring, WriteOp
 from kvtier.plan import LoadChunk

@@ -1,0 +1,139 @@
+"""Reading one chunk's records from segments into an arena slot: which reads that takes, what became of them, and that
+what is bad or gone is not offered again."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvtier import metrics as names
+from kvtier.codecs.base import slab_bytes
+from kvtier.errors import Corrupt, IndexUnavailable
+from kvtier.geometry import Extent
+from kvtier.index import entry as entries
+from kvtier.index.base import Location
+from kvtier.io.engines import Reads
+from kvtier.io.ring import ReadOp
+from kvtier.plan import LoadChunk
+from kvtier.sources import Source, sources_of
+from kvtier.tiers.descriptors import OpenSegment
+from kvtier.tiers.segments import SegmentFiles
+from kvtier.worker import Worker
+
+
+class FetchFailed(Exception):
+    """This chunk can't be had; the request is recomputed from here on. Never leaves kvtier.loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileReads:
+    """The reads of one chunk, a run of slabs of a record each, on their way into a slot since `begun_s`."""
+
+    key: bytes
+    sources: tuple[Source, ...]
+    batch: Reads
+    begun_s: float
+
+
+class FileReader:
+    """Shared by all loads of a worker; thread-safe."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._stalled_until_s = 0.0
+        self._sizes: dict[Extent, int] = {}
+
+    def begin(self, namespace: bytes, chunk: LoadChunk, slot: int, held: ExitStack) -> FileReads:
+        """Submits the reads; the segments stay open until `held` is closed, which is not before they have ended.
+
+        Raises FetchFailed, Corrupt, TierUnavailable; `held` is to be closed all the same.
+        """
+        begun_s = self._worker.clock()
+        if begun_s < self._stalled_until_s:
+            raise FetchFailed("the storage did not answer lately")
+        files = self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
+        located = entries.unpack(chunk.entry)
+        for location in located:
+            if location.slab_bytes != self._slab_bytes(location.extent):
+                self.retract(chunk.key, location)
+                raise FetchFailed(f"{place_of(location)}: slabs of {location.slab_bytes} bytes are not of this codec")
+        sources = sources_of(located, self._worker.share.reads, self._worker.arena.slot_bytes)
+        if sources is None:
+            raise FetchFailed("its records do not make up this rank's share")
+        segments = [self._open(files, chunk.key, source.location, held) for source in sources]
+        ops = [self._op(chunk.key, slot, part, segment) for part, segment in zip(sources, segments, strict=True)]
+        return FileReads(chunk.key, sources, self._worker.io.reader.submit(ops), begun_s)
+
+    def have_arrived(self, reads: FileReads) -> bool:
+        """Whether all of the chunk is in the slot by now."""
+        return reads.batch.wait(0) and _first_bad(reads) is None
+
+    def wait(self, reads: FileReads, deadline_s: float) -> None:
+        """Returns when all of the chunk is in the slot. Raises FetchFailed, then and if it takes too long."""
+        if not reads.batch.wait(max(0.0, deadline_s - self._worker.clock())):
+            self._note_stall(reads)
+            raise FetchFailed("the storage does not answer in time")
+        failed = _first_bad(reads)
+        if failed is None:
+            return
+        location, error = failed
+        if error not in (0, errno.ENODATA):
+            raise FetchFailed(f"{place_of(location)}: {errno.errorcode.get(error, error)}")
+        self.retract(reads.key, location)
+        self._worker.metrics.add(names.CHECKSUM_FAILURES)
+        what = "it ends too soon" if error else "a checksum does not match"
+        raise FetchFailed(f"{place_of(location)}: {what}")
+
+    def retract(self, key: bytes, location: Location) -> None:
+        """What is bad or gone is not offered again (compare-and-delete: never another writer's record)."""
+        try:
+            self._worker.index.retract(key, location)
+        except IndexUnavailable:
+            self._worker.metrics.add(names.INDEX_ERRORS)
+
+    def _open(self, files: SegmentFiles, key: bytes, location: Location, held: ExitStack) -> OpenSegment:
+        try:
+            segment = files.lease(location.set_id, location.rank)
+        except Corrupt:
+            self.retract(key, location)
+            raise
+        if segment is None:
+            self.retract(key, location)
+            raise FetchFailed(f"segment {location.set_id:016x}-{location.rank:04d} is gone")
+        held.callback(segment.release)
+        return segment
+
+    def _op(self, key: bytes, slot: int, source: Source, segment: OpenSegment) -> ReadOp:
+        arena = self._worker.arena
+        # Bytes that go to a device are summed there, so that the way to it is covered too.
+        checksums = None if arena.is_device else source.checksums
+        return ReadOp(segment.fd, source.file_offset, arena.address(slot) + source.slot_offset, source.slab_bytes,
+                      source.wanted.n_heads, key, source.wanted.first_head, source.location.extent.first_layer,
+                      checksums, arena.is_device)  # fmt: skip
+
+    def _slab_bytes(self, extent: Extent) -> int:
+        known = self._sizes.get(extent)
+        if known is None:
+            known = self._sizes[extent] = slab_bytes(self._worker.codec, self._worker.geometry, extent)
+        return known
+
+    def _note_stall(self, reads: FileReads) -> None:
+        """Reads that had half of a load's whole time and did not end: nothing is read for a while. A load that was
+        late for other reasons (a long queue) says nothing about the storage."""
+        now = self._worker.clock()
+        if now - reads.begun_s >= self._worker.timeout_s / 2:
+            self._stalled_until_s = now + self._worker.timeout_s
+
+
+def place_of(location: Location) -> str:
+    """For messages."""
+    return f"slot {location.slot} of segment {location.set_id:016x}-{location.rank:04d}"
+
+
+def _first_bad(reads: FileReads) -> tuple[Location, int] | None:
+    """Of reads that have ended, the first that is bad: its record, and its errno (0: the bytes are not those)."""
+    for source, result in zip(reads.sources, reads.batch.results(), strict=True):
+        if not result.ok:
+            return source.location, result.error
+    return None
