@@ -36,8 +36,8 @@ class Stream:
 
     def run_to(self, position: int) -> None:
         while self.n_done < position:
-            self.n_done += 1
-            self.work[self.n_done - 1]()
+            self.work[self.n_done]()
+            self.n_done += 1  # afterwards: other threads look at it
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,220 @@
+"""What a storm does to the bytes: reads that are slow, hang or fail, and records that change on disk or in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kvtier.errors import Corrupt
+from kvtier.geometry import PAGE_BYTES
+from kvtier.io.engines import Reader, Reads
+from kvtier.io.ring import OpResult, ReadOp
+from kvtier.order import Mark
+from kvtier.record import SegmentHeader
+from kvtier.tiers.segments import SegmentFiles
+from kvtier.worker import ChunkArena, Worker
+
+
+class LateReads:
+    """Begins only when its time has come and somebody asks: the kernel had it all along, and cannot be called back."""
+
+    def __init__(self, reader: Reader, ops: Sequence[ReadOp], begins_s: float, is_failing: bool) -> None:
+        self._reader = reader
+        self._ops = ops
+        self._begins_s = begins_s
+        self._is_failing = is_failing
+        self._inner: Reads | None = None
+        self._lock = threading.Lock()
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        while (pause_s := self._begins_s - time.monotonic()) > 0:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(pause_s, left_s))
+        with self._lock:
+            if self._inner is None:
+                self._inner = self._reader.submit(self._ops)
+        return self._inner.wait(max(0.0, deadline_s - time.monotonic()))
+
+    def cancel(self) -> None:
+        """Too late."""
+
+    def results(self) -> list[OpResult]:
+        assert self._inner is not None
+        results = self._inner.results()
+        if self._is_failing:
+            results[-1] = OpResult(errno.EIO, (), results[-1].checksums)
+        return results
+
+
+class StormyReader:
+    """A reader of which some reads are slow, a few take longer than a load may, and some end with EIO.
+
+    broken: what was seen of memory that was given to somebody while late bytes may land in it (I10).
+    """
+
+    def __init__(self, inner: Reader, rng: random.Random, timeout_s: float) -> None:
+        self._inner = inner
+        self.rng = rng
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._filling: dict[int, Callable[[], bool]] = {}
+        self.is_calm = False
+        self.n_hung = self.n_failed = 0
+        self.broken: list[str] = []
+
+    def submit(self, ops: Sequence[ReadOp]) -> Reads:
+        with self._lock:
+            reads = LateReads(self._inner, ops, *self._fate())
+            for op in ops:
+                self._fill(op.address, partial(reads.wait, 0.0))
+        reads.wait(0.0)
+        return reads
+
+    def note_copy(self, address: int, is_done: Callable[[], bool]) -> None:
+        """Something else than a read fills this memory."""
+        with self._lock:
+            self._fill(address, is_done)
+
+    def close(self, timeout_s: float = 1.0) -> bool:
+        return self._inner.close(timeout_s)
+
+    def _fill(self, address: int, is_done: Callable[[], bool]) -> None:
+        if not self._filling.get(address, lambda: True)():
+            self.broken.append("a slot was given to somebody while bytes of another may land in it")
+        self._filling[address] = is_done
+
+    def _fate(self) -> tuple[float, bool]:
+        """When a read begins, and whether it ends with EIO."""
+        chance, fraction, luck = (self.rng.random() for _ in range(3))
+        if self.is_calm or chance < 0.5:
+            return 0.0, False
+        if chance > 0.998:
+            self.n_hung += 1
+            return time.monotonic() + 1.5 * self.timeout_s, False
+        self.n_failed += luck < 0.02
+        return time.monotonic() + fraction * (0.1 if chance > 0.97 else 0.01), luck < 0.02
+
+
+def hang_in_open(files: SegmentFiles, reader: StormyReader) -> None:
+    """A few opens take longer than a load may: no deadline of reads helps there."""
+    opened = files._open_file
+
+    def hang(name: tuple[int, int]) -> tuple[int, SegmentHeader] | None:
+        if reader.rng.random() < 0.03 and not reader.is_calm:
+            time.sleep(2 * reader.timeout_s)
+        return opened(name)
+
+    files._descriptors._open_file = hang
+
+
+def watch_copies(worker: Worker, reader: StormyReader) -> None:
+    """Copies from the host arena land in the same slots as reads."""
+    order, begin_copy = worker.order, worker.order.begin_copy
+
+    def watched(target: torch.Tensor, source: torch.Tensor) -> Mark:
+        mark = begin_copy(target, source)
+        reader.note_copy(target.data_ptr(), partial(order.is_done, mark))
+        return mark
+
+    order.begin_copy = watched  # type: ignore[method-assign]
+
+
+def flip_in_memory(arena: ChunkArena, rng: random.Random) -> bool:
+    """Changes one byte of a cached chunk that nobody is reading."""
+    with arena._lock:
+        idle = [entry for entry in arena._table._cached.values() if not entry.leases]
+        if not idle:
+            return False
+        entry = rng.choice(idle)
+        source = rng.choice(entry.content)
+        arena.record(entry.slot, arena.slot_bytes - PAGE_BYTES)[
+            source.slot_offset - PAGE_BYTES + rng.randrange(source.n_bytes)
+        ] ^= 1 << rng.randrange(8)
+        return True
+
+
+class Vandal:
+    """Does one kind of damage at a time to segments that may be in use, or gone any moment."""
+
+    def __init__(self, root: Path, rng: random.Random) -> None:
+        self._root = root
+        self._rng = rng
+        self.done: set[str] = set()
+
+    def strike(self) -> None:
+        paths = sorted(self._root.glob("v1/*/*.kvseg"))
+        damage = self._rng.choice([
+            self.flip, self.flip, self.zero_record, self.copy_record, self.copy_record, self.shorten, self.swap,
+            self.replace, self.zero_header, self.unlink,
+        ])  # fmt: skip
+        try:
+            path = self._rng.choice(paths)
+            with path.open("rb") as file:
+                header = SegmentHeader.unpack(file.read(PAGE_BYTES))
+            damage(path, header, self._rng.choice(paths))
+            self.done.add(damage.__name__)
+        except (FileNotFoundError, Corrupt, IndexError):
+            return  # evicted meanwhile, or struck before
+
+    def flip(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        offset = self._record(header) + PAGE_BYTES + self._rng.randrange(header.slot_bytes - PAGE_BYTES)
+        with path.open("r+b") as file:
+            file.seek(offset)
+            old = file.read(1) or b"\0"
+            file.seek(offset)
+            file.write(bytes([old[0] ^ 1]))
+
+    def zero_record(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        self._write(path, self._record(header), bytes(header.slot_bytes))
+
+    def copy_record(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        """The slot holds another chunk's record, whole, with its header: as if it had been written anew."""
+        with path.open("rb") as file:
+            file.seek(self._record(header))
+            record = file.read(header.slot_bytes)
+        self._write(path, self._record(header), record)
+
+    def shorten(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        os.truncate(path, self._rng.randrange(PAGE_BYTES, max(PAGE_BYTES + 1, path.stat().st_size)))
+
+    def swap(self, path: Path, header: SegmentHeader, other: Path) -> None:
+        spare = self._root / "spare"
+        path.rename(spare)
+        try:
+            other.rename(path)
+        finally:
+            spare.rename(other)
+
+    def replace(self, path: Path, header: SegmentHeader, other: Path) -> None:
+        """Another segment's records under this one's header, in a new file."""
+        spare = self._root / "spare"
+        shutil.copyfile(other, spare)
+        self._write(spare, 0, header.pack())
+        spare.rename(path)
+
+    def zero_header(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        self._write(path, 0, bytes(PAGE_BYTES))
+
+    def unlink(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        path.unlink()
+
+    def _record(self, header: SegmentHeader) -> int:
+        return header.slot_offset(self._rng.randrange(header.slots))
+
+    @staticmethod
+    def _write(path: Path, offset: int, data: bytes) -> None:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(data)
