@@ -44,7 +44,8 @@ class Size:
 
 FULL = Size(
     Shape(layers=6, width=768, heads=8, kv_heads=2, mlp=2048, vocabulary=VOCABULARY),
-    1e-3, 200, ((0.0, (64, 256)), (0.2, (64, 512)), (0.4, (48, 1024)), (0.6, (28, 2305))), 96 << 20, Plan(),
+    6e-4, 200, ((0.0, (64, 128)), (0.15, (64, 256)), (0.3, (64, 512)), (0.45, (48, 1024)), (0.65, (28, 2305))),
+    96 << 20, Plan(),
 )  # fmt: skip
 TINY = Size(
     Shape(layers=2, width=64, heads=2, kv_heads=1, mlp=128, vocabulary=VOCABULARY),
