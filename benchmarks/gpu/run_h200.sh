@@ -22,13 +22,15 @@
 #   two-ttft     two GPUs: 70B's dimensions at TP=2                                   280   450
 #   quality      a small model trained here, its KV through each codec (MINUTES)      480   590
 #
+# ttft-tmpfs and ttft-disk take a codec: ttft-tmpfs@k4v4 has kvtier alone, also from an hbm arena, in ttft_tmpfs_k4v4.json.
+#
 # Several at once on a machine of several GPUs, each lane on its own (CUDA_VISIBLE_DEVICES) and with its own folders, for
 # what is not timed, or is timed on its GPU alone:
 #
 #   benchmarks/gpu/run_h200.sh lanes 0,1:two-equal,two-ttft 2:load,tests 3:quality
 #
-# Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS, SHM, LANES_S,
-# LENGTHS, MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
+# Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS,
+# SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
 # BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
 # ceilings, kernels, doctor and demo). ARENA (empty: none) and NAME (of the JSON) are for ttft in two calls on one machine:
 # SYSTEMS=none,kvtier first, then SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers. HBM_ARENA: also from an hbm arena of
@@ -119,6 +121,13 @@ ttft() {
 
 stage() {
   case $1 in
+    ttft-*@*)
+      local stage=${1%@*} codec=${1#*@} arena=""
+      [ "$stage" = ttft-disk ] || [ -n "${TINY:-}" ] || arena=${HBM_ARENA:-4GiB}
+      (
+        EXTRA="{\"codec\": \"$codec\"}" NAME="${stage/-/_}_$codec" SYSTEMS=kvtier ARENA="" HBM_ARENA=$arena
+        stage "$stage"
+      ) ;;
     smoke)
       LENGTHS=${LENGTHS:-2048,8192} ttft smoke "$MEMORY" 150 --model small --systems kvtier --count 2 --timeout 70 ;;
     doctor)
@@ -212,7 +221,7 @@ lanes() {
 }
 
 case ${1:-} in
-  "") sed -n '2,36p' "$0"; exit 2 ;;
+  "") sed -n '2,/^set /p' "$0" | grep '^#'; exit 2 ;;
   lanes) shift; lanes "$@" ;;
   put) put; shift; [ $# = 0 ] || main "$@" ;;
   *) main "$@" ;;
