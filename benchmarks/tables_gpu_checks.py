@@ -101,8 +101,8 @@ def _decode(result: dict[str, Any]) -> tuple[list[str], str]:
 
 
 def equality() -> list[str]:
-    """One paragraph for each model that was run; the older result had one model and no name for it."""
-    names = [name for name in EQUALITY_MODELS if has(name)] or ["equality"]
+    """One paragraph for each model that was run."""
+    names = [name for name in EQUALITY_MODELS if has(name)]
     return [line for number, name in enumerate(names) for line in ([""] * bool(number) + [_equality(name)])]
 
 
@@ -121,9 +121,8 @@ def _equality(name: str) -> str:
         texts.setdefault(text, []).append(caching)
     what = "; ".join(f"{text} ({' / '.join(kinds)}, each)" for text, kinds in texts.items())
     graphs = "on" if result["cuda_graphs"] else "off"
-    model = f"{EQUALITY_MODELS[name]}, " if name in EQUALITY_MODELS else ""
     bad = "" if result["good"] else " **Not all of it is as it must be.**"
-    how = f"{model}random weights, CUDA graphs {graphs}; {made(result)}"
+    how = f"{EQUALITY_MODELS[name]}, random weights, CUDA graphs {graphs}; {made(result)}"
     return f"**Equality** (`benchmarks/gpu/equality.py`, {how}): {what}.{bad}"
 
 

@@ -155,7 +155,7 @@ def _kernels() -> str:
 
 
 def _equality() -> str:
-    names = [name for name in tables_gpu_checks.EQUALITY_MODELS if has(name)] or ["equality"]
+    names = [name for name in tables_gpu_checks.EQUALITY_MODELS if has(name)]
     runs = [found for name in names for found in read(name)["results"].values()]
     cases = [case for found in runs for case in found["cases"]]
     good = sum(case["is_hit"] and case["same_tokens"] for case in cases)

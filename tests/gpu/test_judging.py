@@ -126,7 +126,7 @@ def test_what_saving_takes_from_decoding_is_judged(
 
 
 def test_models_of_the_equality_test_are_told_apart(results: Path) -> None:
-    content = tables_common.read("equality_small" if tables_common.has("equality_small") else "equality")
+    content = tables_common.read("equality_small")
     change(results, "equality_small", content)
     change(results, "equality_mla", content | {"good": False})
     small, between, mla = tables_gpu_checks.equality()
