@@ -6,15 +6,15 @@ have are taken for what they were before they existed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvtier.config import Settings
+from kvtier.connectors.vllm_forms import check_cache_dtype
 from kvtier.errors import ConfigError
 
-KNOWN_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+KNOWN_SPECS = frozenset({"FullAttentionSpec", "TQFullAttentionSpec", "MLAAttentionSpec"})
 WITHOUT = "run this model without the kvtier connector"
-INLINE_SCALES = ("int8_per_token_head", "int4_per_token_head", "fp8_per_token_head", "fp8_ds_mla")
-OPAQUE_PREFIXES = ("turboquant_", "ultraquant_", "nvfp4")
 
 
 def check_engine(vllm_config: Any, settings: Settings) -> None:
@@ -52,21 +52,28 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
         raise ConfigError("hf_overrides", getattr(overrides, "__qualname__", "function"), fix)
 
 
-def check_cache_dtype(cache_dtype: str) -> None:
-    """Raises ConfigError for KV dtypes whose bytes hold more than vectors of elements."""
-    if cache_dtype in INLINE_SCALES or cache_dtype.startswith(OPAQUE_PREFIXES):
-        fix = "KV with scales or codes inside is not supported yet; use auto, bfloat16 or fp8"
-        raise ConfigError("kv_cache_dtype", cache_dtype, fix)
-
-
 def check_cache(kv_cache_config: Any, settings: Settings) -> Any:
-    """Checks the KV cache's groups. Returns the only group's spec. Raises ConfigError."""
+    """Checks the KV cache's groups. Returns the spec of a layer of the only group. Raises ConfigError."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
         fix = f"hybrid models, with more than one KV-cache group ({', '.join(kinds)}), are not supported; {WITHOUT}"
         raise ConfigError("kv_cache_groups", len(groups), fix)
-    spec = groups[0].kv_cache_spec
+    specs = list(layer_specs(groups[0]).values()) or [groups[0].kv_cache_spec]
+    for number, spec in enumerate(specs):
+        if spec not in specs[:number]:
+            _check_spec(spec)
+    settings.check_block(specs[0].block_size)
+    return specs[0]
+
+
+def layer_specs(group: Any) -> Mapping[str, Any]:
+    """Each layer's own spec. The layers of a group may differ in bytes; its spec then is a mapping of theirs."""
+    each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return each if each is not None else dict.fromkeys(group.layer_names, group.kv_cache_spec)
+
+
+def _check_spec(spec: Any) -> None:
     kind = type(spec).__name__
     if kind not in KNOWN_SPECS:
         what = "sliding windows drop" if "Sliding" in kind else "this kind of attention may drop or mix"
@@ -77,11 +84,9 @@ def check_cache(kv_cache_config: Any, settings: Settings) -> Any:
     if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "compress_ratio", 1) != 1:
         raise ConfigError("kv_cache_spec", kind, f"compressed sparse attention is not supported; {WITHOUT}")
     quantization = _plain(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE"))
-    if quantization not in ("NONE", "FP8_PER_TENSOR"):
+    if quantization not in ("NONE", "FP8_PER_TENSOR") and not quantization.startswith("TURBOQUANT"):
         check_cache_dtype(str(getattr(spec, "cache_dtype_str", None) or quantization.lower()))
         raise ConfigError("kv_cache_dtype", quantization.lower(), "not supported yet; use auto, bfloat16 or fp8")
-    settings.check_block(spec.block_size)
-    return spec
 
 
 def check_layers(vllm_config: Any, layer_names: list[str]) -> None:

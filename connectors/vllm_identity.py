@@ -10,6 +10,8 @@ from typing import Any
 
 from kvtier.assemble import make_codec
 from kvtier.config import Settings
+from kvtier.connectors.vllm_forms import forms_of
+from kvtier.connectors.vllm_layouts import layer_number
 from kvtier.connectors.vllm_platforms import packing_of
 from kvtier.errors import ConfigError
 from kvtier.fingerprint import weights_fingerprint
@@ -36,21 +38,27 @@ class Identity:
 def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], settings: Settings) -> Identity:
     """What this engine's KV is.
 
-    spec: of its only KV-cache group; layer_names: the layers of that group, on this rank. Raises ConfigError.
+    spec: of any layer of its only KV-cache group; layer_names: the layers of that group, on this rank, in order.
+    Raises ConfigError.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     draft = _draft(vllm_config, settings)
     layers = _total_layers(vllm_config, layer_names, bool(draft))
     is_mla = type(spec).__name__ == "MLAAttentionSpec"
+    # Over several stages layers are numbered as the model has them; on one, a draft model's may follow with a gap.
+    numbers = range(layers) if parallel.pipeline_parallel_size > 1 else [layer_number(name) for name in layer_names]
+    forms = forms_of(vllm_config, spec, numbers)
     geometry = Geometry(
         layers=layers,
         kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
-        k_head_size=spec.head_size,
-        v_head_size=0 if is_mla else int(getattr(spec, "head_size_v", None) or spec.head_size),
-        dtype=cache_dtype_name(str(vllm_config.cache_config.cache_dtype), spec.dtype),
-        element_bytes=spec.dtype.itemsize,
+        k_head_size=forms.main.k_head_size,
+        v_head_size=forms.main.v_head_size,
+        dtype=forms.main.dtype,
+        element_bytes=forms.main.element_bytes,
         attention="mla" if is_mla else "heads",
         chunk_tokens=settings.chunk_tokens,
+        plain_layers=forms.plain_layers,
+        plain=forms.plain,
     )
     codec = make_codec(settings)
     packing = packing_of(spec, vllm_config)
@@ -77,15 +85,6 @@ def check_share(share: RankShare, spec: Any, layer_names: Sequence[str], geometr
     if geometry.attention == "heads" and spec.num_kv_heads != share.reads.n_heads:
         fix = f"vLLM put {spec.num_kv_heads} KV heads on this rank, kvtier expected {share.reads.n_heads}"
         raise ConfigError("tensor_parallel_size", share.rank, f"{fix}; run without the kvtier connector")
-
-
-def cache_dtype_name(configured: str, dtype: Any) -> str:
-    """Name of the KV element type; fp8 variants lie in the same torch type on some platforms and are told apart."""
-    stored = str(dtype).removeprefix("torch.")
-    if not configured.startswith("fp8"):
-        return stored
-    variant = "fp8_e4m3" if configured == "fp8" else configured
-    return variant if stored == "uint8" else f"{variant}:{stored}"
 
 
 def positions_text(model: Any) -> str:

@@ -10,6 +10,8 @@ equal pieces where the attention kernel wants smaller ones; N is the tokens of a
     (2, B, N, H, size)  older backends: all of K, then all of V
     (B, N, size)        MLA before 0.32: one latent vector a token
     (B, 1, N, size)     MLA since 0.32
+    (B, H, N, slot)     turboquant_* since 0.27: K and V of a token and head are one slot of bytes; any strides
+    (B, N, H, slot)     turboquant_* in 0.25
 
 A tensor that fits none of them, or more than one, is refused with a ConfigError.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -31,8 +34,9 @@ _ADVICE = "this KV cache layout is not known; start vLLM without the kvtier conn
 class CacheShape:
     """What the engine says of one rank's KV cache.
 
-    n_blocks, block_tokens: of the engine's own blocks. heads: on this rank. v_head_size: 0 for MLA.
-    is_halved: K and V are the two halves of a page, as on the CPU, not of each vector.
+    n_blocks, block_tokens: of the engine's own blocks. heads: on this rank. v_head_size: 0 for MLA and for slots.
+    is_halved: K and V are the two halves of a page, as on the CPU, not of each vector. is_slots: K is slots of opaque
+    bytes with all of K and V. element_bytes: None where any will do.
     """
 
     n_blocks: int
@@ -41,10 +45,12 @@ class CacheShape:
     k_head_size: int
     v_head_size: int
     is_halved: bool = False
+    is_slots: bool = False
+    element_bytes: int | None = None
 
     @property
     def is_mla(self) -> bool:
-        return self.v_head_size == 0
+        return self.v_head_size == 0 and not self.is_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +71,23 @@ class EnginePages:
         return {block // self.ratio for block in block_ids}
 
 
-def engine_pages(kv_caches: Mapping[str, torch.Tensor], layer_names: Sequence[str], shape: CacheShape) -> EnginePages:
-    """Views of the layers in the given order. Raises ConfigError for what it does not understand."""
+def engine_pages(
+    kv_caches: Mapping[str, torch.Tensor],
+    layer_names: Sequence[str],
+    shape: CacheShape,
+    others: Mapping[str, CacheShape] = MappingProxyType({}),
+) -> EnginePages:
+    """Views of the layers in the given order. Raises ConfigError for what it does not understand.
+
+    others: shapes of layers that have another one, with the same blocks.
+    """
     missing = [name for name in layer_names if name not in kv_caches]
     if missing:
         raise ConfigError("kv_cache", missing[0], "vLLM registered no tensor for this layer; " + _ADVICE)
     ratios = set()
     layers = []
     for name in layer_names:
-        layer, ratio = _layer(name, kv_caches[name], shape)
+        layer, ratio = _layer(name, kv_caches[name], others.get(name, shape))
         layers.append(layer)
         ratios.add(ratio)
     if len(ratios) != 1:
@@ -124,6 +138,9 @@ def _readings(tensor: torch.Tensor, shape: CacheShape) -> list[PagedLayer | None
         if tensor.dim() == 3:
             return [_checked(tensor.unsqueeze(2), None, shape)]
         return [_checked(tensor.permute(0, 2, 1, 3), None, shape)] if tensor.dim() == 4 else []
+    if shape.is_slots:
+        both_orders = (tensor.permute(0, 2, 1, 3), tensor) if tensor.dim() == 4 else ()
+        return [_checked(slots, None, shape) for slots in both_orders]
     if shape.is_halved:
         return [_halves(tensor, shape)]
     if tensor.dim() == 4 and tensor.shape[3] == k_size + v_size:
@@ -156,6 +173,8 @@ def _checked(k: torch.Tensor, v: torch.Tensor | None, shape: CacheShape) -> Page
     """The layer, if K and V are (n_blocks * ratio, block_tokens / ratio, heads, head size) for a whole ratio."""
     ratio, rest = divmod(k.shape[0], shape.n_blocks)
     if ratio < 1 or rest or shape.block_tokens % ratio:
+        return None
+    if shape.element_bytes not in (None, k.element_size()):
         return None
     blocks = (k.shape[0], shape.block_tokens // ratio, shape.heads)
     if k.shape != (*blocks, shape.k_head_size):

@@ -13,6 +13,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.connectors.vllm_forms import is_slot
 from kvtier.errors import ConfigError
 
 FAMILY = "vllm"
@@ -36,6 +37,9 @@ def packing_of(spec: Any, vllm_config: Any) -> Packing:
         name = getattr(current_platform, "device_name", type(current_platform).__name__)
         fix = "how vLLM packs KV inside a block is not known to kvtier there; run on CUDA or the CPU, or without kvtier"
         raise ConfigError("platform", name, fix)
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if is_slot(cache_dtype):
+        raise ConfigError("kv_cache_dtype", cache_dtype, "vLLM has it on GPUs only; use auto, bfloat16 or fp8")
     if type(spec).__name__ == "MLAAttentionSpec":
         return Packing(f"{FAMILY}-cpu-mla", False)
     return Packing(f"{FAMILY}-cpu-{_cpu_packing(spec, vllm_config)}-b{spec.block_size}", True)
@@ -61,11 +65,18 @@ def _cpu_packing(spec: Any, vllm_config: Any) -> str:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     except ImportError:
         raise ConfigError("platform", "cpu", "this vLLM does not say how it packs KV; use a tested version") from None
+    cache = vllm_config.cache_config
     known = {
         "dtype": vllm_config.model_config.dtype,
         "block_size": spec.block_size,
         "head_size": spec.head_size,
-        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
     }
     taken = inspect.signature(_get_attn_isa).parameters
-    return str(_get_attn_isa(**{name: value for name, value in known.items() if name in taken}))
+
+    def packing(cache_dtype: str) -> str:
+        values = {**known, "kv_cache_dtype": cache_dtype}
+        return str(_get_attn_isa(**{name: value for name, value in values.items() if name in taken}))
+
+    of_all = packing(str(cache.cache_dtype))
+    of_plain = packing("auto") if getattr(cache, "kv_cache_dtype_skip_layers", None) else of_all
+    return of_all if of_plain == of_all else f"{of_all}+{of_plain}"

@@ -16,11 +16,13 @@ from kvtier.config import Settings
 from kvtier.connectors import vllm_platforms
 from kvtier.connectors.bridge import Faults, Step, WorkerBridge
 from kvtier.connectors.requests import ChunkShape
-from kvtier.connectors.vllm_checks import check_cache, check_engine, check_layers
-from kvtier.connectors.vllm_identity import check_share, identity_of
+from kvtier.connectors.vllm_checks import check_cache, check_engine, check_layers, layer_specs
+from kvtier.connectors.vllm_forms import check_specs
+from kvtier.connectors.vllm_identity import Identity, check_share, identity_of
 from kvtier.connectors.vllm_layouts import CacheShape, EnginePages, engine_pages, in_layer_order
 from kvtier.connectors.vllm_report import ReportMetadata
 from kvtier.connectors.vllm_stats import KVTierStats, stats_of
+from kvtier.geometry import LayerForm, RankShare
 from kvtier.plan import LoadPlan, SavePlan
 
 log = logging.getLogger("kvtier")
@@ -51,17 +53,8 @@ class WorkerHalf:
         identity = identity_of(self._vllm_config, self._spec, names, self._settings)
         self._rank = _rank()
         share = identity.shares[self._rank]
-        geometry = identity.namespace.geometry
-        check_share(share, self._spec, names, geometry)
-        shape = CacheShape(
-            n_blocks=self._kv_cache_config.num_blocks,
-            block_tokens=self._spec.block_size,
-            heads=share.reads.n_heads,
-            k_head_size=geometry.k_head_size,
-            v_head_size=geometry.v_head_size,
-            is_halved=identity.is_halved,
-        )
-        self._pages = engine_pages(kv_caches, names, shape)
+        check_share(share, self._spec, names, identity.namespace.geometry)
+        self._pages = self._engine_pages(kv_caches, names, identity, share)
         step_tokens = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
         transfer = open_transfer(self._settings, identity.namespace, share, self._pages.pages, step_tokens)
         self._take_metrics = transfer.metrics.take
@@ -112,6 +105,29 @@ class WorkerHalf:
         if bridge is not None:
             atexit.unregister(self.close)
             bridge.close(self._settings.shutdown_drain_s)
+
+    def _engine_pages(
+        self, kv_caches: Mapping[str, torch.Tensor], names: list[str], identity: Identity, share: RankShare
+    ) -> EnginePages:
+        """Views of the engine's tensors, each layer in its own form. Raises ConfigError for what is not as expected."""
+        geometry = identity.namespace.geometry
+        forms = {name: geometry.form_of(number) for number, name in enumerate(names, share.reads.first_layer)}
+        check_specs(self._vllm_config, layer_specs(self._kv_cache_config.kv_cache_groups[0]), forms)
+        shapes = {form: self._shape(form, share, identity) for form in {geometry.form, *forms.values()}}
+        others = {name: shapes[form] for name, form in forms.items() if form != geometry.form}
+        return engine_pages(kv_caches, names, shapes[geometry.form], others)
+
+    def _shape(self, form: LayerForm, share: RankShare, identity: Identity) -> CacheShape:
+        return CacheShape(
+            n_blocks=self._kv_cache_config.num_blocks,
+            block_tokens=self._spec.block_size,
+            heads=share.reads.n_heads,
+            k_head_size=form.k_head_size,
+            v_head_size=form.v_head_size,
+            is_halved=identity.is_halved,
+            is_slots=form.v_head_size == 0 and identity.namespace.geometry.attention == "heads",
+            element_bytes=form.element_bytes,
+        )
 
     def _expand(self, step: Step) -> Step:
         """The step in blocks of the attention kernel, which may be smaller than the scheduler's."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvtier.config import Settings
-from kvtier.connectors import vllm_identity
+from kvtier.connectors import vllm_forms, vllm_identity
 from kvtier.connectors.vllm_platforms import Packing
 from kvtier.errors import ConfigError
 from kvtier.geometry import Extent
@@ -196,4 +196,4 @@ def test_a_model_in_no_folder_needs_a_tag(folder: Path, monkeypatch: pytest.Monk
     ],
 )  # fmt: skip
 def test_names_of_kv_dtypes(configured: str, stored: torch.dtype, name: str) -> None:
-    assert vllm_identity.cache_dtype_name(configured, stored) == name
+    assert vllm_forms.cache_dtype_name(configured, stored) == name

@@ -180,6 +180,25 @@ def test_speculative_decoding(lab: Any) -> None:
     assert_loads_equal_saves([run])
 
 
+def test_layers_that_the_engine_does_not_quantize(lab: Any) -> None:
+    """fp8 but for the first and last layer: layers of one model differ in bytes. A second process loads them all.
+
+    Codes of fp8 are coarse, so it is not asked whether KV is that of a recompute: blocks, and tokens, must be equal.
+    """
+    llm = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "3"]}
+    spec = {"root": str(lab.folder / "mixed"), "llm": llm}
+    first = lab.run("mixed", [spec | {"scenarios": ["cold_and_warm"]}])[0]
+    later = lab.run("mixed-later", [spec | {"scenarios": ["warm"]}])[0]
+    for warm in (first["cold_and_warm"]["warm"], later["warm"]):
+        assert all(warm["same_tokens"])
+    assert first["cold_and_warm"]["warm"]["cached"] == first["cold_and_warm"]["expected"]
+    assert later["warm"]["cached"] == later["warm"]["expected"]
+    assert_loads_equal_saves([first, later])
+    slab_bytes = 2 * 64 * 64 * 4 + 2 * 64 * 64  # 64 tokens' K and V of 32 elements: two layers of float32, two of fp8
+    chunks = sum(later["warm"]["expected"]) // 64
+    assert later["prometheus"]["vllm:kvtier_load_bytes"] == chunks * 2 * slab_bytes
+
+
 def test_two_engines_write_the_same_at_once(lab: Any) -> None:
     """Both go on, each with right tokens, and a third process loads what either saved, bit for bit."""
     root = str(lab.folder / "pair")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtier.config import Settings
-from kvtier.connectors import vllm_checks, vllm_platforms
+from kvtier.connectors import vllm_checks, vllm_forms, vllm_platforms
 from kvtier.errors import ConfigError
 
 pytest.importorskip("vllm")
@@ -79,7 +79,7 @@ def test_a_plain_engine_passes() -> None:
         ({"cache__cache_dtype": "int4_per_token_head"}, "kv_cache_dtype", "use auto"),
         ({"cache__cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype", "use auto"),
         ({"cache__cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype", "use auto"),
-        ({"cache__cache_dtype": "turboquant_4bit_nc"}, "kv_cache_dtype", "use auto"),
+        ({"cache__cache_dtype": "turboquant_of_tomorrow"}, "kv_cache_dtype", "not known to kvtier; use auto"),
         ({"cache__cache_dtype": "ultraquant_4bit"}, "kv_cache_dtype", "use auto"),
         ({"cache__cache_dtype": "nvfp4"}, "kv_cache_dtype", "use auto"),
         ({"model__is_encoder_decoder": True}, "model", "without the kvtier connector"),
@@ -100,8 +100,8 @@ def test_a_model_tag_stands_for_weights_that_no_file_tells(changes: dict[str, An
     vllm_checks.check_engine(engine(**changes), settings(model_tag="mine"))
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e5m2"])
-def test_plain_cache_dtypes_pass(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e5m2", "fp8_inc", *vllm_forms.SLOTS])
+def test_cache_dtypes_that_are_moved_pass(dtype: str) -> None:
     vllm_checks.check_cache_dtype(dtype)
 
 

@@ -1,0 +1,161 @@
+"""In which form vLLM keeps the KV of each layer: element types, slots of opaque bytes, and layers left unquantized.
+
+    --kv-cache-dtype      a token and head of one layer is                              kvtier
+    auto, bfloat16, ...   K and V, vectors of elements                                  moves it, any codec
+    fp8, fp8_e5m2, ...    the same of one byte; scales lie in the checkpoint            moves it as it is
+    turboquant_*          one slot: K's codes and norm, V's codes, scale and zero       moves it as it is
+    all others            see REFUSED
+
+Slots were compared in the sources of 0.25.1, 0.27.1 and 0.32.0: the kernels that write and read them, the codebooks and
+the rotation are the same but for a cast, so their bytes mean the same in all three. Boundary layers are left out by
+vLLM itself for turboquant_*, others by --kv-cache-dtype-skip-layers; they hold the model's own dtype, and vLLM puts all
+into one group of layers of different page sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.errors import ConfigError
+from kvtier.geometry import LayerForm
+
+PLAIN = frozenset({"auto", "float16", "bfloat16", "float32", "half", "float"})
+SLOTS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+SLOT_RELEASES = ("0.25.1", "0.27.1", "0.32.0")
+"""In which slots were seen to mean the same. What another release writes is kept apart from them."""
+
+_DYNAMIC = "vLLM sets all scales in its blocks to 1 in its first forward, which may come after a load"
+_SPARSE = "it is of sparse attention only, whose index is a second KV cache"
+_PLANES = "the scales of a page lie behind the data of all its heads, so that no head's KV is rows of bytes"
+REFUSED: Mapping[str, str] = {
+    "int8_per_token_head": _DYNAMIC,
+    "int4_per_token_head": _DYNAMIC,
+    "fp8_per_token_head": _DYNAMIC,
+    "fp8_ds_mla": _SPARSE,
+    "nvfp4_ds_mla": _SPARSE,
+    "nvfp4": _PLANES,
+    "nvfp4_4over6": _PLANES,
+    "ultraquant_4bit": "vLLM has it on ROCm only, where kvtier was never run",
+}
+"""vLLM's other KV dtypes, and why their blocks are not moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """main: of all layers but the numbers `plain_layers` (within the model), which have `plain`."""
+
+    main: LayerForm
+    plain_layers: tuple[int, ...]
+    plain: LayerForm | None
+
+
+def check_cache_dtype(cache_dtype: str) -> None:
+    """Raises ConfigError for KV dtypes whose blocks kvtier does not move."""
+    if cache_dtype in PLAIN or cache_dtype in SLOTS:
+        return
+    if cache_dtype.startswith("fp8") and cache_dtype not in REFUSED:
+        return
+    why = REFUSED.get(cache_dtype, "this KV dtype is not known to kvtier")
+    raise ConfigError("kv_cache_dtype", cache_dtype, f"{why}; use auto, bfloat16, fp8 or {SLOTS[1]}")
+
+
+def is_slot(cache_dtype: str) -> bool:
+    """Whether K and V of a token and head are one slot of opaque bytes."""
+    return cache_dtype in SLOTS
+
+
+def forms_of(vllm_config: Any, spec: Any, numbers: Sequence[int]) -> Forms:
+    """Forms of the layers with these numbers in their names, in order. Raises ConfigError.
+
+    spec: of any one of them. The scheduler's process is told no more than that, so the rest is vLLM's configuration;
+    `check_specs` compares it on the workers.
+    """
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    configured = str(cache.cache_dtype)
+    is_mla = type(spec).__name__ == "MLAAttentionSpec"
+    k_size = int(spec.head_size)
+    v_size = 0 if is_mla else int(getattr(spec, "head_size_v", None) or k_size)
+    skipped = _skipped(cache)
+    plain_layers = tuple(place for place, number in enumerate(numbers) if number in skipped)
+    dtype = _stored_dtype(configured, model) if plain_layers else spec.dtype
+    main = LayerForm(k_size, v_size, cache_dtype_name(configured, dtype), dtype.itemsize)
+    if is_slot(configured):
+        main = LayerForm(slot_bytes(configured, k_size), 0, slot_name(configured), 1)
+    plain = LayerForm(k_size, v_size, _torch_name(model.dtype), model.dtype.itemsize)
+    if len(plain_layers) == len(numbers):  # turboquant_* of a model with up to four layers
+        return Forms(plain, (), None)
+    if not plain_layers or plain == main:
+        return Forms(main, (), None)
+    return Forms(main, plain_layers, plain)
+
+
+def check_specs(vllm_config: Any, specs: Mapping[str, Any], forms: Mapping[str, LayerForm]) -> None:
+    """On a worker: each layer's own spec must be of the form that it was given. Raises ConfigError."""
+    configured = str(vllm_config.cache_config.cache_dtype)
+    for name, spec in specs.items():
+        form = forms[name]
+        found = spec.real_page_size_bytes / (spec.num_kv_heads * spec.block_size)
+        if found != form.vector_bytes or spec.dtype.itemsize != form.element_bytes:
+            theirs = f"vLLM keeps {found:g} bytes a token and head, in elements of {spec.dtype.itemsize}"
+            ours = f"kvtier expected {form.vector_bytes}, in elements of {form.element_bytes} ({form.dtype})"
+            fix = f"{theirs}; {ours}; run without the kvtier connector"
+            raise ConfigError("kv_cache_dtype", f"{configured}, {name}", fix)
+
+
+def cache_dtype_name(configured: str, dtype: Any) -> str:
+    """Name of the KV element type; fp8 variants lie in the same torch type on some platforms and are told apart."""
+    stored = _torch_name(dtype)
+    if not configured.startswith("fp8"):
+        return stored
+    variant = "fp8_e4m3" if configured == "fp8" else configured
+    return variant if stored == "uint8" else f"{variant}:{stored}"
+
+
+def slot_name(configured: str) -> str:
+    """What fixes the meaning of a slot's bytes, besides the head size: the preset, and whatever else K's fp8 is."""
+    import vllm
+
+    release = vllm.__version__.split("+")[0]
+    name = configured if release in SLOT_RELEASES else f"{configured}@{release}"
+    return f"{name}:e4b15" if configured == "turboquant_k8v4" and _fp8_is_e4b15() else name
+
+
+def slot_bytes(configured: str, head_size: int) -> int:
+    """Bytes of a slot, by vLLM's own arithmetic. Raises ConfigError."""
+    try:
+        from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
+    except ImportError:
+        fix = "this vLLM does not say how large its slots are; use a tested version"
+        raise ConfigError("kv_cache_dtype", configured, fix) from None
+    return int(TurboQuantConfig.from_cache_dtype(configured, head_size).slot_size_aligned)
+
+
+def _fp8_is_e4b15() -> bool:
+    """Whether K in fp8 is the variant that vLLM's kernels use on GPUs before compute capability 8.9."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda() and not current_platform.has_device_capability(89))
+
+
+def _skipped(cache: Any) -> frozenset[int]:
+    """Numbers of the layers that vLLM does not quantize. Raises ConfigError."""
+    patterns = getattr(cache, "kv_cache_dtype_skip_layers", None) or ()
+    if str(cache.cache_dtype) == "auto":
+        return frozenset()
+    kinds = [pattern for pattern in patterns if not str(pattern).isdigit()]
+    if kinds:
+        raise ConfigError("kv_cache_dtype_skip_layers", kinds[0], "name the layers by their numbers instead")
+    return frozenset(int(pattern) for pattern in patterns)
+
+
+def _stored_dtype(configured: str, model: Any) -> Any:
+    """The torch type that vLLM keeps a quantized layer in."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    return kv_cache_dtype_str_to_dtype(configured, model)
+
+
+def _torch_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

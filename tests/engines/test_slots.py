@@ -1,0 +1,45 @@
+"""CONTRACT with vLLM's turboquant kernels: a token's KV of one head is one slot, and means the same wherever it lies.
+
+The kernels of the installed releases write and read it, interpreted on the CPU (slots.py); kvtier's own gather and
+scatter move it between.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("triton")
+
+import vllm
+
+from kvtier.connectors.vllm_forms import SLOTS
+
+HERE = Path(__file__).parent
+
+
+def run(python: Path | str, folder: Path, release: str) -> None:
+    command = [str(python), str(HERE / "slots.py"), str(folder / "out.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=HERE)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found = json.loads((folder / "out.json").read_text())
+    assert found.pop("release").split("+")[0] == release
+    assert list(found) == list(SLOTS)
+    for preset, facts in found.items():
+        k_error, v_error = facts.pop("nmse")
+        assert k_error < 0.04 and v_error < 0.04, f"{preset}: what is read is what was written, but for its own error"
+        expected = {"bytes_equal": True, "untouched": True, "read_equal": True, "changed": [[21, 1]]}
+        assert facts == expected, preset
+
+
+def test_slots_of_this_release(tmp_path: Path) -> None:
+    run(sys.executable, tmp_path, vllm.__version__.split("+")[0])
+
+
+def test_slots_of_the_older_release(tmp_path: Path, older_python: Path) -> None:
+    run(older_python, tmp_path, "0.27.1")
