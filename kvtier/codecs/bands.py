@@ -3,8 +3,8 @@ layers out. Gather and scatter have one row size a launch, so each band has its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -49,7 +49,7 @@ class BandedPages:
             first += len(layers)
 
     def gather(self, moves: Sequence[Move]) -> None:
-        """As kvtier.kernels.paged.gather. Raises ValueError, having moved nothing, where a move is out of range."""
+        """As kvtier.kernels.paged.gather, a launch a band. Raises ValueError where a move is out of range."""
         for band, parts in self._split(moves):
             band.copier.gather(parts)
 
@@ -61,21 +61,18 @@ class BandedPages:
     def _split(self, moves: Sequence[Move]) -> list[tuple[_Band, list[Move]]]:
         for move in moves:
             self._check(move)
-        split = [(band, [part for move in moves for part in self._parts(band, move)]) for band in self._bands]
+        split = [(band, [part for move in moves if (part := self._part(band, move))]) for band in self._bands]
         return [(band, parts) for band, parts in split if parts]
 
-    def _parts(self, band: _Band, move: Move) -> Iterator[Move]:
-        """What of a move lies in the band, a head at a time: only then are bytes of some layers without a hole."""
+    def _part(self, band: _Band, move: Move) -> Move | None:
+        """What of a move lies in the band. Its slabs hold the record's other layers too, and some come before these."""
         patch, begin = move.patch, self._begin(move)
         first = max(band.layers.start, begin + patch.slab_layer)
         end = min(band.layers.stop, begin + patch.slab_layer + patch.n_layers)
         if first >= end:
-            return
-        columns = slice(self._offset(begin, first), self._offset(begin, end))
-        for head in range(patch.n_heads):
-            of_head = Patch(0, first - band.layers.start, end - first, patch.page_head + head, 1)
-            slab = move.slabs[head : head + 1, columns]
-            yield Move(of_head, move.block_ids, slab, move.first_block, move.key)
+            return None
+        in_band = Patch(0, first - band.layers.start, end - first, patch.page_head, patch.n_heads)
+        return replace(move, patch=in_band, skip_bytes=self._offset(begin, first))
 
     def _begin(self, move: Move) -> int:
         """The first layer of the record that the slabs are of."""

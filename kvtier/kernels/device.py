@@ -213,7 +213,9 @@ class DevicePages:
         """(moves, 2 + n_blocks), as the kernel reads it."""
         patch, n_blocks = group.patch, group.n_blocks
         end = (patch.slab_layer + patch.n_layers) * n_blocks * self._pages.block_tokens * sum(self._rows)
+        end += max(move.skip_bytes for move in group.moves)
         fits = self._table.holds(patch) and len(group.shape) == 2
+        fits = fits and min(move.skip_bytes for move in group.moves) >= 0
         if not fits or patch.n_heads != group.shape[0] or end > group.shape[1]:
             raise ValueError(f"{patch} of {n_blocks} blocks is out of range of pages or of slabs {tuple(group.shape)}")
         return self._table.rows(group.moves, to_pages)

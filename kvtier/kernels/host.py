@@ -38,20 +38,19 @@ class HostPages:
     def gather(self, moves: Sequence[Move]) -> None:
         """See kvtier.kernels.paged.gather."""
         for move in moves:
-            self._move(TO_SLABS, move.patch, move.block_ids, 0, move.slabs)
+            self._move(TO_SLABS, move, first_block=0)
 
     def scatter(self, moves: Sequence[Move]) -> None:
         """See kvtier.kernels.paged.scatter."""
         for move in moves:
-            self._move(TO_PAGES, move.patch, move.block_ids, move.first_block, move.slabs)
+            self._move(TO_PAGES, move, move.first_block)
 
-    def _move(
-        self, direction: int, patch: Patch, block_ids: Sequence[int], first_block: int, slabs: torch.Tensor
-    ) -> None:
+    def _move(self, direction: int, move: Move, first_block: int) -> None:
+        patch, block_ids, slabs = move.patch, move.block_ids, move.slabs
         assert slabs.is_contiguous() and slabs.shape[0] == patch.n_heads
         first = patch.page_layer * self._planes_a_layer
         planes = self._planes[first : first + patch.n_layers * self._planes_a_layer].copy()
-        planes["slab_offset"] = self._slab_offsets(planes, patch, len(block_ids))
+        planes["slab_offset"] = self._slab_offsets(planes, patch, len(block_ids)) + np.uint64(move.skip_bytes)
         blocks = np.array(block_ids, dtype=np.int64)
         error = _copy(
             direction, planes.ctypes.data, len(planes), blocks.ctypes.data, len(blocks), first_block,

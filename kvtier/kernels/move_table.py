@@ -36,7 +36,7 @@ class PageTable:
         return fits and min(patch.page_layer, patch.page_head, patch.slab_layer) >= 0
 
     def rows(self, moves: Sequence[Move], to_pages: bool) -> npt.NDArray[np.int64]:
-        """(moves, 2 + blocks of each) int64: address of the slabs, first block to move (from pages: all), block ids.
+        """(moves, 2 + blocks of each) int64: address in the first slab, first block to move (from pages: all), ids.
 
         moves: one or more, all of as many blocks. Raises ValueError for slabs that are not contiguous bytes on the
         pages' device, and for blocks that the pages do not have.
@@ -48,7 +48,7 @@ class PageTable:
                 raise ValueError(
                     f"slabs {slabs.dtype} on {slabs.device}, strides {slabs.stride()}, are not plain bytes"
                 )
-            words.append(slabs.data_ptr())
+            words.append(slabs.data_ptr() + move.skip_bytes)
             words.append(move.first_block if to_pages else 0)
             words.extend(move.block_ids)
         table = np.frombuffer(words, dtype=np.int64).reshape(len(moves), 2 + len(moves[0].block_ids))

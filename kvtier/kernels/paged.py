@@ -74,7 +74,8 @@ class Move:
 
     block_ids: of the whole chunk. slabs: (patch.n_heads, slab_bytes) uint8, contiguous, on the pages' device.
     first_block: a scatter leaves the blocks before it untouched. key: of the chunk, 16 bytes, where a gather may sum
-    what it writes (kvtier.checksum).
+    what it writes (kvtier.checksum). skip_bytes: of each slab, before the layers that the patch counts: layers of other
+    sizes (kvtier.codecs.bands).
     """
 
     patch: Patch
@@ -82,6 +83,7 @@ class Move:
     slabs: torch.Tensor
     first_block: int = 0
     key: bytes = bytes(16)
+    skip_bytes: int = 0
 
 
 def gather(pages: PagedKV, patch: Patch, block_ids: Sequence[int], slabs: torch.Tensor) -> None:

@@ -113,3 +113,16 @@ def test_pages_that_are_not_what_the_geometry_says_are_refused() -> None:
     layers = tuple(random_layer(MIDDLE, number, HEADS) for number in range(LAYERS))
     with pytest.raises(AssertionError, match="layer 0"):
         BandedPages(PagedKV(layers, BLOCK_TOKENS), SLOTS, SLOTS.whole, HostPages)
+
+
+@pytest.mark.parametrize("make_copier", COPIERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("skip_bytes", [4096 + 1, -1])
+def test_bytes_skipped_beyond_a_slab_are_refused(make_copier: Callable[[PagedKV], Copier], skip_bytes: int) -> None:
+    """The copiers themselves: a slab of 4096 bytes more than the one layer that is moved."""
+    mover = make_copier(PagedKV((random_layer(SLOTS, 1, HEADS),), BLOCK_TOKENS))
+    slabs = torch.zeros(HEADS, 32 * 54 + 4096, dtype=torch.uint8, device=DEVICE)
+    patch = Patch(0, 0, 1, 0, HEADS)
+    mover.gather([Move(patch, (0, 1), slabs, skip_bytes=4096)])
+    assert slabs[:, 4096:].any(1).all() and not slabs[:, :4096].any()
+    with pytest.raises((ValueError, OverflowError)):
+        mover.gather([Move(patch, (0, 1), slabs, skip_bytes=skip_bytes)])
