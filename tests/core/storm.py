@@ -10,118 +10,33 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from kvtier.errors import TierUnavailable
-from kvtier.fetch import Fetch, Fetcher
 from kvtier.fetch_files import FetchFailed
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.engines import Engines
 from kvtier.plan import LoadChunk, LoadDone
 from kvtier.store import WantedChunk
-from kvtier.worker import Worker
 from tests.core.lazy import LazyEngine
-from tests.core.rig import BLOCK_TOKENS, Engine, geometry, make_pages, shares
-from tests.core.storm_faults import StormyReader, Vandal, flip_in_memory, hang_in_open, watch_copies
+from tests.core.rig import BLOCK_TOKENS, Engine
+from tests.core.storm_faults import (
+    StormyReader,
+    Vandal,
+    flip_entry,
+    flip_in_memory,
+    hang_in_open,
+    lose_answers,
+    watch_copies,
+)
+from tests.core.storm_sides import CHUNK_BLOCKS, CHUNKS_MAX, SHAPE, Asked, Side, Truth
 
-SHAPE = geometry(layers=2, kv_heads=2, k_head_size=16, v_head_size=16, chunk_tokens=32)
-CHUNK_BLOCKS = SHAPE.chunk_tokens // BLOCK_TOKENS
 SLOT_BYTES = PAGE_BYTES + 2 * 2 * 2 * 32 * 16 * 4  # of an engine of one rank
-CHUNKS_MAX = 10
 QUEUED_LOADS_MAX = 6
 TIMEOUT_S = 0.5
 ANSWER_SLACK_S = 10.0
 """Beyond its deadline, for a machine that is busy with other things; what hangs for good takes longer."""
 END_S = 30.0
-
-
-class Truth:
-    """Prompts that share their beginnings, and what the KV of each of their chunks is: the same on every engine."""
-
-    def __init__(self, rng: random.Random) -> None:
-        stems = [[1000 * n + t for t in range(SHAPE.chunk_tokens * 5)] for n in range(1, 4)]
-        self.prompts = []
-        for number in range(14):
-            tail = [100_000 * (number + 1) + t for t in range(SHAPE.chunk_tokens * rng.randrange(CHUNKS_MAX - 5 + 1))]
-            self.prompts.append(stems[number % 3][: SHAPE.chunk_tokens * rng.randint(1, 5)] + tail)
-        (self._share,) = shares(SHAPE)
-        self._pages = make_pages(self._share, SHAPE, 14 * CHUNKS_MAX * CHUNK_BLOCKS)
-        noise = torch.Generator().manual_seed(rng.randrange(1 << 30))
-        for layer in self._pages.layers:
-            for plane in layer.planes:
-                plane.normal_(generator=noise)
-        self._rows: dict[bytes, int] = {}
-
-    def of(self, key: bytes, engine: Engine, rank: int) -> list[torch.Tensor]:
-        """The chunk's blocks as a rank of this engine has them: (blocks, tokens, heads, size) a layer and plane."""
-        row = self._rows.setdefault(key, len(self._rows) * CHUNK_BLOCKS)
-        held = engine.shares[rank].reads
-        heads = slice(held.first_head, held.end_head)
-        layers = self._pages.layers[held.first_layer : held.end_layer]
-        return [plane[row : row + CHUNK_BLOCKS, :, heads] for layer in layers for plane in layer.planes]
-
-
-@dataclass(eq=False)
-class Asked:
-    """A load on its way. filled_with: the value that all of its blocks held before; first_block: of the first chunk,
-    those before it are the engine's own hits."""
-
-    keys: list[bytes]
-    blocks: range
-    first_block: int
-    filled_with: float
-    asked_s: float
-    unanswered: set[int]
-
-
-@dataclass(eq=False)
-class Side:
-    """One engine, its free ranges of blocks with what they are filled with, and what it has on its way."""
-
-    engine: Engine
-    free: list[tuple[range, float]] = field(default_factory=list)
-    loads: dict[str, Asked] = field(default_factory=dict)
-    held: list[tuple[Fetcher, Fetch]] = field(default_factory=list)
-    stale: list[tuple[list[bytes], list[bytes]]] = field(default_factory=list)
-    n_saving: int = 0
-
-    @property
-    def workers(self) -> list[Worker]:
-        return [transfer._worker for transfer in self.engine.transfers]
-
-    def planes(self, rank: int) -> list[torch.Tensor]:
-        return [plane for layer in self.engine.pages[rank].layers for plane in layer.planes]
-
-    def write(self, rank: int, blocks: range, values: Sequence[torch.Tensor | float]) -> None:
-        """The engine's own work on its blocks: at once, or launched."""
-
-        def work() -> None:
-            for plane, value in zip(self.planes(rank), values, strict=True):
-                plane[blocks.start : blocks.stop] = value
-
-        if isinstance(self.engine, LazyEngine):
-            self.engine.in_engine(work)
-        else:
-            work()
-
-    def fill(self, blocks: range, value: float) -> None:
-        for rank in range(len(self.workers)):
-            self.write(rank, blocks, [value] * len(self.planes(rank)))
-
-    def run(self) -> None:
-        """What the engine has launched is done."""
-        if isinstance(self.engine, LazyEngine):
-            self.engine.order.wait(self.engine.order.mark())
-
-    def holds(self, rank: int, blocks: range, values: Sequence[torch.Tensor | float]) -> bool:
-        found = [plane[blocks.start : blocks.stop] for plane in self.planes(rank)]
-        return all(
-            bool((a == b).all()) if isinstance(b, float) else torch.equal(a.view(torch.int32), b.view(torch.int32))
-            for a, b in zip(found, values, strict=True)
-        )
 
 
 class Storm:
@@ -165,7 +80,7 @@ class Storm:
         }  # fmt: skip
 
     def _on_the_host(self, tensor_size: int) -> Side:
-        slots = self._rng.choice([6, 12, 40])
+        slots = self._rng.choice([5, 6, 12, 40])
         engine = Engine(self._root, SHAPE, tensor_size, n_blocks=160, changes=self._changes(slots))
         return Side(engine)
 
@@ -181,6 +96,8 @@ class Storm:
             hang_in_open(worker.files(side.engine.store.namespace_id), reader)
             object.__setattr__(worker, "io", Engines(reader, worker.io.ring))
             watch_copies(worker, reader)
+            lose_answers(worker.index, reader)
+        lose_answers(side.engine.store._index, reader)
         if isinstance(side.engine, LazyEngine):
             side.engine.on_threads()
 
@@ -199,7 +116,8 @@ class Storm:
     def _ask(self, side: Side) -> None:
         """Loads a prompt, or what was found of one a while ago."""
         if side.stale and self._rng.random() < 0.2:
-            self._load(side, *self._rng.choice(side.stale))
+            keys, entries = self._rng.choice(side.stale)
+            self._load(side, keys, flip_entry(entries, self._rng) if self._rng.random() < 0.3 else entries)
         else:
             self._ask_for(side, self._rng.choice(self._truth.prompts))
 
@@ -388,7 +306,7 @@ class Storm:
                 assert time.monotonic() < ends_s, "what is damaged is offered again and again"
                 n_failed = self.told["failed"]
                 self._load_from_files(side)
-            for _ in range(3):
+            for _ in range(5):
                 for _ in range(QUEUED_LOADS_MAX):
                     self._ask_for(side, self._rng.choice(self._truth.prompts))
                 self._await_loads(side)

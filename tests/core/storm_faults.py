@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kvtier.errors import Corrupt
+from kvtier.errors import Corrupt, IndexUnavailable
 from kvtier.geometry import PAGE_BYTES
+from kvtier.index.base import Index
 from kvtier.io.engines import Reader, Reads
 from kvtier.io.ring import OpResult, ReadOp
 from kvtier.order import Mark
@@ -119,6 +121,20 @@ def hang_in_open(files: SegmentFiles, reader: StormyReader) -> None:
     files._descriptors._open_file = hang
 
 
+def lose_answers(index: Index, reader: StormyReader) -> None:
+    """Now and then the index does not answer (I5)."""
+
+    def unless_gone(call: Callable[[Any], Any], asked: Any) -> Any:
+        if reader.rng.random() < 0.02 and not reader.is_calm:
+            raise IndexUnavailable("gone")
+        return call(asked)
+
+    index.resolve = partial(unless_gone, index.resolve)  # type: ignore[method-assign]
+    index.publish = partial(unless_gone, index.publish)  # type: ignore[method-assign]
+    retract = index.retract
+    index.retract = lambda key, place: unless_gone(lambda _: retract(key, place), None)  # type: ignore[method-assign]
+
+
 def watch_copies(worker: Worker, reader: StormyReader) -> None:
     """Copies from the host arena land in the same slots as reads."""
     order, begin_copy = worker.order, worker.order.begin_copy
@@ -143,6 +159,14 @@ def flip_in_memory(arena: ChunkArena, rng: random.Random) -> bool:
             source.slot_offset - PAGE_BYTES + rng.randrange(source.n_bytes)
         ] ^= 1 << rng.randrange(8)
         return True
+
+
+def flip_entry(entries: Sequence[bytes], rng: random.Random) -> list[bytes]:
+    """What an index says, with one bit of it changed: where a record is, what it holds, or what it sums to."""
+    changed = [bytearray(entry) for entry in entries]
+    entry = rng.choice(changed)
+    entry[rng.randrange(len(entry))] ^= 1 << rng.randrange(8)
+    return [bytes(entry) for entry in changed]
 
 
 class Vandal:

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvtier.fetch_files import FetchFailed
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.engines import Engines, Reader, Reads
 from kvtier.io.ring import ReadOp
-from kvtier.plan import LoadDone
+from kvtier.plan import LoadChunk, LoadDone
 from kvtier.record import SegmentHeader
 from tests.core.lazy import LazyEngine
 from tests.core.rig import Engine
@@ -163,3 +165,33 @@ def test_a_read_that_ends_with_eio_is_no_hit(reader: Engine) -> None:
     done = load(reader, lambda: None)
     assert_loaded(reader, done, BAD)
     assert len(reader.store.lookup(reader.keys(TOKENS))) == 5, "the storage failed; of the record nothing is known"
+
+
+def test_an_index_entry_of_which_one_bit_changed_is_no_hit(tmp_path: Path) -> None:
+    """Whichever it is: of where the records are, of what they hold, or of what they sum to. Two ranks wrote them."""
+    writer = Engine(tmp_path, tensor_size=2)
+    writer.save(TOKENS[:64], BLOCKS[:4])
+    writer.close()
+    reader = Engine(tmp_path, changes=NO_ARENA)
+    arena, fetcher = reader.transfers[0]._worker.arena, reader.transfers[0]._loader._fetcher
+    (key,) = reader.keys(TOKENS[:64])
+    (entry,) = reader.store.lookup([key])
+
+    def is_hit(entry: bytes) -> bool:
+        fetch = fetcher.begin(reader.store.namespace_id, LoadChunk(key, entry, tuple(BLOCKS[:4]), 0), 0.0)
+        assert fetch is not None
+        try:
+            assert fetcher.complete(reader.store.namespace_id, fetch, time.monotonic() + 10, 0.0)
+            return fetcher.check([fetch]) == 1
+        finally:
+            fetcher.abandon(fetch)
+
+    assert is_hit(entry)
+    for bit in range(8 * len(entry)):
+        changed = bytearray(entry)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FetchFailed):
+            is_hit(bytes(changed))
+    reader.transfers[0].tidy()
+    assert arena._table.available == arena.n_slots and not fetcher._reading
+    reader.close()
