@@ -27,7 +27,9 @@
 # Several at once on a machine of several GPUs, each lane on its own (CUDA_VISIBLE_DEVICES) and with its own folders, for
 # what is not timed, or is timed on its GPU alone:
 #
-#   benchmarks/gpu/run_h200.sh lanes 0,1:two-equal,two-ttft 2:load,tests 3:quality
+#   benchmarks/gpu/run_h200.sh lanes 0,1:two-equal/two-ttft 2:SYSTEMS=none,kvtier/ttft-disk 3:quality/codecs
+#
+# Among the stages, NAME=VALUE sets a variable of those below for the stages after it.
 #
 # Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS,
 # SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
@@ -183,6 +185,7 @@ main() {
   local name started code failed=0 summary=""
   prepare || { echo "PREPARING FAILED"; exit 1; }
   for name in "$@"; do
+    case $name in *=*) export "${name?}"; continue ;; esac
     echo "== $name"
     started=$SECONDS
     stage "$name" 2>&1 | tee "$WORK/logs/stage-$name.log"
@@ -196,7 +199,7 @@ main() {
   exit $failed
 }
 
-# Each argument GPUS:STAGE,STAGE... is a lane. What they wrote comes together as one archive: few files come back.
+# Each argument GPUS:STAGE/STAGE... is a lane. What they wrote comes together as one archive: few files come back.
 # After LANES_S seconds those that still run are ended, so that the others' results are not lost.
 lanes() {
   local lane number=0 jobs="" job failed=0 guard
@@ -205,7 +208,7 @@ lanes() {
     number=$((number + 1))
     mkdir -p "$OUT/lane$number"
     CUDA_VISIBLE_DEVICES=${lane%%:*} LANE=-lane$number OUT=$OUT/lane$number \
-      setsid bash "$0" $(echo "${lane#*:}" | tr ',' ' ') > "$OUT/lane$number/output.log" 2>&1 &
+      setsid bash "$0" $(echo "${lane#*:}" | tr '/' ' ') > "$OUT/lane$number/output.log" 2>&1 &
     jobs="$jobs $!"
   done
   (sleep "${LANES_S:-550}"; for job in $jobs; do kill -- "-$job"; done) 2> /dev/null &
