@@ -1,6 +1,7 @@
 """Is what a fresh process loads bit for bit what another saved, and are its tokens those of vLLM's own prefix hit?
 
-    python -m benchmarks.gpu.equality --folder /dev/shm/kv --out OUT/equality.json [--model mla]
+    python -m benchmarks.gpu.equality --folder /dev/shm/kv --out OUT/equality.json [--model mla] \\
+        [--kv-cache-dtype turboquant_4bit_nc] [--skip-layers 0 3]
 
 Saved random weights in bf16, CUDA graphs on, 20 cases (cases.py). Process A answers and saves, and asks each case's
 question again from vLLM's own prefix cache. Processes B, one with prefix caching and one without, ask the questions
@@ -77,6 +78,8 @@ def parse(text: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
     parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
     parser.add_argument("--model", choices=("small", "mla"), default="small", help="mla: a latent instead of heads")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="the engine's own, as vLLM takes it")
+    parser.add_argument("--skip-layers", nargs="*", default=[], help="that vLLM leaves out of --kv-cache-dtype")
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds for one engine's process")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
@@ -87,6 +90,8 @@ def main() -> int:
     arguments = parse()
     chunk = TINY_TIER["chunk_tokens"] if arguments.tiny else 256
     llm: dict[str, Any] = {"enforce_eager": True} if arguments.eager else {}
+    if arguments.kv_cache_dtype != "auto":
+        llm |= {"kv_cache_dtype": arguments.kv_cache_dtype, "kv_cache_dtype_skip_layers": arguments.skip_layers}
     shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     saving = job_of(arguments, [["warm_up", chunk], ["answer_cases", chunk]], llm, arguments.model)
@@ -101,6 +106,7 @@ def main() -> int:
     good = all(is_good(result) for result in results.values())
     report.write(arguments.out, "are loaded blocks and tokens the ones that were saved", {
         "good": good, "model": "tiny" if arguments.tiny else arguments.model,
+        "kv_cache_dtype": arguments.kv_cache_dtype, "skip_layers": arguments.skip_layers,
         "cuda_graphs": not (arguments.eager or arguments.tiny), "results": results,
     })  # fmt: skip
     rows = []

@@ -25,9 +25,10 @@ class Seen(NamedTuple):
 
 
 class BlockDigests:
-    """Sums of all 8-byte words of a block and head, each times an odd number of its own, modulo 2**64.
+    """Sums of all words of a block and head, each times an odd number of its own, modulo 2**64.
 
-    Any one changed word changes the sum. Another tensor-parallel size gives the same digests for the same heads.
+    Words have 8 bytes, or fewer where a token's KV of a head is no whole number of them (turboquant's slots). Any one
+    changed word changes the sum. Another tensor-parallel size gives the same digests for the same heads.
     """
 
     def __init__(self, pages: PagedKV) -> None:
@@ -37,7 +38,7 @@ class BlockDigests:
         self._weights: list[torch.Tensor] = []
         for layer in pages.layers:
             for plane in layer.planes:
-                words = plane.shape[-1] * plane.element_size() // 8
+                words = plane.shape[-1] * plane.element_size() // _word(plane).itemsize
                 weights = torch.randint(-(1 << 62), 1 << 62, (pages.block_tokens, 1, words), generator=random)
                 self._weights.append((weights * 2 + 1).to(self._device))
 
@@ -50,11 +51,17 @@ class BlockDigests:
         planes = [plane for layer in self._pages.layers for plane in layer.planes]
         total: torch.Tensor | None = None
         for plane, weights in zip(planes, self._weights, strict=True):
-            words = plane[ids].contiguous().view(torch.int64)
+            words = plane[ids].contiguous().view(_word(plane))
             part = (words * weights).sum((1, 3))
             total = part if total is None else total + part
         assert total is not None
         return total
+
+
+def _word(plane: torch.Tensor) -> torch.dtype:
+    """The widest that divides a row of the plane."""
+    row_bytes = plane.shape[-1] * plane.element_size()
+    return next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if row_bytes % kind.itemsize == 0)
 
 
 class Watch:
