@@ -143,8 +143,35 @@ def load_mix() -> list[str]:
         f"{blocks['equal']:,} loaded blocks bit-equal and {blocks['wrong'] + blocks['unknown']} not, at most "
         f"{found['most_on_disk'] / 2**20:,.0f} of {found['capacity_bytes'] / 2**20:,.0f} MiB on disk, "
         f"{found['evicted_bytes'] / 1e9:.1f} GB evicted in the whole run; {found['shared_answers']} requests on one "
-        f"prefix were served by {found['copies_read']:.1f} reads of it{there}. {rounds}{_differing(found)}"
+        f"prefix were served by {found['copies_read']:.1f} reads of it{there}. {rounds}{_control(found)}"
     ]
+
+
+def _control(found: dict[str, Any]) -> str:
+    """What an engine without the tier does to its own answers, beside what the tier does; older runs did not ask."""
+    if "control" not in found:
+        return (
+            f"{_differing(found)} No control in this run: how many of its own answers an engine without the tier "
+            "changes when it is asked again is not known."
+        )
+    order, hits = found["control"]["other_order"], found["control"]["own_hits"]
+    return (
+        " **The control**: the engine without the tier, asked again in another order, gives "
+        f"{_agreement(order)} of its own answers, and with hits in vLLM's own prefix cache where the tier had its hits "
+        f"{_agreement(hits)}. The lead of a token over the second best one moves by up to {found['tie_width']:.1e} "
+        f"nats in that, which is a tie's width here ({found['tokens_within_tie']:,} of {found['tokens']:,} tokens lead "
+        f"by no more), and by up to {found['largest_shift']:.1e} with the tier. Where answers part, it moved by "
+        f"{_moved(order, hits)} in the control and by {_moved(found)} with the tier."
+    )
+
+
+def _moved(*compared: dict[str, Any]) -> str:
+    return ", ".join(f"{row['moved']:.1e}" for found in compared for row in found["differing"]) or "nothing (none does)"
+
+
+def _agreement(found: dict[str, Any]) -> str:
+    shared = f"{found['same_shared_answers']} of {found['shared_answers']}"
+    return f"{found['same_answers']} of {found['answers']} (rounds) and {shared} (before them)"
 
 
 def _differing(found: dict[str, Any]) -> str:
@@ -154,10 +181,7 @@ def _differing(found: dict[str, Any]) -> str:
     leads = [f"{difference['lead']:.1e}" for difference in found.get("differing", ())]
     if not leads:
         return ""
-    return (
-        " Where an answer differs, the engine without the tier preferred its token by "
-        f"{', '.join(leads)} nats: another batch, another order of sums."
-    )
+    return f" Where an answer differs, the engine without the tier preferred its token by {', '.join(leads)} nats."
 
 
 def _rounds(result: dict[str, Any]) -> str:
@@ -165,7 +189,8 @@ def _rounds(result: dict[str, Any]) -> str:
     loads = ", ".join(f"{row.get('load_tokens', 0):,.0f}" for row in counted)
     evicted = sum(row.get("evicted_bytes", 0) for row in counted)
     failed = result["result"]["failed_loads"]
-    bad = "" if result["good"] else " **Not all of it is as it must be.**"
+    why = f": {'; '.join(result['faults'])}" if result.get("faults") else ""
+    bad = "" if result["good"] else f" **Not all of it is as it must be{why}.**"
     return (
         f"The {len(counted)} mixed rounds loaded {loads} tokens from the tier, while {evicted / 1e9:.1f} GB of it were "
         f"evicted; loads that failed, so that their tokens were computed: {failed}. Seconds a round: "

@@ -172,11 +172,20 @@ def _load_mix() -> str:
     found, requests = result["result"], result["shape"]["requests"]
     text = (
         f"**{requests} requests at once on a tier that evicts**: {found['same_answers']} of {found['answers']} answers "
-        f"are those of an engine without the tier; of the loaded blocks {found['blocks']['equal']:,} are bit-equal, "
+        f"are those of an engine without the tier{_control(found)}; of the loaded blocks "
+        f"{found['blocks']['equal']:,} are bit-equal, "
         f"{found['blocks']['wrong'] + found['blocks']['unknown']} are not; failed loads, computed instead: "
         f"{found['failed_loads']}."
     )
     return text + ("" if result["good"] else " **Not all of it is as it must be.**")
+
+
+def _control(found: dict[str, Any]) -> str:
+    """How many of its own answers that engine gives when it is asked again."""
+    if "control" not in found:
+        return " (no control in this run)"
+    again = [control["same_answers"] for control in found["control"].values()]
+    return f", which gives {' and '.join(map(str, again))} of its own when it is asked again (the control)"
 
 
 def _two_gpus() -> list[str]:

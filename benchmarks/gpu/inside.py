@@ -52,6 +52,16 @@ def memory(worker: Any) -> dict[str, int]:
     return {"device_used": total - free, "resident_max": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
+def arenas(worker: Any) -> dict[str, int]:
+    """Bytes of kvtier's arenas, made at start: on the GPU (staging, and the hbm arena) and on the host."""
+    half = worker_half()
+    if half is None:
+        return {"device": 0, "host": 0}
+    found = half._bridge._transfer._worker
+    upper, lower = (0 if arena is None else arena.n_slots * arena.slot_bytes for arena in (found.arena, found.host))
+    return {"device": 0, "host": upper} if found.host is None else {"device": upper, "host": lower}
+
+
 def contexts(worker: Any) -> list[int]:
     """Ordinals of the GPUs on which this process has an active primary context; none without a driver."""
     try:

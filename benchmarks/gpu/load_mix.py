@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import report
+from benchmarks.gpu.load_judge import CONTROLS, faults, judge, more_memory, parts
 from benchmarks.gpu.models import DIMENSIONS, make_model
 from benchmarks.gpu.processes import run_engine
 from benchmarks.gpu.tiny import TINY_ENGINE, TINY_ENVIRONMENT, TINY_TIER
-from benchmarks.gpu.watch import compare
 
 SHAPE = {"requests": 32, "shared": 8192, "other": 2048, "others": 14, "tail": 40}
 TINY_SHAPE = {"requests": 8, "shared": 512, "other": 256, "others": 6, "tail": 10}
@@ -34,8 +34,6 @@ TINY_LIMITS: dict[str, Any] = {"capacity_bytes": "3MiB", "segment_bytes": "256Ki
 ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 16384, "gpu_memory_utilization": 0.4,
                           "max_num_seqs": 64}  # fmt: skip
 ANSWER_TOKENS = 16
-TIE = 1e-3
-"""A lead (nats) that another order of sums may turn round: float32 with 24 bits, through tf32 products of 11."""
 
 
 def job_of(arguments: argparse.Namespace, system: str, steps: list[list[Any]]) -> dict[str, Any]:
@@ -48,66 +46,6 @@ def job_of(arguments: argparse.Namespace, system: str, steps: list[list[Any]]) -
         "llm": llm, "steps": steps, "watch": system == "kvtier",
         "environment": TINY_ENVIRONMENT if arguments.tiny else {},
     }  # fmt: skip
-
-
-def judge(stored: dict[str, Any], loaded: dict[str, Any], bare: dict[str, Any], limits: dict[str, int]) -> Any:
-    saved = [seen for process in (stored, loaded) for worker in process["watch"] for seen in worker["saved"]]
-    seen_loaded = [seen for worker in loaded["watch"] for seen in worker["loaded"]]
-    rounds = loaded["mixed_rounds"]["rounds"]
-    pairs = [
-        (number, request, a, b)
-        for number, (mine, theirs) in enumerate(zip(rounds, bare["mixed_rounds"]["rounds"], strict=True))
-        for request, (a, b) in enumerate(zip(mine["answers"], theirs["answers"], strict=True))
-    ]
-    differing = [_difference(*pair) for pair in pairs if pair[2]["answer"] != pair[3]["answer"]]
-    shared, shared_bare = loaded["shared_prefix"], bare["shared_prefix"]
-    same_shared = sum(a["answer"] == b["answer"]
-                      for a, b in zip(shared["answers"], shared_bare["answers"], strict=True))  # fmt: skip
-    shared_hits = [answer["hit_tokens"] for answer in shared["answers"]]
-    prefix_bytes = max(1, max(shared_hits)) * limits["token_bytes"]  # what was there of it to be read
-    # What the kernel counted holds all reads of the process; what kvtier counted, those of segment files alone.
-    counted = shared["counted"]
-    return {
-        "blocks": compare(saved, seen_loaded), "failed_loads": sum(w["failed_loads"] for w in loaded["watch"]),
-        "same_answers": len(pairs) - len(differing), "answers": len(pairs), "differing": differing,
-        "hit_tokens": sum(a["hit_tokens"] for _, _, a, _ in pairs), "same_shared_answers": same_shared,
-        "shared_answers": len(shared["answers"]), "shared_hit_tokens": shared_hits,
-        "shared_tokens": limits["shared_tokens"],
-        "prefix_bytes": prefix_bytes, "copies_read": counted.get("file_read_bytes", counted["rchar"]) / prefix_bytes,
-        "copies_by_kernel": counted["rchar"] / prefix_bytes,
-        "evicted_bytes": rounds_counter(loaded, "evicted_bytes") + stored["counters"].get("evicted_bytes", 0),
-        "most_on_disk": max(stored["store_mix"]["most_on_disk"], loaded["mixed_rounds"]["most_on_disk"]),
-        "capacity_bytes": limits["capacity_bytes"],
-        "memory": {"kvtier": loaded["mixed_rounds"]["memory"], "bare": bare["mixed_rounds"]["memory"]},
-        "round_s": [r["elapsed_s"] for r in rounds], "rounds_counted": [r["counted"] for r in rounds],
-        "bare_round_s": [r["elapsed_s"] for r in bare["mixed_rounds"]["rounds"]],
-        "counted": loaded["mixed_rounds"]["counted"],
-    }  # fmt: skip
-
-
-def _difference(round_number: int, request: int, mine: dict[str, Any], bare: dict[str, Any]) -> dict[str, Any]:
-    """Where an answer begins to differ, and how sure the engine without the tier was of its token there."""
-    first = next(i for i, (a, b) in enumerate(zip(mine["answer"], bare["answer"], strict=True)) if a != b)
-    return {"round": round_number, "request": request, "token": first, "lead": bare["leads"][first],
-            "hit_tokens": mine["hit_tokens"]}  # fmt: skip
-
-
-def rounds_counter(result: dict[str, Any], name: str) -> float:
-    return float(result["mixed_rounds"]["counted"].get(name, 0))
-
-
-def is_good(result: dict[str, Any], exact: bool) -> bool:
-    blocks = result["blocks"]
-    ties = all(difference["lead"] <= TIE for difference in result["differing"])
-    answers = ties and result["same_shared_answers"] == result["shared_answers"]
-    bounded = result["most_on_disk"] <= result["capacity_bytes"]
-    # Reads by the kernel's count include little things (a Python module, /proc); one copy is far below two.
-    once = result["copies_read"] < 1.5
-    # Or the rounds show nothing of loads among evictions.
-    has_loaded = all(counted.get("load_tokens") for counted in result["rounds_counted"])
-    has_evicted = result["counted"].get("evicted_bytes")
-    return bool(blocks["equal"] and not blocks["wrong"] and not blocks["unknown"] and bounded and once and has_loaded
-                and has_evicted and (answers or not exact))  # fmt: skip
 
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
@@ -124,6 +62,48 @@ def parse(text: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(text)
 
 
+def show(result: dict[str, Any]) -> None:
+    blocks, memory = result["blocks"], result["memory"]
+    more = [f"{more_memory(memory, kind) >> 20}" for kind in ("device_used", "resident_max")]
+    arenas = [f"{sum(of[kind] for of in memory['arenas']) >> 20}" for kind in ("device", "host")]
+    controls = [(f"control, {name}", _agreement(result["control"][name])) for name in CONTROLS]
+    report.table(("what", "value"), [
+        ("blocks equal / wrong / unknown", f"{blocks['equal']} / {blocks['wrong']} / {blocks['unknown']}"),
+        ("same answers: rounds, shared alone; largest shift", ""),
+        ("with the tier", _agreement(result)),
+        *controls,
+        ("tokens that lead by no more than a tie's width",
+         f"{result['tokens_within_tie']}/{result['tokens']} by {result['tie_width']:.6f}"),
+        ("where not the same: round, request, token, lead, moved", _differing(result)),
+        *((f"{name}: the same", _differing(result["control"][name])) for name in CONTROLS),
+        ("tier against own_hits, rounds", f"{result['same_answers_as_own_hits']}/{result['answers']}"),
+        ("tokens hit in the rounds, with the tier and own_hits",
+         f"{result['hit_tokens']:,} {result['control']['own_hits']['hit_tokens']:,}"),
+        ("shared prefix hit, of", f"{max(result['shared_hit_tokens'])} of {result['shared_tokens']}"),
+        ("copies of it read", f"{result['copies_read']:.2f}"),
+        ("most on disk of capacity", f"{result['most_on_disk'] >> 20} of {result['capacity_bytes'] >> 20} MiB"),
+        ("MiB more than without the tier, GPU and host", f"{' '.join(more)}, arenas {' '.join(arenas)}"),
+        ("tokens loaded in each round", " ".join(f"{c.get('load_tokens', 0):,.0f}" for c in result["rounds_counted"])),
+        ("evicted in each round, MiB",
+         " ".join(f"{c.get('evicted_bytes', 0) / (1 << 20):,.1f}" for c in result["rounds_counted"])),
+        ("evicted in all", f"{result['evicted_bytes'] / (1 << 20):.1f} MiB"),
+        ("failed loads", result["failed_loads"]),
+        ("seconds a round, without the tier", " ".join(f"{s:.2f}" for s in result["bare_round_s"])),
+        ("seconds a round, with it", " ".join(f"{s:.2f}" for s in result["round_s"])),
+    ])  # fmt: skip
+
+
+def _agreement(found: dict[str, Any]) -> str:
+    return (f"{found['same_answers']}/{found['answers']}, {found['same_shared_answers']}/{found['shared_answers']}; "
+            f"{found['largest_shift']:.6f}")  # fmt: skip
+
+
+def _differing(found: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{d['round']}, {d['request']}, {d['token']}, {d['lead']:.6f}, {d['moved']:.6f}" for d in found["differing"]
+    ) or "-"  # fmt: skip
+
+
 def main() -> int:
     arguments = parse()
     shape = TINY_SHAPE if arguments.tiny else SHAPE
@@ -133,7 +113,9 @@ def main() -> int:
     storing = job_of(arguments, "kvtier", [["warm_up", shape["other"]], ["store_mix", shape]])
     stored = run_engine("load-store", storing, arguments.logs, arguments.timeout)
     loaded = run_engine("load-mix", job_of(arguments, "kvtier", rounds), arguments.logs, arguments.timeout)
-    bare = run_engine("load-bare", job_of(arguments, "none", rounds), arguments.logs, arguments.timeout)
+    hits = [[answer["hit_tokens"] for answer in part] for part in parts(loaded)]
+    again = [["other_order", shape, ANSWER_TOKENS, arguments.rounds], ["own_hits", shape, ANSWER_TOKENS, hits]]
+    bare = run_engine("load-bare", job_of(arguments, "none", rounds + again), arguments.logs, arguments.timeout)
     shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
     kind, element_bytes = ("tiny", 4) if arguments.tiny else ("small", 4 if arguments.dtype == "float32" else 2)
     limits = {
@@ -141,31 +123,14 @@ def main() -> int:
         "capacity_bytes": 3 << 20 if arguments.tiny else 1536 << 20,
     }  # fmt: skip
     result = judge(stored, loaded, bare, limits)
-    good = is_good(result, exact=arguments.dtype == "float32")
+    bad = faults(result)
     report.write(arguments.out, "concurrent mixed hits at capacity", {
-        "good": good, "dtype": arguments.dtype, "shape": shape, "rounds": arguments.rounds, "result": result,
+        "good": not bad, "faults": bad, "dtype": arguments.dtype, "shape": shape, "rounds": arguments.rounds,
+        "process_s": [process["process_s"] for process in (stored, loaded, bare)], "result": result,
     })  # fmt: skip
-    blocks = result["blocks"]
-    report.table(("what", "value"), [
-        ("blocks equal / wrong / unknown", f"{blocks['equal']} / {blocks['wrong']} / {blocks['unknown']}"),
-        ("answers as without the tier", f"{result['same_answers']}/{result['answers']}"),
-        ("where not: round, request, token, lead",
-         "; ".join(f"{d['round']}, {d['request']}, {d['token']}, {d['lead']:.6f}" for d in result["differing"]) or "-"),
-        ("the same, shared prefix alone", f"{result['same_shared_answers']}/{result['shared_answers']}"),
-        ("tokens hit in the rounds", f"{result['hit_tokens']:,}"),
-        ("shared prefix hit, of", f"{max(result['shared_hit_tokens'])} of {result['shared_tokens']}"),
-        ("copies of it read", f"{result['copies_read']:.2f}"),
-        ("most on disk of capacity", f"{result['most_on_disk'] >> 20} of {result['capacity_bytes'] >> 20} MiB"),
-        ("tokens loaded in each round", " ".join(f"{c.get('load_tokens', 0):,.0f}" for c in result["rounds_counted"])),
-        ("evicted in each round, MiB",
-         " ".join(f"{c.get('evicted_bytes', 0) / (1 << 20):,.0f}" for c in result["rounds_counted"])),
-        ("evicted in all", f"{result['evicted_bytes'] / (1 << 20):.0f} MiB"),
-        ("failed loads", result["failed_loads"]),
-        ("seconds a round, without the tier", " ".join(f"{s:.2f}" for s in result["bare_round_s"])),
-        ("seconds a round, with it", " ".join(f"{s:.2f}" for s in result["round_s"])),
-    ])  # fmt: skip
-    print("GOOD" if good else "NOT GOOD")
-    return int(not good)
+    show(result)
+    print("\n".join(["NOT GOOD", *bad]) if bad else "GOOD")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

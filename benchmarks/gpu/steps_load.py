@@ -63,6 +63,12 @@ def mix_prompts(round_number: int, shape: dict[str, int], vocabulary: int) -> li
     return requests
 
 
+def shared_prompts(shape: dict[str, int], vocabulary: int) -> list[list[int]]:
+    """Requests on the shared prefix that no round has."""
+    shared = prompt("mix-shared", shape["shared"], vocabulary)
+    return [shared + prompt(f"only-shared-{n}", shape["tail"] + n, vocabulary) for n in range(shape["requests"] // 2)]
+
+
 def store_mix(engine: Engine, shape: dict[str, int]) -> dict[str, Any]:
     """The prefixes that later rounds hit, older ones first, the shared one last and whole.
 
@@ -85,11 +91,8 @@ def store_mix(engine: Engine, shape: dict[str, int]) -> dict[str, Any]:
 
 def shared_prefix(engine: Engine, shape: dict[str, int], answer: int) -> dict[str, Any]:
     """Nothing but requests on the shared prefix, all at once, in a process that has none of it."""
-    shared = prompt("mix-shared", shape["shared"], engine.vocabulary)
-    requests = [shared + prompt(f"only-shared-{n}", shape["tail"] + n, engine.vocabulary)
-                for n in range(shape["requests"] // 2)]  # fmt: skip
     before = engine.counters()
-    answers = engine.ask(requests, answer, {"kvtier_save": False})
+    answers = engine.ask(shared_prompts(shape, engine.vocabulary), answer, {"kvtier_save": False}, leads=True)
     counted = grown(before, engine.counters())
     engine.forget()
     return {"answers": answers, "counted": counted, "memory": engine.llm.collective_rpc(inside.memory)}
@@ -97,7 +100,7 @@ def shared_prefix(engine: Engine, shape: dict[str, int], answer: int) -> dict[st
 
 def mixed_rounds(engine: Engine, shape: dict[str, int], rounds: int, answer: int) -> dict[str, Any]:
     """Rounds of concurrent requests, vLLM's own prefix cache emptied between them; saves of one round still go on
-    while the next one loads. Without the tier, answers come with their leads (Engine.ask)."""
+    while the next one loads. Answers come with their leads (Engine.ask)."""
     watch = DiskWatch(engine)
     before = engine.counters()
     answered = []
@@ -105,11 +108,47 @@ def mixed_rounds(engine: Engine, shape: dict[str, int], rounds: int, answer: int
         started = time.perf_counter()
         counted = engine.counters()
         prompts = mix_prompts(number, shape, engine.vocabulary)
-        answers = engine.ask(prompts, answer, leads=engine.system == "none")
+        answers = engine.ask(prompts, answer, leads=True)
         elapsed_s = time.perf_counter() - started
         counted = grown(counted, engine.counters())
         answered.append({"answers": answers, "elapsed_s": elapsed_s, "counted": counted})
         engine.forget()
     engine.settle()
     return {"rounds": answered, "counted": grown(before, engine.counters()), "most_on_disk": watch.close(),
-            "memory": engine.llm.collective_rpc(inside.memory)}  # fmt: skip
+            "memory": engine.llm.collective_rpc(inside.memory),
+            "arenas": engine.llm.collective_rpc(inside.arenas)}  # fmt: skip
+
+
+def other_order(engine: Engine, shape: dict[str, int], answer: int, rounds: int) -> list[list[dict[str, Any]]]:
+    """The shared prefix alone and each round once more, the last request first: batched otherwise, and so summed."""
+    answered = []
+    for prompts in _parts(engine, shape, rounds):
+        answered.append(engine.ask(prompts[::-1], answer, leads=True)[::-1])
+        engine.forget()
+    return answered
+
+
+def own_hits(engine: Engine, shape: dict[str, int], answer: int, hits: list[list[int]]) -> list[list[dict[str, Any]]]:
+    """The same parts once more, with hits in vLLM's own prefix cache: each request's first `hits` tokens (a list for
+    each part), computed alone before, as the process that stored them did."""
+    answered = []
+    for prompts, n_hit in zip(_parts(engine, shape, len(hits) - 1), hits, strict=True):
+        for prefix in longest([tokens[:n] for tokens, n in zip(prompts, n_hit, strict=True)]):
+            engine.ask([prefix], 1)
+        answered.append(engine.ask(prompts, answer, leads=True))
+        engine.forget()
+    return answered
+
+
+def _parts(engine: Engine, shape: dict[str, int], rounds: int) -> list[list[list[int]]]:
+    mixed = (mix_prompts(number, shape, engine.vocabulary) for number in range(rounds))
+    return [shared_prompts(shape, engine.vocabulary), *mixed]
+
+
+def longest(prefixes: list[list[int]]) -> list[list[int]]:
+    """Those that are not the beginning of another one, each once; none that is empty."""
+    kept: list[list[int]] = []
+    for prefix in sorted(filter(None, prefixes), key=len, reverse=True):
+        if all(other[: len(prefix)] != prefix for other in kept):
+            kept.append(prefix)
+    return kept
