@@ -25,7 +25,6 @@ import torch
 
 from benchmarks.gpu import report
 from kvtier.codecs.round_trip import round_trip
-from kvtier.codecs.turboquant.codebooks import CODEBOOKS
 from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.turboquant.rotation import HEAD_SIZES, hadamard
@@ -36,6 +35,14 @@ CODECS = ("fp8", *PRESETS)
 DATA = ("gaussian", "offset", "walsh", "channel", "sink")
 THEORY = {2: 0.11748, 3: 0.034548, 4: 0.009501, 5: 0.0025047, 6: 0.00064424}
 """Error of the exact quantizers of N(0, 1), without a scale, a mean or whole centroids."""
+LLOYD_MAX = {
+    3: ((0.500549734, 1.04995728, 1.74792755), (0.24509, 0.75601, 1.34391, 2.15195)),
+    4: (
+        (0.258221656, 0.522403717, 0.799549758, 1.09928584, 1.4371388, 1.84353185, 2.40080333),
+        (0.12840, 0.38805, 0.65676, 0.94234, 1.25623, 1.61805, 2.06902, 2.73259),
+    ),
+}
+"""Thresholds and centroids of the exact quantizers, of positive values."""
 GAUSSIAN_LIMIT, HARD_LIMIT = 1.02, 1.3
 """What must hold, as parts of THEORY: 2, 3 and 4 bits at d = 128."""
 
@@ -101,11 +108,11 @@ def vllm_keys(k: torch.Tensor, bits: int) -> torch.Tensor:
     """k: (..., d) fp32."""
     size = k.shape[-1]
     rotation = torch.from_numpy(hadamard(size)).to(k) / math.sqrt(size)
-    book = CODEBOOKS[bits]
+    thresholds, centroids = LLOYD_MAX[bits]
     length = k.norm(dim=-1, keepdim=True)
     rotated = (k @ rotation.T) / length * math.sqrt(size)
-    magnitude = torch.bucketize(rotated.abs(), torch.tensor(book.thresholds).to(k))
-    codes = torch.tensor(book.centroids).to(k)[magnitude] * torch.where(rotated < 0, -1.0, 1.0)
+    magnitude = torch.bucketize(rotated.abs(), torch.tensor(thresholds).to(k))
+    codes = torch.tensor(centroids).to(k)[magnitude] * torch.where(rotated < 0, -1.0, 1.0)
     return ((codes / codes.norm(dim=-1, keepdim=True) * length) @ rotation).bfloat16()
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from kvtier.kernels.turboquant_tiles import (
     floats,
+    fused,
     in_order,
     operand_rows,
     tile_columns,
@@ -159,18 +160,17 @@ def _decode_plane(
             product = _permuted(codes, row, parts, P, C)
         else:
             product = _looked_up(codes, row, whole, centroids, P, C)
-        pairs = in_order(tile_rows(product, C), 8).reshape(ROWS, P.padded // 32, 16, 2)
+        low, high = in_order(tile_rows(product, C), 8).reshape(ROWS, P.padded // 32, 16, 2).split()
         scale = tl.load(scales + row, mask=row < C.tokens, other=0.0).to(tl.float32) * P.decode_unit
-        low, high = (pairs * scale[:, None, None, None]).split()
+        scale = scale[:, None, None]
         flip = tl.load(signs + column)
-        if P.has_mean:  # flipped before the mean comes upon it: that settles the sign of a zero
-            low = (low.to(tl.int32, bitcast=True) ^ (flip << 16)).to(tl.float32, bitcast=True)
-            high = (high.to(tl.int32, bitcast=True) ^ (flip & -65536)).to(tl.float32, bitcast=True)
-            low_mean, high_mean = floats(tl.load(mean + column, mask=column < P.size // 2, other=0), True)
-            words = words_of(low + low_mean, high + high_mean, C.is_bf16, C.fast)
+        if P.has_mean:  # flipped as the vector is, which is flipped back with it
+            low_mean, high_mean = floats(tl.load(mean + column, mask=column < P.size // 2, other=0) ^ flip, True)
+            low, high = fused(low, scale, low_mean, C.fast), fused(high, scale, high_mean, C.fast)
         else:
-            words = words_of(low, high, C.is_bf16, C.fast) ^ flip
-        base, place_of_words, inside = tile_words(plane, head, move + 2, start, P, C)
+            low, high = low * scale, high * scale
+        words = words_of(low, high, C.is_bf16, C.fast) ^ flip
+        base, place_of_words, inside = tile_words(plane, head, move + 2, row, P, C)
         tl.store(base + place_of_words, words, mask=inside & (row[:, None, None] >= first_token))
 
 

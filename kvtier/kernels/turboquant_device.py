@@ -200,10 +200,13 @@ class CudaTurboquant:
         )  # fmt: skip
 
     def _shape(self, tiling: Tiling) -> ChunkShape:
-        is_bf16 = self._pages.layers[0].k.dtype == torch.bfloat16
         return ChunkShape(
-            self._format.tokens, self._pages.block_tokens, is_bf16, tiling.rows, tiling.warps, self._is_fast
+            self._format.tokens, self._pages.block_tokens, self._is_bf16, tiling.rows, tiling.warps, self._is_fast
         )
+
+    @property
+    def _is_bf16(self) -> bool:
+        return self._pages.layers[0].k.dtype == torch.bfloat16
 
     @property
     def _is_fast(self) -> bool:
@@ -252,8 +255,9 @@ class CudaTurboquant:
         codes = (plane_code(sizes[plane], bits[plane], plane == K_PLANE, self._is_fast) for plane in (K_PLANE, V_PLANE))
         k, v = (
             _Tables(
-                code, self._to_device(encode_matrix(code.size)), self._to_device(squares(code.bits)),
-                self._to_device(decode_matrix(code)), self._to_device(signed_centroids(code.bits)),
+                code, self._to_device(encode_matrix(code.size, self._is_bf16, self._is_fast)),
+                self._to_device(squares(code.bits)), self._to_device(decode_matrix(code)),
+                self._to_device(signed_centroids(code.bits)),
             )
             for code in codes
         )  # fmt: skip

@@ -1,10 +1,9 @@
 """Turboquant's encoding on the device: one launch reads pages, and writes codes, scales, means and sums.
 
 A program encodes one layer of one head of one chunk: K, then V, tile after tile. What must be equal on all machines is
-made of whole numbers, as the reference has it (kvtier.codecs.turboquant.reference): a row becomes whole numbers of 12
-bits, which fp16 holds, and the tensor cores rotate them exactly. Buckets are found without tables: |y| > T is the same
-as |y| > floor(T) for a whole number y, and a difference of whole numbers, clamped to [0, 1], is 1 or 0. So a code is
-fp32 arithmetic, of which the machine does twice as much a cycle as of comparing and selecting.
+made of whole numbers, as the reference has it (kvtier.codecs.turboquant.reference): turboquant_whole makes them, the
+tensor cores rotate them exactly, turboquant_pack finds and packs the codes. Almost all of it works on two elements at
+a time.
 
 At the end a program reads back what it wrote, from the cache, and adds its part to its slab's checksum.
 
@@ -20,77 +19,14 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max
 
 from kvtier.kernels.device_checksum import add, fold, mix32
+from kvtier.kernels.turboquant_mean import take_mean
 from kvtier.kernels.turboquant_pack import store_codes
-from kvtier.kernels.turboquant_tiles import (
-    floats,
-    load_words,
-    operand_rows,
-    quotient,
-    square_root,
-    tile_columns,
-    tile_rows,
-    total,
-    words_of,
-)  # fmt: skip
+from kvtier.kernels.turboquant_tiles import load_words, quotient, square_root, tile_columns, tile_rows
+from kvtier.kernels.turboquant_whole import largest, less_mean, matrices, power_below, value_of, whole_and_energy
 
-_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + this - this is x rounded to a whole number, half to even
-_WHOLE_BITS = tl.constexpr(0x4B400000)
+_ELEMENT_MAX = tl.constexpr(65536.0)
 _SCALE_MIN = tl.constexpr(2.0**-20)
 _SCALE_MAX = tl.constexpr(65504.0)
-
-
-@triton.jit
-def _larger(x: tl.tensor, y: tl.tensor) -> tl.tensor:
-    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _top(x: tl.tensor, AXIS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The largest element >= 0 along an axis; NaN where there is any, which a common maximum would pass over."""
-    if FAST:
-        return tl.reduce(x, AXIS, _larger)
-    else:  # by their bits NaN > infinity > all else
-        return tl.reduce(x.to(tl.int32, bitcast=True), AXIS, _elementwise_max).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _factor(top: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """What makes whole numbers up to 2047 of elements up to `top`."""
-    return tl.where(top == 0.0, 0.0, quotient(tl.full(top.shape, 2047.0, tl.float32), top, FAST))
-
-
-@triton.jit
-def _take_mean(
-    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, mean: tl.tensor, P: tl.constexpr, C: tl.constexpr
-) -> None:
-    """Stores the mean of K over the chunk, or zeros where it does not pay. mean: where it lies in the slab."""
-    ROWS: tl.constexpr = C.rows
-    GROUPS: tl.constexpr = P.padded // 32
-    tops = tl.full((ROWS, 16), 0, tl.float32)
-    for start in range(0, C.tokens, C.rows):
-        low, high = floats(load_words(plane, head, blocks, start, P, C), C.is_bf16)
-        tops = _larger(tops, _top(_larger(tl.abs(low), tl.abs(high)), 1, C.fast))
-    top = _top(_top(tops, 0, C.fast), 0, C.fast)
-    factor = tl.where(top == 0.0, 0.0, tl.div_rn(2047.0, top))
-    low_sums = tl.full((ROWS, GROUPS, 16), 0, tl.int32)
-    high_sums = tl.full((ROWS, GROUPS, 16), 0, tl.int32)
-    energies = tl.full((ROWS, 16), 0, tl.int32)
-    for start in range(0, C.tokens, C.rows):
-        low, high = floats(load_words(plane, head, blocks, start, P, C), C.is_bf16)
-        low_whole = (low * factor + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
-        high_whole = (high * factor + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
-        low_sums += low_whole
-        high_sums += high_whole
-        energies += total(low_whole * low_whole + high_whole * high_whole, 1)
-    low_sum, high_sum = total(low_sums, 0), total(high_sums, 0)
-    low64, high64 = low_sum.to(tl.int64), high_sum.to(tl.int64)
-    of_mean = total(total(low64 * low64 + high64 * high64, 1), 0)
-    of_all = total(total(energies.to(tl.int64), 1), 0)
-    pays = (8 * of_mean >= C.tokens * of_all).to(tl.int32)
-    unit = (top * (1 / 2047)) * (1 / C.tokens)
-    words = words_of((low_sum * pays).to(tl.float32) * unit, (high_sum * pays).to(tl.float32) * unit, True, C.fast)
-    column = tl.arange(0, GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(mean + column, words, mask=column < P.size // 2)
 
 
 @triton.jit
@@ -109,34 +45,33 @@ def _encode_plane(
 ) -> tl.tensor:
     """Encodes K or V of one layer, head and chunk. Returns whether it must be refused.
 
-    plane: to base and strides, as in kvtier.kernels.device. signs: words to flip elements with. rotation: (padded,
-    padded) fp16. squares: of centroids. codes, scales, mean: where they go; mean is K's, else not looked at.
+    plane: to base and strides, as in kvtier.kernels.device. signs: words to flip elements with. rotation:
+    turboquant_tables.encode_matrix. squares: of centroids, by code. codes, scales, mean: where they go; mean is K's,
+    else not looked at.
     """
-    ROWS: tl.constexpr = C.rows
     column = tile_columns(P)
-    place = tl.arange(0, P.padded)
-    matrix = tl.load(rotation + place[:, None] * P.padded + place[None, :])
-    refused = tl.full((ROWS,), 0, tl.int32)
+    matrix, ones = matrices(rotation, P, C)
+    refused = tl.full((C.rows,), 0, tl.int32)
     for start in range(0, C.tokens, C.rows):
-        flip = tl.load(signs + column)
-        low, high = floats(load_words(plane, head, blocks, start, P, C) ^ flip, C.is_bf16)
-        if P.has_mean:
-            low_mean, high_mean = floats(tl.load(mean + column, mask=column < P.size // 2, other=0) ^ flip, True)
-            low, high = low - low_mean, high - high_mean
-        top = _top(_top(_larger(tl.abs(low), tl.abs(high)), 1, C.fast), 1, C.fast)
-        factor = _factor(top, C.fast)[:, None, None]
-        low, high = (low * factor + _WHOLE) - _WHOLE, (high * factor + _WHOLE) - _WHOLE
-        energy = total(total(tl.fma(high, high, low * low).to(tl.int32), 1), 1)  # of two it is exact in fp32
-        whole = tl.join(low, high).to(tl.float16).reshape(C.rows, P.padded // 32, 4, 4, 2)
-        whole = operand_rows(whole.permute(0, 1, 3, 2, 4).reshape(C.rows, P.padded), C)
-        length = square_root(energy.to(tl.float32), C.fast)
         row = start + tl.arange(0, C.rows)
-        found = store_codes(tile_rows(tl.dot(whole, matrix), C), length, row, codes, squares, P, C)
-        scale = quotient(top * length, square_root(found.to(tl.float32), C.fast), C.fast) * P.scale_unit
-        scale = tl.where(top == 0.0, 0.0, scale)
-        sound = (top == 0.0) | ((scale >= _SCALE_MIN) & (scale <= _SCALE_MAX))  # neither, if it is NaN
+        words, flip = load_words(plane, head, blocks, row, P, C), tl.load(signs + column)
+        if P.has_mean:
+            words = less_mean(words, tl.load(mean + column, mask=column < P.size // 2, other=0), flip, C)
+        else:
+            words = words ^ flip
+        top = value_of(largest(words, C), C)
+        power = power_below(top)
+        whole, energy = whole_and_energy(words, power, ones, C)
+        product = tile_rows(tl.dot(whole, matrix), C)
+        if not C.fast:
+            product = product * (1 / 512)
+        normal = quotient(tl.full(top.shape, P.spread, tl.float32), square_root(energy, C.fast), C.fast)
+        found = store_codes(product, normal, row, codes, squares, P, C)
+        scale = square_root(quotient(energy, found.to(tl.float32), C.fast), C.fast) * P.scale_unit
+        scale = tl.where(top == 0.0, 0.0, scale * (power * (1 / 32768)))
+        sound = (top < _ELEMENT_MAX) & (scale >= _SCALE_MIN) & (scale <= _SCALE_MAX)  # not if anything is NaN
         inside = row < C.tokens
-        refused |= (inside & (sound == 0)).to(tl.int32)
+        refused |= (inside & (top != 0.0) & (sound == 0)).to(tl.int32)
         tl.store(scales + row, scale.to(tl.float16), mask=inside)
     return tl.reduce(refused, 0, _elementwise_max)
 
@@ -227,7 +162,7 @@ def encode_chunks(
     scales = (start + (K_BYTES + V_BYTES)).to(tl.pointer_type(tl.float16))
     mean = (start + (LAYER_BYTES - 2 * K.size)).to(tl.pointer_type(tl.int32))
     if K.has_mean:
-        _take_mean(plane, first_head + head, move + 2, mean, K, C)
+        take_mean(plane, first_head + head, move + 2, mean, K, C)
         tl.debug_barrier()
     refused = _encode_plane(
         plane, first_head + head, move + 2, flips, k_rotation, k_squares, start, scales, mean, K, C

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.codecs.turboquant.buckets import WHOLE16, thresholds
 from kvtier.codecs.turboquant.codebooks import CODEBOOKS
-from kvtier.codecs.turboquant.reference import decode_unit, scale_unit
+from kvtier.codecs.turboquant.reference import decode_unit, scale_unit, spread
 from kvtier.codecs.turboquant.rotation import hadamard
 
 IN_A_WORD = 4
@@ -18,9 +19,10 @@ IN_A_WORD = 4
 class PlaneCode(NamedTuple):
     """How K, or V, is coded: what the compiler must know.
 
-    size: elements of a vector; padded: of one in a tile. thresholds: of |y| in units of a vector's deviation. least:
-    the square of the first centroid. energy: PTX that sums the squares of the centroids in a word of the first plane.
-    centroids: PTX that makes centroids of four bytes of codes. permuted: whether that is how they are decoded.
+    size: elements of a vector; padded: of one in a tile. thresholds, coefficients: as in
+    kvtier.codecs.turboquant.buckets. curve: PTX that makes codes of two elements, energy: one that sums the squares of
+    the centroids of eight codes, both up to 4 bits. least: the square of the first centroid. centroids: PTX that makes
+    centroids of four bytes of codes. permuted: whether that is how they are decoded.
     """
 
     size: int
@@ -28,9 +30,12 @@ class PlaneCode(NamedTuple):
     bits: int
     has_mean: bool
     thresholds: tuple[float, ...]
+    coefficients: tuple[float, ...]
+    spread: float
     least: int
     scale_unit: float
     decode_unit: float
+    curve: str
     energy: str
     centroids: str
     permuted: bool
@@ -52,10 +57,11 @@ def plane_code(size: int, bits: int, has_mean: bool, fast: bool) -> PlaneCode:
     book = CODEBOOKS[bits]
     # Operands of int8 have at least 32 columns, and bytes are taken four at a time.
     permuted = fast and (bits == 4 or (bits < 4 and size >= 96)) and size % 32 == 0
+    is_small = bits <= 4
     return PlaneCode(
-        size, padded_size(size), bits, has_mean, book.thresholds, book.centroids[0] ** 2, scale_unit(bits),
-        decode_unit(bits, size), _energy_ptx(book.centroids) if bits <= 4 else "",
-        _centroid_ptx(book.centroids) if permuted else "", permuted,
+        size, padded_size(size), bits, has_mean, thresholds(bits), book.curve, spread(bits), book.centroids[0] ** 2,
+        scale_unit(bits, size), decode_unit(bits, size), _curve_ptx(book.curve) if is_small else "",
+        _energy_ptx(book.centroids) if is_small else "", _centroid_ptx(book.centroids) if permuted else "", permuted,
     )  # fmt: skip
 
 
@@ -81,16 +87,23 @@ def product_columns(n_columns: int, side_by_side: int) -> npt.NDArray[np.int64]:
     return (column & 1) | (pair % pairs) << 1 | lane * side_by_side | pair // pairs * (4 * side_by_side)
 
 
-def encode_matrix(size: int) -> npt.NDArray[np.float16]:
-    """(padded, padded): what vectors are multiplied with from the right, in the order of the accumulators' columns."""
+def encode_matrix(size: int, is_bf16: bool, fast: bool) -> npt.NDArray[np.int16 | np.float32]:
+    """(padded, padded): what vectors are multiplied with from the right, in the order of the accumulators' columns.
+
+    +-1 in fp32, or where it is `fast` bits of the engine's dtype, times what makes 2^-9 of the least subnormal.
+    """
     padded = padded_size(size)
-    matrix = np.zeros((padded, padded), dtype=np.float16)
+    matrix = np.zeros((padded, padded), dtype=np.float32)
     element = places(size)[product_columns(padded, IN_A_WORD)]
     matrix[:size, element >= 0] = hadamard(size)[element[element >= 0]].T
     # Its rows: of each group of 32 a thread has 8 in a row, of which the tensor cores want two at a time.
     row = np.arange(padded)
-    ordered: npt.NDArray[np.float16] = matrix[row // 32 * 32 + row % 8 // 2 * 8 + row % 32 // 8 * 2 + row % 2]
-    return ordered
+    ordered: npt.NDArray[np.float32] = matrix[row // 32 * 32 + row % 8 // 2 * 8 + row % 32 // 8 * 2 + row % 2]
+    if not fast:
+        return ordered
+    if is_bf16:
+        return ((ordered * np.float32(2.0**124)).view(np.int32) >> 16).astype(np.int16)
+    return (ordered * 2.0**15).astype(np.float16).view(np.int16)
 
 
 def decode_matrix(code: PlaneCode) -> npt.NDArray[np.int8 | np.float16]:
@@ -112,29 +125,42 @@ def decode_matrix(code: PlaneCode) -> npt.NDArray[np.int8 | np.float16]:
 def signed_centroids(bits: int) -> npt.NDArray[np.int8 | np.float16]:
     """(codes,): int8, or fp16 where they have more than 7 bits."""
     positive = CODEBOOKS[bits].centroids
-    return np.array([*positive, *(-c for c in positive)], dtype=np.int8 if bits <= 4 else np.float16)
+    return np.array([*(-c for c in reversed(positive)), *positive], dtype=np.int8 if bits <= 4 else np.float16)
 
 
 def squares(bits: int) -> npt.NDArray[np.int32]:
-    """(magnitudes,): centroids squared."""
-    return np.array(CODEBOOKS[bits].centroids, dtype=np.int32) ** 2
+    """(codes,): centroids squared."""
+    positive = np.array(CODEBOOKS[bits].centroids, dtype=np.int32)
+    return np.concatenate([positive[::-1], positive]) ** 2
+
+
+def _curve_ptx(curve: tuple[float, ...]) -> str:
+    """PTX of two rotated elements ($1, $2: fp32) and n, twice ($3), to codes in the halves' lower bytes ($0)."""
+    twice = [int(np.float16(value).view(np.uint16)) * 0x10001 for value in (0.5, *curve, WHOLE16)]
+    lines = [".reg .b32 v, c;", "cvt.rn.f16x2.f32 v, $2, $1;", f"mov.b32 c, {twice[0]};",
+             "fma.rn.sat.f16x2 v, v, $3, c;", f"mov.b32 $0, {twice[-2]};"]  # fmt: skip
+    for value in (*twice[-3:0:-1], twice[-1]):
+        lines += [f"mov.b32 c, {value};", "fma.rn.f16x2 $0, $0, v, c;"]
+    return "{ " + " ".join(lines) + " }"
 
 
 def _energy_ptx(centroids: tuple[int, ...]) -> str:
-    """PTX of one word of codes ($1) to the sum of its centroids' squares ($0).
+    """PTX of eight codes, one a nibble ($1), to the sum of their centroids' squares ($0).
 
-    prmt takes bytes out of a table of eight by the low three bits of each nibble, and dp4a sums products of bytes. Two
-    bits a code are two nibbles' worth of words.
+    prmt takes bytes out of a table of eight by the low three bits of each nibble, and dp4a sums products of bytes.
+    Codes of 4 bits are folded first: those of bit 3 count upwards, the others downwards.
     """
     table = (*centroids, *(0,) * (8 - len(centroids)))
-    low, high = (int.from_bytes(bytes(part), "little") for part in (table[:4], table[4:]))
-    magnitude = {2: 0x1, 4: 0x3, 8: 0x7}[len(centroids)]
-    mask = magnitude * 0x11111111
-    lines = [".reg .b32 m, c;", "mov.b32 $0, 0;"]
-    for shift in (0, 2) if magnitude < 4 else (0,):
-        for half in (0, 16):
-            lines += [f"shr.u32 m, $1, {shift + half};", f"and.b32 m, m, {mask};",
-                      f"prmt.b32 c, {low}, {high}, m;", "dp4a.u32.u32 $0, c, c, $0;"]  # fmt: skip
+    lines = [".reg .b32 m, c;"]
+    if len(centroids) == 8:
+        lines += ["shr.u32 c, $1, 3;", "and.b32 c, c, 0x11111111;", "mul.lo.u32 c, c, 7;",
+                  "lop3.b32 m, $1, c, 0x77777777, 0x82;"]  # fmt: skip
+    else:
+        table = (*reversed(centroids), *centroids)
+        lines += ["mov.b32 m, $1;"]
+    low, high = (int.from_bytes(bytes((*table, 0, 0, 0, 0)[part : part + 4]), "little") for part in (0, 4))
+    lines += [f"prmt.b32 c, {low}, {high}, m;", "mov.b32 $0, 0;", "dp4a.u32.u32 $0, c, c, $0;", "shr.u32 m, m, 16;",
+              f"prmt.b32 c, {low}, {high}, m;", "dp4a.u32.u32 $0, c, c, $0;"]  # fmt: skip
     return "{ " + " ".join(lines) + " }"
 
 
@@ -158,20 +184,20 @@ def _centroid_ptx(centroids: tuple[int, ...]) -> str:
     """PTX of four bytes, a code in each nibble ($2), to centroids, four int8 each in $0 and $1: those of the first two
     bytes, and of the others.
 
-    prmt selects by the low three bits of a nibble. Of codes of 4 bits: once in a table of the positive centroids and
-    once in one of the negative; where bit 3 is set it spreads a byte's top bit, which makes a mask of the signs.
+    prmt selects by the low three bits of a nibble. Of codes of 4 bits: once in a table of the negative centroids and
+    once in one of the positive; where bit 3 is set it spreads a byte's top bit, which makes a mask of the signs.
     """
-    signed = [*centroids, *(-c for c in centroids), *(0,) * 6]
+    signed = [*(-c for c in reversed(centroids)), *centroids, *(0,) * 6]
     tables = [int.from_bytes(bytes(c & 255 for c in signed[n : n + 4]), "little") for n in (0, 4, 8, 12)]
     if len(centroids) < 8:
         lines = [".reg .b32 m;", f"prmt.b32 $0, {tables[0]}, {tables[1]}, $2;", "shr.u32 m, $2, 16;",
                  f"prmt.b32 $1, {tables[0]}, {tables[1]}, m;"]  # fmt: skip
         return "{ " + " ".join(lines) + " }"
     lines = [".reg .b32 m, u, p, n, s;", "and.b32 m, $2, 0x77777777;", "shl.b32 u, $2, 4;"]
-    # The signs of a word's first two bytes are the top bits of u's byte 0, $2's 0, u's 1 and $2's 1.
+    # The top bits of a word's first two bytes' codes are those of u's byte 0, $2's 0, u's 1 and $2's 1.
     for output, signs in (("$0", "0x9d8c"), ("$1", "0xbfae")):
         lines += [
-            f"prmt.b32 p, {tables[0]}, {tables[1]}, m;", f"prmt.b32 n, {tables[2]}, {tables[3]}, m;",
-            f"prmt.b32 s, $2, u, {signs};", f"lop3.b32 {output}, n, p, s, 0xe4;", "shr.u32 m, m, 16;",
+            f"prmt.b32 n, {tables[0]}, {tables[1]}, m;", f"prmt.b32 p, {tables[2]}, {tables[3]}, m;",
+            f"prmt.b32 s, $2, u, {signs};", f"lop3.b32 {output}, p, n, s, 0xe4;", "shr.u32 m, m, 16;",
         ]  # fmt: skip
     return "{ " + " ".join(lines) + " }"

@@ -36,7 +36,7 @@ _QUOTIENT = tl.constexpr(
 
 @triton.jit
 def square_root(x: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Of a whole number, rounded to nearest even; of 0 it may be NaN."""
+    """Rounded to nearest even, of x between 2^-60 and 2^60; else anything."""
     if FAST:
         return tl.inline_asm_elementwise(_SQUARE_ROOT, "=&f,f", [x], tl.float32, True, 1)
     else:
@@ -53,6 +53,15 @@ def quotient(x: tl.tensor, y: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def fused(x: tl.tensor, y: tl.tensor, z: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """x * y + z, rounded once, fp32; without PTX where fp64 holds all of it."""
+    if FAST:
+        return tl.inline_asm_elementwise("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z], tl.float32, True, 1)
+    else:
+        return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
 def tile_columns(P: tl.constexpr) -> tl.tensor:
     """(1, groups, 16): numbers of a row's words."""
     return tl.arange(0, P.padded // 32)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
@@ -60,14 +69,14 @@ def tile_columns(P: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def tile_words(
-    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, start: tl.tensor, P: tl.constexpr, C: tl.constexpr
+    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, rows: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The words of the tile from token `start` on: the plane's base, where each lies from it, and whether it is one.
+    """The words of a tile of these tokens: the plane's base, where each lies from it, and whether it is one.
 
-    plane: to base and strides of block, token and head, in bytes. blocks: to the chunk's block ids.
+    plane: to base and strides of block, token and head, in bytes. blocks: to the chunk's block ids. rows: (rows,).
     """
     base = (tl.load(plane) + head * tl.load(plane + 3)).to(tl.pointer_type(tl.int32))
-    row, column = start + tl.arange(0, C.rows)[:, None, None], tile_columns(P)
+    row, column = rows[:, None, None], tile_columns(P)
     block = tl.load(blocks + row // C.block_tokens, mask=row < C.tokens, other=0)
     token = (row % C.block_tokens).to(tl.int64)
     place = block * (tl.load(plane + 1) // 4) + token * (tl.load(plane + 2) // 4) + column
@@ -77,10 +86,10 @@ def tile_words(
 
 @triton.jit
 def load_words(
-    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, start: tl.tensor, P: tl.constexpr, C: tl.constexpr
+    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, rows: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> tl.tensor:
-    """(rows, groups, 16) int32; zeros past the chunk's or a row's end."""
-    base, place, inside = tile_words(plane, head, blocks, start, P, C)
+    """(rows, groups, 16) int32; zeros past the chunk's or a row's end. rows: (rows,) tokens."""
+    base, place, inside = tile_words(plane, head, blocks, rows, P, C)
     return tl.load(base + place, mask=inside, other=0)
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
+from kvtier.codecs.turboquant import codebooks
+from kvtier.codecs.turboquant.buckets import codes, thresholds
 from kvtier.codecs.turboquant.codebooks import CODEBOOKS, Codebook
 from kvtier.codecs.turboquant.rotation import (
     HADAMARD_VECTORS,
@@ -20,6 +22,7 @@ from kvtier.codecs.turboquant.rotation import (
 )
 from kvtier.geometry import Extent
 
+WORSE_THAN_EXACT = {2: 1.0001, 3: 1.0002, 4: 1.0047, 5: 1.0021, 6: 1.0181}
 THEORY = {2: 0.11748, 3: 0.034548, 4: 0.009501, 5: 0.0025047, 6: 0.00064424}
 
 
@@ -31,50 +34,71 @@ def density(x: float) -> float:
     return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
 
-def cells(thresholds: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Chance of each magnitude (both signs together), and the mean of |x| in it, for x of N(0, 1)."""
-    edges = [0.0, *thresholds, math.inf]
+def cells(edges: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Chance of each code and the mean of x in its bucket, for x of N(0, 1)."""
+    edges = [-math.inf, *edges, math.inf]
     chance = np.array([tail(a) - tail(b) for a, b in zip(edges, edges[1:], strict=False)])
     mean = np.array([density(a) - density(b) for a, b in zip(edges, edges[1:], strict=False)]) / chance
-    return 2 * chance, mean
+    return chance, mean
 
 
-def solve(bits: int) -> list[float]:
-    """Lloyd's iteration on the thresholds, sped up by extrapolating where it goes (Aitken, element by element)."""
-    x = np.linspace(0.2, 3, 2 ** (bits - 1) - 1)
-
-    def step(x: np.ndarray) -> np.ndarray:
-        _, mean = cells(list(x))
-        return (mean[1:] + mean[:-1]) / 2
-
-    for _ in range(4000):
-        x = step(x)
-        if np.abs(step(x) - x).max() < 1e-13:
-            break
-    return list(x)
+def best_error(edges: list[float]) -> float:
+    """With the best centroids that are alike on both sides."""
+    chance, mean = cells(edges)
+    ours = (chance * mean - (chance * mean)[::-1]) / (chance + chance[::-1])
+    return 1 - 2 * (chance * mean * ours).sum() + (chance * ours**2).sum()
 
 
-@pytest.mark.parametrize("bits", (2, 3, 4))
-def test_thresholds_are_those_of_lloyd_and_max(bits: int) -> None:
-    assert np.allclose(CODEBOOKS[bits].thresholds, solve(bits), rtol=1e-7, atol=0)
+def edges_of(book: Codebook, reach: float) -> list[float]:
+    """In deviations, if the curve spans `reach` of them."""
+    return [2 * reach * threshold for threshold in thresholds(book.bits)]
 
 
-@pytest.mark.parametrize("book", CODEBOOKS.values(), ids=lambda book: book.bits)
-def test_thresholds_lie_between_the_means_of_their_cells(book: Codebook) -> None:
-    """Which is what makes a quantizer of N(0, 1) the best: for it there is only one."""
-    _, mean = cells(list(book.thresholds))
-    assert np.allclose(book.thresholds, (mean[1:] + mean[:-1]) / 2, rtol=3e-7, atol=0)
-    assert all(np.float32(threshold) == np.float32(f"{threshold:.9g}") for threshold in book.thresholds)
+BY_BITS = pytest.mark.parametrize("book", CODEBOOKS.values(), ids=lambda book: book.bits)
 
 
-@pytest.mark.parametrize("book", CODEBOOKS.values(), ids=lambda book: book.bits)
+@BY_BITS
+def test_thresholds_are_where_the_curve_changes(book: Codebook) -> None:
+    """Numbers next to each threshold, on the curve itself."""
+    for number, threshold in enumerate(thresholds(book.bits), start=1):
+        assert np.float32(threshold) == threshold
+        for x, code in ((threshold, number), (np.nextafter(np.float32(threshold), np.float32(-1)), number - 1)):
+            v = np.float16(0.5 + float(x))
+            assert codes(book.bits, np.array([v]))[0] == code
+    every = codes(book.bits, np.linspace(0, 1, 5000).astype(np.float16))
+    assert every[0] == 0 and every[-1] == 2**book.bits - 1 and (np.diff(every) >= 0).all()
+
+
+@BY_BITS
+def test_curves_are_odd_about_their_middle(book: Codebook) -> None:
+    v = np.linspace(0, 1, 101)
+    curve = sum(c * v**n for n, c in enumerate(book.curve, start=1))
+    assert np.allclose(curve + curve[::-1], 2**book.bits - 1, rtol=0, atol=1e-9 if book.bits <= 4 else 0.07)
+    assert all(np.float16(c) == c for c in book.curve)
+    if book.bits <= 4:
+        assert book.curve == (0.0, 3.0 * (2**book.bits - 1), -2.0 * (2**book.bits - 1))
+
+
+@BY_BITS
+def test_reach_gives_the_least_error(book: Codebook) -> None:
+    error = best_error(edges_of(book, book.reach))
+    assert all(
+        error <= best_error(edges_of(book, book.reach * change)) * 1.00002 for change in (0.99, 0.995, 1.005, 1.01)
+    )
+    assert error <= WORSE_THAN_EXACT[book.bits] * THEORY[book.bits]
+
+
+@BY_BITS
 def test_error_of_whole_centroids(book: Codebook) -> None:
-    chance, mean = cells(list(book.thresholds))
-    exact = 1 - (chance * mean**2).sum()
-    whole = book.unit * np.array(book.centroids)
+    edges = edges_of(book, book.reach)
+    chance, mean = cells(edges)
+    exact = best_error(edges)
+    positive = np.array(book.centroids)
+    whole = book.unit * np.concatenate([-positive[::-1], positive])
     error = 1 - 2 * (chance * mean * whole).sum() + (chance * whole**2).sum()
-    assert exact == pytest.approx(THEORY[book.bits], rel=1e-4)
     assert exact <= error <= 1.0011 * exact
+    stated = [float(line.split()[2]) for line in (codebooks.__doc__ or "").splitlines() if line[:8].strip().isdigit()]
+    assert error == pytest.approx(stated[book.bits - 2], rel=1e-4)
     assert list(book.centroids) == sorted(book.centroids) and book.centroids[-1] <= (127 if book.bits <= 4 else 2047)
 
 

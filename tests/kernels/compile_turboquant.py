@@ -17,7 +17,7 @@ from kvtier.kernels.turboquant_tables import ChunkShape, plane_code
 
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*(?:\.[\w:]+)+)", re.MULTILINE)
 TYPES = {
-    "planes": "*i64", "table": "*i64", "answers": "*i64", "signs": "*i32", "k_rotation": "*fp16", "v_rotation": "*fp16",
+    "planes": "*i64", "table": "*i64", "answers": "*i64", "signs": "*i32", "k_rotation": "*i16", "v_rotation": "*i16",
     "k_squares": "*i32", "v_squares": "*i32", "k_matrix": "*i8", "v_matrix": "*i8", "k_centroids": "*i8",
     "v_centroids": "*i8",
 }  # fmt: skip

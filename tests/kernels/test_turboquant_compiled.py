@@ -18,6 +18,6 @@ def test_accesses_are_wide_and_operands_stay_in_registers(tmp_path: Path) -> Non
     for kernel in (encode, decode):
         assert any(name.startswith("wgmma.mma_async") for name in kernel)
         assert not any("ldmatrix" in name and ".x4" in name or "local" in name for name in kernel), "an operand moved"
-    assert encode["div.rn.f32"] == 1 and "sqrt.rn.f32" not in encode, "only the mean's may branch"
+    assert not any(name.startswith(("div.", "sqrt.")) for name in encode), "they branch"
     rounded = [name for name in (*encode, *decode) if ".ftz" in name and "approx" not in name]
-    assert set(rounded) <= {"cvt.rmi.ftz.f32.f32"}, "denormals count, but in floor(threshold)"
+    assert not rounded, "denormals count"

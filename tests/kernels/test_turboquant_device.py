@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.geometry import Extent, padded
@@ -102,6 +105,20 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         if not INTERPRETED:
             pytest.skip("a GPU always takes it")
         ptx_interpreted(monkeypatch)
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+
+
+def _dot(
+    self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: object, imprecise: object
+) -> TensorHandle:
+    """The interpreter keeps bf16 as bits, and multiplies those. Subnormal numbers count, as for the tensor cores."""
+    x, y = (
+        (each.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if each.dtype.scalar == tl.bfloat16
+        else each.data
+        for each in (a, b)
+    )
+    return TensorHandle(np.matmul(x, y, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
 
 @pytest.mark.usefixtures("path")

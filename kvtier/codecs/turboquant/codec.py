@@ -22,7 +22,7 @@ CHUNK_TOKENS_MAX = 2048
 class Turboquant:
     """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
 
-    version = 1
+    version = 2
 
     def __init__(self, preset: str, boundary_layers: int = 0, seed: int = 0) -> None:
         """preset: of PRESETS. boundary_layers: first and last layers of the model that have BOUNDARY's bits instead."""

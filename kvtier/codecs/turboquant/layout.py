@@ -1,4 +1,4 @@
-"""Where the bytes of a turboquant slab lie, format version 1.
+"""Where the bytes of a turboquant slab lie, format version 2.
 
 A slab is the record's layers one after the other, then padding to a page. A layer of T tokens, head sizes dk and dv,
 bk and bv bits:
@@ -10,10 +10,10 @@ bk and bv bits:
     T * 2                scales of V
     dk * 2               mean of K, bf16; zeros where none was taken off
 
-Codes are cut into planes of 4, 2 and 1 bits, so that none crosses a byte: the first plane has their low bits, the
-second those above. A plane of width w is [token][d * w / 8 bytes]; byte j of a token holds the elements
-j + i * (d * w / 8), i = 0 ... 8/w - 1, element i in bits [i * w, (i + 1) * w). So a byte's elements lie far apart, and
-a kernel has each in a register of its own.
+A code is the number of a bucket, 0 the most negative. Codes are cut into planes of 4, 2 and 1 bits, so that none
+crosses a byte: the first plane has their low bits, the second those above. A plane of width w is
+[token][d * w / 8 bytes]; byte j of a token holds the elements j + i * (d * w / 8), i = 0 ... 8/w - 1, element i in bits
+[i * w, (i + 1) * w). So a byte's elements lie far apart, and a kernel has each in a register of its own.
 
     bits       2     3      4     5      6
     planes     2     2, 1   4     4, 1   4, 2

@@ -1,25 +1,32 @@
 """Turboquant in torch: vectors to codes and back. The definition: every other version makes these very bytes.
 
-That is possible because only whole numbers are summed, exactly, in whatever order; and because every other step is one
-fp32 operation, rounded to nearest even. After TurboQuant (arXiv 2504.19874, algorithm 1: rotate, then Lloyd-Max), with
-the scale as in DRIVE and EDEN, and without QJL. For a vector x of d elements (K with its mean taken off, or V):
+That is possible because only whole numbers are summed, exactly, in whatever order, and every other step is one
+operation rounded to nearest even. After TurboQuant (arXiv 2504.19874, algorithm 1: rotate, then quantize), with the
+scale as in DRIVE and EDEN, and without QJL. For a vector x of d elements in the engine's dtype (K with its mean taken
+off, or V), where 2^e <= max |x| < 2^(e + 1):
 
-    m = max |x|;   q = rint(x * (2047 / m));   R = sqrt(sum q^2)        a zero vector: scale 0, codes 0
-    y = H (s * q)                                                       |y| <= 2^19; about normal, of deviation R
-    magnitude = number of thresholds t with |y| > t * R;  sign = y < 0
-    scale = fp16(((m * R) / sqrt(sum C^2)) * fp32(1 / (2047 * unit)))   C: the codes' whole centroids
-    x' = s * (H^T (+-C) * (scale * fp32(unit / sqrt d)))                as long as x, so coding it again changes nothing
+    r = 2^(15 - e);   q = rint(x * r)                        |q| <= 2^16
+    E = max(1, sum rint((x * r)^2 / 2^17));  F = sum C^2     C: the codes' whole centroids
+    z = fp16((H (s * q)) / 2^9)                              |z| <= 2^15; about normal, of deviation sqrt(E / 2)
+    n = fp16(fp32(1 / (sqrt(2) * reach)) / sqrt(E))
+    code = how many thresholds are at most z * n             (`buckets`, `codebooks`)
+    scale = fp16((sqrt(E / F) * fp32(2^(17/2) / (unit * sqrt d))) / r)    a zero vector: 0
+    x' = s * (H^T C * (scale * unit))                        as long as x, so coding it again changes nothing
 
-The mean of K over the chunk is taken off where it has an eighth of the energy or more: that gains a tenth of a bit.
+`unit` is the least power of two not below the centroids' unit / sqrt d. Square roots and quotients are of fp32.
 
-    M = max |k|;   g = rint(k * (2047 / M));   S[j] = sum over tokens of g;   E = sum of g^2
-    where 8 * sum S[j]^2 >= T * E:  mean[j] = bf16(S[j] * ((M * fp32(1 / 2047)) * fp32(1 / T))), else 0
-    x = k - mean;   k' = x' + mean
+The mean of K over the chunk is taken off where it has an eighth of the energy or more: that gains a tenth of a bit. It
+is that of every `mean_step`-th token, T of them: of 128 it has an error of a 128th of what is left of the energy.
 
-`x'` is rounded to the engine's dtype, held within its finite values (that matters for fp16).
+    2^e <= max |k| < 2^(e + 1), or e = -16 if that is more;   g = rint(k * 2^(5 - e))          |g| <= 64
+    S[j] = sum over tokens of g;   G = sum of g^2
+    where 8 * sum S[j]^2 >= T * G:  mean[j] = bf16((S[j] * fp32(1 / T)) * 2^(e - 5)), else 0
+    x = k - mean, of the engine's dtype, the mean rounded to it first;   k' = fp32(x' + mean)
 
-Refused: a vector with NaN or infinity, and one that is not zero and whose scale, in fp32, is below 2^-20 or above
-65504. The test is written so that NaN fails it, which also covers what overflows on the way for want of a normal m.
+All that is rounded to the engine's dtype, but for x, is held within its finite values (that matters for fp16).
+
+Refused: a vector with NaN, infinity or an element of 65536 or more, and one that is not zero and whose scale, in fp32,
+is below 2^-20 or above 65504. The tests are written so that NaN fails them.
 """
 
 from __future__ import annotations
@@ -30,17 +37,25 @@ from typing import NamedTuple
 
 import torch
 
+from kvtier.codecs.turboquant.buckets import thresholds
 from kvtier.codecs.turboquant.codebooks import CODEBOOKS
 from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, LayerLayout
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE, hadamard, signs
 from kvtier.codecs.vectors import EncodedLayer
 from kvtier.geometry import Extent
 
-Q_MAX = 2047
-"""Vectors become whole numbers up to this: exact in fp16, and 256 products of two sum to less than 2^31."""
+TOP_EXPONENT = 15
+"""The largest element of a vector becomes a whole number of so many bits and one: 256 of them sum to 2^24, fp32's."""
+ROTATED_SHIFT, ENERGY_SHIFT = 9, 17
+"""What rotated elements, and squares, are divided by, as powers of two: so that fp16 holds the former, and sums of the
+latter are exact in fp32."""
+ELEMENT_MAX = 65536.0
 SCALE_MIN, SCALE_MAX = 2.0**-20, 65504.0
 MEAN_SHARE = 8
 """The mean is taken off when it has one part in so many of the energy."""
+MEAN_TOKENS, MEAN_EXPONENT, MEAN_LEAST = 128, 5, -16
+"""The mean is that of so many tokens of a chunk, fewer than twice as many; its largest element has 6 bits, or
+fewer where it is so small that fp16 does not hold what makes them 6."""
 
 
 class Signs(NamedTuple):
@@ -70,9 +85,8 @@ def encode_layer(k: torch.Tensor, v: torch.Tensor, layout: LayerLayout, signs: S
 
     k: (..., T, k_size), v: (..., T, v_size): bf16, fp16 or fp32. signs: of shapes that broadcast to (..., size).
     """
-    k, v = k.float(), v.float()
-    mean = _mean(k)
-    coded_k = _encode_vectors(k - mean.float().unsqueeze(-2), signs.k, layout.bits.k)
+    mean = _mean(k.float())
+    coded_k = _encode_vectors(k - _rounded(mean.float(), k.dtype).unsqueeze(-2), signs.k, layout.bits.k)
     coded_v = _encode_vectors(v, signs.v, layout.bits.v)
     parts = [
         *_pack(coded_k.codes, layout.bits.k), *_pack(coded_v.codes, layout.bits.v),
@@ -88,84 +102,105 @@ def decode_layer(
     tokens = layout.tokens
     k_codes = _unpack(data[..., : layout.v_codes], tokens, layout.bits.k)
     v_codes = _unpack(data[..., layout.v_codes : layout.k_scales], tokens, layout.bits.v)
-    k = _decode_vectors(k_codes, _floats(data, layout.k_scales, tokens, torch.float16), signs.k, layout.bits.k)
-    v = _decode_vectors(v_codes, _floats(data, layout.v_scales, tokens, torch.float16), signs.v, layout.bits.v)
-    mean = _floats(data, layout.k_mean, layout.k_size, torch.bfloat16)
-    return _rounded(k + mean.float().unsqueeze(-2), dtype), _rounded(v, dtype)
+    k_scales = _floats(data, layout.k_scales, tokens, torch.float16)
+    v_scales = _floats(data, layout.v_scales, tokens, torch.float16)
+    mean = _floats(data, layout.k_mean, layout.k_size, torch.bfloat16).double().unsqueeze(-2)
+    flips = signs.k.double().unsqueeze(-2)
+    k = _decode_vectors(k_codes, k_scales, layout.bits.k) + mean * flips  # in fp64, so that it is rounded once
+    v = _decode_vectors(v_codes, v_scales, layout.bits.v)
+    return _rounded(k.float() * flips.float(), dtype), _rounded(v.float() * signs.v.unsqueeze(-2), dtype)
 
 
 def decode_unit(bits: int, size: int) -> float:
-    """What an element of H^T (+-C) is worth, in units of the scale."""
-    return _fp32(CODEBOOKS[bits].unit / math.sqrt(size))
+    """What an element of H^T C is worth, in units of the scale: a power of two, so that its product with scales and
+    whole numbers has few bits."""
+    return 2.0 ** math.ceil(math.log2(CODEBOOKS[bits].unit / math.sqrt(size)))
 
 
-def scale_unit(bits: int) -> float:
-    """What makes `m * R` over the length of the centroids the scale: about the root mean square of the vector."""
-    return _fp32(1 / (Q_MAX * CODEBOOKS[bits].unit))
+def scale_unit(bits: int, size: int) -> float:
+    """What makes sqrt(E / F) the scale of a vector whose r is 1: about the root mean square of its elements."""
+    return _fp32(2 ** (ENERGY_SHIFT / 2) / (decode_unit(bits, size) * math.sqrt(size)))
+
+
+def spread(bits: int) -> float:
+    """n * sqrt(E)."""
+    return _fp32(1 / (math.sqrt(2) * CODEBOOKS[bits].reach))
+
+
+def mean_step(tokens: int) -> int:
+    """Of how many tokens one counts for the mean of K."""
+    return max(1, tokens // MEAN_TOKENS)
 
 
 def _mean(k: torch.Tensor) -> torch.Tensor:
     """(..., d) bf16 of (..., T, d) fp32. Where k is not finite or hardly anything at all, it is as it comes: there the
     vectors are refused."""
+    k = k[..., :: mean_step(k.shape[-2]), :].double()
     tokens = k.shape[-2]
-    top = k.abs().amax((-2, -1), keepdim=True)
-    whole = torch.round(k * _factor(top)).double()
+    exponent = _exponent(k.abs().amax((-2, -1), keepdim=True)).clamp(min=MEAN_LEAST)
+    unit = _power(exponent - MEAN_EXPONENT)
+    whole = torch.round(k / unit)
     sums = whole.sum(-2, keepdim=True) + 0.0  # whole numbers have no -0
     pays = MEAN_SHARE * sums.square().sum(-1, keepdim=True) >= tokens * whole.square().sum((-2, -1), keepdim=True)
-    unit = (top * _fp32(1 / Q_MAX)) * _fp32(1 / tokens)
-    return torch.where(pays, sums.float() * unit, 0.0).to(torch.bfloat16).squeeze(-2)
+    mean = (sums.float() * _fp32(1 / tokens)) * unit.float()
+    return torch.where(pays, mean, 0.0).to(torch.bfloat16).squeeze(-2)
 
 
 def _encode_vectors(x: torch.Tensor, signs: torch.Tensor, bits: int) -> _Vectors:
-    """x: (..., T, d) fp32. signs: (..., d)."""
+    """x: (..., T, d). signs: (..., d)."""
     tables = _tables(bits, x.shape[-1], x.device)
-    top = x.abs().amax(-1, keepdim=True)
-    whole = torch.round(x * _factor(top)).double()
-    length = torch.sqrt(whole.square().sum(-1, keepdim=True).float())
-    rotated = ((whole * signs.unsqueeze(-2)) @ tables.rotation.T).float()
-    height, magnitudes = rotated.abs(), torch.zeros_like(rotated, dtype=torch.uint8)
-    for threshold in CODEBOOKS[bits].thresholds:
-        magnitudes += height > length * threshold
-    energy = _looked_up(tables.squares, magnitudes).sum(-1, keepdim=True).float()
+    top = x.abs().amax(-1, keepdim=True).float()
+    factor = _power(TOP_EXPONENT - _exponent(top))
+    scaled = x.double() * factor
+    energy = torch.round(scaled.square() * 2.0**-ENERGY_SHIFT).sum(-1, keepdim=True).clamp(min=1).float()
+    rotated = (torch.round(scaled) * signs.unsqueeze(-2)) @ tables.rotation.T * 2.0**-ROTATED_SHIFT
+    normal = (spread(bits) / torch.sqrt(energy).double()).float().to(torch.float16)
+    heights = rotated.float().to(torch.float16).float() * normal.float()
+    codes = torch.bucketize(heights, tables.thresholds, right=True, out_int32=True).to(torch.uint8)
+    of_codes = _looked_up(tables.squares, codes).sum(-1, keepdim=True).float()
+    scales = (torch.sqrt(energy / of_codes) * scale_unit(bits, x.shape[-1])) / factor.float()
     is_zero = top == 0
-    scales = ((top * length) / torch.sqrt(energy)) * scale_unit(bits)
-    codes = magnitudes | (rotated < 0).to(torch.uint8) << (bits - 1)
-    refused = ~(is_zero | ((scales >= SCALE_MIN) & (scales <= SCALE_MAX))).all(-2).squeeze(-1)
+    is_sound = (top < ELEMENT_MAX) & (scales >= SCALE_MIN) & (scales <= SCALE_MAX)
+    refused = ~(is_zero | is_sound).all(-2).squeeze(-1)
     return _Vectors(codes, torch.where(is_zero, 0.0, scales).to(torch.float16).squeeze(-1), refused)
 
 
-def _decode_vectors(codes: torch.Tensor, scales: torch.Tensor, signs: torch.Tensor, bits: int) -> torch.Tensor:
-    """(..., T, d) fp32. codes: (..., T, d) uint8; scales: (..., T) fp16; signs: (..., d)."""
+def _decode_vectors(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """(..., T, d) fp64, not yet flipped. codes: (..., T, d) uint8; scales: (..., T) fp16."""
     size = codes.shape[-1]
     tables = _tables(bits, size, codes.device)
-    whole = (_looked_up(tables.centroids, codes) @ tables.rotation).float()
-    return (whole * (scales.float() * decode_unit(bits, size)).unsqueeze(-1)) * signs.unsqueeze(-2)
+    units = scales.double() * decode_unit(bits, size)
+    return (_looked_up(tables.centroids, codes) @ tables.rotation) * units.unsqueeze(-1)
 
 
 class _Tables(NamedTuple):
     """rotation: (d, d) fp64, because the precision of fp32 products is a global setting that engines change.
-    centroids: by code, fp64. squares: of centroids, by magnitude, fp64."""
+    centroids: by code, fp64. squares: of centroids. thresholds: fp32."""
 
     rotation: torch.Tensor
     centroids: torch.Tensor
     squares: torch.Tensor
+    thresholds: torch.Tensor
 
 
 @cache
 def _tables(bits: int, size: int, device: torch.device) -> _Tables:
-    book = CODEBOOKS[bits]
-    centroids = torch.tensor(book.centroids, dtype=torch.float64, device=device)
+    positive = torch.tensor(CODEBOOKS[bits].centroids, dtype=torch.float64, device=device)
+    centroids = torch.cat([-positive.flip(0), positive])
     return _Tables(
-        torch.from_numpy(hadamard(size)).to(device, torch.float64),
-        torch.cat([centroids, -centroids]),
-        centroids.square(),
-    )
+        torch.from_numpy(hadamard(size)).to(device, torch.float64), centroids, centroids.square(),
+        torch.tensor(thresholds(bits), device=device),
+    )  # fmt: skip
 
 
-def _factor(top: torch.Tensor) -> torch.Tensor:
-    """2047 / top, 0 where that is 0. (A number divided by a tensor would be torch's reciprocal times the number, which
-    rounds twice.)"""
-    return torch.where(top == 0, 0.0, torch.full_like(top, Q_MAX) / top)
+def _exponent(top: torch.Tensor) -> torch.Tensor:
+    """e, where 2^e <= top < 2^(e + 1); anything where top is 0 or not finite."""
+    return torch.frexp(top).exponent - 1
+
+
+def _power(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent, fp64."""
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent)
 
 
 def _looked_up(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

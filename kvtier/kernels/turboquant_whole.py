@@ -1,0 +1,189 @@
+"""From the engine's elements to whole numbers that the tensor cores can sum exactly, two at a time, on the device.
+
+A vector times a power of two, rounded to whole numbers, is what subnormal numbers are: with max |x| at 2^15 or more of
+the least subnormal, 2^-133 in bf16 and 2^-24 in fp16, one multiplication is enough, and the tensor cores take the
+product as it is. The matrix has +-2^124, or +-2^15, instead of +-1: so what they put out is in fp16's range.
+
+Squares need 16 bits, which two of these numbers have: a rounded product and, by a fused multiplication and addition,
+what was rounded away. The tensor cores sum both.
+
+C stands for the launch's ChunkShape (kvtier.kernels.turboquant_tables). Where C.fast is not set, the same is done in
+fp32 without PTX, for the interpreter.
+"""
+
+# mypy: disallow-untyped-decorators=False
+# Triton has no types.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.standard import _elementwise_max
+
+from kvtier.kernels.turboquant_tiles import floats, operand_rows, tile_rows, total, words_of
+
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + this - this is x rounded to a whole number, half to even
+
+_LARGER = "max.NaN.xorsign.abs.T $0, $1, $2;"
+_LESS = "{ .reg .b32 d; sub.rn.T d, $1, $2; xor.b32 $0, d, $3; }"
+# $3 times $4, and its square, $3 times $5 times the same (or half of it), in two parts.
+_PARTS_BF16 = tl.constexpr(
+    "{ .reg .b32 t, n; mul.rn.bf16x2 $0, $3, $4; mul.rn.bf16x2 t, $3, $5; mul.rn.bf16x2 $1, t, t; "
+    "neg.bf16x2 n, $1; fma.rn.bf16x2 $2, t, t, n; }"
+)
+_PARTS_FP16 = tl.constexpr(
+    "{ .reg .b32 t, h, n; mul.rn.f16x2 $0, $3, $4; mul.rn.f16x2 t, $3, $5; mov.b32 h, 0x38003800; "
+    "mul.rn.f16x2 h, t, h; mul.rn.f16x2 $1, t, h; neg.f16x2 n, $1; fma.rn.f16x2 $2, t, h, n; }"
+)
+_LARGER_BF16, _LARGER_FP16 = (tl.constexpr(_LARGER.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
+_LESS_BF16, _LESS_FP16 = (tl.constexpr(_LESS.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
+
+
+@triton.jit
+def _larger(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Of two words the larger magnitudes; NaN where either is."""
+    ASM: tl.constexpr = _LARGER_BF16 if C.is_bf16 else _LARGER_FP16
+    return tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
+
+
+@triton.jit
+def _folded(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """(rows, n / 2): the larger of the first half of (rows, n) words and the second."""
+    N_ROWS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    first, second = x.reshape(N_ROWS, 2, HALF).permute(0, 2, 1).split()
+    return _larger(first, second, C)
+
+
+@triton.jit
+def largest(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """(rows,) int32: bits of the largest magnitude of each row of words; those of NaN where there is any."""
+    N_ROWS: tl.constexpr = words.shape[0]
+    N_GROUPS: tl.constexpr = words.shape[1]
+    if C.fast:
+        even, odd = words.reshape(N_ROWS, N_GROUPS * 4, 2, 2).split()
+        even, odd = _larger(even, odd, C).split()
+        x = _larger(even, odd, C)
+        if N_GROUPS >= 8:
+            x = _folded(x, C)
+        if N_GROUPS >= 4:
+            x = _folded(x, C)
+        x = _folded(x, C)
+    else:
+        x = words.reshape(N_ROWS, N_GROUPS * 16)
+    x = tl.maximum(x & 0x7FFF, (x >> 16) & 0x7FFF)  # NaN > infinity > all else
+    return tl.reduce(x, 1, _elementwise_max)
+
+
+@triton.jit
+def value_of(bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """fp32 of an element's bits."""
+    if C.is_bf16:
+        return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def power_below(x: tl.tensor) -> tl.tensor:
+    """The largest power of two up to x > 0; 0 for zeros and subnormals."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse(power: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """One over a power of two; for 0 something large of which the engine's dtype holds 2^-9th."""
+    if not C.is_bf16:
+        power = tl.maximum(power, 2.0**-24)
+    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def twice(x: tl.tensor, IS_BF16: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Words of fp32 x, rounded, in both halves. In bf16 x must be a power of two or 0."""
+    if IS_BF16 and FAST:
+        bits = x.to(tl.int32, bitcast=True)
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [bits], tl.int32, True, 1)
+    else:
+        return words_of(x, x, IS_BF16, FAST)
+
+
+@triton.jit
+def less_mean(words: tl.tensor, mean: tl.tensor, flip: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Words less the mean's (bf16 both in memory and here), rounded to the engine's dtype; then flipped."""
+    if not C.is_bf16:
+        low, high = floats(mean, True)
+        mean = words_of(low, high, False, C.fast)
+    if C.fast:
+        ASM: tl.constexpr = _LESS_BF16 if C.is_bf16 else _LESS_FP16
+        words = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [words, mean, flip], tl.int32, True, 1)
+    elif C.is_bf16:
+        low, high = floats(words, True)
+        low_mean, high_mean = floats(mean, True)
+        words = words_of(low - low_mean, high - high_mean, True, False) ^ flip
+    else:
+        low, high = floats(words, False)
+        low_mean, high_mean = floats(mean, False)
+        low, high = (low - low_mean).to(tl.float16), (high - high_mean).to(tl.float16)  # infinities stay
+        low, high = low.to(tl.int16, bitcast=True), high.to(tl.int16, bitcast=True)
+        words = ((low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)) ^ flip
+    return words
+
+
+@triton.jit
+def _operand(low: tl.tensor, high: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """(rows, 32 n): elements as the tensor cores want them, in registers. low, high: of words (rows, n, 16)."""
+    N_GROUPS: tl.constexpr = low.shape[1]
+    x = tl.join(low, high).reshape(C.rows, N_GROUPS, 4, 4, 2)
+    return operand_rows(x.permute(0, 1, 3, 2, 4).reshape(C.rows, 32 * N_GROUPS), C)
+
+
+@triton.jit
+def _operand_of(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    KIND: tl.constexpr = tl.bfloat16 if C.is_bf16 else tl.float16
+    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+    return _operand(low.to(KIND, bitcast=True), high.to(KIND, bitcast=True), C)
+
+
+@triton.jit
+def matrices(rotation: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """What `whole_and_energy` gives is multiplied with the first; the second sums squares: its columns are all the
+    first's first one, which is positive, twice below itself. rotation: turboquant_tables.encode_matrix."""
+    place, twice_place = tl.arange(0, P.padded), tl.arange(0, 2 * P.padded)
+    matrix = tl.load(rotation + place[:, None] * P.padded + place[None, :])
+    ones = tl.load(rotation + twice_place[:, None] % P.padded * P.padded + tl.arange(0, 16)[None, :] * 0)
+    if C.fast:
+        KIND: tl.constexpr = tl.bfloat16 if C.is_bf16 else tl.float16
+        matrix, ones = matrix.to(KIND, bitcast=True), ones.to(KIND, bitcast=True)
+    return matrix, ones
+
+
+@triton.jit
+def whole_and_energy(
+    words: tl.tensor, power: tl.tensor, ones: tl.tensor, C: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Operand of whole numbers, times what the matrix is divided by, and the reference's E, (rows,) fp32.
+
+    words: (rows, groups, 16). power: (rows,) the largest power of two up to each row's largest magnitude.
+    """
+    if C.fast:
+        WHOLE_UNIT: tl.constexpr = 2.0**-118 if C.is_bf16 else 2.0**-9
+        SQUARE_UNIT: tl.constexpr = 2.0**-60 if C.is_bf16 else 2.0**-5
+        ASM: tl.constexpr = _PARTS_BF16 if C.is_bf16 else _PARTS_FP16
+        N_GROUPS: tl.constexpr = words.shape[1]
+        factor = inverse(power, C)
+        to_whole = twice(factor * WHOLE_UNIT, C.is_bf16, True)[:, None, None]
+        to_square = twice(factor * SQUARE_UNIT, C.is_bf16, True)[:, None, None]
+        whole, upper, lower = tl.inline_asm_elementwise(
+            ASM, "=&r,=&r,=&r,r,r,r", [words, to_whole, to_square], (tl.int32, tl.int32, tl.int32), True, 1
+        )  # fmt: skip
+        parts = tl.join(upper, lower).permute(0, 3, 1, 2).reshape(C.rows, 2 * N_GROUPS, 16)
+        sums = tile_rows(tl.dot(_operand_of(parts, C), ones), C)  # all columns are the same
+        bits = tl.reduce(sums.to(tl.int32, bitcast=True), 1, _elementwise_max)
+        return _operand_of(whole, C), tl.maximum(bits.to(tl.float32, bitcast=True) * 512.0, 1.0)
+    else:
+        low, high = floats(words, C.is_bf16)
+        factor = inverse(power, C)[:, None, None]
+        low, high = low * factor * 32768.0, high * factor * 32768.0
+        squares = ((low * low * 2.0**-17 + _WHOLE) - _WHOLE) + ((high * high * 2.0**-17 + _WHOLE) - _WHOLE)
+        energy = total(total(squares.to(tl.int32), 1), 1).to(tl.float32)
+        return _operand((low + _WHOLE) - _WHOLE, (high + _WHOLE) - _WHOLE, C), tl.maximum(energy, 1.0)
