@@ -55,11 +55,15 @@ class Source:
 
 
 def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> tuple[Source, ...] | None:
-    """Reads that together fill `held`, fewest records first; None when they do not cover it or exceed the slot."""
+    """Reads that together fill `held`; None when they do not cover it or exceed the slot.
+
+    Records of most layers are taken first, then those of most heads: a slab is read whole whatever is wanted of it, so
+    what several records have would else be read several times, and not fit.
+    """
     if len(locations) == 1 and locations[0].extent == held:  # the usual case, and a load asks it of every chunk
         source = Source(locations[0], held, PAGE_BYTES)
         return (source,) if PAGE_BYTES + source.n_bytes <= slot_bytes else None
-    by_share = sorted(locations, key=lambda location: -_shared_cells(location.extent, held))
+    by_share = sorted(locations, key=lambda location: _shared(location.extent, held), reverse=True)
     sources: list[Source] = []
     holes = [held]
     offset = PAGE_BYTES
@@ -82,6 +86,7 @@ def end_of(sources: Sequence[Source]) -> int:
     return max(source.slot_offset + source.n_bytes for source in sources)
 
 
-def _shared_cells(extent: Extent, held: Extent) -> int:
+def _shared(extent: Extent, held: Extent) -> tuple[int, int]:
+    """(layers, heads)"""
     common = extent.intersect(held)
-    return common.cells if common else 0
+    return (common.n_layers, common.n_heads) if common else (0, 0)

@@ -59,6 +59,17 @@ def test_sources_give_every_cell_once(parts: list[Extent], held: Extent) -> None
     assert sources_of(locations, held, slot_bytes=4096) is None, "a slot that is too small is a miss, not an overrun"
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_what_ranks_cut_by_heads_wrote_is_read_alone_though_half_is_there_cut_by_layers(order: tuple[int, ...]) -> None:
+    """A pipeline stage that ended alone, then two tensor-parallel ranks: with what both have the slot overflowed, each
+    time anew, and nobody wrote the chunk again, for it was complete."""
+    cut = [Extent(0, 1, 0, 4), Extent(0, 2, 0, 2), Extent(0, 2, 2, 2)]
+    locations = [Location(n, 0, 0, 4096 * cut[n].n_layers, cut[n], (0,) * cut[n].n_heads) for n in order]
+    sources = sources_of(locations, Extent(0, 2, 0, 4), slot_bytes=4096 + 4 * 2 * 4096)
+    assert sources is not None
+    assert {source.location.set_id for source in sources} == {1, 2}
+
+
 @pytest.mark.parametrize("heads", [1, 2, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("kind", ["heads", "mla"])
