@@ -25,17 +25,18 @@ _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + this - this is x rounded to
 
 _LARGER = "max.NaN.xorsign.abs.T $0, $1, $2;"
 _LESS = "{ .reg .b32 d; sub.rn.T d, $1, $2; xor.b32 $0, d, $3; }"
-# $3 times $4, and its square, $3 times $5 times the same (or half of it), in two parts.
-_PARTS_BF16 = tl.constexpr(
-    "{ .reg .b32 t, n; mul.rn.bf16x2 $0, $3, $4; mul.rn.bf16x2 t, $3, $5; mul.rn.bf16x2 $1, t, t; "
-    "neg.bf16x2 n, $1; fma.rn.bf16x2 $2, t, t, n; }"
+_TIMES = "mul.rn.T $0, $1, $2;"
+# The square of $2 times $3 (in fp16 half of it) in two parts.
+_SQUARE_BF16 = tl.constexpr(
+    "{ .reg .b32 t, n; mul.rn.bf16x2 t, $2, $3; mul.rn.bf16x2 $0, t, t; neg.bf16x2 n, $0; fma.rn.bf16x2 $1, t, t, n; }"
 )
-_PARTS_FP16 = tl.constexpr(
-    "{ .reg .b32 t, h, n; mul.rn.f16x2 $0, $3, $4; mul.rn.f16x2 t, $3, $5; mov.b32 h, 0x38003800; "
-    "mul.rn.f16x2 h, t, h; mul.rn.f16x2 $1, t, h; neg.f16x2 n, $1; fma.rn.f16x2 $2, t, h, n; }"
+_SQUARE_FP16 = tl.constexpr(
+    "{ .reg .b32 t, h, n; mul.rn.f16x2 t, $2, $3; mov.b32 h, 0x38003800; mul.rn.f16x2 h, t, h; "
+    "mul.rn.f16x2 $0, t, h; neg.f16x2 n, $0; fma.rn.f16x2 $1, t, h, n; }"
 )
 _LARGER_BF16, _LARGER_FP16 = (tl.constexpr(_LARGER.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
 _LESS_BF16, _LESS_FP16 = (tl.constexpr(_LESS.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
+_TIMES_BF16, _TIMES_FP16 = (tl.constexpr(_TIMES.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
 
 
 @triton.jit
@@ -59,18 +60,16 @@ def largest(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
     """(rows,) int32: bits of the largest magnitude of each row of words; those of NaN where there is any."""
     N_ROWS: tl.constexpr = words.shape[0]
     N_GROUPS: tl.constexpr = words.shape[1]
-    if C.fast:
+    if C.fast and N_GROUPS <= 4:
         even, odd = words.reshape(N_ROWS, N_GROUPS * 4, 2, 2).split()
         even, odd = _larger(even, odd, C).split()
         x = _larger(even, odd, C)
-        if N_GROUPS >= 8:
-            x = _folded(x, C)
-        if N_GROUPS >= 4:
+        if N_GROUPS == 4:
             x = _folded(x, C)
         x = _folded(x, C)
-    else:
-        x = words.reshape(N_ROWS, N_GROUPS * 16)
-    x = tl.maximum(x & 0x7FFF, (x >> 16) & 0x7FFF)  # NaN > infinity > all else
+        x = tl.maximum(x & 0x7FFF, (x >> 16) & 0x7FFF)  # NaN > infinity > all else
+    else:  # of 256 elements Triton would have other threads for each step
+        x = tl.reduce(tl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF), 1, _elementwise_max)
     return tl.reduce(x, 1, _elementwise_max)
 
 
@@ -146,15 +145,29 @@ def _operand_of(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def matrices(rotation: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """What `whole_and_energy` gives is multiplied with the first; the second sums squares: its columns are all the
-    first's first one, which is positive, twice below itself. rotation: turboquant_tables.encode_matrix."""
-    place, twice_place = tl.arange(0, P.padded), tl.arange(0, 2 * P.padded)
+    """What `whole_and_energy` gives is multiplied with the first. The second sums squares: all that is in it is the
+    positive number of the first's first column, of whose first 32 places none is 0.
+
+    rotation: turboquant_tables.encode_matrix.
+    """
+    place = tl.arange(0, P.padded)
     matrix = tl.load(rotation + place[:, None] * P.padded + place[None, :])
-    ones = tl.load(rotation + twice_place[:, None] % P.padded * P.padded + tl.arange(0, 16)[None, :] * 0)
+    ones = tl.load(rotation + place[:, None] % 32 * P.padded + tl.arange(0, 16)[None, :] * 0)
     if C.fast:
         KIND: tl.constexpr = tl.bfloat16 if C.is_bf16 else tl.float16
         matrix, ones = matrix.to(KIND, bitcast=True), ones.to(KIND, bitcast=True)
     return matrix, ones
+
+
+@triton.jit
+def _squares(words: tl.tensor, factor: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Operand of the squares of (rows, n) words times `factor`, (rows, 4 n)."""
+    ASM: tl.constexpr = _SQUARE_BF16 if C.is_bf16 else _SQUARE_FP16
+    N_GROUPS: tl.constexpr = words.shape[1] // 16
+    upper, lower = tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,r,r", [words.reshape(C.rows, N_GROUPS, 16), factor], (tl.int32, tl.int32), True, 1
+    )  # fmt: skip
+    return _operand_of(tl.join(upper, lower).permute(0, 3, 1, 2).reshape(C.rows, 2 * N_GROUPS, 16), C)
 
 
 @triton.jit
@@ -168,17 +181,16 @@ def whole_and_energy(
     if C.fast:
         WHOLE_UNIT: tl.constexpr = 2.0**-118 if C.is_bf16 else 2.0**-9
         SQUARE_UNIT: tl.constexpr = 2.0**-60 if C.is_bf16 else 2.0**-5
-        ASM: tl.constexpr = _PARTS_BF16 if C.is_bf16 else _PARTS_FP16
-        N_GROUPS: tl.constexpr = words.shape[1]
+        ASM: tl.constexpr = _TIMES_BF16 if C.is_bf16 else _TIMES_FP16
+        N_WORDS: tl.constexpr = words.shape[1] * 16
         factor = inverse(power, C)
         to_whole = twice(factor * WHOLE_UNIT, C.is_bf16, True)[:, None, None]
         to_square = twice(factor * SQUARE_UNIT, C.is_bf16, True)[:, None, None]
-        whole, upper, lower = tl.inline_asm_elementwise(
-            ASM, "=&r,=&r,=&r,r,r,r", [words, to_whole, to_square], (tl.int32, tl.int32, tl.int32), True, 1
-        )  # fmt: skip
-        parts = tl.join(upper, lower).permute(0, 3, 1, 2).reshape(C.rows, 2 * N_GROUPS, 16)
-        sums = tile_rows(tl.dot(_operand_of(parts, C), ones), C)  # all columns are the same
+        first, second = words.reshape(C.rows, 2, N_WORDS // 2).permute(0, 2, 1).split()
+        sums = tl.dot(_squares(first, to_square, C), ones)  # in two steps, for want of registers
+        sums = tile_rows(tl.dot(_squares(second, to_square, C), ones, sums), C)  # all columns are the same
         bits = tl.reduce(sums.to(tl.int32, bitcast=True), 1, _elementwise_max)
+        whole = tl.inline_asm_elementwise(ASM, "=r,r,r", [words, to_whole], tl.int32, True, 1)
         return _operand_of(whole, C), tl.maximum(bits.to(tl.float32, bitcast=True) * 512.0, 1.0)
     else:
         low, high = floats(words, C.is_bf16)

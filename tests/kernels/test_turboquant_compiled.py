@@ -19,5 +19,6 @@ def test_accesses_are_wide_and_operands_stay_in_registers(tmp_path: Path) -> Non
         assert any(name.startswith("wgmma.mma_async") for name in kernel)
         assert not any("ldmatrix" in name and ".x4" in name or "local" in name for name in kernel), "an operand moved"
     assert not any(name.startswith(("div.", "sqrt.")) for name in encode), "they branch"
+    assert not any(name.startswith("mma.") for name in encode), "squares are summed where they are made"
     rounded = [name for name in (*encode, *decode) if ".ftz" in name and "approx" not in name]
     assert not rounded, "denormals count"
