@@ -6,7 +6,7 @@ launch; where first and last layers have other bits, one for each run of layers 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -15,15 +15,13 @@ import numpy.typing as npt
 import torch
 
 from kvtier.checksum import PAIRS_PER_PAGE
-from kvtier.codecs.base import Verdict
 from kvtier.codecs.turboquant.layout import Bits, SlabFormat
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE
 from kvtier.codecs.turboquant.rotation import signs as signs_of
-from kvtier.geometry import Extent, padded
-from kvtier.kernels.device_checksum import slab_table
-from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
-from kvtier.kernels.move_table import PageTable
-from kvtier.kernels.paged import Move, PagedKV, Patch, SlabRun
+from kvtier.geometry import Extent
+from kvtier.kernels.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
+from kvtier.kernels.launch import on_device
+from kvtier.kernels.paged import Move, PagedKV
 from kvtier.kernels.turboquant_decode import decode_chunks
 from kvtier.kernels.turboquant_encode import encode_chunks
 from kvtier.kernels.turboquant_tables import (
@@ -36,8 +34,6 @@ from kvtier.kernels.turboquant_tables import (
     signed_centroids,
     squares,
 )
-
-_ALIGNMENT = 16
 
 
 class Tiling(NamedTuple):
@@ -83,40 +79,6 @@ class _Run(NamedTuple):
     bits: Bits
 
 
-class _Group(NamedTuple):
-    """Moves of one launch, by their places among all."""
-
-    patch: Patch
-    slab_bytes: int
-    places: list[int]
-
-
-class _Answers(NamedTuple):
-    """Of one group. values: (moves, heads + 1) int64 on the device: sums, and what is not 0 where a move is refused.
-    places: of the moves."""
-
-    values: torch.Tensor
-    places: list[int]
-    has_sums: bool
-
-
-class PendingVerdicts:
-    """kvtier.codecs.base.Encoded: verdicts on their way to the host."""
-
-    def __init__(self, answers: Sequence[_Answers], moves: Sequence[Move], device: torch.device) -> None:
-        self._moves = moves  # kept, because a launch does not keep the slabs' memory
-        self._groups = [(each.places, each.has_sums) for each in answers]
-        self._values = ToHost([each.values for each in answers], device)
-
-    def wait(self) -> list[Verdict]:
-        """Sleeps until the device is done, without the interpreter lock."""
-        verdicts = [Verdict(False, None)] * len(self._moves)
-        for (places, has_sums), found in zip(self._groups, self._values.wait(), strict=True):
-            for place, values in zip(places, found.tolist(), strict=True):
-                verdicts[place] = Verdict(values[-1] != 0, tuple(values[:-1]) if has_sums else None)
-        return verdicts
-
-
 class CudaTurboquant:
     """kvtier.codecs.base.Mover. Keeps the pages' tensors alive. Thread-safe."""
 
@@ -132,68 +94,50 @@ class CudaTurboquant:
 
         Raises ValueError for pages that are not bf16 or fp16, or not aligned to 16 bytes.
         """
-        k = pages.layers[0].k
-        if k.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"pages of {k.dtype}: the kernels take bfloat16 and float16")
-        assert k.shape[2] == held.n_heads
-        self._table = PageTable(pages)
-        if self._table.bits % _ALIGNMENT:
-            raise ValueError(f"pages' addresses and strides are not all multiples of {_ALIGNMENT} bytes")
-        self._pages, self._format, self._held, self._device = pages, slab_format, held, k.device
+        self._pages = CodedPages(pages, SlabShape(slab_format.tokens, slab_format.n_bytes), held)
+        self._format, self._held, self._block_tokens = slab_format, held, pages.block_tokens
+        self._device = self._pages.device
         self._tilings = (encode_tiling, decode_tiling)
-        pin_tables(self._device)
         with on_device(self._device):
-            self._planes = to_device(self._table.planes.reshape(-1), self._device)
             self._signs = self._to_device(_sign_words(slab_format, held))
             self._tables = {layer.bits: self._tables_of(layer.bits) for layer in map(slab_format.layer, _layers(held))}
-        self._prepare()
+        self._pages.prepare(self._launch_nothing)
 
     def encode(self, moves: Sequence[Move]) -> PendingVerdicts:
         """Blocks -> slabs, on torch's current stream; padding is left as it is, and summed as it is.
 
-        Sums are given for moves that fill all layers of their slabs. Raises ValueError, having launched nothing, when
-        blocks, patches or slabs are out of range.
+        Sums and errors: see kvtier.kernels.coded_pages.CodedPages.encode.
         """
-        groups = [(group, self._rows_of(group, moves, True)) for group in _groups(moves)]
-        answers = []
-        with on_device(self._device):
-            for group, table in groups:
-                runs = self._runs(group.patch)
-                n_moves, n_heads = len(group.places), group.patch.n_heads
-                values = torch.zeros(n_moves, n_heads + 1, dtype=torch.int64, device=self._device)
-                on_device_table = to_device(table.reshape(-1), self._device)
-                for run in runs:
-                    self._encode(run, group, on_device_table, values, run is runs[-1])
-                layers = range(self._first_layer(group.patch), self._first_layer(group.patch) + group.patch.n_layers)
-                is_whole = group.patch.slab_layer == 0 and padded(self._format.n_bytes(layers)) == group.slab_bytes
-                answers.append(_Answers(values, group.places, is_whole))
-            return PendingVerdicts(answers, list(moves), self._device)
+        return self._pages.encode(moves, self._encode_group)
 
     def decode(self, moves: Sequence[Move]) -> None:
-        """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream. Raises as
-        `encode` does."""
-        groups = [(group, self._rows_of(group, moves, False)) for group in _groups(moves)]
-        with on_device(self._device):
-            for group, table in groups:
-                on_device_table = to_device(table.reshape(-1), self._device)
-                for run in self._runs(group.patch):
-                    self._decode(run, group, on_device_table)
+        """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream."""
+        self._pages.decode(moves, self._decode_group)
 
-    def _encode(self, run: _Run, group: _Group, table: torch.Tensor, answers: torch.Tensor, ends_slab: bool) -> None:
+    def _encode_group(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
+        runs = self._runs(group)
+        for run in runs:
+            self._encode(run, group, table, answers, run is runs[-1])
+
+    def _decode_group(self, group: Group, table: torch.Tensor) -> None:
+        for run in self._runs(group):
+            self._decode(run, group, table)
+
+    def _encode(self, run: _Run, group: Group, table: torch.Tensor, answers: torch.Tensor, ends_slab: bool) -> None:
         k, v = self._tables[run.bits]
         tiling = self._tilings[0]
         encode_chunks[(group.patch.n_heads, run.n_layers, len(group.places))](
-            self._planes, table, self._signs, k.encode_matrix, v.encode_matrix, k.squares, v.squares, answers,
+            self._pages.planes, table, self._signs, k.encode_matrix, v.encode_matrix, k.squares, v.squares, answers,
             run.page_layer, group.patch.page_head, self._held.n_heads, run.slab_start, group.slab_bytes,
             int(ends_slab), k.code, v.code, self._shape(tiling), PAIRS_PER_PAGE, num_warps=tiling.warps,
             num_stages=1, maxnreg=tiling.registers_for(k.code, v.code), enable_fp_fusion=False,
         )  # fmt: skip
 
-    def _decode(self, run: _Run, group: _Group, table: torch.Tensor) -> None:
+    def _decode(self, run: _Run, group: Group, table: torch.Tensor) -> None:
         k, v = self._tables[run.bits]
         tiling = self._tilings[1]
         decode_chunks[(group.patch.n_heads, run.n_layers, len(group.places))](
-            self._planes, table, self._signs, k.decode_matrix, v.decode_matrix, k.centroids, v.centroids,
+            self._pages.planes, table, self._signs, k.decode_matrix, v.decode_matrix, k.centroids, v.centroids,
             run.page_layer, group.patch.page_head, self._held.n_heads, run.slab_start, group.slab_bytes,
             k.code, v.code, self._shape(tiling), num_warps=tiling.warps, num_stages=1,
             maxnreg=tiling.registers_for(k.code, v.code), enable_fp_fusion=False,
@@ -201,53 +145,22 @@ class CudaTurboquant:
 
     def _shape(self, tiling: Tiling) -> ChunkShape:
         return ChunkShape(
-            self._format.tokens, self._pages.block_tokens, self._is_bf16, tiling.rows, tiling.warps, self._is_fast
+            self._format.tokens, self._block_tokens, self._pages.is_bf16, tiling.rows, tiling.warps, self._is_fast
         )
-
-    @property
-    def _is_bf16(self) -> bool:
-        return self._pages.layers[0].k.dtype == torch.bfloat16
 
     @property
     def _is_fast(self) -> bool:
         return self._device.type == "cuda"  # else it is interpreted, for tests
 
-    def _first_layer(self, patch: Patch) -> int:
-        """Of a patch's layers, the first one's number within the model."""
-        return self._held.first_layer + patch.page_layer
-
-    def _runs(self, patch: Patch) -> list[_Run]:
-        first = self._first_layer(patch)
-        begin, runs, page_layer = first - patch.slab_layer, [], patch.page_layer
-        for bits, layers in groupby(
-            range(first, first + patch.n_layers), lambda number: self._format.layer(number).bits
-        ):
-            n_layers = len(list(layers))
-            number = self._held.first_layer + page_layer
-            runs.append(_Run(page_layer, n_layers, self._format.n_bytes(range(begin, number)), bits))
-            page_layer += n_layers
+    def _runs(self, group: Group) -> list[_Run]:
+        patch, runs, start = group.patch, [], group.slab_start
+        first = self._pages.first_layer(patch)
+        numbers = range(first, first + patch.n_layers)
+        for bits, alike in groupby(numbers, lambda number: self._format.layer(number).bits):
+            layers = list(alike)
+            runs.append(_Run(layers[0] - self._held.first_layer, len(layers), start, bits))
+            start += self._format.n_bytes(range(layers[0], layers[-1] + 1))
         return runs
-
-    def _rows_of(self, group: _Group, all_moves: Sequence[Move], with_seeds: bool) -> npt.NDArray[np.int64]:
-        """(moves, 2 + n_blocks [+ heads]), as the kernels read it."""
-        patch, n_blocks = group.patch, self._format.tokens // self._pages.block_tokens
-        first = self._first_layer(patch)
-        begin = first - patch.slab_layer
-        fits = self._table.holds(patch)
-        if not fits or self._format.n_bytes(range(begin, first + patch.n_layers)) > group.slab_bytes:
-            raise ValueError(f"{patch} is out of range of pages or of slabs of {group.slab_bytes} bytes")
-        moves = [all_moves[place] for place in group.places]
-        for move in moves:
-            _check_slabs(move)
-            if len(move.block_ids) != n_blocks:
-                raise ValueError(f"{len(move.block_ids)} blocks are out of range: chunks have {n_blocks}")
-        table = self._table.rows(moves, not with_seeds)
-        if not with_seeds:
-            return table
-        head = self._held.first_head + patch.page_head
-        runs = [SlabRun(move.slabs, move.key, head, begin) for move in moves]
-        seeds = slab_table(runs)[:, 1].view(np.int64).reshape(len(moves), patch.n_heads)
-        return np.concatenate([table, seeds], axis=1)
 
     def _tables_of(self, bits: Bits) -> tuple[_Tables, _Tables]:
         """Of K and V."""
@@ -255,7 +168,7 @@ class CudaTurboquant:
         codes = (plane_code(sizes[plane], bits[plane], plane == K_PLANE, self._is_fast) for plane in (K_PLANE, V_PLANE))
         k, v = (
             _Tables(
-                code, self._to_device(encode_matrix(code.size, self._is_bf16, self._is_fast)),
+                code, self._to_device(encode_matrix(code.size, self._pages.is_bf16, self._is_fast)),
                 self._to_device(squares(code.bits)), self._to_device(decode_matrix(code)),
                 self._to_device(signed_centroids(code.bits)),
             )
@@ -266,41 +179,15 @@ class CudaTurboquant:
     def _to_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
-    def _prepare(self) -> None:
-        """Compiles and loads all kernels, by launches of nothing: not for an engine's thread between forwards.
-
-        Waits for the tables, because others than the current stream will read them."""
-        nothing = _Group(Patch(0, 0, 0, 0, 0), 0, [])
-        with on_device(self._device):
-            answers = torch.zeros(1, dtype=torch.int64, device=self._device)
-            for bits in self._tables:
-                run = _Run(0, 0, 0, bits)
-                self._encode(run, nothing, self._planes, answers, True)
-                self._decode(run, nothing, self._planes)
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
+    def _launch_nothing(self, table: torch.Tensor) -> None:
+        for bits in self._tables:
+            run = _Run(0, 0, 0, bits)
+            self._encode(run, NOTHING, table, table, True)
+            self._decode(run, NOTHING, table)
 
 
 def _layers(held: Extent) -> range:
     return range(held.first_layer, held.end_layer)
-
-
-def _groups(moves: Sequence[Move]) -> Iterable[_Group]:
-    """Moves that one launch can do together."""
-    groups: dict[tuple[Patch, int], _Group] = {}
-    for place, move in enumerate(moves):
-        key = (move.patch, move.slabs.shape[-1])
-        groups.setdefault(key, _Group(move.patch, move.slabs.shape[-1], [])).places.append(place)
-    return groups.values()
-
-
-def _check_slabs(move: Move) -> None:
-    """What the kernels want of slabs beside what the table of moves checks."""
-    slabs = move.slabs
-    if slabs.dim() != 2 or slabs.shape[0] != move.patch.n_heads:
-        raise ValueError(f"{move.patch} is out of range of slabs {tuple(slabs.shape)}")
-    if (slabs.data_ptr() | slabs.shape[1]) % _ALIGNMENT:
-        raise ValueError(f"slabs of {slabs.shape[1]} bytes at {slabs.data_ptr():#x} are not aligned to {_ALIGNMENT}")
 
 
 def _sign_words(slab_format: SlabFormat, held: Extent) -> npt.NDArray[np.int32]:

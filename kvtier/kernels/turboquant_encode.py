@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
-from kvtier.kernels.device_checksum import add, fold, mix32
+from kvtier.kernels.device_part_sum import sum_part
 from kvtier.kernels.turboquant_mean import take_mean
 from kvtier.kernels.turboquant_pack import store_codes
 from kvtier.kernels.turboquant_tiles import load_words, quotient, square_root, tile_columns, tile_rows
@@ -74,41 +74,6 @@ def _encode_plane(
         refused |= (inside & (top != 0.0) & (sound == 0)).to(tl.int32)
         tl.store(scales + row, scale.to(tl.float16), mask=inside)
     return tl.reduce(refused, 0, _elementwise_max)
-
-
-@triton.jit
-def _page_sums(
-    words: tl.tensor, page: tl.tensor, first: tl.tensor, end: tl.tensor, keys: tl.tuple, MASKED: tl.constexpr
-) -> tl.tensor:
-    """(lanes,) uint64: the summands of those pairs of one page that are in [first, end)."""
-    a0, a1, low, high = keys
-    place = page * a0.shape[0] + tl.arange(0, a0.shape[0])
-    inside = (place >= first) & (place < end)
-    pairs = tl.load(words + place, mask=inside, other=0) if MASKED else tl.load(words + place)
-    p0 = mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
-    p1 = fold(p0 ^ low)
-    x = pairs.to(tl.uint32) + (a0 ^ p0)
-    y = (pairs >> 32).to(tl.uint32) + (a1 ^ p1)
-    products = x.to(tl.uint64) * y.to(tl.uint64)
-    return tl.where(inside, products, tl.full(products.shape, 0, tl.uint64)) if MASKED else products
-
-
-@triton.jit
-def _sum_part(slab: tl.tensor, first: tl.tensor, end: tl.tensor, seed: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """The summands of pairs [first, end) of a slab (kvtier.checksum), int64. PAIRS: of a page."""
-    words = tl.multiple_of(slab.to(tl.pointer_type(tl.int64)), 16)
-    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    a0 = mix32(tl.arange(0, PAIRS).to(tl.uint32) + low)
-    keys = (a0, fold(a0 ^ high), low, high)
-    page, last = first // PAIRS, (end - 1) // PAIRS
-    summed = _page_sums(words, page, first, end, keys, True)
-    page += 1
-    while page < last:
-        summed += _page_sums(words, page, first, end, keys, False)
-        page += 1
-    if page == last:
-        summed += _page_sums(words, page, first, end, keys, True)
-    return tl.reduce(summed, 0, add).to(tl.int64, bitcast=True)
 
 
 # Nothing is specialized on values: another chunk or rank must not mean another compilation.
@@ -176,7 +141,7 @@ def encode_chunks(
     if (tl.program_id(1) == tl.num_programs(1) - 1) & (ends_slab != 0):
         end = slab_bytes
     seed = tl.load(move + 2 + N_BLOCKS + head).to(tl.uint64, bitcast=True)
-    sum_of_layer = _sum_part(slab, first // 8, end // 8, seed, PAIRS)
+    sum_of_layer = sum_part(slab, first // 8, end // 8, seed, PAIRS)
     answer = answers + tl.program_id(2) * (n_heads + 1)
     tl.atomic_add(answer + head, sum_of_layer, sem="relaxed")
     tl.atomic_or(answer + n_heads, refused.to(tl.int64), mask=refused != 0, sem="relaxed")

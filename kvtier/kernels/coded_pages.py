@@ -1,0 +1,186 @@
+"""What kernels of codecs have in common: moves are checked, put together into launches, and told to the device.
+
+A codec's mover (kvtier.codecs.base) hands over what launches its kernels; verdicts and sums come back from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.codecs.base import Verdict
+from kvtier.geometry import Extent, padded
+from kvtier.kernels.device_checksum import slab_table
+from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
+from kvtier.kernels.move_table import PageTable
+from kvtier.kernels.paged import Move, PagedKV, Patch, SlabRun
+
+_ALIGNMENT = 16
+
+
+class SlabShape(NamedTuple):
+    """tokens: of a chunk. n_bytes: of these layers (numbers within the model) of one head, without padding."""
+
+    tokens: int
+    n_bytes: Callable[[range], int]
+
+
+class Group(NamedTuple):
+    """Moves of one launch, by their places among all. slab_start: where in a slab the first of their layers lies."""
+
+    patch: Patch
+    slab_bytes: int
+    slab_start: int
+    places: list[int]
+
+
+NOTHING = Group(Patch(0, 0, 0, 0, 0), 0, 0, [])
+"""To compile and load a kernel with."""
+
+
+class _Answers(NamedTuple):
+    """Of one group. values: (moves, heads + 1) int64 on the device: sums, and what is not 0 where a move is refused.
+    places: of the moves."""
+
+    values: torch.Tensor
+    places: list[int]
+    has_sums: bool
+
+
+class PendingVerdicts:
+    """kvtier.codecs.base.Encoded: verdicts on their way to the host."""
+
+    def __init__(self, answers: Sequence[_Answers], moves: Sequence[Move], device: torch.device) -> None:
+        self._moves = moves  # kept, because a launch does not keep the slabs' memory
+        self._groups = [(each.places, each.has_sums) for each in answers]
+        self._values = ToHost([each.values for each in answers], device)
+
+    def wait(self) -> list[Verdict]:
+        """Sleeps until the device is done, without the interpreter lock."""
+        verdicts = [Verdict(False, None)] * len(self._moves)
+        for (places, has_sums), found in zip(self._groups, self._values.wait(), strict=True):
+            for place, values in zip(places, found.tolist(), strict=True):
+                verdicts[place] = Verdict(values[-1] != 0, tuple(values[:-1]) if has_sums else None)
+        return verdicts
+
+
+class CodedPages:
+    """Pages of bf16 or fp16 that a codec's kernels read and fill. Keeps their tensors alive. Thread-safe.
+
+    planes: (layers * 2 * 4,) int64 on `device`: kvtier.kernels.move_table.PageTable.planes.
+    """
+
+    def __init__(self, pages: PagedKV, slabs: SlabShape, held: Extent) -> None:
+        """Raises ValueError for pages that are not bf16 or fp16, or not aligned to 16 bytes."""
+        k = pages.layers[0].k
+        if k.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"pages of {k.dtype}: the kernels take bfloat16 and float16")
+        assert k.shape[2] == held.n_heads
+        self._table = PageTable(pages)
+        if self._table.bits % _ALIGNMENT:
+            raise ValueError(f"pages' addresses and strides are not all multiples of {_ALIGNMENT} bytes")
+        self._pages, self._slabs, self._held = pages, slabs, held
+        self.is_bf16 = k.dtype == torch.bfloat16
+        self.device = k.device
+        pin_tables(self.device)
+        with on_device(self.device):
+            self.planes = to_device(self._table.planes.reshape(-1), self.device)
+
+    def encode(
+        self, moves: Sequence[Move], launch: Callable[[Group, torch.Tensor, torch.Tensor], None]
+    ) -> PendingVerdicts:
+        """Blocks -> slabs, on torch's current stream.
+
+        launch: of a group, its table (moves, 2 + n_blocks + heads) int64: address of the slabs, 0, block ids, seeds;
+        and its answers (moves, heads + 1) int64, zeros, where sums of slabs are added up and refusals are marked.
+
+        Sums are given for moves that fill all layers of their slabs. Raises ValueError, having launched nothing, when
+        blocks, patches or slabs are out of range.
+        """
+        groups = [(group, self._rows_of(group, moves, True)) for group in self._groups(moves)]
+        answers = []
+        with on_device(self.device):
+            for group, table in groups:
+                values = torch.zeros(
+                    len(group.places), group.patch.n_heads + 1, dtype=torch.int64, device=self.device
+                )  # fmt: skip
+                launch(group, to_device(table.reshape(-1), self.device), values)
+                is_whole = padded(self._end(group.patch)) == group.slab_bytes and group.patch.slab_layer == 0
+                answers.append(_Answers(values, group.places, is_whole))
+            return PendingVerdicts(answers, list(moves), self.device)
+
+    def decode(self, moves: Sequence[Move], launch: Callable[[Group, torch.Tensor], None]) -> None:
+        """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream. Raises as
+        `encode` does.
+
+        launch: of a group and its table (moves, 2 + n_blocks) int64: address of the slabs, first block, block ids.
+        """
+        groups = [(group, self._rows_of(group, moves, False)) for group in self._groups(moves)]
+        with on_device(self.device):
+            for group, table in groups:
+                launch(group, to_device(table.reshape(-1), self.device))
+
+    def prepare(self, launches: Callable[[torch.Tensor], None]) -> None:
+        """Compiles and loads all kernels, by launches of nothing: not for an engine's thread between forwards. Waits
+        for all tables, because others than the current stream will read them.
+
+        launches: of NOTHING, all there are, with one int64 on the device for whatever tables they want.
+        """
+        with on_device(self.device):
+            launches(torch.zeros(1, dtype=torch.int64, device=self.device))
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+
+    def first_layer(self, patch: Patch) -> int:
+        """Of a patch's layers, the first one's number within the model."""
+        return self._held.first_layer + patch.page_layer
+
+    def _start(self, patch: Patch) -> int:
+        """Where in a slab the patch's first layer lies."""
+        first = self.first_layer(patch)
+        return self._slabs.n_bytes(range(first - patch.slab_layer, first))
+
+    def _end(self, patch: Patch) -> int:
+        first = self.first_layer(patch)
+        return self._slabs.n_bytes(range(first - patch.slab_layer, first + patch.n_layers))
+
+    def _groups(self, moves: Sequence[Move]) -> Iterable[Group]:
+        """Moves that one launch can do together."""
+        groups: dict[tuple[Patch, int], Group] = {}
+        for place, move in enumerate(moves):
+            key = (move.patch, move.slabs.shape[-1])
+            if key not in groups:
+                groups[key] = Group(*key, self._start(move.patch), [])
+            groups[key].places.append(place)
+        return groups.values()
+
+    def _rows_of(self, group: Group, all_moves: Sequence[Move], with_seeds: bool) -> npt.NDArray[np.int64]:
+        """(moves, 2 + n_blocks [+ heads]), as the kernels read it."""
+        patch, n_blocks = group.patch, self._slabs.tokens // self._pages.block_tokens
+        if not self._table.holds(patch) or self._end(patch) > group.slab_bytes:
+            raise ValueError(f"{patch} is out of range of pages or of slabs of {group.slab_bytes} bytes")
+        moves = [all_moves[place] for place in group.places]
+        for move in moves:
+            _check_slabs(move)
+            if len(move.block_ids) != n_blocks:
+                raise ValueError(f"{len(move.block_ids)} blocks are out of range: chunks have {n_blocks}")
+        table = self._table.rows(moves, not with_seeds)
+        if not with_seeds:
+            return table
+        begin, head = self.first_layer(patch) - patch.slab_layer, self._held.first_head + patch.page_head
+        runs = [SlabRun(move.slabs, move.key, head, begin) for move in moves]
+        seeds = slab_table(runs)[:, 1].view(np.int64).reshape(len(moves), patch.n_heads)
+        return np.concatenate([table, seeds], axis=1)
+
+
+def _check_slabs(move: Move) -> None:
+    """What the kernels want of slabs beside what the table of moves checks."""
+    slabs = move.slabs
+    if slabs.dim() != 2 or slabs.shape[0] != move.patch.n_heads:
+        raise ValueError(f"{move.patch} is out of range of slabs {tuple(slabs.shape)}")
+    if (slabs.data_ptr() | slabs.shape[1]) % _ALIGNMENT:
+        raise ValueError(f"slabs of {slabs.shape[1]} bytes at {slabs.data_ptr():#x} are not aligned to {_ALIGNMENT}")
