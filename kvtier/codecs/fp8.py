@@ -12,14 +12,17 @@ Refused: a vector with NaN or infinity, and one that is not zero and whose scale
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
-from kvtier.codecs.base import Encoded, Movers
+from kvtier.codecs.base import Encoded, Mover, Movers
 from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
 from kvtier.geometry import Extent, Geometry
 from kvtier.kernels.paged import Move, PagedKV
+
+log = logging.getLogger("kvtier")
 
 CODE_MAX = 448.0
 """The largest number of e4m3fn."""
@@ -28,7 +31,7 @@ SCALE_BYTES = 2
 
 
 class Fp8Codec:
-    """In torch operations wherever the pages are."""
+    """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
 
     name = "fp8"
     version = 1
@@ -45,7 +48,7 @@ class Fp8Codec:
 
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
         coder = Fp8Coder(geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size)
-        self._movers.add(pages, VectorPages(pages, coder, held))
+        self._movers.add(pages, _make_mover(pages, coder, held))
 
     def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
         return self._movers.of(pages).encode(moves)
@@ -58,21 +61,35 @@ class Fp8Coder:
     """kvtier.codecs.vectors.LayerCoder: all layers and heads alike."""
 
     def __init__(self, tokens: int, k_size: int, v_size: int) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._sizes = (k_size, v_size)
 
     def n_bytes(self, layers: range) -> int:
-        return len(layers) * self._tokens * (sum(self._sizes) + 2 * SCALE_BYTES)
+        return len(layers) * self.tokens * (sum(self._sizes) + 2 * SCALE_BYTES)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent) -> EncodedLayer:
         (k_codes, k_scales, k_refused), (v_codes, v_scales, v_refused) = _encode(k), _encode(v)
         return EncodedLayer(torch.cat([k_codes, v_codes, k_scales, v_scales], -1), k_refused | v_refused)
 
     def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, (k_size, v_size) = self._tokens, self._sizes
+        tokens, (k_size, v_size) = self.tokens, self._sizes
         sizes = [tokens * k_size, tokens * v_size, tokens * SCALE_BYTES, tokens * SCALE_BYTES]
         k_codes, v_codes, k_scales, v_scales = torch.split(data, sizes, -1)
         return _decode(k_codes, k_scales, dtype), _decode(v_codes, v_scales, dtype)
+
+
+def _make_mover(pages: PagedKV, coder: Fp8Coder, held: Extent) -> Mover:
+    device = pages.layers[0].k.device
+    if device.type == "cpu":
+        return VectorPages(pages, coder, held)
+    from kvtier.kernels.coded_pages import SlabShape
+    from kvtier.kernels.fp8_device import CudaFp8  # needs Triton, which hosts without a GPU may lack
+
+    try:
+        return CudaFp8(pages, SlabShape(coder.tokens, coder.n_bytes), held)
+    except ValueError as fault:
+        log.warning("kvtier: codec fp8 runs without its kernels, many times slower: %s", fault)
+        return VectorPages(pages, coder, held)
 
 
 def _encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

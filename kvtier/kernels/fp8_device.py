@@ -1,0 +1,98 @@
+"""fp8 on the device: the mover of kvtier.codecs.base over one engine's pages, in Triton.
+
+The same bytes as the reference (kvtier.codecs.fp8). All chunks, layers and heads, K and V, are one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvtier.checksum import PAIRS_PER_PAGE
+from kvtier.geometry import Extent
+from kvtier.kernels.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
+from kvtier.kernels.fp8_chunks import ChunkShape, PlaneShape, decode_chunks, encode_chunks
+from kvtier.kernels.paged import Move, PagedKV
+
+_ELEMENTS, _TOKENS = 8, 16
+"""What sizes of heads and of chunks must be multiples of: vectors and planes of codes are aligned then."""
+
+
+class Tiling(NamedTuple):
+    """How many elements of a head a program works on at once, and its warps."""
+
+    elements: int
+    warps: int
+
+
+ENCODE_TILINGS = (Tiling(8192, 4), Tiling(4096, 4), Tiling(4096, 2), Tiling(16384, 8), Tiling(16384, 4))
+DECODE_TILINGS = ENCODE_TILINGS
+"""What benchmarks/gpu/codec_kernels.py --tune tries. The first of each is the one in use."""
+
+
+class CudaFp8:
+    """kvtier.codecs.base.Mover. Keeps the pages' tensors alive. Thread-safe."""
+
+    def __init__(
+        self,
+        pages: PagedKV,
+        slabs: SlabShape,
+        held: Extent,
+        encode_tiling: Tiling = ENCODE_TILINGS[0],
+        decode_tiling: Tiling = DECODE_TILINGS[0],
+    ) -> None:
+        """Compiles for these pages, which takes some seconds. Tilings: others than the first only to measure.
+
+        Raises ValueError for pages, heads or chunks that the kernels cannot take.
+        """
+        sizes = [plane.shape[3] for plane in pages.layers[0].planes]
+        if any(size % _ELEMENTS for size in sizes) or slabs.tokens % _TOKENS:
+            raise ValueError(
+                f"heads of {sizes} elements, chunks of {slabs.tokens} tokens: the kernels take multiples of {_ELEMENTS}"
+                f" and {_TOKENS}"
+            )
+        self._pages = CodedPages(pages, slabs, held)
+        self._block_tokens, self._tokens = pages.block_tokens, slabs.tokens
+        self._k, self._v = (PlaneShape(size, max(64, 1 << (size - 1).bit_length())) for size in sizes)
+        self._tilings = (encode_tiling, decode_tiling)
+        self._pages.prepare(self._launch_nothing)
+
+    def encode(self, moves: Sequence[Move]) -> PendingVerdicts:
+        """Blocks -> slabs, on torch's current stream; padding is left as it is, and summed as it is.
+
+        Sums and errors: see kvtier.kernels.coded_pages.CodedPages.encode.
+        """
+        return self._pages.encode(moves, self._encode)
+
+    def decode(self, moves: Sequence[Move]) -> None:
+        """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream."""
+        self._pages.decode(moves, self._decode)
+
+    def _encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
+        tiling, patch = self._tilings[0], group.patch
+        encode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
+            self._pages.planes, table, answers, patch.page_layer, patch.page_head, group.slab_start, group.slab_bytes,
+            self._k, self._v, self._shape(tiling), PAIRS_PER_PAGE, num_warps=tiling.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _decode(self, group: Group, table: torch.Tensor) -> None:
+        tiling, patch = self._tilings[1], group.patch
+        decode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
+            self._pages.planes, table, patch.page_layer, patch.page_head, group.slab_start, group.slab_bytes,
+            self._k, self._v, self._shape(tiling), num_warps=tiling.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _launch_nothing(self, table: torch.Tensor) -> None:
+        self._encode(NOTHING, table, table)
+        self._decode(NOTHING, table)
+
+    def _shape(self, tiling: Tiling) -> ChunkShape:
+        rows = max(1, tiling.elements // max(self._k.padded, self._v.padded))
+        return ChunkShape(self._tokens, self._block_tokens, self._pages.is_bf16, rows, self._is_fast)
+
+    @property
+    def _is_fast(self) -> bool:
+        device = self._pages.device  # on the CPU it is interpreted, for tests
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
