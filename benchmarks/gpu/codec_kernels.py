@@ -1,4 +1,4 @@
-"""How fast do turboquant's kernels encode, verify and decode, next to the device's own copy?
+"""How fast do the kernels of turboquant and fp8 encode, verify and decode, next to the device's own copy?
 
     python3 -m benchmarks.gpu.codec_kernels --out codec_kernels.json [--tune]
 
@@ -8,8 +8,9 @@ take turns, each many times what the L2 holds. `verify + decode` is the two laun
 them, on the CPU, is not in it.
 
 Before anything is timed, chunks of fresh random data, plain and awkward, are encoded and decoded by the kernels and by
-the torch reference into poisoned memory: every byte must be equal, sums too, and the error as theory has it. Rates are
-medians of triton.testing.do_bench; beside them the device's part alone, of launches that were queued before.
+the torch reference into poisoned memory: every byte must be equal, sums too, and the error as theory has it, or of fp8
+as the reference has it on the CPU. Rates are medians of triton.testing.do_bench; beside them the device's part alone,
+of launches that were queued before.
 --tune also tries all tilings. Ends with status 1 when a target is missed or bytes differ.
 """
 
@@ -31,96 +32,22 @@ import triton
 import triton.testing
 
 from benchmarks.gpu import report
+from benchmarks.gpu.codec_cases import NMSE_OF_THEORY_MAX, Case, Tiling
 from benchmarks.gpu.kernels import L2_BYTES, copy_rate, device_ms
 from kvtier.checksum import slab_checksum, slab_seed
-from kvtier.codecs.turboquant.codec import TurboquantCoder
-from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
-from kvtier.codecs.vectors import VectorPages
-from kvtier.geometry import Extent, padded
 from kvtier.kernels.device_checksum import prepare, slab_checksums
-from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch, SlabRun
-from kvtier.kernels.turboquant_device import DECODE_TILINGS, ENCODE_TILINGS, CudaTurboquant, Tiling
+from kvtier.kernels.paged import PagedKV, SlabRun
 
-CHUNK_TOKENS, BLOCK_TOKENS, SEED = 256, 16, 7
 CACHES = 2
 GOAL_TB_S = 2.0
 GOAL_PRESETS = ("k4v4", "k4v3")
-NMSE_OF_THEORY_MAX = 1.02
-THEORY = {2: 0.1175, 3: 0.0345, 4: 0.0095, 5: 0.0025047, 6: 0.00064424}
-"""Mean squared error of Lloyd and Max's quantizers of N(0, 1) (kvtier.codecs.turboquant.codebooks)."""
+TUNED = (*GOAL_PRESETS, "fp8")
 RUNS, TUNE_RUNS = 20, 10
-
-
-@dataclass(frozen=True)
-class Case:
-    """A KV cache, (B,2,N,H,D) or (B,H,N,2D), and how it is coded."""
-
-    preset: str
-    layout: str = "NHD"
-    dtype: torch.dtype = torch.bfloat16
-    size: int = 128
-    chunks: int = 64
-    layers: int = 32
-    heads: int = 8
-
-    @property
-    def name(self) -> str:
-        return f"{self.preset} {self.layout} {str(self.dtype).removeprefix('torch.')} d={self.size}"
-
-    @property
-    def n_blocks(self) -> int:
-        return self.chunks * CHUNK_TOKENS // BLOCK_TOKENS
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.chunks * CHUNK_TOKENS * self.layers * self.heads * 2 * self.size * self.dtype.itemsize
-
-    @property
-    def format(self) -> SlabFormat:
-        return SlabFormat(self.layers, CHUNK_TOKENS, self.size, self.size, PRESETS[self.preset], 0, SEED)
-
-    @property
-    def held(self) -> Extent:
-        return Extent(0, self.layers, 0, self.heads)
-
-    @property
-    def slab_bytes(self) -> int:
-        return padded(self.format.n_bytes(range(self.layers)))
-
-    @property
-    def encoded_bytes(self) -> int:
-        return self.chunks * self.heads * self.slab_bytes
-
-    def buffer(self) -> torch.Tensor:
-        """(kv_bytes,) uint8, poisoned: all bits are set, which is NaN."""
-        return torch.full((self.kv_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
-
-    def pages(self, buffer: torch.Tensor) -> PagedKV:
-        layers = [self._layer(part.view(self.dtype)) for part in buffer.chunk(self.layers)]
-        return PagedKV(tuple(layers), BLOCK_TOKENS)
-
-    def _layer(self, values: torch.Tensor) -> PagedLayer:
-        if self.layout == "NHD":
-            both = values.view(self.n_blocks, 2, BLOCK_TOKENS, self.heads, self.size)
-            return PagedLayer(both[:, 0], both[:, 1])
-        vectors = values.view(self.n_blocks, self.heads, BLOCK_TOKENS, 2 * self.size).permute(0, 2, 1, 3)
-        return PagedLayer(vectors[..., : self.size], vectors[..., self.size :])
-
-    def moves(self, slabs: torch.Tensor, seed: int) -> list[Move]:
-        """All blocks, shuffled. slabs: (chunks, heads, slab_bytes)."""
-        rng = random.Random(seed)
-        ids = rng.sample(range(self.n_blocks), self.n_blocks)
-        each, patch = CHUNK_TOKENS // BLOCK_TOKENS, Patch(0, 0, self.layers, 0, self.heads)
-        return [
-            Move(patch, tuple(ids[each * n : each * (n + 1)]), slabs[n], 0, rng.randbytes(16))
-            for n in range(self.chunks)
-        ]
-
 
 MAIN = Case("k4v4")
 CASES = (
-    *(Case(preset) for preset in ("k4v4", "k4v3", "k6v4", "k5v3", "k3v3", "k4v2")),
-    *(Case(preset, layout, dtype, size, 32) for preset in GOAL_PRESETS for layout, dtype, size in (
+    *(Case(codec) for codec in ("k4v4", "k4v3", "k6v4", "k5v3", "k3v3", "k4v2", "fp8")),
+    *(Case(codec, layout, dtype, size, 32) for codec in TUNED for layout, dtype, size in (
         ("HND", torch.bfloat16, 128), ("NHD", torch.float16, 128), ("NHD", torch.bfloat16, 64),
         ("NHD", torch.bfloat16, 96), ("NHD", torch.bfloat16, 80), ("NHD", torch.bfloat16, 256),
     )),
@@ -151,11 +78,10 @@ def faults(case: Case, seed: int, is_awkward: bool) -> tuple[list[str], dict[str
     fill(pages, seed, is_awkward)
     slabs = torch.full((2, small.heads, small.slab_bytes), 0xA5, dtype=torch.uint8, device="cuda")
     expected = slabs.clone()
-    coder = TurboquantCoder(small.format, small.held, source.device)
     moves = small.moves(slabs, seed)
     moves_expected = [replace(move, slabs=expected[n]) for n, move in enumerate(moves)]
-    verdicts = CudaTurboquant(pages, small.format, small.held).encode(moves).wait()
-    wanted = VectorPages(pages, coder, small.held).encode(moves_expected).wait()
+    verdicts = small.mover(pages).encode(moves).wait()
+    wanted = small.reference(pages).encode(moves_expected).wait()
     found = [] if torch.equal(slabs, expected) else ["encode"]
     found += [] if [v.is_refused for v in verdicts] == [v.is_refused for v in wanted] == [False] * 2 else ["verdicts"]
     for number, move in enumerate(moves):
@@ -165,10 +91,10 @@ def faults(case: Case, seed: int, is_awkward: bool) -> tuple[list[str], dict[str
         )
         found += [] if verdicts[number].sums == sums else ["sums"]
     first = [replace(move, first_block=3 * n) for n, move in enumerate(moves_expected)]
-    CudaTurboquant(small.pages(ours), small.format, small.held).decode(first)
-    VectorPages(small.pages(theirs), coder, small.held).decode(first)
+    small.mover(small.pages(ours)).decode(first)
+    small.reference(small.pages(theirs)).decode(first)
     found += [] if torch.equal(ours, theirs) else ["decode"]
-    CudaTurboquant(small.pages(ours), small.format, small.held).decode(moves_expected)
+    small.mover(small.pages(ours)).decode(moves_expected)
     return found, errors(pages, small.pages(ours))
 
 
@@ -201,9 +127,9 @@ class Rig:
         for number, pages in enumerate(self.pages):
             fill(pages, number, is_awkward=False)
 
-    def work(self, encode: Tiling, decode: Tiling) -> dict[str, Callable[[], object]]:
+    def work(self, encode: Tiling | None = None, decode: Tiling | None = None) -> dict[str, Callable[[], object]]:
         """Decoding goes into the caches themselves, so that what is encoded next is decoded KV: as good as any."""
-        movers = [CudaTurboquant(p, self.case.format, self.case.held, encode, decode) for p in self.pages]
+        movers = [self.case.mover(pages, encode, decode) for pages in self.pages]
         turns: Iterator[int] = cycle(range(CACHES))
 
         def encoding() -> object:
@@ -255,42 +181,41 @@ def measure(case: Case, clock: Clock) -> list[Row]:
     seed = random.SystemRandom().randrange(1 << 32)
     wrong, nmse = faults(case, seed, is_awkward=False)
     more, _ = faults(case, seed + 1, is_awkward=True)
-    bits = PRESETS[case.preset]
-    for name, found, width in (("K", nmse["k"], bits.k), ("V", nmse["v"], bits.v)):
-        wrong += [] if found <= NMSE_OF_THEORY_MAX * THEORY[width] else [f"error of {name} {found:.5f}"]
+    for name, limit in case.nmse_max.items():
+        wrong += [] if nmse[name] <= limit else [f"error of {name.upper()} {nmse[name]:.5f}"]
     rig = Rig(case)
     rows = [
         clock.row(rig, name, work, RUNS) | {"faults": wrong + more, "nmse": nmse, "seed": seed}
-        for name, work in rig.work(ENCODE_TILINGS[0], DECODE_TILINGS[0]).items()
+        for name, work in rig.work().items()
     ]
     return rows
 
 
 def tune(clock: Clock) -> list[Row]:
     rows = []
-    for preset in GOAL_PRESETS:
-        rig = Rig(replace(MAIN, preset=preset))
-        for kernel, tilings in (("encode", ENCODE_TILINGS), ("decode", DECODE_TILINGS)):
+    for codec in TUNED:
+        rig = Rig(replace(MAIN, codec=codec))
+        for kernel, tilings in zip(("encode", "decode"), rig.case.tilings, strict=True):
             for tiling in tilings:
-                pair = (tiling, DECODE_TILINGS[0]) if kernel == "encode" else (ENCODE_TILINGS[0], tiling)
+                pair = (tiling, None) if kernel == "encode" else (None, tiling)
                 rows.append(clock.row(rig, kernel, rig.work(*pair)[kernel], TUNE_RUNS) | {"tiling": tiling._asdict()})
     return rows
 
 
-def compile_one(job: tuple[Case, Tiling, Tiling]) -> None:
+def compile_one(job: tuple[Case, Tiling | None, Tiling | None]) -> None:
     """Into Triton's cache on disk."""
     case, encode, decode = job
     small = replace(case, chunks=1, layers=1)
-    CudaTurboquant(small.pages(small.buffer()), small.format, small.held, encode, decode)
+    small.mover(small.pages(small.buffer()), encode, decode)
 
 
 def compile_all(with_tilings: bool) -> None:
     """By many processes at once, because one after the other they take longer than all that is measured."""
-    jobs = [(case, ENCODE_TILINGS[0], DECODE_TILINGS[0]) for case in CASES]
+    jobs: list[tuple[Case, Tiling | None, Tiling | None]] = [(case, None, None) for case in CASES]
     if with_tilings:
-        cases = [replace(MAIN, preset=preset) for preset in GOAL_PRESETS]
-        jobs += [(case, tiling, DECODE_TILINGS[0]) for case in cases for tiling in ENCODE_TILINGS[1:]]
-        jobs += [(case, ENCODE_TILINGS[0], tiling) for case in cases for tiling in DECODE_TILINGS[1:]]
+        for case in (replace(MAIN, codec=codec) for codec in TUNED):
+            encode, decode = case.tilings
+            jobs += [(case, tiling, None) for tiling in encode[1:]] + [(case, None, tiling) for tiling in decode[1:]]
     with ProcessPoolExecutor(12, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs))
 
@@ -299,7 +224,7 @@ def targets_met(rows: Sequence[Row]) -> bool:
     """Of the main layout: the rates; of all: not one wrong byte."""
     met = not any(row["faults"] for row in rows)
     for row in rows:
-        if row["case"] in [replace(MAIN, preset=preset).name for preset in GOAL_PRESETS]:
+        if row["case"] in [replace(MAIN, codec=codec).name for codec in GOAL_PRESETS]:
             met = met and (row["kernel"] not in ("encode", "verify+decode") or float(str(row["tb_s"])) >= GOAL_TB_S)
     return met
 
@@ -337,9 +262,7 @@ def main() -> int:
             "copy_gb_s": clock.copy_gb_s, "targets": {"tb_s": GOAL_TB_S, "nmse_of_theory": NMSE_OF_THEORY_MAX},
             "targets_met": met, "rows": rows, "tuned": tuned,
         }  # fmt: skip
-        report.write(
-            arguments.out, "turboquant's encode, verify and decode, bytes of the engine's KV over time", result
-        )
+        report.write(arguments.out, "the codecs' encode, verify and decode, bytes of the engine's KV over time", result)
     return 0 if met else 1
 
 
