@@ -3,6 +3,9 @@
 Works on a whole root (all namespaces), from any engine or from the command line. Whatever removes something does so
 under a lease in the index, so that many processes never do it twice, and in an order that is safe to be killed in:
 first out of the index, then off the disk. A file in no index is swept later.
+
+A writer that is taken for dead may be alive, only slow. So its sets are taken over in the index before anything of
+theirs is looked at, cut or removed: what it publishes from then on is refused, and what was published before is seen.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.eviction import least_recently_used
-from kvtier.index.base import Index, Location, NewRecord, SetInfo
+from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo
 from kvtier.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.root import NAMESPACE_FILE, namespace_folders, read_namespace
-from kvtier.tiers.segments import NeverBegun, SegmentFiles, segment_name
+from kvtier.tiers.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 
 log = logging.getLogger("kvtier")
 
@@ -30,6 +33,8 @@ LEASE_TTL_S = 5.0
 does no harm: a set leaves the index, and with it the sum that decides on eviction, before its files are touched."""
 ORPHAN_GRACE_S = 600.0
 """A segment in no index is left alone for this long: its writer may be about to register it."""
+ADOPTED_MAX = 512
+"""Records that become visible in one step with the set that they lie in, when that is read back."""
 
 Clock = Callable[[], float]
 
@@ -102,13 +107,17 @@ class Housekeeper:
             self._index.close_set(set_id, files.set_bytes_of(set_id))
 
     def erase_namespace(self, namespace: bytes) -> None:
-        """Removes a namespace that nobody can ask for again, with its folder."""
+        """Removes a namespace that nobody can ask for again, with its folder. Raises OSError when a late writer makes a
+        segment there right now: to be tried again, for without its description nobody would count or remove it."""
         for info in self._index.sets():
             if info.namespace == namespace:
                 self._remove(info.set_id)
         folder = self._folder / namespace.hex()
         (folder / NAMESPACE_FILE).unlink(missing_ok=True)
-        if folder.is_dir() and not any(folder.iterdir()):
+        files = SegmentFiles(folder, direct=False)
+        for set_id, rank in files.ids():
+            files.unlink(set_id, rank)
+        if folder.is_dir() and not any(path.suffix != SUFFIX for path in folder.iterdir()):
             folder.rmdir()
 
     def free_bytes(self) -> int:
@@ -133,11 +142,22 @@ class Housekeeper:
             except (ConfigError, Corrupt, TierUnavailable) as fault:
                 unreadable.append(f"{files.folder.name}/{segment_name(set_id, rank)}: {fault}")
         progress(len(segments), len(segments))
-        on_disk = {set_id for _, set_id, _ in segments}
-        lost = [info for info in self._index.sets() if info.set_id not in on_disk and not self._is_written(info)]
-        for info in lost:
-            self._index.remove_set(info.set_id)
-        return Rebuilt(len(segments), records, tuple(unreadable), len(lost))
+        return Rebuilt(len(segments), records, tuple(unreadable), self._remove_lost())
+
+    def _remove_lost(self) -> int:
+        """Takes sets without files out of the index; how many."""
+        unwritten = {info.set_id for info in self._index.sets() if not self._is_written(info)}
+        missing = unwritten - self._on_disk()  # listed after the sets: a set is registered before it has files
+        for set_id in missing:
+            self._index.take_over(set_id)
+        lost = missing - self._on_disk() if missing else missing
+        for set_id in lost:
+            self._index.remove_set(set_id)
+        return len(lost)
+
+    def _on_disk(self) -> set[int]:
+        """The sets that have a segment."""
+        return {set_id for files in self._namespaces() for set_id, _ in files.ids()}
 
     def _read_segment(self, files: SegmentFiles, set_id: int, rank: int) -> int:
         """Publishes what one segment's header pages say; returns how many records the index did not know."""
@@ -147,6 +167,8 @@ class Housekeeper:
         header = segment.header
         segment.release()
         whole = read_namespace(files.folder).geometry.whole
+        # Before the pages are read: what is published meanwhile, by a writer that lives, is in no page that was read.
+        known = {(key, place) for key, place in self._index.members(set_id) if place.rank == rank}
         found = {
             NewRecord(
                 record.key, Location(set_id, rank, slot, record.slab_bytes, record.extent, record.checksums), whole
@@ -154,12 +176,15 @@ class Housekeeper:
             for slot, record in self._records(files, header)
         }
         files.close()
-        self._index.create_set(self._set_info(files, header))
-        known = {(key, place) for key, place in self._index.members(set_id) if place.rank == rank}
-        if not any(self._is_written(info) for info in self._index.sets() if info.set_id == set_id):
-            for key, place in known - {(record.key, record.location) for record in found}:
-                self._index.retract(key, place)
-        return self._index.publish([record for record in found if (record.key, record.location) not in known])
+        for key, place in known - {(record.key, record.location) for record in found}:
+            self._index.retract(key, place)
+        new = [record for record in found if (record.key, record.location) not in known]
+        self._index.create_set(self._set_info(files, header), new[:ADOPTED_MAX])
+        taken = self._index.publish(new, from_files=True)
+        if files.exists(set_id, rank):
+            return taken
+        self._index.remove_set(set_id)  # it was evicted while it was read
+        return 0
 
     def _records(self, files: SegmentFiles, header: SegmentHeader) -> Iterator[tuple[int, RecordHeader]]:
         """The record headers of a segment that are whole and lie in their own place."""
@@ -184,12 +209,15 @@ class Housekeeper:
     def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
         created_s = header.created_ms / 1000
         n_bytes = files.set_bytes_of(header.set_id)
-        return SetInfo(header.set_id, header.namespace, "", n_bytes, created_s, created_s, is_open=False)
+        return SetInfo(header.set_id, header.namespace, NOBODY, n_bytes, created_s, created_s, is_open=False)
 
     def _settle(self, info: SetInfo, n_bytes: int) -> None:
         if self._is_written(info):
             return
-        members = self._index.members(info.set_id)
+        members = [] if info.is_open else self._index.members(info.set_id)
+        if not members:
+            self._index.take_over(info.set_id)
+            members = self._index.members(info.set_id)
         if not members:
             self._remove(info.set_id)
             return
@@ -217,7 +245,9 @@ class Housekeeper:
         """Out of the index first, then off the disk; bytes given back."""
         files = self._files_of(set_id)
         self._index.remove_set(set_id)
-        return 0 if files is None else files.unlink_set(set_id)
+        freed = 0 if files is None else files.unlink_set(set_id)
+        self._index.remove_set(set_id)  # who rebuilds the index may have read it back before its files were gone
+        return freed
 
     def _files_of(self, set_id: int) -> SegmentFiles | None:
         """The folder of a set's namespace; None for a set that is not registered."""

@@ -147,9 +147,10 @@ class Keeper:
 
     def begin_epoch(self) -> bytes:
         """Leaves the namespace for a new one that no other engine has; returns its id."""
-        self._done_with.epochs.append(self._epoch)
-        namespace = replace(self._epoch[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
+        left = self._epoch
+        namespace = replace(left[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
         self._epoch = (namespace, SetSupply(self._plan.slots, self._plan.spares))
+        self._done_with.epochs.append(left)  # now: nobody makes another set for it
         self._room.clear()
         self.refill()
         return namespace.id
@@ -171,11 +172,22 @@ class Keeper:
             plan = self._plan
             self._index.acquire_lease(writer_lease(plan.owner), plan.owner, now, plan.writer_lease_s)
             self._due.beat_s = now + plan.writer_lease_s / 3
+            self._leave_lost_sets()
+
+    def _leave_lost_sets(self) -> None:
+        """Others take over what a writer has open that gave no sign of life in time; and a lost index knows of no set.
+        What would be written there would be refused."""
+        ours = {info.set_id for info in self._index.sets() if info.owner == self._plan.owner}
+        lost = self.supply.forget_all_but(ours)
+        if lost:
+            log.warning("%d segment sets of this engine are no longer its own; it goes on in new ones", len(lost))
 
     def _rebuild_lost_index(self, now: float) -> None:
         if self._index.was_reset:
-            rebuilt = self._housekeeper.rebuild()
+            self._due.beat_s = 0.0  # this index knows of no sign of life
+            rebuilt = self._housekeeper.rebuild(lambda done, total: self._beat(self._housekeeper.clock()))
             self._index.rebuilt()
+            self._leave_lost_sets()
             for fault in rebuilt.unreadable:
                 log.warning("not read back into the index: %s", fault)
             if rebuilt.segments:

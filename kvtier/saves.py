@@ -24,7 +24,7 @@ from kvtier.backoff import Backoff
 from kvtier.codecs.base import Encoded, slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent
-from kvtier.index.base import Location, NewRecord
+from kvtier.index.base import NOBODY, Location, NewRecord
 from kvtier.io.ring import OpResult, WriteOp
 from kvtier.jobs import Jobs
 from kvtier.kernels.paged import Move, Patch
@@ -262,14 +262,15 @@ class Saver:
                 if result.bad_slabs:
                     self._worker.metrics.add(names.CHECKSUM_FAILURES)
                     log.error("chunk %s changed on its way to the storage; it is not stored", item.chunk.key.hex())
-            outcomes.update((item.chunk.key, _outcome(result)) for item, result in zip(fresh, results, strict=False))
+            outcomes.update((item.chunk.key, _failure(result)) for item, result in zip(fresh, results, strict=False))
             written = [
                 (item, Location(item.chunk.set_id, self._worker.share.rank, item.chunk.slot,
                                 self._slab_bytes(writes), writes, result.checksums))
                 for item, result in zip(fresh, results, strict=False) if result.ok
             ]  # fmt: skip
-            self._publish(written)
-            self._keep_slots(written, ours)
+            published = self._publish(written)
+            outcomes.update((item.chunk.key, SaveOutcome.SAVED) for item, _ in published)
+            self._keep_slots(published, ours)
             self._note_disk(outcomes)
         except TierUnavailable as fault:
             if fault.is_full:
@@ -278,7 +279,6 @@ class Saver:
                 )
             self._rest(str(fault))
         except (Corrupt, IndexUnavailable) as fault:
-            outcomes.update((key, SaveOutcome.FAILED) for key, was in outcomes.items() if was is SaveOutcome.SAVED)
             log.warning("a save fails: %s", fault)
         finally:
             self._end_hold(staged, {})
@@ -345,9 +345,14 @@ class Saver:
                        header.extent.n_heads, chunk.key, header.extent.first_head,
                        header.extent.first_layer, item.checksums)  # fmt: skip
 
-    def _publish(self, written: list[tuple[Staged, Location]]) -> None:
-        whole = self._worker.geometry.whole
-        self._worker.index.publish([NewRecord(item.chunk.key, location, whole) for item, location in written])
+    def _publish(self, written: list[tuple[Staged, Location]]) -> list[tuple[Staged, Location]]:
+        """Those that are visible now, or others' records of the same; not what lies in a set that was removed or taken
+        over meanwhile."""
+        index, whole = self._worker.index, self._worker.geometry.whole
+        if index.publish([NewRecord(item.chunk.key, location, whole) for item, location in written]) == len(written):
+            return written
+        taking = {info.set_id for info in index.sets() if info.owner != NOBODY}
+        return [(item, location) for item, location in written if location.set_id in taking]
 
     def _keep_slots(self, written: list[tuple[Staged, Location]], ours: list[Staged]) -> None:
         """What was saved may stay as a cache of itself, in the arena that it was written from and in the one above."""
@@ -381,7 +386,6 @@ class Saver:
             self._done += [SaveDone(chunk.key, chunk.set_id, chunk.slot, outcome) for chunk, outcome in outcomes]
 
 
-def _outcome(result: OpResult) -> SaveOutcome:
-    if result.ok:
-        return SaveOutcome.SAVED
+def _failure(result: OpResult) -> SaveOutcome:
+    """What is said of a record that was not written, or not published."""
     return SaveOutcome.NO_SPACE if result.error in (errno.ENOSPC, errno.EDQUOT) else SaveOutcome.FAILED

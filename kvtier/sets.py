@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 SET_SETTLE_S = 60.0
@@ -90,6 +91,17 @@ class SetSupply:
             settled = [s for s in self._full if s.pending <= 0 or now_s - s.full_since_s >= SET_SETTLE_S]
             self._full = [s for s in self._full if s not in settled]
             return [s.set_id for s in settled]
+
+    def forget_all_but(self, ours: Collection[int]) -> list[int]:
+        """Gives nothing more of the other sets: others have taken them over, or they are lost. Returns their ids."""
+        with self._lock:
+            sets = [s for s in (self._current, *self._spares, *self._full) if s is not None]
+            lost = [s.set_id for s in sets if s.set_id not in ours]
+            if self._current is not None and self._current.set_id in lost:
+                self._current = None
+            self._spares = deque(s for s in self._spares if s.set_id not in lost)
+            self._full = [s for s in self._full if s.set_id not in lost]
+            return lost
 
     def abandon(self) -> tuple[list[int], list[int]]:
         """Forgets all sets; returns (ids of the used ones, ids of those of which no slot was taken)."""

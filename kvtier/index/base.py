@@ -13,6 +13,9 @@ from typing import NamedTuple, Protocol
 
 from kvtier.geometry import Extent
 
+NOBODY = ""
+"""Owner of a set that was read back from its files, or taken over from a writer that gave no sign of life."""
+
 
 class Location(NamedTuple):
     """Where one rank's record of a chunk lies: `<set>-<rank>.kvseg`, slot `slot`."""
@@ -39,6 +42,7 @@ class SetInfo:
     """A segment set: the segments that one engine's ranks fill together. The unit of eviction.
 
     n_bytes: what its files take on disk over all ranks (they are allocated whole).
+    owner: the engine that fills it; NOBODY where only what its files hold may still become visible.
     is_open: its writer may still add records; it is not evicted while its writer lives.
     """
 
@@ -71,11 +75,16 @@ class Index(Protocol):
         """
         ...
 
-    def publish(self, records: Sequence[NewRecord]) -> int:
-        """Makes records visible, atomically for each key; returns how many were taken.
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+        """Makes records visible, atomically for each key; returns how many were taken. One that is visible already
+        counts.
 
-        Refused, and so not counted: a record of a set that is not registered (it was evicted while being written),
-        and one whose extent the entry already has from another location (the first writer wins).
+        from_files: they were read from segments just now, by whoever looks after the root; else written, by the set's
+        owner.
+
+        Refused, and so not counted: a record of a set that is not registered (it was evicted while being written) or
+        that is NOBODY's (its files may have been cut since the bytes were written) unless `from_files`, and one whose
+        extent the entry already has from another location (the first writer wins).
         """
         ...
 
@@ -83,8 +92,17 @@ class Index(Protocol):
         """Takes `location` out of the key's entry if it is still there; True if it was. Never touches another."""
         ...
 
-    def create_set(self, info: SetInfo) -> bool:
-        """Registers a set; False when its id is taken."""
+    def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
+        """Registers a set; False, and nothing is done, when its id is taken.
+
+        records: of it, read from its files; published in the same step, for a set without records may be removed any
+        moment.
+        """
+        ...
+
+    def take_over(self, set_id: int) -> None:
+        """The set is NOBODY's from now on: its writer, which may be alive after all, publishes nothing in it any more.
+        Before its files are cut or removed. Unknown ids are ignored."""
         ...
 
     def close_set(self, set_id: int, n_bytes: int) -> None:

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.index import entry, lmdb_env
-from kvtier.index.base import IndexCounts, Location, NewRecord, SetInfo
+from kvtier.index.base import NOBODY, IndexCounts, Location, NewRecord, SetInfo
 from kvtier.index.lmdb_env import View
 from kvtier.io.filesystem import file_system_of
 
@@ -118,32 +118,31 @@ class LmdbIndex:
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
         return self._shared.read(lambda view: view.leading("entries", keys, entry.is_complete))
 
-    def publish(self, records: Sequence[NewRecord]) -> int:
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
         taken = 0
         for first in range(0, len(records), _RECORDS_PER_TRANSACTION):
             batch = records[first : first + _RECORDS_PER_TRANSACTION]
-            taken += self._shared.write(partial(_publish, batch), adds=True)
+            taken += self._shared.write(partial(_publish, batch, from_files), adds=True)
         return taken
 
     def retract(self, key: bytes, location: Location) -> bool:
         return self._shared.write(lambda view: _retract(view, key, entry.place(location)))
 
-    def create_set(self, info: SetInfo) -> bool:
+    def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
         def work(view: View) -> bool:
             is_new = _get_set(view, info.set_id) is None
             if is_new:
                 _put_set(view, info)
+                _publish(records, True, view)
             return is_new
 
         return self._shared.write(work, adds=True)
 
-    def close_set(self, set_id: int, n_bytes: int) -> None:
-        def work(view: View) -> None:
-            info = _get_set(view, set_id)
-            if info is not None:
-                _put_set(view, replace(info, is_open=False, n_bytes=n_bytes))
+    def take_over(self, set_id: int) -> None:
+        self._change_set(set_id, lambda info: replace(info, owner=NOBODY))
 
-        self._shared.write(work)
+    def close_set(self, set_id: int, n_bytes: int) -> None:
+        self._change_set(set_id, lambda info: replace(info, is_open=False, n_bytes=n_bytes))
 
     def sets(self) -> list[SetInfo]:
         return self._shared.read(_sets)
@@ -178,10 +177,15 @@ class LmdbIndex:
             self._shared.write(work)
 
     def pin_set(self, set_id: int, pinned: bool) -> bool:
+        return self._change_set(set_id, lambda info: replace(info, is_pinned=pinned))
+
+    def _change_set(self, set_id: int, change: Callable[[SetInfo], SetInfo]) -> bool:
+        """False when there is no such set."""
+
         def work(view: View) -> bool:
             info = _get_set(view, set_id)
             if info is not None:
-                _put_set(view, replace(info, is_pinned=pinned))
+                _put_set(view, change(info))
             return info is not None
 
         return self._shared.write(work)
@@ -237,13 +241,14 @@ def _this_boot() -> str:
         return file.read().strip()
 
 
-def _publish(records: Sequence[NewRecord], view: View) -> int:
-    return sum(_publish_one(view, record) for record in records)
+def _publish(records: Sequence[NewRecord], from_files: bool, view: View) -> int:
+    return sum(_publish_one(view, record, from_files) for record in records)
 
 
-def _publish_one(view: View, record: NewRecord) -> bool:
+def _publish_one(view: View, record: NewRecord, from_files: bool) -> bool:
     location = record.location
-    if view.get("sets", _SET_ID.pack(location.set_id)) is None:
+    info = _get_set(view, location.set_id)
+    if info is None or (info.owner == NOBODY and not from_files):
         return False
     member = _MEMBER.pack(*entry.place(location))
     if view.get("members", member) not in (None, record.key):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.index import entry
-from kvtier.index.base import IndexCounts, Location, NewRecord, SetInfo
+from kvtier.index.base import NOBODY, IndexCounts, Location, NewRecord, SetInfo
 
 
 @dataclass(slots=True)
@@ -49,13 +49,14 @@ class MemoryIndex:
                 found.append(value)
         return found
 
-    def publish(self, records: Sequence[NewRecord]) -> int:
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
         with self._lock:
-            return sum(self._publish_one(record) for record in records)
+            return sum(self._publish_one(record, from_files) for record in records)
 
-    def _publish_one(self, record: NewRecord) -> bool:
+    def _publish_one(self, record: NewRecord, from_files: bool) -> bool:
         location = record.location
-        if location.set_id not in self._sets:
+        info = self._sets.get(location.set_id)
+        if info is None or (info.owner == NOBODY and not from_files):
             return False
         members = self._members[location.set_id]
         if members.get((location.rank, location.slot), record.key) != record.key:
@@ -83,13 +84,20 @@ class MemoryIndex:
         else:
             del self._entries[key]
 
-    def create_set(self, info: SetInfo) -> bool:
+    def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
         with self._lock:
             if info.set_id in self._sets:
                 return False
             self._sets[info.set_id] = info
             self._members[info.set_id] = {}
+            for record in records:
+                self._publish_one(record, from_files=True)
             return True
+
+    def take_over(self, set_id: int) -> None:
+        with self._lock:
+            if set_id in self._sets:
+                self._sets[set_id] = replace(self._sets[set_id], owner=NOBODY)
 
     def close_set(self, set_id: int, n_bytes: int) -> None:
         with self._lock:

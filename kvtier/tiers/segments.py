@@ -111,6 +111,9 @@ class SegmentFiles:
             raise _unavailable(self.folder, fault) from fault
         return sorted(parsed for name in names if (parsed := parse_segment_name(name)))
 
+    def exists(self, set_id: int, rank: int) -> bool:
+        return (self.folder / segment_name(set_id, rank)).exists()
+
     def set_bytes(self) -> dict[int, int]:
         """Bytes that each segment set's files take on disk."""
         total: dict[int, int] = {}

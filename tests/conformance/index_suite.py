@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from kvtier.geometry import Extent
 from kvtier.index import entry
-from kvtier.index.base import Index, IndexCounts, Location, NewRecord, SetInfo
+from kvtier.index.base import NOBODY, Index, IndexCounts, Location, NewRecord, SetInfo
 
 WHOLE = Extent(0, 4, 0, 8)
 LOWER, UPPER = Extent(0, 4, 0, 4), Extent(0, 4, 4, 4)
@@ -119,6 +120,28 @@ class IndexSuite:
         index.remove_set(2)
         assert index.publish([record(6, at(2, 1))]) == 0
         assert index.counts() == IndexCounts(0, 0, 0, 0)
+
+    def test_a_set_that_was_taken_over_takes_what_its_files_hold_and_nothing_else(self, index: Index) -> None:
+        put_set(index, 1, [0])
+        put_set(index, 2)
+        index.take_over(1)
+        index.take_over(9)
+        assert [info.owner for info in index.sets()] == [NOBODY, "engine-1"]
+        assert [info.is_open for info in index.sets()] == [True, True]
+        assert index.publish([record(1, at(1, 1)), record(2, at(2, 0))]) == 1
+        assert index.resolve([key(1)]) == []
+        assert index.publish([record(1, at(1, 1))], from_files=True) == 1
+        assert len(index.resolve(keys([0, 1]))) == 2
+        index.close_set(2, 10)
+        assert index.publish([record(3, at(2, 1))]) == 1, "what its own writer has still on its way"
+
+    def test_a_set_that_is_read_back_comes_with_its_records(self, index: Index) -> None:
+        info = replace(set_info(1, owner=NOBODY), is_open=False)
+        assert index.create_set(info, [record(0, at(1, 0)), record(1, at(1, 1))])
+        assert index.sets() == [info]
+        assert index.members(1) == [(key(0), at(1, 0)), (key(1), at(1, 1))]
+        assert not index.create_set(info, [record(2, at(1, 2))])
+        assert index.resolve([key(2)]) == [] and len(index.resolve(keys([0, 1]))) == 2
 
     def test_publish_counts_what_it_takes(self, index: Index) -> None:
         put_set(index, 1, [0])

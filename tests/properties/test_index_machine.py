@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.geometry import Extent
 from kvtier.index import entry
-from kvtier.index.base import Location, NewRecord, SetInfo
+from kvtier.index.base import NOBODY, Location, NewRecord, SetInfo
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 
@@ -45,9 +45,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.close()
         shutil.rmtree(self.folder)
 
-    @rule(records=st.lists(RECORDS, max_size=5))
-    def publish(self, records: list[NewRecord]) -> None:
-        assert self.index.publish(records) == self.model.publish(records)
+    @rule(records=st.lists(RECORDS, max_size=5), from_files=st.booleans())
+    def publish(self, records: list[NewRecord], from_files: bool) -> None:
+        assert self.index.publish(records, from_files) == self.model.publish(records, from_files)
 
     @rule(key=st.sampled_from(KEYS), location=LOCATIONS)
     def retract(self, key: bytes, location: Location) -> None:
@@ -63,6 +63,17 @@ class IndexMachine(RuleBasedStateMachine):
     def create_set(self, set_id: int, owner: str, n_bytes: int) -> None:
         info = SetInfo(set_id, KEYS[0], owner, n_bytes, self.now_s, self.now_s)
         assert self.index.create_set(info) == self.model.create_set(info)
+
+    @rule(set_id=SET_IDS, records=st.lists(RECORDS, max_size=5))
+    def read_back_set(self, set_id: int, records: list[NewRecord]) -> None:
+        info = SetInfo(set_id, KEYS[0], NOBODY, 1, self.now_s, self.now_s, is_open=False)
+        mine = [record for record in records if record.location.set_id == set_id]
+        assert self.index.create_set(info, mine) == self.model.create_set(info, mine)
+
+    @rule(set_id=SET_IDS)
+    def take_over(self, set_id: int) -> None:
+        self.index.take_over(set_id)
+        self.model.take_over(set_id)
 
     @rule(set_id=SET_IDS, n_bytes=st.integers(0, 2**40))
     def close_set(self, set_id: int, n_bytes: int) -> None:
