@@ -105,12 +105,14 @@ def test_tables_of_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     kernels[0]["tb_s"] = 1.5
     kernels[1]["faults"] = kernels[2]["faults"] = ["decode"]
-    reloads = {"tokens": 8192, "hit_tokens": 8192, "ttft_s": 0.03, "all_s": [0.03], "load_bytes_s": 20e9}
-    rows = [reloads | {"system": name} for name in ("kvtier", "kvtier, hbm arena")]
+    short = {"tokens": 8192, "hit_tokens": 8192, "ttft_s": 0.03, "all_s": [0.03], "load_bytes_s": 20e9}
+    long = {"tokens": 100_000, "hit_tokens": 99_840, "ttft_s": 0.15, "all_s": [0.15]}
+    rows = [short | {"system": "kvtier"}, *(long | {"system": name} for name in ("kvtier", "kvtier, hbm arena"))]
     head = {"commit": "abc", "date": "2026-11-21"}
     changed = {
         "codec_kernels": head | {"copy_gb_s": 4000.0, "rows": kernels},
         "ttft_tmpfs_k4v4": head | {"extra": {"codec": "k4v4"}, "rows": rows},
+        "ttft_disk_k4v4": head | {"extra": {"codec": "k4v4"}, "rows": [long | {"system": "kvtier", "ttft_s": 1.3}]},
     }
     reading(monkeypatch, changed)
     monkeypatch.setattr(tables_codecs, "has", changed.__contains__)
@@ -119,7 +121,10 @@ def test_tables_of_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.endswith(f"theory: {tables_codecs.GOAL_CASES[0]}: decode.")
     monkeypatch.setattr(tables_codecs, "codec_runs", lambda: ["ttft_tmpfs_k4v4"])
     text = "\n".join(tables_codecs.reloads())
-    assert "codec k4v4" in text and "kvtier from the hbm arena" in text and "| 8,192 | 30 | 30 | 20.0 GB/s |" in text
+    assert "codec k4v4" in text and "| tokens | from tmpfs | from the hbm arena | from the disk |" in text
+    assert "| 8,192 | 30, 20.0 GB/s |  |  |" in text and "| 100,000 | 150 | 150 | 1,300 |" in text
+    assert "Missed: 100,000 tokens from the disk 1,300 ms (goal 1,200); 100,000 tokens from the hbm arena" in text
+    assert "Met: 100,000 tokens from tmpfs 150 ms (goal 180)" in text
 
 
 def test_lookup_and_fio_in_the_readme_are_absolute_and_with_their_spread() -> None:
