@@ -316,3 +316,38 @@ def test_no_set_is_left_open_by_an_epoch_that_ends_while_its_keeper_ticks(tmp_pa
     keeper.tick()
     assert [info for info in engine.store._index.sets() if info.namespace == left] == []
     engine.close()
+
+
+def test_the_slot_of_a_write_that_took_too_long_is_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lands when the chunk was long answered as failed, and would land in the record of another chunk."""
+    writer = engine_of(tmp_path, 6)
+    worker = writer.transfers[0]._worker
+    submit, late = worker.io.ring.submit, []
+
+    class Late:
+        """Begins when it is told to land, whatever was said of it before."""
+
+        def __init__(self, ops: Sequence[Any]) -> None:
+            self._ops = ops
+            late.append(self)
+
+        def wait(self, timeout_s: float) -> bool:
+            return not self._ops
+
+        def cancel(self) -> None:
+            """Too late."""
+
+        def land(self) -> None:
+            batch = submit(self._ops)
+            assert batch.wait(10) and all(result.ok for result in batch.results())
+            self._ops = ()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.io.ring, "submit", Late)
+        assert told(writer, tokens_of(1)) == {SaveOutcome.FAILED}
+    wait_until(lambda: told(writer, tokens_of(2)) == {SaveOutcome.SAVED})
+    late[0].land()
+    writer.close()
+    assert loads(tmp_path, tokens_of(2)) == 2
