@@ -1,4 +1,5 @@
-"""Kills a writer at random moments and looks at what it left. Run by test_kill.py; prints one line of JSON.
+"""Kills a writer at random moments and looks at what it left: all that it was told is saved, and nothing that is wrong.
+Run by test_kill.py; prints one line of JSON.
 
     python -m tests.crash.kill_writers ROOT KILLS SEED
 
@@ -21,21 +22,42 @@ from pathlib import Path
 import torch
 
 from kvtier.inspect import verify
+from kvtier.plan import SaveDone, SaveOutcome
 from kvtier.root import find_root
 from kvtier.store import WantedChunk
 from tests.core.rig import Engine
 
 SEQUENCES = 40
 CHUNKS = 5
+RANKS = 2
+SIZES: dict[str, object] = {"segment_bytes": 1 << 20, "capacity_bytes": 1 << 30}
+"""Sets of 14 chunks, which fill all the time, and room for all that is written: nothing is evicted."""
 
 
 def tokens_of(number: int) -> list[int]:
     return list(range(10_000 * number, 10_000 * number + 64 * CHUNKS))
 
 
+class Claims:
+    """Keys of the chunks that all ranks answered to be saved or present, a line each in a file that outlives us."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        self._answers: dict[tuple[bytes, int, int], int] = {}
+
+    def note(self, saves: list[SaveDone]) -> None:
+        for done in saves:
+            if done.outcome in (SaveOutcome.SAVED, SaveOutcome.PRESENT):
+                place = done.key, done.set_id, done.slot
+                self._answers[place] = self._answers.get(place, 0) + 1
+                if self._answers[place] == RANKS:
+                    os.write(self._file, done.key.hex().encode() + b"\n")
+
+
 def write_forever(root: Path, seed: int, ready: int) -> None:
     """Saves one sequence after another without waiting for any, as an engine does."""
-    engine = Engine(root, tensor_size=2, n_blocks=64)
+    engine = Engine(root, tensor_size=RANKS, n_blocks=64, changes=SIZES)
+    claims = Claims(root / "claims")
     engine.wait_for_set(30.0)  # one killed while it evicted holds the lease for a while
     order = random.Random(seed)
     blocks = list(range(20))
@@ -50,12 +72,16 @@ def write_forever(root: Path, seed: int, ready: int) -> None:
         for transfer in engine.transfers:
             if plan is not None:
                 transfer.save(plan)
-            engine.store.saved(transfer.poll().saves)
+            saves = transfer.poll().saves
+            claims.note(saves)
+            engine.store.saved(saves)
 
 
 def check(root: Path, report: int) -> None:
     """Loads everything that is offered, compares it with what was computed, and verifies the root."""
-    engine = Engine(root, n_blocks=64)
+    engine = Engine(root, n_blocks=64, changes=SIZES)
+    claimed = {bytes.fromhex(line) for line in (root / "claims").read_text().split()}
+    lost = sum(not engine.store._index.resolve([key]) for key in claimed)
     loaded = wrong = failed = 0
     for number in range(SEQUENCES):
         tokens, blocks = tokens_of(number), list(range(20))
@@ -68,7 +94,15 @@ def check(root: Path, report: int) -> None:
     found = verify(find_root(root), engine.store._index)
     bad = [f"{finding.segment} slot {finding.slot}: {finding.what}" for finding in found.bad]
     engine.close()
-    result = {"loaded": loaded, "wrong": wrong, "failed": failed, "bad": bad, "records": found.records}
+    result = {
+        "claimed": len(claimed),
+        "lost": lost,
+        "loaded": loaded,
+        "wrong": wrong,
+        "failed": failed,
+        "bad": bad,
+        "records": found.records,
+    }
     os.write(report, json.dumps(result).encode())
 
 
