@@ -11,7 +11,7 @@
 #   kernels      gather, scatter, checksum                                             60   120
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
 #   rate         verified loads without an engine                                      25   120
-#   codecs       turboquant's kernels (TUNE: other tilings too)                        60   200
+#   codecs       the codecs' kernels (TUNE: other tilings too)                           90   200
 #   equality     blocks and tokens, CUDA graphs on; of each of MODELS                 150   280 each
 #   load         32 requests at capacity                                              110   330
 #   demo         what `make demo` runs, with this vLLM                                100   240
