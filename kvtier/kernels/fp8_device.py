@@ -27,9 +27,10 @@ class Tiling(NamedTuple):
     warps: int
 
 
-ENCODE_TILINGS = (Tiling(8192, 4), Tiling(4096, 4), Tiling(4096, 2), Tiling(16384, 8), Tiling(16384, 4))
-DECODE_TILINGS = ENCODE_TILINGS
-"""What benchmarks/gpu/codec_kernels.py --tune tries. The first of each is the one in use."""
+ENCODE_TILINGS = (Tiling(16384, 8), Tiling(4096, 4), Tiling(4096, 2), Tiling(8192, 4), Tiling(16384, 4))
+DECODE_TILINGS = (Tiling(4096, 4), Tiling(16384, 4), Tiling(16384, 8), Tiling(4096, 2), Tiling(8192, 4))
+"""What benchmarks/gpu/codec_kernels.py --tune tries. The first of each is the one in use: the quickest on an H200 at
+d=128, 2.23 TB/s of the engine's bytes to encode and 2.38 to decode, 79 and 85 % of what the bytes allow."""
 
 
 class CudaFp8:

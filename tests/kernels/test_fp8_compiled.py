@@ -11,11 +11,13 @@ from tests.kernels.fresh_process import lines_of
 
 def test_accesses_are_wide_and_vectors_stay_where_they_are(tmp_path: Path) -> None:
     kernels = lines_of("tests.kernels.compile_fp8", tmp_path, timeout_s=120)
-    tiling = fp8_device.ENCODE_TILINGS[0]
-    vectors = tiling.elements // (tiling.warps * 32) // 8  # a thread's, of 16 bytes, of each plane
+    encoded, decoded = (
+        tilings[0].elements // (tilings[0].warps * 32) // 8  # a thread's vectors of 16 bytes, of each plane
+        for tilings in (fp8_device.ENCODE_TILINGS, fp8_device.DECODE_TILINGS)
+    )
     for encode, decode in zip(kernels[::2], kernels[1::2], strict=True):
-        assert encode["ld.global.v4.b32"] == encode["st.global.v2.b32"] == 2 * vectors
-        assert decode["ld.global.v2.b32"] == decode["st.global.v4.b32"] == 2 * vectors
+        assert encode["ld.global.v4.b32"] == encode["st.global.v2.b32"] == 2 * encoded
+        assert decode["ld.global.v2.b32"] == decode["st.global.v4.b32"] == 2 * decoded
         assert not any("shared" in name or name == "bar.sync" for name in decode)
         shared = sum(count for name, count in encode.items() if "st.shared" in name)
         assert shared <= 10, "scales of two tiles, and sums over the warps: no vector"
