@@ -27,10 +27,11 @@ LAYERS = (
      "kvtier.inspect", "kvtier.doctor"),
     ("kvtier.eviction", "kvtier.slots", "kvtier.jobs", "kvtier.plan", "kvtier.sets", "kvtier.sources",
      "kvtier.admission", "kvtier.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
-     "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.fingerprint"),
+     "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.fingerprint",
+     "kvtier.machine"),
     ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
      "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.capacity", "kvtier.model_config",
-     "kvtier.model_parameters", "kvtier.model_weights"),
+     "kvtier.model_parameters", "kvtier.model_weights", "kvtier.entry"),
 )  # fmt: skip
 # module -> what it may not reach, however many imports lie between.
 NEVER_REACHES = {

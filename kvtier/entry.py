@@ -1,0 +1,43 @@
+"""What importing kvtier does before anything else: which folder its modules come from, and how its log lines begin."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+PREFIX = "kvtier: "
+
+
+def installed_instead(own: Sequence[str]) -> list[str]:
+    """The folders that kvtier's modules are looked for in. own: the one that was found first.
+
+    In a checkout that is `kvtier/`, without the connectors (they lie beside it) and without what is compiled. Python
+    finds it before an installed kvtier when it runs in the checkout, as `python -m vllm...` does; then all modules
+    come from the installed one. Where that is an editable install, they are the checkout's anyway.
+    """
+    if any(os.path.isdir(os.path.join(folder, "connectors")) for folder in own):
+        return list(own)
+    for entry in sys.path:
+        folder = os.path.join(entry, "kvtier")
+        if os.path.isfile(os.path.join(folder, "connectors", "__init__.py")):
+            return [folder]
+    return list(own)
+
+
+class _Named(logging.Filter):
+    """Begins each line with "kvtier: ", for `grep` among an engine's."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if not text.startswith(PREFIX):
+            record.msg, record.args = PREFIX + text, ()
+        return True
+
+
+def name_log_lines() -> None:
+    """All modules log by this one logger."""
+    log = logging.getLogger("kvtier")
+    if not any(isinstance(each, _Named) for each in log.filters):
+        log.addFilter(_Named())
