@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.tables_common import RESULTS, by_length, has, judged, made, milliseconds, read, table, verdict
+from benchmarks.tables_common import RESULTS, by_length, has, judged, made, mark, milliseconds, read, table, verdict
 from benchmarks.tables_gpu import ARENA, HBM_ARENA
 
 GOAL_TB_S = 2.0
@@ -37,9 +37,14 @@ def kernels() -> list[str]:
         *table(["pages", *KERNELS], [[case, *(cell(case, kernel) for kernel in KERNELS)] for case in cases]),
         "",
         f"The goal, {GOAL_TB_S} TB/s for encode and for verify+decode of k4v4 and k4v3, is {verdict(not missed)}"
-        f"{': ' + '; '.join(missed) if missed else ''}. Wrong bytes and errors beyond theory: "
+        f"{': ' + '; '.join(missed) if missed else ''}. Without the host's part, which is the time between two "
+        f"launches: verify+decode {_on_device(rows)}. Wrong bytes and errors beyond theory: "
         f"{'; '.join(wrong) or 'none'}.",
     ]  # fmt: skip
+
+
+def _on_device(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
+    return ", ".join(f"{case.split()[0]} {rows[case, 'verify+decode']['device_tb_s']:.2f}" for case in GOAL_CASES)
 
 
 def codec_runs() -> list[str]:
@@ -58,13 +63,10 @@ def reloads() -> list[str]:
         of = {place: rows for found in places for place, rows in found.items()}
         lengths = sorted({tokens for rows in of.values() for tokens in rows})
         cells = [[f"{tokens:,}", *(_cell(of[place].get(tokens)) for place in of)] for tokens in lengths]
-        goals = [(of[place][GOAL_TOKENS], goal_s, place) for place, goal_s in GOALS_S.items()
-                 if GOAL_TOKENS in of.get(place, {})]  # fmt: skip
         said = [(row["ttft_s"] <= goal_s, f"{GOAL_TOKENS:,} tokens {place} {1000 * row['ttft_s']:,.0f} ms "
-                 f"(goal {1000 * goal_s:,.0f})") for row, goal_s, place in goals]  # fmt: skip
-        how = "; ".join(
-            f"{'disk' if 'disk' in name else 'tmpfs'}: {made(read(name))}, {_prompts(name)}" for name in runs
-        )
+                 f"(goal {1000 * goal_s:,.0f})") for row, goal_s, place in _goals(of)]  # fmt: skip
+        counts = ", ".join(f"{'disk' if 'disk' in name else 'tmpfs'} {_prompts(name)}" for name in runs)
+        how = f"{'; '.join(dict.fromkeys(made(read(name)) for name in runs))}; of each length {counts}"
         text += [
             *([""] if text else []),
             f"**Reloads with codec {codec}** ({how}; time to the first token in ms, and GB/s of encoded bytes):",
@@ -73,6 +75,34 @@ def reloads() -> list[str]:
             *(["", judged(said)] if said else []),
         ]
     return text
+
+
+def in_short() -> list[str]:
+    """For the README: a line a codec that was run in an engine, and one on the kernels."""
+    lines = []
+    for run in codec_runs():
+        codec = read(run)["extra"]["codec"]
+        of = _places(run, "from tmpfs")
+        if has(f"ttft_disk_{codec}"):
+            of |= _places(f"ttft_disk_{codec}", "from the disk")
+        times = [f"{1000 * row['ttft_s']:,.0f} ms {place} (goal {1000 * goal_s:,.0f}: "
+                 f"{verdict(row['ttft_s'] <= goal_s)})" for row, goal_s, place in _goals(of)]  # fmt: skip
+        if times:
+            lines.append(f"**Codec {codec}**{mark(run)}, {GOAL_TOKENS:,} tokens: {', '.join(times)}.")
+    if has("codec_kernels"):
+        rows = {(row["case"], row["kernel"]): row for row in read("codec_kernels")["rows"]}
+        rates = {kernel: [rows[case, kernel]["tb_s"] for case in GOAL_CASES] for kernel in GOAL_KERNELS}
+        said = [f"{kernel} {' and '.join(f'{rate:.2f}' for rate in of)} TB/s (goal {GOAL_TB_S:.0f}: "
+                f"{verdict(min(of) >= GOAL_TB_S)})" for kernel, of in rates.items()]  # fmt: skip
+        lines.append(
+            f"**Codecs' kernels**{mark('codec_kernels')}, k4v4 and k4v3, of the engine's bytes: {', '.join(said)}."
+        )
+    return lines
+
+
+def _goals(of: dict[str, dict[int, dict[str, Any]]]) -> list[tuple[dict[str, Any], float, str]]:
+    return [(of[place][GOAL_TOKENS], goal_s, place) for place, goal_s in GOALS_S.items()
+            if GOAL_TOKENS in of.get(place, {})]  # fmt: skip
 
 
 def _places(run: str, place: str) -> dict[str, dict[int, dict[str, Any]]]:
@@ -87,7 +117,7 @@ def _places(run: str, place: str) -> dict[str, dict[int, dict[str, Any]]]:
 
 def _prompts(run: str) -> str:
     n = max(len(row["all_s"]) for row in read(run)["rows"] if row["system"] == "kvtier")
-    return f"{n} prompt{'s' * (n > 1)} of each length"
+    return f"{n} prompt{'s' * (n > 1)}"
 
 
 def _cell(row: dict[str, Any] | None) -> str:

@@ -57,9 +57,28 @@ def code_of(result: dict[str, Any]) -> str:
     return note if note.startswith("kvtier at ") else f"kvtier at {result.get('commit') or 'a commit not written down'}"
 
 
+SHARED = ", on a machine of four GPUs while other experiments ran on the other ones"
+"""Their kernels were not disturbed by that; what a CPU or the host's memory has part in was: the floor, which is
+vLLM's alone, took twice as long there."""
+
+
+MARK = "‡"
+
+
+def mark(name: str) -> str:
+    """What a line that is too short for `made` says of a run on a shared machine."""
+    return f" {MARK}" * is_shared(read(name))
+
+
 def made(result: dict[str, Any]) -> str:
-    """Of which code a result is, and of which day."""
-    return f"{code_of(result)}, {result['date'][:10]}"
+    """Of which code a result is, of which day, and whether other work ran beside it (lanes of run_h200.sh)."""
+    return f"{code_of(result)}, {result['date'][:10]}{SHARED * is_shared(result)}"
+
+
+def is_shared(result: dict[str, Any]) -> bool:
+    """Nothing else asks for a machine of four: no experiment has so many."""
+    machine = result.get("machine")
+    return isinstance(machine, dict) and len(machine.get("gpus", ())) == 4
 
 
 def judged(goals: list[tuple[bool, str]]) -> str:

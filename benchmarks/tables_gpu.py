@@ -9,7 +9,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from benchmarks import tables_before, tables_gpu_checks
+from benchmarks import tables_beside, tables_gpu_checks
 from benchmarks.tables_common import (
     NAMES,
     PEERS,
@@ -28,7 +28,7 @@ ARENA_GOAL_S = 0.34
 TRANSFER_GOAL_PERCENT = 85.0
 DISK_GOAL_TIMES = 1.15
 ARENA, HBM_ARENA = "kvtier, host arena", "kvtier, hbm arena"
-CEILINGS = ("ceilings", "ceilings_host")
+CEILINGS = ("ceilings",)
 Rows = dict[int, dict[str, dict[str, Any]]]
 
 
@@ -79,7 +79,7 @@ def tmpfs_rows(result: dict[str, Any]) -> tuple[Rows, str]:
         return rows, ""
     peers = read("ttft_tmpfs_peers")
     boots = {found["machine"].get("boot") for found in (result, peers)}
-    if tables_before.is_whole(peers) or len(boots) > 1 or None in boots:
+    if tables_beside.is_whole(peers) or len(boots) > 1 or None in boots:
         return rows, ""
     for tokens, of in by_length(peers).items():
         rows.get(tokens, {}).update(of)
@@ -140,7 +140,8 @@ def goals_of(lengths: Rows) -> list[tuple[bool, str]]:
 
 def counts(lengths: Rows, others: list[str]) -> str:
     of = lengths[min(lengths)]
-    text = f"{len(of['kvtier']['all_s'])} prompts of each length"
+    n = len(of["kvtier"]["all_s"])
+    text = f"{n} prompt{'s' * (n > 1)} of each length"
     return text + "".join(f", {NAMES[name]} {len(of[name]['all_s'])}" for name in others)
 
 
@@ -153,8 +154,6 @@ def _slower(lengths: Rows, others: list[str]) -> str:
 
 def disk() -> list[str]:
     result = read("ttft_disk")
-    if not result.get("probe_tokens"):
-        return tables_before.disk(ceiling_of(result, ceilings_beside(result)), DISK_GOAL_TIMES)
     lengths = by_length(result)
     others = [name for name in PEERS if name in lengths[min(lengths)]]
     rows, goals, again = [], [], []
@@ -201,6 +200,6 @@ def two_ttft() -> list[str]:
 
 
 SECTIONS: tuple[Callable[[], list[str]], ...] = (
-    machine, ttft, tables_before.peers, disk, two_ttft, tables_gpu_checks.kernels, tables_gpu_checks.saving,
+    machine, ttft, tables_beside.peers, disk, two_ttft, tables_gpu_checks.kernels, tables_gpu_checks.saving,
     tables_gpu_checks.equality, tables_gpu_checks.two_gpus, tables_gpu_checks.load_mix, tables_gpu_checks.demo,
 )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import tables_before
 from benchmarks.tables_common import has, made, read, span, table, verdict
 
 TTFT_LOSS_GOAL_PERCENT, DECODE_LOSS_GOAL_PERCENT, DURABLE_GOAL_PERCENT = 1.5, 3.0, 85.0
@@ -68,14 +67,7 @@ def saving() -> list[str]:
 
 
 def decoding(result: dict[str, Any]) -> tuple[list[str], str]:
-    """The row and the text of what saving costs requests that decode meanwhile."""
-    if "decode" in result["summary"]:
-        return _decode(result)
-    return tables_before.decode(result, DECODE_LOSS_GOAL_PERCENT)
-
-
-def _decode(result: dict[str, Any]) -> tuple[list[str], str]:
-    """The row and the text of windows of one length that last until the prompt is durable."""
+    """The row and the text of what saving costs requests that decode meanwhile, until the prompt is durable."""
     found, goal = result["summary"]["decode"], DECODE_LOSS_GOAL_PERCENT
     losses, loss = found["all_loss_percent"], found["loss_percent"]
     what = f"32 requests that decode while {result['length']:,} tokens are computed and until they are durable"
@@ -134,7 +126,7 @@ def load_mix() -> list[str]:
     there = (
         f", though only {hit:,} of its {whole:,} tokens were still there" if hit < whole else f" (all {whole:,} tokens)"
     )
-    rounds = _rounds(result) if "rounds_counted" in found else tables_before.rounds(result)
+    rounds = _rounds(result)
     return [
         f"**{shape['requests']} requests at once on a tier that is full and evicts** (`benchmarks/gpu/load_mix.py`; "
         f"{made(result)}): "

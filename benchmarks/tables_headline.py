@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import tables_before, tables_codecs, tables_gpu, tables_gpu_checks
+from benchmarks import tables_beside, tables_codecs, tables_gpu, tables_gpu_checks
 from benchmarks.tables_common import (
+    MARK,
     NAMES,
     PEERS,
     by_length,
     has,
     judged,
     made,
+    mark,
     milliseconds,
     read,
     span,
@@ -80,7 +82,7 @@ def _judged(goals: list[tuple[bool, str]]) -> str:
 
 def _said_of(others: dict[str, str]) -> str:
     """What runs beside an older kvtier differ in, and where that one was slower."""
-    runs = list(dict.fromkeys(run for run in OTHER_RUNS if has(run) and tables_before.is_whole(read(run))))
+    runs = list(dict.fromkeys(run for run in OTHER_RUNS if has(run) and tables_beside.is_whole(read(run))))
     own = {
         run: " / ".join(milliseconds(of["kvtier"]).partition(" (")[0] for of in rows_of(run).values()) for run in runs
     }
@@ -97,7 +99,8 @@ def _said_of(others: dict[str, str]) -> str:
 
 def others() -> list[str]:
     """A line for each other question, and what has no answer yet."""
-    lines = [_disk(), _saving(), _kernels(), _equality(), _load_mix(), *_two_gpus()]
+    lines = [*_shared(), _disk(), _saving(), _kernels(), _equality(), _load_mix(), *_two_gpus()]
+    lines += [*tables_codecs.in_short(), *_quality()]
     runs = tables_codecs.codec_runs()
     measured = {
         "two GPUs": has("two_gpus_equal"),
@@ -115,30 +118,55 @@ def others() -> list[str]:
     ]
 
 
+def _shared() -> list[str]:
+    """A later run, where other experiments ran on the same machine."""
+    if not has("ttft_tmpfs_shared"):
+        return []
+    result = read("ttft_tmpfs_shared")
+    of = {name: " / ".join(short(row.get(name)) for row in by_length(result).values())
+          for name in ("floor", "kvtier", "native")}  # fmt: skip
+    lengths = " / ".join(f"{tokens:,}" for tokens in by_length(result))
+    return [
+        f"{MARK} {made(result)}. **From tmpfs** there {lengths} tokens in {of['kvtier']} ms, the floor "
+        f"{of['floor']}, vLLM's own tiering {of['native']}: the floor, which kvtier has no part in, is about twice "
+        "that of the table above, so times of such runs are no better than bounds."
+    ]
+
+
+def _quality() -> list[str]:
+    if not has("quality"):
+        return []
+    result = read("quality")
+    rows = {row["method"]: row for row in result["rows"] if row["condition"] == "as trained"}
+    shown = "; ".join(
+        f"{name} {rows[name]['kl_mean']['value']:.1e} and {rows[name]['top1']['value']:.1%}"
+        for name in ("raw", "fp8", "k4v4", "k4v3", "k2v2")
+    )
+    return [
+        f"**Quality**{mark('quality')}, one small Llama trained for it, KL to bf16 KV in nats and same top token: "
+        f"{shown}. Nothing is said of other models ([plot](benchmarks/results/gpu/quality.svg))."
+    ]
+
+
 def _disk() -> str:
     result = read("ttft_disk")
     rows = [row for row in result["rows"] if row["system"] == "kvtier"]
     shares = [row["load_percent_of_limit"] for row in rows]
-    has_floor, limit = bool(result.get("probe_tokens")), result["limit_bytes_s"]
-    times = [row["times_limit"] if has_floor else row["ttft_s"] * limit / row["bytes"] for row in rows]
-    goal_times = tables_gpu.DISK_GOAL_TIMES
-    outcome = f"{goal_times}: {verdict(max(times) <= goal_times)}"
-    if not has_floor:
-        above = [f"{row['tokens']:,}" for row, found in zip(rows, times, strict=True) if found > goal_times]
-        outcome = f"{goal_times} less the floor, which was not measured: **not shown** at {', '.join(above) or 'none'}"
+    times, goal_times = [row["times_limit"] for row in rows], tables_gpu.DISK_GOAL_TIMES
     return (
-        f"**From the disk** a reload moves at {span(shares)}% of direct reads and takes {span(times, 2)} times what "
-        f"its bytes take at that rate (goal {outcome})."
+        f"**From the disk**{mark('ttft_disk')} a reload moves at {span(shares)}% of direct reads and takes over the "
+        f"floor {span(times, 2)} times what its bytes take at that rate (goal {goal_times}: "
+        f"{verdict(max(times) <= goal_times)})."
     )
 
 
 def _saving() -> str:
     found = read("save_cost")["summary"]
     row = tables_gpu_checks.decoding(read("save_cost"))[0]
-    rest = "" if "decode" in found else "; what it costs them afterwards, until all is durable, is **not known**"
     return (
-        f"**Saving** changes the cold time to the first token by {found['ttft_loss_percent']:+.1f}% and writes at "
-        f"{found['durable_percent_of_direct']:.0f}% of bare direct writes; {row[0]}: {row[3]} (goal {row[4]}){rest}."
+        f"**Saving**{mark('save_cost')} changes the cold time to the first token by "
+        f"{found['ttft_loss_percent']:+.1f}% and writes at {found['durable_percent_of_direct']:.0f}% of bare direct "
+        f"writes; {row[0]}: {row[3]} (goal {row[4]})."
     )
 
 
