@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.admission import Admission, Admissions, Policy
+from kvtier.admission import Admission, Admissions
 from kvtier.breakeven import BreakEven, FixedLimit, LoadCost, LoadLimit
 from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.codecs.fp8 import Fp8Codec
 from kvtier.codecs.raw import RawCodec
 from kvtier.codecs.turboquant.codec import Turboquant
-from kvtier.config import Settings
+from kvtier.config import HOST_ADMIT, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Geometry, RankShare
 from kvtier.housekeeping import Housekeeper
@@ -49,8 +49,6 @@ log = logging.getLogger("kvtier")
 CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "fp8": Fp8Codec}
 """Those without bits of their own; the settings' other codecs are presets of turboquant."""
 
-ADMIT: dict[str, Policy] = {"cpu": "always", "cuda": "saved"}
-"""Where an engine's KV may lie, and which chunks then stay in the host arena: on a GPU loads do not pass through it."""
 STEP_TOKENS = 8192
 KEEP_CHUNKS_MAX = 8
 """Staging slots that wait to be copied into the host arena."""
@@ -143,8 +141,9 @@ def open_transfer(
     """
     settings.check_block(pages.block_tokens)
     device = pages.layers[0].k.device
-    if device.type not in ADMIT:
-        fix = f"KV is moved to and from {', '.join(ADMIT)} only; run the engine there, or without the kvtier connector"
+    if device.type not in HOST_ADMIT:
+        where = ", ".join(HOST_ADMIT)
+        fix = f"KV is moved to and from {where} only; run the engine there, or without the kvtier connector"
         raise ConfigError("device", device.type, fix)
     settings.check_device(has_gpu=device.type == "cuda")
     codec, geometry = make_codec(settings), namespace.geometry
@@ -180,7 +179,7 @@ def open_transfer(
 
 def _admissions(settings: Settings, device: str) -> Admissions:
     """On the CPU there is one arena, and it is the host's."""
-    host = Admission(settings.host.admit or ADMIT[device])
+    host = Admission(settings.host.admit or HOST_ADMIT[device])
     if device == "cpu":
         return Admissions(host, host)
     return Admissions(Admission(settings.hbm.admit if settings.hbm.arena_bytes else "never"), host)

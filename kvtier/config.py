@@ -82,17 +82,21 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 BytesOrZero = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Count = Annotated[int, BeforeValidator(_no_bool), Field(gt=0)]
 Natural = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+Admit = Literal["always", "saved", "second_hit", "never"]
 Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+HOST_ARENA_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
+HOST_ADMIT: dict[str, Admit] = {"cpu": "always", "cuda": "saved"}
+"""By where the engine's KV lies: on a GPU loads do not pass through the host arena."""
 _FROZEN = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class HostSettings(BaseModel):
-    """The host arena: encoded chunks in memory of one worker, pinned where there is a GPU. None: chosen by the device,
-    1 GiB and `always` on the CPU, 8 GiB and `saved` on a GPU."""
+    """The host arena: encoded chunks in memory of one worker, pinned where there is a GPU. None: chosen by the
+    device, as HOST_ARENA_BYTES and HOST_ADMIT say."""
 
     model_config = _FROZEN
     arena_bytes: Bytes | None = None
-    admit: Literal["always", "saved", "second_hit", "never"] | None = None
+    admit: Admit | None = None
 
 
 class HbmSettings(BaseModel):
@@ -102,7 +106,7 @@ class HbmSettings(BaseModel):
     model_config = _FROZEN
     staging_bytes: Bytes | None = None
     arena_bytes: BytesOrZero = 0
-    admit: Literal["always", "saved", "second_hit", "never"] = "second_hit"
+    admit: Admit = "second_hit"
 
 
 class IoSettings(BaseModel):

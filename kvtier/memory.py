@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.config import HbmSettings, Settings
+from kvtier.config import HOST_ARENA_BYTES, HbmSettings, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io import cuda
@@ -20,6 +20,7 @@ from kvtier.io.ring import aligned_buffer
 from kvtier.jobs import Jobs, ThreadJobs
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import SlabRun
+from kvtier.machine import arena_refused, beyond_available, check_host_arena, memory_here
 from kvtier.order import CudaOrder, HostOrder, Order
 from kvtier.tiers.arena import Arena
 from kvtier.worker import ChunkArena
@@ -28,7 +29,6 @@ log = logging.getLogger("kvtier")
 
 ARENA_SLOTS_MIN = 4
 """Fewer can't hold a save and a load side by side."""
-HOST_ARENA_BYTES, PINNED_ARENA_BYTES = 1 << 30, 8 << 30
 STEPS_IN_FLIGHT = 3
 """Whose chunks lie in staging at a time: engines launch a step ahead of the one that runs, and the chunks of the step
 before are still on their way down."""
@@ -62,7 +62,7 @@ class Memory(NamedTuple):
 
 def host_memory(settings: Settings, slot_bytes: int) -> Memory:
     """For pages in host memory. Raises ConfigError."""
-    buffer = _host_buffer(settings.host.arena_bytes or HOST_ARENA_BYTES, slot_bytes)
+    buffer = _host_buffer(settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"], slot_bytes)
     arena: ChunkArena = Arena(buffer, slot_bytes)
     save_slots = max(1, arena.n_slots // 2)  # so that loads go on
     return Memory(arena, None, HostOrder(), host_kernels.checksums, save_slots)
@@ -77,7 +77,7 @@ def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: t
     slots.check_fits(settings.hbm, *torch.cuda.mem_get_info(device))
     arena: ChunkArena = Arena(_device_buffer(slots.n_bytes, device), slot_bytes)
     arena.blank([0], n_slabs=1, slab_bytes=PAGE_BYTES, begin=0)  # loads that kernel, for which else a step would wait
-    buffer = _host_buffer(settings.host.arena_bytes or PINNED_ARENA_BYTES, slot_bytes)
+    buffer = _host_buffer(settings.host.arena_bytes or HOST_ARENA_BYTES["cuda"], slot_bytes)
     host: ChunkArena = Arena(buffer, slot_bytes, n_ready=0)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     pinner = Pinner(host, ordinal, ThreadJobs("pin", 1, 1))
@@ -165,7 +165,14 @@ def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:
     if n_slots < ARENA_SLOTS_MIN:
         fix = f"a chunk takes {slot_bytes} bytes on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
         raise ConfigError("host.arena_bytes", n_bytes, fix)
-    return torch.frombuffer(aligned_buffer(n_slots * slot_bytes).view, dtype=torch.uint8)
+    found = memory_here()
+    check_host_arena(n_bytes, found)
+    if warning := beyond_available(n_bytes, found):
+        log.warning("%s", warning)
+    try:
+        return torch.frombuffer(aligned_buffer(n_slots * slot_bytes).view, dtype=torch.uint8)
+    except OSError as fault:
+        raise arena_refused(n_bytes, f"cannot be had: {fault.strerror}", found) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvtier.commands.status import FOUND_BAD, OK, print_json
-from kvtier.config import Settings
+from kvtier.config import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed, size
 from kvtier.doctor.storage import beyond_the_disk, place_of
 from kvtier.errors import ConfigError
-from kvtier.io.filesystem import file_system_of
+from kvtier.io.filesystem import IN_MEMORY, file_system_of
+from kvtier.io.ring import sizes_for
+from kvtier.machine import beyond_available, check_host_arena, memory_here
 from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
 from kvtier.record import FORMAT_VERSION
 from kvtier.root import check_space, find_root
@@ -28,17 +30,22 @@ def run_check(config: Path, as_json: bool) -> int:
         settings = Settings.load({"config": str(config)})
         _look_at_gpu(settings)
         root = _look_at_root(settings)
+        warnings = _look_at_rooms(settings)
     except ConfigError as fault:
         print(" ".join(str(fault).split()), file=sys.stderr)
         return FOUND_BAD
     if as_json:
-        print_json({"settings": settings.model_dump(mode="json"), "root": root})
+        print_json({"settings": settings.model_dump(mode="json"), "root": root, "but": warnings})
         return OK
+    for warning in warnings:
+        print(f"but: {warning}")
     usual = dict(_leaves(Settings(root=settings.root)))
+    chosen = _chosen(settings)
     lines: dict[bool, list[str]] = {False: [], True: []}
     for name, value in _leaves(settings):
         is_usual = name != "root" and value == usual[name]
-        lines[is_usual].append(f"{name}: {_shown(name, value)}{'  (the default)' if is_usual else ''}")
+        shown = chosen[name] if value is None and name in chosen else _shown(name, value)
+        lines[is_usual].append(f"{name}: {shown}{'  (the default)' if is_usual else ''}")
     print("\n".join(lines[False] + lines[True]))
     for what, text in root.items():
         print(f"{what}: {text}")
@@ -62,6 +69,30 @@ def _shown(name: str, value: object) -> str:
     return f"{value} ({size(value)})" if name.endswith("_bytes") and isinstance(value, int) else str(value)
 
 
+def _chosen(settings: Settings) -> dict[str, str]:
+    """What is used where a setting is left to be chosen."""
+    sizes = sizes_for(file_system_of(settings.root).kind in IN_MEMORY, settings.io.threads, settings.io.piece_bytes)
+    measured = "; with a GPU as measured" if settings.io.calibrate else ""
+    arenas = {device: _shown("host.arena_bytes", n_bytes) for device, n_bytes in HOST_ARENA_BYTES.items()}
+    return {
+        "host.arena_bytes": f"{arenas['cpu']}; with a GPU {arenas['cuda']}",
+        "host.admit": f"{HOST_ADMIT['cpu']}; with a GPU {HOST_ADMIT['cuda']}",
+        "hbm.staging_bytes": "none; with a GPU what three steps of the engine fill, and 32 chunks",
+        "io.threads": f"{sizes.threads}{measured}",
+        "io.piece_bytes": f"reads of {size(sizes.piece_bytes)}, writes of {size(sizes.write_piece_bytes)}{measured}",
+        "index.path": "null" if settings.index.kind == "memory" else "chosen: see 'index is'",
+    }
+
+
+def _look_at_rooms(settings: Settings) -> list[str]:
+    """What an engine starts with and may suffer from later. Raises ConfigError for what it can't start with."""
+    memory = memory_here()
+    n_bytes = settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"]
+    check_host_arena(n_bytes, memory)
+    found = (beyond_the_disk(place_of(settings.root), settings.capacity_bytes), beyond_available(n_bytes, memory))
+    return [warning for warning in found if warning]
+
+
 def _look_at_gpu(settings: Settings) -> None:
     """Raises ConfigError for GPU memory on a host without a GPU. A driver that does not answer is doctor's to tell."""
     if settings.hbm.arena_bytes or settings.hbm.staging_bytes:
@@ -83,11 +114,9 @@ def _look_at_root(settings: Settings) -> dict[str, str]:
     check_space(nearest, settings.segment_bytes)
     kind = file_system_of(path)
     state = "there" if folder.is_dir() else "to be created"
-    fix = beyond_the_disk(nearest, settings.capacity_bytes)
     return {
         "root is": f"{state}, on {kind.kind} (mounted at {kind.mount_point})",
         "index is": _look_at_index(settings, folder),
-        **({"but": fix} if fix else {}),
     }
 
 

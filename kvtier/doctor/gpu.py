@@ -10,6 +10,7 @@ from kvtier.config import Settings
 from kvtier.doctor.host import Host, ProbeFailed, Verdict, size
 from kvtier.errors import ConfigError
 from kvtier.io.cufile import nvidia_fs_loaded
+from kvtier.machine import memory_here
 
 PCIE_TIMEOUT_S = 60.0
 PCIE_SHARE_MIN = 0.7
@@ -130,7 +131,7 @@ def examine_memory(host: Host, arena_bytes: int | None) -> Iterator[Verdict]:
         yield Verdict("warn", "memlock limit", size(limit), fix)
     else:
         yield Verdict("ok", "memlock limit", size(limit))
-    available = _available_bytes(host)
+    available = memory_here(host.proc, host.sys).available_bytes
     if available is None:
         yield Verdict("warn", "memory to pin", "unknown: /proc/meminfo cannot be read")
     elif arena_bytes is not None and arena_bytes > available:
@@ -138,16 +139,3 @@ def examine_memory(host: Host, arena_bytes: int | None) -> Iterator[Verdict]:
         yield Verdict("bad", "memory to pin", f"{size(available)} are available", fix)
     else:
         yield Verdict("ok", "memory to pin", f"{size(available)} are available")
-
-
-def _available_bytes(host: Host) -> int | None:
-    """Of the host, or what the cgroup leaves if that is less."""
-    match = re.search(r"^MemAvailable:\s*(\d+) kB$", host.text(host.proc / "meminfo"), re.MULTILINE)
-    if match is None:
-        return None
-    available = int(match[1]) << 10
-    limit = host.text(host.sys / "fs/cgroup/memory.max")
-    used = host.text(host.sys / "fs/cgroup/memory.current")
-    if limit.isdigit() and used.isdigit():
-        available = min(available, max(0, int(limit) - int(used)))
-    return available

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from kvtier.commands import doctor
+from kvtier.commands import check, doctor
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.geometry import PAGE_BYTES
 from kvtier.index.embedded import LmdbIndex
+from kvtier.io.filesystem import IN_MEMORY, file_system_of
+from kvtier.machine import Memory
 from kvtier.owner import Node, Owner
 from kvtier.record import SegmentHeader
 from tests.core.rig import Engine
@@ -202,7 +204,35 @@ def test_check_prints_what_would_be_used(config: Path, capsys: pytest.CaptureFix
 def test_check_of_a_capacity_beyond_the_disk(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config.write_text(f"root: {config.parent}\ncapacity_bytes: 9000Ti\n")
     assert main(["check", str(config)]) == 0
-    assert "but: capacity_bytes (9000.0 TiB) is more than the tier can have here" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("but: capacity_bytes (9000.0 TiB) is more than the tier can have here")
+    assert main(["check", "--json", str(config)]) == 0
+    assert [warning.split(" ")[0] for warning in printed_json(capsys)["but"]] == ["capacity_bytes"]
+
+
+def test_check_says_what_is_used_where_a_setting_is_left_out(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed null."""
+    assert main(["check", str(config)]) == 0
+    text = capsys.readouterr().out
+    assert "\nhost.arena_bytes: 1073741824 (1.0 GiB); with a GPU 8589934592 (8.0 GiB)  (the default)\n" in text
+    assert "\nhost.admit: always; with a GPU saved  (the default)\n" in text
+    config.write_text(f"root: {config.parent}\nio: {{piece_bytes: 2Mi, calibrate: false}}\n")
+    in_memory = file_system_of(config.parent).kind in IN_MEMORY
+    assert main(["check", str(config)]) == 0
+    assert f"\nio.threads: {4 if in_memory else 16}  (the default)\n" in capsys.readouterr().out
+
+
+def test_check_of_an_arena_and_the_memory_for_it(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """500GiB on a machine of 23 passed, and the engine died of it."""
+    arena = f"root: {config.parent}\nhost: {{arena_bytes: 500GiB}}\n"
+    monkeypatch.setattr(check, "memory_here", lambda: Memory(23 << 30, "this machine's memory", 20 << 30))
+    error = refused(config, arena, capsys)
+    assert error.startswith("kvtier: host.arena_bytes = 536870912000: 500.0 GiB, more than this machine's memory (23.0")
+    monkeypatch.setattr(check, "memory_here", lambda: Memory(1 << 40, "this machine's memory", 20 << 30))
+    assert main(["check", str(config)]) == 0
+    assert capsys.readouterr().out.startswith("but: host.arena_bytes (500.0 GiB for each worker) is more than is avail")
 
 
 def test_check_of_a_root_that_is_there(root: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,97 @@
+"""How much memory a process may have here: the machine's, its cgroups' and its own limits (proc_meminfo(5), cgroups(7),
+getrlimit(2))."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.errors import ConfigError
+
+PROC, SYS = Path("/proc"), Path("/sys")
+
+
+class Memory(NamedTuple):
+    """limit_bytes: more than this no process can have, for `limit`'s sake; available_bytes: what is free of it now.
+    None: /proc/meminfo cannot be read."""
+
+    limit_bytes: int | None
+    limit: str
+    available_bytes: int | None
+
+
+def memory_here(proc: Path = PROC, sys: Path = SYS) -> Memory:
+    """proc, sys: folders to look into instead of the kernel's."""
+    text = _text(proc / "meminfo")
+    limits = [(n_bytes, "this machine's memory") for n_bytes in _meminfo(text, "MemTotal")]
+    available = _meminfo(text, "MemAvailable")
+    for limit_bytes, used_bytes in _cgroups(proc, sys / "fs/cgroup"):
+        limits.append((limit_bytes, "the memory of this cgroup (container)"))
+        if available and used_bytes is not None:
+            available.append(max(0, limit_bytes - used_bytes))
+    address_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_bytes != resource.RLIM_INFINITY:
+        limits.append((address_bytes, "this process's limit (ulimit -v)"))
+    limit_bytes, limit = min(limits, default=(None, ""))
+    return Memory(limit_bytes, limit, min(available, default=None))
+
+
+def check_host_arena(n_bytes: int, found: Memory) -> None:
+    """Raises ConfigError for an arena that can't be had."""
+    if found.limit_bytes is not None and n_bytes > found.limit_bytes:
+        raise arena_refused(n_bytes, f"{_gib(n_bytes)}, more than {found.limit} ({_gib(found.limit_bytes)})", found)
+
+
+def arena_refused(n_bytes: int, why: str, found: Memory) -> ConfigError:
+    """With what to do about it. Each worker has an arena of its own, so half of what there is, is for one worker."""
+    fix = "set it to less: each worker on this machine takes so much"
+    if found.available_bytes is not None and found.available_bytes >> 31:
+        fix += f" ({_gib(found.available_bytes)} are available now, so {found.available_bytes >> 31}GiB is a start)"
+    return ConfigError("host.arena_bytes", n_bytes, f"{why}; {fix}")
+
+
+def beyond_available(n_bytes: int, found: Memory) -> str:
+    """What to do about an arena that would push others out of memory; "" where it has room."""
+    if found.available_bytes is None or n_bytes <= found.available_bytes:
+        return ""
+    return (
+        f"host.arena_bytes ({_gib(n_bytes)} for each worker) is more than is available now "
+        f"({_gib(found.available_bytes)}): the kernel may kill an engine that fills it; set it to less"
+    )
+
+
+def _cgroups(proc: Path, mount: Path) -> list[tuple[int, int | None]]:
+    """(limit, used) in bytes of this process's cgroup and those above it, where they have a limit."""
+    lines = [line.split(":", 2) for line in _text(proc / "self/cgroup").splitlines()]
+    named = {controllers: path.lstrip("/") for _, controllers, path in (line for line in lines if len(line) == 3)}
+    found = []
+    for top, own, limit_name, used_name in (
+        (mount, named.get("", ""), "memory.max", "memory.current"),
+        (mount / "memory", named.get("memory", ""), "memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
+    ):
+        # In a container the path may be the host's, of which nothing is seen but the top.
+        folders = [top, *(top / path for path in (Path(own), *Path(own).parents) if own and ".." not in path.parts)]
+        for folder in dict.fromkeys(folders):
+            limit, used = _text(folder / limit_name), _text(folder / used_name)
+            if limit.isdigit():  # else "max"
+                found.append((int(limit), int(used) if used.isdigit() else None))
+    return found
+
+
+def _meminfo(text: str, name: str) -> list[int]:
+    """In bytes; none where the kernel does not say."""
+    match = re.search(rf"^{name}:\s*(\d+) kB$", text, re.MULTILINE)
+    return [int(match[1]) << 10] if match else []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / (1 << 30):.1f} GiB" if n_bytes >> 30 else f"{n_bytes / (1 << 20):.1f} MiB"
