@@ -155,6 +155,7 @@ class Settings(BaseSettings):
     """The whole tree. `load` reads all sources; the constructor takes only what it is given.
 
     root: the folder of the file-system tier, shared by all workers; capacity_bytes: what its segments may take.
+    require_mount: refuse a root on the machine's root file system, where it lies when its own is not mounted.
     segment_bytes: of one file of one rank; chunk_tokens: tokens of a chunk, a multiple of the engine's block.
     codec_boundary_layers: so many first and so many last layers are stored as k6v4 instead.
     model_tag: stands for the weights where they do not lie in files; epoch: raise it to leave all stored KV behind.
@@ -167,6 +168,7 @@ class Settings(BaseSettings):
         frozen=True, extra="forbid", validate_default=True, env_prefix=ENV_PREFIX, env_nested_delimiter="__"
     )
     root: Path
+    require_mount: bool = False
     capacity_bytes: Bytes = 64 << 30
     segment_bytes: Bytes = 1 << 30
     chunk_tokens: Count = 256

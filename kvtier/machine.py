@@ -34,8 +34,8 @@ def memory_here(proc: Path = PROC, sys: Path = SYS) -> Memory:
     address_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_bytes != resource.RLIM_INFINITY:
         limits.append((address_bytes, "this process's limit (ulimit -v)"))
-    limit_bytes, limit = min(limits, default=(None, ""))
-    return Memory(limit_bytes, limit, min(available, default=None))
+    least = min(available, default=None)
+    return Memory(*min(limits), least) if limits else Memory(None, "", least)
 
 
 def check_host_arena(n_bytes: int, found: Memory) -> None:

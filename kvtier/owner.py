@@ -96,12 +96,7 @@ def claim(folder: Path, mine: Owner) -> None:
     """Takes `folder` for this node, or agrees with the process of this node that did. Raises ConfigError, OSError."""
     path = folder / OWNER_FILE
     theirs = _parse(path, create_once(path, mine.to_json(folder)))
-    if theirs.node != mine.node:
-        fix = (
-            f"it belongs to node {theirs.node}, and its index lies there; this is {mine.node}. Give each node its own "
-            f"root. If that node is gone, or is this one under a new name, stop all engines on it and remove {path}"
-        )
-        raise ConfigError("root", str(folder.parent), fix)
+    _check_node(folder, theirs, mine.node)
     if mine.index_path is None or theirs.index_path == mine.index_path:
         return
     if theirs.index_path is not None:
@@ -111,6 +106,23 @@ def claim(folder: Path, mine: Owner) -> None:
         )
         raise ConfigError("index.path", str(mine.index_path), fix)
     replace_small(path, mine.to_json(folder))
+
+
+def check_node(folder: Path) -> None:
+    """Raises ConfigError when `folder` is claimed, and by another node than this one, or its claim is damaged."""
+    theirs = read_owner(folder)
+    if theirs is not None:
+        _check_node(folder, theirs, this_node())
+
+
+def _check_node(folder: Path, theirs: Owner, node: Node) -> None:
+    if theirs.node != node:
+        fix = (
+            f"it belongs to node {theirs.node}, and its index lies there; this is {node}. Give each node its own "
+            f"root. If that node is gone, or is this one under a new name, stop all engines on it and remove "
+            f"{folder / OWNER_FILE}"
+        )
+        raise ConfigError("root", str(folder.parent), fix)
 
 
 def read_owner(folder: Path) -> Owner | None:

@@ -21,6 +21,7 @@ from kvtier.config import Settings
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace
+from kvtier.io.filesystem import file_system_of
 from kvtier.once import create_once, read_small
 from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
 from kvtier.record import FORMAT_VERSION
@@ -28,6 +29,7 @@ from kvtier.record import FORMAT_VERSION
 NAMESPACE_FILE = "namespace.json"
 SEGMENT_SUFFIX = ".kvseg"
 
+MACHINE_ROOT = Path("/")
 _NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{32}")
 _VERSION_FOLDER = re.compile(r"v(\d+)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -49,6 +51,7 @@ def open_root(settings: Settings) -> Root:
         raise ConfigError("root", str(path), f"must be an absolute path; try {path.absolute()}")
     folder = path / f"v{FORMAT_VERSION}"
     try:
+        check_mount(settings)
         _make_folder(path, parents=True)
         _refuse_newer(path)
         _make_folder(folder)
@@ -88,6 +91,20 @@ def check_space(path: Path, needed_bytes: int) -> None:
         raise _full(path, free_bytes, needed_bytes)
 
 
+def check_mount(settings: Settings) -> None:
+    """Raises ConfigError for a root on the machine's root file system where a mount is required; OSError where nobody
+    can tell. A file system that is not mounted is an empty folder, and would fill the machine's own disk."""
+    if not settings.require_mount:
+        return
+    nearest = _nearest(settings.root)
+    if os.stat(nearest).st_dev == os.stat(MACHINE_ROOT).st_dev or file_system_of(nearest).mount_point == "/":
+        fix = (
+            f"nothing is mounted there: {nearest} lies on the machine's root file system, and require_mount is true; "
+            "mount the file system that is meant, or set require_mount to false"
+        )
+        raise ConfigError("root", str(settings.root), fix)
+
+
 def open_namespace(root: Root, namespace: Namespace) -> Path:
     """The folder of `namespace`, created or verified. Raises ConfigError."""
     folder = root.folder / namespace.id.hex()
@@ -124,7 +141,7 @@ def read_namespace(folder: Path) -> Namespace:
     return namespace
 
 
-PER_PROCESS = ("engine", "weights", "geometry", "codec")
+PER_PROCESS = ("engine", "weights", "geometry", "codec", "draft")
 """Of a namespace: what each process of an engine finds out for itself, from its own settings, environment and files."""
 
 
@@ -181,6 +198,11 @@ def _try_to_write(folder: Path) -> None:
         path.unlink()
 
 
+def _nearest(path: Path) -> Path:
+    """`path`, or what exists above it."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
 def _free_bytes(path: Path) -> int:
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize
@@ -198,6 +220,9 @@ def segments_bytes(path: Path) -> int:
 
 
 def _full(path: Path, free_bytes: int, needed_bytes: int) -> ConfigError:
+    if not os.statvfs(_nearest(path)).f_blocks:
+        fix = f"no files can be made there ({file_system_of(path).kind} has no room for any); choose another root"
+        return ConfigError("root", str(path), fix)
     fix = (
         f"its disk is full: {free_bytes} bytes are free, {needed_bytes} are needed; free some space, lower "
         "segment_bytes, or choose another root"
@@ -207,8 +232,7 @@ def _full(path: Path, free_bytes: int, needed_bytes: int) -> ConfigError:
 
 def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
     if error.errno in _FULL:
-        existing = next(parent for parent in (path, *path.parents) if parent.exists())
-        return _full(path, _free_bytes(existing), needed_bytes)
+        return _full(path, _free_bytes(_nearest(path)), needed_bytes)
     if isinstance(error, NotADirectoryError):
         fix = f"{error.filename} is a file, not a folder; choose another root"
     else:

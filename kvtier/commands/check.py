@@ -21,7 +21,7 @@ from kvtier.io.ring import sizes_for
 from kvtier.machine import beyond_available, check_host_arena, memory_here
 from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
 from kvtier.record import FORMAT_VERSION
-from kvtier.root import check_space, find_root
+from kvtier.root import check_mount, check_space, find_root
 
 
 def run_check(config: Path, as_json: bool) -> int:
@@ -111,6 +111,7 @@ def _look_at_root(settings: Settings) -> dict[str, str]:
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             fix = f"not writable: {folder}; make it writable for this user or choose another root"
             raise ConfigError("root", str(path), fix)
+    check_mount(settings)
     check_space(nearest, settings.segment_bytes)
     kind = file_system_of(path)
     state = "there" if folder.is_dir() else "to be created"

@@ -15,7 +15,9 @@ from kvtier.errors import ConfigError, Corrupt
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.calibration import Calibration
 from kvtier.io.filesystem import FileSystem, file_system_of
-from kvtier.root import segments_bytes
+from kvtier.owner import check_node
+from kvtier.record import FORMAT_VERSION
+from kvtier.root import check_mount, segments_bytes
 
 STORAGE_TIMEOUT_S = 60.0
 
@@ -36,6 +38,9 @@ def examine_storage(host: Host, root: Path, settings: Settings | None) -> Iterat
     """`root` as configured. Writes one file there, or where it would be made, which is removed again."""
     try:
         place = place_of(root.absolute())
+        if settings is not None:
+            check_mount(settings)
+        check_node(root.absolute() / f"v{FORMAT_VERSION}")
     except ConfigError as fault:
         yield Verdict("bad", "root", str(root), fault.fix)
         return

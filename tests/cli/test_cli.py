@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvtier import root as root_module
 from kvtier.cli import main
 from kvtier.commands import check, doctor
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
@@ -253,9 +254,13 @@ def refused(config: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-def test_check_says_what_stops_a_start(config: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_stops_a_start(
+    config: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tmp_path = config.parent
     assert "did you mean 'io.threads'" in refused(config, f"root: {tmp_path}\nio: {{thread: 4}}\n", capsys)
+    monkeypatch.setattr(root_module, "MACHINE_ROOT", tmp_path)
+    assert "nothing is mounted there" in refused(config, f"root: {tmp_path}/kv\nrequire_mount: true\n", capsys)
     assert "is a file, not a folder" in refused(config, f"root: {config}/below\n", capsys)
     assert "raise capacity_bytes" in refused(config, f"root: {tmp_path}\ncapacity_bytes: 1Mi\n", capsys)
     assert "its disk is full" in refused(

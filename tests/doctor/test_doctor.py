@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier import root as root_module
 from kvtier.config import HbmSettings, Settings
 from kvtier.doctor import gpu, storage
 from kvtier.doctor.gpu import examine_gpu, examine_memory
@@ -17,6 +18,7 @@ from kvtier.doctor.host import Host, ProbeFailed, Ran, Verdict, size
 from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.doctor.report import examine, line
 from kvtier.doctor.storage import examine_storage
+from kvtier.owner import Node, Owner, claim, this_node
 
 
 @pytest.fixture(autouse=True)
@@ -288,6 +290,21 @@ def test_a_root_that_is_to_be_made(host: Host, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "access", lambda *_: False)
     (verdict,) = examine_storage(machine, root, None)
     assert verdict.level == "bad" and f"not writable: {tmp_path}" in verdict.fix
+
+
+def test_a_root_that_an_engine_would_refuse(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was called ok, and measured."""
+    monkeypatch.setattr(root_module, "MACHINE_ROOT", tmp_path)
+    settings = Settings(root=tmp_path / "kv", require_mount=True)
+    (verdict,) = examine_storage(measured(host), settings.root, settings)
+    assert verdict.level == "bad" and "nothing is mounted there" in verdict.fix
+    folder = tmp_path / "kv/v1"
+    folder.mkdir(parents=True)
+    claim(folder, Owner(this_node(), folder / "index"))
+    assert by_name(list(examine_storage(measured(host), tmp_path / "kv", None)))["root"].level == "ok"
+    (folder / "owner.json").write_bytes(Owner(Node("f00d", "gpu-07"), None).to_json(folder))
+    (verdict,) = examine_storage(measured(host), tmp_path / "kv", None)
+    assert verdict.level == "bad" and "it belongs to node gpu-07 (f00d)" in verdict.fix
 
 
 def test_a_capacity_beyond_the_disk_is_warned_of(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

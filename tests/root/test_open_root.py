@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier import owner
+from kvtier import root as root_module
 from kvtier.config import Settings
 from kvtier.errors import ConfigError
 from kvtier.io.filesystem import FileSystem
@@ -151,6 +152,37 @@ def test_not_writable_for_this_user() -> None:
         told = refusal_of_nobody(settings_for(Path(folder) / "deeper"))
         assert "not writable: Permission denied" in told
         os.chmod(folder, 0o755)
+
+
+def test_a_file_system_that_is_not_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unmounted Lustre is an empty folder: the tier would fill the machine's own disk, and nobody would notice."""
+    monkeypatch.setattr(root_module, "MACHINE_ROOT", tmp_path)
+    settings = settings_for(tmp_path / "mnt/kv", require_mount=True)
+    error = refusal(settings)
+    assert error.key == "root" and f"nothing is mounted there: {tmp_path} lies on" in error.fix
+    assert "require_mount to false" in error.fix and not list(tmp_path.iterdir())
+    monkeypatch.setattr(root_module, "MACHINE_ROOT", Path("/proc"))  # of another device
+    monkeypatch.setattr(root_module, "file_system_of", lambda path: FileSystem("ext4", False, "/"))  # a subvolume of it
+    assert "nothing is mounted there" in refusal(settings).fix
+    monkeypatch.setattr(root_module, "file_system_of", lambda path: FileSystem("lustre", True, str(tmp_path)))
+    assert open_root(settings).path == tmp_path / "mnt/kv"
+
+
+def test_no_mount_is_required_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root_module, "MACHINE_ROOT", tmp_path)
+    open_root(settings_for(tmp_path))
+
+
+def test_a_mount_of_its_own(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    (tmp_path / "mnt").mkdir()
+    mount_tmpfs(tmp_path / "mnt", "size=4m")
+    open_root(settings_for(tmp_path / "mnt/kv", require_mount=True))
+
+
+def test_a_file_system_without_files() -> None:
+    """It was called full."""
+    with pytest.raises(ConfigError, match=r"root = '/proc': no files can be made there \(proc has no room"):
+        check_space(Path("/proc"), 4096)
 
 
 def test_disk_that_is_read_only(tmp_path: Path, mount_tmpfs: Mount) -> None:
