@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvtier.config_sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
@@ -29,6 +30,8 @@ from kvtier.geometry import PAGE_BYTES
 CONFIG_VARIABLE = "KVTIER_CONFIG"
 CHUNK_TOKENS_UNIT = 16
 """The smallest block of any engine: a chunk is a whole number of them."""
+SEGMENT_BYTES_MIN = 3 * PAGE_BYTES
+"""Its header page, and one record of a header page and a slab."""
 
 _UNITS = {"": 1, "B": 1} | {
     letter + suffix: base**power
@@ -74,7 +77,8 @@ def _absolute_path(value: Path) -> Path:
     if "\0" in str(value):
         raise ValueError("must be a path, and those hold no NUL byte")
     if not value.is_absolute():
-        raise ValueError(f"must be an absolute path: processes start in different folders; try {value.absolute()}")
+        better = value.expanduser() if str(value).startswith("~") else value.absolute()
+        raise ValueError(f"must be an absolute path: processes start in different folders; try {better}")
     return value
 
 
@@ -170,7 +174,7 @@ class Settings(BaseSettings):
     root: Path
     require_mount: bool = False
     capacity_bytes: Bytes = 64 << 30
-    segment_bytes: Bytes = 1 << 30
+    segment_bytes: Annotated[Bytes, Field(ge=SEGMENT_BYTES_MIN)] = 1 << 30
     chunk_tokens: Count = 256
     codec: Literal["raw", "fp8", "k6v4", "k5v3", "k4v4", "k4v3", "k3v3", "k4v2"] = "raw"
     codec_boundary_layers: Natural = 0
@@ -312,8 +316,15 @@ def _near(name: str, names: set[str]) -> str:
 
 
 def _config_error(settings_cls: type[Settings], error: ValidationError, sources: list[SettingsSource]) -> ConfigError:
-    """The first of pydantic's complaints as one readable message."""
-    complaint = error.errors()[0]
+    """Pydantic's complaints as one readable message."""
+    first, *others = [_one_error(settings_cls, complaint, sources) for complaint in error.errors()]
+    if not others:
+        return first
+    listed = "; ".join(f"{other.key} = {other.value!r}: {other.fix}" for other in others)
+    return ConfigError(first.key, first.value, f"{first.fix}; {len(others)} more settings are wrong: {listed}")
+
+
+def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: list[SettingsSource]) -> ConfigError:
     path = tuple(str(part) for part in complaint["loc"])
     known = set(_paths(settings_cls))
     path = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), path)
@@ -321,7 +332,7 @@ def _config_error(settings_cls: type[Settings], error: ValidationError, sources:
         path = tuple(str(part) for part in complaint["loc"])
         source = next((source for source in sources if source.holds(path)), sources[0])
         fix = "unknown key" + _suggestion(path, known, source) + f" (from {source.name})"
-        return ConfigError(".".join(path), complaint["input"], fix + _others(error))
+        return ConfigError(".".join(path), complaint["input"], fix)
     elif complaint["type"] == "missing":
         return ConfigError(
             ".".join(path), None, f"not set, and it has no default: set {ENV_PREFIX}{path[-1].upper()}, or "
@@ -334,12 +345,7 @@ def _config_error(settings_cls: type[Settings], error: ValidationError, sources:
     else:
         reason = complaint["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         fix = reason + _default(settings_cls, path)
-    return ConfigError(".".join(path), complaint["input"], fix + _origin(path, sources) + _others(error))
-
-
-def _others(error: ValidationError) -> str:
-    others = len(error.errors()) - 1
-    return f"; {others} more settings are wrong" if others else ""
+    return ConfigError(".".join(path), complaint["input"], fix + _origin(path, sources))
 
 
 def _origin(path: tuple[str, ...], sources: list[SettingsSource]) -> str:
@@ -348,7 +354,8 @@ def _origin(path: tuple[str, ...], sources: list[SettingsSource]) -> str:
 
 def _suggestion(path: tuple[str, ...], known: set[tuple[str, ...]], source: SettingsSource) -> str:
     beside = {other[-1] for other in known if other[:-1] == path[:-1]}
-    near = [other for other in sorted(known) if other[-1] == path[-1]] or [
+    dotted = tuple(path[-1].split("."))
+    near = [other for other in sorted(known) if dotted in (other, other[-1:])] or [
         (*path[:-1], name) for name in difflib.get_close_matches(path[-1], sorted(beside), n=1)
     ]
     if near:

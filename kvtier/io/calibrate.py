@@ -164,8 +164,10 @@ class _Run:
             choice = pick(self._rates, choice)
             rate = self._rates[choice]
             fastest = max(self._rates, key=lambda candidate: self._rates[candidate])
-            why = "the fastest" if choice == fastest else f"about as fast as the fastest ({fastest}), and more usual"
-            self.reasons.append(f"{choice} is {why} of {len(self._rates)} tried")
+            why = f"the fastest of {len(self._rates)} tried"
+            if choice != fastest:
+                why = f"more usual than {why} ({fastest}), and about as fast"
+            self.reasons.append(f"{choice} is {why}")
         else:
             self.reasons.append(f"{choice} is the default: {self.reasons[-1] if self.reasons else 'nothing was tried'}")
         return Calibration(choice, rate, self._write_bytes_s, self._latency_s, seconds, tuple(self.reasons), hangs)

@@ -228,8 +228,33 @@ def test_nested_key_is_shown_as_it_is_written(tmp_path: Path) -> None:
     assert refusal({"config": path}).fix.endswith(f"(from file {path})")
 
 
-def test_several_bad_values_are_counted() -> None:
+def test_several_bad_values_are_counted_and_listed() -> None:
     assert "1 more settings are wrong" in refusal({"root": "/x", "epoch": -1, "io": {"threads": 0}}).fix
+    error = refusal({"root": "/x", "epoch": -1, "io": {"threads": 0}, "hots": 1})
+    assert error.key == "epoch" and "2 more settings are wrong: io.threads = 0: must be" in error.fix
+    assert "; hots = 1: unknown key; did you mean 'host'" in error.fix
+
+
+def test_key_that_is_written_with_dots(tmp_path: Path) -> None:
+    """As kvtier's own messages name it."""
+    error = refusal({"root": "/x", "host.arena_bytes": "1GiB"})
+    assert error.key == "host.arena_bytes" and error.value == "1GiB"
+    assert """did you mean 'host.arena_bytes', written {"host": {"arena_bytes": ...}}?""" in error.fix
+    error = refusal({"config": yaml_file(tmp_path, "root: /x\nio.threads: 4\n")})
+    assert "did you mean 'io.threads', written io: {threads: ...}?" in error.fix
+
+
+def test_root_in_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It suggested /current/folder/~/tier."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert "try /home/someone/tier" in refusal({"root": "~/tier"}).fix
+
+
+def test_segment_without_room_for_a_record() -> None:
+    """With a capacity of 4KiB it passed every check that needs no model."""
+    error = refusal({"root": "/x", "segment_bytes": "4KiB", "capacity_bytes": "4KiB"})
+    assert error.key == "segment_bytes" and "12288" in error.fix
+    Settings.load({"root": "/x", "segment_bytes": 12288, "capacity_bytes": 12288})
 
 
 def test_root_has_no_default() -> None:
