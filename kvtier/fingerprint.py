@@ -4,14 +4,16 @@ blake3 over a sequence of (name, content) pairs, each length-prefixed:
 
     rule                    version of this definition, and whether tensors were hashed whole or sampled
     config.json             canonical JSON without the keys that say where it came from
-    quantize_config.json, hf_quant_config.json      the same, where there
+    quantize_config.json, hf_quant_config.json, params.json, audio_tokenizer_config.json, *processor_config.json
+                            the same, where there: how weights are read, and what becomes of an image
     each weight file, by its name in sorted order:
         *.safetensors       its header, then of every tensor, in order of its place in the file, its bytes
         other formats       its bytes (*.bin, *.pt, *.pth, *.gguf, except what a trainer leaves besides weights)
 
 Weights of up to 8 GiB are hashed whole. Of larger ones every tensor (or other file) gives its first page, its last,
 and up to 64 evenly spaced between (fewer where there are so many tensors that this would be over 1 GiB): who trains a
-model changes nearly all of them. What is read depends on sizes and headers only, never on the machine.
+model changes nearly all of them. Embeddings in safetensors are hashed whole even then, the smallest first, up to 8 GiB
+of them: who adds a token changes one row. What is read depends on sizes and headers only, never on the machine.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import logging
 import mmap
 import os
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +40,7 @@ from kvtier.once import replace_small
 log = logging.getLogger("kvtier")
 
 RULE_VERSION = 1
+SAMPLED = "sampled, embeddings whole"
 WHOLE_BYTES_MAX = 8 << 30
 """2 cores of an AMD EPYC hash 8 GiB/s from the page cache: reading whole costs a second, or what the disk takes."""
 SAMPLED_PAGES_BETWEEN_MAX = 64
@@ -44,7 +48,10 @@ SAMPLED_PAGES_MAX = 1 << 18
 """In all, about: a mixture of experts may have 100,000 tensors."""
 
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version")
-_SIDE_FILES = ("quantize_config.json", "hf_quant_config.json")
+_SIDE_FILES = ("quantize_config.json", "hf_quant_config.json", "params.json", "audio_tokenizer_config.json")
+_PROCESSOR_SUFFIX = "processor_config.json"
+_EMBEDDING = re.compile(r"embed|(^|\.)wte\.", re.IGNORECASE)
+"""In a tensor's name: embed_tokens, word_embeddings, tok_embeddings, wte."""
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
 _HEADER_BYTES_MAX = 100_000_000
@@ -63,6 +70,23 @@ class _File:
     inode: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """between: pages to sample between the first and the last of a tensor. whole: of these, by file and first byte in
+    its data, all bytes are read."""
+
+    between: int
+    whole: frozenset[tuple[str, int]]
+
+    def pieces(self, name: str, begin: int, tensors: list[tuple[str, range]]) -> list[range]:
+        """What to read of file `name`, whose data begins at byte `begin`."""
+        found = []
+        for _, part in tensors:
+            placed = range(begin + part.start, begin + part.stop)
+            found += [placed] if (name, part.start) in self.whole else sampled_pages(placed, self.between)
+        return found
+
+
 def weights_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
     """64 hex digits for the weights in `model_dir`. Raises ConfigError("model_tag") where there are none to read.
 
@@ -70,7 +94,7 @@ def weights_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
     """
     if not (model_dir / "config.json").is_file():
         raise ConfigError("model_tag", None, f"{model_dir} has no config.json to fingerprint; {_SET_MODEL_TAG}")
-    texts = ["config.json", *(name for name in _SIDE_FILES if (model_dir / name).is_file())]
+    texts = ["config.json", *_side_files(model_dir)]
     weights = _weight_files(model_dir)
     if not weights:
         raise ConfigError("model_tag", None, f"{model_dir} has no weight files to fingerprint; {_SET_MODEL_TAG}")
@@ -87,6 +111,38 @@ def adapter_fingerprint(adapter_dir: Path, cache_dir: Path | None = None) -> str
         fix = "the folder lacks adapter_config.json or adapter_model.safetensors; requests with it are not cached"
         raise ConfigError("lora", str(adapter_dir), fix)
     return _fingerprint(adapter_dir, ["adapter_config.json"], weights, cache_dir)
+
+
+def config_fingerprint(model_dir: Path) -> str:
+    """64 hex digits for a model's configuration alone, where an engine takes that from another folder than the weights.
+
+    Raises ConfigError("hf_config_path") where there is none to read.
+    """
+    names = [name for name in ("config.json", "params.json") if (model_dir / name).is_file()]
+    if not names:
+        raise ConfigError("hf_config_path", str(model_dir), "the folder has no config.json; name one that has it")
+    digest = blake3()
+    try:
+        for name in names:
+            _add(digest, name, _canonical_file(model_dir / name))
+    except OSError as error:
+        raise ConfigError("hf_config_path", str(model_dir), f"cannot be read: {error}; make it readable") from None
+    return digest.hexdigest()
+
+
+def file_fingerprint(path: Path, key: str) -> str:
+    """64 hex digits for the bytes of a small file that the setting `key` names. Raises ConfigError(key)."""
+    try:
+        return blake3(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(key, str(path), f"cannot be read: {error}; name a file that can") from None
+
+
+def _side_files(folder: Path) -> list[str]:
+    """Names in `folder` of what is read beside config.json, sorted, those of quantization first."""
+    known = [name for name in _SIDE_FILES if (folder / name).is_file()]
+    files = (entry.name for entry in os.scandir(folder) if entry.is_file())
+    return known + sorted(name for name in files if name.endswith(_PROCESSOR_SUFFIX))
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -119,11 +175,11 @@ def _stat(folder: Path, name: str) -> _File:
 
 def _compute(files: list[_File], texts: set[str]) -> str:
     weights = [file for file in files if file.name not in texts]
-    between = None
+    sampling = None
     if sum(file.n_bytes for file in weights) > WHOLE_BYTES_MAX:
-        between = _pages_between(weights)
+        sampling = _sampling(weights)
     digest = blake3(max_threads=blake3.AUTO)
-    _add(digest, "rule", canonical_text([RULE_VERSION, "whole" if between is None else "sampled"]).encode())
+    _add(digest, "rule", canonical_text([RULE_VERSION, "whole" if sampling is None else SAMPLED]).encode())
     for file in files:
         if file.name in texts:
             _add(digest, file.name, _canonical_file(file.path))
@@ -131,20 +187,28 @@ def _compute(files: list[_File], texts: set[str]) -> str:
         _add(digest, file.name, b"")
         if file.n_bytes:
             with _mapped(file) as data:
-                _add_weights(digest, file, data, between)
+                _add_weights(digest, file, data, sampling)
     return digest.hexdigest()
 
 
-def _pages_between(weights: list[_File]) -> int:
-    """How many pages to sample between the first and the last of each tensor."""
-    n_tensors = 0
+def _sampling(weights: list[_File]) -> _Sampling:
+    n_tensors, embeddings = 0, []
     for file in weights:
         if file.name.endswith(".safetensors") and file.n_bytes:
             with _mapped(file) as data:
-                n_tensors += len(_header(file, data)[1])
+                tensors = _header(file, data)[1]
+            n_tensors += len(tensors)
+            embeddings += [(len(part), file.name, part.start) for name, part in tensors if _EMBEDDING.search(name)]
         else:
             n_tensors += 1
-    return max(0, min(SAMPLED_PAGES_BETWEEN_MAX, SAMPLED_PAGES_MAX // max(1, n_tensors) - 2))
+    whole, n_bytes = set(), 0
+    for size, file_name, start in sorted(embeddings):
+        n_bytes += size
+        if n_bytes > WHOLE_BYTES_MAX:
+            break
+        whole.add((file_name, start))
+    between = max(0, min(SAMPLED_PAGES_BETWEEN_MAX, SAMPLED_PAGES_MAX // max(1, n_tensors) - 2))
+    return _Sampling(between, frozenset(whole))
 
 
 @contextmanager
@@ -153,25 +217,27 @@ def _mapped(file: _File) -> Iterator[mmap.mmap]:
         yield data
 
 
-def _add_weights(digest: blake3, file: _File, data: mmap.mmap, between: int | None) -> None:
-    """Adds one file. `between`: pages to sample between the first and last of a tensor; None: all of them.
+def _add_weights(digest: blake3, file: _File, data: mmap.mmap, sampling: _Sampling | None) -> None:
+    """Adds one file; no sampling: all of it.
 
     Safetensors: header length u64, header JSON with name -> {"data_offsets": [begin, end], ...}, then the data.
     """
-    begin, parts = 0, [range(len(data))]
+    begin, tensors = 0, [("", range(len(data)))]
     if file.name.endswith(".safetensors"):
         begin, tensors = _header(file, data)
         _add(digest, "header", data[:begin])
-        parts = [range(begin + first, begin + end) for first, end in tensors]
-    if between is None:
+    if sampling is None:
         data.madvise(mmap.MADV_SEQUENTIAL)
         pieces = [range(begin, len(data))]
     else:
         data.madvise(mmap.MADV_RANDOM)
-        pieces = [piece for part in parts for piece in sampled_pages(part, between)]
+        pieces = sampling.pieces(file.name, begin, tensors)
         for piece in pieces:  # asked for all at once, so that the disk or server reads many at a time
             start = piece.start // mmap.PAGESIZE * mmap.PAGESIZE
-            data.madvise(mmap.MADV_WILLNEED, start, piece.stop - start)
+            is_long = (
+                len(piece) > (SAMPLED_PAGES_BETWEEN_MAX + 2) * PAGE_BYTES
+            )  # Linux asks for no more than some of it
+            data.madvise(mmap.MADV_SEQUENTIAL if is_long else mmap.MADV_WILLNEED, start, piece.stop - start)
     with memoryview(data) as view:
         for piece in pieces:
             digest.update(struct.pack("<Q", len(piece)))
@@ -190,23 +256,26 @@ def sampled_pages(part: range, between: int) -> list[range]:
     return [range(start, start + PAGE_BYTES) for start in starts]
 
 
-def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[int, int]]]:
-    """Where the data begins, and the tensors' (begin, end) within it, ascending. Raises ConfigError when malformed."""
+def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[str, range]]]:
+    """Where the data begins, and each tensor's name and bytes in it, in order. Raises ConfigError when malformed."""
     try:
         (n_bytes,) = struct.unpack_from("<Q", data)
         if n_bytes > min(_HEADER_BYTES_MAX, len(data) - 8):
             raise ValueError(f"a header of {n_bytes} bytes")
         header = json.loads(data[8 : 8 + n_bytes])
-        tensors = sorted((int(x["data_offsets"][0]), int(x["data_offsets"][1])) for x in _tensors(header))
-        if any(not 0 <= first <= end <= len(data) - 8 - n_bytes for first, end in tensors):
+        tensors = sorted(_tensors(header), key=lambda tensor: (tensor[1].start, tensor[1].stop))
+        if any(not 0 <= part.start <= part.stop <= len(data) - 8 - n_bytes for _, part in tensors):
             raise ValueError("a tensor lies outside of the file")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError("model_tag", None, f"{file.path} is not a whole safetensors file: {error}") from None
     return 8 + n_bytes, tensors
 
 
-def _tensors(header: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    return (value for name, value in header.items() if name != "__metadata__")
+def _tensors(header: dict[str, Any]) -> Iterator[tuple[str, range]]:
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            first, end = tensor["data_offsets"]
+            yield name, range(int(first), int(end))
 
 
 def _add(digest: blake3, name: str, content: bytes) -> None:
@@ -233,6 +302,7 @@ def _settled(value: Any) -> Any:
 def _cache_key(files: list[_File]) -> str:
     facts = [
         RULE_VERSION,
+        SAMPLED,
         WHOLE_BYTES_MAX,
         [[f.name, str(f.path), f.n_bytes, f.mtime_ns, f.ctime_ns, f.inode] for f in files],
     ]

@@ -148,8 +148,14 @@ def test_another_config(model: Path, change: dict[str, Any]) -> None:
     assert print_of(model) != before
 
 
-@pytest.mark.parametrize("name", ["quantize_config.json", "hf_quant_config.json"])
-def test_quantization_beside_the_weights(model: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "quantize_config.json", "hf_quant_config.json", "params.json", "audio_tokenizer_config.json",
+        "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    ],
+)  # fmt: skip
+def test_configurations_beside_the_weights(model: Path, name: str) -> None:
     seen = {print_of(model)}
     for bits in (4, 8):
         (model / name).write_text(json.dumps({"bits": bits}))
@@ -200,6 +206,43 @@ def test_more_than_8_gib_is_sampled(tmp_path: Path) -> None:
     other, other_begin = make_sparse(tmp_path / "other")
     flip(other, other_begin + sampled_pages(range(9 << 30), 64)[33].start + 5 * PAGE)  # between two sampled pages
     assert print_of(other.parent) == original
+
+
+def test_plain_fingerprints_are_pinned(tmp_path: Path) -> None:
+    """Another answer for the same files would orphan what is stored: it needs another RULE_VERSION or SAMPLED."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_safetensors(
+        tmp_path / "model.safetensors", {"model.embed_tokens.weight": 64, "b": 200}, bytes(range(256)) + bytes(8)
+    )
+    assert print_of(tmp_path) == "490fa4d762c62bfd8a71d76ad9b85bcc56083b23e541cc241d8e83f3c43b94d6"
+
+
+EMBEDDINGS = ["model.embed_tokens.weight", "tok_embeddings.weight", "transformer.wte.weight", "wte.weight"]
+
+
+@pytest.mark.parametrize("name", [*EMBEDDINGS, "model.layers.0.mlp.down_proj.weight"])
+def test_one_row_of_an_embedding_in_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES_MAX", 5 << 20)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    begin = write_safetensors(tmp_path / "model.safetensors", {"a": 3 << 20, name: 4 << 20, "z": 1 << 20})
+    before, unnoticed = print_of(tmp_path), 0
+    for row in range(5, 1024, 200):
+        flip(tmp_path / "model.safetensors", begin + (3 << 20) + row * 4096)
+        unnoticed += print_of(tmp_path) == before
+        flip(tmp_path / "model.safetensors", begin + (3 << 20) + row * 4096)
+    assert (unnoticed == 0) == (name in EMBEDDINGS)  # of other tensors pages are left out
+
+
+def test_embeddings_are_hashed_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest first: a table of 100 GiB beside the embedding of tokens neither takes minutes nor its place."""
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES_MAX", 5 << 20)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    begin = write_safetensors(tmp_path / "model.safetensors", {"table.embed": 6 << 20, "embed_tokens": 4 << 20})
+    before = print_of(tmp_path)
+    flip(tmp_path / "model.safetensors", begin + 5 * PAGE)
+    assert print_of(tmp_path) == before
+    flip(tmp_path / "model.safetensors", begin + (6 << 20) + 5 * PAGE)
+    assert print_of(tmp_path) != before
 
 
 def test_whole_and_sampled_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
