@@ -14,6 +14,11 @@ from kvtier.connectors.vllm_forms import check_cache_dtype
 from kvtier.errors import ConfigError
 
 KNOWN_SPECS = frozenset({"FullAttentionSpec", "TQFullAttentionSpec", "MLAAttentionSpec"})
+READ_FROM_THE_FOLDER = frozenset({
+    "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt",
+    "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
+})  # fmt: skip
+"""Values of load_format that read weights from the model's folder and nowhere else."""
 WITHOUT = "run this model without the kvtier connector"
 
 
@@ -42,14 +47,28 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
     if getattr(model, "enable_sleep_mode", False):
         fix = "a sleeping engine takes back memory that kvtier's copies still use; set it to false"
         raise ConfigError("enable_sleep_mode", True, fix)
-    load_format = _plain(getattr(vllm_config.load_config, "load_format", "auto"))
-    if load_format == "dummy" and settings.model_tag is None:
-        fix = "dummy weights lie in no files and cannot be told apart; set model_tag to a name for them"
-        raise ConfigError("load_format", load_format, fix)
+    if settings.model_tag is None:
+        _check_load(vllm_config.load_config)
+        _check_load(getattr(getattr(vllm_config, "speculative_config", None), "draft_load_config", None))
     overrides = getattr(model, "hf_overrides", None)
     if callable(overrides) and settings.model_tag is None:
         fix = "what a function changes cannot be told apart; pass a mapping, or set model_tag to a name for the result"
         raise ConfigError("hf_overrides", getattr(overrides, "__qualname__", "function"), fix)
+
+
+def _check_load(load_config: Any) -> None:
+    """Refuses weights that may not be those in the model's folder, which are what is fingerprinted."""
+    load_format = _plain(getattr(load_config, "load_format", "auto"))
+    if load_format == "dummy":
+        fix = "dummy weights lie in no files and cannot be told apart; set model_tag to a name for them"
+        raise ConfigError("load_format", load_format, fix)
+    if load_format not in READ_FROM_THE_FOLDER:
+        fix = "its weights need not be those in the model's folder; set model_tag to a name that changes when they do"
+        raise ConfigError("load_format", load_format, fix)
+    extra = getattr(load_config, "model_loader_extra_config", None)
+    if isinstance(extra, dict) and "pattern" in extra:
+        fix = "it may name files outside of the model's folder; set model_tag to a name that changes when they do"
+        raise ConfigError("model_loader_extra_config", extra, fix)
 
 
 def check_cache(kv_cache_config: Any, settings: Settings) -> Any:

@@ -10,9 +10,11 @@ from typing import Any
 
 from kvtier.assemble import make_codec
 from kvtier.config import Settings
+from kvtier.connectors.vllm_files import folder_of
 from kvtier.connectors.vllm_forms import forms_of
 from kvtier.connectors.vllm_layouts import layer_number
 from kvtier.connectors.vllm_platforms import packing_of
+from kvtier.connectors.vllm_settings import settings_text
 from kvtier.errors import ConfigError
 from kvtier.fingerprint import weights_fingerprint
 from kvtier.geometry import Geometry, RankShare, share_of_rank
@@ -73,6 +75,7 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
         codec=CodecId(codec.name, codec.version, codec.seed),
         draft=draft,
         epoch=str(settings.epoch),
+        settings=settings_text(vllm_config, settings.model_tag is not None, bool(draft)),
     )
     return Identity(namespace, _shares(geometry, parallel), packing.is_halved)
 
@@ -131,22 +134,7 @@ def _overrides_text(model: Any) -> str:
 
 
 def _weights(model: Any, load_config: Any) -> str:
-    return weights_fingerprint(_folder_of(model.model, model.revision, load_config), FINGERPRINTS)
-
-
-def _folder_of(name: str, revision: str | None, load_config: Any) -> Path:
-    """Where the files of a model lie: its own folder, or its snapshot in the Hugging Face cache."""
-    if os.path.isdir(name):
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        cache = getattr(load_config, "download_dir", None)
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
-        fix = "its files lie neither in a folder nor in the Hugging Face cache; set model_tag to a name for its weights"
-        raise ConfigError("model", name, fix) from None
+    return weights_fingerprint(folder_of(model.model, model.revision, load_config), FINGERPRINTS)
 
 
 def _draft(vllm_config: Any, settings: Settings) -> str:

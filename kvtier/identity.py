@@ -62,6 +62,7 @@ class Namespace:
     hf_overrides: canonical_text of what overrides the model's own configuration, "" for none.
     draft: fingerprint of the draft model if its layers are cached, else "".
     epoch: moves on when weights change in place.
+    settings: canonical_text of the engine's other settings that change KV, as far as they are not plain; "" for none.
     """
 
     engine: str
@@ -75,13 +76,17 @@ class Namespace:
     draft: str
     epoch: str
     format_version: int = FORMAT_VERSION
+    settings: str = ""
 
     def canonical_json(self) -> str:
         """The text that is hashed and stored: sorted keys, no spaces, ASCII.
 
-        Where all layers are alike it says nothing of plain ones: it is then what it was before there were any.
+        Where all layers are alike it says nothing of plain ones, and of settings nothing where all are plain: it is
+        then what it was before there were any.
         """
         values = asdict(self)
+        if not self.settings:
+            del values["settings"]
         if self.geometry.plain is None:
             values["geometry"] = {name: value for name, value in values["geometry"].items() if name not in _NO_PLAIN}
         return canonical_text(values)
@@ -98,6 +103,8 @@ class Namespace:
             values = json.loads(text)
         except ValueError as error:
             raise Corrupt(f"namespace: not JSON: {error}") from None
+        if isinstance(values, dict):
+            values.setdefault("settings", "")
         _check_fields("namespace", cls, values)
         _check_fields("codec", CodecId, values["codec"])
         parts = {"geometry": _geometry(values["geometry"]), "codec": CodecId(**values["codec"])}

@@ -97,7 +97,7 @@ def test_parallel_sizes_and_paths_are_not_in_the_namespace(folder: Path, tmp_pat
     [
         {"dtype": torch.float16}, {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 5}},
         {"text": {"rope_theta": 500000.0}}, {"text": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
-        {"cache_dtype": "fp8"}, {"text": {"sliding_window": 128}},
+        {"cache_dtype": "fp8"}, {"text": {"sliding_window": 128}}, {"model_impl": "transformers"},
     ],
     ids=str,
 )  # fmt: skip

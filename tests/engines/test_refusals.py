@@ -84,6 +84,17 @@ def test_a_plain_engine_passes() -> None:
         ({"cache__cache_dtype": "nvfp4"}, "kv_cache_dtype", "use auto"),
         ({"model__is_encoder_decoder": True}, "model", "without the kvtier connector"),
         ({"load__load_format": "dummy"}, "load_format", "set model_tag"),
+        ({"load__load_format": "tensorizer"}, "load_format", "set model_tag"),
+        ({"load__load_format": "ipc_cache"}, "load_format", "set model_tag"),
+        ({"load__load_format": "of_a_plugin"}, "load_format", "set model_tag"),
+        (
+            {"load__model_loader_extra_config": {"pattern": "../other/{part}"}},
+            "model_loader_extra_config", "set model_tag",
+        ),
+        (
+            {"speculative_config": SimpleNamespace(draft_load_config=SimpleNamespace(load_format="tensorizer"))},
+            "load_format", "set model_tag",
+        ),
         ({"model__hf_overrides": rewrite}, "hf_overrides", "set model_tag"),
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else None,
@@ -95,7 +106,15 @@ def test_refused_engine_settings(changes: dict[str, Any], key: str, fix: str) ->
     assert fix in caught.value.fix
 
 
-@pytest.mark.parametrize("changes", [{"load__load_format": "dummy"}, {"model__hf_overrides": rewrite}])
+@pytest.mark.parametrize("load_format", ["safetensors", "fastsafetensors", "pt", "sharded_state", "runai_streamer"])
+def test_formats_that_read_the_folder_pass(load_format: str) -> None:
+    vllm_checks.check_engine(engine(load__load_format=load_format), settings())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"load__load_format": "dummy"}, {"load__load_format": "tensorizer"}, {"model__hf_overrides": rewrite}],
+)
 def test_a_model_tag_stands_for_weights_that_no_file_tells(changes: dict[str, Any]) -> None:
     vllm_checks.check_engine(engine(**changes), settings(model_tag="mine"))
 

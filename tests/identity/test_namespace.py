@@ -55,7 +55,7 @@ def every_change() -> list[tuple[str, Namespace]]:
 
 def test_every_part_changes_the_id() -> None:
     changed = every_change()
-    assert len(changed) == 9 + 8 + 3  # its own fields, those of the geometry, those of the codec
+    assert len(changed) == 10 + 8 + 3  # its own fields, those of the geometry, those of the codec
     ids = {namespace.id for _, namespace in changed} | {NAMESPACE.id}
     assert len(ids) == len(changed) + 1
 
@@ -76,6 +76,14 @@ def test_every_part_of_plain_layers_changes_the_id() -> None:
 def test_id_is_pinned() -> None:
     """A change of the canonical form would orphan everything that is stored: it needs a new format version."""
     assert NAMESPACE.id.hex() == "390e4541ea1fd088e3b3f6bfde6a2b08"
+
+
+def test_plain_settings_are_not_in_the_canonical_form() -> None:
+    """Or every namespace from before there were any would be another one."""
+    assert "settings" not in NAMESPACE.canonical_json()
+    explicit = canonical_text(json.loads(NAMESPACE.canonical_json()) | {"settings": ""})
+    with pytest.raises(Corrupt, match="canonical form"):
+        Namespace.from_json(explicit)
 
 
 def test_equal_values_have_one_canonical_form() -> None:

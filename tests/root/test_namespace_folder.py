@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import Geometry
 from kvtier.identity import CodecId, Namespace
-from kvtier.root import NAMESPACE_FILE, Root, open_namespace, read_namespace
+from kvtier.root import NAMESPACE_FILE, Root, check_namespace, open_namespace, read_namespace
 
 NAMESPACE = Namespace(
     engine="vllm",
@@ -76,3 +76,12 @@ def test_that_cannot_be_made(root: Root) -> None:
     (root.folder / NAMESPACE.id.hex()).write_text("")
     with pytest.raises(ConfigError, match="is a file, not a folder"):
         open_namespace(root, NAMESPACE)
+
+
+@pytest.mark.parametrize("part", ["engine", "weights", "draft"])
+def test_a_worker_of_other_files_or_settings_moves_nothing(root: Root, part: str) -> None:
+    open_namespace(root, NAMESPACE)
+    check_namespace(root, dataclasses.replace(NAMESPACE, epoch="1"), NAMESPACE.id)  # as after a reset
+    other = dataclasses.replace(NAMESPACE, **{part: "another"})  # type: ignore[arg-type]
+    with pytest.raises(TierUnavailable, match=f"is of another {part}: .*, here another; give all processes"):
+        check_namespace(root, other, NAMESPACE.id)
