@@ -103,6 +103,8 @@ class SchedulerBridge:
         self._clock = clock
         self._requests: dict[str, TrackedRequest] = {}
         self._is_stopped = False
+        self._has_old_blocks = False
+        self._has_foreign_kv = False
         self._before: list[WantedChunk] = []
         self._after: list[WantedChunk] = []
         self._loads: list[LoadPlan] = []
@@ -120,7 +122,9 @@ class SchedulerBridge:
         """How many tokens past `computed_tokens` can be loaded; None: ask again in the next step."""
         request = self._requests[request_id]
         request.offer = None
-        request.computed_tokens = computed_tokens
+        request.computed_tokens = request.own_tokens = computed_tokens
+        if computed_tokens and self._has_old_blocks:
+            request.may_save = False
         if not request.may_load:
             return 0
         miss: int | None = 0
@@ -138,6 +142,7 @@ class SchedulerBridge:
             plan = self._faults.guard("planning a load", lambda: self._plan_load(request, offer, block_ids), None)
         if plan is not None:
             self._loads.append(plan)
+            request.own_tokens += n_tokens
             request.load_blocks = frozenset(block for chunk in plan.chunks for block in chunk.block_ids)
         else:
             # Never the blocks of local hits: they are other requests' too.
@@ -145,9 +150,25 @@ class SchedulerBridge:
             self._refused.append(LoadDone(request_id, failed))
             request.load_blocks = failed
 
+    def begin(self, request_id: str, computed_tokens: int) -> None:
+        """The engine's first step for a request since it was given blocks computes from `computed_tokens` on.
+
+        What neither the engine nor this tier put there is another connector's: it may be lossy, or not have come.
+        """
+        request = self._requests.get(request_id)
+        # The engine's own hit may go on within the block after the one where it asked.
+        if request is None or computed_tokens < request.own_tokens + self._shape.block_tokens:
+            return
+        request.may_save = False
+        if not self._has_foreign_kv:
+            self._has_foreign_kv = True
+            log.warning("requests whose KV comes from another connector are not saved")
+
     def advance(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
         """After this step the KV of the first `frontier_tokens` tokens is final and lies in `block_ids`."""
         request = self._requests[request_id]
+        if len(block_ids) * self._shape.block_tokens < frontier_tokens:
+            return  # not all of its blocks are known: which they are is told at its end
         if request.may_save and request.load_blocks is None:
             self._after += self._take_wanted(request, frontier_tokens, block_ids)
 
@@ -181,22 +202,30 @@ class SchedulerBridge:
         """Whether chunks of ended requests wait for a step that takes them to the workers."""
         return bool(self._before)
 
-    def take_step(self, is_idle: bool = False) -> Step:
-        """What was decided since the last step. `is_idle`: the engine computes nothing in this one."""
-        before = self._plan_save(self._before)
+    def take_step(self, is_idle: bool = False, rewritten: AbstractSet[int] | None = frozenset()) -> Step:
+        """What was decided since the last step.
+
+        is_idle: the engine computes nothing in this one. rewritten: blocks that it may write to before it lets anything
+        be gathered; None: they are not known.
+        """
+        whole = [] if rewritten is None else [w for w in self._before if rewritten.isdisjoint(w.block_ids)]
+        before = self._plan_save(whole)
         after = self._plan_save(self._after)
         step = Step(before, after, tuple(self._loads), tuple(self._refused), is_idle)
         self._before, self._after, self._loads, self._refused = [], [], [], []
         return step
 
-    def reset(self) -> bool:
+    def reset(self, blocks_in_use: bool) -> bool:
         """New weights, or an emptied cache: nothing that is in the engine now may enter the new epoch.
 
+        blocks_in_use: requests hold blocks, so the engine could not empty its own cache, and may still find KV of
+        before in it. Until a reset that finds none in use, what begins with a hit of the engine's own is not saved.
         False when a load of the old epoch is on its way (its bytes are as old as the engine's own then), and when no
         new epoch could be begun; then nothing is loaded or saved any more, for the weights may be others.
         """
         has_begun = self._faults.guard("beginning an epoch", self._begin_epoch, False)
         self._is_stopped |= not has_begun
+        self._has_old_blocks = blocks_in_use
         self._before.clear()
         loading = False
         for request in self._requests.values():

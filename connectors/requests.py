@@ -51,6 +51,7 @@ class TrackedRequest:
     saved_chunks: leading chunks that were saved, or found saved, or given up: never wanted again.
     load_blocks: blocks of the load that is on its way; None when there is none.
     computed_tokens: what the engine had by itself when it last asked for a hit.
+    own_tokens: that, and what it was then to wait for from us.
     asked_since_s: when an answer to a lookup was first waited for.
     """
 
@@ -63,6 +64,7 @@ class TrackedRequest:
     offer: Offer | None = None
     load_blocks: frozenset[int] | None = None
     computed_tokens: int = 0
+    own_tokens: int = 0
     asked_since_s: float | None = None
 
     def keys_to(self, chunk: int, chunk_tokens: int) -> list[bytes]:

@@ -5,8 +5,8 @@
 
 Only dispatches: each hook of vLLM goes to the half that it belongs to. vLLM makes one instance in the scheduler's
 process and one in each worker. Loads are asynchronous; saves are gathered after the forward of the step that
-completes a chunk, and those of ended requests before the next step touches a block (`handle_preemptions`), so that
-no request's blocks are held back.
+completes a chunk, and those of ended requests before the next step touches a block (`handle_preemptions`; blocks that
+it zeroes before that are left), so that no request's blocks are held back.
 """
 
 from __future__ import annotations

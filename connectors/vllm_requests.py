@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 from kvtier.connectors.requests import RequestView
-from kvtier.errors import ConfigError
-from kvtier.fingerprint import adapter_fingerprint
+from kvtier.connectors.vllm_adapters import Adapters
 from kvtier.identity import join_extras, lora_extra, multimodal_extra, salt_extra
 
 log = logging.getLogger("kvtier")
 
 
-class Adapters:
-    """Fingerprints of LoRA adapters, read once an adapter. An adapter without files to read is not cached for."""
+def hashes_items(vllm_config: Any) -> bool:
+    """Whether identifiers of multimodal items are hashes of their content (or what a client named them).
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, str], str | None] = {}
-
-    def fingerprint(self, lora: Any) -> str | None:
-        if getattr(lora, "load_inplace", False):
-            return None  # its weights are replaced under the same name
-        key = (lora.lora_int_id, lora.lora_path)
-        if key not in self._known:
-            try:
-                self._known[key] = adapter_fingerprint(Path(lora.lora_path))
-            except ConfigError as error:
-                log.warning("requests with LoRA adapter %s are neither loaded nor saved: %s", lora.lora_name, error)
-                self._known[key] = None
-        return self._known[key]
+    With no cache of its own to look them up in, vLLM counts them instead, from the start of its process on.
+    """
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if multimodal is None:
+        return True
+    has_prefix_cache = bool(getattr(vllm_config.cache_config, "enable_prefix_caching", False))
+    return has_prefix_cache or bool(getattr(multimodal, "mm_processor_cache_gb", 0))
 
 
-def view_of(request: Any, chunk_tokens: int, adapters: Adapters) -> RequestView:
-    """What to track of a request. One whose KV no key can stand for may neither load nor save."""
+def view_of(request: Any, chunk_tokens: int, adapters: Adapters, items_are_hashed: bool = True) -> RequestView:
+    """What to track of a request. One whose KV no key can stand for may neither load nor save.
+
+    items_are_hashed: see hashes_items.
+    """
     switches = request.kv_transfer_params or {}
     may_load, may_save = (_is_on(switches, name) for name in ("kvtier_load", "kvtier_save"))
-    extras = None if _is_passed_by(request) else _extras(request, chunk_tokens, adapters)
+    is_passed_by = _is_passed_by(request) or (bool(request.mm_features) and not items_are_hashed)
+    extras = None if is_passed_by else _extras(request, chunk_tokens, adapters)
     if extras is None:
         extras, may_load, may_save = {}, False, False
     if getattr(request, "skip_reading_prefix_cache", False):

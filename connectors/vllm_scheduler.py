@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -16,11 +17,12 @@ from kvtier.connectors import vllm_platforms
 from kvtier.connectors.bridge import Faults, SchedulerBridge, Step
 from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.connectors.step_times import StepTimes
+from kvtier.connectors.vllm_adapters import Adapters
 from kvtier.connectors.vllm_checks import check_cache, check_engine, roles
 from kvtier.connectors.vllm_identity import identity_of
 from kvtier.connectors.vllm_layouts import in_layer_order
 from kvtier.connectors.vllm_report import ReportMetadata
-from kvtier.connectors.vllm_requests import Adapters, final_frontier, step_frontier, view_of
+from kvtier.connectors.vllm_requests import final_frontier, hashes_items, step_frontier, view_of
 from kvtier.connectors.vllm_stats import KVTierStats, stats_of
 
 log = logging.getLogger("kvtier")
@@ -37,6 +39,8 @@ class SchedulerHalf:
     """Called from the scheduler's thread only.
 
     Block tables come from the step where vLLM offers them (0.32), else they are mirrored from what it allocates.
+    Saved at a request's end is no more than was computed: vLLM counts what any connector is to load as computed before
+    it has come, so how far its steps reached is noted here.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
@@ -51,7 +55,6 @@ class SchedulerHalf:
             )
         self._loads, self._saves = roles(vllm_config)
         self._save_generated = settings.save_generated
-        self._chunk_tokens = settings.chunk_tokens
         # A draft model's own KV of a token may be written one step after the target's: its chunks wait for that.
         self._waits_a_step = bool(identity.namespace.draft)
         self._faults = Faults()
@@ -65,16 +68,23 @@ class SchedulerHalf:
             settings.index.timeout_s,
             self._faults,
         )
-        self._adapters = Adapters()
+        items_are_hashed = hashes_items(vllm_config)
+        if not items_are_hashed:
+            log.warning(
+                "requests with images, audio or video are neither loaded nor saved: without prefix caching and with "
+                "mm_processor_cache_gb 0, vLLM does not tell their contents apart"
+            )
+        self._view: Callable[[Any], RequestView] = partial(
+            view_of, chunk_tokens=settings.chunk_tokens, adapters=Adapters(), items_are_hashed=items_are_hashed
+        )
         self._requests: dict[str, Any] = {}
         self._tables: dict[str, list[int]] = {}
+        self._reached: dict[str, int] = {}
         self._is_closed = False
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How much of a waiting request can be loaded, and whether it is loaded in the background (always)."""
         self._track(request)
-        if not self._loads:
-            return 0, False
         n_tokens = self._bridge.hit_tokens(request.request_id, computed_tokens)
         return n_tokens, bool(n_tokens)
 
@@ -83,20 +93,23 @@ class SchedulerHalf:
         self._track(request)
         block_ids = list(blocks.get_block_ids()[0])
         self._tables[request.request_id] = block_ids
+        self._reached.pop(request.request_id, None)
         if external_tokens > 0:
             self._bridge.begin_load(request.request_id, block_ids, external_tokens)
 
     def build_step(self, scheduled: Any) -> StepMetadata:
         """What the workers do in this step. Must be called before vLLM counts the step's tokens as computed."""
         self._faults.guard("looking at a step", lambda: self._advance(scheduled), None)
-        return StepMetadata(self._bridge.take_step(is_idle=not scheduled.total_num_scheduled_tokens))
+        rewritten = self._faults.guard("looking at a step's blocks", lambda: rewritten_blocks(scheduled), None)
+        return StepMetadata(self._bridge.take_step(not scheduled.total_num_scheduled_tokens, rewritten))
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """A request ended, however it did; its blocks are free from the next step on, after that step's `before`."""
         if self._requests.pop(request.request_id, None) is None:
             return
         self._tables.pop(request.request_id, None)
-        frontier = final_frontier(request, self._save_generated) if self._saves else 0
+        reached = self._reached.pop(request.request_id, 0)
+        frontier = min(final_frontier(request, self._save_generated), reached) if self._saves else 0
         self._bridge.finish(request.request_id, frontier, block_ids)
 
     def take_output(self, output: Any) -> None:
@@ -117,7 +130,9 @@ class SchedulerHalf:
         return stats_of(self._store.metrics.take(), self._faults.take(), is_first_rank=True)
 
     def reset(self) -> bool:
-        return self._bridge.reset()
+        """vLLM has tried to empty its own cache before, which it cannot while a request holds blocks."""
+        in_use = any(request.num_computed_tokens > 0 for request in self._requests.values())
+        return self._bridge.reset(in_use)
 
     def close(self) -> None:
         if not self._is_closed:
@@ -128,13 +143,17 @@ class SchedulerHalf:
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
             nothing = RequestView(request.request_id, (), 0, {}, may_load=False, may_save=False)
-            view = self._faults.guard(
-                "looking at a request", lambda: view_of(request, self._chunk_tokens, self._adapters), nothing
-            )
+            view = self._faults.guard("looking at a request", lambda: self._view_of(request), nothing)
             self._bridge.track(view)
 
+    def _view_of(self, request: Any) -> RequestView:
+        view = self._view(request)
+        return replace(view, may_load=view.may_load and self._loads)
+
     def _advance(self, scheduled: Any) -> None:
-        self._mirror_tables(scheduled)
+        if not self._faults.guard("following block tables", lambda: self._mirror_tables(scheduled), False):
+            self._tables.clear()  # what is added to them later would stand in the wrong place
+            return
         self._step_times.planned(
             scheduled.num_scheduled_tokens.keys(), scheduled.total_num_scheduled_tokens, time.monotonic()
         )
@@ -144,6 +163,9 @@ class SchedulerHalf:
             n_tokens = scheduled.num_scheduled_tokens.get(request_id, 0)
             if request is None or not n_tokens or not self._saves:
                 continue
+            if request_id not in self._reached:
+                self._bridge.begin(request_id, computed)
+            self._reached[request_id] = computed + n_tokens
             counted = 0 if self._waits_a_step else n_tokens
             frontier = step_frontier(request, computed, counted, self._save_generated)
             if self._bridge.chunks_pending(request_id, frontier):
@@ -151,7 +173,7 @@ class SchedulerHalf:
                 table = mirrored if block_state is None else block_state.resolve_block_ids(request_id)[0]
                 self._bridge.advance(request_id, frontier, table)
 
-    def _mirror_tables(self, scheduled: Any) -> None:
+    def _mirror_tables(self, scheduled: Any) -> bool:
         """New and resumed requests come with their whole table, running ones with what was added to it."""
         for new in scheduled.scheduled_new_reqs:
             self._tables[new.req_id] = list(new.block_ids[0])
@@ -163,6 +185,14 @@ class SchedulerHalf:
                 self._tables[request_id] = list(added[0])
             elif request_id in self._tables:
                 self._tables[request_id] += added[0]
+        return True
+
+
+def rewritten_blocks(scheduled: Any) -> frozenset[int]:
+    """Blocks that vLLM zeroes or copies to in a step: the second model runner does so before `handle_preemptions`."""
+    zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
+    copies = getattr(scheduled, "kv_cache_block_copies", None) or ()
+    return frozenset(zeroed) | {copy.dst_block_id for copy in copies}
 
 
 def _computed_tokens(scheduled: Any) -> list[tuple[str, int]]:

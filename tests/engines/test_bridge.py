@@ -226,7 +226,7 @@ def test_reset_keeps_what_is_in_the_engine_out_of_the_new_epoch() -> None:
     scene = Scene()
     scene.bridge.finish("gone", 0, [])
     scene.bridge.advance("r", 64, BLOCKS)
-    assert scene.bridge.reset()
+    assert scene.bridge.reset(blocks_in_use=False)
     assert scene.store.epoch == 1
     assert not scene.bridge.chunks_pending("r", 300)
     scene.bridge.track(RequestView("new", scene.tokens, 300, {}, True, True))
@@ -239,14 +239,14 @@ def test_reset_during_a_load_says_so() -> None:
     scene = Scene()
     scene.store_chunks(4)
     scene.bridge.begin_load("r", BLOCKS, scene.bridge.hit_tokens("r", 0) or 0)
-    assert not scene.bridge.reset()
+    assert not scene.bridge.reset(blocks_in_use=False)
 
 
 def test_a_reset_that_fails_stops_the_tier_instead_of_mixing_weights() -> None:
     scene = Scene()
     scene.store_chunks(4)
     scene.store.reset = None  # type: ignore[assignment, method-assign]
-    assert not scene.bridge.reset()
+    assert not scene.bridge.reset(blocks_in_use=False)
     scene.bridge.track(RequestView("new", scene.tokens, 300, {}, True, True))
     assert scene.bridge.hit_tokens("new", 0) == 0
     assert not scene.bridge.chunks_pending("new", 300)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,9 @@ from kvtier.connectors import vllm as connector_module
 from kvtier.connectors.bridge import Faults, Step
 from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
+from kvtier.connectors.vllm_adapters import Adapters
 from kvtier.connectors.vllm_report import ReportMetadata
+from kvtier.connectors.vllm_requests import view_of
 from kvtier.connectors.vllm_scheduler import SchedulerHalf, StepMetadata
 from kvtier.plan import SaveOutcome
 
@@ -135,6 +138,9 @@ class RecordingBridge:
     def chunks_pending(self, request_id: str, frontier_tokens: int) -> bool:
         return True
 
+    def begin(self, request_id: str, computed_tokens: int) -> None:
+        pass
+
     def advance(self, request_id: str, frontier_tokens: int, block_ids: Any) -> None:
         self.advanced.append((request_id, frontier_tokens, tuple(block_ids)))
 
@@ -144,7 +150,7 @@ class RecordingBridge:
     def begin_load(self, request_id: str, block_ids: Any, n_tokens: int) -> None:
         pass
 
-    def take_step(self, is_idle: bool = False) -> Step:
+    def take_step(self, is_idle: bool = False, rewritten: Any = frozenset()) -> Step:
         return Step()
 
 
@@ -170,8 +176,8 @@ def half() -> SchedulerHalf:
     half = SchedulerHalf.__new__(SchedulerHalf)
     half._bridge = RecordingBridge()  # type: ignore[assignment]
     half._requests = {name: SimpleNamespace(num_tokens=1000, num_prompt_tokens=1000) for name in "abc"}
-    half._tables = {}
-    half._saves = half._save_generated = True
+    half._tables, half._reached = {}, {}
+    half._loads = half._saves = half._save_generated = True
     half._waits_a_step = False
     half._step_times = StepTimes(lambda tokens, seconds: None)
     half._faults = Faults()
@@ -205,8 +211,7 @@ def test_a_step_that_cannot_be_understood_saves_nothing(half: SchedulerHalf) -> 
 
 
 def test_a_request_that_cannot_be_understood_is_passed_by(half: SchedulerHalf) -> None:
-    half._chunk_tokens = 64
-    half._adapters = None  # type: ignore[assignment]
+    half._view = partial(view_of, chunk_tokens=64, adapters=Adapters())
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     half.allocated(SimpleNamespace(request_id="odd"), blocks, 0)
     assert half._faults.take() == 1

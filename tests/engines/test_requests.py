@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.connectors.vllm_requests import Adapters, final_frontier, step_frontier, view_of
+from kvtier.connectors.vllm_adapters import Adapters
+from kvtier.connectors.vllm_requests import final_frontier, hashes_items, step_frontier, view_of
 
 CHUNK = 64
 
@@ -150,3 +151,45 @@ def test_a_misspelt_switch_opts_out_of_everything(caplog: pytest.LogCaptureFixtu
     view = view_of(request(kv_transfer_params={"kvtier_saev": False}), 64, Adapters())
     assert (view.may_load, view.may_save) == (False, False)
     assert "kvtier_saev" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("multimodal", "prefix_caching", "expected"),
+    [(4, True, True), (4, False, True), (0, True, True), (0, False, False), (None, False, True)],
+)
+def test_items_without_a_hash_are_passed_by(multimodal: float | None, prefix_caching: bool, expected: bool) -> None:
+    """Text goes on beside them."""
+    items = None if multimodal is None else SimpleNamespace(mm_processor_cache_gb=multimodal)
+    model = SimpleNamespace(multimodal_config=items)
+    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    is_hashed = hashes_items(SimpleNamespace(model_config=model, cache_config=cache))
+    assert is_hashed is expected
+    shown = view_of(request(mm_features=[image("renderer0-mm-1-image-0", 3, 10)]), CHUNK, Adapters(), is_hashed)
+    assert (shown.may_load, shown.may_save) == (expected, expected)
+    text = view_of(request(), CHUNK, Adapters(), is_hashed)
+    assert (text.may_load, text.may_save) == (True, True)
+
+
+@pytest.mark.parametrize(("prefix_caching", "cache_gb"), [(True, 4), (False, 4), (True, 0), (False, 0)])
+def test_vllm_hashes_items_where_we_say_so(prefix_caching: bool, cache_gb: float) -> None:
+    """vLLM's own naming of the first image of a process: two images, two processes, and is the name the same?"""
+    base = pytest.importorskip("vllm.renderers.base").BaseRenderer
+    if not hasattr(base, "_process_mm_uuids"):
+        pytest.skip("this release names them elsewhere")
+    from PIL import Image
+    from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching))
+
+    def name_of(color: str) -> str:
+        renderer = SimpleNamespace(model_config=model, config=config)
+        renderer._validate_mm_uuids = base._validate_mm_uuids.__get__(renderer)
+        data = {"image": Image.new("RGB", (8, 8), color)}
+        items = MultiModalDataParser().parse_mm_data(data)
+        named = base._process_mm_uuids(renderer, data, items, parse_mm_uuids(None), "renderer0-mm-1")
+        inputs = ProcessorInputs([1], items, named, hf_processor_mm_kwargs={})
+        return str(inputs.get_mm_hashes("model", "blake3")["image"][0])
+
+    assert (name_of("red") != name_of("blue")) is hashes_items(config)

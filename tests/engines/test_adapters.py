@@ -1,0 +1,89 @@
+"""LoRA adapters whose files or numbers change under one name: no KV of one may be saved or found as another's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from safetensors.numpy import save_file
+
+from kvtier.connectors.vllm_adapters import Adapters
+
+
+def write(folder: Path, value: float) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    save_file({"w": np.full(16, value, np.float32)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def lora(path: Path, number: int = 1, name: str = "a", load_inplace: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=str(path), load_inplace=load_inplace)
+
+
+def test_unchanged_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters, path = Adapters(), write(tmp_path / "a", 1.0)
+    found = adapters.fingerprint(lora(path))
+    monkeypatch.setattr("kvtier.connectors.vllm_adapters.adapter_fingerprint", None)
+    assert found is not None and adapters.fingerprint(lora(path, number=2)) == found
+
+
+def test_a_folder_overwritten_between_unload_and_load_is_passed_by(tmp_path: Path) -> None:
+    """vLLM's own prefix cache goes by name and path, so it still finds KV of the old weights for the new adapter."""
+    adapters, path = Adapters(), write(tmp_path / "a", 1.0)
+    assert adapters.fingerprint(lora(path, number=1)) is not None
+    write(path, 2.0)
+    assert adapters.fingerprint(lora(path, number=2)) is None
+
+
+def test_another_folder_under_the_same_name_is_passed_by(tmp_path: Path) -> None:
+    """Before 0.32 vLLM's own prefix cache goes by the name alone. Another name is another adapter."""
+    adapters, one, two = Adapters(), write(tmp_path / "1", 1.0), write(tmp_path / "2", 2.0)
+    first = adapters.fingerprint(lora(one, number=1))
+    assert adapters.fingerprint(lora(two, number=2)) is None
+    assert adapters.fingerprint(lora(two, number=3, name="b")) not in (None, first)
+
+
+def test_the_same_weights_in_another_folder_go_on(tmp_path: Path) -> None:
+    adapters, one, two = Adapters(), write(tmp_path / "1", 1.0), write(tmp_path / "2", 1.0)
+    assert adapters.fingerprint(lora(one)) == adapters.fingerprint(lora(two, number=2)) is not None
+
+
+def test_files_exchanged_under_a_loaded_adapter_are_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same number and path: vLLM reads the files again when the adapter had fallen out of max_cpu_loras, and holds
+    the old weights otherwise. Nobody tells, so it is passed by for good, also when the old files are back."""
+    adapters, path = Adapters(), write(tmp_path / "a", 1.0)
+    assert adapters.fingerprint(lora(path)) is not None
+    write(path, 2.0)
+    assert [adapters.fingerprint(lora(path)) for _ in range(2)] == [None, None]
+    write(path, 1.0)
+    assert adapters.fingerprint(lora(path)) is None
+    assert caplog.text.count("load changed weights under a new name") == 1
+
+
+def test_files_that_were_away_for_a_while_are_compared(tmp_path: Path) -> None:
+    adapters, path = Adapters(), write(tmp_path / "a", 1.0)
+    first = adapters.fingerprint(lora(path))
+    shutil.move(path, tmp_path / "away")
+    assert adapters.fingerprint(lora(path)) is None
+    shutil.move(tmp_path / "away", path)
+    assert adapters.fingerprint(lora(path)) == first
+
+
+def test_files_that_came_after_the_adapter_was_used_are_not_trusted(tmp_path: Path) -> None:
+    adapters = Adapters()
+    assert adapters.fingerprint(lora(tmp_path / "a")) is None
+    assert adapters.fingerprint(lora(write(tmp_path / "a", 1.0))) is None
+
+
+def test_a_name_that_was_replaced_in_place_stays_out(tmp_path: Path) -> None:
+    adapters, path = Adapters(), write(tmp_path / "a", 1.0)
+    assert adapters.fingerprint(lora(path, load_inplace=True)) is None
+    assert adapters.fingerprint(lora(path)) is None

@@ -1,0 +1,311 @@
+"""Blocks that a request has, but whose KV is not, or not surely, what its key would stand for: never saved.
+
+The scheduler's half over a real bridge, told what vLLM tells it. The facts of vLLM behind it are asked of the installed
+release where it has them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvtier.breakeven import FixedLimit
+from kvtier.connectors.bridge import Faults, SchedulerBridge
+from kvtier.connectors.requests import ChunkShape
+from kvtier.connectors.step_times import StepTimes
+from kvtier.connectors.vllm import KVTierConnector
+from kvtier.connectors.vllm_adapters import Adapters
+from kvtier.connectors.vllm_requests import view_of
+from kvtier.connectors.vllm_scheduler import SchedulerHalf, rewritten_blocks
+
+from .fakes import FakeStore
+
+CHUNK, BLOCK = 64, 32
+
+
+class Scene:
+    """A scheduler's half, and requests of 130 tokens in blocks 10, 11, ..."""
+
+    def __init__(self) -> None:
+        self.store = FakeStore()
+        self.half = half = SchedulerHalf.__new__(SchedulerHalf)
+        half._faults = Faults()
+        half._loads = half._saves = half._save_generated = True
+        half._waits_a_step = False
+        half._bridge = SchedulerBridge(self.store, ChunkShape(CHUNK, BLOCK), FixedLimit(CHUNK), 1.0, half._faults)  # type: ignore[arg-type]
+        half._view = partial(view_of, chunk_tokens=CHUNK, adapters=Adapters())
+        half._step_times = StepTimes(lambda tokens, seconds: None)
+        half._requests, half._tables, half._reached = {}, {}, {}
+
+    def ask(self, name: str = "r", local: int = 0) -> Any:
+        """A request that vLLM admits, with so many tokens found in its own cache."""
+        tokens = list(range(130))
+        request = SimpleNamespace(
+            request_id=name, all_token_ids=tokens, prompt_token_ids=tokens, num_tokens=130, num_prompt_tokens=130,
+            num_computed_tokens=0, kv_transfer_params=None, lora_request=None, cache_salt=None, mm_features=[],
+        )  # fmt: skip
+        self.half.matched_tokens(request, local)
+        self.half.allocated(request, blocks(range(10, 15)), 0)
+        return request
+
+    def step(self, request: Any, computed: int, scheduled: int, **more: Any) -> list[tuple[int, ...]]:
+        """One step of vLLM's in which the request is new: the blocks that are gathered."""
+        new = SimpleNamespace(req_id=request.request_id, block_ids=(list(range(10, 15)),), num_computed_tokens=computed)
+        ids = {request.request_id: scheduled} if scheduled else {}
+        step = self.half.build_step(output([new] if scheduled else [], ids, **more)).step
+        request.num_computed_tokens = computed + scheduled
+        return [chunk.block_ids for plan in (step.before, step.after) if plan for chunk in plan.chunks]
+
+    def end(self, request: Any, **more: Any) -> list[tuple[int, ...]]:
+        """The request ends; the next step's gathers."""
+        self.half.finished(request, list(range(10, 15)))
+        return self.step(request, 0, 0, **more)
+
+
+def blocks(ids: Any) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),), new_empty=lambda: None)
+
+
+def output(new: list[Any], scheduled: dict[str, int], cached: Any = None, **more: Any) -> Any:
+    none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    return SimpleNamespace(
+        scheduled_new_reqs=new, scheduled_cached_reqs=cached or none, num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()), **more,
+    )  # fmt: skip
+
+
+# --- blocks that vLLM writes to before it lets anything be gathered ---
+
+
+def computed_at_its_end(scene: Scene) -> Any:
+    """A request whose chunks wait for its end, as those of a draft model do."""
+    scene.half._waits_a_step = True
+    request = scene.ask()
+    assert scene.step(request, 0, 130) == []
+    return request
+
+
+def test_a_request_that_ends_is_saved() -> None:
+    scene = Scene()
+    assert scene.end(computed_at_its_end(scene)) == [(10, 11), (12, 13)]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"new_block_ids_to_zero": [13, 20]},
+        {"kv_cache_block_copies": [SimpleNamespace(src_block_id=10, dst_block_id=12)]},
+    ],
+)
+def test_blocks_that_are_zeroed_or_copied_to_in_the_same_step_are_left(step: dict[str, Any]) -> None:
+    """The second model runner does that before `handle_preemptions`."""
+    scene = Scene()
+    assert scene.end(computed_at_its_end(scene), **step) == [(10, 11)]
+
+
+def test_nothing_is_gathered_when_what_is_rewritten_cannot_be_understood() -> None:
+    scene = Scene()
+    assert scene.end(computed_at_its_end(scene), new_block_ids_to_zero=[[13], [20]]) == []
+    assert scene.half._faults.take() == 1
+
+
+def test_what_the_second_runner_writes_to_before_gathers_is_known_to_the_scheduler() -> None:
+    """vLLM's own execute_model: what it touched when `handle_preemptions` was called is in the step that it is told."""
+    runner = pytest.importorskip("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+    if not hasattr(runner, "update_requests"):
+        pytest.skip("this release has another second runner")
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+    touched: list[int] = []
+    none = lambda *args, **kwargs: None  # noqa: E731
+
+    class Told(Exception):
+        pass
+
+    def told(*args: Any, **kwargs: Any) -> None:
+        raise Told
+
+    numbers = SimpleNamespace(np=None)
+    model = SimpleNamespace(
+        update_pp_decode_requests=none, finish_requests=none, free_states=none, add_requests=none,
+        aux_output_connector=None, block_tables=SimpleNamespace(apply_staged_writes=none, append_block_ids=none),
+        kv_connector=SimpleNamespace(no_forward=told, pre_forward=told),
+        kv_block_zeroer=SimpleNamespace(zero_block_ids=touched.extend), kv_caches=[],
+        kv_cache_config=SimpleNamespace(num_blocks=8),
+        req_states=SimpleNamespace(
+            num_computed_tokens_np=None, prefill_len=numbers, num_computed_prefill_tokens=None
+        ),
+    )  # fmt: skip
+    step = output([], {}, new_block_ids_to_zero=[2, 3], kv_cache_block_copies=[KVCacheBlockCopy(5, 6)])
+    step.finished_req_ids = {"ended"}
+    model.update_requests = lambda scheduled: runner.update_requests(model, scheduled)
+    with pytest.MonkeyPatch.context() as patch:
+        module = pytest.importorskip("vllm.v1.worker.gpu.model_runner")
+        patch.setattr(module.np, "minimum", none)
+        patch.setattr(
+            module, "copy_kv_cache_blocks_inplace", lambda caches, count, copies: touched.extend(c[1] for c in copies)
+        )
+        with pytest.raises(Told):
+            runner.execute_model(model, step)
+    assert touched == [2, 3, 6], "else the order has changed, for the better: say so in kvtier/README.md"
+    assert rewritten_blocks(step) == {*touched}
+
+
+def test_the_first_runner_lets_be_gathered_before_it_writes_to_blocks() -> None:
+    import inspect
+
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    source = inspect.getsource(GPUModelRunner.execute_model)
+    assert 0 < source.index(".handle_preemptions(") < source.index("self._update_states(")
+
+
+# --- KV that another connector was to bring ---
+
+
+class Other:
+    """An asynchronous connector with a hit of 128 tokens, as a decoder has it of its prefiller."""
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        return 128, True
+
+    def update_state_after_alloc(self, *args: Any) -> None:
+        pass
+
+    def request_finished(self, *args: Any) -> tuple[bool, None]:
+        return False, None
+
+
+@pytest.fixture
+def pair() -> tuple[Scene, Any]:
+    """vLLM's own MultiConnector over another connector and kvtier."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    scene = Scene()
+    ours = KVTierConnector.__new__(KVTierConnector)
+    ours._scheduler_half, ours._worker_half = scene.half, None
+    both = MultiConnector.__new__(MultiConnector)
+    both._connectors, both._requests_to_connector, both._extra_async_saves = [Other(), ours], {}, {}
+    return scene, both
+
+
+def admitted_by(both: Any, scene: Scene) -> Any:
+    request = scene.ask()
+    tokens, _ = both.get_num_new_matched_tokens(request, 0)
+    both.update_state_after_alloc(request, blocks(range(10, 15)), tokens)
+    request.num_computed_tokens = tokens  # vLLM counts them before they have come
+    return request
+
+
+def test_a_request_aborted_while_another_connector_loads_it_saves_nothing(pair: tuple[Scene, Any]) -> None:
+    scene, both = pair
+    request = admitted_by(both, scene)
+    both.request_finished(request, list(range(10, 15)))
+    assert scene.step(request, 0, 0) == []
+
+
+def test_a_request_that_was_preempted_before_saves_nothing_either(pair: tuple[Scene, Any]) -> None:
+    """What it had computed before it lost its blocks does not count."""
+    scene, both = pair
+    request = scene.ask()
+    scene.half._waits_a_step = True
+    scene.step(request, 0, 130)
+    both.get_num_new_matched_tokens(request, 0)
+    both.update_state_after_alloc(request, blocks(range(10, 15)), 128)
+    request.num_computed_tokens = 128
+    both.request_finished(request, list(range(10, 15)))
+    assert scene.step(request, 0, 0) == []
+
+
+def test_what_another_connector_loaded_is_not_saved(pair: tuple[Scene, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """It may be lossy, or have failed in a way that is told only after the step."""
+    scene, both = pair
+    request = admitted_by(both, scene)
+    assert scene.step(request, 128, 2) == []
+    assert scene.end(request) == []
+    assert caplog.text.count("another connector") == 1
+
+
+@pytest.mark.parametrize("local", [0, 32, 96])
+def test_what_the_engine_found_itself_is_saved(local: int) -> None:
+    """Also where its own hit goes on within a block, past the whole blocks that it tells of."""
+    scene = Scene()
+    request = scene.ask(local=local)
+    assert scene.step(request, local + 5, 130 - local - 5) == [(10, 11), (12, 13)]
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_what_this_tier_loaded_counts_as_its_own(loads: bool) -> None:
+    scene = Scene()
+    scene.half._loads = loads  # a producer only saves
+    scene.store.stored.update(chunk.key for chunk in saved_by(Scene())[:1])
+    request = scene.ask()
+    n_tokens, _ = scene.half.matched_tokens(request, 0)
+    assert n_tokens == (64 if loads else 0)
+    scene.half.allocated(request, blocks(range(10, 15)), 64 if loads else 0)
+    scene.step(request, 0, 0)
+    scene.half._bridge.loads_ended({"r"}, frozenset())
+    assert scene.step(request, 64 if loads else 0, 66 if loads else 130) == [(12, 13)]
+
+
+def saved_by(scene: Scene) -> list[Any]:
+    scene.step(scene.ask(), 0, 130)
+    return scene.store.wanted
+
+
+# --- a reset that leaves vLLM's own cache as it is ---
+
+
+def test_own_hits_after_a_reset_while_a_request_runs_are_not_saved() -> None:
+    """vLLM's own reset fails then, but its connector is reset all the same: its cache still finds KV of before."""
+    scene = Scene()
+    running = scene.ask("running")
+    scene.step(running, 0, 130)
+    scene.half.reset()
+    fresh = scene.ask("fresh")
+    assert scene.step(fresh, 0, 130) == [(10, 11), (12, 13)]
+    assert scene.end(fresh) == []
+    scene.store.stored.clear()
+    again = scene.ask("again", local=96)
+    assert scene.step(again, 96, 34) == []
+    assert scene.end(again) == []
+
+
+def test_a_later_reset_with_no_block_in_use_ends_that() -> None:
+    """So it is also when vLLM preempts all that runs for it: they hold no blocks then."""
+    scene = Scene()
+    running = scene.ask("running")
+    scene.step(running, 0, 130)
+    scene.half.reset()
+    running.num_computed_tokens = 0
+    assert scene.half.reset()
+    later = scene.ask("later", local=96)
+    assert scene.step(later, 96, 34) == [(10, 11), (12, 13)]
+
+
+# --- block tables, before 0.32 ---
+
+
+def test_a_table_that_lost_a_piece_is_not_used() -> None:
+    """What is added later would stand in the wrong place. At the end vLLM tells all blocks, and it is saved then."""
+    scene = Scene()
+    request = scene.ask()
+    scene.step(request, 0, 20)
+    added = SimpleNamespace(req_ids=["r"], new_block_ids=[object()], num_computed_tokens=[20], resumed_req_ids=set())
+    scene.half.build_step(output([], {"r": 50}, added))
+    more = SimpleNamespace(req_ids=["r"], new_block_ids=[([14, 15],)], num_computed_tokens=[70], resumed_req_ids=set())
+    assert scene.half.build_step(output([], {"r": 60}, more)).step.after is None
+    assert scene.half._faults.take() == 1
+
+
+def test_a_table_shorter_than_what_was_computed_is_not_used() -> None:
+    scene = Scene()
+    request = scene.ask()
+    scene.half._bridge.advance("r", 130, [10, 11, 12, 13])
+    assert scene.half._bridge.take_step().after is None
+    assert scene.step(request, 0, 130) == [(10, 11), (12, 13)]
