@@ -34,17 +34,19 @@ def run_check(config: Path, as_json: bool) -> int:
     except ConfigError as fault:
         print(" ".join(str(fault).split()), file=sys.stderr)
         return FOUND_BAD
+    values = dict(_leaves(settings))
+    chosen = {name: text for name, text in _chosen(settings).items() if values[name] is None}
     if as_json:
-        print_json({"settings": settings.model_dump(mode="json"), "root": root, "but": warnings})
+        found = {"settings": settings.model_dump(mode="json"), "chosen": chosen, "root": root, "but": warnings}
+        print_json(found)
         return OK
     for warning in warnings:
         print(f"but: {warning}")
     usual = dict(_leaves(Settings(root=settings.root)))
-    chosen = _chosen(settings)
     lines: dict[bool, list[str]] = {False: [], True: []}
-    for name, value in _leaves(settings):
+    for name, value in values.items():
         is_usual = name != "root" and value == usual[name]
-        shown = chosen[name] if value is None and name in chosen else _shown(name, value)
+        shown = chosen.get(name) or _shown(name, value)
         lines[is_usual].append(f"{name}: {shown}{'  (the default)' if is_usual else ''}")
     print("\n".join(lines[False] + lines[True]))
     for what, text in root.items():

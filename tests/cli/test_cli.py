@@ -208,7 +208,9 @@ def test_check_of_a_capacity_beyond_the_disk(config: Path, capsys: pytest.Captur
     text = capsys.readouterr().out
     assert text.startswith("but: capacity_bytes (9000.0 TiB) is more than the tier can have here")
     assert main(["check", "--json", str(config)]) == 0
-    assert [warning.split(" ")[0] for warning in printed_json(capsys)["but"]] == ["capacity_bytes"]
+    values = printed_json(capsys)
+    assert [warning.split(" ")[0] for warning in values["but"]] == ["capacity_bytes"]
+    assert values["settings"]["host"]["admit"] is None and values["chosen"]["host.admit"].startswith("always")
 
 
 def test_check_says_what_is_used_where_a_setting_is_left_out(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
