@@ -16,9 +16,12 @@ def folder_of(name: str, revision: str | None, load_config: Any, key: str = "mod
     """
     if os.path.isdir(name):
         return Path(name)
+    import vllm.envs
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    if getattr(vllm.envs, "VLLM_USE_MODELSCOPE", False):  # what the Hugging Face cache has under the name may differ
+        raise ConfigError(key, name, "its files come from ModelScope; give their folder, or set model_tag")
     try:
         cache = getattr(load_config, "download_dir", None)
         return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))

@@ -188,6 +188,15 @@ def test_a_model_in_no_folder_needs_a_tag(folder: Path, monkeypatch: pytest.Monk
     assert identity(engine(Path("nobody/no-such-model")), model_tag="mine").namespace.weights == "mine"
 
 
+def test_files_of_another_hub_are_not_looked_for_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
+    assert identity(engine(Path("some/model"))).namespace == identity(engine(folder)).namespace
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    with pytest.raises(ConfigError, match="ModelScope"):
+        identity(engine(Path("some/model")))
+    assert identity(engine(folder)).namespace.weights
+
+
 @pytest.mark.parametrize(
     ("configured", "stored", "name"),
     [
