@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.errors import ConfigError, Corrupt, TierUnavailable
+from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, TierUnavailable
 from kvtier.eviction import least_recently_used
 from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo
 from kvtier.record import RecordHeader, SegmentHeader, is_blank
@@ -86,7 +86,7 @@ class Housekeeper:
     def sweep(self) -> None:
         """Closes the sets of dead writers, drops the empty ones, books what files really take, and takes care of
         segments in no index."""
-        if self._index.acquire_lease(SWEEP_LEASE, self._owner, self.clock(), LEASE_TTL_S) is None:
+        if not self._hold_sweep_lease():
             return
         try:
             known = {info.set_id: info for info in self._index.sets()}
@@ -95,7 +95,7 @@ class Housekeeper:
                 on_disk.update(files.set_bytes())
                 self._settle_orphans(files, known)
             for info in known.values():
-                self._index.acquire_lease(SWEEP_LEASE, self._owner, self.clock(), LEASE_TTL_S)
+                self._hold_sweep_lease()
                 self._settle(info, on_disk.get(info.set_id, 0))
         finally:
             self._index.release_lease(SWEEP_LEASE, self._owner)
@@ -125,24 +125,42 @@ class Housekeeper:
         disk = os.statvfs(self._folder)
         return disk.f_bavail * disk.f_frsize
 
-    def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt:
-        """Makes the index agree with the files, from header pages alone; entries without a file go.
+    def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt | None:
+        """Makes the index agree with the files, from header pages alone; entries without a file go. None, and nothing
+        is done, while others sweep or rebuild: a sweep cuts segments behind what the index knows of them.
 
         progress: called with (segments read, segments in all).
         """
-        segments = [(files, *name) for files in self._namespaces() for name in files.ids()]
+        if not self._hold_sweep_lease():
+            return None
+        try:
+            return self._rebuild(progress)
+        finally:
+            self._index.release_lease(SWEEP_LEASE, self._owner)
+
+    def _rebuild(self, progress: Callable[[int, int], None]) -> Rebuilt:
+        sets = [(files, *found) for files in self._namespaces() for found in files.sets()]
+        total = sum(len(ranks) for _, _, ranks in sets)
         unreadable: list[str] = []
-        records = 0
-        for done, (files, set_id, rank) in enumerate(segments):
-            progress(done, len(segments))
-            try:
-                records += self._read_segment(files, set_id, rank)
-            except NeverBegun:
-                continue  # swept with its set
-            except (ConfigError, Corrupt, TierUnavailable) as fault:
-                unreadable.append(f"{files.folder.name}/{segment_name(set_id, rank)}: {fault}")
-        progress(len(segments), len(segments))
-        return Rebuilt(len(segments), records, tuple(unreadable), self._remove_lost())
+        done = records = 0
+        for files, set_id, ranks in sets:
+            faults: dict[int, KVTierError] = {}
+            first = done
+
+            def tell(n_read: int, first: int = first) -> None:
+                progress(first + n_read, total)
+
+            records += self._read_set(files, set_id, ranks, faults, tell)
+            done += len(ranks)
+            for rank, fault in faults.items():
+                if not isinstance(fault, NeverBegun):  # it is swept with its set
+                    unreadable.append(f"{files.folder.name}/{segment_name(set_id, rank)}: {fault}")
+        progress(total, total)
+        return Rebuilt(total, records, tuple(unreadable), self._remove_lost())
+
+    def _hold_sweep_lease(self) -> bool:
+        """Takes the lease, or renews it; False when others have it."""
+        return self._index.acquire_lease(SWEEP_LEASE, self._owner, self.clock(), LEASE_TTL_S) is not None
 
     def _remove_lost(self) -> int:
         """Takes sets without files out of the index; how many."""
@@ -159,32 +177,71 @@ class Housekeeper:
         """The sets that have a segment."""
         return {set_id for files in self._namespaces() for set_id, _ in files.ids()}
 
-    def _read_segment(self, files: SegmentFiles, set_id: int, rank: int) -> int:
-        """Publishes what one segment's header pages say; returns how many records the index did not know."""
+    def _read_set(
+        self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError],
+        progress: Callable[[int], None] = lambda n_read: None,
+    ) -> int:  # fmt: skip
+        """Publishes what the header pages of a set's segments say; returns how many records the index did not know.
+
+        A set that the index does not know comes into it with all its segments or, where one can't be read for now, not
+        at all, to be taken in by a later sweep: of a set that it knows, nobody would look at that one again.
+
+        faults: gets why a segment could not be read, by rank. progress: called with the segments read.
+        """
+        # Before the pages are read: what is published meanwhile, by a writer that lives, is in no page that was read.
+        members = self._index.members(set_id)
+        found: dict[int, set[NewRecord]] = {}
+        header = None
+        for n_read, rank in enumerate(ranks):
+            progress(n_read)
+            self._hold_sweep_lease()
+            try:
+                segment = self._read_segment(files, set_id, rank)
+            except (ConfigError, Corrupt, TierUnavailable) as fault:
+                faults[rank] = fault
+                continue
+            if segment is not None:
+                header, found[rank] = segment
+        files.close()
+        if header is None:
+            return 0
+        records = {(record.key, record.location): record for rank in found for record in found[rank]}
+        for key, place in members:
+            if place.rank in found and (key, place) not in records:
+                self._index.retract(key, place)
+        for known in members:
+            records.pop(known, None)
+        is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
+        taken = self._publish(self._set_info(files, header) if is_whole else None, list(records.values()))
+        if not all(files.exists(set_id, rank) for rank in found):
+            self._index.remove_set(set_id)  # it was evicted while it was read
+            return 0
+        return taken
+
+    def _publish(self, info: SetInfo | None, records: list[NewRecord]) -> int:
+        """Publishes what was read of one set; how many were taken. `info`: of a set that may come into the index."""
+        is_new = info is not None and self._index.create_set(info, records[:ADOPTED_MAX])
+        try:
+            return self._index.publish(records, from_files=True)
+        except IndexUnavailable:
+            if is_new and info is not None:
+                self._index.remove_set(info.set_id)  # it comes in again, with the records that are missing now
+            raise
+
+    def _read_segment(self, files: SegmentFiles, set_id: int, rank: int) -> tuple[SegmentHeader, set[NewRecord]] | None:
+        """Its header and records; None when it is gone. Raises ConfigError, Corrupt, TierUnavailable."""
         segment = files.lease(set_id, rank)
         if segment is None:
-            return 0
+            return None
         header = segment.header
         segment.release()
         whole = read_namespace(files.folder).geometry.whole
-        # Before the pages are read: what is published meanwhile, by a writer that lives, is in no page that was read.
-        known = {(key, place) for key, place in self._index.members(set_id) if place.rank == rank}
-        found = {
+        return header, {
             NewRecord(
                 record.key, Location(set_id, rank, slot, record.slab_bytes, record.extent, record.checksums), whole
             )
             for slot, record in self._records(files, header)
         }
-        files.close()
-        for key, place in known - {(record.key, record.location) for record in found}:
-            self._index.retract(key, place)
-        new = [record for record in found if (record.key, record.location) not in known]
-        self._index.create_set(self._set_info(files, header), new[:ADOPTED_MAX])
-        taken = self._index.publish(new, from_files=True)
-        if files.exists(set_id, rank):
-            return taken
-        self._index.remove_set(set_id)  # it was evicted while it was read
-        return 0
 
     def _records(self, files: SegmentFiles, header: SegmentHeader) -> Iterator[tuple[int, RecordHeader]]:
         """The record headers of a segment that are whole and lie in their own place."""
@@ -259,17 +316,19 @@ class Housekeeper:
     def _settle_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
         """A segment in no index was being evicted when its evictor died, or was unreadable when the index was made
         anew. What can be read is taken in (and evicted in its turn); what is no segment at all goes."""
-        for set_id, rank in files.ids():
-            if set_id in known or files.age_s(set_id, rank, self.clock()) < ORPHAN_GRACE_S:
+        for set_id, ranks in files.sets():
+            if set_id in known or min(files.age_s(set_id, rank, self.clock()) for rank in ranks) < ORPHAN_GRACE_S:
                 continue
-            try:
-                self._read_segment(files, set_id, rank)
-                log.info("segment %s was in no index and is taken in", segment_name(set_id, rank))
-            except Corrupt as fault:
-                log.info("removing what is no segment: %s", fault)
-                files.unlink(set_id, rank)
-            except (ConfigError, TierUnavailable) as fault:
-                log.warning("a segment in no index stays: %s", fault)
+            faults: dict[int, KVTierError] = {}
+            taken = self._read_set(files, set_id, ranks, faults)
+            if taken:
+                log.info("segment set %016x was in no index: %d records are taken in", set_id, taken)
+            for rank, fault in faults.items():
+                if isinstance(fault, Corrupt):
+                    log.info("removing what is no segment: %s", fault)
+                    files.unlink(set_id, rank)
+                else:
+                    log.warning("a segment in no index stays, with its set: %s", fault)
 
     def _excess(self, n_bytes: int, capacity_bytes: int) -> int:
         return self._index.counts().n_bytes + n_bytes - capacity_bytes

@@ -186,6 +186,8 @@ class Keeper:
         if self._index.was_reset:
             self._due.beat_s = 0.0  # this index knows of no sign of life
             rebuilt = self._housekeeper.rebuild(lambda done, total: self._beat(self._housekeeper.clock()))
+            if rebuilt is None:
+                return  # another engine is at it
             self._index.rebuilt()
             self._leave_lost_sets()
             for fault in rebuilt.unreadable:

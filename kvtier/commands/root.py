@@ -13,13 +13,16 @@ from typing import Any
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.doctor.host import size
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.housekeeping import Housekeeper, Rebuilt
+from kvtier.housekeeping import SWEEP_LEASE, Housekeeper, Rebuilt
 from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verify
 from kvtier.owner import read_owner, this_node
 from kvtier.root import Root
+
+OTHERS_TIMEOUT_S = 60.0
+"""A rebuild waits so long for an engine's sweep; a killed engine's lease runs out sooner."""
 
 
 def run_stats(root: Root, as_json: bool) -> int:
@@ -53,7 +56,7 @@ def run_rebuild(root: Root, as_json: bool) -> int:
     index = LmdbIndex(str(root.index_path))
     try:
         index.bind(root.folder)
-        rebuilt = _housekeeper(index, root).rebuild(_progress("rebuilding"))
+        rebuilt = _rebuild(index, root)
         index.rebuilt()
     finally:
         index.close()
@@ -62,6 +65,18 @@ def run_rebuild(root: Root, as_json: bool) -> int:
     else:
         _print_rebuilt(root, rebuilt)
     return FOUND_BAD if rebuilt.unreadable else OK
+
+
+def _rebuild(index: Index, root: Root) -> Rebuilt:
+    """Waits for an engine's sweep to end. Raises IndexUnavailable when it does not."""
+    housekeeper = _housekeeper(index, root)
+    deadline = time.monotonic() + OTHERS_TIMEOUT_S
+    while (rebuilt := housekeeper.rebuild(_progress("rebuilding"))) is None:
+        if time.monotonic() > deadline:
+            other = index.lease_owner(SWEEP_LEASE, time.time())
+            raise IndexUnavailable(f"{root.path}: {other} is sweeping it or rebuilding its index already; try again")
+        time.sleep(0.1)
+    return rebuilt
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from kvtier.errors import Corrupt, TierUnavailable
@@ -110,6 +112,10 @@ class SegmentFiles:
         except OSError as fault:
             raise _unavailable(self.folder, fault) from fault
         return sorted(parsed for name in names if (parsed := parse_segment_name(name)))
+
+    def sets(self) -> list[tuple[int, list[int]]]:
+        """(set id, the ranks that have a segment) of every set in the folder, in order."""
+        return [(set_id, [rank for _, rank in found]) for set_id, found in groupby(self.ids(), key=itemgetter(0))]
 
     def exists(self, set_id: int, rank: int) -> bool:
         return (self.folder / segment_name(set_id, rank)).exists()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.housekeeping import Housekeeper, writer_lease
+from kvtier.housekeeping import SWEEP_LEASE, Housekeeper, writer_lease
 from kvtier.keeper import Keeper
 from kvtier.plan import SaveOutcome
 from kvtier.tiers.segments import SegmentFiles
@@ -277,8 +277,13 @@ def test_a_set_that_is_read_back_is_never_without_records(tmp_path: Path, monkey
     for info in index.sets():
         if not info.is_open:
             index.remove_set(info.set_id)
+
+    def sweep() -> None:
+        index.release_lease(SWEEP_LEASE, "other")  # as if it had run out
+        housekeeper(other, "sweeper").sweep()
+
     with monkeypatch.context() as patched:
-        patched.setattr(index, "create_set", after(index.create_set, once(housekeeper(other, "sweeper").sweep)))
+        patched.setattr(index, "create_set", after(index.create_set, once(sweep)))
         assert housekeeper(other).rebuild().records == 2
     other.close()
     assert loads(tmp_path, tokens_of(1)) == 2
