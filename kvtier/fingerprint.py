@@ -43,6 +43,8 @@ RULE_VERSION = 1
 SAMPLED = "sampled, embeddings whole"
 WHOLE_BYTES_MAX = 8 << 30
 """2 cores of an AMD EPYC hash 8 GiB/s from the page cache: reading whole costs a second, or what the disk takes."""
+EMBEDDING_BYTES_MAX = 8 << 30
+"""Of the embeddings in weights that are sampled: read whole, too."""
 SAMPLED_PAGES_BETWEEN_MAX = 64
 SAMPLED_PAGES_MAX = 1 << 18
 """In all, about: a mixture of experts may have 100,000 tensors."""
@@ -204,7 +206,7 @@ def _sampling(weights: list[_File]) -> _Sampling:
     whole, n_bytes = set(), 0
     for size, file_name, start in sorted(embeddings):
         n_bytes += size
-        if n_bytes > WHOLE_BYTES_MAX:
+        if n_bytes > EMBEDDING_BYTES_MAX:
             break
         whole.add((file_name, start))
     between = max(0, min(SAMPLED_PAGES_BETWEEN_MAX, SAMPLED_PAGES_MAX // max(1, n_tensors) - 2))
@@ -304,6 +306,7 @@ def _cache_key(files: list[_File]) -> str:
         RULE_VERSION,
         SAMPLED,
         WHOLE_BYTES_MAX,
+        EMBEDDING_BYTES_MAX,
         [[f.name, str(f.path), f.n_bytes, f.mtime_ns, f.ctime_ns, f.inode] for f in files],
     ]
     return blake3(canonical_text(facts).encode("ascii")).hexdigest()

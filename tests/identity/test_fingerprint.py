@@ -235,7 +235,8 @@ def test_one_row_of_an_embedding_in_a_large_model(tmp_path: Path, monkeypatch: p
 
 def test_embeddings_are_hashed_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest first: a table of 100 GiB beside the embedding of tokens neither takes minutes nor its place."""
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES_MAX", 5 << 20)
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(fingerprint, "EMBEDDING_BYTES_MAX", 5 << 20)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     begin = write_safetensors(tmp_path / "model.safetensors", {"table.embed": 6 << 20, "embed_tokens": 4 << 20})
     before = print_of(tmp_path)
