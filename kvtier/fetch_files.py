@@ -4,6 +4,7 @@ what is bad or gone is not offered again."""
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -60,6 +61,7 @@ class FileReader:
                 raise FetchFailed(f"{place_of(location)}: slabs of {location.slab_bytes} bytes are not of this codec")
         sources = sources_of(located, self._worker.share.reads, self._worker.arena.slot_bytes)
         if sources is None:
+            self._retract_all(chunk, located)
             raise FetchFailed("its records do not make up this rank's share")
         segments = [self._open(files, chunk.key, source.location, held) for source in sources]
         ops = [self._op(chunk.key, slot, part, segment) for part, segment in zip(sources, segments, strict=True)]
@@ -84,6 +86,13 @@ class FileReader:
         self._worker.metrics.add(names.CHECKSUM_FAILURES)
         what = "it ends too soon" if error else "a checksum does not match"
         raise FetchFailed(f"{place_of(location)}: {what}")
+
+    def _retract_all(self, chunk: LoadChunk, located: Sequence[Location]) -> None:
+        """Records that overlap, of unlike cuts, and so do not fit the slot together. All go: while the chunk is complete
+        nobody saves it again."""
+        if entries.is_complete(chunk.entry):
+            for location in located:
+                self.retract(chunk.key, location)
 
     def retract(self, key: bytes, location: Location) -> None:
         """What is bad or gone is not offered again (compare-and-delete: never another writer's record)."""
