@@ -41,6 +41,9 @@ class Adapters:
         if getattr(lora, "load_inplace", False):
             self._pass_by(name, "its weights are replaced in place")
             return None
+        if getattr(lora, "tensorizer_config_dict", None):  # of releases before 0.32
+            self._pass_by(name, "its weights are read by tensorizer, from elsewhere than its folder")
+            return None
         try:
             fingerprint = self._fingerprint_of(lora.lora_path)
         except ConfigError as error:
@@ -48,6 +51,8 @@ class Adapters:
                 self._passed_by.add(name)
             self._warn(name, str(error))
             return None
+        if getattr(lora, "is_3d_lora_weight", False):  # how vLLM reads the files, where it is told to ask
+            fingerprint += ":3d"
         if self._first.setdefault(name, fingerprint) != fingerprint:
             why = "the weights behind it changed, and vLLM may still hold the old ones, or their KV"
             self._pass_by(name, f"{why}; load changed weights under a new name")

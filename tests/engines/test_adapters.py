@@ -87,3 +87,18 @@ def test_a_name_that_was_replaced_in_place_stays_out(tmp_path: Path) -> None:
     adapters, path = Adapters(), write(tmp_path / "a", 1.0)
     assert adapters.fingerprint(lora(path, load_inplace=True)) is None
     assert adapters.fingerprint(lora(path)) is None
+
+
+def test_how_files_are_read_is_told_apart(tmp_path: Path) -> None:
+    adapters, path = Adapters(), write(tmp_path / "a", 1.0)
+    flat, stacked = lora(path, number=1), lora(path, number=2, name="b")
+    stacked.is_3d_lora_weight = True
+    assert adapters.fingerprint(stacked) not in (None, adapters.fingerprint(flat))
+    stacked.is_3d_lora_weight = False
+    assert adapters.fingerprint(stacked) is None  # now of two kinds under one name
+
+
+def test_weights_from_elsewhere_than_the_folder_are_passed_by(tmp_path: Path) -> None:
+    adapter = lora(write(tmp_path / "a", 1.0))
+    adapter.tensorizer_config_dict = {"tensorizer_uri": "s3://bucket"}
+    assert Adapters().fingerprint(adapter) is None
