@@ -88,8 +88,8 @@ class FileReader:
         raise FetchFailed(f"{place_of(location)}: {what}")
 
     def _retract_all(self, chunk: LoadChunk, located: Sequence[Location]) -> None:
-        """Records that overlap, of unlike cuts, and so do not fit the slot together. All go: while the chunk is complete
-        nobody saves it again."""
+        """Records that overlap, being of unlike cuts, and so do not fit the slot together, all go: nobody saves the
+        chunk again while it is complete."""
         if entries.is_complete(chunk.entry):
             for location in located:
                 self.retract(chunk.key, location)
