@@ -141,11 +141,12 @@ class Ticker:
     def wake(self) -> None:
         self._woken.set()
 
-    def close(self, timeout_s: float) -> None:
-        """Ends after the tick that is running; waits for that at most `timeout_s` (I10)."""
+    def close(self, timeout_s: float) -> bool:
+        """Ends after the tick that is running; False when that took longer than `timeout_s` (I10), and goes on."""
         self._closed.set()
         self._woken.set()
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _start_thread(self) -> None:
         self._thread = threading.Thread(target=self._work, name=f"kvtier-{self._name}", daemon=True)

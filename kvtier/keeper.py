@@ -99,6 +99,7 @@ class Keeper:
         self._rng = rng
         self._ticker: Ticker | None = None
         self._has_ticked = threading.Event()
+        self._is_leaving = False
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
         self._done_with = _DoneWith()
         self._due = _Due()
@@ -134,6 +135,8 @@ class Keeper:
             self._beat, self._rebuild_lost_index, self._close_sets, self._book_uses_in_time, self._relieve_full_disk,
             self._make_sets, self._sweep,
         ):  # fmt: skip
+            if self._is_leaving:  # close() waits for this tick, or did so for long enough
+                return
             try:
                 duty(now)
             except (KVTierError, OSError) as fault:
@@ -156,9 +159,12 @@ class Keeper:
         return namespace.id
 
     def close(self) -> None:
-        """Books the last uses, closes this engine's sets and says that it is gone."""
-        if self._ticker is not None:
-            self._ticker.close(CLOSE_TIMEOUT_S)
+        """Books the last uses, closes this engine's sets and says that it is gone. Beside a tick that hangs nothing is
+        done, for it may be at the very same: when no sign of life comes any more, others take care of the sets."""
+        self._is_leaving = True
+        if self._ticker is not None and not self._ticker.close(CLOSE_TIMEOUT_S):
+            log.warning("leaving without a word to the index: a background duty hangs")
+            return
         self._done_with.epochs.append(self._epoch)
         try:
             self._book_uses()
