@@ -13,7 +13,7 @@ import pytest
 from kvtier import cli, housekeeping
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.housekeeping import ORPHAN_GRACE_S, SWEEP_LEASE, Housekeeper
-from kvtier.index.base import NewRecord
+from kvtier.index.base import IndexCounts, NewRecord
 from kvtier.index.embedded import LmdbIndex
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
@@ -90,6 +90,23 @@ def test_a_set_of_which_one_segment_cannot_be_read_is_taken_in_later(
     assert index.counts().sets == 0
     keeper.sweep()
     assert len(index.resolve(keys)) == 5
+    index.close()
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_what_goes_while_a_sweep_reads_it_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    """An evictor that was slow removes its files, of one rank after the other."""
+    paths, keys = lost(tmp_path, ranks=2)
+    index = opened(tmp_path)
+    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    unlink = once(lambda: [path.unlink() for path in paths[:gone]])
+    monkeypatch.setattr(index, "create_set", before(index.create_set, unlink))
+    keeper.sweep()
+    assert index.counts() == IndexCounts(0, 0, 0, 0)
+    keeper.sweep()
+    assert index.resolve(keys) == [] and index.counts().records == 5 * (2 - gone)
     index.close()
 
 
