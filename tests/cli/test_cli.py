@@ -229,7 +229,7 @@ def test_check_of_an_arena_and_the_memory_for_it(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """500GiB on a machine of 23 passed, and the engine died of it."""
-    arena = f"root: {config.parent}\nhost: {{arena_bytes: 500GiB}}\n"
+    arena = f"root: {config.parent}\ncapacity_bytes: 4GiB\nhost: {{arena_bytes: 500GiB}}\n"
     monkeypatch.setattr(check, "memory_here", lambda: Memory(23 << 30, "this machine's memory", 20 << 30))
     error = refused(config, arena, capsys)
     assert error.startswith("kvtier: host.arena_bytes = 536870912000: 500.0 GiB, more than this machine's memory (23.0")

@@ -91,6 +91,7 @@ def test_no_root_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_configured_root_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_ROOT", str(tmp_path / "absent"))
+    monkeypatch.setenv("KVTIER_CAPACITY_BYTES", "4GiB")
     monkeypatch.setattr(Host, "probe", lambda *_, **__: None)
     found = by_name(list(examine(None)))
     assert found["root"].level == "ok" and f"absent will be made, in {tmp_path} on " in found["root"].value
