@@ -14,7 +14,7 @@ import errno
 import os
 import re
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kvtier.config import Settings
@@ -141,10 +141,6 @@ def read_namespace(folder: Path) -> Namespace:
     return namespace
 
 
-PER_PROCESS = ("engine", "weights", "geometry", "codec", "draft")
-"""Of a namespace: what each process of an engine finds out for itself, from its own settings, environment and files."""
-
-
 def check_namespace(root: Root, own: Namespace, namespace_id: bytes) -> None:
     """Whether a worker whose own settings and weights make `own` may move KV of the namespace that its scheduler names.
 
@@ -157,7 +153,8 @@ def check_namespace(root: Root, own: Namespace, namespace_id: bytes) -> None:
         found = read_namespace(root.folder / namespace_id.hex())
     except ConfigError as fault:
         raise TierUnavailable(f"namespace {namespace_id.hex()}: {fault}") from fault
-    differing = [name for name in PER_PROCESS if getattr(found, name) != getattr(own, name)]
+    names = (field.name for field in fields(Namespace) if field.name != "epoch")
+    differing = [name for name in names if getattr(found, name) != getattr(own, name)]
     if differing:
         what = "; ".join(f"{name}: {getattr(found, name)}, here {getattr(own, name)}" for name in differing)
         fix = "give all processes of an engine the same kvtier settings, environment and weights"

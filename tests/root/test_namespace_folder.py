@@ -78,7 +78,7 @@ def test_that_cannot_be_made(root: Root) -> None:
         open_namespace(root, NAMESPACE)
 
 
-@pytest.mark.parametrize("part", ["engine", "weights", "draft"])
+@pytest.mark.parametrize("part", ["engine", "weights", "draft", "settings", "positions", "model_dtype"])
 def test_a_worker_of_other_files_or_settings_moves_nothing(root: Root, part: str) -> None:
     open_namespace(root, NAMESPACE)
     check_namespace(root, dataclasses.replace(NAMESPACE, epoch="1"), NAMESPACE.id)  # as after a reset
