@@ -96,10 +96,10 @@ def check_mount(settings: Settings) -> None:
     can tell. A file system that is not mounted is an empty folder, and would fill the machine's own disk."""
     if not settings.require_mount:
         return
-    nearest = _nearest(settings.root)
-    if os.stat(nearest).st_dev == os.stat(MACHINE_ROOT).st_dev or file_system_of(nearest).mount_point == "/":
+    place = nearest(settings.root)
+    if os.stat(place).st_dev == os.stat(MACHINE_ROOT).st_dev or file_system_of(place).mount_point == "/":
         fix = (
-            f"nothing is mounted there: {nearest} lies on the machine's root file system, and require_mount is true; "
+            f"nothing is mounted there: {place} lies on the machine's root file system, and require_mount is true; "
             "mount the file system that is meant, or set require_mount to false"
         )
         raise ConfigError("root", str(settings.root), fix)
@@ -195,7 +195,7 @@ def _try_to_write(folder: Path) -> None:
         path.unlink()
 
 
-def _nearest(path: Path) -> Path:
+def nearest(path: Path) -> Path:
     """`path`, or what exists above it."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
@@ -217,7 +217,7 @@ def segments_bytes(path: Path) -> int:
 
 
 def _full(path: Path, free_bytes: int, needed_bytes: int) -> ConfigError:
-    if not os.statvfs(_nearest(path)).f_blocks:
+    if not os.statvfs(nearest(path)).f_blocks:
         fix = f"no files can be made there ({file_system_of(path).kind} has no room for any); choose another root"
         return ConfigError("root", str(path), fix)
     fix = (
@@ -229,7 +229,7 @@ def _full(path: Path, free_bytes: int, needed_bytes: int) -> ConfigError:
 
 def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
     if error.errno in _FULL:
-        return _full(path, _free_bytes(_nearest(path)), needed_bytes)
+        return _full(path, _free_bytes(nearest(path)), needed_bytes)
     if isinstance(error, NotADirectoryError):
         fix = f"{error.filename} is a file, not a folder; choose another root"
     else:

@@ -88,7 +88,7 @@ def _make_mover(pages: PagedKV, coder: Fp8Coder, held: Extent) -> Mover:
     try:
         return CudaFp8(pages, SlabShape(coder.tokens, coder.n_bytes), held)
     except ValueError as fault:
-        log.warning("kvtier: codec fp8 runs without its kernels, many times slower: %s", fault)
+        log.warning("codec fp8 runs without its kernels, many times slower: %s", fault)
         return VectorPages(pages, coder, held)
 
 

@@ -17,7 +17,7 @@ from kvtier.io.calibration import Calibration
 from kvtier.io.filesystem import FileSystem, file_system_of
 from kvtier.owner import check_node
 from kvtier.record import FORMAT_VERSION
-from kvtier.root import check_mount, segments_bytes
+from kvtier.root import check_mount, nearest, segments_bytes
 
 STORAGE_TIMEOUT_S = 60.0
 
@@ -25,13 +25,13 @@ STORAGE_TIMEOUT_S = 60.0
 def place_of(root: Path) -> Path:
     """`root`, or the nearest folder above it, in which an engine would make it. Raises ConfigError where it could not,
     OSError where nobody can tell."""
-    nearest = next(folder for folder in (root, *root.parents) if folder.exists())
-    if not nearest.is_dir():
-        raise ConfigError("root", str(root), f"{nearest} is a file, not a folder; choose another root")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        fix = f"not writable: {nearest}; make it writable for this user or choose another root"
+    place = nearest(root)
+    if not place.is_dir():
+        raise ConfigError("root", str(root), f"{place} is a file, not a folder; choose another root")
+    if not os.access(place, os.W_OK | os.X_OK):
+        fix = f"not writable: {place}; make it writable for this user or choose another root"
         raise ConfigError("root", str(root), fix)
-    return nearest
+    return place
 
 
 def examine_storage(host: Host, root: Path, settings: Settings | None) -> Iterator[Verdict]:

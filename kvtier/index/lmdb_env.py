@@ -235,7 +235,7 @@ class SharedEnvironment:
                 map_bytes = opened.env.info()["map_size"] * 2
                 if map_bytes > map_bytes_max:
                     raise
-                log.warning("kvtier: the map of the index %s is full; grown to %d bytes", self.path, map_bytes)
+                log.warning("the map of the index %s is full; grown to %d bytes", self.path, map_bytes)
                 resize(map_bytes)
 
     def _reserve(self, opened: Opened) -> None:
@@ -284,7 +284,7 @@ class SharedEnvironment:
             try:
                 return self._open_env()
             except _BROKEN as error:
-                log.warning("kvtier: the index %s is broken (%s): starting an empty one", self.path, error)
+                log.warning("the index %s is broken (%s): starting an empty one", self.path, error)
                 self._unlink()
                 return self._open_env()
 
@@ -299,7 +299,7 @@ class SharedEnvironment:
         if stamp == self._stamp:
             return
         if self._identity() is not None:
-            log.warning("kvtier: the index %s is of another boot or format: starting an empty one", self.path)
+            log.warning("the index %s is of another boot or format: starting an empty one", self.path)
             self._unlink()
         descriptor = os.open(stamp_path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(descriptor, "w", encoding="ascii") as file:
@@ -328,7 +328,7 @@ class SharedEnvironment:
 
     def _discard(self, opened: Opened) -> None:
         """Unlinks the files if they are still those of `opened`; whoever comes next starts an empty index."""
-        log.warning("kvtier: the index %s is broken: starting an empty one", self.path)
+        log.warning("the index %s is broken: starting an empty one", self.path)
         deadline = self._deadline()
         with contextlib.suppress(OSError, IndexUnavailable), held(self._writing, deadline):
             if opened is self._opened and opened.identity == self._identity():
