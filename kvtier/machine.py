@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier.sizes import size
 
 PROC, SYS = Path("/proc"), Path("/sys")
 
@@ -41,14 +42,14 @@ def memory_here(proc: Path = PROC, sys: Path = SYS) -> Memory:
 def check_host_arena(n_bytes: int, found: Memory) -> None:
     """Raises ConfigError for an arena that can't be had."""
     if found.limit_bytes is not None and n_bytes > found.limit_bytes:
-        raise arena_refused(n_bytes, f"{_gib(n_bytes)}, more than {found.limit} ({_gib(found.limit_bytes)})", found)
+        raise arena_refused(n_bytes, f"{size(n_bytes)}, more than {found.limit} ({size(found.limit_bytes)})", found)
 
 
 def arena_refused(n_bytes: int, why: str, found: Memory) -> ConfigError:
     """With what to do about it. Each worker has an arena of its own, so half of what there is, is for one worker."""
     fix = "set it to less: each worker on this machine takes so much"
     if found.available_bytes is not None and found.available_bytes >> 31:
-        fix += f" ({_gib(found.available_bytes)} are available now, so {found.available_bytes >> 31}GiB is a start)"
+        fix += f" ({size(found.available_bytes)} are available now, so {found.available_bytes >> 31}GiB is a start)"
     return ConfigError("host.arena_bytes", n_bytes, f"{why}; {fix}")
 
 
@@ -57,8 +58,8 @@ def beyond_available(n_bytes: int, found: Memory) -> str:
     if found.available_bytes is None or n_bytes <= found.available_bytes:
         return ""
     return (
-        f"host.arena_bytes ({_gib(n_bytes)} for each worker) is more than is available now "
-        f"({_gib(found.available_bytes)}): the kernel may kill an engine that fills it; set it to less"
+        f"host.arena_bytes ({size(n_bytes)} for each worker) is more than is available now "
+        f"({size(found.available_bytes)}): the kernel may kill an engine that fills it; set it to less"
     )
 
 
@@ -91,7 +92,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / (1 << 30):.1f} GiB" if n_bytes >> 30 else f"{n_bytes / (1 << 20):.1f} MiB"

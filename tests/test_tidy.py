@@ -31,7 +31,7 @@ LAYERS = (
      "kvtier.machine"),
     ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
      "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.capacity", "kvtier.model_config",
-     "kvtier.model_parameters", "kvtier.model_weights", "kvtier.entry"),
+     "kvtier.model_parameters", "kvtier.model_weights", "kvtier.entry", "kvtier.sizes"),
 )  # fmt: skip
 # module -> what it may not reach, however many imports lie between.
 NEVER_REACHES = {

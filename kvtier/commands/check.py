@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.config import HOST_ADMIT, HOST_ARENA_BYTES, Settings
-from kvtier.doctor.host import Host, ProbeFailed, size
+from kvtier.doctor.host import Host, ProbeFailed
 from kvtier.doctor.storage import beyond_the_disk, place_of
 from kvtier.errors import ConfigError
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
@@ -22,6 +22,7 @@ from kvtier.machine import beyond_available, check_host_arena, memory_here
 from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
 from kvtier.record import FORMAT_VERSION
 from kvtier.root import check_mount, check_space, find_root
+from kvtier.sizes import size
 
 
 def run_check(config: Path, as_json: bool) -> int:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvtier.capacity import ChunkBytes, Engine, HbmPlan, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
-from kvtier.doctor.host import size
 from kvtier.errors import ConfigError
 from kvtier.geometry import Geometry, RankShare
 from kvtier.model_config import ModelConfig, read_model
 from kvtier.model_parameters import active_parameters, total_parameters
 from kvtier.model_weights import Weights, read_weights
+from kvtier.sizes import size
 
 if TYPE_CHECKING:
     from kvtier.commands.plan_codecs import Staging

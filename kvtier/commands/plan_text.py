@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvtier.commands.plan_figures import CodecPlan, Plan
-from kvtier.doctor.host import size
+from kvtier.sizes import size
 
 Column = tuple[str, Callable[[CodecPlan], str]]
 

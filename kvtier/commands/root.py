@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import Any
 
 from kvtier.commands.status import FOUND_BAD, OK, print_json
-from kvtier.doctor.host import size
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.housekeeping import SWEEP_LEASE, Housekeeper, Rebuilt
 from kvtier.index.base import Index
@@ -20,6 +19,7 @@ from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verify
 from kvtier.owner import read_owner, this_node
 from kvtier.root import Root
+from kvtier.sizes import size
 
 OTHERS_TIMEOUT_S = 60.0
 """A rebuild waits so long for an engine's sweep; a killed engine's lease runs out sooner."""

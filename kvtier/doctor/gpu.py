@@ -7,10 +7,11 @@ import resource
 from collections.abc import Iterator
 
 from kvtier.config import Settings
-from kvtier.doctor.host import Host, ProbeFailed, Verdict, size
+from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.errors import ConfigError
 from kvtier.io.cufile import nvidia_fs_loaded
 from kvtier.machine import memory_here
+from kvtier.sizes import size
 
 PCIE_TIMEOUT_S = 60.0
 PCIE_SHARE_MIN = 0.7

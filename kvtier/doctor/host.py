@@ -79,10 +79,3 @@ class Host:
 
 class ProbeFailed(Exception):
     """A probe gave no answer; the text says why. Never leaves kvtier.doctor."""
-
-
-def size(n_bytes: float) -> str:
-    """For people to read, as "1.5 GiB"."""
-    power = min(4, max(0, int(n_bytes).bit_length() - 1) // 10)
-    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
-    return f"{n_bytes / 1024**power:.{1 if power else 0}f} {unit}"

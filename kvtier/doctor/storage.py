@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.config import Settings
-from kvtier.doctor.host import Host, ProbeFailed, Verdict, size
+from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.geometry import PAGE_BYTES
@@ -18,6 +18,7 @@ from kvtier.io.filesystem import FileSystem, file_system_of
 from kvtier.owner import check_node
 from kvtier.record import FORMAT_VERSION
 from kvtier.root import check_mount, nearest, segments_bytes
+from kvtier.sizes import size
 
 STORAGE_TIMEOUT_S = 60.0
 

@@ -14,11 +14,12 @@ from kvtier import root as root_module
 from kvtier.config import HbmSettings, Settings
 from kvtier.doctor import gpu, storage
 from kvtier.doctor.gpu import examine_gpu, examine_memory
-from kvtier.doctor.host import Host, ProbeFailed, Ran, Verdict, size
+from kvtier.doctor.host import Host, ProbeFailed, Ran, Verdict
 from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.doctor.report import examine, line
 from kvtier.doctor.storage import examine_storage
 from kvtier.owner import Node, Owner, claim, this_node
+from kvtier.sizes import size
 
 
 @pytest.fixture(autouse=True)
