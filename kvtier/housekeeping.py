@@ -220,12 +220,13 @@ class Housekeeper:
 
     def _publish(self, info: SetInfo | None, records: list[NewRecord]) -> int:
         """Publishes what was read of one set; how many were taken. `info`: of a set that may come into the index."""
-        is_new = info is not None and self._index.create_set(info, records[:ADOPTED_MAX])
-        try:
+        if info is None or not self._index.create_set(info, records[:ADOPTED_MAX]):
             return self._index.publish(records, from_files=True)
+        try:
+            self._index.publish(records[ADOPTED_MAX:], from_files=True)
+            return len(self._index.members(info.set_id))
         except IndexUnavailable:
-            if is_new and info is not None:
-                self._index.remove_set(info.set_id)  # it comes in again, with the records that are missing now
+            self._index.remove_set(info.set_id)  # it comes in again, with the records that are missing now
             raise
 
     def _read_segment(self, files: SegmentFiles, set_id: int, rank: int) -> tuple[SegmentHeader, set[NewRecord]] | None:
