@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables_common import table
+
 RESULT = Path(__file__).resolve().parent / "results" / "gpu" / "quality.json"
 AS_TRAINED = "as trained"
 TIMES_MAX = 10_000
@@ -15,10 +17,6 @@ Rows = list[dict[str, Any]]
 
 def read() -> Any:
     return json.loads(RESULT.read_text())
-
-
-def table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
 
 
 def percent(figure: dict[str, float]) -> str:

@@ -83,7 +83,7 @@ def forms_of(vllm_config: Any, spec: Any, numbers: Sequence[int]) -> Forms:
     main = LayerForm(k_size, v_size, cache_dtype_name(configured, dtype), dtype.itemsize)
     if is_slot(configured):
         main = LayerForm(slot_bytes(configured, k_size), 0, slot_name(configured), 1)
-    plain = LayerForm(k_size, v_size, _torch_name(model.dtype), model.dtype.itemsize)
+    plain = LayerForm(k_size, v_size, torch_name(model.dtype), model.dtype.itemsize)
     if len(plain_layers) == len(numbers):  # turboquant_* of a model with up to four layers
         return Forms(plain, (), None)
     if not plain_layers or plain == main:
@@ -106,7 +106,7 @@ def check_specs(vllm_config: Any, specs: Mapping[str, Any], forms: Mapping[str, 
 
 def cache_dtype_name(configured: str, dtype: Any) -> str:
     """Name of the KV element type; fp8 variants lie in the same torch type on some platforms and are told apart."""
-    stored = _torch_name(dtype)
+    stored = torch_name(dtype)
     if not configured.startswith("fp8"):
         return stored
     variant = "fp8_e4m3" if configured == "fp8" else configured
@@ -157,5 +157,6 @@ def _stored_dtype(configured: str, model: Any) -> Any:
     return kv_cache_dtype_str_to_dtype(configured, model)
 
 
-def _torch_name(dtype: Any) -> str:
+def torch_name(dtype: Any) -> str:
+    """As "bfloat16", of a torch type or of its name."""
     return str(dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.assemble import make_codec
 from kvtier.config import Settings
 from kvtier.connectors.vllm_files import folder_of
-from kvtier.connectors.vllm_forms import forms_of
+from kvtier.connectors.vllm_forms import forms_of, torch_name
 from kvtier.connectors.vllm_layouts import layer_number
 from kvtier.connectors.vllm_platforms import packing_of
 from kvtier.connectors.vllm_settings import settings_text
@@ -68,7 +68,7 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
         engine=packing.family,
         weights=settings.model_tag or _weights(model, vllm_config.load_config),
         geometry=geometry,
-        model_dtype=str(model.dtype).removeprefix("torch."),
+        model_dtype=torch_name(model.dtype),
         quantization=str(model.quantization or ""),
         positions=positions_text(model),
         hf_overrides=_overrides_text(model),

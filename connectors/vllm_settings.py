@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from kvtier.connectors.vllm_files import folder_of
+from kvtier.connectors.vllm_forms import torch_name
 from kvtier.errors import ConfigError
 from kvtier.fingerprint import config_fingerprint, file_fingerprint
 from kvtier.identity import canonical_text
@@ -125,8 +126,8 @@ def _lora(config: Any, model: Any) -> dict[str, Any]:
     modules = getattr(config, "target_modules", None)
     if modules is not None:  # an empty list is none of them
         found["target_modules"] = sorted(modules)
-    dtype = _dtype_name(getattr(config, "lora_dtype", None) or "auto")
-    if dtype not in ("auto", _dtype_name(model.dtype)):
+    dtype = torch_name(getattr(config, "lora_dtype", None) or "auto")
+    if dtype not in ("auto", torch_name(model.dtype)):
         found["lora_dtype"] = dtype
     return found
 
@@ -145,10 +146,6 @@ def _named(config: Any, names: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (*NOTHING, *names[name])}
 
 
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _settled(name: str, value: Any) -> Any:
     """`value` as JSON has it. Raises ConfigError where a part of it has no lasting text."""
     if isinstance(value, float) and not isfinite(value):
@@ -158,7 +155,7 @@ def _settled(name: str, value: Any) -> Any:
     if isinstance(value, Enum):
         return _settled(name, value.value)
     if isinstance(value, torch.dtype):
-        return _dtype_name(value)
+        return torch_name(value)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in fields(value)}
         value = {part: below for part, below in parts.items() if below is not None}  # a release may have more fields

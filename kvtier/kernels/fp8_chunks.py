@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
+from kvtier.codecs.fp8 import CODE_MAX, SCALE_MAX, SCALE_MIN
 from kvtier.kernels.device_part_sum import sum_part
 from kvtier.kernels.fp8_numbers import codes_of, halves_of
 from kvtier.kernels.turboquant_tiles import floats, load_words, quotient, tile_columns, tile_words, words_of
 
-_CODE_MAX = tl.constexpr(448.0)
-_SCALE_MIN = tl.constexpr(2.0**-20)
-_SCALE_MAX = tl.constexpr(65504.0)
+_CODE_MAX, _SCALE_MIN, _SCALE_MAX = (tl.constexpr(limit) for limit in (CODE_MAX, SCALE_MIN, SCALE_MAX))
 
 
 class PlaneShape(NamedTuple):

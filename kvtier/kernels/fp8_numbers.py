@@ -16,7 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_CODE_MAX = tl.constexpr(448.0)
+from kvtier.codecs.fp8 import CODE_MAX
+
+_CODE_MAX = tl.constexpr(CODE_MAX)
 # What is left of x is taken as q * scale - x, so that the sign of a zero stays.
 _PAIR = tl.constexpr(
     "{ .reg .f32 p, q, e; .reg .b16 c; "
