@@ -3,7 +3,7 @@
 A program does one layer of one head of one chunk: K, then V, tile after tile. After encoding it reads back what it
 wrote, from the cache, and adds its part to its slab's checksum.
 
-P stands for a plane's PlaneShape, C for the launch's ChunkShape. Tiles are those of turboquant.
+P stands for a plane's PlaneShape, C for the launch's ChunkShape. Tiles are those of kvtier.kernels.tiles.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -19,7 +19,7 @@ from triton.language.standard import _elementwise_max
 from kvtier.codecs.fp8 import CODE_MAX, SCALE_MAX, SCALE_MIN
 from kvtier.kernels.device_part_sum import sum_part
 from kvtier.kernels.fp8_numbers import codes_of, halves_of
-from kvtier.kernels.turboquant_tiles import floats, load_words, quotient, tile_columns, tile_words, words_of
+from kvtier.kernels.tiles import floats, load_words, plane_of_head, quotient, tile_columns, tile_words, words_of
 
 _CODE_MAX, _SCALE_MIN, _SCALE_MAX = (tl.constexpr(limit) for limit in (CODE_MAX, SCALE_MIN, SCALE_MAX))
 
@@ -77,7 +77,7 @@ def _encode_plane(
     refused = tl.full((C.rows,), 0, tl.int32)
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
-        low, high = floats(load_words(plane, head, blocks, row, P, C), C.is_bf16)
+        low, high = floats(load_words(plane_of_head(plane, head), blocks, row, P, C, ""), C.is_bf16)
         top = _largest(low, high)
         exact = quotient(top, tl.full(top.shape, _CODE_MAX, tl.float32), C.fast)
         sound = (top == 0.0) | ((exact >= _SCALE_MIN) & (exact <= _SCALE_MAX))  # neither, if it is NaN
@@ -134,7 +134,7 @@ def encode_chunks(
         end = slab_bytes
     seed = tl.load(move + 2 + N_BLOCKS + head).to(tl.uint64, bitcast=True)
     answer = answers + tl.program_id(2) * (n_heads + 1)
-    tl.atomic_add(answer + head, sum_part(slab, first // 8, end // 8, seed, PAIRS), sem="relaxed")
+    tl.atomic_add(answer + head, sum_part(slab, first // 8, end // 8, seed, PAIRS, PAIRS), sem="relaxed")
     tl.atomic_or(answer + n_heads, refused.to(tl.int64), mask=refused != 0, sem="relaxed")
 
 
@@ -157,7 +157,7 @@ def _decode_plane(
         scale = tl.load(scales + row, mask=row < C.tokens, other=0.0).to(tl.float32) * 256.0
         scale = scale[:, None, None]
         words = words_of(low * scale, high * scale, C.is_bf16, C.fast)
-        base, place, inside = tile_words(plane, head, move + 2, row, P, C)
+        base, place, inside = tile_words(plane_of_head(plane, head), move + 2, row, P, C)
         tl.store(base + place, words, mask=inside & (row[:, None, None] >= first_token))
 
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier.kernels.turboquant_tiles import (
+from kvtier.kernels.tiles import (
     floats,
     fused,
     in_order,
     operand_rows,
+    plane_of_head,
     tile_columns,
     tile_rows,
     tile_words,
@@ -170,7 +171,7 @@ def _decode_plane(
         else:
             low, high = low * scale, high * scale
         words = words_of(low, high, C.is_bf16, C.fast) ^ flip
-        base, place_of_words, inside = tile_words(plane, head, move + 2, row, P, C)
+        base, place_of_words, inside = tile_words(plane_of_head(plane, head), move + 2, row, P, C)
         tl.store(base + place_of_words, words, mask=inside & (row[:, None, None] >= first_token))
 
 

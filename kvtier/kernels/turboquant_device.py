@@ -38,11 +38,18 @@ from kvtier.kernels.turboquant_tables import (
 
 class Tiling(NamedTuple):
     """How many tokens of a head a program works on at once, a multiple of 16 a warp; warps; registers a thread at most,
-    0 for what the compiler likes."""
+    0 for what the compiler likes.
+
+    Of the encoding by warps (kvtier.kernels.turboquant_warps) a multiple of 8 a warp is enough; for mean_rows (0: as
+    rows), by_tensor and early see ChunkShape.
+    """
 
     rows: int
     warps: int
     registers: int = 0
+    mean_rows: int = 0
+    by_tensor: bool = False
+    early: bool = False
 
     def registers_for(self, k: PlaneCode, v: PlaneCode) -> int | None:
         """None where there is no limit: larger vectors do not fit into it, and more thresholds spill."""
@@ -50,10 +57,13 @@ class Tiling(NamedTuple):
         return self.registers if is_small and self.registers else None
 
 
+# H200, TB/s of k4v4 and k4v3: 2.29 and 2.25, 2.24 and 2.24, 2.08 and 2.17, 1.97 and 1.99 (notes_turboquant.md).
 ENCODE_TILINGS = (
-    Tiling(64, 4, 128), Tiling(64, 4), Tiling(64, 4, 96), Tiling(128, 8), Tiling(128, 8, 128), Tiling(128, 4),
-    Tiling(256, 16, 128),
+    Tiling(32, 4, 80, 32, True, True), Tiling(32, 4, 80, 32, False, True), Tiling(32, 4, 72, 32, True),
+    Tiling(64, 8, 64, 128),
 )  # fmt: skip
+WHOLE_TILING = Tiling(64, 4, 128)
+"""Of the encoding that is not by warps."""
 DECODE_TILINGS = (
     Tiling(64, 4, 128), Tiling(64, 4), Tiling(64, 4, 96), Tiling(128, 8), Tiling(128, 8, 128), Tiling(128, 4),
 )  # fmt: skip
@@ -89,6 +99,7 @@ class CudaTurboquant:
         held: Extent,
         encode_tiling: Tiling = ENCODE_TILINGS[0],
         decode_tiling: Tiling = DECODE_TILINGS[0],
+        whole_tiling: Tiling = WHOLE_TILING,
     ) -> None:
         """Compiles for these pages, which takes some seconds. Tilings: others than the first only to measure.
 
@@ -97,7 +108,7 @@ class CudaTurboquant:
         self._pages = CodedPages(pages, SlabShape(slab_format.tokens, slab_format.n_bytes), held)
         self._format, self._held, self._block_tokens = slab_format, held, pages.block_tokens
         self._device = self._pages.device
-        self._tilings = (encode_tiling, decode_tiling)
+        self._tilings, self._whole_tiling = (encode_tiling, decode_tiling), whole_tiling
         with on_device(self._device):
             self._signs = self._to_device(_sign_words(slab_format, held))
             self._tables = {layer.bits: self._tables_of(layer.bits) for layer in map(slab_format.layer, _layers(held))}
@@ -123,13 +134,14 @@ class CudaTurboquant:
         for run in self._runs(group):
             self._decode(run, group, table)
 
-    def _encode(self, run: _Run, group: Group, table: torch.Tensor, answers: torch.Tensor, ends_slab: bool) -> None:
+    def _encode(self, run: _Run, group: Group, table: torch.Tensor, answers: torch.Tensor, ends_slab: bool) -> object:
+        """Returns the compiled kernel, for those who measure it."""
         k, v = self._tables[run.bits]
-        tiling = self._tilings[0]
-        encode_chunks[(group.patch.n_heads, run.n_layers, len(group.places))](
+        tiling, shape = self._encoding(k.code, v.code)
+        return encode_chunks[(group.patch.n_heads, run.n_layers, len(group.places))](
             self._pages.planes, table, self._signs, k.encode_matrix, v.encode_matrix, k.squares, v.squares, answers,
             run.page_layer, group.patch.page_head, self._held.n_heads, run.slab_start, group.slab_bytes,
-            int(ends_slab), k.code, v.code, self._shape(tiling), PAIRS_PER_PAGE, num_warps=tiling.warps,
+            int(ends_slab), k.code, v.code, shape, PAIRS_PER_PAGE, num_warps=tiling.warps,
             num_stages=1, maxnreg=tiling.registers_for(k.code, v.code), enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -143,10 +155,19 @@ class CudaTurboquant:
             maxnreg=tiling.registers_for(k.code, v.code), enable_fp_fusion=False,
         )  # fmt: skip
 
+    def _encoding(self, k: PlaneCode, v: PlaneCode) -> tuple[Tiling, ChunkShape]:
+        if not (k.suits_warps and v.suits_warps):
+            return self._whole_tiling, self._shape(self._whole_tiling)
+        tiling = self._tilings[0]
+        return tiling, self._shape(tiling)._replace(
+            mean_rows=tiling.mean_rows or tiling.rows, by_warps=True, by_tensor=tiling.by_tensor, early=tiling.early
+        )
+
     def _shape(self, tiling: Tiling) -> ChunkShape:
         return ChunkShape(
-            self._format.tokens, self._block_tokens, self._pages.is_bf16, tiling.rows, tiling.warps, self._is_fast
-        )
+            self._format.tokens, self._block_tokens, self._pages.is_bf16, tiling.rows, tiling.warps, self._is_fast,
+            tiling.rows,
+        )  # fmt: skip
 
     @property
     def _is_fast(self) -> bool:

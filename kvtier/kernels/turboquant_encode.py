@@ -3,7 +3,8 @@
 A program encodes one layer of one head of one chunk: K, then V, tile after tile. What must be equal on all machines is
 made of whole numbers, as the reference has it (kvtier.codecs.turboquant.reference): turboquant_whole makes them, the
 tensor cores rotate them exactly, turboquant_pack finds and packs the codes. Almost all of it works on two elements at
-a time.
+a time. Vectors of 64 and 128 elements with few bits are rotated as turboquant_warps has it, by warps that do not wait
+for each other.
 
 At the end a program reads back what it wrote, from the cache, and adds its part to its slab's checksum.
 
@@ -19,9 +20,10 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max
 
 from kvtier.kernels.device_part_sum import sum_part
+from kvtier.kernels.tiles import in_order, load_words, plane_of_head, quotient, square_root, tile_columns, tile_rows
 from kvtier.kernels.turboquant_mean import take_mean
 from kvtier.kernels.turboquant_pack import store_codes
-from kvtier.kernels.turboquant_tiles import load_words, quotient, square_root, tile_columns, tile_rows
+from kvtier.kernels.turboquant_warps import energies, hadamard16, rotated
 from kvtier.kernels.turboquant_whole import largest, less_mean, matrices, power_below, value_of, whole_and_energy
 
 _ELEMENT_MAX = tl.constexpr(65536.0)
@@ -49,20 +51,32 @@ def _encode_plane(
     turboquant_tables.encode_matrix. squares: of centroids, by code. codes, scales, mean: where they go; mean is K's,
     else not looked at.
     """
-    column = tile_columns(P)
-    matrix, ones = matrices(rotation, P, C)
+    column, vectors = tile_columns(P), plane_of_head(plane, head)
+    if C.by_warps:
+        plus, minus = hadamard16(0, C), hadamard16(1, C)
+    else:
+        matrix, ones = matrices(rotation, P, C)
+    following = load_words(vectors, blocks, tl.arange(0, C.rows), P, C, "evict_first") if C.early else 0
     refused = tl.full((C.rows,), 0, tl.int32)
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
-        words, flip = load_words(plane, head, blocks, row, P, C), tl.load(signs + column)
+        if C.early:
+            words, following = following, load_words(vectors, blocks, row + C.rows, P, C, "evict_first")
+        else:
+            words = load_words(vectors, blocks, row, P, C, "evict_first")
+        flip = tl.load(signs + column)
         if P.has_mean:
             words = less_mean(words, tl.load(mean + column, mask=column < P.size // 2, other=0), flip, C)
         else:
             words = words ^ flip
         top = value_of(largest(words, C), C)
         power = power_below(top)
-        whole, energy = whole_and_energy(words, power, ones, C)
-        product = tile_rows(tl.dot(whole, matrix), C)
+        if C.by_warps:
+            energy = energies(words, power, C)
+            product = rotated(words, power, plus, minus, P, C)
+        else:
+            whole, energy = whole_and_energy(words, power, ones, C)
+            product = in_order(tile_rows(tl.dot(whole, matrix), C), 4)
         if not C.fast:
             product = product * (1 / 512)
         normal = quotient(tl.full(top.shape, P.spread, tl.float32), square_root(energy, C.fast), C.fast)
@@ -72,7 +86,13 @@ def _encode_plane(
         sound = (top < _ELEMENT_MAX) & (scale >= _SCALE_MIN) & (scale <= _SCALE_MAX)  # not if anything is NaN
         inside = row < C.tokens
         refused |= (inside & (top != 0.0) & (sound == 0)).to(tl.int32)
-        tl.store(scales + row, scale.to(tl.float16), mask=inside)
+        if C.by_warps:  # from one of each row's four lanes, without a barrier
+            lane = tl.arange(0, 4)[:, None]
+            at = tl.max_contiguous(row[None, :] + lane, (1, 1))  # else 32 rows would go to one warp
+            four = tl.broadcast_to(scale.to(tl.float16)[None, :], (4, C.rows))
+            tl.store(scales + at, four, mask=inside[None, :] & (lane == 0))
+        else:
+            tl.store(scales + row, scale.to(tl.float16), mask=inside)
     return tl.reduce(refused, 0, _elementwise_max)
 
 
@@ -141,7 +161,8 @@ def encode_chunks(
     if (tl.program_id(1) == tl.num_programs(1) - 1) & (ends_slab != 0):
         end = slab_bytes
     seed = tl.load(move + 2 + N_BLOCKS + head).to(tl.uint64, bitcast=True)
-    sum_of_layer = sum_part(slab, first // 8, end // 8, seed, PAIRS)
+    AT_ONCE: tl.constexpr = PAIRS if C.warps >= 4 else 128 * C.warps
+    sum_of_layer = sum_part(slab, first // 8, end // 8, seed, PAIRS, AT_ONCE)
     answer = answers + tl.program_id(2) * (n_heads + 1)
     tl.atomic_add(answer + head, sum_of_layer, sem="relaxed")
     tl.atomic_or(answer + n_heads, refused.to(tl.int64), mask=refused != 0, sem="relaxed")

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
-from kvtier.kernels.turboquant_tiles import floats, load_words, total, words_of
+from kvtier.kernels.tiles import floats, load_words, plane_of_head, total, words_of
 from kvtier.kernels.turboquant_whole import inverse, largest, power_below, twice, value_of
 
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23
@@ -50,37 +50,49 @@ def take_mean(
     plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, mean: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> None:
     """Stores the mean of K over the chunk, or zeros where it does not pay. mean: where it lies in the slab."""
-    ROWS: tl.constexpr = C.rows
+    ROWS: tl.constexpr = C.mean_rows
     GROUPS: tl.constexpr = P.padded // 32
     STEP: tl.constexpr = C.tokens // 128 if C.tokens >= 128 else 1  # the reference's mean_step
     N_TOKENS: tl.constexpr = (C.tokens + STEP - 1) // STEP
-    N_ROWS: tl.constexpr = (N_TOKENS + C.rows - 1) // C.rows * C.rows
-    tops = tl.full((ROWS,), 0, tl.int32)
-    for start in range(0, N_TOKENS, C.rows):
-        tops = tl.maximum(tops, largest(load_words(plane, head, blocks, _tokens(start, STEP, C), P, C), C))
+    N_ROWS: tl.constexpr = (N_TOKENS + ROWS - 1) // ROWS * ROWS
+    vectors = plane_of_head(plane, head)
+    words = _words(vectors, blocks, 0, STEP, P, C)
+    tops = largest(words, C)
+    for start in range(ROWS, N_TOKENS, ROWS):
+        tops = tl.maximum(tops, largest(_words(vectors, blocks, start, STEP, P, C), C))
     power = tl.maximum(power_below(value_of(tl.reduce(tops, 0, _elementwise_max), C)), 2.0**-16)
-    sums = tl.full((ROWS, GROUPS, 16), 0, tl.int32)
-    energies = tl.full((ROWS, 16), 0, tl.int32)
-    for start in range(0, N_TOKENS, C.rows):
-        words = load_words(plane, head, blocks, _tokens(start, STEP, C), P, C)
-        small, squares = _small(words, inverse(power, C) * 0.5, C)
+    if N_TOKENS > ROWS:  # else they are still in registers
+        words = _words(vectors, blocks, 0, STEP, P, C)
+    sums, squares = _small(words, inverse(power, C) * 0.5, C)
+    energies = total(squares, 1)
+    for start in range(ROWS, N_TOKENS, ROWS):
+        small, squares = _small(_words(vectors, blocks, start, STEP, P, C), inverse(power, C) * 0.5, C)
         sums += small
         energies += total(squares, 1)
-    both = total(sums, 0)
+    column = tl.arange(0, GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(mean + column, total(sums, 0), mask=column < P.size // 2)
+    of_all = total(total(energies, 1), 0)
+    tl.debug_barrier()
+    # By memory to one word a thread: all threads have all sums now.
+    word = tl.arange(0, P.padded // 2)
+    both = tl.load(mean + word, mask=word < P.size // 2, other=64 * N_ROWS * 0x10001)
     low, high = both & 0xFFFF, (both >> 16) & 0xFFFF
-    of_all = total(total(energies, 1), 0) - 128 * total(total(low + high, 1), 0) + 4096 * N_ROWS * P.padded
+    of_all += 4096 * N_ROWS * P.padded - 128 * total(low + high, 0)
     low, high = low - 64 * N_ROWS, high - 64 * N_ROWS
     low64, high64 = low.to(tl.int64), high.to(tl.int64)
-    of_mean = total(total(low64 * low64 + high64 * high64, 1), 0)
+    of_mean = total(low64 * low64 + high64 * high64, 0)
     pays = (8 * of_mean >= N_TOKENS * of_all.to(tl.int64)).to(tl.int32)
     unit = power * (1 / 32)
     low_mean = ((low * pays).to(tl.float32) * (1 / N_TOKENS)) * unit
     words = words_of(low_mean, ((high * pays).to(tl.float32) * (1 / N_TOKENS)) * unit, True, C.fast)
-    column = tl.arange(0, GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(mean + column, words, mask=column < P.size // 2)
+    tl.debug_barrier()  # all have read the sums
+    tl.store(mean + word, words, mask=word < P.size // 2)
 
 
 @triton.jit
-def _tokens(start: tl.tensor, STEP: tl.constexpr, C: tl.constexpr) -> tl.tensor:
-    """Those that count, from the start-th of them on; past the chunk's end where there are no more."""
-    return (start + tl.arange(0, C.rows)) * STEP
+def _words(
+    vectors: tl.tuple, blocks: tl.tensor, start: tl.tensor, STEP: tl.constexpr, P: tl.constexpr,
+    C: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Of tokens that count, from the start-th of them on; zeros where there are no more."""
+    return load_words(vectors, blocks, (start + tl.arange(0, C.mean_rows)) * STEP, P, C, "evict_last")

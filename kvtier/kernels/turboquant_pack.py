@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier.kernels.turboquant_tiles import floats, fused, in_order, total
+from kvtier.kernels.tiles import floats, fused, total
 from kvtier.kernels.turboquant_whole import twice
 
 _WHOLE32 = tl.constexpr(8388608.0)
@@ -89,6 +89,9 @@ def _store_plane(
 
     row: (rows,), the tokens. plane: where the plane begins.
     """
+    if C.by_warps:
+        _store_where_they_are(nibbles, row, plane, WIDTH, P, C)
+        return
     EIGHTH: tl.constexpr = P.size // 8
     N_WORDS: tl.constexpr = P.padded // 32
     words = nibbles
@@ -106,6 +109,37 @@ def _store_plane(
         tl.store(plane.to(tl.pointer_type(tl.int16)) + at, words.to(tl.int16), mask=inside)
         inside &= word * 4 + 2 < EIGHTH
         tl.store(plane.to(tl.pointer_type(tl.int16)) + at + 1, (words >> 16).to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _store_where_they_are(
+    nibbles: tl.tensor, row: tl.tensor, plane: tl.tensor, WIDTH: tl.constexpr, P: tl.constexpr, C: tl.constexpr
+) -> None:
+    """As _store_plane, of 64 or 128 elements, in accesses of 8 bytes: words stay in the lanes that made them."""
+    N: tl.constexpr = P.padded // 32
+    if WIDTH == 4:
+        first, second = nibbles.reshape(C.rows, 2, 2 * N).permute(0, 2, 1).split()
+        _store_twos(first, row, plane, 0, 4 * N, 2 * N, C)
+        _store_twos(second, row, plane, 2 * N, 4 * N, 2 * N, C)
+    else:
+        words = _upper_upon_lower(nibbles, 4)
+        if WIDTH == 2:
+            _store_twos(words.reshape(C.rows, 2 * N), row, plane, 0, 2 * N, 2 * N, C)
+        else:  # a word's two parts are in two lanes: both get the sum, the first stores it
+            part = tl.arange(0, 2)[None, :, None]
+            both = total(words << part, 1)[:, None, :] + part * 0
+            _store_twos(both.reshape(C.rows, 2 * N), row, plane, 0, N, N, C)
+
+
+@triton.jit
+def _store_twos(
+    words: tl.tensor, row: tl.tensor, plane: tl.tensor, AT: tl.constexpr, ROW: tl.constexpr, KEEP: tl.constexpr,
+    C: tl.constexpr,
+) -> None:  # fmt: skip
+    """Stores the first KEEP of (rows, n) words from word AT of a row of ROW words on."""
+    word = tl.arange(0, words.shape[1])[None, :]
+    at = tl.max_contiguous(tl.multiple_of(row[:, None] * ROW + AT + word, (1, 2)), (1, 2))
+    tl.store(plane.to(tl.pointer_type(tl.int32)) + at, words, mask=(row[:, None] < C.tokens) & (word < KEEP))
 
 
 @triton.jit
@@ -131,10 +165,10 @@ def store_codes(
 ) -> tl.tensor:
     """Stores the codes of a tile. Returns the sum of the squares of each row's centroids, (rows,) int32.
 
-    product: rotated vectors over 2^9, (rows, padded) fp32, in the order of the matrix's columns. normal: (rows,), as in
+    product: rotated vectors over 2^9, (rows, padded) fp32. normal: (rows,), as in
     `_codes_in_words`. row: (rows,) tokens. codes: where the plane's codes begin. squares: by code, int32.
     """
-    low, high = in_order(product, 4).reshape(C.rows, 8, P.padded // 16, 2).split()
+    low, high = product.reshape(C.rows, 8, P.padded // 16, 2).split()
     bytes = _bytes_of(_codes_in_words(low, high, normal, P, C), C)
     upper_plane = codes + C.tokens * P.size * (P.bits - P.bits % 2 - (P.bits == 6) * 2) // 8
     if P.bits <= 4:

@@ -40,9 +40,18 @@ class PlaneCode(NamedTuple):
     centroids: str
     permuted: bool
 
+    @property
+    def suits_warps(self) -> bool:
+        """Whether turboquant_warps can encode it."""
+        return self.size in (64, 128) and self.bits <= 4
+
 
 class ChunkShape(NamedTuple):
-    """rows: of a tile. fast: with PTX; the interpreter has none."""
+    """rows: of a tile; mean_rows: of one that the mean is taken of. fast: with PTX; the interpreter has none.
+
+    by_warps: the encoding is that of turboquant_warps, by_tensor: one more bit of it by the tensor cores, early: a
+    tile's words are loaded before the one before it is worked on.
+    """
 
     tokens: int
     block_tokens: int
@@ -50,6 +59,10 @@ class ChunkShape(NamedTuple):
     rows: int
     warps: int
     fast: bool
+    mean_rows: int
+    by_warps: bool = False
+    by_tensor: bool = False
+    early: bool = False
 
 
 def plane_code(size: int, bits: int, has_mean: bool, fast: bool) -> PlaneCode:
@@ -78,7 +91,7 @@ def places(size: int) -> npt.NDArray[np.int64]:
 
 
 def product_columns(n_columns: int, side_by_side: int) -> npt.NDArray[np.int64]:
-    """(n_columns,): for each column of a product its place after `turboquant_tiles.in_order`.
+    """(n_columns,): for each column of a product its place after `tiles.in_order`.
 
     Of every 8 columns the tensor cores leave a thread 2. In order, a thread has `side_by_side` (4 or 8) in a row.
     """

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
-from kvtier.kernels.turboquant_tiles import floats, operand_rows, tile_rows, total, words_of
+from kvtier.kernels.tiles import floats, operand_rows, tile_rows, total, words_of
 
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + this - this is x rounded to a whole number, half to even
 
@@ -27,16 +27,16 @@ _LARGER = "max.NaN.xorsign.abs.T $0, $1, $2;"
 _LESS = "{ .reg .b32 d; sub.rn.T d, $1, $2; xor.b32 $0, d, $3; }"
 _TIMES = "mul.rn.T $0, $1, $2;"
 # The square of $2 times $3 (in fp16 half of it) in two parts.
-_SQUARE_BF16 = tl.constexpr(
+SQUARE_BF16 = tl.constexpr(
     "{ .reg .b32 t, n; mul.rn.bf16x2 t, $2, $3; mul.rn.bf16x2 $0, t, t; neg.bf16x2 n, $0; fma.rn.bf16x2 $1, t, t, n; }"
 )
-_SQUARE_FP16 = tl.constexpr(
+SQUARE_FP16 = tl.constexpr(
     "{ .reg .b32 t, h, n; mul.rn.f16x2 t, $2, $3; mov.b32 h, 0x38003800; mul.rn.f16x2 h, t, h; "
     "mul.rn.f16x2 $0, t, h; neg.f16x2 n, $0; fma.rn.f16x2 $1, t, h, n; }"
 )
 _LARGER_BF16, _LARGER_FP16 = (tl.constexpr(_LARGER.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
 _LESS_BF16, _LESS_FP16 = (tl.constexpr(_LESS.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
-_TIMES_BF16, _TIMES_FP16 = (tl.constexpr(_TIMES.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
+TIMES_BF16, TIMES_FP16 = (tl.constexpr(_TIMES.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def matrices(rotation: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tuple[tl.
 @triton.jit
 def _squares(words: tl.tensor, factor: tl.tensor, C: tl.constexpr) -> tl.tensor:
     """Operand of the squares of (rows, n) words times `factor`, (rows, 4 n)."""
-    ASM: tl.constexpr = _SQUARE_BF16 if C.is_bf16 else _SQUARE_FP16
+    ASM: tl.constexpr = SQUARE_BF16 if C.is_bf16 else SQUARE_FP16
     N_GROUPS: tl.constexpr = words.shape[1] // 16
     upper, lower = tl.inline_asm_elementwise(
         ASM, "=&r,=&r,r,r", [words.reshape(C.rows, N_GROUPS, 16), factor], (tl.int32, tl.int32), True, 1
@@ -181,7 +181,7 @@ def whole_and_energy(
     if C.fast:
         WHOLE_UNIT: tl.constexpr = 2.0**-118 if C.is_bf16 else 2.0**-9
         SQUARE_UNIT: tl.constexpr = 2.0**-60 if C.is_bf16 else 2.0**-5
-        ASM: tl.constexpr = _TIMES_BF16 if C.is_bf16 else _TIMES_FP16
+        ASM: tl.constexpr = TIMES_BF16 if C.is_bf16 else TIMES_FP16
         N_WORDS: tl.constexpr = words.shape[1] * 16
         factor = inverse(power, C)
         to_whole = twice(factor * WHOLE_UNIT, C.is_bf16, True)[:, None, None]

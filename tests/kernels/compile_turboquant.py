@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvtier.kernels.turboquant_decode import decode_chunks
-from kvtier.kernels.turboquant_device import DECODE_TILINGS, ENCODE_TILINGS, Tiling
+from kvtier.kernels.turboquant_device import DECODE_TILINGS, ENCODE_TILINGS, WHOLE_TILING, Tiling
 from kvtier.kernels.turboquant_encode import encode_chunks
 from kvtier.kernels.turboquant_tables import ChunkShape, plane_code
 
@@ -24,9 +24,12 @@ TYPES = {
 UNALIGNED = ("planes", "table", "answers")  # as the kernels are declared
 
 
-def compiled(kernel: triton.JITFunction, tiling: Tiling, size: int) -> None:
+def compiled(kernel: triton.JITFunction, tiling: Tiling, size: int, by_warps: bool = False) -> None:
     k, v = plane_code(size, 4, True, True), plane_code(size, 3, False, True)
-    shape = ChunkShape(256, 16, True, tiling.rows, tiling.warps, True)
+    shape = ChunkShape(
+        256, 16, True, tiling.rows, tiling.warps, True, tiling.mean_rows or tiling.rows, by_warps, tiling.by_tensor,
+        tiling.early,
+    )  # fmt: skip
     constants = {"K": k, "V": v, "C": shape, "PAIRS": 512}
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
     places = {(n,): constants[name] for n, name in enumerate(kernel.arg_names) if name in constants}
@@ -46,6 +49,8 @@ def compiled(kernel: triton.JITFunction, tiling: Tiling, size: int) -> None:
 
 
 if __name__ == "__main__":
-    for size in (128, 256):
-        compiled(encode_chunks, ENCODE_TILINGS[0], size)
-        compiled(decode_chunks, DECODE_TILINGS[0], size)
+    compiled(encode_chunks, ENCODE_TILINGS[0], 128, by_warps=True)
+    compiled(encode_chunks, WHOLE_TILING, 96)
+    compiled(decode_chunks, DECODE_TILINGS[0], 128)
+    compiled(encode_chunks, WHOLE_TILING, 256)
+    compiled(decode_chunks, DECODE_TILINGS[0], 256)

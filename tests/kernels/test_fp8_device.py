@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +14,17 @@ from kvtier.codecs.vectors import VectorPages
 from kvtier.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
 from tests.kernels import ptx
+from tests.kernels.coded_checks import (
+    GOOD,
+    KEY,
+    OUT_OF_RANGE,
+    SMALLEST,
+    Change,
+    check_alignment,
+    check_bytes,
+    check_nothing_moves,
+    gaussian,
+)
 from tests.kernels.device_pages import LAYOUTS, Cache, noise
 from tests.kernels.fp8_rig import (
     INTERPRETED,
@@ -25,11 +36,6 @@ from tests.kernels.fp8_rig import (
     ptx_interpreted,
     reference,
 )  # fmt: skip
-from tests.kernels.turboquant_rig import sums_of
-
-KEY = bytes(range(16))
-SMALLEST = Cache("B2NHD", heads=1, layers=1, blocks=4)
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,40 +60,26 @@ class Model:
         return noise(patch.n_heads * n_bytes, 5).view(patch.n_heads, -1)
 
 
-def filled(cache: Cache, change: Change | None = None) -> PagedKV:
-    """Pages of Gaussian values. change: of (blocks, tokens, heads, size) fp32 values, before they are rounded."""
-    pages = cache.pages(noise(cache.n_bytes, 1))
-    generator = torch.Generator().manual_seed(1)
-    for layer in pages.layers:
-        for plane in layer.planes:
-            values = torch.randn(plane.shape, generator=generator)
-            plane.copy_(change(values) if change else values)
-    return pages
-
-
 def check(
     model: Model, pages: PagedKV, parts: list[tuple[Patch, tuple[int, ...], int]], tiling: Tiling = SMALL
 ) -> None:
-    """Encodes all parts (patch, block ids, first block) in one call, decodes them in another; neither is refused."""
+    """Parts: patch, block ids, first block."""
     moves = [Move(patch, ids, model.slabs(patch), first, KEY) for patch, ids, first in parts]
-    wanted = [replace(move, slabs=move.slabs.clone()) for move in moves]
-    verdicts = mover(pages, model.tokens, model.extent, tiling).encode(moves).wait()
-    refused = reference(pages, model.tokens, model.extent).encode(wanted).wait()
-    for move, want, verdict, other in zip(moves, wanted, verdicts, refused, strict=True):
-        assert torch.equal(move.slabs, want.slabs), "slabs, and their padding as it was"
-        assert not verdict.is_refused and not other.is_refused
-        assert verdict.sums in (None, sums_of(want, model.extent))
-        assert (verdict.sums is None) == (move.patch.slab_layer > 0)
-    before = noise(model.cache.n_bytes, 9)
-    ours, theirs = before.clone(), before.clone()
-    mover(model.cache.pages(ours), model.tokens, model.extent, tiling).decode(wanted)
-    reference(model.cache.pages(theirs), model.tokens, model.extent).decode(wanted)
-    assert torch.equal(ours, theirs), "pages, and what lies around them"
+    check_bytes(partial(ours_of, model, tiling=tiling), partial(reference_of, model), model.cache, model.extent, pages,
+                moves)  # fmt: skip
+
+
+def ours_of(model: Model, pages: PagedKV, tiling: Tiling = SMALL) -> CudaFp8:
+    return mover(pages, model.tokens, model.extent, tiling)
+
+
+def reference_of(model: Model, pages: PagedKV) -> VectorPages:
+    return reference(pages, model.tokens, model.extent)
 
 
 def whole(model: Model, change: Change | None = None, tiling: Tiling = SMALL) -> None:
     ids = tuple(reversed(range(model.tokens // model.cache.tokens)))
-    check(model, filled(model.cache, change), [(model.whole, ids, 0)], tiling)
+    check(model, gaussian(model.cache, change=change), [(model.whole, ids, 0)], tiling)
 
 
 @pytest.fixture(params=["plain", "ptx"])
@@ -131,14 +123,14 @@ def test_parts_of_pages_and_slabs_in_one_call() -> None:
         (Patch(0, 0, 3, 0, 3), (1,), 0), (Patch(0, 1, 2, 1, 2), (3,), 0), (Patch(2, 0, 2, 2, 1), (2,), 0),
         (Patch(0, 0, 3, 0, 3), (0,), 0),
     ]  # fmt: skip
-    check(Model(cache, held=Extent(2, 3, 4, 3)), filled(cache), parts)
+    check(Model(cache, held=Extent(2, 3, 4, 3)), gaussian(cache), parts)
 
 
 def test_a_slab_of_more_layers_than_are_moved_is_not_summed() -> None:
     model = Model(replace(SMALLEST, layers=2))
     two = Patch(0, 0, 2, 0, 1)
     slabs = torch.cat([model.slabs(two), noise(4096, 3).view(1, -1)], 1)
-    (verdict,) = mover(filled(model.cache), model.tokens, model.extent).encode([Move(two, (1,), slabs)]).wait()
+    (verdict,) = mover(gaussian(model.cache), model.tokens, model.extent).encode([Move(two, (1,), slabs)]).wait()
     assert verdict.sums is None
 
 
@@ -146,7 +138,7 @@ def test_decoding_leaves_the_first_blocks() -> None:
     """Also where they are part of a tile."""
     model = Model(replace(SMALLEST, blocks=8), tokens=64)
     parts = [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)]
-    check(model, filled(model.cache), parts, SMALL._replace(elements=64 * 64))
+    check(model, gaussian(model.cache), parts, SMALL._replace(elements=64 * 64))
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +202,7 @@ def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other(plane: int, va
     """One element of one head's last token; all else of that vector is scaled."""
     cache = Cache("B2NHD", layers=1, heads=2)
     model = Model(cache)
-    pages = filled(cache)
+    pages = gaussian(cache)
     vector = pages.layers[0].planes[plane][3, 15, 1]
     vector *= scale
     vector[17] = value
@@ -241,45 +233,19 @@ def test_every_code_comes_back_as_the_reference_has_it(dtype: torch.dtype) -> No
     assert torch.equal(ours, theirs)
 
 
-GOOD = Patch(0, 0, 1, 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("patch", "block_ids", "first_block"),
-    [
-        (GOOD, (0, 4), 0), (GOOD, (-1, 0), 0), (GOOD, (0, 1 << 40), 0), (GOOD, (0, 1), -1), (GOOD, (0,), 0),
-        (GOOD, (0, 1, 2), 0), (Patch(0, 1, 1, 0, 1), (0, 1), 0), (Patch(0, 0, 1, 1, 1), (0, 1), 0),
-        (Patch(0, -1, 1, 0, 1), (0, 1), 0), (Patch(3, 0, 1, 0, 1), (0, 1), 0),
-    ],
-)  # fmt: skip
-def test_what_is_out_of_range_is_refused_before_anything_moves(
-    patch: Patch, block_ids: tuple[int, ...], first_block: int
-) -> None:
+@pytest.mark.parametrize("bad", OUT_OF_RANGE)
+def test_what_is_out_of_range_is_refused_before_anything_moves(bad: tuple[Patch, tuple[int, ...], int]) -> None:
     model = Model(SMALLEST, tokens=32)
-    buffer = noise(SMALLEST.n_bytes, 1)
-    was = buffer.clone()
-    ours = mover(SMALLEST.pages(buffer), model.tokens, model.extent)
-    slabs = model.slabs(GOOD)
-    with pytest.raises(ValueError, match="out of range"):
-        ours.decode([Move(GOOD, (1, 2), slabs), Move(patch, block_ids, slabs.clone(), first_block)])
-    assert torch.equal(buffer, was)
+    check_nothing_moves(partial(ours_of, model), model.slabs(GOOD), bad)
 
 
 def test_what_the_kernels_cannot_take_is_refused() -> None:
     model = Model(SMALLEST)
-    with pytest.raises(ValueError, match="not all multiples of 16"):
-        mover(replace(SMALLEST, shift=8).pages(noise(SMALLEST.n_bytes + 8, 1)), model.tokens, model.extent)
-    with pytest.raises(ValueError, match="float32"):
-        mover(filled(replace(SMALLEST, dtype=torch.float32)), model.tokens, model.extent)
+    check_alignment(partial(ours_of, model), model.slabs(GOOD))
     with pytest.raises(ValueError, match="heads of"):
-        mover(filled(replace(SMALLEST, k_size=68, v_size=68)), model.tokens, model.extent)
+        mover(gaussian(replace(SMALLEST, k_size=68, v_size=68)), model.tokens, model.extent)
     with pytest.raises(ValueError, match="chunks of 24"):
-        mover(filled(replace(SMALLEST, tokens=8)), 24, model.extent)
-    ours = mover(filled(SMALLEST), model.tokens, model.extent)
-    slabs = model.slabs(GOOD)
-    shifted = noise(slabs.numel() + 16, 2)[8 : 8 + slabs.numel()].view(slabs.shape)
-    with pytest.raises(ValueError, match="not aligned"):
-        ours.encode([Move(GOOD, (1,), shifted)])
+        mover(gaussian(replace(SMALLEST, tokens=8)), 24, model.extent)
 
 
 def test_pages_that_the_kernels_cannot_take_are_moved_without_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -290,10 +256,10 @@ def test_pages_that_the_kernels_cannot_take_are_moved_without_them(caplog: pytes
     assert isinstance(_make_mover(pages, coder, Extent(0, 1, 0, 1)), VectorPages)
     assert "many times slower: pages of torch.float32" in caplog.text
     kind = VectorPages if INTERPRETED else CudaFp8
-    assert isinstance(_make_mover(filled(SMALLEST), coder, Extent(0, 1, 0, 1)), kind)
+    assert isinstance(_make_mover(gaussian(SMALLEST), coder, Extent(0, 1, 0, 1)), kind)
 
 
 def test_nothing_to_move() -> None:
-    ours = mover(filled(SMALLEST), 16, Model(SMALLEST).extent)
+    ours = mover(gaussian(SMALLEST), 16, Model(SMALLEST).extent)
     assert ours.encode([]).wait() == []
     ours.decode([])

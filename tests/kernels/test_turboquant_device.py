@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,9 +11,21 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from kvtier.codecs.base import Mover
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, Patch
+from tests.kernels.coded_checks import (
+    GOOD,
+    KEY,
+    OUT_OF_RANGE,
+    SMALLEST,
+    Change,
+    check_alignment,
+    check_bytes,
+    check_nothing_moves,
+    gaussian,
+)
 from tests.kernels.device_pages import LAYOUTS, Cache, noise
 from tests.kernels.turboquant_rig import (
     INTERPRETED,
@@ -23,11 +35,7 @@ from tests.kernels.turboquant_rig import (
     mover,
     ptx_interpreted,
     reference,
-    sums_of,
 )  # fmt: skip
-
-KEY = bytes(range(16))
-SMALLEST = Cache("B2NHD", heads=1, layers=1, blocks=4)
 
 
 @dataclass(frozen=True)
@@ -62,39 +70,24 @@ class Model:
         return noise(patch.n_heads * padded(n_bytes), 5).view(patch.n_heads, -1)
 
 
-def gaussian(cache: Cache, seed: int = 1, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> PagedKV:
-    """Pages of Gaussian values. change: of (n,) fp32 values, before they are rounded."""
-    buffer = noise(cache.n_bytes, seed)
-    pages = cache.pages(buffer)
-    generator = torch.Generator().manual_seed(seed)
-    for layer in pages.layers:
-        for plane in layer.planes:
-            values = torch.randn(plane.shape, generator=generator)
-            plane.copy_(change(values) if change else values)
-    return pages
-
-
 def check(
     model: Model, pages: PagedKV, parts: list[tuple[Patch, tuple[int, ...], int]], tiling: Tiling = SMALL
 ) -> None:
-    """Encodes all parts (patch, block ids, first block) in one call, decodes them in another; neither is refused."""
+    """Parts: patch, block ids, first block."""
     moves = [Move(patch, ids, model.slabs(patch), first, KEY) for patch, ids, first in parts]
-    wanted = [replace(move, slabs=move.slabs.clone()) for move in moves]
-    verdicts = encoded(mover(pages, model.format, model.extent, tiling), moves)
-    reference(pages, model.format, model.extent).encode(wanted).wait()
-    for move, want, verdict in zip(moves, wanted, verdicts, strict=True):
-        assert torch.equal(move.slabs, want.slabs), "slabs, and their padding as it was"
-        assert not verdict.is_refused
-        assert verdict.sums in (None, sums_of(want, model.extent))
-        assert (verdict.sums is None) == (move.patch.slab_layer > 0)
-    before = noise(model.cache.n_bytes, 9)
-    ours, theirs = before.clone(), before.clone()
-    mover(model.cache.pages(ours), model.format, model.extent, tiling).decode(wanted)
-    reference(model.cache.pages(theirs), model.format, model.extent).decode(wanted)
-    assert torch.equal(ours, theirs), "pages, and what lies around them"
+    check_bytes(partial(ours_of, model, tiling=tiling), partial(reference_of, model), model.cache, model.extent, pages,
+                moves)  # fmt: skip
 
 
-def whole(model: Model, change: Callable[[torch.Tensor], torch.Tensor] | None = None, tiling: Tiling = SMALL) -> None:
+def ours_of(model: Model, pages: PagedKV, tiling: Tiling = SMALL) -> Mover:
+    return mover(pages, model.format, model.extent, tiling)
+
+
+def reference_of(model: Model, pages: PagedKV) -> Mover:
+    return reference(pages, model.format, model.extent)
+
+
+def whole(model: Model, change: Change | None = None, tiling: Tiling = SMALL) -> None:
     ids = tuple(reversed(range(model.tokens // model.cache.tokens)))
     check(model, gaussian(model.cache, change=change), [(model.whole, ids, 0)], tiling)
 
@@ -133,6 +126,18 @@ def test_presets(preset: str) -> None:
 def test_head_sizes(size: int, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "k5v4", type(PRESETS["k4v4"])(5, 4))
     whole(Model(replace(SMALLEST, dtype=torch.float16, k_size=size, v_size=size), preset))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("tiling", [
+    Tiling(8, 1), Tiling(16, 2, by_tensor=True), Tiling(32, 2, mean_rows=16, early=True),
+    Tiling(16, 1, mean_rows=128, by_tensor=True, early=True),
+], ids=str)  # fmt: skip
+def test_tilings_of_the_encoding_by_warps(size: int, tiling: Tiling) -> None:
+    """Chunks of two tiles and a part; the mean pays, and takes one step or some."""
+    cache = replace(SMALLEST, blocks=8, k_size=size, v_size=size, dtype=torch.bfloat16)
+    whole(Model(cache, tokens=48, layers=1), lambda x: x + 2, tiling)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -199,7 +204,7 @@ def _outliers(x: torch.Tensor) -> torch.Tensor:
     torch.zeros_like, lambda x: x * 0 - 0.0, torch.ones_like, _outliers, lambda x: x * 2.0**-17, lambda x: x * 3000,
     lambda x: (x > 0).float(), lambda x: x + 100, lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
 ], ids=["zeros", "minus zeros", "ones", "outliers", "tiny", "huge", "few", "mean", "denormals"])  # fmt: skip
-def test_awkward_vectors(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_awkward_vectors(change: Change) -> None:
     whole(Model(SMALLEST), change)
 
 
@@ -224,41 +229,15 @@ def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other(plane: int, va
     assert [verdict.is_refused for verdict in wanted] == [False, True]
 
 
-GOOD = Patch(0, 0, 1, 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("patch", "block_ids", "first_block"),
-    [
-        (GOOD, (0, 4), 0), (GOOD, (-1, 0), 0), (GOOD, (0, 1 << 40), 0), (GOOD, (0, 1), -1), (GOOD, (0,), 0),
-        (GOOD, (0, 1, 2), 0), (Patch(0, 1, 1, 0, 1), (0, 1), 0), (Patch(0, 0, 1, 1, 1), (0, 1), 0),
-        (Patch(0, -1, 1, 0, 1), (0, 1), 0), (Patch(3, 0, 1, 0, 1), (0, 1), 0),
-    ],
-)  # fmt: skip
-def test_what_is_out_of_range_is_refused_before_anything_moves(
-    patch: Patch, block_ids: tuple[int, ...], first_block: int
-) -> None:
+@pytest.mark.parametrize("bad", OUT_OF_RANGE)
+def test_what_is_out_of_range_is_refused_before_anything_moves(bad: tuple[Patch, tuple[int, ...], int]) -> None:
     model = Model(SMALLEST, tokens=32)
-    buffer = noise(SMALLEST.n_bytes, 1)
-    was = buffer.clone()
-    ours = mover(SMALLEST.pages(buffer), model.format, model.extent)
-    slabs = model.slabs(GOOD)
-    with pytest.raises(ValueError, match="out of range"):
-        ours.decode([Move(GOOD, (1, 2), slabs), Move(patch, block_ids, slabs.clone(), first_block)])
-    assert torch.equal(buffer, was)
+    check_nothing_moves(partial(ours_of, model), model.slabs(GOOD), bad)
 
 
 def test_pages_and_slabs_that_are_not_aligned_are_refused() -> None:
     model = Model(SMALLEST)
-    with pytest.raises(ValueError, match="not all multiples of 16"):
-        mover(replace(SMALLEST, shift=8).pages(noise(SMALLEST.n_bytes + 8, 1)), model.format, model.extent)
-    ours = mover(gaussian(SMALLEST), model.format, model.extent)
-    slabs = model.slabs(GOOD)
-    shifted = noise(slabs.numel() + 16, 2)[8 : 8 + slabs.numel()].view(slabs.shape)
-    with pytest.raises(ValueError, match="not aligned"):
-        ours.encode([Move(GOOD, (1,), shifted)])
-    with pytest.raises(ValueError, match="float32"):
-        mover(gaussian(replace(SMALLEST, dtype=torch.float32)), model.format, model.extent)
+    check_alignment(partial(ours_of, model), model.slabs(GOOD))
 
 
 def test_nothing_to_move() -> None:

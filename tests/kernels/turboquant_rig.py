@@ -34,7 +34,10 @@ SMALL = Tiling(16, 1) if INTERPRETED else Tiling(64, 4)
 def mover(
     pages: PagedKV, slab_format: SlabFormat, held: Extent, tiling: Tiling = SMALL
 ) -> turboquant_device.CudaTurboquant:
-    return turboquant_device.CudaTurboquant(pages, slab_format, held, tiling, tiling)
+    others = (
+        tiling if tiling.rows >= 16 * tiling.warps else SMALL
+    )  # 8 rows a warp are enough for encoding by warps only
+    return turboquant_device.CudaTurboquant(pages, slab_format, held, tiling, others, others)
 
 
 def reference(pages: PagedKV, slab_format: SlabFormat, held: Extent) -> VectorPages:

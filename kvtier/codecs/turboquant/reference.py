@@ -35,6 +35,7 @@ import math
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvtier.codecs.turboquant.buckets import thresholds
@@ -154,11 +155,11 @@ def _encode_vectors(x: torch.Tensor, signs: torch.Tensor, bits: int) -> _Vectors
     scaled = x.double() * factor
     energy = torch.round(scaled.square() * 2.0**-ENERGY_SHIFT).sum(-1, keepdim=True).clamp(min=1).float()
     rotated = (torch.round(scaled) * signs.unsqueeze(-2)) @ tables.rotation.T * 2.0**-ROTATED_SHIFT
-    normal = (spread(bits) / torch.sqrt(energy).double()).float().to(torch.float16)
+    normal = (spread(bits) / _square_root(energy).double()).float().to(torch.float16)
     heights = rotated.float().to(torch.float16).float() * normal.float()
     codes = torch.bucketize(heights, tables.thresholds, right=True, out_int32=True).to(torch.uint8)
     of_codes = _looked_up(tables.squares, codes).sum(-1, keepdim=True).float()
-    scales = (torch.sqrt(energy / of_codes) * scale_unit(bits, x.shape[-1])) / factor.float()
+    scales = (_square_root(energy / of_codes) * scale_unit(bits, x.shape[-1])) / factor.float()
     is_zero = top == 0
     is_sound = (top < ELEMENT_MAX) & (scales >= SCALE_MIN) & (scales <= SCALE_MAX)
     refused = ~(is_zero | is_sound).all(-2).squeeze(-1)
@@ -250,6 +251,11 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values
     limit = torch.finfo(dtype).max
     return values.clamp(-limit, limit).to(dtype)
+
+
+def _square_root(x: torch.Tensor) -> torch.Tensor:
+    """Of fp32, rounded to nearest even. torch's own on a CPU may be MKL's, which is not on all processors."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else torch.sqrt(x)
 
 
 def _fp32(value: float) -> float:

@@ -1,10 +1,10 @@
-"""What encoding and decoding of turboquant share on the device: tiles of the engine's pages.
+"""What encoding and decoding of all codecs share on the device: tiles of the engine's pages.
 
 A tile is some tokens' vectors of one plane and head. It is loaded and stored as 32-bit words of two elements, shaped
 (rows, groups, 16 words): so four threads share a row, each has 16 bytes of every group, and what is reduced over a row
 is mostly reduced within a thread. (Of dimensions that it cannot order by addresses, Triton gives threads to the first.)
 
-P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.kernels.turboquant_tables).
+P stands for a plane's PlaneCode or PlaneShape, C for the launch's ChunkShape: those of the codec's own module.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -68,29 +68,45 @@ def tile_columns(P: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def plane_of_head(plane: tl.tensor, head: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Where a head's vectors begin, and the strides of block and token in words.
+
+    plane: to base and strides of block, token and head, in bytes. Taken before a loop: what it stores keeps the
+    compiler from doing so.
+    """
+    base = (tl.load(plane) + head * tl.load(plane + 3)).to(tl.pointer_type(tl.int32))
+    return tl.multiple_of(base, 16), tl.load(plane + 1) // 4, tl.load(plane + 2) // 4
+
+
+@triton.jit
 def tile_words(
-    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, rows: tl.tensor, P: tl.constexpr, C: tl.constexpr
+    vectors: tl.tuple, blocks: tl.tensor, rows: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The words of a tile of these tokens: the plane's base, where each lies from it, and whether it is one.
 
-    plane: to base and strides of block, token and head, in bytes. blocks: to the chunk's block ids. rows: (rows,).
+    vectors: plane_of_head. blocks: to the chunk's block ids. rows: (rows,).
     """
-    base = (tl.load(plane) + head * tl.load(plane + 3)).to(tl.pointer_type(tl.int32))
+    base, block_stride, token_stride = vectors
     row, column = rows[:, None, None], tile_columns(P)
     block = tl.load(blocks + row // C.block_tokens, mask=row < C.tokens, other=0)
     token = (row % C.block_tokens).to(tl.int64)
-    place = block * (tl.load(plane + 1) // 4) + token * (tl.load(plane + 2) // 4) + column
+    place = block * block_stride + token * token_stride + column
     place = tl.max_contiguous(tl.multiple_of(place, (1, 1, 4)), (1, 1, 4))
-    return tl.multiple_of(base, 16), place, (row < C.tokens) & (column < P.size // 2)
+    return base, place, (row < C.tokens) & (column < P.size // 2)
 
 
 @triton.jit
 def load_words(
-    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, rows: tl.tensor, P: tl.constexpr, C: tl.constexpr
+    vectors: tl.tuple,
+    blocks: tl.tensor,
+    rows: tl.tensor,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    EVICT: tl.constexpr,
 ) -> tl.tensor:
-    """(rows, groups, 16) int32; zeros past the chunk's or a row's end. rows: (rows,) tokens."""
-    base, place, inside = tile_words(plane, head, blocks, rows, P, C)
-    return tl.load(base + place, mask=inside, other=0)
+    """(rows, groups, 16) int32; zeros past the chunk's or a row's end. rows: (rows,) tokens. EVICT: from caches."""
+    base, place, inside = tile_words(vectors, blocks, rows, P, C)
+    return tl.load(base + place, mask=inside, other=0, eviction_policy=EVICT)
 
 
 @triton.jit
