@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes
-from kvtier.io.ring import DeviceRing, OpResult, ReadOp, Ring, sizes_for
+from kvtier.io.ring import DeviceRing, InMemory, OpResult, ReadOp, Ring, sizes_for
 
 EngineName = Literal["ring", "kvikio"]
 
@@ -79,10 +79,10 @@ def open_engine(choice: Choice, target: Target, direct: bool, in_memory: bool) -
         sizes = KvikioSizes(choice.threads, choice.piece_bytes)
         return KvikioReader((target.address, target.n_bytes), sizes, direct=direct)
     if target.ordinal is None:
-        return Ring(choice.threads, choice.piece_bytes, touch_written=in_memory)
+        return Ring(choice.threads, choice.piece_bytes, in_memory=InMemory() if in_memory else None)
     host = sizes_for(in_memory)
     device = DeviceRing(target.ordinal, choice.piece_bytes, choice.slots)
     return Ring(
         choice.threads, host.piece_bytes, write_piece_bytes=host.write_piece_bytes, device=device,
-        touch_written=in_memory,
+        in_memory=InMemory() if in_memory else None,
     )  # fmt: skip

@@ -142,6 +142,18 @@ class DeviceRing(NamedTuple):
     slots: int = DEVICE_SLOTS  # of each thread: how many of its pieces are read or copied at a time
 
 
+class InMemory(NamedTuple):
+    """Of a ring for a file system in memory, where the processor does the work.
+
+    touch_written: each page is read once when it has been written, so that the first load is as fast as later ones.
+    bounce_reads: into host memory, through a buffer of each thread's own as large as a piece; the copy from there is
+        summed in the same pass. Where `bounce.pays` says so.
+    """
+
+    touch_written: bool = True
+    bounce_reads: bool = False
+
+
 class Ring:
     """A fixed number of native I/O threads over one bounded queue (I4).
 
@@ -155,8 +167,7 @@ class Ring:
         piece_bytes: of reads. Small enough to stay in a core's L2 cache until it is summed.
         write_piece_bytes: of writes; by default as large.
         queued_ops_max: operations that wait for a thread; more are refused.
-        touch_written: for file systems in memory: each page is read once when it has been written, so that the first
-            load is as fast as later ones.
+        in_memory: for file systems in memory.
         device: reads may then have `on_device`. Their pieces go through pinned buffers of the threads' own; a piece is
             done when its copy to the device has ended.
 
@@ -171,7 +182,7 @@ class Ring:
         write_piece_bytes: int | None = None,
         queued_ops_max: int = QUEUED_OPS_MAX,
         device: DeviceRing | None = None,
-        touch_written: bool = False,
+        in_memory: InMemory | None = None,
     ) -> None:
         handle = ctypes.c_void_p()
         write_bytes = write_piece_bytes or piece_bytes
@@ -180,7 +191,9 @@ class Ring:
         if device is not None and device.ordinal < 0:
             raise ValueError(described)
         try:
-            options = _OPTIONS.pack(threads, queued_ops_max, piece_bytes, write_bytes, *on_device, touch_written, 0)
+            options = _OPTIONS.pack(
+                threads, queued_ops_max, piece_bytes, write_bytes, *on_device, *(in_memory or (False, False))
+            )
         except struct.error:
             raise ValueError(described) from None
         message = Message()

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.io.ring import Ring
+from kvtier.io.ring import InMemory, Ring
 
 from cuda_double import CudaDouble, build
 from records import PIECE_BYTES, open_file
 
 
-@pytest.fixture(name="ring")
-def _ring() -> Iterator[Ring]:
-    with Ring(4, PIECE_BYTES) as ring:
+@pytest.fixture(name="ring", params=["in place", "bounced"])
+def _ring(request: pytest.FixtureRequest) -> Iterator[Ring]:
+    with Ring(4, PIECE_BYTES, in_memory=InMemory(bounce_reads=request.param == "bounced")) as ring:
         yield ring
 
 

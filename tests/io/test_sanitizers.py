@@ -12,8 +12,8 @@ import pytest
 
 NATIVE = Path(__file__).parents[2] / "kvtier" / "io" / "native"
 SOURCES = [
-    "batch.cpp", "checksum.cpp", "crc32.cpp", "cuda_driver.cpp", "device_stage.cpp", "engine.cpp", "neighbours.cpp",
-    "pinned.cpp", "transfer.cpp",
+    "batch.cpp", "checksum.cpp", "crc32.cpp", "cuda_driver.cpp", "device_stage.cpp", "engine.cpp", "landing.cpp",
+    "neighbours.cpp", "pinned.cpp", "transfer.cpp",
 ]  # fmt: skip
 TESTS = ["native_test.cpp", "native_neighbours_test.cpp", "native_device_test.cpp"]
 HERE = Path(__file__).parent

@@ -69,25 +69,39 @@ inline __attribute__((always_inline)) void fill_table(uint64_t* table, uint64_t 
     table[l] = key_in_page(l, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
 }
 
-// A sum of whole pages.
-using PagesFunction = uint64_t (*)(const uint8_t* data, size_t pages, uint64_t seed, uint64_t first_page);
+// A sum of whole pages, which also go to `target` where a version copies.
+using PagesFunction = uint64_t (*)(uint8_t* target, const uint8_t* data, size_t pages, uint64_t seed,
+                                   uint64_t first_page);
 
-// Whole pages by `sum_pages`, what stands before and after them pair by pair.
-uint64_t sum_by_pages(PagesFunction sum_pages, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
+// How far ahead of a copy its target is fetched: 10.9 GB/s a core from L2 to memory that is not, 9.5 without (a Xeon
+// of 2019, AVX-512; as good as fetching it to be written, and stores past the caches reach 6.8). Past the end of the
+// target it is a hint that nothing comes of.
+constexpr size_t kAheadBytes = 2048;
+
+// Whole pages by `kPages`, what stands before and after them pair by pair. target: null where it does not copy.
+template <PagesFunction kPages>
+uint64_t sum_by_pages(uint8_t* target, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
   const uint64_t pairs = bytes / 8;
   uint64_t head = (kPagePairs - first_pair % kPagePairs) % kPagePairs;
   if (head > pairs) head = pairs;
   const uint64_t pages = (pairs - head) / kPagePairs, tail = pairs - head - pages * kPagePairs;
+  if (target != nullptr) {
+    std::memcpy(target, data, head * 8);
+    std::memcpy(target + (pairs - tail) * 8, data + (pairs - tail) * 8, tail * 8);
+  }
   uint64_t sum = sum_pairs(data, head, seed, first_pair);
-  if (pages != 0) sum += sum_pages(data + head * 8, pages, seed, (first_pair + head) / kPagePairs);
+  uint8_t* const pages_target = target != nullptr ? target + head * 8 : nullptr;
+  if (pages != 0) sum += kPages(pages_target, data + head * 8, pages, seed, (first_pair + head) / kPagePairs);
   return sum + sum_pairs(data + (pairs - tail) * 8, tail, seed, first_pair + pairs - tail);
 }
 
-uint64_t pages_scalar(const uint8_t* data, size_t pages, uint64_t seed, uint64_t first_page) {
+template <bool kCopy>
+uint64_t pages_scalar(uint8_t* target, const uint8_t* data, size_t pages, uint64_t seed, uint64_t first_page) {
   alignas(64) uint64_t table[kPagePairs];
   fill_table(table, seed);
   uint64_t sum = 0;
   for (size_t j = 0; j < pages; j++, data += 8 * kPagePairs) {
+    if constexpr (kCopy) std::memcpy(target + j * 8 * kPagePairs, data, 8 * kPagePairs);
     const uint64_t page_key =
         key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
     for (uint32_t l = 0; l < kPagePairs; l++) {
@@ -101,13 +115,10 @@ uint64_t pages_scalar(const uint8_t* data, size_t pages, uint64_t seed, uint64_t
   return sum;
 }
 
-uint64_t sum_scalar(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
-  return sum_by_pages(pages_scalar, data, bytes, seed, first_pair);
-}
-
 #if defined(__x86_64__)
 
-__attribute__((target("avx2"))) uint64_t pages_avx2(const uint8_t* data, size_t pages, uint64_t seed,
+template <bool kCopy>
+__attribute__((target("avx2"))) uint64_t pages_avx2(uint8_t* target, const uint8_t* data, size_t pages, uint64_t seed,
                                                     uint64_t first_page) {
   alignas(64) uint64_t table[kPagePairs];
   fill_table(table, seed);
@@ -116,13 +127,17 @@ __attribute__((target("avx2"))) uint64_t pages_avx2(const uint8_t* data, size_t 
   for (size_t j = 0; j < pages; j++) {
     const __m256i page_key = _mm256_set1_epi64x(static_cast<long long>(
         key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))));
-    for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays)
+    for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays) {
       for (int way = 0; way < kWays; way++) {
         const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + way);
+        if (kCopy) _mm256_storeu_si256(reinterpret_cast<__m256i*>(target) + way, words);
+        if (kCopy && way % 2 == 0) __builtin_prefetch(target + kAheadBytes + 32 * way);
         const __m256i keys = _mm256_load_si256(reinterpret_cast<const __m256i*>(table + l) + way);
         const __m256i both = _mm256_add_epi32(words, _mm256_xor_si256(keys, page_key));
         sums[way] = _mm256_add_epi64(sums[way], _mm256_mul_epu32(both, _mm256_srli_epi64(both, 32)));
       }
+      if (kCopy) target += 8 * kLanes * kWays;
+    }
   }
   alignas(32) uint64_t lanes[kLanes];
   _mm256_store_si256(reinterpret_cast<__m256i*>(lanes),
@@ -130,8 +145,9 @@ __attribute__((target("avx2"))) uint64_t pages_avx2(const uint8_t* data, size_t 
   return lanes[0] + lanes[1] + lanes[2] + lanes[3];
 }
 
-__attribute__((target("avx512f"))) uint64_t pages_avx512(const uint8_t* data, size_t pages, uint64_t seed,
-                                                         uint64_t first_page) {
+template <bool kCopy>
+__attribute__((target("avx512f"))) uint64_t pages_avx512(uint8_t* target, const uint8_t* data, size_t pages,
+                                                         uint64_t seed, uint64_t first_page) {
   alignas(64) uint64_t table[kPagePairs];
   fill_table(table, seed);
   constexpr int kLanes = 8, kWays = 4;
@@ -139,27 +155,23 @@ __attribute__((target("avx512f"))) uint64_t pages_avx512(const uint8_t* data, si
   for (size_t j = 0; j < pages; j++) {
     const __m512i page_key = _mm512_set1_epi64(static_cast<long long>(
         key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))));
-    for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays)
+    for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays) {
       for (int way = 0; way < kWays; way++) {
         const __m512i words = _mm512_loadu_si512(data + 64 * way);
+        if (kCopy) _mm512_storeu_si512(target + 64 * way, words);
+        if (kCopy) __builtin_prefetch(target + kAheadBytes + 64 * way);
         const __m512i keys = _mm512_load_si512(table + l + kLanes * way);
         const __m512i both = _mm512_add_epi32(words, _mm512_xor_si512(keys, page_key));
         sums[way] = _mm512_add_epi64(sums[way], _mm512_mul_epu32(both, _mm512_srli_epi64(both, 32)));
       }
+      if (kCopy) target += 8 * kLanes * kWays;
+    }
   }
   alignas(64) uint64_t lanes[kLanes];
   _mm512_store_si512(lanes, _mm512_add_epi64(_mm512_add_epi64(sums[0], sums[1]), _mm512_add_epi64(sums[2], sums[3])));
   uint64_t sum = 0;
   for (uint64_t lane : lanes) sum += lane;
   return sum;
-}
-
-uint64_t sum_avx2(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
-  return sum_by_pages(pages_avx2, data, bytes, seed, first_pair);
-}
-
-uint64_t sum_avx512(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
-  return sum_by_pages(pages_avx512, data, bytes, seed, first_pair);
 }
 
 // The processor's and the operating system's word, read by hand: __builtin_cpu_supports needs a runtime library that
@@ -177,20 +189,32 @@ void detect(bool* avx2, bool* avx512) {
 
 #else
 
-constexpr SumFunction sum_avx2 = nullptr, sum_avx512 = nullptr;
-
 void detect(bool* avx2, bool* avx512) { *avx2 = *avx512 = false; }
 
 #endif
+
+template <PagesFunction kPages>
+uint64_t sum_with(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
+  return sum_by_pages<kPages>(nullptr, data, bytes, seed, first_pair);
+}
+
+template <PagesFunction kPages>
+uint64_t copy_and_sum_with(uint8_t* target, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
+  return sum_by_pages<kPages>(target, data, bytes, seed, first_pair);
+}
 
 struct Table {
   InstructionSet sets[kInstructionSets];
   Table() {
     bool avx2, avx512;
     detect(&avx2, &avx512);
-    sets[0] = {"scalar", sum_scalar, true};
-    sets[1] = {"avx2", sum_avx2, avx2};
-    sets[2] = {"avx512", sum_avx512, avx512};
+    sets[0] = {"scalar", sum_with<pages_scalar<false>>, copy_and_sum_with<pages_scalar<true>>, true};
+    sets[1] = {"avx2", nullptr, nullptr, avx2};
+    sets[2] = {"avx512", nullptr, nullptr, avx512};
+#if defined(__x86_64__)
+    sets[1] = {"avx2", sum_with<pages_avx2<false>>, copy_and_sum_with<pages_avx2<true>>, avx2};
+    sets[2] = {"avx512", sum_with<pages_avx512<false>>, copy_and_sum_with<pages_avx512<true>>, avx512};
+#endif
   }
 };
 

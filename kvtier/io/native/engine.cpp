@@ -35,7 +35,8 @@ bool is_any_bad(const Batch& batch, const Op& op) {
 
 }  // namespace
 
-Engine::Engine(const EngineOptions& options) : options_(options), sum_(best_instruction_set().sum) {}
+Engine::Engine(const EngineOptions& options)
+    : options_(options), sum_(best_instruction_set().sum), copy_and_sum_(best_instruction_set().copy_and_sum) {}
 
 std::shared_ptr<Engine> Engine::start(const EngineOptions& options) {
   std::shared_ptr<Engine> engine(new Engine(options));
@@ -44,8 +45,12 @@ std::shared_ptr<Engine> Engine::start(const EngineOptions& options) {
     stages = open_stages(options.device_ordinal, options.threads, options.device_slots, options.device_piece_bytes);
   try {
     for (uint32_t i = 0; i < options.threads; i++) {
+      // Reads of a run are no larger than a piece, gaps and all.
+      auto landing = std::make_unique<Landing>(options.bounce_reads ? options.read_piece_bytes : 0);
       std::lock_guard<std::mutex> lock(engine->mutex_);
-      std::thread([engine, stage = std::move(stages[i])]() mutable { engine->work(std::move(stage)); }).detach();
+      std::thread([engine, stage = std::move(stages[i]), landing = std::move(landing)]() mutable {
+        engine->work(std::move(stage), *landing);
+      }).detach();
       engine->threads_alive_++;
     }
   } catch (...) {
@@ -115,10 +120,9 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   return thread_ended_.wait_for(lock, timeout, [this] { return threads_alive_ == 0; });
 }
 
-void Engine::work(std::unique_ptr<DeviceStage> stage) {
+void Engine::work(std::unique_ptr<DeviceStage> stage, Landing& landing) {
   become_worker();
   if (stage) stage->enter();
-  Gaps gaps;
   Writer writer;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
@@ -140,7 +144,7 @@ void Engine::work(std::unique_ptr<DeviceStage> stage) {
     Run run = take(kind);
     lock.unlock();
     if (copying) report_landed(*stage, writer);
-    perform(std::move(run), stage.get(), gaps, writer);
+    perform(std::move(run), stage.get(), landing, writer);
     lock.lock();
     if (kind == kWrite) {
       writing_--;
@@ -225,11 +229,11 @@ uint64_t Engine::piece_bytes(const Op& op) const {
   return op.spec.kind == kRead ? options_.read_piece_bytes : options_.write_piece_bytes;
 }
 
-void Engine::perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer) {
+void Engine::perform(Run run, DeviceStage* stage, Landing& landing, Writer& writer) {
   if (run.is_wanted()) {
     // On its way to the device, it is reported when its copies have ended.
     if (run.on_device() && stage->send(run)) return;
-    if (!run.on_device()) run.kind() == kRead ? land(run, gaps) : store(run.pieces.front(), writer);
+    if (!run.on_device()) run.kind() == kRead ? land(run, landing) : store(run.pieces.front(), writer);
   }
   for (const Piece& piece : run.pieces) piece_done(piece, writer);
 }
@@ -244,29 +248,33 @@ void Engine::finish_oldest(DeviceStage& stage, Writer& writer) {
   for (const Piece& piece : run.pieces) piece_done(piece, writer);
 }
 
-void Engine::land(const Run& run, Gaps& gaps) {
-  read_run(run, gaps);
+void Engine::land(const Run& run, Landing& landing) {
+  landing.read(run);
   for (const Piece& piece : run.pieces)
-    if (piece.op->error.load(std::memory_order_relaxed) == 0) sum(piece);
+    if (piece.op->error.load(std::memory_order_relaxed) == 0) sum(piece, landing.bytes_of(piece, run));
 }
 
 void Engine::store(const Piece& piece, Writer& writer) {
   Op& op = *piece.op;
-  sum(piece);
+  sum(piece, piece.memory());
   const int error = writer.write_fully(op.spec.fd, piece.memory(), piece.bytes, piece.offset());
   if (error != 0) return op.fail(error);
   if (options_.touch_written) touch_pages(op.spec.fd, piece.offset(), piece.bytes);
 }
 
-void Engine::sum(const Piece& piece) {
+void Engine::sum(const Piece& piece, const uint8_t* bytes) {
   const OpSpec& spec = piece.op->spec;
+  uint8_t* const memory = piece.memory();
   uint64_t start = piece.start, left = piece.bytes;
   while (left > 0) {
     const uint32_t slab = static_cast<uint32_t>(start / spec.slab_bytes);
     const uint64_t within = start % spec.slab_bytes;
     const uint64_t part = std::min(left, spec.slab_bytes - within);
     const uint64_t seed = slab_seed(spec.key, spec.first_head + slab, spec.first_layer);
-    piece.batch->add_to_sum(piece.op->first_sum + slab, sum_(piece.op->slabs() + start, part, seed, within / 8));
+    const uint64_t at = start - piece.start;
+    const uint64_t summand = bytes == memory ? sum_(bytes + at, part, seed, within / 8)
+                                             : copy_and_sum_(memory + at, bytes + at, part, seed, within / 8);
+    piece.batch->add_to_sum(piece.op->first_sum + slab, summand);
     start += part;
     left -= part;
   }

@@ -1,9 +1,10 @@
 // Threads that move the pieces of batches between files and memory, and sum them on the way.
 //
 // An operation is cut into pieces small enough that a piece is still in a core's L2 cache when it is summed: a read
-// piece is summed as soon as it has landed, a write piece just before it goes out. A read for a device goes through the
-// thread's DeviceStage, in pieces of its own size, and is summed by the device. Reads that are smaller are taken together
-// with their neighbours in the file, as far as these are waiting too, up to the size of a piece.
+// piece is summed as soon as it has landed, a write piece just before it goes out. Where reads are copies by the
+// processor they may land in a bounce buffer of the thread's own first: see Landing. A read for a device goes through
+// the thread's DeviceStage, in pieces of its own size, and is summed by the device. Reads that are smaller are taken
+// together with their neighbours in the file, as far as these are waiting too, up to the size of a piece.
 //
 // Nothing is started when the library is loaded; an engine belongs to the process that made it.
 #pragma once
@@ -15,6 +16,7 @@
 #include "batch.h"
 #include "checksum.h"
 #include "device_stage.h"
+#include "landing.h"
 #include "transfer.h"
 
 namespace kvtier {
@@ -29,7 +31,7 @@ struct EngineOptions {
   uint32_t device_slots = 0;    // pinned buffers a thread, of a device piece each
   uint64_t device_piece_bytes = 0;
   uint32_t touch_written = 0;   // of a file system in memory: see touch_pages()
-  uint32_t unused = 0;
+  uint32_t bounce_reads = 0;    // into host memory: see Landing
 
   bool has_device() const { return device_ordinal >= 0; }
 };
@@ -54,7 +56,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   explicit Engine(const EngineOptions& options);
-  void work(std::unique_ptr<DeviceStage> stage);
+  void work(std::unique_ptr<DeviceStage> stage, Landing& landing);
   int choose();                                    // kind of the next run, -1: none. Under mutex_
   Run take(int kind);                              // under mutex_
   void take_neighbours(Run& run, const std::shared_ptr<Batch>& batch);  // under mutex_
@@ -62,17 +64,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piece);  // true: its operation's last. Under mutex_
   void drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended);  // under mutex_
   uint64_t piece_bytes(const Op& op) const;
-  void perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer);
+  void perform(Run run, DeviceStage* stage, Landing& landing, Writer& writer);
   void report_landed(DeviceStage& stage, Writer& writer);
   void finish_oldest(DeviceStage& stage, Writer& writer);
-  void land(const Run& run, Gaps& gaps);
+  void land(const Run& run, Landing& landing);
   void store(const Piece& piece, Writer& writer);
-  void sum(const Piece& piece);
+  void sum(const Piece& piece, const uint8_t* bytes);  // which are copied to the piece's memory if they lie elsewhere
   void piece_done(const Piece& piece, Writer& writer);
   void write_header(Batch& batch, Op& op, Writer& writer);
 
   const EngineOptions options_;
   const SumFunction sum_;
+  const CopyAndSumFunction copy_and_sum_;
   std::mutex mutex_;
   std::condition_variable work_or_stop_, thread_ended_;
   std::deque<std::shared_ptr<Batch>> lanes_[2];  // batches with pieces of that kind to give out
