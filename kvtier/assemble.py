@@ -9,11 +9,9 @@ import logging
 import os
 import random
 import socket
-import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvtier.admission import Admission, Admissions
 from kvtier.breakeven import BreakEven, FixedLimit, LoadCost, LoadLimit
@@ -26,9 +24,8 @@ from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Geometry, RankShare
 from kvtier.housekeeping import Housekeeper
 from kvtier.identity import Namespace
-from kvtier.index.base import Index
-from kvtier.index.embedded import LmdbIndex
-from kvtier.index.memory import MemoryIndex
+from kvtier.index.guard import GuardedIndex
+from kvtier.indexes import open_index, open_lookups
 from kvtier.io.filesystem import file_system_of
 from kvtier.jobs import ThreadJobs
 from kvtier.keeper import Keeper, KeeperPlan
@@ -36,7 +33,9 @@ from kvtier.kernels.paged import PagedKV
 from kvtier.memory import cuda_memory, host_memory
 from kvtier.metrics import Metrics
 from kvtier.mount import cost_of_share, open_io
+from kvtier.policies import make_evictor
 from kvtier.record import HEADS_PER_RECORD_MAX, record_bytes
+from kvtier.reports import About
 from kvtier.root import Root, check_namespace, check_space, open_namespace, open_root
 from kvtier.saves import SaveBounds
 from kvtier.store import Store
@@ -53,29 +52,12 @@ STEP_TOKENS = 8192
 KEEP_CHUNKS_MAX = 8
 """Staging slots that wait to be copied into the host arena."""
 
-_memory_indexes: dict[Path, MemoryIndex] = {}
-_memory_lock = threading.Lock()
-
 
 def make_codec(settings: Settings) -> Codec:
     """Raises ConfigError for settings that do not go together."""
     settings.check_codec()
     made = CODECS.get(settings.codec)
     return Turboquant(settings.codec, settings.codec_boundary_layers) if made is None else made()
-
-
-def open_index(settings: Settings, root: Root) -> Index:
-    """The index of a root. One in memory is shared by the halves of an engine that live in one process."""
-    if root.index_path is not None:
-        index = LmdbIndex(str(root.index_path), settings.index.map_bytes, timeout_s=settings.index.timeout_s)
-        try:
-            index.bind(root.folder)
-        except ConfigError:
-            index.close()
-            raise
-        return index
-    with _memory_lock:
-        return _memory_indexes.setdefault(root.path, MemoryIndex())
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +91,11 @@ def load_limit(settings: Settings) -> LoadLimit:
     return FixedLimit(settings.min_load_tokens)
 
 
-def open_store(settings: Settings, namespace: Namespace, shares: Sequence[RankShare]) -> Store:
-    """The deciding half, in the engine's scheduler process. `shares`: of all ranks. Raises ConfigError."""
+def open_store(
+    settings: Settings, namespace: Namespace, shares: Sequence[RankShare], about: About | None = None
+) -> Store:
+    """The deciding half, in the engine's scheduler process. `shares`: of all ranks; `about`: for its reports. Raises
+    ConfigError."""
     codec = make_codec(settings)
     codec.check(namespace.geometry)
     root = open_root(settings)
@@ -122,14 +107,17 @@ def open_store(settings: Settings, namespace: Namespace, shares: Sequence[RankSh
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     plan = KeeperPlan(
         owner, shape.slots, shape.set_bytes, settings.capacity_bytes, settings.writer_lease_s,
-        settings.touch_interval_s, lambda space: open_namespace(root, space),
+        settings.touch_interval_s, lambda space: open_namespace(root, space), about or About(len(shares)),
     )  # fmt: skip
-    keeper = Keeper(namespace, plan, index, Housekeeper(index, root.folder, owner), random.SystemRandom())
+    evictor = make_evictor(settings, index, root, owner)
+    keeper = Keeper(namespace, plan, index, Housekeeper(index, root.folder, owner), evictor, random.SystemRandom())
+    if isinstance(index, GuardedIndex):
+        index.metrics = keeper.metrics
     keeper.start()
     log.info("tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB", root.path,
              settings.index.kind, namespace.id.hex(), shape.slots, shape.set_bytes >> 20)  # fmt: skip
     writers = sum(share.writes is not None for share in shares)
-    return Store(namespace.id, settings.chunk_tokens, writers, index, keeper)
+    return Store(namespace.id, settings.chunk_tokens, writers, open_lookups(index), keeper)
 
 
 def open_transfer(
@@ -157,10 +145,11 @@ def open_transfer(
     codec.prepare(pages, geometry, share.reads)
     direct = use_direct_io(settings, root)
     io = open_io(settings, root, direct, memory.arena, device)
+    metrics = Metrics()
     files = SegmentFolders(root.folder, direct, lambda named: check_namespace(root, namespace, named))
     worker = Worker(
         geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, io.engines,
-        open_index(settings, root), files, Quarantine(), Metrics(), settings.io.timeout_s,
+        open_index(settings, root, metrics), files, Quarantine(), metrics, settings.io.timeout_s,
     )  # fmt: skip
     queues = settings.queues
     jobs = TransferJobs(

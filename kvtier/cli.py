@@ -1,15 +1,25 @@
 """The command line: looking at a root, checking every byte of it, making its index anew; settings; machine; models.
 
-    kvtier stats PATH            what lies in the root
-    kvtier verify PATH           reads every record and checks every checksum
-    kvtier index rebuild PATH    makes the index agree with the segment files
+    kvtier stats [PATH]          what lies in the root; of a deployment also how its engines fare
+    kvtier lookup [PATH] --tokens FILE     how much of a prompt is stored, and where (status 1: nothing)
+    kvtier verify [PATH]         reads every record and checks every checksum
+    kvtier evict [PATH] ...      removes segment sets by size, age, namespace, tenant or prefix; --dry-run: says which
+    kvtier pin [PATH] ...        lists pins, or keeps a namespace or a prefix from being evicted
+    kvtier unpin PIN [PATH]      what it kept may be evicted again
+    kvtier quota [PATH] ...      lists and changes what tenants and namespaces may take
+    kvtier bench [PATH]          measures the root's storage and index, each beside its ceiling
+    kvtier index rebuild [PATH]  makes the index agree with the segment files
+    kvtier index check [PATH]    whether every entry of the index has its record in a file, and the other way round
     kvtier check CONFIG.yaml     whether an engine would start with these settings, and what it would use
     kvtier doctor [PATH]         whether this machine is fit: GPU, storage, Lustre, rates; what to do about it
                                  (PATH may be CONFIG.yaml, too)
     kvtier plan --model DIR --gpu-memory SIZE    what KV of a model takes, what fits, what a reload costs
+    kvtier serve [CONFIG.yaml]   the admin service: REST, metrics for Prometheus, the dashboard
 
-PATH is the configured `root`. `--json` prints for programs. Exit status: 0 all is well, 1 something bad was found,
-2 it could not be done (one line on standard error says why).
+PATH is the configured `root`, or with [PATH] a settings file, too: then, or with --config FILE or KVTIER_CONFIG, the
+command works on the deployment that it describes, whatever its index. `--json` prints for programs. Exit status: 0 all
+is well, 1 something bad was found, or nothing that was looked for, 2 it could not be done (one line on standard error
+says why).
 """
 
 from __future__ import annotations
@@ -22,13 +32,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvtier.commands import bench, evict, lookup, pins, quotas, stats, verify
+from kvtier.commands import index as on_index
 from kvtier.commands.check import run_check
 from kvtier.commands.doctor import run_doctor
 from kvtier.commands.plan import add_options, run_plan
-from kvtier.commands.root import run_rebuild, run_stats, run_verify
 from kvtier.commands.status import INTERRUPTED, NOT_DONE, OK
-from kvtier.errors import KVTierError
-from kvtier.root import Root, find_root
+from kvtier.config import Settings
+from kvtier.errors import ConfigError, KVTierError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,13 +64,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvtier {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     index = commands.add_parser("index", help="work on the index").add_subparsers(required=True, metavar="COMMAND")
-    for place, name, description, run in (
-        (commands, "stats", "what lies in the root", run_stats),
-        (commands, "verify", "read every record and check every checksum", run_verify),
-        (index, "rebuild", "make the index agree with the segment files", run_rebuild),
+    for name, description, add, act in (
+        ("stats", "what lies in a root; of a deployment also how its engines fare", stats.add_options, stats.run_stats),
+        ("lookup", "how much of a prompt is stored, and where", lookup.add_options, lookup.run_lookup),
+        ("verify", "read every record and check every checksum", verify.add_options, verify.run_verify),
+        ("evict", "remove segment sets", evict.add_options, evict.run_evict),
+        ("pin", "list pins, or keep a namespace or a prefix from being evicted", pins.add_pin_options, pins.run_pin),
+        ("unpin", "what a pin kept may be evicted again", pins.add_unpin_options, pins.run_unpin),
+        ("quota", "what tenants and namespaces may take", quotas.add_options, quotas.run_quota),
+        ("bench", "measure storage and index of a root, beside their ceilings", bench.add_options, bench.run_bench),
     ):
-        command = _add_command(place, name, description, _on_path(_on_root(run)))
-        command.add_argument("path", metavar="PATH", type=_path, help="the configured root")
+        add(_add_command(commands, name, description, act))
+    for name, description, act in (
+        ("rebuild", "make the index agree with the segment files", on_index.run_rebuild),
+        ("check", "whether index and segment files agree", on_index.run_check_index),
+    ):
+        on_index.add_options(_add_command(index, name, description, act))
     check = _add_command(commands, "check", "whether an engine would start with a settings file", _on_path(run_check))
     check.add_argument("path", metavar="CONFIG.yaml", type=_path, help="the settings file")
     doctor = _add_command(
@@ -73,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
         help="the root, or a settings file; left out: the configured root",
     )
     add_options(_add_command(commands, "plan", "what KV of a model takes, what fits, what a reload costs", run_plan))
+    about = "the admin service: REST, metrics for Prometheus, the dashboard at /ui"
+    serve = commands.add_parser("serve", help=about, description=about)
+    serve.set_defaults(run=_serve)
+    text = "the settings file; left out: the one that KVTIER_CONFIG names"
+    serve.add_argument("path", metavar="CONFIG.yaml", type=_path, nargs="?", help=text)
     return parser
 
 
@@ -85,12 +110,19 @@ def _add_command(
     return parser
 
 
+def _serve(options: argparse.Namespace) -> int:
+    """Its packages are an extra: who only looks at a root needs none of them."""
+    settings = Settings.load({} if options.path is None else {"config": str(options.path)})
+    try:
+        from kvtier.server.serve import run_serve
+    except ModuleNotFoundError as missing:
+        fix = f"the package {missing.name} is not installed: pip install './kvtier[server]' beside its checkout"
+        raise ConfigError("serve", str(options.path or ""), fix) from None
+    return run_serve(settings)
+
+
 def _on_path(run: Callable[..., int]) -> Callable[[argparse.Namespace], int]:
     return lambda options: run(options.path, options.json)
-
-
-def _on_root(run: Callable[[Root, bool], int]) -> Callable[[Path, bool], int]:
-    return lambda path, as_json: run(find_root(path), as_json)
 
 
 def _path(text: str) -> Path:

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from kvtier.config_capacity import CapacitySettings
+from kvtier.config_index import IndexSettings
+from kvtier.config_server import ServerSettings
 from kvtier.config_sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
+from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, absolute_path, multiple
 from kvtier.errors import ConfigError
 from kvtier.geometry import PAGE_BYTES
 
@@ -33,32 +36,10 @@ CHUNK_TOKENS_UNIT = 16
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES
 """Its header page, and one record of a header page and a slab."""
 
-_UNITS = {"": 1, "B": 1} | {
-    letter + suffix: base**power
-    for suffix, base in (("iB", 1024), ("i", 1024), ("B", 1000))
-    for power, letter in enumerate("KMGT", start=1)
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_bytes(value: object) -> int:
-    """A byte size as a number. Raises ValueError when `value` is neither a whole number nor a text like "64GiB"."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if not match or match[2].lower() not in units:
-        raise ValueError('must be a whole number of bytes or a size such as "64GiB", "512MiB" or "64GB"')
-    n_bytes = float(match[1]) * units[match[2].lower()] if "." in match[1] else int(match[1]) * units[match[2].lower()]
-    if n_bytes != int(n_bytes):
-        raise ValueError("must be a whole number of bytes")
-    return int(n_bytes)
-
-
-def _no_bool(value: object) -> object:
-    if isinstance(value, bool):  # an int to Python, a slip in a settings file
-        raise ValueError("must be a number")
-    return value
+Admit = Literal["always", "saved", "second_hit", "never"]
+HOST_ARENA_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
+HOST_ADMIT: dict[str, Admit] = {"cpu": "always", "cuda": "saved"}
+"""By where the engine's KV lies: on a GPU loads do not pass through the host arena."""
 
 
 def _tokens_or_auto(value: object) -> object:
@@ -67,38 +48,11 @@ def _tokens_or_auto(value: object) -> object:
     return value
 
 
-def _multiple(value: int, unit: int, why: str) -> int:
-    if value % unit:
-        raise ValueError(f"must be a multiple of {unit} ({why}); the next one is {-(-value // unit) * unit}")
-    return value
-
-
-def _absolute_path(value: Path) -> Path:
-    if "\0" in str(value):
-        raise ValueError("must be a path, and those hold no NUL byte")
-    if not value.is_absolute():
-        better = value.expanduser() if str(value).startswith("~") else value.absolute()
-        raise ValueError(f"must be an absolute path: processes start in different folders; try {better}")
-    return value
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-BytesOrZero = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
-Count = Annotated[int, BeforeValidator(_no_bool), Field(gt=0)]
-Natural = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
-Admit = Literal["always", "saved", "second_hit", "never"]
-Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
-HOST_ARENA_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
-HOST_ADMIT: dict[str, Admit] = {"cpu": "always", "cuda": "saved"}
-"""By where the engine's KV lies: on a GPU loads do not pass through the host arena."""
-_FROZEN = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-
 class HostSettings(BaseModel):
     """The host arena: encoded chunks in memory of one worker, pinned where there is a GPU. None: chosen by the
     device, as HOST_ARENA_BYTES and HOST_ADMIT say."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     arena_bytes: Bytes | None = None
     admit: Admit | None = None
 
@@ -107,7 +61,7 @@ class HbmSettings(BaseModel):
     """GPU memory outside the engine's own. staging_bytes: slots that chunks pass through; None: three of the engine's
     steps. arena_bytes: further slots, so that encoded chunks stay there; 0: none do."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     staging_bytes: Bytes | None = None
     arena_bytes: BytesOrZero = 0
     admit: Admit = "second_hit"
@@ -116,7 +70,7 @@ class HbmSettings(BaseModel):
 class IoSettings(BaseModel):
     """Reading and writing segments. threads and piece_bytes None: as measured with a GPU, else by the file system."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     engine: Literal["auto", "ring", "kvikio"] = "auto"
     calibrate: bool = True
     threads: Annotated[Count, Field(le=256)] | None = None
@@ -127,28 +81,13 @@ class IoSettings(BaseModel):
     @field_validator("piece_bytes")
     @classmethod
     def _whole_pages(cls, value: int | None) -> int | None:
-        return None if value is None else _multiple(value, PAGE_BYTES, "direct I/O moves whole pages")
-
-
-class IndexSettings(BaseModel):
-    """Where keys are looked up. `path`: folder of an embedded index; None: chosen by the root's file system."""
-
-    model_config = _FROZEN
-    kind: Literal["embedded", "memory"] = "embedded"
-    path: Path | None = None
-    map_bytes: Bytes = 16 << 30
-    timeout_s: Seconds = 2.0
-
-    @field_validator("path")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else _absolute_path(value)
+        return None if value is None else multiple(value, PAGE_BYTES, "direct I/O moves whole pages")
 
 
 class QueueSettings(BaseModel):
     """Bounds of the queues between the engine and the storage (I4)."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     save_chunks_max: Count = 256
     load_requests_max: Count = 256
     save_threads: Annotated[Count, Field(le=64)] = 2
@@ -187,6 +126,8 @@ class Settings(BaseSettings):
     io: IoSettings = IoSettings()
     index: IndexSettings = IndexSettings()
     queues: QueueSettings = QueueSettings()
+    capacity: CapacitySettings = CapacitySettings()
+    server: ServerSettings = ServerSettings()
     writer_lease_s: Seconds = 30.0
     touch_interval_s: Seconds = 5.0
     shutdown_drain_s: Seconds = 5.0
@@ -194,12 +135,12 @@ class Settings(BaseSettings):
     @field_validator("root")
     @classmethod
     def _absolute_root(cls, value: Path) -> Path:
-        return _absolute_path(value)
+        return absolute_path(value)
 
     @field_validator("chunk_tokens")
     @classmethod
     def _whole_blocks(cls, value: int) -> int:
-        return _multiple(value, CHUNK_TOKENS_UNIT, "it is the smallest block of an engine")
+        return multiple(value, CHUNK_TOKENS_UNIT, "it is the smallest block of an engine")
 
     @classmethod
     def settings_customise_sources(
@@ -237,6 +178,8 @@ class Settings(BaseSettings):
             settings.check_capacity(settings.segment_bytes)
             settings.check_codec()
             settings.check_hbm()
+            settings.capacity.check()
+            settings.index.check()
         except ValidationError as error:
             raise _config_error(cls, error, sources) from None
         except ConfigError as error:
@@ -272,6 +215,7 @@ class Settings(BaseSettings):
                 f"times that) or lower segment_bytes ({self.segment_bytes})"
             )
             raise ConfigError("capacity_bytes", self.capacity_bytes, fix)
+        self.capacity.check_sets(set_bytes)
 
     def check_block(self, block_tokens: int) -> None:
         """Raises ConfigError unless a chunk is a whole number of the engine's blocks."""

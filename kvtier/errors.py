@@ -4,10 +4,31 @@ KVTierError
 ├── ConfigError        a setting or the place it names is wrong: start-up stops (I8)
 ├── TierUnavailable    the storage refuses work for now: full, read-only, hung
 ├── Corrupt            bytes are not what their header or checksum promises
-└── IndexUnavailable   the index does not answer: costs hits, never correctness (I5)
+├── IndexUnavailable   the index does not answer: costs hits, never correctness (I5)
+│   ├── IndexResting   nor is it asked, for a moment
+│   └── IndexRefused   it answers, but refuses this: it is full, read-only, or forbids it
+└── StaleLease         another owner has taken the lease under which something was to be removed
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_SECRET_NAME = re.compile(r"(pas+(w(or)?d|phrase)?|pwd|secret|token)$", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"(?<=:/)(/?).*@", re.DOTALL)
+_HIDDEN = "***"
+
+
+def without_secrets(key: str, value: object) -> object:
+    """What may be printed of a setting's value: no password or token, and no credentials within an URL."""
+    if value is not None and _SECRET_NAME.search(key):
+        return _HIDDEN
+    if isinstance(value, Mapping):
+        return {name: without_secrets(str(name), below) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(key, below) for below in value]
+    return _CREDENTIALS.sub(rf"\1{_HIDDEN}@", value) if isinstance(value, str) else value
 
 
 class KVTierError(Exception):
@@ -19,9 +40,9 @@ class ConfigError(KVTierError):
 
     def __init__(self, key: str, value: object, fix: str) -> None:
         self.key = key
-        self.value = value
+        self.value = without_secrets(key, value)
         self.fix = fix
-        super().__init__(f"kvtier: {key} = {value!r}: {fix}")
+        super().__init__(f"kvtier: {key} = {self.value!r}: {fix}")
 
 
 class TierUnavailable(KVTierError):
@@ -41,3 +62,15 @@ class Corrupt(KVTierError):
 
 class IndexUnavailable(KVTierError):
     """The index could not be reached or opened."""
+
+
+class IndexResting(IndexUnavailable):
+    """It did not answer lately, and is left alone for a moment; who began that has logged it."""
+
+
+class IndexRefused(IndexUnavailable):
+    """It answers, and other questions it may answer well: it has no memory left for writes, or forbids this."""
+
+
+class StaleLease(KVTierError):
+    """Whoever comes with this fencing token was taken for dead: another owner goes on in its place."""

@@ -56,6 +56,9 @@ class FileReader:
         files = self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
         located = entries.unpack(chunk.entry)
         for location in located:
+            if not self._worker.geometry.whole.contains(location.extent):
+                self.retract(chunk.key, location)
+                raise FetchFailed(f"{place_of(location)}: {location.extent} is not of this model")
             if location.slab_bytes != self._slab_bytes(location.extent):
                 self.retract(chunk.key, location)
                 raise FetchFailed(f"{place_of(location)}: slabs of {location.slab_bytes} bytes are not of this codec")
@@ -111,6 +114,11 @@ class FileReader:
             self.retract(key, location)
             raise FetchFailed(f"segment {location.set_id:016x}-{location.rank:04d} is gone")
         held.callback(segment.release)
+        header = segment.header
+        is_alike = (header.slab_bytes, header.extent) == (location.slab_bytes, location.extent)
+        if not is_alike or location.slot >= header.slots:
+            self.retract(key, location)
+            raise FetchFailed(f"{place_of(location)}: that segment has no such records")
         return segment
 
     def _op(self, key: bytes, slot: int, source: Source, segment: OpenSegment) -> ReadOp:

@@ -1,8 +1,8 @@
-"""Keeping a root in order: room for new segment sets, what dead writers left, and the index made anew from files.
+"""Keeping a root in order: what dead writers left, and the index made anew from files. Room is made by the Evictor.
 
 Works on a whole root (all namespaces), from any engine or from the command line. Whatever removes something does so
-under a lease in the index, so that many processes never do it twice, and in an order that is safe to be killed in:
-first out of the index, then off the disk. A file in no index is swept later.
+under a lease in the index, so that many processes never do it twice, and in an order that is safe to be killed in (see
+kvtier.removal). A file in no index is swept later.
 
 A writer that is taken for dead may be alive, only slow. So its sets are taken over in the index before anything of
 theirs is looked at, cut or removed: what it publishes from then on is refused, and what was published before is seen.
@@ -12,25 +12,29 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, TierUnavailable
-from kvtier.eviction import least_recently_used
 from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo
 from kvtier.record import RecordHeader, SegmentHeader, is_blank
+from kvtier.removal import Remover
 from kvtier.root import NAMESPACE_FILE, namespace_folders, read_namespace
 from kvtier.tiers.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 
 log = logging.getLogger("kvtier")
 
-EVICT_LEASE = "evict"
 SWEEP_LEASE = "sweep"
+SWEPT_NOTE = "swept"
+_TIME = struct.Struct("<d")
 LEASE_TTL_S = 5.0
-"""Renewed with every set that is taken care of; so long, nobody evicts after a killed evictor. One that is merely slow
-does no harm: a set leaves the index, and with it the sum that decides on eviction, before its files are touched."""
+"""Renewed while a sweep or rebuild goes on; so long, nobody sweeps after one that was killed."""
+LEASE_RENEWAL_S = 1.0
+LOOKED_INTO_MAX = 1024
+"""Closed sets in one sweep."""
 ORPHAN_GRACE_S = 600.0
 """A segment in no index is left alone for this long: its writer may be about to register it."""
 ADOPTED_MAX = 512
@@ -61,27 +65,10 @@ class Housekeeper:
         self._index = index
         self._folder = folder
         self._owner = owner
+        self._remover = Remover(index, folder)
+        self._renew_s = 0.0
+        self._looked_to = -1
         self.clock = clock
-
-    def make_room(self, n_bytes: int, capacity_bytes: int) -> int | None:
-        """Evicts until a set of `n_bytes` fits under `capacity_bytes`.
-
-        Returns the bytes evicted; None when it does not fit: others evict right now, or nothing may go.
-        """
-        if self._excess(n_bytes, capacity_bytes) <= 0:
-            return 0
-        if self._index.acquire_lease(EVICT_LEASE, self._owner, self.clock(), LEASE_TTL_S) is None:
-            return None
-        try:
-            evicted = 0
-            excess = self._excess(n_bytes, capacity_bytes)
-            for set_id in least_recently_used(self._index.sets(), excess):
-                if self._index.acquire_lease(EVICT_LEASE, self._owner, self.clock(), LEASE_TTL_S) is None:
-                    return None
-                evicted += self._remove(set_id)
-            return evicted if self._excess(n_bytes, capacity_bytes) <= 0 else None
-        finally:
-            self._index.release_lease(EVICT_LEASE, self._owner)
 
     def sweep(self) -> None:
         """Closes the sets of dead writers, drops the empty ones, books what files really take, and takes care of
@@ -89,29 +76,55 @@ class Housekeeper:
         if not self._hold_sweep_lease():
             return
         try:
+            self._remover.finish(self.clock())
             known = {info.set_id: info for info in self._index.sets()}
             on_disk: dict[int, int] = {}
             for files in self._namespaces():
                 on_disk.update(files.set_bytes())
                 self._settle_orphans(files, known)
+            looked_into = self._next_closed(known)
             for info in known.values():
-                self._hold_sweep_lease()
-                self._settle(info, on_disk.get(info.set_id, 0))
+                self._renew_sweep_lease()
+                if info.is_open or info.set_id in looked_into or on_disk.get(info.set_id, 0) != info.n_bytes:
+                    self._settle(info, on_disk.get(info.set_id, 0))
+            self._index.put_note(SWEPT_NOTE, _TIME.pack(self.clock()), None)
         finally:
             self._index.release_lease(SWEEP_LEASE, self._owner)
 
+    def swept_s(self) -> float:
+        """When a sweep by anybody came to its end, seconds since the epoch; 0 when none is known of."""
+        value = self._index.notes(SWEPT_NOTE, self.clock()).get(SWEPT_NOTE, b"")
+        return float(_TIME.unpack(value)[0]) if len(value) == _TIME.size else 0.0
+
+    def _next_closed(self, known: dict[int, SetInfo]) -> set[int]:
+        """Closed sets of which this sweep sees whether they still hold a record: those that follow the ones of the
+        last sweep, in turn. To look into each costs a remote index a round trip."""
+        closed = sorted(info.set_id for info in known.values() if not info.is_open)
+        after = [set_id for set_id in closed if set_id > self._looked_to] or closed
+        chosen = after[:LOOKED_INTO_MAX]
+        self._looked_to = chosen[-1] if len(after) > len(chosen) else -1
+        return set(chosen)
+
     def close_set(self, set_id: int) -> None:
         """Its writer adds no more: books what its files take, and from now on it may be evicted."""
-        files = self._files_of(set_id)
-        if files is not None:
+        for info in self._index.some_sets([set_id]):
+            files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
             self._index.close_set(set_id, files.set_bytes_of(set_id))
+
+    def close_early(self, set_id: int) -> None:
+        """As `close_set`, of a set that is not full and all of whose records are visible: gives back what is behind
+        them."""
+        for info in self._index.some_sets([set_id]):
+            self._index.take_over(set_id)  # a record that waits for the index is in what is cut
+            n_bytes = self._trim(info, [location for _, location in self._index.members(set_id)])
+            self._index.close_set(set_id, n_bytes)
 
     def erase_namespace(self, namespace: bytes) -> None:
         """Removes a namespace that nobody can ask for again, with its folder. Raises OSError when a late writer makes a
         segment there right now: to be tried again, for without its description nobody would count or remove it."""
         for info in self._index.sets():
             if info.namespace == namespace:
-                self._remove(info.set_id)
+                self._remover.remove(info)
         folder = self._folder / namespace.hex()
         (folder / NAMESPACE_FILE).unlink(missing_ok=True)
         files = SegmentFiles(folder, direct=False)
@@ -160,7 +173,13 @@ class Housekeeper:
 
     def _hold_sweep_lease(self) -> bool:
         """Takes the lease, or renews it; False when others have it."""
+        self._renew_s = self.clock() + LEASE_RENEWAL_S
         return self._index.acquire_lease(SWEEP_LEASE, self._owner, self.clock(), LEASE_TTL_S) is not None
+
+    def _renew_sweep_lease(self) -> None:
+        """Now and then: it is called for each of maybe very many sets."""
+        if self.clock() >= self._renew_s:
+            self._hold_sweep_lease()
 
     def _remove_lost(self) -> int:
         """Takes sets without files out of the index; how many."""
@@ -194,7 +213,7 @@ class Housekeeper:
         header = None
         for n_read, rank in enumerate(ranks):
             progress(n_read)
-            self._hold_sweep_lease()
+            self._renew_sweep_lease()
             try:
                 segment = self._read_segment(files, set_id, rank)
             except (ConfigError, Corrupt, TierUnavailable) as fault:
@@ -267,23 +286,35 @@ class Housekeeper:
     def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
         created_s = header.created_ms / 1000
         n_bytes = files.set_bytes_of(header.set_id)
-        return SetInfo(header.set_id, header.namespace, NOBODY, n_bytes, created_s, created_s, is_open=False)
+        return SetInfo(header.set_id, header.namespace, NOBODY, n_bytes, created_s, created_s, is_open=False,
+                       tenant=header.tenant)  # fmt: skip
 
     def _settle(self, info: SetInfo, n_bytes: int) -> None:
         if self._is_written(info):
             return
         members = [] if info.is_open else self._index.members(info.set_id)
+        if not members and not info.is_open and self._may_come(info):
+            return
         if not members:
             self._index.take_over(info.set_id)
             members = self._index.members(info.set_id)
         if not members:
-            self._remove(info.set_id)
+            self._remover.remove(info)
             return
         if info.is_open:
             log.info("closing segment set %016x of a writer that is gone", info.set_id)
             n_bytes = self._trim(info, [location for _, location in members])
         if info.is_open or n_bytes != info.n_bytes:
             self._index.close_set(info.set_id, n_bytes)
+
+    def _may_come(self, info: SetInfo) -> bool:
+        """Whether records of a closed set may still become visible: they wait at a living writer's, for whom the index
+        was gone when it wrote them (kvtier.index.guard)."""
+        if self._index.lease_owner(writer_lease(info.owner), self.clock()) is None:
+            return False
+        files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
+        ages_s = [files.age_s(*name, self.clock()) for name in files.ids() if name[0] == info.set_id]
+        return any(age_s < ORPHAN_GRACE_S for age_s in ages_s)
 
     def _trim(self, info: SetInfo, locations: list[Location]) -> int:
         files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
@@ -298,21 +329,6 @@ class Housekeeper:
                     log.warning("cannot trim: %s", fault)
         files.close()
         return files.set_bytes_of(info.set_id)
-
-    def _remove(self, set_id: int) -> int:
-        """Out of the index first, then off the disk; bytes given back."""
-        files = self._files_of(set_id)
-        self._index.remove_set(set_id)
-        freed = 0 if files is None else files.unlink_set(set_id)
-        self._index.remove_set(set_id)  # who rebuilds the index may have read it back before its files were gone
-        return freed
-
-    def _files_of(self, set_id: int) -> SegmentFiles | None:
-        """The folder of a set's namespace; None for a set that is not registered."""
-        for info in self._index.sets():
-            if info.set_id == set_id:
-                return SegmentFiles(self._folder / info.namespace.hex(), direct=False)
-        return None
 
     def _settle_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
         """A segment in no index was being evicted when its evictor died, or was unreadable when the index was made
@@ -330,9 +346,6 @@ class Housekeeper:
                     files.unlink(set_id, rank)
                 else:
                     log.warning("a segment in no index stays, with its set: %s", fault)
-
-    def _excess(self, n_bytes: int, capacity_bytes: int) -> int:
-        return self._index.counts().n_bytes + n_bytes - capacity_bytes
 
     def _namespaces(self) -> list[SegmentFiles]:
         return [SegmentFiles(folder, direct=False) for folder in namespace_folders(self._folder)]

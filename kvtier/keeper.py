@@ -1,28 +1,34 @@
 """Keeper: an engine's background duties towards the root, on one thread, so that the scheduler never waits.
 
 It says that this engine lives, makes and registers segment sets before they are needed (evicting others when the
-root is full), closes the full ones, books what was used, and sweeps from time to time. `tick` does whatever is due.
+root is full), closes the full ones, books what was used, keeps the root's limits, and sweeps from time to time. `tick`
+does whatever is due.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvtier import metrics as names
-from kvtier.backoff import PAUSE_FIRST_S, Backoff
-from kvtier.errors import KVTierError
+from kvtier.backoff import PAUSE_FIRST_S
+from kvtier.errors import IndexResting, KVTierError
+from kvtier.eviction.limits import Need
+from kvtier.evictor import Evictor
 from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.identity import Namespace
 from kvtier.index import entry as entries
-from kvtier.index.base import Index, SetInfo
+from kvtier.index.base import Index, SetInfo, Use
 from kvtier.jobs import Ticker
 from kvtier.metrics import Metrics
-from kvtier.sets import SetSupply
+from kvtier.reports import NOTE_PREFIX, About, Reporter
+from kvtier.sets import SetSupply, Side, Supplies
 
 log = logging.getLogger("kvtier")
 
@@ -31,7 +37,14 @@ RECENT_ENTRIES_MAX = 65_536
 TICK_INTERVAL_S = 0.5
 SPARES_MAX = 8
 SWEEP_INTERVAL_S = 60.0
+"""A sweep reads the whole root: so long after one by anybody the next engine sweeps."""
+SWEEP_AT_ONCE, SWEEP_AT_ONCE_S = 0.0, 2.0
+"""When it is due at once, so long after one by anybody, for many engines may find at once that there is no room."""
+SWEEP_SPREAD_S = 15.0
+"""By so much at most an engine waits longer than another, so that most find that it was done."""
+LIMITS_INTERVAL_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
+LOG_INTERVAL_S = 60.0
 FIRST_TICK_TIMEOUT_S = 1.0
 """Starting an engine waits so long at most for the first sets: what is computed before them is not saved."""
 PRIVATE_EPOCH = "private-"
@@ -46,6 +59,7 @@ class KeeperPlan:
     set_bytes: of one segment set of `slots` slots, over all ranks.
     writer_lease_s: how long the engine is believed to live without a sign of it.
     make_folder: makes a namespace's folder, if it is not there.
+    about: what the engine reports of itself.
     """
 
     owner: str
@@ -55,6 +69,7 @@ class KeeperPlan:
     writer_lease_s: float
     touch_interval_s: float
     make_folder: Callable[[Namespace], object]
+    about: About = About()
 
     @property
     def spares(self) -> int:
@@ -64,19 +79,24 @@ class KeeperPlan:
 
 @dataclass(slots=True)
 class _Due:
-    """When each duty is to be done next, seconds since the epoch."""
+    """When each duty is to be done next, seconds since the epoch. swept_since_s: with SWEEP_AT_ONCE, since when one is
+    wanted; one by others after that will do. said_s: when it was logged that one is put off."""
 
     beat_s: float = 0.0
     touch_s: float = 0.0
-    sweep_s: float = 0.0
+    sweep_s: float = SWEEP_AT_ONCE
+    swept_since_s: float = math.inf
     relief_s: float = 0.0
+    limits_s: float = 0.0
+    said_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _DoneWith:
     """What this engine is done with but the index was not told yet: an id goes from here when it was."""
 
-    epochs: deque[tuple[Namespace, SetSupply]] = field(default_factory=deque)
+    epochs: deque[tuple[Namespace, Supplies]] = field(default_factory=deque)
+    to_trim: deque[int] = field(default_factory=deque)
     to_close: deque[int] = field(default_factory=deque)
     to_drop: deque[int] = field(default_factory=deque)
     to_erase: deque[bytes] = field(default_factory=deque)
@@ -89,13 +109,16 @@ class Keeper:
     """
 
     def __init__(
-        self, namespace: Namespace, plan: KeeperPlan, index: Index, housekeeper: Housekeeper, rng: random.Random
-    ) -> None:
+        self, namespace: Namespace, plan: KeeperPlan, index: Index, housekeeper: Housekeeper, evictor: Evictor,
+        rng: random.Random,
+    ) -> None:  # fmt: skip
         self.metrics = Metrics()
-        self._epoch = (namespace, SetSupply(plan.slots, plan.spares))
+        self.reporter = Reporter(plan.owner, plan.about, self.metrics, housekeeper.clock)
+        self._epoch = (namespace, Supplies(plan.slots, plan.spares))
         self._plan = plan
         self._index = index
         self._housekeeper = housekeeper
+        self._evictor = evictor
         self._rng = rng
         self._ticker: Ticker | None = None
         self._has_ticked = threading.Event()
@@ -103,7 +126,6 @@ class Keeper:
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
         self._done_with = _DoneWith()
         self._due = _Due()
-        self._room = Backoff()
         self._disk_is_full = False
 
     def start(self) -> None:
@@ -116,8 +138,7 @@ class Keeper:
 
     def refill(self) -> None:
         """Slots were taken: makes further sets soon if they are needed."""
-        is_time = not self._room.is_resting(self._housekeeper.clock())
-        if self._ticker is not None and is_time and self.supply.wants_set():
+        if self._ticker is not None and self.supplies.want_sets(self._housekeeper.clock()):
             self._ticker.wake()
 
     def book_use(self, entry: bytes, now_s: float) -> None:
@@ -133,7 +154,7 @@ class Keeper:
         now = self._housekeeper.clock()
         for duty in (
             self._beat, self._rebuild_lost_index, self._close_sets, self._book_uses_in_time, self._relieve_full_disk,
-            self._make_sets, self._sweep,
+            self._make_sets, self._keep_limits, self._sweep,
         ):  # fmt: skip
             if self._is_leaving:  # close() waits for this tick, or did so for long enough
                 return
@@ -141,20 +162,32 @@ class Keeper:
                 duty(now)
             except (KVTierError, OSError) as fault:
                 self.metrics.add(names.INDEX_ERRORS)
-                log.warning("%s is put off: %s", duty.__name__.strip("_").replace("_", " "), fault)
+                self._log_put_off(duty.__name__.strip("_").replace("_", " "), fault, now)
         self._has_ticked.set()
+
+    def _log_put_off(self, duty: str, fault: Exception, now: float) -> None:
+        """The same of a duty once a minute: a Redis that is full refuses it in every tick."""
+        kind = f"{duty} is put off: {type(fault).__name__}"
+        is_known = now - self._due.said_s.get(kind, -LOG_INTERVAL_S) < LOG_INTERVAL_S
+        if not is_known and not isinstance(fault, IndexResting):
+            self._due.said_s[kind] = now
+            log.warning("%s is put off: %s", duty, fault)
+
+    @property
+    def supplies(self) -> Supplies:
+        return self._epoch[1]
 
     @property
     def supply(self) -> SetSupply:
-        return self._epoch[1]
+        """That of chunks of nobody in particular."""
+        return self.supplies.common
 
     def begin_epoch(self) -> bytes:
         """Leaves the namespace for a new one that no other engine has; returns its id."""
         left = self._epoch
         namespace = replace(left[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
-        self._epoch = (namespace, SetSupply(self._plan.slots, self._plan.spares))
+        self._epoch = (namespace, Supplies(self._plan.slots, self._plan.spares))
         self._done_with.epochs.append(left)  # now: nobody makes another set for it
-        self._room.clear()
         self.refill()
         return namespace.id
 
@@ -170,6 +203,7 @@ class Keeper:
             self._book_uses()
             self._close_sets(self._housekeeper.clock())
             self._index.release_lease(writer_lease(self._plan.owner), self._plan.owner)
+            self._index.drop_note(NOTE_PREFIX + self._plan.owner)
         except (KVTierError, OSError) as fault:
             log.warning("leaving without a word to the index: %s", fault)
 
@@ -178,15 +212,18 @@ class Keeper:
             plan = self._plan
             self._index.acquire_lease(writer_lease(plan.owner), plan.owner, now, plan.writer_lease_s)
             self._due.beat_s = now + plan.writer_lease_s / 3
+            report = self.reporter.report(now, self._epoch[0].id).note()
+            self._index.put_note(NOTE_PREFIX + plan.owner, report, now + 2 * plan.writer_lease_s)
             self._leave_lost_sets()
 
     def _leave_lost_sets(self) -> None:
         """Others take over what a writer has open that gave no sign of life in time; and a lost index knows of no set.
         What would be written there would be refused."""
-        ours = {info.set_id for info in self._index.sets() if info.owner == self._plan.owner}
-        lost = self.supply.forget_all_but(ours)
+        held = self.supplies.set_ids()
+        ours = {info.set_id for info in self._index.some_sets(held) if info.owner == self._plan.owner}
+        lost = self.supplies.forget(held - ours)
         if lost:
-            log.warning("%d segment sets of this engine are no longer its own; it goes on in new ones", len(lost))
+            log.warning("%d segment sets of this engine are no longer its own; it goes on in new ones", lost)
 
     def _rebuild_lost_index(self, now: float) -> None:
         if self._index.was_reset:
@@ -203,15 +240,20 @@ class Keeper:
 
     def _close_sets(self, now: float) -> None:
         """Closes full sets, and all of namespaces that were left; each is forgotten only when it is done."""
-        self._done_with.to_close += self.supply.take_settled(now)
+        self._done_with.to_close += self.supplies.take_settled(now)
+        answered, used, unused = self.supplies.leave_idle(now)
+        self._done_with.to_trim += answered
+        self._done_with.to_close += used
+        self._done_with.to_drop += unused
         while self._done_with.epochs:
-            namespace, supply = self._done_with.epochs.popleft()
-            used, unused = supply.abandon()
+            namespace, supplies = self._done_with.epochs.popleft()
+            used, unused = supplies.abandon()
             self._done_with.to_close += used
             self._done_with.to_drop += unused
             if namespace.epoch.startswith(PRIVATE_EPOCH):
                 self._done_with.to_erase.append(namespace.id)
         for ids, settle in (
+            (self._done_with.to_trim, self._housekeeper.close_early),
             (self._done_with.to_close, self._housekeeper.close_set), (self._done_with.to_drop, self._index.remove_set),
         ):  # fmt: skip
             while ids:
@@ -231,49 +273,104 @@ class Keeper:
         if self._disk_is_full and now >= self._due.relief_s:
             self._disk_is_full = False
             self._due.relief_s = now + PAUSE_FIRST_S
-            self._make_room(self._index.counts().n_bytes, now)
+            need = Need(self._plan.set_bytes, self._epoch[0].id)
+            evicted = self._evictor.make_room(need, self._index.counts().n_bytes)
+            self._note_evicted(evicted)
+            if evicted is None:
+                self._due.sweep_s = SWEEP_AT_ONCE
 
     def _make_sets(self, now: float) -> None:
-        namespace, supply = self._epoch
-        while supply.wants_set() and not self._room.is_resting(now):
-            if not self._make_room(self._capacity_bytes(supply), now):
-                return
-            self._add_set(namespace, supply, now)
+        """For each tenant in use; when one of them is at its quota, the others go on."""
+        namespace, supplies = self._epoch
+        for side in supplies.sides():
+            while side.supply.wants_set() and not side.room.is_resting(now):
+                if not self._make_set(namespace, side, now):
+                    break
 
-    def _capacity_bytes(self, supply: SetSupply) -> int:
-        """The configured capacity, or less where the disk has no room for that: sets that are ready, but have no
-        files yet, take theirs first."""
-        unwritten_bytes = supply.n_unused * self._plan.set_bytes
-        on_disk_bytes = self._index.counts().n_bytes - unwritten_bytes
-        return min(self._plan.capacity_bytes, on_disk_bytes + self._housekeeper.free_bytes())
-
-    def _sweep(self, now: float) -> None:
-        if now >= self._due.sweep_s and not self._index.was_reset:
-            self._due.sweep_s = now + SWEEP_INTERVAL_S
-            self._housekeeper.sweep()
-
-    def _make_room(self, capacity_bytes: int, now: float) -> bool:
+    def _make_set(self, namespace: Namespace, side: Side, now: float) -> bool:
+        """Makes room for a set and registers it. What others did in the same moment is looked at once more: two that
+        saw the last room are not both given it."""
+        capacity_bytes = self._capacity_bytes()
+        need = Need(self._plan.set_bytes, namespace.id, side.tenant)
         self._book_uses()  # or what was handed to a load a moment ago may be the longest unused
-        evicted = self._housekeeper.make_room(self._plan.set_bytes, capacity_bytes)
-        if evicted is None:
-            log.warning("no room for another segment set; saving rests for %.0f s", self._room.refused(now))
-            self._due.sweep_s = now  # what dead writers left open may be all that fills the root
+        evicted = self._evictor.make_room(need, capacity_bytes)
+        self._note_evicted(evicted)
+        set_id = None if evicted is None else self._add_set(need, namespace, now)
+        if set_id is not None and not self._evictor.fits(replace(need, n_bytes=0), capacity_bytes):
+            self._index.remove_set(set_id)
+            self._done_with.to_drop.remove(set_id)
+            set_id = None
+        if set_id is None:
+            pause_s, whose = side.room.refused(now), f" of tenant {side.tenant!r}" if side.tenant else ""
+            log.warning("no room for another segment set%s; saving rests for %.0f s", whose, pause_s)
+            self._due.sweep_s = SWEEP_AT_ONCE  # what dead writers left open may be all that fills the root
             return False
-        self.metrics.add(names.EVICTED_BYTES, evicted)
-        self._room.worked()
+        side.room.worked()
+        self._done_with.to_drop.remove(set_id)
+        side.supply.offer(set_id)
         return True
 
-    def _add_set(self, namespace: Namespace, supply: SetSupply, now: float) -> None:
+    def _capacity_bytes(self) -> int:
+        """The configured capacity, or less where the disk has no room for that: sets that are ready, but have no
+        files yet, take theirs first, and the reserve is others'."""
+        unwritten_bytes = self.supplies.n_unused * self._plan.set_bytes
+        on_disk_bytes = self._index.counts().n_bytes - unwritten_bytes
+        free_bytes = max(0, self._housekeeper.free_bytes() - self._evictor.rules.reserve_bytes)
+        return min(self._plan.capacity_bytes, on_disk_bytes + free_bytes)
+
+    def _keep_limits(self, now: float) -> None:
+        if now >= self._due.limits_s and not self._index.was_reset:
+            self._due.limits_s = now + LIMITS_INTERVAL_S
+            self._note_evicted(self._evictor.keep_limits(self._capacity_bytes()))
+
+    def _sweep(self, now: float) -> None:
+        """One engine does it for all: who waits the shortest (always the same one, which then looks into the closed
+        sets in turn), and if that one is gone, the next."""
+        if now < self._due.sweep_s or self._index.was_reset:
+            return
+        swept_s = self._housekeeper.swept_s()
+        if swept_s > now + SWEEP_INTERVAL_S:
+            swept_s = 0.0  # by a clock that is that far ahead nothing can be told
+        ago_s = max(0.0, now - swept_s)
+        next_s = SWEEP_INTERVAL_S + self._sweep_spread_s()
+        if self._due.sweep_s == SWEEP_AT_ONCE:
+            self._due.swept_since_s = min(now, self._due.swept_since_s)
+            if swept_s < self._due.swept_since_s and ago_s < SWEEP_AT_ONCE_S:
+                return
+            is_done = swept_s >= self._due.swept_since_s
+        else:
+            is_done = ago_s < SWEEP_INTERVAL_S
+        self._due.swept_since_s = math.inf
+        self._due.sweep_s = now + next_s - (ago_s if is_done else 0.0)
+        if not is_done:
+            self._housekeeper.sweep()
+
+    def _sweep_spread_s(self) -> float:
+        return SWEEP_SPREAD_S * zlib.crc32(self._plan.owner.encode()) / 2**32
+
+    def _note_evicted(self, n_bytes: int | None) -> None:
+        if n_bytes:
+            self.metrics.add(names.EVICTED_BYTES, n_bytes)
+
+    def _add_set(self, need: Need, namespace: Namespace, now: float) -> int | None:
+        """The id of a new, registered set. It stands among those to drop until it is known to be ready: where an answer
+        of the index was lost it may be registered, and as long as this engine lives nobody else would remove it."""
         self._plan.make_folder(namespace)
         set_id = int(now * 1000) << 20 | self._rng.getrandbits(20)
-        info = SetInfo(set_id, namespace.id, self._plan.owner, self._plan.set_bytes, now, now)
+        info = SetInfo(set_id, namespace.id, self._plan.owner, need.n_bytes, now, now, tenant=need.tenant)
+        self._done_with.to_drop.append(set_id)
         if self._index.create_set(info):
-            supply.offer(set_id)
+            return set_id
+        self._done_with.to_drop.remove(set_id)  # another's
+        return None
 
     def _book_uses(self) -> None:
-        used: dict[int, float] = {}
+        used: dict[int, Use] = {}
         while self._recent:
             at_s, entry = self._recent.popleft()
-            used[entries.first_set(entry)] = at_s
+            set_id = entries.first_set(entry)
+            before = used.get(set_id, Use(0.0, 0))
+            # Chunks of one load lie together in a set: that is one use of it.
+            used[set_id] = Use(at_s, before.count + (at_s != before.at_s))
         if used:
             self._index.touch(used)

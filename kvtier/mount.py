@@ -12,11 +12,12 @@ from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import Geometry, RankShare
+from kvtier.io import bounce
 from kvtier.io.calibrate import calibrate
 from kvtier.io.calibration import Ask, Calibration, calibrated, default_choice, engines_for, last_level_cache_bytes
 from kvtier.io.engines import Choice, Engines, Target, open_engine
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.io.ring import Ring, RingSizes, sizes_for
+from kvtier.io.ring import InMemory, Ring, RingSizes, sizes_for
 from kvtier.root import Root
 from kvtier.worker import ChunkArena
 
@@ -40,9 +41,11 @@ def open_io(settings: Settings, root: Root, direct: bool, arena: ChunkArena, dev
     in_memory = file_system_of(root.folder).kind in IN_MEMORY
     if not arena.is_device:
         sizes = sizes_for(in_memory, settings.io.threads, settings.io.piece_bytes)
-        log.info("%s: ring of %d threads, reads of %d KiB, writes of %d KiB", root.path, sizes.threads,
-                 sizes.piece_bytes >> 10, sizes.write_piece_bytes >> 10)  # fmt: skip
-        ring = _ring(sizes, in_memory)
+        bounce_reads = in_memory and bounce.pays(root.folder, sizes)
+        log.info("%s: ring of %d threads, reads of %d KiB%s, writes of %d KiB", root.path, sizes.threads,
+                 sizes.piece_bytes >> 10, " through bounce buffers" if bounce_reads else "",
+                 sizes.write_piece_bytes >> 10)  # fmt: skip
+        ring = _ring(sizes, in_memory, bounce_reads)
         return MountIo(Engines(ring, ring), None)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
@@ -93,9 +96,10 @@ def _open(settings: Settings, choice: Choice, ask: Ask) -> Engines:
     return Engines(reader, _ring(sizes_for(ask.in_memory), ask.in_memory))
 
 
-def _ring(sizes: RingSizes, in_memory: bool) -> Ring:
+def _ring(sizes: RingSizes, in_memory: bool, bounce_reads: bool = False) -> Ring:
     """Between files and host memory."""
-    return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, touch_written=in_memory)
+    how = InMemory(bounce_reads=bounce_reads) if in_memory else None
+    return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, in_memory=how)
 
 
 def _cost(measured: Calibration | None) -> LoadCost | None:

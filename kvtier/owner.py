@@ -1,4 +1,4 @@
-"""Which node a root belongs to, and where its index lies: `<root>/v1/owner.json`.
+"""Whom a root belongs to, and where its index lies: `<root>/v1/owner.json`.
 
 An index that lives on one node knows nothing of what others write or evict, so a root with such an index is one
 node's alone. The file is written once, by whoever comes first:
@@ -6,6 +6,10 @@ node's alone. The file is written once, by whoever comes first:
     {"index_path": "index", "node": {"host": "gpu-07", "machine": "5d1c..."}}
 
 index_path: "index" for the one beside this file, which moves and is copied with the root; else absolute.
+
+A root whose index all nodes reach belongs to none of them, and has an id by which that index knows it again:
+
+    {"root_id": "9f2c..."}
 """
 
 from __future__ import annotations
@@ -45,12 +49,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What owner.json says. index_path: folder of the embedded index, None for one in memory."""
+    """What owner.json says. index_path: folder of the embedded index, None for another. node: None when all nodes
+    share the root; then it has a root_id."""
 
-    node: Node
+    node: Node | None
     index_path: Path | None
+    root_id: str = ""
 
     def to_json(self, folder: Path) -> bytes:
+        if self.node is None:
+            return canonical_text({"root_id": self.root_id}).encode()
         is_inside = self.index_path == folder / INSIDE
         path = None if self.index_path is None else INSIDE if is_inside else str(self.index_path)
         return canonical_text({"node": asdict(self.node), "index_path": path}).encode()
@@ -108,6 +116,19 @@ def claim(folder: Path, mine: Owner) -> None:
     replace_small(path, mine.to_json(folder))
 
 
+def claim_shared(folder: Path) -> str:
+    """Takes `folder` for all nodes, or agrees with whoever did; the root's id. Raises ConfigError, OSError."""
+    path = folder / OWNER_FILE
+    theirs = _parse(path, create_once(path, Owner(None, None, uuid.uuid4().hex).to_json(folder)))
+    if theirs.node is not None:
+        fix = (
+            f"root {folder.parent} has an index of its own on node {theirs.node}. To share it through Redis, stop all "
+            f"engines on it and remove {path}: the index in Redis is then made from the segments"
+        )
+        raise ConfigError("index.kind", "redis", fix)
+    return theirs.root_id
+
+
 def check_node(folder: Path) -> None:
     """Raises ConfigError when `folder` is claimed, and by another node than this one, or its claim is damaged."""
     theirs = read_owner(folder)
@@ -115,7 +136,14 @@ def check_node(folder: Path) -> None:
         _check_node(folder, theirs, this_node())
 
 
-def _check_node(folder: Path, theirs: Owner, node: Node) -> None:
+def _check_node(folder: Path, theirs: Owner, node: Node | None) -> None:
+    if theirs.node is None:
+        fix = (
+            f"its index is in Redis: give the settings that say which (index.kind: redis, and index.url), to a command "
+            f"as their file. Only to give it an index of this node for good: stop all engines on all nodes, and remove "
+            f"{folder / OWNER_FILE}"
+        )
+        raise ConfigError("root", str(folder.parent), fix)
     if theirs.node != node:
         fix = (
             f"it belongs to node {theirs.node}, and its index lies there; this is {node}. Give each node its own "
@@ -137,6 +165,8 @@ def read_owner(folder: Path) -> Owner | None:
 def _parse(path: Path, content: bytes) -> Owner:
     try:
         values = json.loads(content)
+        if "root_id" in values:
+            return Owner(None, None, str(values["root_id"]))
         node = Node(str(values["node"]["machine"]), str(values["node"]["host"]))
         index_path = values["index_path"]
         if index_path is not None and index_path != INSIDE and not Path(index_path).is_absolute():

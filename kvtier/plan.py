@@ -11,13 +11,17 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class SaveChunk:
-    """One chunk to save: where it lies in the engine, and the slot that every rank's record of it takes."""
+    """One chunk to save: where it lies in the engine, and the slot that every rank's record of it takes.
+
+    tenant: whose set that is; "" for nobody in particular.
+    """
 
     key: bytes
     parent: bytes
     set_id: int
     slot: int
     block_ids: tuple[int, ...]
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

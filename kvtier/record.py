@@ -19,9 +19,10 @@ byte 4096 + s * slot_bytes.
         56    8  extent             76    4  slot
         64    8  slab_bytes         80    8  extent
         72    8  created, unix ms   88    8  segment set id
-                                   128  8*n  checksum of each slab, in head order (at most 496)
+        80   32  tenant's label    128  8*n  checksum of each slab, in head order (at most 496)
 
     extent: first layer u16, layers u16, first head u16, heads u16
+    tenant's label: UTF-8, filled up with zeros; blank where the set is of nobody in particular
 
 Record = header page, then one slab a head, in head order, each padded with zeros to whole pages: any run of heads is
 one contiguous range. A record's header is written after its slabs, so that a valid header under a killed writer means a
@@ -44,7 +45,7 @@ CHECKSUMS_OFFSET = 128
 HEADS_PER_RECORD_MAX = (PAGE_BYTES - CHECKSUMS_OFFSET) // 8
 
 _CRC_OFFSET = 12
-_SEGMENT = struct.Struct("<8sII16sQIIQ4HQQ")
+_SEGMENT = struct.Struct("<8sII16sQIIQ4HQQ32s")
 _RECORD = struct.Struct("<8sII16s16s16sQII4HQ")
 
 
@@ -60,6 +61,7 @@ class SegmentHeader:
     extent: Extent
     slab_bytes: int
     created_ms: int
+    tenant: str = ""
 
     def slot_offset(self, slot: int) -> int:
         return PAGE_BYTES + slot * self.slot_bytes
@@ -73,6 +75,7 @@ class SegmentHeader:
         body = _SEGMENT.pack(
             SEGMENT_MAGIC, FORMAT_VERSION, 0, self.namespace, self.set_id, self.rank, self.slots, self.slot_bytes,
             e.first_layer, e.n_layers, e.first_head, e.n_heads, self.slab_bytes, self.created_ms,
+            self.tenant.encode(),
         )  # fmt: skip
         return _with_crc(body)
 
@@ -80,10 +83,11 @@ class SegmentHeader:
     def unpack(cls, page: bytes) -> SegmentHeader:
         """Raises Corrupt when the page is not a whole, consistent segment header of this format version."""
         _check(page, SEGMENT_MAGIC, "segment")
-        (_, _, _, namespace, set_id, rank, slots, slot_bytes, l0, nl, h0, nh, slab_bytes, created_ms) = (
+        (_, _, _, namespace, set_id, rank, slots, slot_bytes, l0, nl, h0, nh, slab_bytes, created_ms, tenant) = (
             _SEGMENT.unpack_from(page)
         )
-        header = cls(namespace, set_id, rank, slots, slot_bytes, Extent(l0, nl, h0, nh), slab_bytes, created_ms)
+        extent, label = Extent(l0, nl, h0, nh), _label(tenant)
+        header = cls(namespace, set_id, rank, slots, slot_bytes, extent, slab_bytes, created_ms, label)
         _check_slabs(header.extent, slab_bytes)
         if slot_bytes != record_bytes(header.extent, slab_bytes):
             raise Corrupt(f"segment header: slot of {slot_bytes} bytes does not hold its record")
@@ -122,6 +126,13 @@ class RecordHeader:
         _check_slabs(extent, slab_bytes)
         sums = struct.unpack_from(f"<{nh}Q", page, CHECKSUMS_OFFSET)
         return cls(key, parent, namespace, slab_bytes, tokens, slot, extent, set_id, sums)
+
+
+def _label(field: bytes) -> str:
+    try:
+        return field.rstrip(b"\0").decode()
+    except UnicodeDecodeError:
+        raise Corrupt("segment header: the tenant's label is not UTF-8") from None
 
 
 def record_bytes(extent: Extent, slab_bytes: int) -> int:

@@ -23,7 +23,7 @@ from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace
 from kvtier.io.filesystem import file_system_of
 from kvtier.once import create_once, read_small
-from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
+from kvtier.owner import Owner, claim, claim_shared, default_index_path, read_owner, this_node
 from kvtier.record import FORMAT_VERSION
 
 NAMESPACE_FILE = "namespace.json"
@@ -37,11 +37,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """An opened root. folder: `<root>/v1`; index_path: folder of the embedded index, None for one in memory."""
+    """An opened root. folder: `<root>/v1`; index_path: folder of the embedded index, None for one in memory or in
+    Redis. root_id: of a root with an index in Redis, else ""."""
 
     path: Path
     folder: Path
     index_path: Path | None
+    root_id: str = ""
 
 
 def open_root(settings: Settings) -> Root:
@@ -57,6 +59,8 @@ def open_root(settings: Settings) -> Root:
         _make_folder(folder)
         _try_to_write(folder)
         check_space(path, settings.segment_bytes)
+        if settings.index.kind == "redis":
+            return Root(path, folder, None, claim_shared(folder))
         index_path = None
         if settings.index.kind == "embedded":
             index_path = settings.index.path or default_index_path(path, folder)
@@ -78,7 +82,7 @@ def find_root(path: Path) -> Root:
         owner = read_owner(folder)
     except OSError as error:
         raise ConfigError("root", str(path), f"cannot be read: {error}") from None
-    return Root(path.absolute(), folder.absolute(), owner.index_path if owner else None)
+    return Root(path.absolute(), folder.absolute(), owner.index_path if owner else None, owner.root_id if owner else "")
 
 
 def check_space(path: Path, needed_bytes: int) -> None:

@@ -24,17 +24,17 @@ from kvtier.backoff import Backoff
 from kvtier.codecs.base import Encoded, slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent
-from kvtier.index.base import NOBODY, Location, NewRecord
+from kvtier.index.base import Location, NewRecord
 from kvtier.io.ring import OpResult, WriteOp
 from kvtier.jobs import Jobs
 from kvtier.kernels.paged import Move, Patch
 from kvtier.lower import Lowering, Staged
 from kvtier.order import Mark
+from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
-from kvtier.record import RecordHeader, SegmentHeader, record_bytes
+from kvtier.record import RecordHeader, record_bytes
 from kvtier.sources import Source
 from kvtier.tiers.descriptors import OpenSegment
-from kvtier.tiers.segments import SegmentFiles
 from kvtier.worker import Worker
 
 log = logging.getLogger("kvtier")
@@ -80,7 +80,7 @@ class Saver:
         self._gathered_max = bounds.gathered_max
         self._held_max = bounds.held_max if is_whole and admit.arena.keeps_saved() else 0
         self._lowering = None if host is None or writes is None else Lowering(worker, host, writes)
-        self._making = threading.Lock()
+        self._segments = None if writes is None else OwnSegments(worker, writes)
         self._lock = threading.Lock()
         self._done: list[SaveDone] = []
         self._in_flight = 0
@@ -257,18 +257,18 @@ class Saver:
             kept = [item for item in staged if item not in refused]
             fresh = [item for item in kept if not self._is_present(item.chunk.key)]
             outcomes.update((item.chunk.key, SaveOutcome.PRESENT) for item in kept if item not in fresh)
-            results = self._write_records(plan, fresh, writes, ours)
-            for item, result in zip(fresh, results, strict=False):
+            results = self._write_records(plan, fresh, ours)
+            for item, result in results:
                 if result.bad_slabs:
                     self._worker.metrics.add(names.CHECKSUM_FAILURES)
                     log.error("chunk %s changed on its way to the storage; it is not stored", item.chunk.key.hex())
-            outcomes.update((item.chunk.key, _failure(result)) for item, result in zip(fresh, results, strict=False))
+            outcomes.update((item.chunk.key, _failure(result)) for item, result in results)
             written = [
                 (item, Location(item.chunk.set_id, self._worker.share.rank, item.chunk.slot,
                                 self._slab_bytes(writes), writes, result.checksums))
-                for item, result in zip(fresh, results, strict=False) if result.ok
+                for item, result in results if result.ok
             ]  # fmt: skip
-            published = self._publish(written)
+            published = self._publish(plan, written)
             outcomes.update((item.chunk.key, SaveOutcome.SAVED) for item, _ in published)
             self._keep_slots(published, ours)
             self._note_disk(outcomes)
@@ -295,39 +295,28 @@ class Saver:
         except IndexUnavailable:
             return False
 
-    def _write_records(self, plan: SavePlan, fresh: list[Staged], writes: Extent, ours: list[Staged]) -> list[OpResult]:
-        """Writes the records; no results when that took too long (their slots are then no longer `ours`)."""
-        files = self._worker.files(plan.namespace)
+    def _write_records(self, plan: SavePlan, fresh: list[Staged], ours: list[Staged]) -> list[tuple[Staged, OpResult]]:
+        """Writes the records of those whose sets are still ours; no results when that took too long (their slots are
+        then no longer `ours`)."""
+        assert self._segments is not None
         with ExitStack() as stack:
-            ops = []
+            ops, begun = [], []
             for item in fresh:
-                segment = self._segment(files, plan, item.chunk.set_id, writes)
-                stack.callback(segment.release)
-                ops.append(self._write_op(plan, item, segment))
+                segment = self._segments.lease(plan, item.chunk)
+                if segment is not None:
+                    stack.callback(segment.release)
+                    ops.append(self._write_op(plan, item, segment))
+                    begun.append(item)
             batch = self._worker.io.ring.submit(ops)
             if batch.wait(self._worker.timeout_s):
-                return batch.results()
+                return list(zip(begun, batch.results(), strict=True))
             # Descriptors and slots stay taken until the kernel gives the last write back.
-            for item in fresh:
+            for item in begun:
                 ours.remove(item)
-            stack.callback(self._give_back, fresh)
+            stack.callback(self._give_back, begun)
             self._worker.quarantine.add(batch, stack.pop_all().close)
             self._rest(f"a write took more than {self._worker.timeout_s:.0f} s")
             return []
-
-    def _segment(self, files: SegmentFiles, plan: SavePlan, set_id: int, writes: Extent) -> OpenSegment:
-        """Our segment of the set, leased; made when this is its first record."""
-        rank, slab = self._worker.share.rank, self._slab_bytes(writes)
-        with self._making:  # a file that another job is just making has no header yet
-            leased = files.lease(set_id, rank)
-            if leased is None:
-                created_ms = set_id >> 20  # set ids begin with their time (kvtier.keeper)
-                files.create(SegmentHeader(plan.namespace, set_id, rank, plan.slots, record_bytes(writes, slab),
-                                           writes, slab, created_ms))  # fmt: skip
-                leased = files.lease(set_id, rank)
-        if leased is None:
-            raise TierUnavailable(f"segment set {set_id:016x} was removed while it was made")
-        return leased
 
     def _write_op(self, plan: SavePlan, item: Staged, segment: OpenSegment) -> WriteOp:
         chunk, arena, header = item.chunk, item.arena, segment.header
@@ -345,14 +334,15 @@ class Saver:
                        header.extent.n_heads, chunk.key, header.extent.first_head,
                        header.extent.first_layer, item.checksums)  # fmt: skip
 
-    def _publish(self, written: list[tuple[Staged, Location]]) -> list[tuple[Staged, Location]]:
+    def _publish(self, plan: SavePlan, written: list[tuple[Staged, Location]]) -> list[tuple[Staged, Location]]:
         """Those that are visible now, or others' records of the same; not what lies in a set that was removed or taken
         over meanwhile."""
+        assert self._segments is not None
         index, whole = self._worker.index, self._worker.geometry.whole
         if index.publish([NewRecord(item.chunk.key, location, whole) for item, location in written]) == len(written):
             return written
-        taking = {info.set_id for info in index.sets() if info.owner != NOBODY}
-        return [(item, location) for item, location in written if location.set_id in taking]
+        ours = self._segments.leave(plan.namespace, {location.set_id for _, location in written})
+        return [(item, location) for item, location in written if location.set_id in ours]
 
     def _keep_slots(self, written: list[tuple[Staged, Location]], ours: list[Staged]) -> None:
         """What was saved may stay as a cache of itself, in the arena that it was written from and in the one above."""

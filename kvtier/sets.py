@@ -1,4 +1,5 @@
-"""SetSupply: which segment set and slot the next saved chunk takes. Pure bookkeeping under one lock.
+"""SetSupply: which segment set and slot the next saved chunk takes. Pure bookkeeping under one lock. Supplies: one such
+for each tenant in use.
 
 The scheduler's thread takes slots; the keeper's thread brings new sets and closes the full ones. Taking never waits:
 when no set is ready, the chunk is not saved.
@@ -11,8 +12,12 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from kvtier.backoff import Backoff
+
 SET_SETTLE_S = 60.0
 """A full set is closed when all its saves are answered, or after this long when an answer was lost."""
+TENANT_IDLE_S = 120.0
+"""A tenant that nothing was heard of for so long holds no open set any more."""
 
 
 @dataclass(slots=True)
@@ -71,6 +76,12 @@ class SetSupply:
         with self._lock:
             return len(self._spares)
 
+    @property
+    def n_pending(self) -> int:
+        """Chunks that took a slot and were not answered yet, of sets that are not settled."""
+        with self._lock:
+            return sum(s.pending for s in self._sets())
+
     def offer(self, set_id: int) -> None:
         """A new, registered set."""
         with self._lock:
@@ -92,22 +103,122 @@ class SetSupply:
             self._full = [s for s in self._full if s not in settled]
             return [s.set_id for s in settled]
 
-    def forget_all_but(self, ours: Collection[int]) -> list[int]:
-        """Gives nothing more of the other sets: others have taken them over, or they are lost. Returns their ids."""
+    def set_ids(self) -> set[int]:
+        """Of all sets that are not settled yet."""
         with self._lock:
-            sets = [s for s in (self._current, *self._spares, *self._full) if s is not None]
-            lost = [s.set_id for s in sets if s.set_id not in ours]
+            return {s.set_id for s in self._sets()}
+
+    def forget(self, lost: Collection[int]) -> int:
+        """Gives nothing more of these sets: others have taken them over, or they are lost. Returns how many it had."""
+        with self._lock:
+            n_lost = sum(s.set_id in lost for s in self._sets())
             if self._current is not None and self._current.set_id in lost:
                 self._current = None
             self._spares = deque(s for s in self._spares if s.set_id not in lost)
             self._full = [s for s in self._full if s.set_id not in lost]
-            return lost
+            return n_lost
 
     def abandon(self) -> tuple[list[int], list[int]]:
         """Forgets all sets; returns (ids of the used ones, ids of those of which no slot was taken)."""
         with self._lock:
-            sets = [s for s in (self._current, *self._spares, *self._full) if s is not None]
+            sets = self._sets()
             self._current = None
             self._spares.clear()
             self._full = []
             return [s.set_id for s in sets if s.taken], [s.set_id for s in sets if not s.taken]
+
+    def _sets(self) -> list[_Set]:
+        return [s for s in (self._current, *self._spares, *self._full) if s is not None]
+
+
+@dataclass(slots=True)
+class Side:
+    """What one tenant's chunks are saved to. `room`: how long to leave it alone after no set could be made for it."""
+
+    tenant: str
+    supply: SetSupply
+    used_s: float
+    room: Backoff = field(default_factory=Backoff)
+
+
+class Supplies:
+    """The supplies of one namespace: one for chunks of nobody in particular, which is always there, and one for each
+    tenant that is in use, for a set holds chunks of one tenant only. Of the latter there are as many as have labels in
+    the settings at most, and none holds sets for long that it does not use."""
+
+    def __init__(self, slots: int, spares_max: int) -> None:
+        self.slots = slots
+        self.common = SetSupply(slots, spares_max)
+        self._spares_max = max(1, spares_max // 4)
+        self._lock = threading.Lock()
+        self._sides = {"": Side("", self.common, 0.0)}
+
+    def of(self, tenant: str, now_s: float) -> Side:
+        """The tenant's, from now on in use."""
+        with self._lock:
+            side = self._sides.get(tenant)
+            if side is None:
+                side = self._sides[tenant] = Side(tenant, SetSupply(self.slots, self._spares_max), now_s)
+            side.used_s = now_s
+            return side
+
+    def sides(self) -> list[Side]:
+        with self._lock:
+            return list(self._sides.values())
+
+    def want_sets(self, now_s: float) -> bool:
+        return any(side.supply.wants_set() and not side.room.is_resting(now_s) for side in self.sides())
+
+    @property
+    def n_unused(self) -> int:
+        """Sets of which no slot was taken."""
+        return sum(side.supply.n_unused for side in self.sides())
+
+    def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
+        """See SetSupply; a set is in one of them."""
+        for side in self.sides():
+            side.supply.answered(set_id, slot, is_blank)
+
+    def take_settled(self, now_s: float) -> list[int]:
+        settled = []
+        for side in self.sides():
+            of_side = side.supply.take_settled(now_s)
+            if of_side:
+                side.room.clear()  # once they are closed they may be what goes
+            settled += of_side
+        return settled
+
+    def set_ids(self) -> set[int]:
+        return {set_id for side in self.sides() for set_id in side.supply.set_ids()}
+
+    def forget(self, lost: Collection[int]) -> int:
+        return sum(side.supply.forget(lost) for side in self.sides())
+
+    def leave_idle(self, now_s: float) -> tuple[list[int], list[int], list[int]]:
+        """Drops the supplies of tenants that nothing was heard of for a while, those with saves on their way a while
+        later: (used sets all of whose saves are answered, other used ones, unused ones)."""
+        with self._lock:
+            idle = [
+                side for side in self._sides.values()
+                if side.tenant
+                and now_s - side.used_s >= TENANT_IDLE_S + (SET_SETTLE_S if side.supply.n_pending else 0)
+            ]  # fmt: skip
+            for side in idle:
+                del self._sides[side.tenant]
+        answered, unused = _abandoned([side for side in idle if not side.supply.n_pending])
+        others, unused_too = _abandoned([side for side in idle if side.supply.n_pending])
+        return answered, others, unused + unused_too
+
+    def abandon(self) -> tuple[list[int], list[int]]:
+        """Forgets all sets; returns (ids of the used ones, ids of those of which no slot was taken)."""
+        return _abandoned(self.sides())
+
+
+def _abandoned(sides: list[Side]) -> tuple[list[int], list[int]]:
+    used: list[int] = []
+    unused: list[int] = []
+    for side in sides:
+        of_side = side.supply.abandon()
+        used += of_side[0]
+        unused += of_side[1]
+    return used, unused

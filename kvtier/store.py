@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier import metrics as names
-from kvtier.errors import IndexUnavailable
-from kvtier.index.base import Index
 from kvtier.keeper import Keeper
+from kvtier.lookups import Lookups
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 
 KNOWN_KEYS_MAX = 262_144
@@ -33,11 +32,13 @@ Clock = Callable[[], float]
 
 
 class WantedChunk(NamedTuple):
-    """A whole chunk whose KV the engine has, or will have after this step."""
+    """A whole chunk whose KV the engine has, or will have after this step. tenant: whose it is; "": nobody's in
+    particular."""
 
     key: bytes
     parent: bytes
     block_ids: tuple[int, ...]
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -71,38 +72,41 @@ class Store:
     """
 
     def __init__(
-        self, namespace_id: bytes, chunk_tokens: int, writers: int, index: Index, keeper: Keeper,
+        self, namespace_id: bytes, chunk_tokens: int, writers: int, lookups: Lookups, keeper: Keeper,
         clock: Clock = time.time,
     ) -> None:  # fmt: skip
         self.namespace_id = namespace_id
         self.metrics = keeper.metrics
+        self.reporter = keeper.reporter
         self._chunk_tokens = chunk_tokens
         self._writers = writers
         self._resume_at_s = 0.0
-        self._index = index
+        self._lookups = lookups
         self._keeper = keeper
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()
 
-    def lookup(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Index entries of the longest prefix of `keys` that is stored whole; empty on any trouble (I5).
+    def lookup(self, keys: Sequence[bytes]) -> list[bytes] | None:
+        """Index entries of the longest prefix of `keys` that is stored whole; empty on any trouble (I5). None: ask
+        again in a moment, the index has not answered yet.
 
         `keys` are consecutive chunks of one prompt, from any chunk on.
         """
-        started = time.perf_counter()
-        try:
-            entries = self._index.resolve(keys)
-        except IndexUnavailable:
+        found = self._lookups.resolve(keys)
+        if found is None:
+            return None
+        if found.is_answer:
+            now = self._clock()
+            for key in keys[len(found.entries) :]:
+                self._forget_lost(key, now)
+        else:
             self.metrics.add(names.INDEX_ERRORS)
-            entries = []
-        now = self._clock()
-        for key in keys[len(entries) :]:
-            self._forget_lost(key, now)
         self.metrics.add(names.LOOKUPS)
-        self.metrics.add(names.LOOKUP_SECONDS, time.perf_counter() - started)
+        self.metrics.add(names.LOOKUP_SECONDS, found.took_s)
+        self.reporter.took("lookup", found.took_s)
         self.metrics.add(names.LOOKUP_TOKENS, len(keys) * self._chunk_tokens)
-        return entries
+        return found.entries
 
     def plan_load(
         self, request_id: str, keys: Sequence[bytes], entries: Sequence[bytes], block_ids: Sequence[int],
@@ -124,6 +128,7 @@ class Store:
             if key not in self._known:
                 self._remember(key, _Known(0, 0, now, missing=0))
         self.metrics.add(names.HIT_TOKENS, len(keys) * self._chunk_tokens - first_token)
+        self.reporter.saw_hit(keys[-1], len(keys) * self._chunk_tokens)
         return LoadPlan(request_id, self.namespace_id, tuple(chunks))
 
     def plan_save(self, wanted: Sequence[WantedChunk]) -> SavePlan | None:
@@ -143,17 +148,24 @@ class Store:
             if now < self._resume_at_s:
                 self.metrics.add(names.SKIPPED_RESTING)
                 continue
-            place = self._keeper.supply.take(now)
+            side = self._keeper.supplies.of(chunk.tenant, now)
+            place = side.supply.take(now)
             if place is None:
-                self.metrics.add(names.SKIPPED_NO_SPACE)
+                is_refused = bool(chunk.tenant) and side.room.is_resting(now)
+                self.metrics.add(names.SKIPPED_QUOTA if is_refused else names.SKIPPED_NO_SPACE)
                 continue
             set_id, slot = place
             self._remember(chunk.key, _Known(set_id, slot, now, self._writers))
-            chunks.append(SaveChunk(chunk.key, chunk.parent, set_id, slot, chunk.block_ids))
+            chunks.append(SaveChunk(chunk.key, chunk.parent, set_id, slot, chunk.block_ids, chunk.tenant))
         self._keeper.refill()
         if not chunks:
             return None
-        return SavePlan(self.namespace_id, self._keeper.supply.slots, tuple(chunks))
+        return SavePlan(self.namespace_id, self._keeper.supplies.slots, tuple(chunks))
+
+    def expect(self, tenant: str) -> None:
+        """Chunks of this tenant are to come: a set is made ready for them while they are computed."""
+        self._keeper.supplies.of(tenant, self._clock())
+        self._keeper.refill()
 
     def is_known(self, key: bytes) -> bool:
         """Whether the chunk is believed to be stored or on its way."""
@@ -175,9 +187,11 @@ class Store:
             known.is_blank &= answer.outcome.wrote_nothing
             known.has_failed |= answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT)
             if known.missing == 0:
-                self._keeper.supply.answered(known.set_id, known.slot, known.is_blank)
+                self._keeper.supplies.answered(known.set_id, known.slot, known.is_blank)
                 if known.has_failed:
                     del self._known[answer.key]
+                elif not known.is_blank:
+                    self.reporter.took("save", max(0.0, self._clock() - known.since_s))
 
     def reset(self) -> None:
         """Weights changed in place, or the engine's cache was reset: from now on, a namespace that nobody else has."""
@@ -188,7 +202,7 @@ class Store:
     def close(self) -> None:
         """Ends the background duties. Every wait in it is bounded (I10)."""
         self._keeper.close()
-        self._index.close()
+        self._lookups.close()
 
     def _forget_lost(self, key: bytes, now_s: float) -> None:
         """A key that the index does not have was evicted, unless it is still on its way."""

@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvtier.admission import Admissions
 from kvtier.breakeven import LoadCost
+from kvtier.codecs.base import slab_bytes
 from kvtier.fetch import Fetcher
 from kvtier.jobs import Jobs, Ticker
 from kvtier.keep import HostKeeper
 from kvtier.loads import Loader
 from kvtier.metrics import Metrics
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
+from kvtier.reports import ArenaFill, RankFigures
 from kvtier.saves import SaveBounds, Saver
 from kvtier.worker import Worker
 
@@ -75,6 +77,21 @@ class Transfer:
     @property
     def metrics(self) -> Metrics:
         return self._worker.metrics
+
+    def figures(self, counters: Mapping[str, float]) -> RankFigures:
+        """What this rank reports of itself beside `counters`."""
+        worker = self._worker
+        arenas = [("hbm" if worker.arena.is_device else "host", worker.arena)]
+        arenas += [] if worker.host is None else [("host", worker.host)]
+        fills = (
+            ArenaFill(tier=tier, size_bytes=of.n_slots * of.slot_bytes, used_bytes=of.used_slots * of.slot_bytes)
+            for tier, of in arenas
+        )
+        ceiling = None
+        if self.cost is not None and self.cost.token_s > 0:
+            chunk_bytes = worker.share.reads.n_heads * slab_bytes(worker.codec, worker.geometry, worker.share.reads)
+            ceiling = chunk_bytes / worker.geometry.chunk_tokens / self.cost.token_s
+        return RankFigures(dict(counters), tuple(fills), ceiling)
 
     def save(self, plan: SavePlan) -> None:
         """Gathers the plan's chunks before it returns. Each chunk is answered once, in some later `poll`."""

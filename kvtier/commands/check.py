@@ -16,6 +16,7 @@ from kvtier.config import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed
 from kvtier.doctor.storage import beyond_the_disk, place_of
 from kvtier.errors import ConfigError
+from kvtier.indexes import look_at_redis
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import sizes_for
 from kvtier.machine import beyond_available, check_host_arena, memory_here
@@ -127,6 +128,8 @@ def _look_at_root(settings: Settings) -> dict[str, str]:
 def _look_at_index(settings: Settings, folder: Path) -> str:
     if settings.index.kind == "memory":
         return "in memory: forgotten when the engine ends"
+    if settings.index.kind == "redis":
+        return look_at_redis(settings)
     index_path = settings.index.path or default_index_path(settings.root, folder)
     kind = file_system_of(index_path)
     if kind.is_network:

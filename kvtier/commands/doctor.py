@@ -6,11 +6,12 @@ from pathlib import Path
 
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.doctor.report import examine, line
+from kvtier.indexes import look_at_redis
 
 
 def run_doctor(path: Path | None, as_json: bool) -> int:
     found = []
-    for verdict in examine(path):
+    for verdict in examine(path, look_at_redis=look_at_redis):
         found.append(verdict)
         if not as_json:
             print(line(verdict), flush=True)

@@ -15,7 +15,8 @@ from kvtier.capacity import Engine, Rates
 from kvtier.commands.plan_figures import Asked, make_plan
 from kvtier.commands.plan_text import plan_lines, plan_values
 from kvtier.commands.status import FOUND_BAD, OK, print_json
-from kvtier.config import CHUNK_TOKENS_UNIT, parse_bytes
+from kvtier.config import CHUNK_TOKENS_UNIT
+from kvtier.config_types import parse_bytes
 from kvtier.errors import ConfigError
 
 T = TypeVar("T")

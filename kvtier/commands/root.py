@@ -1,18 +1,20 @@
-"""The commands that look at a root: stats, verify, index rebuild."""
+"""The commands that look at a root: stats, verify."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+from kvtier.commands.progress import progress
 from kvtier.commands.status import FOUND_BAD, OK, print_json
+from kvtier.commands.tables import print_table
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.housekeeping import SWEEP_LEASE, Housekeeper, Rebuilt
+from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
@@ -21,8 +23,7 @@ from kvtier.owner import read_owner, this_node
 from kvtier.root import Root
 from kvtier.sizes import size
 
-OTHERS_TIMEOUT_S = 60.0
-"""A rebuild waits so long for an engine's sweep; a killed engine's lease runs out sooner."""
+SEGMENTS = "segments"
 
 
 def run_stats(root: Root, as_json: bool) -> int:
@@ -35,48 +36,16 @@ def run_stats(root: Root, as_json: bool) -> int:
     return FOUND_BAD if found.unreadable else OK
 
 
-def run_verify(root: Root, as_json: bool) -> int:
+def run_verify(root: Root, as_json: bool, index: Index | None = None) -> int:
+    """index: an opened one that knows the root; None: the one that lies there, or else the record headers."""
     started = time.monotonic()
-    with _readable_index(root) as index:
-        report = verify(root, index, _progress("verifying"))
+    with _readable_index(root) if index is None else nullcontext(index) as found:
+        report = verify(root, found, progress("verifying", SEGMENTS))
     if as_json:
         print_json({"root": str(root.path), **asdict(report), "bad": [finding._asdict() for finding in report.bad]})
     else:
         _print_report(root, report, time.monotonic() - started)
     return FOUND_BAD if report.bad else OK
-
-
-def run_rebuild(root: Root, as_json: bool) -> int:
-    if root.index_path is None:
-        raise ConfigError("index.path", None, f"root {root.path} has no embedded index: there is nothing to rebuild")
-    if not _is_ours(root):
-        owner = read_owner(root.folder)
-        fix = f"the index of this root lies on node {owner.node if owner else '?'}: run this there"
-        raise ConfigError("index.path", str(root.index_path), fix)
-    index = LmdbIndex(str(root.index_path))
-    try:
-        index.bind(root.folder)
-        rebuilt = _rebuild(index, root)
-        index.rebuilt()
-    finally:
-        index.close()
-    if as_json:
-        print_json({"root": str(root.path), "index_path": str(root.index_path), **asdict(rebuilt)})
-    else:
-        _print_rebuilt(root, rebuilt)
-    return FOUND_BAD if rebuilt.unreadable else OK
-
-
-def _rebuild(index: Index, root: Root) -> Rebuilt:
-    """Waits for an engine's sweep to end. Raises IndexUnavailable when it does not."""
-    housekeeper = _housekeeper(index, root)
-    deadline = time.monotonic() + OTHERS_TIMEOUT_S
-    while (rebuilt := housekeeper.rebuild(_progress("rebuilding"))) is None:
-        if time.monotonic() > deadline:
-            other = index.lease_owner(SWEEP_LEASE, time.time())
-            raise IndexUnavailable(f"{root.path}: {other} is sweeping it or rebuilding its index already; try again")
-        time.sleep(0.1)
-    return rebuilt
 
 
 @contextmanager
@@ -91,7 +60,7 @@ def _readable_index(root: Root) -> Iterator[Index]:
         return
     print("no index of this root here: reading the headers of all records instead", file=sys.stderr)
     memory = MemoryIndex()
-    _housekeeper(memory, root).rebuild(_progress("reading headers"))
+    _housekeeper(memory, root).rebuild(progress("reading headers", SEGMENTS))
     yield memory
 
 
@@ -125,19 +94,6 @@ def _housekeeper(index: Index, root: Root) -> Housekeeper:
     return Housekeeper(index, root.folder, f"cli/{os.getpid()}")
 
 
-def _progress(doing: str) -> Callable[[int, int], None]:
-    """Rewrites one line on a terminal; silent elsewhere."""
-
-    def show(done: int, total: int) -> None:
-        end = "\r" if done < total else "\n"
-        print(f"\033[K{doing}: {done} of {total} segments", end=end, file=sys.stderr, flush=True)
-
-    def stay_silent(done: int, total: int) -> None:
-        pass
-
-    return show if sys.stderr.isatty() else stay_silent
-
-
 # --- for programs ---
 
 
@@ -155,7 +111,7 @@ def _print_stats(root: Root, found: RootStats) -> None:
     rows = [_stats_row(entry) for entry in found.namespaces]
     if rows:
         titles = ("namespace", "engine", "KV", "codec", "chunks", "tokens", "sets", "segments", "on disk", "last used")
-        _print_table([titles, *rows])
+        print_table([titles, *rows], right=(4, 5, 6, 7, 8))
     print(f"{root.path}: {size(found.n_bytes)} in {len(rows)} namespaces")
     for fault in found.unreadable:
         print(f"BAD {fault}")
@@ -186,18 +142,3 @@ def _print_report(root: Root, report: VerifyReport, seconds: float) -> None:
         print(
             "What is bad is a miss at its next use: nothing has to be done. index rebuild takes out what has no file."
         )
-
-
-def _print_rebuilt(root: Root, rebuilt: Rebuilt) -> None:
-    for fault in rebuilt.unreadable:
-        print(f"BAD {fault}")
-    print(
-        f"{root.path}: {rebuilt.records:,} records of {rebuilt.segments:,} segments were added to {root.index_path}; "
-        f"{rebuilt.removed_sets} sets without files were taken out"
-    )
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import fill
 
@@ -17,7 +17,9 @@ from kvtier.io.native import instruction_set
 LINE_WIDTH = 110
 
 
-def examine(path: Path | None, host: Host | None = None) -> Iterator[Verdict]:
+def examine(
+    path: Path | None, host: Host | None = None, look_at_redis: Callable[[Settings], str] | None = None
+) -> Iterator[Verdict]:
     """path: the root, or a settings file; None: the configured root, and where none is configured, storage is left
     out."""
     machine = host or Host()
@@ -33,7 +35,19 @@ def examine(path: Path | None, host: Host | None = None) -> Iterator[Verdict]:
     else:
         yield from examine_efa(machine, on_lustre=False)
         yield Verdict("warn", "storage", "not looked at", "name the root: kvtier doctor PATH, or set KVTIER_ROOT")
-    yield Verdict("ok", "Redis", "not configured")
+    yield _redis(settings, look_at_redis)
+
+
+def _redis(settings: Settings | None, look: Callable[[Settings], str] | None) -> Verdict:
+    if settings is None or look is None or settings.index.kind != "redis":
+        return Verdict("ok", "Redis", "not configured")
+    try:
+        said = look(settings).removeprefix("in Redis ")
+    except ConfigError as fault:
+        return Verdict("bad", "Redis", f"{settings.index.url}: {fault.key} is refused", fault.fix)
+    if "does not answer" in said:
+        return Verdict("warn", "Redis", said, "start it, or correct index.url: until it answers, all is a miss")
+    return Verdict("ok", "Redis", said)
 
 
 def _settings(path: Path | None) -> tuple[Settings | None, Verdict | None]:

@@ -41,7 +41,8 @@ def examine_storage(host: Host, root: Path, settings: Settings | None) -> Iterat
         place = place_of(root.absolute())
         if settings is not None:
             check_mount(settings)
-        check_node(root.absolute() / f"v{FORMAT_VERSION}")
+        if settings is None or settings.index.kind != "redis":  # with one in Redis a root belongs to no node
+            check_node(root.absolute() / f"v{FORMAT_VERSION}")
     except ConfigError as fault:
         yield Verdict("bad", "root", str(root), fault.fix)
         return

@@ -7,7 +7,7 @@ Times are seconds since the epoch and passed in (I6).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,6 +15,8 @@ from kvtier.geometry import Extent
 
 NOBODY = ""
 """Owner of a set that was read back from its files, or taken over from a writer that gave no sign of life."""
+EVICT_LEASE = "evict"
+"""Who holds it may remove sets to make room; its fencing token goes with each removal."""
 
 
 class Location(NamedTuple):
@@ -44,6 +46,8 @@ class SetInfo:
     n_bytes: what its files take on disk over all ranks (they are allocated whole).
     owner: the engine that fills it; NOBODY where only what its files hold may still become visible.
     is_open: its writer may still add records; it is not evicted while its writer lives.
+    tenant: label of the tenant whose chunks lie in it; "": of everybody without a label.
+    uses: how often hits fell on it, as booked by `touch`.
     """
 
     set_id: int
@@ -54,6 +58,16 @@ class SetInfo:
     used_s: float
     is_open: bool = True
     is_pinned: bool = False
+    tenant: str = ""
+    uses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Hits on a set since the last time that was booked: when the latest one was, and how many they are."""
+
+    at_s: float
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +123,29 @@ class Index(Protocol):
         """Its writer is done: no further records; its files now take `n_bytes`. Unknown ids are ignored."""
         ...
 
-    def sets(self) -> list[SetInfo]: ...
+    def sets(self) -> list[SetInfo]:
+        """All of them, by id."""
+        ...
+
+    def some_sets(self, set_ids: Collection[int]) -> list[SetInfo]:
+        """Those of `set_ids` that are registered, by id; one round trip for all."""
+        ...
 
     def members(self, set_id: int) -> list[tuple[bytes, Location]]:
         """The visible records that lie in a set."""
         ...
 
-    def remove_set(self, set_id: int) -> int:
-        """Takes the set and all its records out of the index; returns how many records. Idempotent."""
+    def remove_set(self, set_id: int, token: int | None = None) -> int:
+        """Takes the set and all its records out of the index; returns how many records. Idempotent.
+
+        token: the caller's, of EVICT_LEASE. Raises StaleLease when another owner has taken that lease since; what was
+        removed until then stays so.
+        """
         ...
 
-    def touch(self, used: Mapping[int, float]) -> None:
-        """Raises `used_s` of sets (set id -> time); never lowers it."""
+    def touch(self, used: Mapping[int, Use]) -> None:
+        """Books hits on sets (by id): raises `used_s`, never lowers it, and adds to `uses`. Unknown ids are
+        ignored."""
         ...
 
     def pin_set(self, set_id: int, pinned: bool) -> bool:
@@ -138,7 +163,25 @@ class Index(Protocol):
 
     def release_lease(self, name: str, owner: str) -> None: ...
 
+    def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
+        """Keeps a small document under `name` (at most 200 bytes of UTF-8) in place of what was there. None: it does
+        not expire. Notes are not in the segments, so a rebuild does not bring lost ones back."""
+        ...
+
+    def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
+        """The notes whose name starts so and that have not expired, sorted by name. Expired ones are forgotten, at
+        the latest here."""
+        ...
+
+    def drop_note(self, name: str) -> bool:
+        """False when there was none."""
+        ...
+
     def counts(self) -> IndexCounts: ...
+
+    def entries(self) -> Iterator[tuple[bytes, bytes]]:
+        """(key, entry) of every chunk, in no order; some may come twice. For checks: it reads the whole index."""
+        ...
 
     @property
     def was_reset(self) -> bool:
@@ -150,7 +193,7 @@ class Index(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forgets every set and record (leases stay); before a rebuild."""
+        """Forgets every set and record (leases and notes stay); before a rebuild."""
         ...
 
     def close(self) -> None: ...

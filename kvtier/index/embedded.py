@@ -3,50 +3,43 @@
 Named databases:
 
     entries   key                                           -> kvtier.index.entry
-    sets      set id, u64 big-endian                        -> SetInfo, below
+    sets      set id, u64 big-endian                        -> kvtier.index.set_info
     members   set id u64, rank u16, slot u32, big-endian    -> key
     leases    name, UTF-8                                   -> fencing token u64, expires f64, owner in UTF-8
+    notes     name, UTF-8                                   -> expires f64 (infinity: never), the note
     meta      "rebuilt"                                     -> empty; absent: nobody has filled this index yet
               "root"                                        -> the folder of segments that this is the index of
-
-    SetInfo   offset size                                   (values little-endian)
-                   0   16  namespace id
-                  16    8  n_bytes
-                  24    8  created, f64 seconds
-                  32    8  used, f64 seconds
-                  40    1  1: open, 2: pinned
-                  41    -  owner, UTF-8
 
 Every check and its change stand in one write transaction.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvtier.errors import ConfigError, Corrupt
-from kvtier.index import entry, lmdb_env
-from kvtier.index.base import NOBODY, IndexCounts, Location, NewRecord, SetInfo
+from kvtier.errors import ConfigError, Corrupt, StaleLease
+from kvtier.index import entry, lmdb_env, set_info
+from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, NewRecord, SetInfo, Use
 from kvtier.index.lmdb_env import View
 from kvtier.io.filesystem import file_system_of
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
-_FORMAT_VERSION = 1
-_DATABASES = ("entries", "sets", "members", "leases", "meta")
+_FORMAT_VERSION = 2
+_DATABASES = ("entries", "sets", "members", "leases", "notes", "meta")
 _REBUILT, _ROOT = b"rebuilt", b"root"
 _RECORDS_PER_TRANSACTION = 512  # bounds how long other writers wait: about 5 ms on 2 cores of a 2.x GHz Xeon
 
 _SET_ID = struct.Struct(">Q")
 _MEMBER = struct.Struct(">QHI")
-_SET_INFO = struct.Struct("<16sQddB")
 _LEASE = struct.Struct("<Qd")
-_OPEN, _PINNED = 1, 2
+_EXPIRES = struct.Struct("<d")
 
 
 class LmdbIndex:
@@ -147,6 +140,11 @@ class LmdbIndex:
     def sets(self) -> list[SetInfo]:
         return self._shared.read(_sets)
 
+    def some_sets(self, set_ids: Collection[int]) -> list[SetInfo]:
+        wanted = sorted(set(set_ids))
+        found = self._shared.read(lambda view: [_get_set(view, set_id) for set_id in wanted])
+        return [info for info in found if info is not None]
+
     def members(self, set_id: int) -> list[tuple[bytes, Location]]:
         def work(view: View) -> list[tuple[entry.Place, bytes, bytes | None]]:
             return [(place, key, view.get("entries", key)) for place, key in _members(view, set_id)]
@@ -159,19 +157,25 @@ class LmdbIndex:
             if entry.place(location) == place
         ]
 
-    def remove_set(self, set_id: int) -> int:
+    def remove_set(self, set_id: int, token: int | None = None) -> int:
+        def work(view: View) -> tuple[int, bool]:
+            if token is not None and token != _get_lease(view, EVICT_LEASE)[0]:
+                raise StaleLease(f"set {set_id:016x} is left to who evicts now")
+            return _remove_some(view, set_id)
+
         removed, more = 0, True
         while more:
-            n_removed, more = self._shared.write(lambda view: _remove_some(view, set_id))
+            n_removed, more = self._shared.write(work)
             removed += n_removed
         return removed
 
-    def touch(self, used: Mapping[int, float]) -> None:
+    def touch(self, used: Mapping[int, Use]) -> None:
         def work(view: View) -> None:
-            for set_id, used_s in used.items():
+            for set_id, use in used.items():
                 info = _get_set(view, set_id)
-                if info is not None and used_s > info.used_s:
-                    _put_set(view, replace(info, used_s=used_s))
+                if info is not None:
+                    used_s = max(info.used_s, use.at_s)
+                    _put_set(view, replace(info, used_s=used_s, uses=info.uses + use.count))
 
         if used:
             self._shared.write(work)
@@ -215,6 +219,25 @@ class LmdbIndex:
 
         self._shared.write(work)
 
+    def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
+        packed = _EXPIRES.pack(math.inf if expires_s is None else expires_s) + value
+        self._shared.write(lambda view: view.put("notes", name.encode(), packed))
+
+    def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
+        found = self._shared.read(lambda view: view.scan("notes", prefix.encode()))
+        expired = [name for name, value in found if now_s >= _EXPIRES.unpack_from(value)[0]]
+        if expired:
+            self._shared.write(lambda view: _drop_expired(view, expired, now_s))
+        return {name.decode(): value[_EXPIRES.size :] for name, value in found if name not in expired}
+
+    def drop_note(self, name: str) -> bool:
+        def work(view: View) -> bool:
+            is_there = view.get("notes", name.encode()) is not None
+            view.delete("notes", name.encode())
+            return is_there
+
+        return self._shared.write(work)
+
     def counts(self) -> IndexCounts:
         def work(view: View) -> IndexCounts:
             infos = _sets(view)
@@ -222,6 +245,10 @@ class LmdbIndex:
             return IndexCounts(view.count("entries"), view.count("members"), len(infos), n_bytes)
 
         return self._shared.read(work)
+
+    def entries(self) -> Iterator[tuple[bytes, bytes]]:
+        for first in range(256):  # piece by piece: writers of this process wait for a reader
+            yield from self._shared.read(partial(View.scan, database="entries", prefix=bytes([first])))
 
     def clear(self) -> None:
         def work(view: View) -> None:
@@ -314,33 +341,24 @@ def _unpack(value: bytes | None) -> list[Location]:
 
 
 def _sets(view: View) -> list[SetInfo]:
-    return [_unpack_set(set_id, value) for set_id, value in view.scan("sets")]
+    return [set_info.unpack(_SET_ID.unpack(set_id)[0], value) for set_id, value in view.scan("sets")]
 
 
 def _get_set(view: View, set_id: int) -> SetInfo | None:
-    packed = _SET_ID.pack(set_id)
-    value = view.get("sets", packed)
-    return None if value is None else _unpack_set(packed, value)
+    value = view.get("sets", _SET_ID.pack(set_id))
+    return None if value is None else set_info.unpack(set_id, value)
 
 
 def _put_set(view: View, info: SetInfo) -> None:
-    view.put("sets", _SET_ID.pack(info.set_id), _pack_set(info))
+    view.put("sets", _SET_ID.pack(info.set_id), set_info.pack(info))
 
 
-def _pack_set(info: SetInfo) -> bytes:
-    assert len(info.namespace) == 16, "a namespace id has 16 bytes"
-    flags = (_OPEN if info.is_open else 0) | (_PINNED if info.is_pinned else 0)
-    head = _SET_INFO.pack(info.namespace, info.n_bytes, info.created_s, info.used_s, flags)
-    return head + info.owner.encode()
-
-
-def _unpack_set(set_id: bytes, value: bytes) -> SetInfo:
-    namespace, n_bytes, created_s, used_s, flags = _SET_INFO.unpack_from(value)
-    return SetInfo(
-        set_id=_SET_ID.unpack(set_id)[0], namespace=namespace, owner=value[_SET_INFO.size :].decode(),
-        n_bytes=n_bytes, created_s=created_s, used_s=used_s,
-        is_open=bool(flags & _OPEN), is_pinned=bool(flags & _PINNED),
-    )  # fmt: skip
+def _drop_expired(view: View, names: Sequence[bytes], now_s: float) -> None:
+    """Those of `names` that nobody has put anew meanwhile."""
+    for name in names:
+        value = view.get("notes", name)
+        if value is not None and now_s >= _EXPIRES.unpack_from(value)[0]:
+            view.delete("notes", name)
 
 
 def _get_lease(view: View, name: str) -> tuple[int, float, str]:

@@ -5,12 +5,14 @@ Nothing outlives the object. One lock; every method is atomic.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvtier.errors import StaleLease
 from kvtier.index import entry
-from kvtier.index.base import NOBODY, IndexCounts, Location, NewRecord, SetInfo
+from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, NewRecord, SetInfo, Use
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class MemoryIndex:
         self._sets: dict[int, SetInfo] = {}
         self._members: dict[int, dict[tuple[int, int], bytes]] = {}
         self._leases: dict[str, _Lease] = {}
+        self._notes: dict[str, tuple[bytes, float]] = {}  # value, and when it expires
         self._was_reset = True
 
     @property
@@ -108,6 +111,10 @@ class MemoryIndex:
         with self._lock:
             return [self._sets[set_id] for set_id in sorted(self._sets)]
 
+    def some_sets(self, set_ids: Collection[int]) -> list[SetInfo]:
+        with self._lock:
+            return [self._sets[set_id] for set_id in sorted(set(set_ids)) if set_id in self._sets]
+
     def members(self, set_id: int) -> list[tuple[bytes, Location]]:
         with self._lock:
             return self._members_of(set_id)
@@ -119,8 +126,10 @@ class MemoryIndex:
             found.append((key, locations[set_id, rank, slot]))
         return found
 
-    def remove_set(self, set_id: int) -> int:
+    def remove_set(self, set_id: int, token: int | None = None) -> int:
         with self._lock:
+            if token is not None and token != self._token(EVICT_LEASE):
+                raise StaleLease(f"set {set_id:016x} is left to who evicts now")
             members = self._members_of(set_id)
             for key, location in members:
                 left = entry.remove(self._entries[key], entry.place(location))
@@ -130,12 +139,17 @@ class MemoryIndex:
             self._sets.pop(set_id, None)
             return len(members)
 
-    def touch(self, used: Mapping[int, float]) -> None:
+    def _token(self, name: str) -> int:
+        lease = self._leases.get(name)
+        return 0 if lease is None else lease.token
+
+    def touch(self, used: Mapping[int, Use]) -> None:
         with self._lock:
-            for set_id, used_s in used.items():
+            for set_id, use in used.items():
                 info = self._sets.get(set_id)
-                if info is not None and used_s > info.used_s:
-                    self._sets[set_id] = replace(info, used_s=used_s)
+                if info is not None:
+                    used_s = max(info.used_s, use.at_s)
+                    self._sets[set_id] = replace(info, used_s=used_s, uses=info.uses + use.count)
 
     def pin_set(self, set_id: int, pinned: bool) -> bool:
         with self._lock:
@@ -166,6 +180,19 @@ class MemoryIndex:
             if lease is not None and lease.owner == owner:
                 lease.owner = ""  # its token stays, so that the next owner's is larger
 
+    def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
+        with self._lock:
+            self._notes[name] = (value, math.inf if expires_s is None else expires_s)
+
+    def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
+        with self._lock:
+            self._notes = {name: note for name, note in self._notes.items() if now_s < note[1]}
+            return {name: self._notes[name][0] for name in sorted(self._notes) if name.startswith(prefix)}
+
+    def drop_note(self, name: str) -> bool:
+        with self._lock:
+            return self._notes.pop(name, None) is not None
+
     def counts(self) -> IndexCounts:
         with self._lock:
             return IndexCounts(
@@ -174,6 +201,10 @@ class MemoryIndex:
                 sets=len(self._sets),
                 n_bytes=sum(info.n_bytes for info in self._sets.values()),
             )
+
+    def entries(self) -> Iterator[tuple[bytes, bytes]]:
+        with self._lock:
+            return iter(list(self._entries.items()))
 
     def clear(self) -> None:
         with self._lock:

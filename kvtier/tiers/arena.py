@@ -123,6 +123,12 @@ class Arena(Generic[Content]):
         with self._lock:
             self._table.drop(key)
 
+    @property
+    def used_slots(self) -> int:
+        """Slots that hold a chunk."""
+        with self._lock:
+            return len(self._table)
+
     def check(self) -> None:
         with self._lock:
             self._table.check()

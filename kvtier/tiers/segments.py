@@ -124,14 +124,14 @@ class SegmentFiles:
         """Bytes that each segment set's files take on disk."""
         total: dict[int, int] = {}
         for set_id, rank in self.ids():
-            total[set_id] = total.get(set_id, 0) + self._bytes_of(set_id, rank)
+            total[set_id] = total.get(set_id, 0) + self.bytes_of(set_id, rank)
         return total
 
     def set_bytes_of(self, set_id: int) -> int:
         """Bytes that the files of one set take on disk. No other file is looked at: there may be a million."""
-        return sum(self._bytes_of(set_id, rank) for found, rank in self.ids() if found == set_id)
+        return sum(self.bytes_of(set_id, rank) for found, rank in self.ids() if found == set_id)
 
-    def _bytes_of(self, set_id: int, rank: int) -> int:
+    def bytes_of(self, set_id: int, rank: int) -> int:
         """0 when it is gone."""
         try:
             return os.lstat(self.folder / segment_name(set_id, rank)).st_blocks * 512

@@ -1,0 +1,334 @@
+"""What the operations answer: the command line prints it, the admin service sends it, both as the same JSON.
+
+Times are seconds since the epoch, sizes bytes, rates a second. null always means "not known" or "not measured", never
+zero.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.reports import BOUNDS_S, TopPrefix, WorkerReport
+
+_ANSWER = ConfigDict(frozen=True)
+
+HexId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="16 bytes in hex")]
+SetId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$", description="number of a segment set in hex, as in file names")]
+
+
+class IndexState(BaseModel):
+    """is_being_rebuilt: it lost its content, or is new; an engine, or `kvtier index rebuild`, reads it back from the
+    segments."""
+
+    model_config = _ANSWER
+    is_being_rebuilt: bool
+    chunks: int
+    records: int
+    sets: int
+    set_bytes: int = Field(description="what all segment sets take on disk")
+
+
+class TierFill(BaseModel):
+    """hbm and host: sums over all engines that report. filesystem: size_bytes is the configured capacity."""
+
+    model_config = _ANSWER
+    tier: Literal["hbm", "host", "filesystem"]
+    used_bytes: int
+    size_bytes: int
+
+
+class Capacity(BaseModel):
+    """Of the root. Watermarks are fractions of capacity_bytes."""
+
+    model_config = _ANSWER
+    capacity_bytes: int
+    used_bytes: int
+    pinned_bytes: int
+    disk_free_bytes: int
+    high_watermark: float
+    low_watermark: float
+    policy: str
+
+
+class Rates(BaseModel):
+    """Sums over the engines that report, each over its own last interval. hit_ratio: of the tokens looked up."""
+
+    model_config = _ANSWER
+    hit_ratio: float | None
+    lookup_tokens_s: float
+    hit_tokens_s: float
+    load_bytes_s: float
+    file_read_bytes_s: float
+    save_bytes_s: float
+    evicted_bytes_s: float
+    skipped_chunks_s: float
+    errors_s: float
+    ttft_saved_s_per_s: float = Field(description="seconds of time to first token that were saved in each second")
+
+
+class Totals(BaseModel):
+    """Sums over the engines that report, since each one's start."""
+
+    model_config = _ANSWER
+    hit_ratio: float | None
+    lookup_tokens: float
+    hit_tokens: float
+    load_bytes: float
+    file_read_bytes: float
+    save_bytes: float
+    evicted_bytes: float
+    skipped_chunks: float
+    errors: float
+    ttft_saved_s: float
+
+
+class LatencySummary(BaseModel):
+    """Quantiles are estimated from the buckets (`counts`, with upper bounds `bounds_s` and one bucket without)."""
+
+    model_config = _ANSWER
+    count: int
+    mean_s: float | None
+    p50_s: float | None
+    p95_s: float | None
+    p99_s: float | None
+    bounds_s: list[float] = list(BOUNDS_S)
+    counts: list[int]
+    sum_s: float
+
+
+class Latencies(BaseModel):
+    """lookup: in the index. load: from asking a worker to the last byte. save: from planning it to its publication."""
+
+    model_config = _ANSWER
+    lookup: LatencySummary
+    load: LatencySummary
+    save: LatencySummary
+
+
+class NamespaceRow(BaseModel):
+    """model: as an engine that uses it reports it. hits: uses of its sets, as far as the engines have booked them."""
+
+    model_config = _ANSWER
+    id: str
+    engine: str
+    model: str
+    kv: str = Field(description="layers x KV heads and type, such as 32x8 bfloat16")
+    codec: str
+    chunk_tokens: int
+    sets: int
+    open_sets: int
+    pinned_sets: int
+    n_bytes: int
+    quota_bytes: int | None
+    hits: int
+    last_used_s: float | None
+    is_readable: bool = Field(description="false: nobody can tell whose KV lies there; engines do not use it")
+
+
+class TenantRow(BaseModel):
+    """label: "" is everybody without one."""
+
+    model_config = _ANSWER
+    label: str
+    sets: int
+    n_bytes: int
+    quota_bytes: int | None
+    hits: int
+    last_used_s: float | None
+
+
+class Worker(BaseModel):
+    """An engine that gives signs of life. age_s: of its last report."""
+
+    model_config = _ANSWER
+    age_s: float
+    hit_ratio: float | None = Field(description="of its last interval")
+    report: WorkerReport
+
+
+class Prefix(TopPrefix):
+    """A prefix that is loaded often, over all engines that report."""
+
+    model_config = _ANSWER
+    namespace: str
+    model: str
+    workers: int
+    is_pinned: bool
+
+
+class Snapshot(BaseModel):
+    """How everything stands. read_ceiling_bytes_s: sum over hosts of the best calibrated rate on each; null where no
+    engine measured one (those without a GPU do not)."""
+
+    model_config = _ANSWER
+    at_s: float
+    index: IndexState
+    capacity: Capacity
+    tiers: list[TierFill]
+    rates: Rates
+    totals: Totals
+    latencies: Latencies
+    read_ceiling_bytes_s: float | None
+    namespaces: list[NamespaceRow]
+    tenants: list[TenantRow]
+    workers: list[Worker]
+    unreadable_reports: int = Field(description="notes in the index that are no reports")
+    top_prefixes: list[Prefix]
+
+
+class SetRow(BaseModel):
+    """A segment set. owner: the engine that fills it or filled it; "" when it was read back from its files."""
+
+    model_config = _ANSWER
+    set_id: SetId
+    namespace: HexId
+    tenant: str
+    owner: str
+    n_bytes: int
+    created_s: float
+    used_s: float
+    uses: int
+    is_open: bool
+    is_pinned: bool
+
+
+class SegmentFile(BaseModel):
+    model_config = _ANSWER
+    name: str
+    n_bytes: int
+
+
+class SetDetails(SetRow):
+    """records: that can be found in it now. files: of all ranks, on disk."""
+
+    model_config = _ANSWER
+    records: int
+    files: list[SegmentFile]
+
+
+class SetPage(BaseModel):
+    """next_after: pass it as `after` for the next page; null: this was the last one."""
+
+    model_config = _ANSWER
+    sets: list[SetRow]
+    next_after: SetId | None
+
+
+class SetHit(BaseModel):
+    """Chunks of a hit that lie in one set. first_chunk: number of the first of them in the prompt."""
+
+    model_config = _ANSWER
+    set_id: SetId
+    owner: str
+    first_chunk: int
+    chunks: int
+    files: list[str]
+
+
+class NamespaceHit(BaseModel):
+    """How much of a prompt one namespace has. last_key: of the last chunk that is there; a prefix is pinned by it.
+    sets: where it lies, in the order of the prompt, the first SETS_SHOWN_MAX of them."""
+
+    model_config = _ANSWER
+    namespace: HexId
+    model: str
+    chunk_tokens: int
+    chunks: int
+    hit_chunks: int
+    hit_tokens: int
+    last_key: HexId | None
+    sets: list[SetHit]
+
+
+class LookupAnswer(BaseModel):
+    """hits: of every namespace that was asked, the longest first. tokens: of the prompt."""
+
+    model_config = _ANSWER
+    tokens: int
+    hits: list[NamespaceHit]
+
+
+class Evicted(BaseModel):
+    """What went, or with dry_run would go. is_complete: false when it was ended before, by its deadline or because
+    another evictor took over; ask again for the rest. sets: the first SETS_SHOWN_MAX of n_sets."""
+
+    model_config = _ANSWER
+    dry_run: bool
+    is_complete: bool
+    n_sets: int
+    n_bytes: int
+    sets: list[SetRow]
+
+
+class PinRow(BaseModel):
+    """keys: how many chunks it names; null: the whole namespace. n_bytes: of the sets that it protects at this time."""
+
+    model_config = _ANSWER
+    id: str
+    namespace: str
+    label: str
+    keys: int | None
+    created_s: float
+    expires_s: float | None
+    sets: int
+    n_bytes: int
+
+
+class Pins(BaseModel):
+    """pinned_bytes: protected by all of them; max_bytes: what pins may protect in all."""
+
+    model_config = _ANSWER
+    pins: list[PinRow]
+    pinned_bytes: int
+    max_bytes: int
+
+
+class QuotaRow(BaseModel):
+    """of: a tenant's label, or a namespace's id. is_run_time: set here, not in the settings. quota_bytes null: none."""
+
+    model_config = _ANSWER
+    kind: Literal["tenant", "namespace"]
+    of: str
+    quota_bytes: int | None
+    used_bytes: int
+    is_run_time: bool
+
+
+class QuotaList(BaseModel):
+    model_config = _ANSWER
+    default_namespace_bytes: int | None
+    quotas: list[QuotaRow]
+
+
+class BadRecord(BaseModel):
+    model_config = _ANSWER
+    namespace: str
+    segment: str
+    slot: int | None
+    what: str
+
+
+class VerifyJob(BaseModel):
+    """Reading every record and checking every checksum, in the background. bad: the first BAD_SHOWN_MAX of n_bad.
+    unfinished: slots whose writer died; nothing refers to them."""
+
+    model_config = _ANSWER
+    id: str
+    state: Literal["waiting", "running", "done", "failed", "cancelled"]
+    segments_done: int
+    segments_total: int | None
+    started_s: float
+    ended_s: float | None
+    records: int | None
+    n_bytes: int | None
+    unfinished: int | None
+    n_bad: int | None
+    bad: list[BadRecord]
+    fault: str
+
+
+class VerifyJobs(BaseModel):
+    model_config = _ANSWER
+    jobs: list[VerifyJob]

@@ -1,0 +1,140 @@
+"""What an administrator changes: sets that go, what is pinned, and quotas."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+from kvtier.admin.answers import Evicted, PinRow, Pins, QuotaList, QuotaRow
+from kvtier.admin.listing import row_of
+from kvtier.admin.lookup import SETS_SHOWN_MAX
+from kvtier.admin.opened import Opened
+from kvtier.eviction import limits, pins
+from kvtier.eviction.choice import Selection
+from kvtier.eviction.limits import Used, quota_value
+from kvtier.eviction.pins import Pin
+from kvtier.index.base import SetInfo
+
+PINS_MAX = 1000
+PIN_KEYS_MAX = 8192
+"""2 million tokens in chunks of 256: more keys make a note that is slow to read at each eviction."""
+
+
+class Busy(Exception):
+    """Somebody else evicts right now."""
+
+
+class OverCap(Exception):
+    """Pins may not protect so much."""
+
+
+def evict(opened: Opened, selection: Selection, dry_run: bool, include_pinned: bool = False) -> Evicted:
+    """Whole sets, for they are what is evicted. Raises Busy, IndexUnavailable, TierUnavailable."""
+    capacity_bytes = opened.settings.capacity_bytes
+    planned = opened.evictor.preview(selection, capacity_bytes, include_pinned)
+    done = planned if dry_run else opened.evictor.evict(selection, capacity_bytes, include_pinned)
+    if done is None:
+        raise Busy("another evictor is at work; try again in a moment")
+    return Evicted(
+        dry_run=dry_run, is_complete=dry_run or len(done.sets) >= len(planned.sets), n_sets=len(done.sets),
+        n_bytes=done.n_bytes, sets=[row_of(info) for info in done.sets[:SETS_SHOWN_MAX]],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class NewPin:
+    """keys: of a prefix, from its first chunk on; None: the whole namespace."""
+
+    namespace: bytes
+    keys: tuple[bytes, ...] | None
+    label: str
+    expires_s: float | None
+
+
+def list_pins(opened: Opened) -> Pins:
+    """Raises IndexUnavailable."""
+    now = opened.clock()
+    sets = opened.index.sets()
+    found = pins.read_pins(opened.index.notes(pins.PREFIX, now), now)
+    capacity_bytes = opened.settings.capacity_bytes
+    protected = opened.evictor.protected(sets, capacity_bytes)
+    rows = [_pin_row(opened, pin, [info for info in sets if info.set_id in protected]) for pin in found]
+    return Pins(
+        pins=rows,
+        pinned_bytes=sum(info.n_bytes for info in sets if info.set_id in protected or info.is_pinned),
+        max_bytes=_max_bytes(opened),
+    )
+
+
+def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
+    """Raises OverCap when it would not be protected whole: a pin that holds nothing helps nobody. A prefix that is not
+    stored yet can be pinned; what is stored of it later counts then. Raises IndexUnavailable."""
+    now = opened.clock()
+    pin = Pin(uuid.uuid4().hex, wanted.namespace, wanted.keys, wanted.label, now, wanted.expires_s)
+    sets = opened.index.sets()
+    others = pins.read_pins(opened.index.notes(pins.PREFIX, now), now)
+    if len(others) >= PINS_MAX:
+        raise OverCap(f"there are {len(others)} pins already; remove some")
+    protected = opened.evictor.protected(sets, opened.settings.capacity_bytes)
+    already = [info for info in sets if info.set_id in protected or info.is_pinned]
+    known = {info.set_id for info in already}
+    more = [info for info in _meant(opened, pin, sets) if info.set_id not in known]
+    total = sum(info.n_bytes for info in [*already, *more])
+    if total > _max_bytes(opened):
+        raise OverCap(
+            f"pins would protect {total} bytes and may protect {_max_bytes(opened)} "
+            "(capacity.pinned_max_fraction of capacity_bytes)"
+        )
+    opened.index.put_note(pin.name, pin.pack(), pin.expires_s)
+    return _pin_row(opened, pin, sets)
+
+
+def drop_pin(opened: Opened, pin_id: str) -> bool:
+    """False when there was none. Raises IndexUnavailable."""
+    return opened.index.drop_note(pins.PREFIX + pin_id)
+
+
+def list_quotas(opened: Opened) -> QuotaList:
+    """Raises IndexUnavailable."""
+    noted = opened.index.notes(limits.PREFIX, opened.clock())
+    quotas = opened.evictor.quotas()
+    used = Used.of(opened.index.sets())
+    rows = [
+        QuotaRow(kind="tenant", of=name, quota_bytes=n_bytes, used_bytes=used.tenants.get(name, 0),
+                 is_run_time=limits.tenant_note(name) in noted)
+        for name, n_bytes in sorted(quotas.tenants.items())
+    ] + [
+        QuotaRow(kind="namespace", of=id_.hex(), quota_bytes=n_bytes, used_bytes=used.namespaces.get(id_, 0),
+                 is_run_time=limits.namespace_note(id_) in noted)
+        for id_, n_bytes in sorted(quotas.namespaces.items())
+    ]  # fmt: skip
+    return QuotaList(default_namespace_bytes=quotas.default_namespace_bytes, quotas=rows)
+
+
+def set_quota(opened: Opened, name: str, n_bytes: int | None) -> None:
+    """name: `limits.tenant_note` or `limits.namespace_note` of whose it is; None lifts what the settings say. Raises
+    IndexUnavailable."""
+    opened.index.put_note(name, quota_value(n_bytes), None)
+
+
+def drop_quota(opened: Opened, name: str) -> bool:
+    """Back to what the settings say; False when nothing else was set. Raises IndexUnavailable."""
+    return opened.index.drop_note(name)
+
+
+def _pin_row(opened: Opened, pin: Pin, sets: list[SetInfo]) -> PinRow:
+    held = _meant(opened, pin, sets)
+    return PinRow(
+        id=pin.pin_id, namespace=pin.namespace.hex(), label=pin.label, created_s=pin.created_s,
+        expires_s=pin.expires_s, keys=None if pin.keys is None else len(pin.keys), sets=len(held),
+        n_bytes=sum(info.n_bytes for info in held),
+    )  # fmt: skip
+
+
+def _meant(opened: Opened, pin: Pin, sets: list[SetInfo]) -> list[SetInfo]:
+    held = None if pin.keys is None else opened.evictor.sets_of(pin.keys)
+    return [info for info in sets if info.namespace == pin.namespace and (held is None or info.set_id in held)]
+
+
+def _max_bytes(opened: Opened) -> int:
+    return int(opened.settings.capacity_bytes * opened.evictor.rules.pinned_max_fraction)

@@ -1,0 +1,122 @@
+"""What the engines' reports add up to. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from kvtier import metrics as names
+from kvtier.admin.answers import Latencies, LatencySummary, Prefix, Rates, TierFill, Totals, Worker
+from kvtier.reports import BOUNDS_S, Latency, WorkerReport, hit_ratio
+
+SKIPPED = (
+    names.SKIPPED_QUEUE_FULL, names.SKIPPED_NO_SPACE, names.SKIPPED_RESTING, names.SKIPPED_FAILED,
+    names.SKIPPED_REFUSED,
+)  # fmt: skip
+"""Chunks that were not saved although nobody had saved them."""
+ERRORS = (names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.INDEX_ERRORS)
+PREFIXES_SHOWN = 32
+
+
+def workers_of(reports: Sequence[WorkerReport], now_s: float) -> list[Worker]:
+    return [
+        Worker(age_s=max(0.0, now_s - report.at_s), hit_ratio=hit_ratio(report.recent), report=report)
+        for report in reports
+    ]
+
+
+def totals_of(reports: Sequence[WorkerReport]) -> Totals:
+    """Since each engine's start; engines that have ended are no longer in it."""
+    counters = _added([report.counters for report in reports], [1.0] * len(reports))
+    return Totals(
+        hit_ratio=hit_ratio(counters),
+        lookup_tokens=counters.get(names.LOOKUP_TOKENS, 0.0),
+        hit_tokens=counters.get(names.HIT_TOKENS, 0.0),
+        load_bytes=counters.get(names.LOAD_BYTES, 0.0),
+        file_read_bytes=counters.get(names.FILE_READ_BYTES, 0.0),
+        save_bytes=counters.get(names.SAVE_BYTES, 0.0),
+        evicted_bytes=counters.get(names.EVICTED_BYTES, 0.0),
+        skipped_chunks=sum(counters.get(name, 0.0) for name in SKIPPED),
+        errors=sum(counters.get(name, 0.0) for name in ERRORS),
+        ttft_saved_s=sum(report.ttft_saved_s for report in reports),
+    )
+
+
+def rates_of(reports: Sequence[WorkerReport]) -> Rates:
+    timed = [report for report in reports if report.interval_s > 0]
+    rates = _added([report.recent for report in timed], [1 / report.interval_s for report in timed])
+    return Rates(
+        hit_ratio=hit_ratio(_added([report.recent for report in reports], [1.0] * len(reports))),
+        lookup_tokens_s=rates.get(names.LOOKUP_TOKENS, 0.0),
+        hit_tokens_s=rates.get(names.HIT_TOKENS, 0.0),
+        load_bytes_s=rates.get(names.LOAD_BYTES, 0.0),
+        file_read_bytes_s=rates.get(names.FILE_READ_BYTES, 0.0),
+        save_bytes_s=rates.get(names.SAVE_BYTES, 0.0),
+        evicted_bytes_s=rates.get(names.EVICTED_BYTES, 0.0),
+        skipped_chunks_s=sum(rates.get(name, 0.0) for name in SKIPPED),
+        errors_s=sum(rates.get(name, 0.0) for name in ERRORS),
+        ttft_saved_s_per_s=sum(report.ttft_saved_recent_s / report.interval_s for report in timed),
+    )
+
+
+def latencies_of(reports: Sequence[WorkerReport]) -> Latencies:
+    return Latencies(
+        lookup=_summary([report.lookup for report in reports]),
+        load=_summary([report.load for report in reports]),
+        save=_summary([report.save for report in reports]),
+    )
+
+
+def arenas_of(reports: Sequence[WorkerReport]) -> list[TierFill]:
+    """Both upper tiers, over all engines; one that no engine has is left out."""
+    fills = []
+    for tier in ("hbm", "host"):
+        arenas = [arena for report in reports for arena in report.arenas if arena.tier == tier]
+        if arenas:
+            used = sum(arena.used_bytes for arena in arenas)
+            fills.append(
+                TierFill(tier=arenas[0].tier, used_bytes=used, size_bytes=sum(arena.size_bytes for arena in arenas))
+            )
+    return fills
+
+
+def ceiling_of(reports: Sequence[WorkerReport]) -> float | None:
+    """Engines of one host share its way to the storage: there the best rate counts, and hosts add up."""
+    best: dict[str, float] = {}
+    for report in reports:
+        if report.read_ceiling_bytes_s is not None:
+            best[report.host] = max(best.get(report.host, 0.0), report.read_ceiling_bytes_s)
+    return sum(best.values()) if best else None
+
+
+def prefixes_of(reports: Sequence[WorkerReport], pinned_keys: Collection[str]) -> list[Prefix]:
+    """Those that are loaded most often, over all engines."""
+    found: dict[str, Prefix] = {}
+    for report in reports:
+        for prefix in report.top_prefixes:
+            other = found.get(prefix.key)
+            found[prefix.key] = Prefix(
+                key=prefix.key, tokens=max(prefix.tokens, other.tokens if other else 0),
+                hits=prefix.hits + (other.hits if other else 0), namespace=report.namespace, model=report.model,
+                workers=1 + (other.workers if other else 0), is_pinned=prefix.key in pinned_keys,
+            )  # fmt: skip
+    return sorted(found.values(), key=lambda prefix: (-prefix.hits, prefix.key))[:PREFIXES_SHOWN]
+
+
+def _summary(latencies: Sequence[Latency]) -> LatencySummary:
+    whole = Latency()
+    for latency in latencies:
+        whole = whole.merged(latency)
+    count = sum(whole.counts)
+    p50, p95, p99 = (whole.quantile_s(fraction) for fraction in (0.5, 0.95, 0.99))
+    return LatencySummary(
+        count=count, mean_s=whole.sum_s / count if count else None, p50_s=p50, p95_s=p95, p99_s=p99,
+        bounds_s=list(BOUNDS_S), counts=list(whole.counts), sum_s=whole.sum_s,
+    )  # fmt: skip
+
+
+def _added(counters: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for counted, weight in zip(counters, weights, strict=True):
+        for name, value in counted.items():
+            found[name] = found.get(name, 0.0) + value * weight
+    return found

@@ -1,0 +1,59 @@
+"""The segment sets of a root, a page at a time, and one of them with its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.admin.answers import SegmentFile, SetDetails, SetPage, SetRow
+from kvtier.admin.opened import Opened
+from kvtier.index.base import SetInfo
+from kvtier.tiers.segments import SegmentFiles, segment_name
+
+PAGE_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """None: any."""
+
+    namespace: bytes | None = None
+    tenant: str | None = None
+    is_open: bool | None = None
+
+
+def list_sets(opened: Opened, wanted: Filter, after: int, limit: int) -> SetPage:
+    """By id, which grows with time: those after number `after`, at most `limit`. Raises IndexUnavailable."""
+    found = [
+        info
+        for info in opened.index.sets()
+        if info.set_id > after
+        and wanted.namespace in (None, info.namespace)
+        and wanted.tenant in (None, info.tenant)
+        and wanted.is_open in (None, info.is_open)
+    ]
+    page = found[: min(limit, PAGE_MAX)]
+    next_after = f"{page[-1].set_id:016x}" if len(found) > len(page) else None
+    return SetPage(sets=[row_of(info) for info in page], next_after=next_after)
+
+
+def describe_set(opened: Opened, set_id: int) -> SetDetails | None:
+    """None when the index has no such set. Raises IndexUnavailable."""
+    infos = opened.index.some_sets([set_id])
+    if not infos:
+        return None
+    info = infos[0]
+    files = SegmentFiles(opened.root.folder / info.namespace.hex(), direct=False)
+    ranks = [rank for found, rank in files.ids() if found == set_id]
+    return SetDetails(
+        records=len(opened.index.members(set_id)),
+        files=[SegmentFile(name=segment_name(set_id, rank), n_bytes=files.bytes_of(set_id, rank)) for rank in ranks],
+        **row_of(info).model_dump(),
+    )
+
+
+def row_of(info: SetInfo) -> SetRow:
+    return SetRow(
+        set_id=f"{info.set_id:016x}", namespace=info.namespace.hex(), tenant=info.tenant, owner=info.owner,
+        n_bytes=info.n_bytes, created_s=info.created_s, used_s=info.used_s, uses=info.uses, is_open=info.is_open,
+        is_pinned=info.is_pinned,
+    )  # fmt: skip

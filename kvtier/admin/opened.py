@@ -1,0 +1,79 @@
+"""A root and its index, opened to be looked after."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtier.config import Settings
+from kvtier.errors import ConfigError
+from kvtier.evictor import Evictor
+from kvtier.identity import Namespace
+from kvtier.index.base import Index
+from kvtier.indexes import open_index
+from kvtier.policies import make_evictor
+from kvtier.root import Root, namespace_folders, open_root, read_namespace
+
+
+class NamespaceBook:
+    """What the namespaces of a root are: each is read once, for its description never changes."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._known: dict[bytes, Namespace] = {}
+
+    def ids(self) -> list[bytes]:
+        """Of all that have a folder."""
+        return [bytes.fromhex(folder.name) for folder in namespace_folders(self._root.folder)]
+
+    def find(self, namespace: bytes) -> Namespace | None:
+        """None when there is none, or nobody can tell what it is."""
+        with self._lock:
+            known = self._known.get(namespace)
+        if known is None:
+            try:
+                known = read_namespace(self._root.folder / namespace.hex())
+            except ConfigError:
+                return None
+            with self._lock:
+                self._known[namespace] = known
+        return known
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Thread-safe as far as the index is. clock: seconds since the epoch."""
+
+    settings: Settings
+    root: Root
+    index: Index
+    evictor: Evictor
+    clock: Callable[[], float] = time.time
+    book: NamespaceBook = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "book", NamespaceBook(self.root))
+
+    def close(self) -> None:
+        self.index.close()
+
+
+def open_for_admin(settings: Settings, clock: Callable[[], float] = time.time) -> Opened:
+    """Raises ConfigError; IndexUnavailable where the index is down."""
+    if settings.index.kind == "memory":
+        fix = "an index in memory is one engine's own, and nobody else sees it; use embedded or redis"
+        raise ConfigError("index.kind", "memory", fix)
+    root = open_root(settings)
+    return opened(settings, root, open_index(settings, root), clock)
+
+
+def opened(settings: Settings, root: Root, index: Index, clock: Callable[[], float] = time.time) -> Opened:
+    """Over an index that the caller has opened."""
+    owner = f"admin-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    return Opened(settings, root, index, make_evictor(settings, index, root, owner), clock)

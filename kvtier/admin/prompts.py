@@ -1,0 +1,82 @@
+"""From a prompt's text to its tokens, where the model's tokenizer can be had: the engines say in their reports which
+one they use, and its folder must be on this machine, or in its Hugging Face cache. Nothing is downloaded, and no code
+of a model is run.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from kvtier.admin.opened import Opened
+from kvtier.admin.stats import read_reports
+
+TOKENIZER_FILE = "tokenizer.json"
+KEPT_MAX = 4
+
+
+class NoTokenizer(Exception):
+    """None can be had here; ask with token ids."""
+
+
+class Tokenizers:
+    """Thread-safe; keeps the last few."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Path, Any] = OrderedDict()
+
+    def tokens(self, opened: Opened, text: str, namespace: bytes | None) -> list[int]:
+        """As an engine makes them of a completion's prompt, special tokens included. Raises NoTokenizer."""
+        reports, _ = read_reports(opened, opened.clock())
+        wanted = {report.tokenizer for report in reports if namespace is None or report.namespace == namespace.hex()}
+        wanted.discard("")
+        if len(wanted) != 1:
+            what = "none says" if not wanted else "they differ in"
+            raise NoTokenizer(f"of the engines that live, {what} which tokenizer it is: send token ids")
+        return list(self._load(wanted.pop()).encode(text).ids)
+
+    def _load(self, name: str) -> Any:
+        path = _file(name)
+        with self._lock:
+            if path not in self._known:
+                try:
+                    from tokenizers import Tokenizer
+                except ImportError:
+                    raise NoTokenizer("the package tokenizers is not installed here: send token ids") from None
+                self._known[path] = Tokenizer.from_str(_text(path))
+                while len(self._known) > KEPT_MAX:
+                    self._known.popitem(last=False)
+            return self._known[path]
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+        json.loads(text)
+    except (OSError, ValueError, RecursionError) as fault:
+        raise NoTokenizer(f"{path} cannot be read: {fault}") from None
+    return text
+
+
+def _file(name: str) -> Path:
+    folder = Path(name)
+    if folder.is_absolute():
+        path = folder / TOKENIZER_FILE
+        if path.is_file():
+            return path
+        raise NoTokenizer(f"there is no {path} on this machine: send token ids")
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        raise NoTokenizer("the package huggingface_hub is not installed here: send token ids") from None
+    try:
+        cached = try_to_load_from_cache(name, TOKENIZER_FILE)
+    except ValueError:  # a path within that engine's own folder, say
+        raise NoTokenizer(f"{name} is neither a folder nor a name on the hub: send token ids") from None
+    if isinstance(cached, str):
+        return Path(cached)
+    raise NoTokenizer(f"the tokenizer of {name} is not in this machine's Hugging Face cache: send token ids")

@@ -1,0 +1,120 @@
+"""How everything stands: one reading of the index's sets, counts and notes, and one look at the disk. Reads no segment
+and lists no folder of segments, so it costs the same whatever lies in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from kvtier.admin import figures
+from kvtier.admin.answers import Capacity, IndexState, NamespaceRow, Snapshot, TenantRow, TierFill
+from kvtier.admin.opened import Opened
+from kvtier.errors import Corrupt
+from kvtier.eviction import pins
+from kvtier.eviction.limits import Quotas
+from kvtier.identity import Namespace
+from kvtier.index.base import SetInfo
+from kvtier.reports import NOTE_PREFIX, WorkerReport
+
+ROWS_MAX = 500
+"""Namespaces, and tenants, that are shown: those with the most bytes."""
+
+
+def snapshot(opened: Opened) -> Snapshot:
+    """Raises IndexUnavailable."""
+    now = opened.clock()
+    sets = opened.index.sets()
+    counts = opened.index.counts()
+    reports, unreadable = read_reports(opened, now)
+    keys = {key.hex() for pin in pins.read_pins(opened.index.notes(pins.PREFIX, now), now) for key in pin.keys or ()}
+    capacity = _capacity(opened, sets)
+    on_disk = TierFill(tier="filesystem", used_bytes=capacity.used_bytes, size_bytes=capacity.capacity_bytes)
+    quotas = opened.evictor.quotas()
+    return Snapshot(
+        at_s=now,
+        index=IndexState(
+            is_being_rebuilt=opened.index.was_reset, chunks=counts.chunks, records=counts.records, sets=counts.sets,
+            set_bytes=counts.n_bytes,
+        ),
+        capacity=capacity,
+        tiers=[*figures.arenas_of(reports), on_disk],
+        rates=figures.rates_of(reports),
+        totals=figures.totals_of(reports),
+        latencies=figures.latencies_of(reports),
+        read_ceiling_bytes_s=figures.ceiling_of(reports),
+        namespaces=_namespaces(opened, sets, reports, quotas),
+        tenants=_tenants(sets, quotas),
+        workers=figures.workers_of(reports, now),
+        unreadable_reports=unreadable,
+        top_prefixes=figures.prefixes_of(reports, keys),
+    )  # fmt: skip
+
+
+def read_reports(opened: Opened, now_s: float) -> tuple[list[WorkerReport], int]:
+    """Of the engines that live, and how many notes are no reports."""
+    reports, unreadable = [], 0
+    for note in opened.index.notes(NOTE_PREFIX, now_s).values():
+        try:
+            reports.append(WorkerReport.read(note))
+        except Corrupt:
+            unreadable += 1
+    return reports, unreadable
+
+
+def _capacity(opened: Opened, sets: Sequence[SetInfo]) -> Capacity:
+    settings, capacity_bytes = opened.settings, opened.settings.capacity_bytes
+    protected = opened.evictor.protected(sets, capacity_bytes)
+    disk = os.statvfs(opened.root.folder)
+    return Capacity(
+        capacity_bytes=capacity_bytes,
+        used_bytes=sum(info.n_bytes for info in sets),
+        pinned_bytes=sum(info.n_bytes for info in sets if info.is_pinned or info.set_id in protected),
+        disk_free_bytes=disk.f_bavail * disk.f_frsize,
+        high_watermark=settings.capacity.high_watermark,
+        low_watermark=settings.capacity.low_watermark,
+        policy=settings.capacity.policy,
+    )
+
+
+def _namespaces(
+    opened: Opened, sets: Sequence[SetInfo], reports: Sequence[WorkerReport], quotas: Quotas
+) -> list[NamespaceRow]:
+    models = {report.namespace: report.model for report in reports}
+    mine: dict[bytes, list[SetInfo]] = {namespace: [] for namespace in opened.book.ids()}
+    for info in sets:
+        mine.setdefault(info.namespace, []).append(info)
+    shown = sorted(mine, key=lambda namespace: -sum(info.n_bytes for info in mine[namespace]))[:ROWS_MAX]
+    rows = []
+    for id_ in shown:
+        found = opened.book.find(id_)
+        engine, kv, codec, chunk_tokens = ("", "", "", 0) if found is None else _described(found)
+        rows.append(NamespaceRow(
+            id=id_.hex(), engine=engine, model=models.get(id_.hex(), ""), kv=kv, codec=codec,
+            chunk_tokens=chunk_tokens, sets=len(mine[id_]), open_sets=sum(info.is_open for info in mine[id_]),
+            pinned_sets=sum(info.is_pinned for info in mine[id_]), n_bytes=sum(info.n_bytes for info in mine[id_]),
+            quota_bytes=quotas.of_namespace(id_), hits=sum(info.uses for info in mine[id_]),
+            last_used_s=max((info.used_s for info in mine[id_]), default=None), is_readable=found is not None,
+        ))  # fmt: skip
+    return rows
+
+
+def _described(namespace: Namespace) -> tuple[str, str, str, int]:
+    shape = namespace.geometry
+    kv = f"{shape.layers}x{shape.kv_heads} {shape.dtype}"
+    return namespace.engine, kv, namespace.codec.name, shape.chunk_tokens
+
+
+def _tenants(sets: Sequence[SetInfo], quotas: Quotas) -> list[TenantRow]:
+    """Those that have sets or a quota; without either nobody is told apart."""
+    labels = {info.tenant for info in sets} | {name for name in quotas.tenants if name}
+
+    def row(label: str, of: Callable[[SetInfo], bool]) -> TenantRow:
+        mine = [info for info in sets if of(info)]
+        return TenantRow(
+            label=label, sets=len(mine), n_bytes=sum(info.n_bytes for info in mine),
+            quota_bytes=quotas.of_tenant(label), hits=sum(info.uses for info in mine),
+            last_used_s=max((info.used_s for info in mine), default=None),
+        )  # fmt: skip
+
+    rows = [row(label, lambda info, label=label: info.tenant == label) for label in labels]  # type: ignore[misc]
+    return sorted(rows, key=lambda found: (-found.n_bytes, found.label))[:ROWS_MAX]

@@ -1,0 +1,112 @@
+"""`verify` in the background: one at a time, with its progress; what the last ones found is kept for a while."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvtier.admin.answers import BadRecord, VerifyJob
+from kvtier.admin.opened import Opened
+from kvtier.errors import KVTierError
+from kvtier.inspect import VerifyReport, verify
+from kvtier.jobs import Jobs, ThreadJobs
+
+WAITING_MAX = 2
+KEPT_MAX = 20
+BAD_SHOWN_MAX = 200
+
+
+class TooMany(Exception):
+    """So many are waiting already."""
+
+
+class _Cancelled(Exception):
+    """Raised in a job's own progress, to leave the reading."""
+
+
+@dataclass(slots=True)
+class _Job:
+    answer: VerifyJob
+    is_cancelled: bool = False
+
+
+class Verifying:
+    """Thread-safe."""
+
+    def __init__(self, opened: Opened, jobs: Jobs | None = None) -> None:
+        self._opened = opened
+        self._jobs = jobs or ThreadJobs("verify", 1, WAITING_MAX)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, _Job] = OrderedDict()
+
+    def start(self) -> VerifyJob:
+        """Raises TooMany."""
+        job = _Job(VerifyJob(
+            id=uuid.uuid4().hex, state="waiting", segments_done=0, segments_total=None,
+            started_s=self._opened.clock(), ended_s=None, records=None, n_bytes=None, unfinished=None, n_bad=None,
+            bad=[], fault="",
+        ))  # fmt: skip
+        with self._lock:
+            if not self._jobs.submit(lambda: self._run(job)):
+                raise TooMany(f"{WAITING_MAX} are waiting already")
+            self._known[job.answer.id] = job
+            while len(self._known) > KEPT_MAX:
+                self._known.popitem(last=False)
+        return job.answer
+
+    def all(self) -> list[VerifyJob]:
+        """The latest first."""
+        with self._lock:
+            return [job.answer for job in reversed(self._known.values())]
+
+    def find(self, job_id: str) -> VerifyJob | None:
+        with self._lock:
+            job = self._known.get(job_id)
+            return None if job is None else job.answer
+
+    def cancel(self, job_id: str) -> VerifyJob | None:
+        """Ends it after the segment that it reads; None when there is none."""
+        with self._lock:
+            job = self._known.get(job_id)
+            if job is None:
+                return None
+            job.is_cancelled = True
+            if job.answer.state == "waiting":
+                self._change(job, {"state": "cancelled", "ended_s": self._opened.clock()})
+            return job.answer
+
+    def close(self) -> None:
+        with self._lock:
+            for job in self._known.values():
+                job.is_cancelled = True
+        self._jobs.close()
+
+    def _run(self, job: _Job) -> None:
+        def tell(done: int, total: int) -> None:
+            with self._lock:
+                if job.is_cancelled:
+                    raise _Cancelled
+                self._change(job, {"state": "running", "segments_done": done, "segments_total": total})
+
+        try:
+            tell(0, 0)
+            found = _found(verify(self._opened.root, self._opened.index, tell))
+        except _Cancelled:
+            found = {"state": "cancelled"}
+        except (KVTierError, OSError) as fault:
+            found = {"state": "failed", "fault": str(fault)}
+        with self._lock:
+            self._change(job, {**found, "ended_s": self._opened.clock()})
+
+    def _change(self, job: _Job, changes: dict[str, object]) -> None:
+        job.answer = job.answer.model_copy(update=changes)
+
+
+def _found(report: VerifyReport) -> dict[str, object]:
+    return {
+        "state": "done", "records": report.records, "n_bytes": report.n_bytes, "unfinished": report.unfinished,
+        "n_bad": len(report.bad),
+        "bad": [BadRecord(**finding._asdict()) for finding in report.bad[:BAD_SHOWN_MAX]],
+    }  # fmt: skip

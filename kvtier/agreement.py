@@ -1,0 +1,230 @@
+"""Whether a root's index and its segments agree: every record that the index names has its header in a file, and every
+record in a file can be found through the index. Reads header pages and the whole index, no slabs.
+
+Engines may run meanwhile, so what does not fit is looked at twice: what was being written or evicted is in order then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtier.errors import Corrupt, TierUnavailable
+from kvtier.index import entry
+from kvtier.index.base import Index, Location, SetInfo
+from kvtier.record import RecordHeader, is_blank
+from kvtier.root import Root, namespace_folders
+from kvtier.tiers.segments import NeverBegun, SegmentFiles, segment_name
+
+SETTLE_S = 2.0
+"""Between the two looks: a save takes less between its header and its entry."""
+LISTED_MAX = 1000
+"""Of disagreements: the rest are counted only."""
+
+Progress = Callable[[int, int], None]
+
+
+class Disagreement(NamedTuple):
+    """`segment` "" where no file is meant; `slot` None where no slot is."""
+
+    namespace: str
+    segment: str
+    slot: int | None
+    what: str
+
+
+@dataclass(slots=True)
+class Agreement:
+    """records: in files that have a readable header. indexed: of them, those that the index names. second: those of
+    chunks that the index knows from another record, which was first. unpublished: in sets that are still written."""
+
+    sets: int = 0
+    segments: int = 0
+    chunks: int = 0
+    records: int = 0
+    indexed: int = 0
+    second: int = 0
+    unpublished: int = 0
+    n_disagreements: int = 0
+    disagreements: list[Disagreement] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.n_disagreements
+
+
+def check_agreement(
+    root: Root, index: Index, progress: Progress = lambda done, total: None,
+    wait: Callable[[float], None] = time.sleep,
+) -> Agreement:  # fmt: skip
+    """`progress`: called with (segment sets looked at, segment sets in all)."""
+    return _Check(root, index, wait).run(progress)
+
+
+class _Check:
+    def __init__(self, root: Root, index: Index, wait: Callable[[float], None]) -> None:
+        self._root = root
+        self._index = index
+        self._wait = wait
+        self._found = Agreement()
+
+    def run(self, progress: Progress) -> Agreement:
+        found = self._found
+        located = self._located()
+        known = {info.set_id: info for info in self._index.sets()}
+        on_disk = {
+            set_id: (files, ranks)
+            for folder in namespace_folders(self._root.folder)
+            for files in (SegmentFiles(folder, direct=False),)
+            for set_id, ranks in files.sets()
+        }
+        found.sets = len(known)
+        found.segments = sum(len(ranks) for _, ranks in on_disk.values())
+        doubtful = []
+        every = sorted(known.keys() | on_disk.keys() | located.keys())
+        for done, set_id in enumerate(every):
+            progress(done, len(every))
+            part = self._set(set_id, known.get(set_id), on_disk.get(set_id), located[set_id])
+            if part.n_disagreements:
+                doubtful.append(set_id)
+            else:
+                self._add(part)
+        progress(len(every), len(every))
+        self._look_again(doubtful)
+        return found
+
+    def _look_again(self, doubtful: list[int]) -> None:
+        if not doubtful:
+            return
+        self._wait(SETTLE_S)
+        known = {info.set_id: info for info in self._index.some_sets(doubtful)}
+        located = self._located()
+        for set_id in doubtful:
+            on_disk = None
+            for folder in namespace_folders(self._root.folder):
+                files = SegmentFiles(folder, direct=False)
+                ranks = dict(files.sets()).get(set_id)
+                if ranks is not None:
+                    on_disk = (files, ranks)
+            self._add(self._set(set_id, known.get(set_id), on_disk, located[set_id]))
+
+    def _located(self) -> Counter[int]:
+        """How many records the entries name in each set."""
+        named: Counter[int] = Counter()
+        seen: set[bytes] = set()
+        for key, value in self._index.entries():
+            if key not in seen:
+                seen.add(key)
+                try:
+                    named.update(location.set_id for location in entry.unpack(value))
+                except Corrupt as fault:
+                    self._note(self._found, Disagreement("", "", None, f"chunk {key.hex()}: {fault}"))
+        self._found.chunks = len(seen)
+        return named
+
+    def _set(
+        self, set_id: int, info: SetInfo | None, on_disk: tuple[SegmentFiles, list[int]] | None, n_located: int
+    ) -> Agreement:
+        """One set, whose `n_located` records stand in entries."""
+        part = Agreement()
+        if info is None:
+            namespace = on_disk[0].folder.name if on_disk else ""
+            if n_located:
+                what = f"{n_located} records of chunks lie in it, but the index does not list it"
+                self._note(part, Disagreement(namespace, f"{set_id:016x}", None, what))
+            if on_disk is None:
+                return part
+        members = {} if info is None else {(at.rank, at.slot): (key, at) for key, at in self._index.members(set_id)}
+        if info is not None and len(members) != n_located:
+            what = f"{n_located} of its records stand in chunks' entries, but {len(members)} in its own list"
+            self._note(part, Disagreement(info.namespace.hex(), f"{set_id:016x}", None, what))
+        if on_disk is not None:
+            files, ranks = on_disk
+            for rank in ranks:
+                for slot, header in self._headers(files, (set_id, rank), part):
+                    self._record(part, info, header, (files.folder.name, segment_name(set_id, rank), slot), members)
+                    members.pop((rank, slot), None)
+            files.close()
+        for rank, slot in members:
+            assert info is not None
+            place = (info.namespace.hex(), segment_name(set_id, rank), slot)
+            self._note(part, Disagreement(*place, "the index names a record there, and there is none"))
+        return part
+
+    def _headers(
+        self, files: SegmentFiles, name: tuple[int, int], part: Agreement
+    ) -> Iterator[tuple[int, RecordHeader]]:
+        """Of the records that are whole and lie in their own place; others are no records."""
+        try:
+            for slot, page in files.pages(*name):
+                if is_blank(page):
+                    continue
+                try:
+                    header = RecordHeader.unpack(page)
+                except Corrupt:  # its writer died; if the index names it, that is told
+                    continue
+                if (header.set_id, header.slot) == (name[0], slot):
+                    yield slot, header
+        except NeverBegun:
+            return
+        except (Corrupt, TierUnavailable) as fault:
+            self._note(part, Disagreement(files.folder.name, segment_name(*name), None, str(fault)))
+
+    def _record(
+        self, part: Agreement, info: SetInfo | None, header: RecordHeader, place: tuple[str, str, int],
+        members: dict[tuple[int, int], tuple[bytes, Location]],
+    ) -> None:  # fmt: skip
+        """A header that was read, beside what the index says of its place."""
+        part.records += 1
+        rank = int(place[1].removesuffix(".kvseg").rpartition("-")[2])
+        member = members.get((rank, header.slot))
+        if member is not None:
+            if (header.key, header.extent, header.checksums) == (member[0], member[1].extent, member[1].checksums):
+                part.indexed += 1
+            else:
+                self._note(part, Disagreement(*place, "is not the record that the index names there"))
+        elif self._index.resolve([header.key]):
+            part.second += 1
+        elif info is not None and info.is_open:
+            part.unpublished += 1
+        else:
+            what = "no segment set of the index" if info is None else "not in the index"
+            self._note(part, Disagreement(*place, what))
+
+    def _note(self, part: Agreement, what: Disagreement) -> None:
+        part.n_disagreements += 1
+        if len(part.disagreements) < LISTED_MAX:
+            part.disagreements.append(what)
+
+    def _add(self, part: Agreement) -> None:
+        found = self._found
+        found.records += part.records
+        found.indexed += part.indexed
+        found.second += part.second
+        found.unpublished += part.unpublished
+        found.n_disagreements += part.n_disagreements
+        found.disagreements += part.disagreements[: LISTED_MAX - len(found.disagreements)]
+
+
+def drop_lost(index: Index) -> int:
+    """Takes records out of entries whose set the index does not list: what a publisher left that died beside an
+    evictor. How many."""
+    known = {info.set_id for info in index.sets()}
+    lost = [
+        (key, location)
+        for key, value in index.entries()
+        for location in _locations(value)
+        if location.set_id not in known
+    ]
+    known |= {info.set_id for info in index.some_sets({location.set_id for _, location in lost})}
+    return sum(index.retract(key, location) for key, location in lost if location.set_id not in known)
+
+
+def _locations(value: bytes) -> list[Location]:
+    try:
+        return entry.unpack(value)
+    except Corrupt:
+        return []

@@ -1,0 +1,141 @@
+"""`kvtier bench`: what the storage and the index of a root do on this machine, each beside its ceiling.
+
+A look, not a benchmark: those of benchmarks/ compare with other systems and say on which machine. Writes one file in
+the root and removes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvtier.admin.opened import Opened
+from kvtier.commands import bench_storage
+from kvtier.commands.place import Place, add_place, deployment, find_place
+from kvtier.commands.progress import progress
+from kvtier.commands.prompts import size_argument
+from kvtier.commands.status import OK, print_json
+from kvtier.commands.tables import percent, print_table, rate, seconds
+from kvtier.index.base import Index
+from kvtier.io.filesystem import IN_MEMORY, file_system_of
+from kvtier.io.ring import sizes_for
+from kvtier.root import Root
+from kvtier.sizes import size
+from kvtier.tiers.segments import direct_io_works
+
+LOOKUP_CHUNKS = 391
+"""Of a prompt of 100,000 tokens."""
+LOOKUPS = 101
+SETS_MAX = 64
+"""Read to find so many chunks."""
+BYTES = 256 << 20
+BYTES_MAX = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """unit: bytes/s or s. share: of the ceiling that was reached."""
+
+    what: str
+    unit: str
+    value: float
+    ceiling: float
+    ceiling_is: str
+
+    @property
+    def share(self) -> float:
+        return self.value / self.ceiling if self.unit == "bytes/s" else self.ceiling / self.value
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_place(parser)
+    text = f"how much is written and read at a time; {size(BYTES)} if left out"
+    parser.add_argument("--size", metavar="SIZE", type=size_argument, default=BYTES, help=text)
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    place = find_place(options)
+    tell = progress("measuring", "steps")
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        tell(done, bench_storage.STEPS + 1)
+
+    figures, notes = _storage(place, options.size, step)
+    if place.is_bare and place.root.index_path is None or place.settings.index.kind == "memory":
+        notes.append("lookups: not measured, there is no index here that this command can see")
+    else:
+        with deployment(options, needs_settings=False) as opened:
+            more, note = _lookups(opened)
+        figures += more
+        notes += [note] if note else []
+    step()
+    if options.json:
+        rows = [asdict(figure) | {"share": figure.share} for figure in figures]
+        print_json({"root": str(place.root.path), "figures": rows, "notes": notes})
+    else:
+        _print(place.root, figures, notes)
+    return OK
+
+
+def _storage(place: Place, n_bytes: int, step: Any) -> tuple[list[Figure], list[str]]:
+    io, folder = place.settings.io, place.root.folder
+    kind = file_system_of(folder).kind
+    sizes = sizes_for(kind in IN_MEMORY, io.threads, io.piece_bytes)
+    direct = io.direct != "never" and direct_io_works(folder)
+    rates, moved = bench_storage.measure(folder, sizes, direct, min(n_bytes, BYTES_MAX), step)
+    how = f"{'direct' if direct else 'buffered'} on {kind}, {sizes.threads} threads, {size(moved)} at a time"
+    plain = f"the best of {bench_storage.ROUNDS} with plain system calls, without checksums"
+    return [
+        Figure("writing records", "bytes/s", rates.write, rates.plain_write, plain),
+        Figure("reading and checking records", "bytes/s", rates.read, rates.plain_read, plain),
+    ], [f"storage: {how}, median of {bench_storage.ROUNDS}"]
+
+
+def _lookups(opened: Opened) -> tuple[list[Figure], str]:
+    keys = _stored_keys(opened.index)
+    if not keys:
+        return [], "lookups: not measured, the index is empty"
+    missing = [random.SystemRandom().randbytes(16)]
+    trip_s, lookup_s = _median_s(opened.index, missing), _median_s(opened.index, keys)
+    kind = opened.settings.index.kind
+    figure = Figure(f"lookup of {len(keys)} chunks", "s", lookup_s, trip_s, "one round trip: a key that is not there")
+    return [figure], f"lookups: {kind} index, median of {LOOKUPS}"
+
+
+def _stored_keys(index: Index) -> list[bytes]:
+    """Chunks that a lookup finds, as many as LOOKUP_CHUNKS."""
+    found: list[bytes] = []
+    for info in index.sets()[:SETS_MAX]:
+        waiting = [key for key, _ in index.members(info.set_id)]
+        while waiting and len(found) < LOOKUP_CHUNKS:
+            n_found = len(index.resolve(waiting))
+            found += waiting[:n_found]
+            waiting = waiting[n_found + 1 :]  # the next one has not all its layers or heads
+    return list(dict.fromkeys(found))[:LOOKUP_CHUNKS]
+
+
+def _median_s(index: Index, keys: Sequence[bytes]) -> float:
+    taken = []
+    for _ in range(LOOKUPS):
+        started_s = time.perf_counter()
+        index.resolve(keys)
+        taken.append(time.perf_counter() - started_s)
+    return statistics.median(taken)
+
+
+def _print(root: Root, figures: Sequence[Figure], notes: Sequence[str]) -> None:
+    rows = [(str(root.path), "measured", "ceiling", "of it", "the ceiling is")]
+    for figure in figures:
+        text = rate if figure.unit == "bytes/s" else seconds
+        rows.append((figure.what, text(figure.value), text(figure.ceiling), percent(figure.share), figure.ceiling_is))
+    print_table(rows, right=(1, 2, 3))
+    for note in notes:
+        print(note)

@@ -1,0 +1,165 @@
+"""How fast records are written and read on a mount, beside what plain system calls of as many threads reach there.
+
+Both move the same bytes of one scratch file, in turns, so that a storage whose rate wanders is unfair to neither. What
+the ring does more is kvtier's own: summing every slab, and comparing the sums.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.errors import TierUnavailable
+from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.io.calibrate import scratch_file
+from kvtier.io.ring import AlignedBuffer, ReadOp, Ring, RingSizes, WriteOp, aligned_buffer
+from kvtier.jobs import ThreadJobs
+from kvtier.record import RecordHeader
+
+SLAB_BYTES, SLABS = 512 << 10, 16
+RECORD_BYTES = PAGE_BYTES + SLABS * SLAB_BYTES
+PLAIN_BYTES = 4 << 20
+ROUNDS = 3
+HANGS_S = 60.0
+FREE_SHARE = 4
+"""At most a fourth of what is free is written."""
+KEY = b"kvtier-bench-key"
+
+
+class Rates(NamedTuple):
+    """Bytes a second: medians over the rounds, and of plain system calls alone, a ceiling, the best one."""
+
+    write: float
+    plain_write: float
+    read: float
+    plain_read: float
+
+
+class Trial:
+    """One scratch file, and the buffers that go to and from it."""
+
+    def __init__(self, fd: int, records: int, sizes: RingSizes) -> None:
+        self._fd = fd
+        self._records = records
+        self._sizes = sizes
+        self._buffers = [aligned_buffer(RECORD_BYTES) for _ in range(records)]
+        header = RecordHeader(
+            KEY, bytes(16), bytes(16), SLAB_BYTES, 256, 1, Extent(0, 1, 0, SLABS), 0, (0,) * SLABS
+        ).pack()
+        noise = os.urandom(SLAB_BYTES)  # a file system that compresses finds nothing in it
+        for buffer in self._buffers:
+            buffer.view[:] = header + SLABS * noise
+        self._sums: list[tuple[int, ...]] = []
+
+    @property
+    def n_bytes(self) -> int:
+        return self._records * RECORD_BYTES
+
+    def write(self, ring: Ring) -> float:
+        """Bytes a second. Raises OSError, TierUnavailable."""
+        ops = [
+            WriteOp(self._fd, number * RECORD_BYTES, buffer.address, SLAB_BYTES, SLABS, KEY, 0, 0)
+            for number, buffer in enumerate(self._buffers)
+        ]
+        seconds, results = _run(ring, ops)
+        self._sums = results
+        return self.n_bytes / seconds
+
+    def read(self, ring: Ring) -> float:
+        """Every slab is compared with what was written."""
+        ops = [
+            ReadOp(self._fd, number * RECORD_BYTES + PAGE_BYTES, buffer.address + PAGE_BYTES, SLAB_BYTES, SLABS, KEY,
+                   0, 0, sums)
+            for number, (buffer, sums) in enumerate(zip(self._buffers, self._sums, strict=True))
+        ]  # fmt: skip
+        seconds, _ = _run(ring, ops)
+        return self.n_bytes / seconds
+
+    def plain(self, call: Callable[[int, list[memoryview], int], int]) -> float:
+        """`call`: os.pwritev or os.preadv."""
+        pieces = [
+            (buffer, start, number * RECORD_BYTES + start)
+            for number, buffer in enumerate(self._buffers)
+            for start in range(0, RECORD_BYTES, PLAIN_BYTES)
+        ]
+        faults: list[OSError] = []
+
+        def move(buffer: AlignedBuffer, start: int, offset: int) -> None:
+            view = buffer.view[start : min(start + PLAIN_BYTES, RECORD_BYTES)]
+            try:
+                if call(self._fd, [view], offset) != len(view):
+                    raise OSError(errno.EIO, "fewer bytes than asked for")
+            except OSError as fault:
+                faults.append(fault)
+
+        jobs = ThreadJobs("bench", self._sizes.threads, len(pieces))
+        started_s = time.perf_counter()
+        for piece in pieces:
+            jobs.submit(lambda piece=piece: move(*piece))  # type: ignore[misc]
+        ended = jobs.drain(HANGS_S)
+        seconds = time.perf_counter() - started_s
+        jobs.close()
+        if faults or not ended:
+            raise faults[0] if faults else OSError(errno.ETIMEDOUT, f"no answer in {HANGS_S:g} s")
+        return self.n_bytes / seconds
+
+
+def measure(
+    folder: Path, sizes: RingSizes, direct: bool, n_bytes: int, tell: Callable[[], None]
+) -> tuple[Rates, int]:  # fmt: skip
+    """The rates, and how many bytes were moved each time. tell: called after each step of STEPS.
+
+    Raises OSError, TierUnavailable.
+    """
+    disk = os.statvfs(folder)
+    records = min(n_bytes, disk.f_bavail * disk.f_frsize // FREE_SHARE) // RECORD_BYTES
+    if records < 1:
+        raise OSError(errno.ENOSPC, f"{folder}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
+    found: dict[str, list[float]] = {name: [] for name in Rates._fields}
+    with scratch_file(folder, direct) as fd, Ring(
+        sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes
+    ) as ring:  # fmt: skip
+        trial = Trial(fd, records, sizes)
+        steps: dict[str, Callable[[], float]] = {
+            "plain_write": lambda: trial.plain(os.pwritev),
+            "write": lambda: trial.write(ring),
+            "plain_read": lambda: trial.plain(os.preadv),
+            "read": lambda: trial.read(ring),
+        }
+        trial.write(ring)  # the first write allocates, and threads start
+        for _ in range(ROUNDS):
+            for name, step in steps.items():
+                if not direct:
+                    os.fsync(fd)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                found[name].append(step())
+                tell()
+    summed = {
+        name: max(rates) if name.startswith("plain") else statistics.median(rates) for name, rates in found.items()
+    }
+    return Rates(**summed), records * RECORD_BYTES
+
+
+STEPS = ROUNDS * len(Rates._fields)
+
+
+def _run(ring: Ring, ops: list[WriteOp] | list[ReadOp]) -> tuple[float, list[tuple[int, ...]]]:
+    """Seconds, and the checksums of each record."""
+    started_s = time.perf_counter()
+    batch = ring.submit(ops)
+    if not batch.wait(HANGS_S):
+        batch.cancel()
+        raise TierUnavailable(f"the storage gave no answer in {HANGS_S:g} s")
+    seconds = time.perf_counter() - started_s
+    results = batch.results()
+    for result in results:
+        if result.error:
+            raise OSError(result.error, os.strerror(result.error))
+        if result.bad_slabs:
+            raise TierUnavailable("what was read is not what was written: the storage is broken")
+    return seconds, [result.checksums for result in results]

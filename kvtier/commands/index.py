@@ -1,0 +1,131 @@
+"""`kvtier index rebuild` and `kvtier index check`: for an embedded index, and for one in Redis that settings name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import NamedTuple
+
+from kvtier.agreement import Agreement, check_agreement, drop_lost
+from kvtier.commands.place import add_place, find_place
+from kvtier.commands.progress import progress
+from kvtier.commands.status import FOUND_BAD, OK, print_json
+from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.housekeeping import SWEEP_LEASE, Housekeeper, Rebuilt
+from kvtier.index.base import Index
+from kvtier.index.embedded import LmdbIndex
+from kvtier.indexes import open_redis_to_mend
+from kvtier.owner import read_owner, this_node
+from kvtier.root import Root, open_root
+
+OTHERS_TIMEOUT_S = 60.0
+"""A rebuild waits so long for an engine's sweep; a killed engine's lease runs out sooner."""
+
+
+class OpenedIndex(NamedTuple):
+    """where: what people call it."""
+
+    root: Root
+    opened: Index
+    where: str
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_place(parser)
+
+
+def run_rebuild(options: argparse.Namespace) -> int:
+    with _index_of(options) as (root, index, where):
+        _ = index.was_reset  # marks it: if it is emptied meanwhile, it is not rebuilt
+        rebuilt = _rebuild(index, root)
+        removed_records = drop_lost(index)
+        index.rebuilt()
+    if options.json:
+        path = None if root.index_path is None else str(root.index_path)
+        head = {"root": str(root.path), "index_path": path, "index": where}
+        print_json({**head, **asdict(rebuilt), "removed_records": removed_records})
+        return FOUND_BAD if rebuilt.unreadable else OK
+    for fault in rebuilt.unreadable:
+        print(f"BAD {fault}")
+    print(
+        f"{root.path}: {rebuilt.records:,} records of {rebuilt.segments:,} segments were added to {where}; "
+        f"{rebuilt.removed_sets} sets without files and {removed_records:,} records without a set were taken out"
+    )
+    return FOUND_BAD if rebuilt.unreadable else OK
+
+
+def run_check_index(options: argparse.Namespace) -> int:
+    with _index_of(options) as (root, index, where):
+        found = check_agreement(root, index, progress("checking", "segment sets"))
+    if options.json:
+        listed = [row._asdict() for row in found.disagreements]
+        print_json({"root": str(root.path), "index": where, **asdict(found), "disagreements": listed})
+    else:
+        _print(root, where, found)
+    return OK if found.is_clean else FOUND_BAD
+
+
+def _print(root: Root, where: str, found: Agreement) -> None:
+    for row in found.disagreements:
+        place = "/".join(part for part in (row.namespace, row.segment) if part)
+        print(f"BAD {place}{'' if row.slot is None else f' slot {row.slot}'}: {row.what}")
+    if found.n_disagreements > len(found.disagreements):
+        print(f"... and {found.n_disagreements - len(found.disagreements):,} more")
+    print(
+        f"{root.path}: {found.records:,} records in {found.segments:,} segments; {where} knows {found.chunks:,} chunks "
+        f"in {found.sets:,} segment sets: {found.indexed:,} records are in it, {found.second:,} of chunks that others "
+        f"stored first, {found.unpublished:,} not published yet, {found.n_disagreements:,} disagreements"
+    )
+    if found.n_disagreements:
+        print("What disagrees is a miss at its next use. kvtier index rebuild makes the index agree with the segments.")
+
+
+@contextmanager
+def _index_of(options: argparse.Namespace) -> Iterator[OpenedIndex]:
+    """Raises ConfigError, IndexUnavailable."""
+    place = find_place(options)
+    root, settings = place.root, place.settings
+    if settings.index.kind == "redis":
+        root = open_root(settings)
+        found = OpenedIndex(root, open_redis_to_mend(settings, root), f"the index at {settings.index.url}")
+    elif root.root_id:
+        fix = "the index of this root is in Redis: name the engines' settings with --config FILE"
+        raise ConfigError("index.url", None, fix)
+    else:
+        found = OpenedIndex(root, _embedded(root), str(root.index_path))
+    try:
+        yield found
+    finally:
+        found.opened.close()
+
+
+def _embedded(root: Root) -> LmdbIndex:
+    if root.index_path is None:
+        raise ConfigError("index.path", None, f"root {root.path} has no embedded index: there is nothing to rebuild")
+    owner = read_owner(root.folder)
+    if owner is None or owner.node != this_node():
+        fix = f"the index of this root lies on node {owner.node if owner else '?'}: run this there"
+        raise ConfigError("index.path", str(root.index_path), fix)
+    index = LmdbIndex(str(root.index_path))
+    try:
+        index.bind(root.folder)
+    except (ConfigError, IndexUnavailable):
+        index.close()
+        raise
+    return index
+
+
+def _rebuild(index: Index, root: Root) -> Rebuilt:
+    """Waits for an engine's sweep to end. Raises IndexUnavailable when it does not."""
+    housekeeper = Housekeeper(index, root.folder, f"cli/{os.getpid()}")
+    deadline = time.monotonic() + OTHERS_TIMEOUT_S
+    while (rebuilt := housekeeper.rebuild(progress("rebuilding", "segments"))) is None:
+        if time.monotonic() > deadline:
+            other = index.lease_owner(SWEEP_LEASE, time.time())
+            raise IndexUnavailable(f"{root.path}: {other} is sweeping it or rebuilding its index already; try again")
+        time.sleep(0.1)
+    return rebuilt

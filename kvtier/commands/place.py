@@ -1,0 +1,93 @@
+"""What a command works on: a root by its folder, or a deployment by its settings.
+
+    kvtier stats /mnt/kv                    the folder alone: what lies in it
+    kvtier stats /etc/kvtier.yaml           the deployment: its index, capacity, engines
+    kvtier stats --config /etc/kvtier.yaml  the same; so is KVTIER_CONFIG
+
+Capacity, quotas, tenants and a Redis index are in the settings alone, so what depends on them asks for these.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.admin.change import Busy, OverCap
+from kvtier.admin.lookup import UnknownNamespace
+from kvtier.admin.opened import Opened, open_for_admin
+from kvtier.admin.prompts import NoTokenizer
+from kvtier.config import Settings
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.root import Root, find_root
+
+
+class NotDone(KVTierError):
+    """A command cannot do what it was asked."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """is_bare: only a folder was named, and no setting says more about it."""
+
+    settings: Settings
+    root: Root
+    is_bare: bool
+
+
+def path_argument(text: str) -> Path:
+    if not text.strip():  # Path("") is the current folder
+        raise argparse.ArgumentTypeError("it is empty; is a variable of your shell not set?")
+    return Path(text)
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    text = "the root, or a settings file; left out: the configured root"
+    parser.add_argument("path", metavar="PATH", type=path_argument, nargs="?", help=text)
+    text = "the settings file; left out: the one that KVTIER_CONFIG names"
+    parser.add_argument("--config", metavar="FILE", type=path_argument, help=text)
+
+
+def find_place(options: argparse.Namespace) -> Place:
+    """Writes nothing. Raises ConfigError."""
+    path: Path | None = options.path
+    config: Path | None = options.config
+    if path is not None and path.is_file():
+        if config is not None:
+            raise ConfigError("config", str(config), f"{path} is a settings file too: leave one of them out")
+        path, config = None, path
+    if path is None:
+        settings = _load(config, {})
+        return Place(settings, find_root(settings.root), False)
+    root = find_root(path)
+    settings = _load(config, {"root": str(root.path)})
+    is_bare = config is None and not settings.model_fields_set & {"capacity_bytes", "index"}
+    if is_bare and root.index_path is not None:
+        settings = _load(None, {"root": str(root.path), "index": {"path": str(root.index_path)}})
+    return Place(settings, root, is_bare)
+
+
+@contextmanager
+def deployment(options: argparse.Namespace, needs_settings: bool = True) -> Iterator[Opened]:
+    """The root with its index. needs_settings: a folder alone will not do. Raises ConfigError, IndexUnavailable and
+    NotDone."""
+    place = find_place(options)
+    if place.is_bare and needs_settings:
+        fix = "what may stay depends on the capacity, quotas and pins in the engines' settings: add --config FILE"
+        raise ConfigError("config", None, fix)
+    if place.is_bare and place.root.index_path is None:
+        raise ConfigError("config", None, f"no index lies at {place.root.path}: name the settings with --config FILE")
+    opened = open_for_admin(place.settings)
+    try:
+        yield opened
+    except (Busy, OverCap, NoTokenizer, UnknownNamespace) as refusal:
+        raise NotDone(str(refusal)) from refusal
+    finally:
+        opened.close()
+
+
+def _load(config: Path | None, overrides: dict[str, Any]) -> Settings:
+    return Settings.load(overrides if config is None else {"config": str(config), **overrides})

@@ -1,0 +1,125 @@
+"""`kvtier stats`: what lies in a root; of a deployment also how its engines fare."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvtier.admin.answers import LatencySummary, Snapshot
+from kvtier.admin.opened import Opened
+from kvtier.admin.stats import snapshot
+from kvtier.commands.place import add_place, deployment, find_place
+from kvtier.commands.root import run_stats as run_root_stats
+from kvtier.commands.status import FOUND_BAD, OK, print_json
+from kvtier.commands.tables import UNKNOWN, percent, print_table, rate, seconds, share, when
+from kvtier.sizes import size
+
+WORKERS_SHOWN, PREFIXES_SHOWN = 50, 10
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_place(parser)
+
+
+def run_stats(options: argparse.Namespace) -> int:
+    """Of a folder alone, and of an index that only an engine sees: what lies in the root."""
+    place = find_place(options)
+    if place.is_bare or place.settings.index.kind == "memory":
+        return run_root_stats(place.root, options.json)
+    with deployment(options) as opened:
+        seen = snapshot(opened)
+        if options.json:
+            head = {"root": str(opened.root.path), "index_kind": opened.settings.index.kind}
+            print_json(head | seen.model_dump(mode="json"))
+        else:
+            _print(opened, seen)
+    return OK if all(row.is_readable for row in seen.namespaces) else FOUND_BAD
+
+
+def _print(opened: Opened, seen: Snapshot) -> None:
+    for text in _facts(opened, seen):
+        print(text)
+    for title, rows, right in (
+        ("tiers", _tiers(seen), (1, 2)),
+        ("namespaces", _namespaces(seen), (3, 4, 5)),
+        ("tenants", _tenants(seen), (1, 2, 3)),
+        ("latencies, since the engines' start", _latencies(seen), (1, 2, 3, 4)),
+        ("engines", _workers(seen), (2, 3, 4, 5, 6, 7)),
+        ("prefixes that are loaded most", _prefixes(seen), (2, 3, 4)),
+    ):
+        if len(rows) > 1:
+            print(f"\n{title}:")
+            print_table(rows, right)
+    if len(seen.workers) > WORKERS_SHOWN:
+        print(f"... and {len(seen.workers) - WORKERS_SHOWN} more engines")
+
+
+def _facts(opened: Opened, seen: Snapshot) -> list[str]:
+    capacity, index, now, total = seen.capacity, seen.index, seen.rates, seen.totals
+    is_partial = index.is_being_rebuilt
+    state = "; partial until an engine, or kvtier index rebuild, has read the segments" if is_partial else ""
+    ceiling = seen.read_ceiling_bytes_s
+    of_ceiling = f" ({percent(now.file_read_bytes_s / ceiling)} of {rate(ceiling)} from files)" if ceiling else ""
+    return [
+        f"{opened.root.path}: {share(capacity.used_bytes, capacity.capacity_bytes)}, {size(capacity.pinned_bytes)} "
+        f"pinned, {size(capacity.disk_free_bytes)} free on the disk",
+        f"index: {opened.settings.index.kind}, {index.chunks:,} chunks in {index.sets:,} segment sets{state}",
+        f"eviction: {capacity.policy}, above {percent(capacity.high_watermark)} down to "
+        f"{percent(capacity.low_watermark)}",
+        f"engines: {len(seen.workers)}" + ("" if seen.workers else "; none reports, so there are no rates"),
+        f"now: hit ratio {percent(now.hit_ratio)}, loading {rate(now.load_bytes_s)}{of_ceiling}, saving "
+        f"{rate(now.save_bytes_s)}, evicting {rate(now.evicted_bytes_s)}",
+        f"since the engines' start: hit ratio {percent(total.hit_ratio)}, {size(total.load_bytes)} loaded, "
+        f"{size(total.save_bytes)} saved, {seconds(total.ttft_saved_s)} of TTFT saved, {total.errors:,.0f} errors",
+    ]
+
+
+def _tiers(seen: Snapshot) -> list[tuple[str, ...]]:
+    rows = [(found.tier, share(found.used_bytes, found.size_bytes), percent(found.used_bytes / found.size_bytes))
+            for found in seen.tiers if found.size_bytes]  # fmt: skip
+    return [("tier", "used", "fill"), *rows]
+
+
+def _namespaces(seen: Snapshot) -> list[tuple[str, ...]]:
+    rows = [
+        (row.id[:12], row.model or row.engine or UNKNOWN,
+         f"{row.kv} {row.codec}" if row.is_readable else "BAD: unreadable",
+         f"{row.sets:,}", share(row.n_bytes, row.quota_bytes), f"{row.hits:,}", when(row.last_used_s))
+        for row in seen.namespaces
+    ]  # fmt: skip
+    return [("namespace", "model", "KV", "sets", "on disk", "uses", "last used"), *rows]
+
+
+def _tenants(seen: Snapshot) -> list[tuple[str, ...]]:
+    """Where there are none, everybody is without a label."""
+    if not any(row.label for row in seen.tenants):
+        return []
+    rows = [(row.label or "(without a label)", f"{row.sets:,}", share(row.n_bytes, row.quota_bytes), f"{row.hits:,}",
+             when(row.last_used_s)) for row in seen.tenants]  # fmt: skip
+    return [("tenant", "sets", "on disk", "uses", "last used"), *rows]
+
+
+def _latencies(seen: Snapshot) -> list[tuple[str, ...]]:
+    found: tuple[tuple[str, LatencySummary], ...] = (
+        ("lookup", seen.latencies.lookup), ("load", seen.latencies.load), ("save", seen.latencies.save),
+    )  # fmt: skip
+    rows = [(name, f"{of.count:,}", seconds(of.p50_s), seconds(of.p95_s), seconds(of.p99_s))
+            for name, of in found if of.count]  # fmt: skip
+    return [("", "count", "median", "95 %", "99 %"), *rows]
+
+
+def _workers(seen: Snapshot) -> list[tuple[str, ...]]:
+    rows = []
+    for worker in seen.workers[:WORKERS_SHOWN]:
+        report = worker.report
+        rows.append((
+            f"{report.host} {report.pid}", report.model or UNKNOWN, f"{report.ranks}", percent(worker.hit_ratio),
+            size(report.counters.get("load_bytes", 0)), size(report.counters.get("save_bytes", 0)),
+            seconds(report.ttft_saved_s), f"{worker.age_s:.0f} s ago",
+        ))  # fmt: skip
+    return [("engine", "model", "ranks", "hit ratio", "loaded", "saved", "TTFT saved", "report"), *rows]
+
+
+def _prefixes(seen: Snapshot) -> list[tuple[str, ...]]:
+    rows = [(row.key, row.model or row.namespace[:12], f"{row.tokens:,}", f"{row.hits:,}", f"{row.workers}",
+             "pinned" if row.is_pinned else "") for row in seen.top_prefixes[:PREFIXES_SHOWN]]  # fmt: skip
+    return [("last key", "model", "tokens", "loads", "engines", ""), *rows]

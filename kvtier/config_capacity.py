@@ -1,0 +1,83 @@
+"""Settings of how a root's capacity is shared and kept: watermarks, quotas, pins, and which segment sets go first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, field_validator
+
+from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Seconds, no_bool
+from kvtier.errors import ConfigError
+
+TENANT_BYTES_MAX = 32
+"""Of a tenant's name in UTF-8: it stands in segment headers."""
+
+Fraction = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)]
+
+
+class TenantSettings(BaseModel):
+    """Requests with one of `cache_salts` (exact, or patterns with * ? [..]) are `name`'s: their chunks lie in segment
+    sets of its own, which may take `quota_bytes` in all. None: as much as there is."""
+
+    model_config = FROZEN
+    name: Annotated[str, Field(min_length=1)]
+    cache_salts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    quota_bytes: Bytes | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _fits_a_header(cls, value: str) -> str:
+        if len(value.encode()) > TENANT_BYTES_MAX:
+            raise ValueError(f"must be at most {TENANT_BYTES_MAX} bytes long in UTF-8")
+        if not value.isprintable() or "/" in value or value != value.strip():
+            raise ValueError("must be printable, without a / and without blanks around it")
+        return value
+
+
+class CapacitySettings(BaseModel):
+    """Beside capacity_bytes, which is what all segments of the root may take.
+
+    high_watermark, low_watermark: fractions of it; above the first, sets go in the background until it is below the
+    second. reserve_bytes: of the disk, left free for others. ttl_s: a set that is unused for so long goes.
+    policy: which sets go first. pinned_max_fraction: how much of the capacity pins protect at most.
+    namespace_quota_bytes: what each namespace may take. tenants: who is told apart by cache salt.
+    """
+
+    model_config = FROZEN
+    high_watermark: Fraction = 0.95
+    low_watermark: Fraction = 0.9
+    reserve_bytes: BytesOrZero = 0
+    ttl_s: Seconds | None = None
+    policy: Literal["lru", "s3fifo"] = "lru"
+    pinned_max_fraction: Fraction = 0.5
+    namespace_quota_bytes: Bytes | None = None
+    tenants: tuple[TenantSettings, ...] = ()
+
+    def check(self) -> None:
+        """Raises ConfigError for settings that do not go together."""
+        if not 0 < self.low_watermark <= self.high_watermark:
+            fix = f"must be more than 0 and at most capacity.high_watermark ({self.high_watermark})"
+            raise ConfigError("capacity.low_watermark", self.low_watermark, fix)
+        _check_unlike([tenant.name for tenant in self.tenants], "two tenants have this name: give each its own")
+        salts = [salt for tenant in self.tenants for salt in tenant.cache_salts]
+        _check_unlike(salts, "this cache salt stands twice: name it with one tenant, and there once")
+
+    def check_sets(self, set_bytes: int) -> None:
+        """Raises ConfigError for a quota that not even one segment set (`set_bytes` over all ranks) fits into."""
+        quotas = [("capacity.namespace_quota_bytes", self.namespace_quota_bytes)] + [
+            (f"capacity.tenants.{tenant.name}.quota_bytes", tenant.quota_bytes) for tenant in self.tenants
+        ]
+        for key, quota_bytes in quotas:
+            if quota_bytes is not None and quota_bytes < set_bytes:
+                fix = (
+                    f"one segment set takes {set_bytes} bytes, so nothing would ever be stored: raise it to several "
+                    "times that, or lower segment_bytes"
+                )
+                raise ConfigError(key, quota_bytes, fix)
+
+
+def _check_unlike(values: Sequence[str], fix: str) -> None:
+    twice = next((value for value in values if values.count(value) > 1), None)
+    if twice is not None:
+        raise ConfigError("capacity.tenants", twice, fix)

@@ -1,0 +1,216 @@
+"""Settings of the index: embedded, in memory, or in Redis; and where a Redis index is, read from its URL.
+
+redis://host:port/db                          one server; rediss:// with TLS
+unix:///run/redis.sock?db=0                   one server of this node
+redis+sentinel://host:26379,host2/service     the master that Sentinels name; rediss+sentinel:// with TLS
+redis+cluster://host:6379,host2:6379          Redis Cluster, from any of its nodes on; rediss+cluster:// with TLS
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import unquote
+
+from pydantic import BaseModel, BeforeValidator, Field, SecretStr, field_validator, model_validator
+
+from kvtier.config_types import FROZEN, Bytes, Count, Seconds, absolute_path, no_bool
+from kvtier.errors import ConfigError
+
+_URL = re.compile(
+    r"(?P<scheme>rediss?|rediss?\+sentinel|rediss?\+cluster|unix)://(?:(?P<user>[^/?#]*)@)?(?P<hosts>[^/?#]*)"
+    r"(?P<path>/[^?#]*)?(?:\?(?P<query>[^#]*))?"
+)
+_FORMS = "redis://host:6379/0, rediss://..., unix:///path, redis+sentinel://host:26379,.../service, redis+cluster://..."
+_PORTS = {"sentinel": 26379}
+_FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file", "password_file", "sentinel_password_file")
+
+Milliseconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=60_000, allow_inf_nan=False)]
+
+
+class RedisPlace(NamedTuple):
+    """What an URL says. kind: one, sentinel or cluster. path: of a socket. service: what Sentinels call it."""
+
+    kind: str
+    hosts: tuple[tuple[str, int], ...]
+    path: str
+    service: str
+    db: int
+    has_tls: bool
+
+
+class BreakerSettings(BaseModel):
+    """When an index that does not answer is left alone: after so many failures in a row, for a pause that doubles up
+    to a longest one. Meanwhile lookups are misses at once."""
+
+    model_config = FROZEN
+    failures: Count = 3
+    pause_first_ms: Milliseconds = 500.0
+    pause_max_ms: Milliseconds = 15_000.0
+
+
+class IndexSettings(BaseModel):
+    """Where keys are looked up.
+
+    path, map_bytes, timeout_s: of an embedded index; path None: chosen by the root's file system.
+    url and below: of one in Redis. prefix: begins the names of all its keys, so that several can share a Redis.
+    connect_timeout_ms, reply_timeout_ms: of a connection, and of the answers of one round trip.
+    publish_queue_records, publish_queue_bytes: what may wait for a Redis that does not answer.
+    """
+
+    model_config = FROZEN
+    kind: Literal["embedded", "memory", "redis"] = "embedded"
+    path: Path | None = None
+    map_bytes: Bytes = 16 << 30
+    timeout_s: Seconds = 2.0
+    url: str | None = None
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")] = "kvtier"
+    username: str | None = None
+    password: SecretStr | None = None
+    password_file: Path | None = None
+    sentinel_username: str | None = None
+    sentinel_password: SecretStr | None = None
+    sentinel_password_file: Path | None = None
+    tls_ca_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_check_hostname: bool = True
+    connect_timeout_ms: Milliseconds = 500.0
+    reply_timeout_ms: Milliseconds = 250.0
+    breaker: BreakerSettings = BreakerSettings()
+    publish_queue_records: Count = 65_536
+    publish_queue_bytes: Bytes = 64 << 20
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_credentials(cls, values: Any) -> Any:
+        """What stands before the @ of an URL is moved out of it: URLs are printed."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("url"), str):
+            return values
+        match = _URL.fullmatch(values["url"])
+        if match is None or match["user"] is None:
+            return values
+        user, colon, password = match["user"].partition(":")
+        given = {"username": unquote(user)} if user else {}
+        if colon:
+            given["password"] = unquote(password)
+        rest = values["url"].replace(f"{match['user']}@", "", 1)
+        return {**given, **{name: value for name, value in values.items() if value is not None}, "url": rest}
+
+    @field_validator("path", *_FILES)
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else absolute_path(value)
+
+    @field_validator("url")
+    @classmethod
+    def _known_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_url(value)
+        return value
+
+    @property
+    def place(self) -> RedisPlace:
+        assert self.url is not None, "check() was called"
+        return parse_url(self.url)
+
+    @property
+    def answer_timeout_s(self) -> float:
+        """How long a request waits for its lookup at most."""
+        if self.kind == "redis":
+            return (self.connect_timeout_ms + self.reply_timeout_ms) / 1000
+        return self.timeout_s
+
+    def check(self) -> None:
+        """Raises ConfigError for settings that do not go together."""
+        if self.kind != "redis":
+            if self.url is not None:
+                fix = f"only index.kind redis uses it, and that is {self.kind}: set it to redis, or leave this out"
+                raise ConfigError("index.url", self.url, fix)
+            return
+        if self.url is None:
+            raise ConfigError("index.url", None, f"index.kind redis needs the address of the server: {_FORMS}")
+        if self.path is not None:
+            raise ConfigError(
+                "index.path", str(self.path), "it is an embedded index's; leave it out with index.kind redis"
+            )
+        self._check_secrets()
+        self._check_tls()
+
+    def _check_secrets(self) -> None:
+        for name in ("password", "sentinel_password"):
+            path = getattr(self, f"{name}_file")
+            if getattr(self, name) is not None and path is not None:
+                raise ConfigError(f"index.{name}_file", str(path), f"index.{name} is set too: leave one of them out")
+        if self.username is not None and self.password is None and self.password_file is None:
+            raise ConfigError("index.username", self.username, "it has no password: set index.password_file too")
+
+    def _check_tls(self) -> None:
+        given = [name for name in ("tls_ca_file", "tls_cert_file", "tls_key_file") if getattr(self, name) is not None]
+        if given and not self.place.has_tls:
+            fix = "index.url speaks without TLS: begin it with rediss, or leave this out"
+            raise ConfigError(f"index.{given[0]}", str(getattr(self, given[0])), fix)
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            have, lack = ("key", "cert") if self.tls_cert_file is None else ("cert", "key")
+            path = str(getattr(self, f"tls_{have}_file"))
+            raise ConfigError(f"index.tls_{have}_file", path, f"index.tls_{lack}_file is not set: both, or neither")
+        for name in given:
+            path = getattr(self, name)
+            try:
+                path.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"index.{name}", str(path), f"it cannot be read: {error.strerror}") from None
+
+    def secret(self, name: str = "password") -> str | None:
+        """The password, or `sentinel_password`: as it was given, or out of its file. Raises ConfigError."""
+        given: SecretStr | None = getattr(self, name)
+        path: Path | None = getattr(self, f"{name}_file")
+        if path is None:
+            return None if given is None else given.get_secret_value()
+        try:
+            text = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not a text"
+            raise ConfigError(f"index.{name}_file", str(path), f"no password can be read there: {reason}") from None
+        if not text:
+            raise ConfigError(f"index.{name}_file", str(path), "the file is empty: write the password into it")
+        return text
+
+
+def parse_url(url: str) -> RedisPlace:
+    """Raises ValueError, never with the URL in it: it may hold a password."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise ValueError(f"must be the address of a Redis: {_FORMS}")
+    scheme, path, query = match["scheme"], unquote(match["path"] or ""), match["query"] or ""
+    kind = scheme.partition("+")[2] or "one"
+    name, _, db = query.partition("=")
+    if query and (name != "db" or not db.isdecimal()):
+        raise ValueError("only ?db=NUMBER may stand behind the ?; timeouts, TLS and the like are settings of their own")
+    has_tls = scheme.startswith("rediss")
+    if scheme == "unix":
+        if not path.strip("/") or match["hosts"]:
+            raise ValueError("unix:// needs the absolute path of a socket: unix:///run/redis.sock")
+        return RedisPlace(kind, (), path, "", int(db or 0), False)
+    hosts = tuple(_host(text, _PORTS.get(kind, 6379)) for text in match["hosts"].split(","))
+    word = path.strip("/")
+    if kind == "sentinel":
+        if not word:
+            raise ValueError("name the service behind the hosts, as in redis+sentinel://host:26379/mymaster")
+        return RedisPlace(kind, hosts, "", word, int(db or 0), has_tls)
+    if kind == "cluster" and (word or query):
+        raise ValueError("Redis Cluster has one database and no service name: leave out what follows the hosts")
+    if word and (not word.isdecimal() or query):
+        raise ValueError("behind the host stands the number of the database, as in redis://host:6379/0")
+    if kind == "one" and len(hosts) > 1:
+        raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
+    return RedisPlace(kind, hosts, "", "", int(word or db or 0), has_tls)
+
+
+def _host(text: str, port: int) -> tuple[str, int]:
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]]+)(?::(\d{1,5}))?", text)
+    if match is None:
+        raise ValueError("a host is a name or an address, with :PORT behind it; several are divided by commas")
+    return match[1].strip("[]"), int(match[2] or port)

@@ -1,0 +1,113 @@
+"""Settings of the admin service (`kvtier serve`)."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, Field, SecretStr, field_validator
+
+from kvtier.config_types import FROZEN, Bytes, Count, Seconds, absolute_path, no_bool
+from kvtier.errors import ConfigError
+
+TOKEN_CHARS_MIN = 16
+
+Port = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65535)]
+
+
+class ServerSettings(BaseModel):
+    """host, port: where it listens; port 0 is a free one. Without a token, host must be a loopback address.
+
+    admin_token, read_token: who brings one may do everything, or only look; the files hold the same, and one line.
+    tls_cert, tls_key: PEM files; with them it speaks https alone.
+    body_bytes_max, timeout_s, connections_max: bounds of a request, of its body's coming and its answer, and of
+    connections at a time. history_s: how often the dashboard's curves get a point.
+    """
+
+    model_config = FROZEN
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    port: Port = 8474
+    admin_token: SecretStr | None = None
+    admin_token_file: Path | None = None
+    read_token: SecretStr | None = None
+    read_token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    body_bytes_max: Bytes = 4 << 20
+    timeout_s: Seconds = 30.0
+    connections_max: Count = 256
+    history_s: Seconds = 5.0
+
+    @field_validator("admin_token_file", "read_token_file", "tls_cert", "tls_key")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else absolute_path(value)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this machine can reach it. A name other than localhost may mean anything."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def check(self) -> None:
+        """Raises ConfigError for settings that do not go together."""
+        for name in ("admin_token", "read_token"):
+            if getattr(self, name) is not None and getattr(self, f"{name}_file") is not None:
+                path = str(getattr(self, f"{name}_file"))
+                raise ConfigError(f"server.{name}_file", path, f"server.{name} is set too: leave one of them out")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing, given = ("tls_key", self.tls_cert) if self.tls_key is None else ("tls_cert", self.tls_key)
+            fix = f"server.{missing} is not set: TLS needs both, the certificate and its key"
+            raise ConfigError(f"server.{'tls_cert' if missing == 'tls_key' else 'tls_key'}", str(given), fix)
+        has_read = self.read_token is not None or self.read_token_file is not None
+        if has_read and not self.has_token:
+            fix = "without server.admin_token nobody may do more than look: set that too, or admin_token_file"
+            raise ConfigError("server.read_token", "***", fix)
+        if not self.has_token and not self.is_loopback:
+            raise self.too_open(self.host)
+
+    @property
+    def has_token(self) -> bool:
+        """The admin's, without which there is no other."""
+        return self.admin_token is not None or self.admin_token_file is not None
+
+    def too_open(self, host: str) -> ConfigError:
+        fix = (
+            "others could reach it there, and no token is set: set server.admin_token_file (or the environment "
+            "variable KVTIER_SERVER__ADMIN_TOKEN), or server.host to 127.0.0.1"
+        )
+        return ConfigError("server.host", host, fix)
+
+    def tokens(self) -> tuple[str | None, str | None]:
+        """(admin's, read-only one). Raises ConfigError, never with a token in it."""
+        admin = _token("server.admin_token", self.admin_token, self.admin_token_file)
+        read = _token("server.read_token", self.read_token, self.read_token_file)
+        if admin is not None and admin == read:
+            raise ConfigError("server.read_token", "***", "it is the admin's token too: make another one")
+        return admin, read
+
+
+def _token(key: str, given: SecretStr | None, path: Path | None) -> str | None:
+    if path is not None:
+        key += "_file"
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it holds other characters than ASCII"
+            raise ConfigError(key, str(path), f"no token can be read there: {reason}") from None
+    elif given is not None:
+        text = given.get_secret_value()
+    else:
+        return None
+    if len(text) < TOKEN_CHARS_MIN or not all("!" <= char <= "~" for char in text):
+        fix = (
+            f"a token is one word of at least {TOKEN_CHARS_MIN} printable ASCII characters; make one with "
+            "`openssl rand -hex 32`"
+        )
+        raise ConfigError(key, "***" if path is None else str(path), fix)
+    return text

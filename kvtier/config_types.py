@@ -1,0 +1,59 @@
+"""The types of settings, and what they check: shared by the groups of the tree. Byte sizes are numbers or texts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+FROZEN = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+_UNITS = {"": 1, "B": 1} | {
+    letter + suffix: base**power
+    for suffix, base in (("iB", 1024), ("i", 1024), ("B", 1000))
+    for power, letter in enumerate("KMGT", start=1)
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: object) -> int:
+    """A byte size as a number. Raises ValueError when `value` is neither a whole number nor a text like "64GiB"."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if not match or match[2].lower() not in units:
+        raise ValueError('must be a whole number of bytes or a size such as "64GiB", "512MiB" or "64GB"')
+    n_bytes = float(match[1]) * units[match[2].lower()] if "." in match[1] else int(match[1]) * units[match[2].lower()]
+    if n_bytes != int(n_bytes):
+        raise ValueError("must be a whole number of bytes")
+    return int(n_bytes)
+
+
+def no_bool(value: object) -> object:
+    if isinstance(value, bool):  # an int to Python, a slip in a settings file
+        raise ValueError("must be a number")
+    return value
+
+
+def multiple(value: int, unit: int, why: str) -> int:
+    if value % unit:
+        raise ValueError(f"must be a multiple of {unit} ({why}); the next one is {-(-value // unit) * unit}")
+    return value
+
+
+def absolute_path(value: Path) -> Path:
+    if "\0" in str(value):
+        raise ValueError("must be a path, and those hold no NUL byte")
+    if not value.is_absolute():
+        better = value.expanduser() if str(value).startswith("~") else value.absolute()
+        raise ValueError(f"must be an absolute path: processes start in different folders; try {better}")
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+BytesOrZero = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(no_bool), Field(gt=0)]
+Natural = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
+Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, allow_inf_nan=False)]

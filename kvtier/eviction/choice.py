@@ -1,0 +1,110 @@
+"""How many of which sets go: for a set that is to be made, to keep the limits, or as an administrator asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from kvtier.eviction.base import Policy, State
+from kvtier.eviction.limits import Need, Quotas, Used
+from kvtier.index.base import SetInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which sets an administrator means: those for which all hold that are not None.
+
+    n_bytes: no more of them than make up so many bytes, the least valuable first. unused_s: not used for so long.
+    set_ids: one of these.
+    """
+
+    n_bytes: int | None = None
+    unused_s: float | None = None
+    namespace: bytes | None = None
+    tenant: str | None = None
+    set_ids: Collection[int] | None = None
+
+    def means(self, info: SetInfo, now_s: float) -> bool:
+        return (
+            (self.unused_s is None or now_s - info.used_s >= self.unused_s)
+            and (self.namespace is None or info.namespace == self.namespace)
+            and (self.tenant is None or info.tenant == self.tenant)
+            and (self.set_ids is None or info.set_id in self.set_ids)
+        )
+
+
+class Choice:
+    """Sets that go, chosen step by step; what is chosen already counts as gone for the steps that follow.
+
+    protected: sets that stay whatever happens, beside those that are filled, or pinned themselves.
+    state: of the policy; changed with each set that is chosen.
+    """
+
+    def __init__(self, sets: Sequence[SetInfo], protected: Collection[int], policy: Policy, state: State) -> None:
+        self.victims: list[SetInfo] = []
+        self._sets = sets
+        self._candidates = [
+            info for info in sets if not info.is_open and not info.is_pinned and info.set_id not in protected
+        ]
+        self._policy = policy
+        self._state = state
+        self._gone: set[int] = set()
+
+    @property
+    def used(self) -> Used:
+        """What is left."""
+        return Used.of([info for info in self._sets if info.set_id not in self._gone])
+
+    def take(self, n_bytes: int, of: Callable[[SetInfo], bool] = lambda info: True) -> bool:
+        """Chooses the least valuable of those `of` which are meant until they make up `n_bytes`; False when all of
+        them do not."""
+        if n_bytes <= 0:
+            return True
+        left = [info for info in self._candidates if info.set_id not in self._gone and of(info)]
+        for info in self._policy.victims(left, self._state):
+            self.victims.append(info)
+            self._gone.add(info.set_id)
+            n_bytes -= info.n_bytes
+            if n_bytes <= 0:
+                return True
+        return False
+
+    def make_room(self, need: Need, quotas: Quotas, capacity_bytes: int) -> bool:
+        """Whether `need` fits with these chosen: first its tenant's own sets go for its tenant's quota, and its
+        namespace's for that one's, so that nobody else's have to; then anybody's."""
+        quota_bytes = quotas.of_tenant(need.tenant)
+        if quota_bytes is not None:
+            excess = self.used.tenants.get(need.tenant, 0) + need.n_bytes - quota_bytes
+            if not self.take(excess, lambda info: info.tenant == need.tenant):
+                return False
+        quota_bytes = quotas.of_namespace(need.namespace)
+        if quota_bytes is not None:
+            excess = self.used.namespaces.get(need.namespace, 0) + need.n_bytes - quota_bytes
+            if not self.take(excess, lambda info: info.namespace == need.namespace):
+                return False
+        return self.take(self.used.n_bytes + need.n_bytes - capacity_bytes)
+
+    def keep_quotas(self, quotas: Quotas) -> None:
+        """Down to each quota, as far as sets may go: it may have been lowered."""
+        for tenant, n_bytes in sorted(self.used.tenants.items()):
+            quota_bytes = quotas.of_tenant(tenant)
+            if quota_bytes is not None:
+                self.take(n_bytes - quota_bytes, lambda info, tenant=tenant: info.tenant == tenant)  # type: ignore[misc]
+        for namespace, n_bytes in sorted(self.used.namespaces.items()):
+            quota_bytes = quotas.of_namespace(namespace)
+            if quota_bytes is not None:
+                self.take(n_bytes - quota_bytes, lambda info, name=namespace: info.namespace == name)  # type: ignore[misc]
+
+    def drop_unused(self, since_s: float) -> None:
+        """All that were not used since then."""
+        self.take(self.used.n_bytes, lambda info: info.used_s < since_s)
+
+    def keep_watermarks(self, high_bytes: int, low_bytes: int) -> None:
+        """Down to the low one, if there is more than the high one."""
+        n_bytes = self.used.n_bytes
+        if n_bytes > high_bytes:
+            self.take(n_bytes - low_bytes)
+
+    def select(self, selection: Selection, now_s: float) -> None:
+        n_bytes = self.used.n_bytes if selection.n_bytes is None else selection.n_bytes
+        self.take(n_bytes, lambda info: selection.means(info, now_s))

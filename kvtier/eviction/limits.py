@@ -1,0 +1,121 @@
+"""What a root is kept to: its rules from the settings, and the quotas that an administrator set meanwhile.
+
+A quota set at run time is a note `quota/tenant/<name>` or `quota/namespace/<hex>` with {"bytes": number | null}; it
+wins over the settings, and null lifts theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvtier.config_capacity import CapacitySettings
+from kvtier.index.base import SetInfo
+
+log = logging.getLogger("kvtier")
+
+PREFIX = "quota/"
+_TENANT, _NAMESPACE = PREFIX + "tenant/", PREFIX + "namespace/"
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """Bytes that a namespace or tenant may take; None: as much as there is."""
+
+    default_namespace_bytes: int | None = None
+    namespaces: Mapping[bytes, int | None] = field(default_factory=dict)
+    tenants: Mapping[str, int | None] = field(default_factory=dict)
+
+    def of_namespace(self, namespace: bytes) -> int | None:
+        return self.namespaces.get(namespace, self.default_namespace_bytes)
+
+    def of_tenant(self, tenant: str) -> int | None:
+        return self.tenants.get(tenant)
+
+    @property
+    def are_none(self) -> bool:
+        values = (self.default_namespace_bytes, *self.namespaces.values(), *self.tenants.values())
+        return all(value is None for value in values)
+
+    def with_notes(self, notes: Mapping[str, bytes]) -> Quotas:
+        """With what was set at run time. A note that is no quota is left out."""
+        namespaces, tenants = dict(self.namespaces), dict(self.tenants)
+        for name, value in notes.items():
+            try:
+                n_bytes = json.loads(value)["bytes"]
+                if n_bytes is not None and (isinstance(n_bytes, bool) or not isinstance(n_bytes, int) or n_bytes < 0):
+                    raise ValueError(n_bytes)
+                if name.startswith(_TENANT):
+                    tenants[name.removeprefix(_TENANT)] = n_bytes
+                elif name.startswith(_NAMESPACE):
+                    namespaces[bytes.fromhex(name.removeprefix(_NAMESPACE))] = n_bytes
+            except (ValueError, KeyError, TypeError, RecursionError) as fault:
+                log.warning("the note %s is not a quota and limits nothing: %r", name, fault)
+        return replace(self, namespaces=namespaces, tenants=tenants)
+
+
+def tenant_note(tenant: str) -> str:
+    return _TENANT + tenant
+
+
+def namespace_note(namespace: bytes) -> str:
+    return _NAMESPACE + namespace.hex()
+
+
+def quota_value(n_bytes: int | None) -> bytes:
+    """What such a note holds."""
+    return json.dumps({"bytes": n_bytes}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """See kvtier.config_capacity; fractions are of the capacity that is passed with each question, for a disk may have
+    less room than was configured."""
+
+    high_fraction: float = 1.0
+    low_fraction: float = 1.0
+    reserve_bytes: int = 0
+    ttl_s: float | None = None
+    pinned_max_fraction: float = 1.0
+    quotas: Quotas = Quotas()
+
+    @classmethod
+    def of(cls, settings: CapacitySettings) -> Rules:
+        tenants = {tenant.name: tenant.quota_bytes for tenant in settings.tenants if tenant.quota_bytes is not None}
+        return cls(
+            settings.high_watermark, settings.low_watermark, settings.reserve_bytes, settings.ttl_s,
+            settings.pinned_max_fraction, Quotas(settings.namespace_quota_bytes, {}, tenants),
+        )  # fmt: skip
+
+
+UNLIMITED = Rules()
+"""Nothing but the capacity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A segment set that is to be made."""
+
+    n_bytes: int
+    namespace: bytes
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What sets take, in all and by namespace and tenant."""
+
+    n_bytes: int
+    namespaces: Mapping[bytes, int]
+    tenants: Mapping[str, int]
+
+    @classmethod
+    def of(cls, sets: Sequence[SetInfo]) -> Used:
+        namespaces: dict[bytes, int] = {}
+        tenants: dict[str, int] = {}
+        for info in sets:
+            namespaces[info.namespace] = namespaces.get(info.namespace, 0) + info.n_bytes
+            tenants[info.tenant] = tenants.get(info.tenant, 0) + info.n_bytes
+        return cls(sum(namespaces.values()), namespaces, tenants)

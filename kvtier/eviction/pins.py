@@ -1,0 +1,95 @@
+"""Pins: what an administrator keeps from being evicted. A note `pin/<id>` in the index each:
+
+    {"namespace": hex, "keys": [hex, ...] | null, "label": text, "created_s": number, "expires_s": number | null}
+
+Without keys all sets of the namespace are protected, with keys the sets that their records lie in.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.index.base import SetInfo
+
+log = logging.getLogger("kvtier")
+
+PREFIX = "pin/"
+ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """keys: None where the whole namespace is meant. expires_s: None where it does not."""
+
+    pin_id: str
+    namespace: bytes
+    keys: tuple[bytes, ...] | None
+    label: str
+    created_s: float
+    expires_s: float | None
+
+    @property
+    def name(self) -> str:
+        """Of its note."""
+        return PREFIX + self.pin_id
+
+    def pack(self) -> bytes:
+        keys = None if self.keys is None else [key.hex() for key in self.keys]
+        return json.dumps({
+            "namespace": self.namespace.hex(), "keys": keys, "label": self.label, "created_s": self.created_s,
+            "expires_s": self.expires_s,
+        }).encode()  # fmt: skip
+
+
+def read_pins(notes: Mapping[str, bytes], now_s: float) -> list[Pin]:
+    """Those of the notes that are pins and have not expired, the oldest first."""
+    found = [_pin(name.removeprefix(PREFIX), value) for name, value in notes.items()]
+    pins = [pin for pin in found if pin is not None and (pin.expires_s is None or now_s < pin.expires_s)]
+    return sorted(pins, key=lambda pin: (pin.created_s, pin.pin_id))
+
+
+def _pin(pin_id: str, value: bytes) -> Pin | None:
+    """None for a note that is none of ours: what it would protect is not known."""
+    try:
+        found = json.loads(value)
+        keys, expires_s = found.get("keys"), found.get("expires_s")
+        return Pin(
+            pin_id, _id(found["namespace"]), None if keys is None else tuple(map(_id, keys)),
+            str(found.get("label", "")), float(found.get("created_s", 0)),
+            None if expires_s is None else float(expires_s),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
+        log.warning("the note pin/%s is not a pin and protects nothing: %r", pin_id, fault)
+        return None
+
+
+def _id(text: str) -> bytes:
+    """Of a namespace or a chunk. Raises ValueError, TypeError."""
+    value = bytes.fromhex(text)
+    if len(value) != ID_BYTES:
+        raise ValueError(f"{len(value)} bytes")
+    return value
+
+
+def protected_sets(
+    sets: Sequence[SetInfo], pins: Sequence[Pin], held: Mapping[str, Collection[int]], max_bytes: int
+) -> frozenset[int]:
+    """Ids of the sets that pins protect, older pins first, at most `max_bytes` of them; within a pin the older sets.
+
+    held: by the id of a pin with keys, the sets in which their records lie.
+    """
+    left = max_bytes - sum(info.n_bytes for info in sets if info.is_pinned)
+    protected: set[int] = set()
+    by_age = sorted(sets, key=lambda info: (info.created_s, info.set_id))
+    for pin in pins:
+        for info in by_age:
+            if info.is_pinned or info.set_id in protected or info.namespace != pin.namespace:
+                continue
+            is_meant = pin.keys is None or info.set_id in held.get(pin.pin_id, ())
+            if is_meant and info.n_bytes <= left:
+                protected.add(info.set_id)
+                left -= info.n_bytes
+    return frozenset(protected)

@@ -1,0 +1,195 @@
+"""Making room on a root: what kvtier.eviction chooses is removed, by one evictor at a time.
+
+It holds a lease and renews it with every set. One that was taken for dead meanwhile is refused by the index (its
+fencing token is an old one) and stops. What a policy remembers lies in the index, in a note; when an evictor dies
+before it is written, the next one goes on from the state before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import Corrupt, StaleLease
+from kvtier.eviction import base, limits, pins
+from kvtier.eviction.base import Policy
+from kvtier.eviction.choice import Choice, Selection
+from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, Used
+from kvtier.eviction.lru import Lru
+from kvtier.index import entry as entries
+from kvtier.index.base import EVICT_LEASE, Index, SetInfo
+from kvtier.removal import Remover
+
+log = logging.getLogger("kvtier")
+
+LEASE_TTL_S = 5.0
+"""Renewed with every set that is taken care of; so long, nobody evicts after a killed evictor. One that is merely slow
+does no harm: it is refused."""
+STATE_NOTE = "policy/state"
+HOLES_MAX = 64
+"""Keys of a pin that are not stored are stepped over so often; what lies behind is not protected."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What was removed, or would be. freed_bytes: what its files really gave back; 0 when nothing was done."""
+
+    sets: tuple[SetInfo, ...]
+    freed_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        """What the sets take, as the index has it."""
+        return sum(info.n_bytes for info in self.sets)
+
+
+class Evictor:
+    """Thread-safe as far as its index is. `folder`: `<root>/v1`, with one folder a namespace."""
+
+    def __init__(
+        self, index: Index, folder: Path, owner: str, rules: Rules = UNLIMITED, policy: Policy | None = None,
+        clock: Clock = time.time,
+    ) -> None:  # fmt: skip
+        self.rules = rules
+        self._index = index
+        self._remover = Remover(index, folder)
+        self._owner = owner
+        self._policy = policy or Lru()
+        self._clock = clock
+
+    def fits(self, need: Need, capacity_bytes: int) -> bool:
+        """Whether the set can be made as things are: within the capacity and its tenant's and namespace's quota."""
+        pending_bytes = self._remover.pending_bytes(self._clock())
+        if self._index.counts().n_bytes + pending_bytes + need.n_bytes > capacity_bytes:
+            return False
+        quotas = self.quotas()
+        tenant_bytes, namespace_bytes = quotas.of_tenant(need.tenant), quotas.of_namespace(need.namespace)
+        if tenant_bytes is None and namespace_bytes is None:
+            return True
+        used = Used.of(self._index.sets())
+        return (
+            tenant_bytes is None or used.tenants.get(need.tenant, 0) + need.n_bytes <= tenant_bytes
+        ) and (
+            namespace_bytes is None or used.namespaces.get(need.namespace, 0) + need.n_bytes <= namespace_bytes
+        )  # fmt: skip
+
+    def make_room(self, need: Need, capacity_bytes: int) -> int | None:
+        """Evicts until the set fits.
+
+        Returns the bytes given back; None when it does not fit: others evict right now, or too little may go; nothing
+        is evicted in vain.
+        """
+        if self.fits(need, capacity_bytes):
+            return 0
+
+        def choose(choice: Choice) -> bool:
+            return choice.make_room(need, self.quotas(), capacity_bytes)
+
+        done = self._evict(choose, capacity_bytes)
+        return done.freed_bytes if done is not None and self.fits(need, capacity_bytes) else None
+
+    def keep_limits(self, capacity_bytes: int) -> int:
+        """What needs no writer to ask for it: what was unused for too long goes, what is above a quota that was
+        lowered, and above the high watermark what is above the low one. Bytes given back."""
+        rules, quotas = self.rules, self.quotas()
+        high_bytes = int(capacity_bytes * rules.high_fraction)
+        is_below = self._index.counts().n_bytes <= high_bytes and not self._remover.pending_bytes(self._clock())
+        if rules.ttl_s is None and quotas.are_none and is_below:
+            return 0
+
+        def choose(choice: Choice) -> bool:
+            if rules.ttl_s is not None:
+                choice.drop_unused(self._clock() - rules.ttl_s)
+            choice.keep_quotas(quotas)
+            choice.keep_watermarks(high_bytes, int(capacity_bytes * rules.low_fraction))
+            return bool(choice.victims)
+
+        done = self._evict(choose, capacity_bytes)
+        return 0 if done is None else done.freed_bytes
+
+    def preview(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> Evicted:
+        """What `evict` would remove now."""
+        choice, _ = self._choice(0 if ignore_pins else capacity_bytes)
+        choice.select(selection, self._clock())
+        return Evicted(tuple(choice.victims), 0)
+
+    def evict(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> Evicted | None:
+        """Removes what is meant; None when others evict right now. Sets that are filled stay, and pinned ones unless
+        `ignore_pins` (those that are pinned one by one stay even then)."""
+
+        def choose(choice: Choice) -> bool:
+            choice.select(selection, self._clock())
+            return True
+
+        return self._evict(choose, 0 if ignore_pins else capacity_bytes)
+
+    def sets_of(self, keys: Sequence[bytes]) -> frozenset[int]:
+        """Ids of the sets in which the records of these chunks lie."""
+        found: set[int] = set()
+        first = 0
+        for _ in range(HOLES_MAX):
+            values = self._index.resolve(keys[first:])
+            for value in values:
+                try:
+                    found.update(location.set_id for location in entries.unpack(value))
+                except Corrupt:
+                    continue
+            first += len(values) + 1
+            if first >= len(keys):
+                break
+        return frozenset(found)
+
+    def quotas(self) -> Quotas:
+        """Those of the settings, with what was set at run time."""
+        return self.rules.quotas.with_notes(self._index.notes(limits.PREFIX, self._clock()))
+
+    def protected(self, sets: Sequence[SetInfo], capacity_bytes: int) -> frozenset[int]:
+        """Ids of the sets that pins protect, within their cap."""
+        found = pins.read_pins(self._index.notes(pins.PREFIX, self._clock()), self._clock())
+        held = {pin.pin_id: self.sets_of(pin.keys) for pin in found if pin.keys}
+        return pins.protected_sets(sets, found, held, int(capacity_bytes * self.rules.pinned_max_fraction))
+
+    def _choice(self, capacity_bytes: int) -> tuple[Choice, base.State]:
+        sets = self._index.sets()
+        kept = self._index.notes(STATE_NOTE, self._clock()).get(STATE_NOTE, b"")
+        state = base.unpack(kept, sets)
+        return Choice(sets, self.protected(sets, capacity_bytes), self._policy, state), state
+
+    def _evict(self, choose: Callable[[Choice], bool], capacity_bytes: int) -> Evicted | None:
+        """Removes what `choose` chooses, if it says so; None when it does not, and when others evict right now."""
+        token = self._lease()
+        if token is None:
+            return None
+        try:
+            self._remover.finish(self._clock())
+            choice, state = self._choice(capacity_bytes)
+            if not choose(choice):
+                return None
+            return self._remove(choice.victims, state, token)
+        finally:
+            self._index.release_lease(EVICT_LEASE, self._owner)
+
+    def _remove(self, victims: Sequence[SetInfo], state: base.State, token: int) -> Evicted:
+        """As many as it gets to: who was taken for dead stops."""
+        removed, freed_bytes = [], 0
+        for info in victims:
+            if self._lease() != token:
+                break
+            try:
+                freed_bytes += self._remover.remove(info, token)
+            except StaleLease:
+                break
+            removed.append(info)
+        else:
+            if state or self._index.notes(STATE_NOTE, self._clock()):
+                self._index.put_note(STATE_NOTE, base.pack(state), None)
+        return Evicted(tuple(removed), freed_bytes)
+
+    def _lease(self) -> int | None:
+        """Takes the lease, or renews it."""
+        return self._index.acquire_lease(EVICT_LEASE, self._owner, self._clock(), LEASE_TTL_S)

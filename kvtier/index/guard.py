@@ -1,0 +1,232 @@
+"""A guard around an index that may be slow or gone: it costs misses within known times, and what was saved waits.
+
+Calls pass through a circuit breaker; while that is open they raise IndexUnavailable at once. Publishing does not raise:
+records wait in a bounded queue (I4) and go out when the index is back. They count as taken then: their bytes are whole
+(I1), and whoever asks for them before finds a miss, as after any loss of the index (I5). The oldest go when the queue
+is full, and all that wait when the process ends: they are in no entry, and `kvtier index rebuild` finds them as long as
+no sweep has taken their sets for those of a dead writer, and cut them behind what is visible.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from kvtier import metrics as names
+from kvtier.errors import IndexRefused, IndexResting, IndexUnavailable, KVTierError
+from kvtier.index.base import Index, IndexCounts, Location, NewRecord, SetInfo, Use
+from kvtier.index.breaker import Breaker
+from kvtier.jobs import Ticker
+from kvtier.metrics import Metrics
+
+log = logging.getLogger("kvtier")
+
+TICK_INTERVAL_S = 0.25
+"""How often it is looked whether what waits can go out."""
+SENT_AT_ONCE = 256
+CLOSE_TIMEOUT_S = 2.0
+RECORD_BYTES, CHECKSUM_BYTES = 480, 44
+"""Of a waiting record in memory, measured on CPython 3.11; a checksum is one Python int."""
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+
+
+class QueueBounds(NamedTuple):
+    records: int
+    n_bytes: int
+
+
+class GuardedIndex:
+    """See `kvtier.index.base.Index`. `clock`: seconds, monotonic."""
+
+    def __init__(
+        self, index: Index, breaker: Breaker, bounds: QueueBounds, metrics: Metrics, clock: Clock = time.monotonic
+    ) -> None:
+        self._index = index
+        self._breaker = breaker
+        self._bounds = bounds
+        self.metrics = metrics
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: deque[NewRecord] = deque()
+        self._waiting_bytes = 0
+        self._ticker: Ticker | None = None
+
+    def start(self) -> None:
+        """Sends what waits from a thread of its own; without it the caller ticks (tests)."""
+        self._ticker = Ticker("index", TICK_INTERVAL_S, self.tick)
+
+    def tick(self) -> None:
+        """Tries the index when it has rested, so that no lookup need do that, and sends what waits."""
+        try:
+            if self._breaker.is_open:
+                self._call(lambda: self._index.was_reset)
+            while self._send_some():
+                pass
+        except IndexUnavailable:
+            pass
+
+    @property
+    def n_waiting(self) -> int:
+        """Records that wait for the index to come back."""
+        return len(self._waiting)
+
+    def _call(self, work: Callable[[], T]) -> T:
+        now = self._clock()
+        if not self._breaker.allows(now):
+            self.metrics.add(names.INDEX_FAST_FAILS)
+            raise IndexResting(f"the index is left alone for {self._breaker.left_s(now):.1f} s: it does not answer")
+        try:
+            result = work()
+        except IndexRefused:  # an answer, too: a Redis that is full still knows what is stored
+            self._worked()
+            raise
+        except IndexUnavailable as fault:
+            self._failed(fault)
+            raise
+        except KVTierError:
+            self._worked()
+            raise
+        except BaseException as fault:
+            self._failed(fault)
+            raise
+        self._worked()
+        return result
+
+    def _worked(self) -> None:
+        if self._breaker.worked():
+            log.info("the index answers again; %d records wait to be published", self.n_waiting)
+
+    def _failed(self, fault: BaseException) -> None:
+        now = self._clock()
+        if self._breaker.failed(now):
+            self.metrics.add(names.INDEX_PAUSES)
+            log.warning("the index is left alone for %.1f s: %s", self._breaker.left_s(now), fault)
+
+    # --- publishing ---
+
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+        """Those that wait count as taken."""
+        try:
+            return self._call(lambda: self._index.publish(records, from_files))
+        except IndexUnavailable:
+            if from_files:  # their files are read again another time
+                raise
+            self._put(records)
+            return len(records)
+
+    def _put(self, records: Sequence[NewRecord]) -> None:
+        dropped = 0
+        with self._lock:
+            for record in records:
+                self._waiting.append(record)
+                self._waiting_bytes += _bytes_of(record)
+            while len(self._waiting) > self._bounds.records or self._waiting_bytes > self._bounds.n_bytes:
+                self._waiting_bytes -= _bytes_of(self._waiting.popleft())
+                dropped += 1
+        self.metrics.add(names.PUBLISH_QUEUED, len(records))
+        self.metrics.add(names.PUBLISH_DROPPED, dropped)
+
+    def _send_some(self) -> bool:
+        """Publishes the oldest that wait; False when none do. Raises IndexUnavailable, and they wait on."""
+        with self._lock:
+            batch = [self._waiting[place] for place in range(min(SENT_AT_ONCE, len(self._waiting)))]
+        if not batch:
+            return False
+        taken = self._call(lambda: self._index.publish(batch))
+        with self._lock:  # meanwhile, the oldest may have been dropped for newer ones
+            sent = set(map(id, batch))
+            while self._waiting and id(self._waiting[0]) in sent:
+                self._waiting_bytes -= _bytes_of(self._waiting.popleft())
+        self.metrics.add(names.PUBLISH_SENT_LATE, taken)
+        return True
+
+    # --- all else passes through the breaker ---
+
+    def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
+        return self._call(lambda: self._index.resolve(keys))
+
+    def retract(self, key: bytes, location: Location) -> bool:
+        return self._call(lambda: self._index.retract(key, location))
+
+    def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
+        return self._call(lambda: self._index.create_set(info, records))
+
+    def take_over(self, set_id: int) -> None:
+        self._call(lambda: self._index.take_over(set_id))
+
+    def close_set(self, set_id: int, n_bytes: int) -> None:
+        self._call(lambda: self._index.close_set(set_id, n_bytes))
+
+    def sets(self) -> list[SetInfo]:
+        return self._call(self._index.sets)
+
+    def some_sets(self, set_ids: Collection[int]) -> list[SetInfo]:
+        return self._call(lambda: self._index.some_sets(set_ids))
+
+    def members(self, set_id: int) -> list[tuple[bytes, Location]]:
+        return self._call(lambda: self._index.members(set_id))
+
+    def remove_set(self, set_id: int, token: int | None = None) -> int:
+        return self._call(lambda: self._index.remove_set(set_id, token))
+
+    def touch(self, used: Mapping[int, Use]) -> None:
+        self._call(lambda: self._index.touch(used))
+
+    def pin_set(self, set_id: int, pinned: bool) -> bool:
+        return self._call(lambda: self._index.pin_set(set_id, pinned))
+
+    def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
+        return self._call(lambda: self._index.acquire_lease(name, owner, now_s, ttl_s))
+
+    def lease_owner(self, name: str, now_s: float) -> str | None:
+        return self._call(lambda: self._index.lease_owner(name, now_s))
+
+    def release_lease(self, name: str, owner: str) -> None:
+        self._call(lambda: self._index.release_lease(name, owner))
+
+    def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
+        self._call(lambda: self._index.put_note(name, value, expires_s))
+
+    def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
+        return self._call(lambda: self._index.notes(prefix, now_s))
+
+    def drop_note(self, name: str) -> bool:
+        return self._call(lambda: self._index.drop_note(name))
+
+    def counts(self) -> IndexCounts:
+        return self._call(self._index.counts)
+
+    def entries(self) -> Iterator[tuple[bytes, bytes]]:
+        return self._call(self._index.entries)
+
+    @property
+    def was_reset(self) -> bool:
+        return self._call(lambda: self._index.was_reset)
+
+    def rebuilt(self) -> None:
+        self._call(self._index.rebuilt)
+
+    def clear(self) -> None:
+        self._call(self._index.clear)
+
+    def close(self) -> None:
+        """Sends what waits, if the index takes it now, within a moment (I10)."""
+        if self._ticker is not None:
+            self._ticker.close(CLOSE_TIMEOUT_S)
+        deadline_s = self._clock() + CLOSE_TIMEOUT_S
+        try:
+            while self._clock() < deadline_s and self._send_some():
+                pass
+        except IndexUnavailable as fault:
+            log.warning("%d records stay unpublished, for a rebuild to find: %s", self.n_waiting, fault)
+        self._index.close()
+
+
+def _bytes_of(record: NewRecord) -> int:
+    return RECORD_BYTES + CHECKSUM_BYTES * len(record.location.checksums)

@@ -1,0 +1,125 @@
+"""Whose index it is, and what about a Redis no waiting mends: told at start-up, in words of the settings (I8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import AuthenticationError, MovedError, NoPermissionError, RedisError, ResponseError
+
+from kvtier.config_index import IndexSettings
+from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.index.redis_entries import Caller
+from kvtier.index.redis_keys import FORMAT
+from kvtier.index.redis_wire import Request, Wire, is_refusal, unavailable
+
+COMMANDS = "+@read +@write +@connection +eval +evalsha +cluster|slots"
+"""What an ACL has to allow."""
+
+
+class Binding:
+    """Until Redis has said that it holds this root's index, or none yet, nothing else is asked of it: what another root
+    stores would be taken for lost here, and taken out."""
+
+    def __init__(self, caller: Caller, wire: Wire, meta: bytes, settings: IndexSettings) -> None:
+        self._caller = caller
+        self._wire = wire
+        self._meta = meta
+        self._settings = settings
+        self._root_id = b""
+
+    def begin(self, root_id: str) -> None:
+        """Raises ConfigError, or IndexUnavailable when it is left for later."""
+        self._root_id = root_id.encode()
+        self._caller.gate = self._pass
+        self._ask()
+        self._caller.gate = None
+
+    def look(self) -> str:
+        version, root = self._checked([])[0]
+        return "to be created" if version is None else f"there, of root {(root or b'?').decode()}"
+
+    def check(self, root_id: bytes | None) -> None:
+        """Whose it is by now: it may have been emptied, or replaced, and become another root's. Raises
+        IndexUnavailable, and until it is this root's again nothing else is asked of it."""
+        if root_id != self._root_id:
+            self.renew()
+
+    def renew(self) -> None:
+        """Redis lost its memory: says it again."""
+        if self._root_id:
+            self._caller.gate = self._pass
+            self._pass()
+
+    def _pass(self) -> None:
+        try:
+            self._ask()
+        except ConfigError as fault:
+            raise IndexUnavailable(str(fault)) from fault
+        self._caller.gate = None
+
+    def _ask(self) -> None:
+        meta = self._meta
+        (version, root), _ = self._checked(
+            [
+                Request(meta, ("HSETNX", meta, "format", FORMAT)),
+                Request(meta, ("HSETNX", meta, "root", self._root_id)),
+            ]
+        )
+        prefix = self._settings.prefix
+        if version != FORMAT:
+            fix = (
+                f"an index of format {version.decode()} lies under it, this is {FORMAT.decode()}: choose another prefix"
+            )
+            raise ConfigError("index.prefix", prefix, fix)
+        if root != self._root_id:
+            fix = (
+                f"under it lies the index of root {root.decode()}, and this is {self._root_id.decode()} (in its "
+                f"owner.json): give each root a prefix of its own. If that root is gone, remove the keys {prefix}:*"
+            )
+            raise ConfigError("index.prefix", prefix, fix)
+
+    def _checked(self, before: Sequence[Request]) -> Sequence[Any]:
+        """((format, root), what Redis says of itself), read after `before` was done."""
+        meta = self._meta
+        asking = [Request(meta, ("HMGET", meta, "format", "root")), Request(meta, ("HELLO",))]
+        try:
+            answers = self._wire.run([*before, *asking])
+        except IndexUnavailable as fault:
+            if isinstance(fault.__cause__, RedisError):
+                self._refuse(fault.__cause__)
+            raise
+        for place, answer in reversed(list(enumerate(answers))):
+            if isinstance(answer, ResponseError):
+                self._refuse(answer)
+                # Full, but it was said before whose it is: it can be used, though nothing is written.
+                if place >= len(before) or not is_refusal(answer) or None in answers[-2]:
+                    raise unavailable(answer)
+        if b"cluster" in answers[-1] and self._settings.place.kind != "cluster":  # its mode
+            raise self._no_single()
+        return answers[-2:]
+
+    def _refuse(self, error: RedisError) -> None:
+        """Raises ConfigError when the settings are at fault; never with a password in it."""
+        said = " ".join(str(error).split()).rstrip(".")
+        url = self._settings.url
+        if isinstance(error, NoPermissionError):
+            fix = (
+                f"this user may not do what the index needs ({said}): allow it {COMMANDS} on ~{self._settings.prefix}:*"
+            )
+            raise ConfigError("index.username", self._settings.username, fix)
+        if isinstance(error, AuthenticationError) or said.startswith(("NOAUTH", "WRONGPASS")):
+            raise ConfigError("index.password", "", f"Redis refuses the login: {said}; set username and password_file")
+        if "CERTIFICATE_VERIFY_FAILED" in said:
+            fix = f"the server's certificate is not trusted ({said}): name the authority that signed it"
+            raise ConfigError("index.tls_ca_file", str(self._settings.tls_ca_file or "") or None, fix)
+        if "WRONG_VERSION_NUMBER" in said:
+            raise ConfigError("index.url", url, "that port speaks without TLS: begin the URL with redis, not rediss")
+        if isinstance(error, MovedError):
+            raise self._no_single()
+        if "cluster support disabled" in said:
+            raise ConfigError("index.url", url, "that is no cluster: begin the URL with redis://")
+
+    def _no_single(self) -> ConfigError:
+        fix = "that is a node of a cluster: begin the URL with redis+cluster://"
+        return ConfigError("index.url", self._settings.url, fix)

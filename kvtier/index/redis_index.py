@@ -1,0 +1,277 @@
+"""The index in Redis, for engines on many nodes that share one root. What stands where: `kvtier.index.redis_keys`.
+
+Every method is a few round trips, each within the configured times; a resolve is one. What does not come in time raises
+IndexUnavailable; `kvtier.index.guard` makes that cheap.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+from kvtier.config_index import IndexSettings
+from kvtier.index import entry
+from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, NewRecord, SetInfo, Use
+from kvtier.index.redis_binding import Binding
+from kvtier.index.redis_entries import BATCH_KEYS, Caller, EntryTable, adding, locations_of, taking_out
+from kvtier.index.redis_keys import (
+    CLOSED,
+    DONE,
+    ENTER_MEMBERS,
+    LIST_STATE,
+    MADE,
+    MARK_LIST,
+    MARK_MADE,
+    NOBODYS,
+    OPEN,
+    PLACE,
+    TAGS,
+    Keys,
+)  # fmt: skip
+from kvtier.index.redis_tables import Fence, LeaseTable, NoteTable, SetTable, is_going
+from kvtier.index.redis_wire import Request, Wire, open_wire
+
+_REFUSED, _WAS_THERE, _ENTERED = 0, 1, 2
+
+
+class RedisIndex:
+    """See `kvtier.index.base.Index`. Connects when it is first used."""
+
+    def __init__(self, settings: IndexSettings) -> None:
+        self._wire: Wire = open_wire(settings)
+        self._keys = keys = Keys(settings.prefix, TAGS if settings.place.kind == "cluster" else 1)
+        self._caller = caller = Caller(self._wire)
+        self._entries = EntryTable(caller, keys)
+        self._sets = SetTable(caller, keys)
+        self._leases = LeaseTable(caller, keys)
+        self._notes = NoteTable(caller, keys)
+        self._binding = Binding(caller, self._wire, keys.meta, settings)
+        self._seen: dict[bytes, bytes] = {}
+
+    def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
+        return list(takewhile(entry.is_complete, (value or b"" for value in self._entries.get(keys))))
+
+    # --- records ---
+
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+        return sum(
+            self._publish(records[first : first + BATCH_KEYS], from_files)
+            for first in range(0, len(records), BATCH_KEYS)
+        )
+
+    def _publish(self, records: Sequence[NewRecord], from_files: bool) -> int:
+        entered = self._enter(records, from_files)
+        taken = [(record, how) for record, how in zip(records, entered, strict=True) if how != _REFUSED]
+        changes = [(record.key, adding(record.location, record.whole)) for record, _ in taken]
+        published = self._entries.change(changes, are_new=True)
+        sets = {record.location.set_id for record, _ in taken}
+        still = dict(zip(sets, self._states(sets), strict=True))
+        n_published = 0
+        undo, leave = [], []
+        for (record, how), is_published in zip(taken, published, strict=True):
+            is_kept = is_published and _takes(still[record.location.set_id], from_files)
+            n_published += is_kept
+            if not is_kept and how == _ENTERED:  # what was there before is others' to take out
+                leave.append(record.location)
+                if is_published:
+                    undo.append(record)
+        self._entries.change([(record.key, taking_out(entry.place(record.location))) for record in undo], False)
+        self._leave(leave)
+        return n_published
+
+    def _enter(self, records: Sequence[NewRecord], from_files: bool) -> list[int]:
+        """Enters records in their sets' lists; how that went, for each."""
+        by_set: dict[int, list[int]] = {}
+        for place, record in enumerate(records):
+            by_set.setdefault(record.location.set_id, []).append(place)
+        requests = []
+        for set_id, places in by_set.items():
+            name = self._keys.list_of(set_id)
+            arguments = [b"1" if from_files else b"0"]
+            for place in places:
+                arguments += [_field(records[place].location), records[place].key]
+            requests.append(Request(name, ENTER_MEMBERS.call([name], arguments)))
+        answers = [_REFUSED] * len(records)
+        for places, answer in zip(by_set.values(), self._caller.run(requests), strict=True):
+            for place, how in zip(places, answer or (), strict=False):
+                answers[place] = how
+        return answers
+
+    def _leave(self, locations: Sequence[Location]) -> None:
+        names = [self._keys.list_of(location.set_id) for location in locations]
+        self._caller.run([Request(name, ("HDEL", name, _field(at))) for name, at in zip(names, locations, strict=True)])
+
+    def _states(self, set_ids: Collection[int]) -> list[bytes | None]:
+        names = [self._keys.list_of(set_id) for set_id in set_ids]
+        return self._caller.run([Request(name, ("HGET", name, LIST_STATE)) for name in names])
+
+    def retract(self, key: bytes, location: Location) -> bool:
+        (is_gone,) = self._entries.change([(key, taking_out(entry.place(location)))], are_new=False)
+        if is_gone:
+            self._leave([location])
+        return is_gone
+
+    # --- sets ---
+
+    def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
+        """The records come first: a set without them may be removed any moment."""
+        name, state = self._keys.list_of(info.set_id), NOBODYS if info.owner == NOBODY else OPEN
+        if records and self._sets.is_free(info.set_id):
+            self._caller.one(name, "HSET", name, LIST_STATE, state)
+            self.publish(records, from_files=True)
+        before = self._sets.add(info)
+        if not before:
+            self._caller.one(name, "HSET", name, LIST_STATE, state)
+        elif not is_going(before):  # its list may be lost, where that shard lost its memory
+            self._caller.one(name, "HSETNX", name, LIST_STATE, NOBODYS)
+        return not before
+
+    def take_over(self, set_id: int) -> None:
+        name = self._keys.list_of(set_id)
+        self._caller.run([Request(name, MARK_LIST.call([name], [NOBODYS]))])
+        self._sets.change(set_id, lambda info: replace(info, owner=NOBODY))
+
+    def close_set(self, set_id: int, n_bytes: int) -> None:
+        self._sets.change(set_id, lambda info: replace(info, is_open=False, n_bytes=n_bytes))
+
+    def sets(self) -> list[SetInfo]:
+        return self._sets.all()
+
+    def some_sets(self, set_ids: Collection[int]) -> list[SetInfo]:
+        return self._sets.get(set_ids)
+
+    def members(self, set_id: int) -> list[tuple[bytes, Location]]:
+        name = self._keys.list_of(set_id)
+        flat = self._caller.one(name, "HGETALL", name)
+        return [
+            (key, location)
+            for (place, key), value in self._with_entries(_members(set_id, flat))
+            for location in locations_of(value)
+            if entry.place(location) == place
+        ]
+
+    def _with_entries(
+        self, members: Sequence[tuple[entry.Place, bytes]]
+    ) -> Iterator[tuple[tuple[entry.Place, bytes], bytes | None]]:
+        for first in range(0, len(members), BATCH_KEYS):
+            batch = members[first : first + BATCH_KEYS]
+            yield from zip(batch, self._entries.get([key for _, key in batch]), strict=True)
+
+    def remove_set(self, set_id: int, token: int | None = None) -> int:
+        fence = None if token is None else Fence(EVICT_LEASE, token)
+        name = self._keys.list_of(set_id)
+        self._sets.begin_removal(set_id, fence)
+        (flat,) = self._caller.run([Request(name, MARK_LIST.call([name], [CLOSED]))])
+        members, removed = _members(set_id, flat), 0
+        for first in range(0, len(members), BATCH_KEYS):
+            batch = members[first : first + BATCH_KEYS]
+            removed += sum(self._entries.change([(key, taking_out(place)) for place, key in batch], are_new=False))
+        self._caller.one(name, "DEL", name)
+        self._sets.end_removal(set_id, fence)
+        return removed
+
+    def touch(self, used: Mapping[int, Use]) -> None:
+        self._sets.touch(used)
+
+    def pin_set(self, set_id: int, pinned: bool) -> bool:
+        return self._sets.change(set_id, lambda info: replace(info, is_pinned=pinned))
+
+    # --- leases and notes ---
+
+    def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
+        return self._leases.acquire(name, owner, now_s, ttl_s)
+
+    def lease_owner(self, name: str, now_s: float) -> str | None:
+        return self._leases.owner(name, now_s)
+
+    def release_lease(self, name: str, owner: str) -> None:
+        self._leases.release(name, owner)
+
+    def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
+        self._notes.put(name, value, expires_s)
+
+    def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
+        return self._notes.find(prefix, now_s)
+
+    def drop_note(self, name: str) -> bool:
+        return self._notes.drop(name)
+
+    # --- the whole ---
+
+    def counts(self) -> IndexCounts:
+        chunks, records = self._entries.counts()
+        return IndexCounts(chunks, records, *self._sets.counts())
+
+    def entries(self) -> Iterator[tuple[bytes, bytes]]:
+        """(key, entry) of every chunk; some may come twice. For checks: it reads the whole index."""
+        return self._entries.all()
+
+    @property
+    def was_reset(self) -> bool:
+        """Some shard knows nothing of this index, or nobody has filled it yet."""
+        meta = self._keys.meta
+        asking = [Request(name, ("HGET", name, MADE)) for name in self._mark_of_each_shard()]
+        root_id, *marks = self._caller.run([Request(meta, ("HGET", meta, "root")), *asking])
+        self._binding.check(root_id)
+        if all(mark == DONE for mark in marks):
+            return False
+        self._binding.renew()
+        mine, names = uuid.uuid4().bytes, self._marks()
+        self._caller.run([Request(name, ("HSETNX", name, MADE, mine)) for name in names])
+        found = self._caller.run([Request(name, ("HGET", name, MADE)) for name in names])
+        self._seen = dict(zip(names, found, strict=True))
+        return True
+
+    def rebuilt(self) -> None:
+        """Where a shard lost its memory again since `was_reset` was asked for, it stays reset."""
+        seen = self._seen or dict.fromkeys(self._marks(), b"")
+        self._caller.run(
+            [Request(name, MARK_MADE.call([name], [mark, DONE]) if mark else ("HSET", name, MADE, DONE))
+             for name, mark in seen.items()]
+        )  # fmt: skip
+        self._seen = {}
+
+    def _marks(self) -> list[bytes]:
+        return [self._keys.meta, *(self._keys.counts(tag) for tag in range(self._keys.tags))]
+
+    def _mark_of_each_shard(self) -> list[bytes]:
+        return list({self._wire.shard_of(name): name for name in reversed(self._marks())}.values())
+
+    def clear(self) -> None:
+        for pattern in (self._keys.entry_pattern, self._keys.list_pattern):
+            for names in self._caller.scan(pattern):
+                self._caller.run([Request(name, ("UNLINK", name)) for name in names])
+        counts = [self._keys.counts(tag) for tag in range(self._keys.tags)]
+        self._caller.run([Request(name, ("HDEL", name, "c", "r")) for name in counts])
+        self._caller.one(self._keys.sets, "DEL", self._keys.sets, self._keys.bytes)
+
+    def bind(self, root_id: str) -> None:
+        """Says whose index this is, now or, when Redis does not answer, before it is first used.
+
+        Raises ConfigError for what waiting does not mend: it is another root's, the password, another kind of server.
+        """
+        self._binding.begin(root_id)
+
+    def look(self) -> str:
+        """Whose index lies there, in words; writes nothing. Raises ConfigError as `bind` does."""
+        return self._binding.look()
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+def _field(location: Location) -> bytes:
+    """Of a record, in its set's list."""
+    return PLACE.pack(location.rank, location.slot)
+
+
+def _members(set_id: int, flat: Sequence[bytes]) -> list[tuple[entry.Place, bytes]]:
+    """(place, chunk key) of what a set's list holds, by rank and slot."""
+    found = sorted(zip(flat[::2], flat[1::2], strict=True))
+    return [((set_id, *PLACE.unpack(field)), key) for field, key in found if field != LIST_STATE]
+
+
+def _takes(state: bytes | None, from_files: bool) -> bool:
+    return state == OPEN or (state == NOBODYS and from_files)

@@ -1,0 +1,114 @@
+"""Which index a root has: what a configured kind means stands here and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtier.config import Settings
+from kvtier.config_index import IndexSettings
+from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.index.base import Index
+from kvtier.index.breaker import Breaker, BreakerPlan
+from kvtier.index.embedded import LmdbIndex
+from kvtier.index.guard import GuardedIndex, QueueBounds
+from kvtier.index.memory import MemoryIndex
+from kvtier.jobs import ThreadJobs
+from kvtier.lookups import InBackground, InPlace, Lookups
+from kvtier.metrics import Metrics
+from kvtier.root import Root
+
+if TYPE_CHECKING:
+    from kvtier.index.redis_index import RedisIndex
+
+log = logging.getLogger("kvtier")
+
+MEND_REPLY_MS = 10_000.0
+LOOKUP_THREADS = 4
+LOOKUPS_MAX = 256
+"""Lookups that wait for a remote index; a further one is a miss."""
+
+_memory_indexes: dict[Path, MemoryIndex] = {}
+_memory_lock = threading.Lock()
+
+
+def open_index(settings: Settings, root: Root, metrics: Metrics | None = None) -> Index:
+    """The index of a root. One in memory is shared by the halves of an engine that live in one process.
+
+    metrics: gets what a guard around a remote one counts. Raises ConfigError; IndexUnavailable where an embedded one
+    does not open. A Redis that does not answer is left to answer later.
+    """
+    if root.root_id:
+        return _open_redis(settings, root, metrics or Metrics())
+    if root.index_path is not None:
+        index = LmdbIndex(str(root.index_path), settings.index.map_bytes, timeout_s=settings.index.timeout_s)
+        try:
+            index.bind(root.folder)
+        except ConfigError:
+            index.close()
+            raise
+        return index
+    with _memory_lock:
+        return _memory_indexes.setdefault(root.path, MemoryIndex())
+
+
+def open_redis_to_mend(settings: Settings, root: Root) -> Index:
+    """For a tool that waits for it: patient, and without a guard. Raises ConfigError, IndexUnavailable."""
+    patience = {"reply_timeout_ms": max(MEND_REPLY_MS, settings.index.reply_timeout_ms)}
+    index = _redis(settings.index.model_copy(update=patience))
+    try:
+        index.bind(root.root_id)
+    except (ConfigError, IndexUnavailable):
+        index.close()
+        raise
+    return index
+
+
+def look_at_redis(settings: Settings) -> str:
+    """What Redis says, in words; writes nothing. Raises ConfigError as an engine's start would."""
+    index = _redis(settings.index)
+    try:
+        return f"in Redis at {settings.index.url}, {index.look()}"
+    except IndexUnavailable as fault:
+        return f"in Redis at {settings.index.url}, which does not answer: engines start, and go on without ({fault})"
+    finally:
+        index.close()
+
+
+def _redis(settings: IndexSettings) -> RedisIndex:
+    """Raises ConfigError."""
+    try:
+        from kvtier.index.redis_index import RedisIndex
+    except ImportError as error:
+        fix = f'it needs packages that are not installed ({error}): pip install "./kvtier[redis]" beside its checkout'
+        raise ConfigError("index.kind", "redis", fix) from None
+    settings.check()
+    return RedisIndex(settings)
+
+
+def _open_redis(settings: Settings, root: Root, metrics: Metrics) -> Index:
+    own = settings.index
+    index = _redis(own)
+    try:
+        index.bind(root.root_id)
+    except ConfigError:
+        index.close()
+        raise
+    except IndexUnavailable as fault:
+        log.warning("the index does not answer; everything is a miss until it does: %s", fault)
+    pauses = own.breaker
+    plan = BreakerPlan(pauses.failures, pauses.pause_first_ms / 1000, pauses.pause_max_ms / 1000)
+    bounds = QueueBounds(own.publish_queue_records, own.publish_queue_bytes)
+    guard = GuardedIndex(index, Breaker(plan, random.SystemRandom()), bounds, metrics)
+    guard.start()
+    return guard
+
+
+def open_lookups(index: Index) -> Lookups:
+    """How the scheduler asks it."""
+    if isinstance(index, GuardedIndex):
+        return InBackground(index, ThreadJobs("lookup", LOOKUP_THREADS, LOOKUPS_MAX))
+    return InPlace(index)

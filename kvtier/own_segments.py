@@ -1,0 +1,98 @@
+"""The segments that a rank fills: made when their first record comes, and not left behind in sets that are not its
+engine's any more.
+
+A writer may be slower than the time for which others believe that it lives. They take its sets over, and remove those
+without records; a segment that it makes after that is in no index, and no budget counts it. So the index is asked once
+a segment is there, not before: who removes the set later than that finds the segment and unlinks it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+
+from kvtier.codecs.base import slab_bytes
+from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
+from kvtier.geometry import Extent
+from kvtier.index.base import NOBODY
+from kvtier.plan import SaveChunk, SavePlan
+from kvtier.record import SegmentHeader, record_bytes
+from kvtier.tiers.descriptors import OpenSegment
+from kvtier.tiers.segments import SegmentFiles
+from kvtier.worker import Worker
+
+log = logging.getLogger("kvtier")
+
+
+class OwnSegments:
+    """Thread-safe. `writes`: what a record of this rank holds."""
+
+    def __init__(self, worker: Worker, writes: Extent) -> None:
+        self._worker = worker
+        self._writes = writes
+        self._making = threading.Lock()
+
+    def lease(self, plan: SavePlan, chunk: SaveChunk) -> OpenSegment | None:
+        """The segment for the chunk, until its release; None when its set is in the index no more.
+
+        Raises TierUnavailable, Corrupt.
+        """
+        files, rank = self._worker.files(plan.namespace), self._worker.share.rank
+        with self._making:  # a file that another job is just making has no header yet
+            leased = files.lease(chunk.set_id, rank)
+            if leased is not None:
+                return leased
+            slab = slab_bytes(self._worker.codec, self._worker.geometry, self._writes)
+            created_ms = chunk.set_id >> 20  # set ids begin with their time (kvtier.keeper)
+            files.create(SegmentHeader(plan.namespace, chunk.set_id, rank, plan.slots, record_bytes(self._writes, slab),
+                                       self._writes, slab, created_ms, chunk.tenant))  # fmt: skip
+            with suppress(IndexUnavailable):  # what is written now waits for it, as all that is to be published does
+                self._leave_unknown(files, {chunk.set_id})
+            return files.lease(chunk.set_id, rank)
+
+    def leave(self, namespace: bytes, set_ids: Collection[int]) -> set[int]:
+        """After the index refused a record: those of the sets that are still ours. Our segments of those that it does
+        not know are unlinked; those of sets that were taken over are cut behind what is visible of them, as the sweeper
+        did before this record was written: it may have cut the record's bytes while they were on their way, and the
+        header page came last. Raises IndexUnavailable."""
+        files = self._worker.files(namespace)
+        with self._making:
+            ours, taken_over = self._leave_unknown(files, set_ids)
+        for set_id in taken_over:
+            self._cut(files, set_id)
+        return ours
+
+    def _leave_unknown(self, files: SegmentFiles, set_ids: Collection[int]) -> tuple[set[int], set[int]]:
+        """(those that are ours, those that were taken over), see `leave`. Nothing is unlinked of a set that somebody
+        has taken over, for it is counted, and goes with its other records; nor touched when the index was lost, for who
+        rebuilds it may be reading the segment. That is asked for twice, for it may happen while we ask for the sets."""
+        index = self._worker.index
+        was_lost = index.was_reset
+        known = index.some_sets(set_ids)
+        unknown = set(set_ids) - {info.set_id for info in known}
+        ours = {info.set_id for info in known if info.owner != NOBODY}
+        if was_lost or index.was_reset:
+            return ours, set()
+        for set_id in sorted(unknown):
+            self._unlink(files, set_id)
+        return ours, {info.set_id for info in known} - ours
+
+    def _cut(self, files: SegmentFiles, set_id: int) -> None:
+        rank = self._worker.share.rank
+        places = [place for _, place in self._worker.index.members(set_id)]
+        try:
+            files.trim(set_id, rank, max((place.slot + 1 for place in places if place.rank == rank), default=0))
+        except (Corrupt, TierUnavailable) as fault:
+            log.warning("segment set %016x is not trimmed: %s", set_id, fault)
+
+    def _unlink(self, files: SegmentFiles, set_id: int) -> None:
+        log.warning("segment set %016x was removed while it was filled", set_id)
+        try:
+            files.unlink(set_id, self._worker.share.rank)
+        except TierUnavailable as fault:
+            log.warning("a segment in no index stays, for a sweep to find: %s", fault)
+            return
+        files.close_unlinked()
+        self._worker.index.remove_set(set_id)  # a sweeper may have read it back just before its file was gone

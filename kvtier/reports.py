@@ -1,0 +1,313 @@
+"""What an engine tells the administration about itself: one small JSON note `worker/<owner>` in the index.
+
+The Reporter lives in the engine's scheduler process; the workers' figures come to it with their answers. The Keeper
+writes its report with each sign of life, so a report that is there is of an engine that lives, and nobody asks engines.
+
+A note is at most REPORT_BYTES_MAX long, and read as what it is: something that anybody who can write to the index may
+have written. All times are seconds since the epoch, all counters sums since the engine's start.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvtier import metrics as names
+from kvtier.errors import Corrupt
+from kvtier.metrics import Metrics
+
+NOTE_PREFIX = "worker/"
+REPORT_BYTES_MAX = 16 << 10
+LABEL_CHARS_MAX = 200
+TOP_PREFIXES = 16
+COUNTED_PREFIXES_MAX = 256
+"""Prefixes whose hits are counted; a new one takes the place, and the count, of the one with the fewest."""
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of a Latency's buckets; a last bucket has no bound."""
+PREFILL_TOKENS_MIN = 512
+"""Steps of fewer tokens tell what a step takes, not what a token takes."""
+WEIGHT = 0.2
+"""Of a new prefill in the running mean."""
+
+What = Literal["lookup", "load", "save"]
+Label = Annotated[str, Field(max_length=LABEL_CHARS_MAX)]
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+HexId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Counters = Annotated[dict[Annotated[str, Field(pattern=r"^[a-z0-9_]{1,40}$")], Amount], Field(max_length=64)]
+_FROZEN = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class Latency(BaseModel):
+    """How long something took: `counts[i]` times at most BOUNDS_S[i], the last one longer; not cumulative."""
+
+    model_config = _FROZEN
+    counts: Annotated[tuple[Count, ...], Field(min_length=len(BOUNDS_S) + 1, max_length=len(BOUNDS_S) + 1)] = (0,) * (
+        len(BOUNDS_S) + 1
+    )
+    sum_s: Amount = 0.0
+
+    def plus(self, seconds: float) -> Latency:
+        place = bisect_left(BOUNDS_S, seconds)
+        counts = tuple(count + (n == place) for n, count in enumerate(self.counts))
+        return Latency(counts=counts, sum_s=self.sum_s + max(0.0, seconds))
+
+    def merged(self, other: Latency) -> Latency:
+        counts = tuple(one + two for one, two in zip(self.counts, other.counts, strict=True))
+        return Latency(counts=counts, sum_s=self.sum_s + other.sum_s)
+
+    def quantile_s(self, fraction: float) -> float | None:
+        """Estimated within the bucket where it lies; None when nothing was counted. Beyond the last bound: that."""
+        total = sum(self.counts)
+        if not total:
+            return None
+        wanted, below, lower = fraction * total, 0, 0.0
+        for count, bound in zip(self.counts, BOUNDS_S, strict=False):
+            if count and below + count >= wanted:
+                return lower + (bound - lower) * max(0.0, wanted - below) / count
+            below, lower = below + count, bound
+        return BOUNDS_S[-1]
+
+
+class ArenaFill(BaseModel):
+    """An arena, over all ranks of the engine. used_bytes: in slots that hold a chunk."""
+
+    model_config = _FROZEN
+    tier: Literal["hbm", "host"]
+    size_bytes: Count
+    used_bytes: Count
+
+
+class TopPrefix(BaseModel):
+    """The prefix that ends with chunk `key`. tokens: that the last load of it brought. hits: loads; a little too many
+    for one that was not always among those that are counted."""
+
+    model_config = _FROZEN
+    key: HexId
+    tokens: Count
+    hits: Count
+
+
+class WorkerReport(BaseModel):
+    """One engine, all its ranks.
+
+    counters: see kvtier.metrics; recent: how much each grew in the last `interval_s` seconds.
+    read_ceiling_bytes_s: what the storage gave when it was calibrated; None: not measured (without a GPU it never is).
+    prefill_token_s: what computing a token takes, measured from the engine's own steps; None: no long prefill yet.
+    ttft_saved_s: sum over loads of what their tokens would have taken to compute, less what the loads took.
+    """
+
+    model_config = _FROZEN
+    owner: Label
+    host: Label
+    pid: Count
+    kvtier_version: Label
+    engine: Label
+    engine_version: Label
+    model: Label
+    tokenizer: Label = ""
+    namespace: HexId
+    ranks: Count
+    started_s: Amount
+    at_s: Amount
+    interval_s: Amount
+    counters: Counters = {}
+    recent: Counters = {}
+    lookup: Latency = Latency()
+    load: Latency = Latency()
+    save: Latency = Latency()
+    read_ceiling_bytes_s: Amount | None = None
+    prefill_token_s: Amount | None = None
+    ttft_saved_s: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    ttft_saved_recent_s: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    arenas: Annotated[tuple[ArenaFill, ...], Field(max_length=4)] = ()
+    top_prefixes: Annotated[tuple[TopPrefix, ...], Field(max_length=TOP_PREFIXES)] = ()
+
+    def note(self) -> bytes:
+        """At most REPORT_BYTES_MAX bytes; what does not fit is left out, the top prefixes first."""
+        for kept in (self, self.model_copy(update={"top_prefixes": ()})):
+            data = kept.model_dump_json().encode()
+            if len(data) <= REPORT_BYTES_MAX:
+                return data
+        return self.model_copy(update={"top_prefixes": (), "counters": {}, "recent": {}}).model_dump_json().encode()
+
+    @classmethod
+    def read(cls, note: bytes) -> WorkerReport:
+        """Raises Corrupt for a note that is not a report."""
+        if len(note) > REPORT_BYTES_MAX:
+            raise Corrupt(f"worker report: {len(note)} bytes")
+        try:
+            return cls.model_validate_json(note)
+        except ValidationError as error:
+            raise Corrupt(f"worker report: {error.error_count()} fields are not as they should be") from None
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What an engine says of itself. ranks: its workers. model: as its users know it. tokenizer: its folder, or
+    its name on the hub."""
+
+    ranks: int = 1
+    engine: str = ""
+    engine_version: str = ""
+    model: str = ""
+    tokenizer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFigures:
+    """What a worker tells the scheduler's process now and then; picklable. counters: grown by so much since it last
+    did."""
+
+    counters: Mapping[str, float]
+    arenas: tuple[ArenaFill, ...] = ()
+    read_ceiling_bytes_s: float | None = None
+
+    def merged(self, other: RankFigures) -> RankFigures:
+        """Of two ranks. They share a mount, and each measured it alone: their ceilings do not add up."""
+        ceilings = [figures.read_ceiling_bytes_s or 0.0 for figures in (self, other)]
+        return RankFigures(
+            _sum(self.counters, other.counters), _sum_arenas((*self.arenas, *other.arenas)), max(ceilings) or None
+        )
+
+
+@dataclass(slots=True)
+class _Times:
+    """A Latency in the making: cheap to add to, for the scheduler's thread does so with each chunk that was saved."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    sum_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += max(0.0, seconds)
+
+    def latency(self) -> Latency:
+        return Latency(counts=tuple(self.counts), sum_s=self.sum_s)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the reporter has gathered since the engine's start."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    arenas: tuple[ArenaFill, ...] = ()
+    ceiling_bytes_s: float | None = None
+    times: dict[What, _Times] = field(default_factory=lambda: {what: _Times() for what in get_args(What)})
+    prefill_token_s: float | None = None
+    saved_s: float = 0.0
+    hits: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+
+
+class Reporter:
+    """Thread-safe. `metrics`: those of the scheduler's process. `clock`: seconds since the epoch (I6)."""
+
+    def __init__(self, owner: str, about: About, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
+        self._owner = owner
+        self._about = about
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._seen = _Seen()
+        self._started_s = clock()
+        self._last_s = self._started_s
+        self._last_counters: Mapping[str, float] = {}
+        self._last_saved_s = 0.0
+
+    def took(self, what: What, seconds: float) -> None:
+        with self._lock:
+            self._seen.times[what].add(seconds)
+
+    def add(self, figures: RankFigures) -> None:
+        """Of all ranks, merged."""
+        with self._lock:
+            self._seen.counters = _sum(self._seen.counters, figures.counters)
+            self._seen.arenas = figures.arenas or self._seen.arenas
+            self._seen.ceiling_bytes_s = figures.read_ceiling_bytes_s or self._seen.ceiling_bytes_s
+
+    def saw_load(self, tokens: int, seconds: float) -> None:
+        """One rank's part of a load ended."""
+        self.took("load", seconds)
+        with self._lock:
+            if self._seen.prefill_token_s is not None:
+                self._seen.saved_s += (tokens * self._seen.prefill_token_s - seconds) / self._about.ranks
+
+    def saw_step(self, tokens: int, seconds: float) -> None:
+        """One step of the engine that computed `tokens` tokens in all."""
+        if tokens >= PREFILL_TOKENS_MIN and seconds > 0:
+            with self._lock:
+                old, new = self._seen.prefill_token_s, seconds / tokens
+                self._seen.prefill_token_s = new if old is None else old + WEIGHT * (new - old)
+
+    def saw_hit(self, key: bytes, tokens: int) -> None:
+        """A load of the prefix that ends with chunk `key` was planned."""
+        with self._lock:
+            hits, count = self._seen.hits, 0
+            if key in hits:
+                count = hits[key][1]
+            elif len(hits) >= COUNTED_PREFIXES_MAX:
+                fewest = min(hits, key=lambda counted: hits[counted][1])
+                count = hits.pop(fewest)[1]
+            hits[key] = (tokens, count + 1)
+
+    def report(self, now_s: float, namespace: bytes) -> WorkerReport:
+        """namespace: the one that the engine is in now."""
+        with self._lock:
+            seen, about = self._seen, self._about
+            counters = _sum(self._metrics.total(), seen.counters)
+            recent = {name: max(0.0, value - self._last_counters.get(name, 0.0)) for name, value in counters.items()}
+            top = sorted(seen.hits.items(), key=lambda hit: hit[1][1], reverse=True)[:TOP_PREFIXES]
+            made = WorkerReport(
+                owner=self._owner[:LABEL_CHARS_MAX], host=socket.gethostname()[:LABEL_CHARS_MAX], pid=os.getpid(),
+                kvtier_version=_own_version(), engine=about.engine[:LABEL_CHARS_MAX],
+                engine_version=about.engine_version[:LABEL_CHARS_MAX], model=about.model[:LABEL_CHARS_MAX],
+                tokenizer=about.tokenizer[:LABEL_CHARS_MAX],
+                namespace=namespace.hex(), ranks=about.ranks,
+                started_s=self._started_s, at_s=now_s, interval_s=max(0.0, now_s - self._last_s),
+                counters=counters, recent={name: value for name, value in recent.items() if value},
+                **{what: times.latency() for what, times in seen.times.items()},
+                read_ceiling_bytes_s=seen.ceiling_bytes_s, prefill_token_s=seen.prefill_token_s,
+                ttft_saved_s=seen.saved_s, ttft_saved_recent_s=seen.saved_s - self._last_saved_s, arenas=seen.arenas,
+                top_prefixes=tuple(TopPrefix(key=key.hex(), tokens=n, hits=hits) for key, (n, hits) in top),
+            )  # fmt: skip
+            self._last_s, self._last_counters, self._last_saved_s = now_s, counters, seen.saved_s
+        return made
+
+
+def hit_ratio(counters: Mapping[str, float]) -> float | None:
+    """Tokens handed to a load among those that were looked up; None when none were."""
+    asked = counters.get(names.LOOKUP_TOKENS, 0.0)
+    return min(1.0, counters.get(names.HIT_TOKENS, 0.0) / asked) if asked else None
+
+
+def _sum(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + two.get(name, 0.0) for name in sorted({*one, *two})}
+
+
+def _sum_arenas(arenas: Iterable[ArenaFill]) -> tuple[ArenaFill, ...]:
+    found: dict[str, ArenaFill] = {}
+    for arena in arenas:
+        other = found.get(arena.tier)
+        if other is not None:
+            sizes = {
+                "size_bytes": arena.size_bytes + other.size_bytes,
+                "used_bytes": arena.used_bytes + other.used_bytes,
+            }
+            arena = arena.model_copy(update=sizes)
+        found[arena.tier] = arena
+    return tuple(found.values())
+
+
+def _own_version() -> str:
+    try:
+        return version("kvtier")
+    except PackageNotFoundError:  # a checkout that was never installed
+        return ""
