@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier.breakeven import LoadLimit
-from kvtier.connectors.requests import ChunkShape, Offer, RequestView, TrackedRequest
+from kvtier.connectors.requests import Answer, ChunkShape, Offer, RequestView, TrackedRequest
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.store import Store, WantedChunk
 from kvtier.transfer import Transfer
@@ -26,6 +26,9 @@ log = logging.getLogger("kvtier")
 
 LOG_INTERVAL_S = 60.0
 """A fault of one kind is written to the log at most this often."""
+
+ANSWER_GOOD_S = 1.0
+"""So long, a request that waits for blocks does not ask a remote index again."""
 
 IDLE_WAIT_S = 0.01
 """Longest pause of an idle engine step while a load is on its way; a new request waits as long at worst. Every step in
@@ -117,6 +120,8 @@ class SchedulerBridge:
         """Begins to follow a request."""
         may_load, may_save = view.may_load and not self._is_stopped, view.may_save and not self._is_stopped
         self._requests[view.request_id] = TrackedRequest(view, self._store.namespace_id, may_load, may_save)
+        if view.tenant and may_save:
+            self._faults.guard("expecting a tenant's chunks", lambda: self._store.expect(view.tenant), None)
 
     def hit_tokens(self, request_id: str, computed_tokens: int) -> int | None:
         """How many tokens past `computed_tokens` can be loaded; None: ask again in the next step."""
@@ -244,19 +249,30 @@ class SchedulerBridge:
         shortest = max(1, self._limit.min_tokens)
         if end * size - computed_tokens < shortest:
             return 0
-        entries = self._store.lookup(request.keys_to(end, size)[first:])
-        if entries is None:  # a remote index has not answered yet
-            now = self._clock()
-            request.asked_since_s = now if request.asked_since_s is None else request.asked_since_s
-            if now - request.asked_since_s < self._answer_timeout_s:
+        entries = self._find(request, first, end)
+        if entries is None:
+            if self._clock() - (request.asked_since_s or 0.0) < self._answer_timeout_s:
                 return None
             request.may_load = False
             return 0
         n_tokens = (first + len(entries)) * size - computed_tokens
         if n_tokens < shortest:
             return 0
-        request.offer = Offer(computed_tokens, first, tuple(entries), n_tokens)
+        request.offer = Offer(computed_tokens, first, entries, n_tokens)
         return n_tokens
+
+    def _find(self, request: TrackedRequest, first: int, end: int) -> tuple[bytes, ...] | None:
+        """Entries of the leading chunks of [first, end); None while a remote index has not answered."""
+        now, last = self._clock(), request.answer
+        if last is not None and (last.first_chunk, last.end_chunk) == (first, end) and now - last.at_s < ANSWER_GOOD_S:
+            return last.entries
+        entries = self._store.lookup(request.keys_to(end, self._shape.chunk_tokens)[first:])
+        if entries is None:
+            request.asked_since_s = now if request.asked_since_s is None else request.asked_since_s
+            return None
+        if request.asked_since_s is not None:
+            request.asked_since_s, request.answer = None, Answer(first, end, tuple(entries), now)
+        return tuple(entries)
 
     def _plan_load(self, request: TrackedRequest, offer: Offer, block_ids: Sequence[int]) -> LoadPlan:
         shape = self._shape

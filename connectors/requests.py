@@ -20,6 +20,7 @@ class RequestView:
     prompt_tokens: how many of them are the prompt.
     extras: chunk number -> what the chunk's KV depends on besides tokens (kvtier.identity.join_extras).
     may_load, may_save: what the request itself allows.
+    tenant: whose it is; "" for nobody in particular.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class RequestView:
     extras: Mapping[int, bytes]
     may_load: bool
     may_save: bool
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,17 @@ class Offer:
     n_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a remote index said of chunks [first_chunk, end_chunk), for a moment: the engine may ask again and again
+    until it has blocks for the request."""
+
+    first_chunk: int
+    end_chunk: int
+    entries: tuple[bytes, ...]
+    at_s: float
+
+
 @dataclass(slots=True)
 class TrackedRequest:
     """State of one request while the engine has it.
@@ -52,7 +65,7 @@ class TrackedRequest:
     load_blocks: blocks of the load that is on its way; None when there is none.
     computed_tokens: what the engine had by itself when it last asked for a hit.
     own_tokens: that, and what it was then to wait for from us.
-    asked_since_s: when an answer to a lookup was first waited for.
+    asked_since_s: when an answer to a lookup was first waited for; answer: the last one that was.
     """
 
     view: RequestView
@@ -66,6 +79,7 @@ class TrackedRequest:
     computed_tokens: int = 0
     own_tokens: int = 0
     asked_since_s: float | None = None
+    answer: Answer | None = None
 
     def keys_to(self, chunk: int, chunk_tokens: int) -> list[bytes]:
         """Keys of the whole chunks before number `chunk`; fewer when that many tokens are not known."""
@@ -89,7 +103,8 @@ class TrackedRequest:
         wanted = []
         for chunk in range(self.saved_chunks, len(keys)):
             parent = keys[chunk - 1] if chunk else self.namespace
-            wanted.append(WantedChunk(keys[chunk], parent, shape.blocks_of(block_ids, chunk, chunk + 1)))
+            blocks = shape.blocks_of(block_ids, chunk, chunk + 1)
+            wanted.append(WantedChunk(keys[chunk], parent, blocks, self.view.tenant))
         self.saved_chunks = len(keys)
         return wanted
 

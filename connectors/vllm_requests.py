@@ -9,6 +9,7 @@ from typing import Any
 from kvtier.connectors.requests import RequestView
 from kvtier.connectors.vllm_adapters import Adapters
 from kvtier.identity import join_extras, lora_extra, multimodal_extra, salt_extra
+from kvtier.tenants import NO_TENANTS, Tenants
 
 log = logging.getLogger("kvtier")
 
@@ -25,7 +26,9 @@ def hashes_items(vllm_config: Any) -> bool:
     return has_prefix_cache or bool(getattr(multimodal, "mm_processor_cache_gb", 0))
 
 
-def view_of(request: Any, chunk_tokens: int, adapters: Adapters, items_are_hashed: bool = True) -> RequestView:
+def view_of(
+    request: Any, chunk_tokens: int, adapters: Adapters, items_are_hashed: bool = True, tenants: Tenants = NO_TENANTS
+) -> RequestView:
     """What to track of a request. One whose KV no key can stand for may neither load nor save.
 
     items_are_hashed: see hashes_items.
@@ -38,7 +41,10 @@ def view_of(request: Any, chunk_tokens: int, adapters: Adapters, items_are_hashe
         extras, may_load, may_save = {}, False, False
     if getattr(request, "skip_reading_prefix_cache", False):
         may_load = False
-    return RequestView(request.request_id, request.all_token_ids, request.num_prompt_tokens, extras, may_load, may_save)
+    return RequestView(
+        request.request_id, request.all_token_ids, request.num_prompt_tokens, extras, may_load, may_save,
+        tenants.label(request.cache_salt),
+    )  # fmt: skip
 
 
 def _is_on(switches: Any, name: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvtier.assemble import load_limit, open_store
@@ -24,6 +25,8 @@ from kvtier.connectors.vllm_layouts import in_layer_order
 from kvtier.connectors.vllm_report import ReportMetadata
 from kvtier.connectors.vllm_requests import final_frontier, hashes_items, step_frontier, view_of
 from kvtier.connectors.vllm_stats import KVTierStats, stats_of
+from kvtier.reports import About
+from kvtier.tenants import Tenants
 
 log = logging.getLogger("kvtier")
 
@@ -59,13 +62,16 @@ class SchedulerHalf:
         self._waits_a_step = bool(identity.namespace.draft)
         self._faults = Faults()
         self._limit = load_limit(settings)
-        self._step_times = StepTimes(self._limit.saw_step)
-        self._store = open_store(settings, identity.namespace, identity.shares)
+        model = vllm_config.model_config
+        label = getattr(model, "served_model_name", None) or model.model
+        about = About(len(identity.shares), "vllm", vllm.__version__, str(label), str(model.tokenizer))
+        self._store = open_store(settings, identity.namespace, identity.shares, about)
+        self._step_times = StepTimes(self._saw_step)
         self._bridge = SchedulerBridge(
             self._store,
             ChunkShape(settings.chunk_tokens, spec.block_size),
             self._limit,
-            settings.index.timeout_s,
+            settings.index.answer_timeout_s,
             self._faults,
         )
         items_are_hashed = hashes_items(vllm_config)
@@ -75,8 +81,9 @@ class SchedulerHalf:
                 "mm_processor_cache_gb 0, vLLM does not tell their contents apart"
             )
         self._view: Callable[[Any], RequestView] = partial(
-            view_of, chunk_tokens=settings.chunk_tokens, adapters=Adapters(), items_are_hashed=items_are_hashed
-        )
+            view_of, chunk_tokens=settings.chunk_tokens, adapters=Adapters(), items_are_hashed=items_are_hashed,
+            tenants=Tenants(settings.capacity.tenants),
+        )  # fmt: skip
         self._requests: dict[str, Any] = {}
         self._tables: dict[str, list[int]] = {}
         self._reached: dict[str, int] = {}
@@ -122,6 +129,9 @@ class SchedulerHalf:
                 self._limit.calibrate(report.cost)
             for tokens, seconds in report.timings:
                 self._limit.saw_load(tokens, seconds)
+                self._store.reporter.saw_load(tokens, seconds)
+            if report.figures is not None:
+                self._store.reporter.add(report.figures)
 
     def has_pending_gathers(self) -> bool:
         return self._bridge.has_pending_gathers()
@@ -138,6 +148,10 @@ class SchedulerHalf:
         if not self._is_closed:
             self._is_closed = True
             self._faults.guard("closing the store", self._store.close, None)
+
+    def _saw_step(self, tokens: int, seconds: float) -> None:
+        self._limit.saw_step(tokens, seconds)
+        self._store.reporter.saw_step(tokens, seconds)
 
     def _track(self, request: Any) -> None:
         if request.request_id not in self._requests:

@@ -33,6 +33,12 @@ OF_ALL_RANKS = frozenset(
 """Counters that are summed over the ranks."""
 
 HELP = {
+    names.SKIPPED_QUOTA: "Chunks that were not saved because their tenant or namespace is at its quota.",
+    names.INDEX_FAST_FAILS: "Requests to the index that failed at once, while it is left alone after faults.",
+    names.INDEX_PAUSES: "Times that the index was left alone for a while after faults.",
+    names.PUBLISH_QUEUED: "Records that waited to be published because the index did not answer.",
+    names.PUBLISH_SENT_LATE: "Records that were published after such a wait.",
+    names.PUBLISH_DROPPED: "Records that were dropped from the queue of those to be published.",
     names.LOOKUPS: "Prompts that were looked up in the tier.",
     names.LOOKUP_SECONDS: "Seconds spent on lookups in the index.",
     names.LOOKUP_TOKENS: "Tokens that were looked up in the tier.",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +21,16 @@ from kvtier.connectors.vllm_checks import check_cache, check_engine, check_layer
 from kvtier.connectors.vllm_forms import check_specs
 from kvtier.connectors.vllm_identity import Identity, check_share, identity_of
 from kvtier.connectors.vllm_layouts import CacheShape, EnginePages, engine_pages, in_layer_order
-from kvtier.connectors.vllm_report import ReportMetadata
+from kvtier.connectors.vllm_report import RankReport, ReportMetadata
 from kvtier.connectors.vllm_stats import KVTierStats, stats_of
 from kvtier.geometry import LayerForm, RankShare
 from kvtier.plan import LoadPlan, SavePlan
+from kvtier.reports import RankFigures
 
 log = logging.getLogger("kvtier")
+
+FIGURES_INTERVAL_S = 1.0
+"""How often a rank reports its figures, while the engine makes steps."""
 
 
 class WorkerHalf:
@@ -44,6 +49,8 @@ class WorkerHalf:
         self._bridge: WorkerBridge | None = None
         self._cost: LoadCost | None = None
         self._take_metrics: Any = dict
+        self._figures: Callable[[], RankFigures] | None = None
+        self._figures_due_s = 0.0
         self._rank = 0
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -58,6 +65,7 @@ class WorkerHalf:
         step_tokens = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
         transfer = open_transfer(self._settings, identity.namespace, share, self._pages.pages, step_tokens)
         self._take_metrics = transfer.metrics.take
+        self._figures = RankReport(transfer, is_first_rank=self._rank == 0).take
         self._cost = transfer.cost
         chunk_shape = ChunkShape(self._settings.chunk_tokens, self._pages.pages.block_tokens)
         self._bridge = WorkerBridge(transfer, chunk_shape, self._faults)
@@ -93,7 +101,11 @@ class WorkerHalf:
         if self._bridge is None:
             return None
         cost, self._cost = self._cost, None
-        report = ReportMetadata(self._bridge.take_saves(), self._bridge.take_timings(), cost)
+        figures, now = None, time.monotonic()
+        if self._figures is not None and now >= self._figures_due_s:
+            self._figures_due_s = now + FIGURES_INTERVAL_S
+            figures = self._faults.guard("reporting", self._figures, None)
+        report = ReportMetadata(self._bridge.take_saves(), self._bridge.take_timings(), cost, figures)
         return report if report != ReportMetadata([]) else None
 
     def take_stats(self) -> KVTierStats | None:
