@@ -1,0 +1,71 @@
+"""What routes ask for: the service, and that the caller may do this."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPBearer
+
+from kvtier.admin.opened import Opened
+from kvtier.server.auth import Role
+from kvtier.server.problems import Refused
+from kvtier.server.schemas import Problem
+from kvtier.server.service import Service
+
+BEARER = HTTPBearer(auto_error=False, description="One of the service's two tokens; the door has checked it already.")
+
+DESCRIPTIONS = {
+    400: "The request is malformed.",
+    401: "No token, or none of this service's.",
+    403: "The token is for looking only, or the request comes from another site's page.",
+    404: "There is no such thing.",
+    405: "There is no such method here.",
+    408: "The request did not come in time.",
+    409: "It cannot be done as things are.",
+    413: "The request is too large.",
+    421: "Without a token, the service answers to the names of loopback only.",
+    429: "Others are at it; try again.",
+    422: "The request does not fit the schema.",
+    500: "A bug.",
+    503: "The index or the storage does not answer; try again.",
+    504: "The answer took too long.",
+}
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Documents these errors of a route, and those that any may have."""
+    every = (400, 401, 403, 405, 408, 413, 421, 500, 503, 504)
+    schema = {"$ref": f"#/components/schemas/{Problem.__name__}"}
+    return {
+        status: {"description": DESCRIPTIONS[status], "content": {"application/problem+json": {"schema": schema}}}
+        for status in sorted({*every, *statuses})
+    }
+
+
+def the_service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def the_root(service: Annotated[Service, Depends(the_service)]) -> Opened:
+    return service.opened
+
+
+def the_role(request: Request, _: Annotated[object, Security(BEARER)]) -> Role:
+    role: Role | None = request.state.role
+    if role is None:
+        raise Refused(401, "send the header Authorization: Bearer <token>")
+    return role
+
+
+def an_admin(role: Annotated[Role, Depends(the_role)]) -> Role:
+    if role < Role.ADMIN:
+        raise Refused(403, "this token may only look; it takes the admin's to change something")
+    return role
+
+
+TheService = Annotated[Service, Depends(the_service)]
+TheRoot = Annotated[Opened, Depends(the_root)]
+TheRole = Annotated[Role, Depends(the_role)]
+AnAdmin = Annotated[Role, Depends(an_admin)]

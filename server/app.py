@@ -1,0 +1,103 @@
+"""The application: routes, errors, the page, and what stands before them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import RedirectResponse
+from fastapi.routing import APIRoute
+from fastapi.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from kvtier.server import routes_change, routes_health, routes_look
+from kvtier.server.guards import Door, SecurityHeaders, TimeLimit, WholeBody
+from kvtier.server.problems import add_handlers
+from kvtier.server.schemas import FieldError, Problem
+from kvtier.server.service import Service
+from kvtier.server.version import VERSION
+
+PAGE = Path(__file__).parent / "ui"
+OPENAPI = "/api/v1/openapi.json"
+ABOUT = """Looks after the shared tier of a KV cache. Engines run on when this service is down.
+
+Errors are `application/problem+json` (RFC 9457). Times are seconds since the epoch, sizes are bytes. Where tokens are
+set, send one as `Authorization: Bearer ...`: the read-only one may look, the admin's may do everything.
+"""
+
+
+def make_app(service: Service) -> ASGIApp:
+    """Everything, from the first byte of a request on."""
+    settings = service.settings.server
+    limited = TimeLimit(make_routes(service), settings.timeout_s)
+    door = Door(WholeBody(limited, settings.body_bytes_max, settings.timeout_s), service.tokens)
+    return SecurityHeaders(door, is_tls=settings.tls_cert is not None)
+
+
+def make_routes(service: Service) -> FastAPI:
+    """Without what stands before them."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(service.watch())
+        yield
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        service.close()
+
+    app = FastAPI(
+        title="kvtier", version=VERSION, description=ABOUT, openapi_url=OPENAPI, docs_url=None, redoc_url=None,
+        lifespan=life, redirect_slashes=False, generate_unique_id_function=_name_of,
+    )  # fmt: skip
+    app.state.service = service
+    add_handlers(app)
+    for routes in (routes_look, routes_change, routes_health):
+        app.include_router(routes.router)
+
+    @app.get("/", include_in_schema=False)
+    def to_the_page() -> RedirectResponse:
+        return RedirectResponse("/ui/")
+
+    @app.get("/ui", include_in_schema=False)
+    def to_the_page_itself() -> RedirectResponse:
+        return RedirectResponse("/ui/")
+
+    app.mount("/ui", StaticFiles(directory=PAGE, html=True, check_dir=False))
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app, service.tokens.are_used)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+    return app
+
+
+def _document(app: FastAPI, has_tokens: bool) -> dict[str, Any]:
+    """With our own kind of error in place of FastAPI's, and a word of tokens only where there are any."""
+    document: dict[str, Any] = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    schemas = document["components"]["schemas"]
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    for model in (Problem, FieldError):
+        made = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        made.pop("$defs", None)
+        schemas[model.__name__] = made
+    if not has_tokens:
+        del document["components"]["securitySchemes"]
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation.pop("security", None)
+    return document
+
+
+def _name_of(route: APIRoute) -> str:
+    return route.name

@@ -1,0 +1,93 @@
+"""Who may do what: bearer tokens and two roles. Without tokens, whoever is on this machine may do everything.
+
+Without a token nothing but the address protects the service, and a browser on this machine reaches loopback for any
+web page that it shows. So then the Host header must name loopback (a page whose own name was made to mean 127.0.0.1
+brings that name), and a request that says it comes from another origin is refused. With tokens neither matters: a
+browser never adds them by itself.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from enum import IntEnum
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from kvtier.server.problems import Refused
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+CHALLENGE = {"WWW-Authenticate": 'Bearer realm="kvtier"'}
+OPEN_PATHS = ("/", "/healthz", "/readyz", "/api/v1/openapi.json", "/ui")
+"""What everybody may have: no data of the tier is in it."""
+
+
+class Role(IntEnum):
+    READ_ONLY = 1
+    ADMIN = 2
+
+    def __str__(self) -> str:
+        return "read-only" if self is Role.READ_ONLY else "admin"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Tokens:
+    """admin None: there are none at all."""
+
+    admin: str | None = None
+    read: str | None = None
+
+    @property
+    def are_used(self) -> bool:
+        return self.admin is not None
+
+    def role_of(self, given: str) -> Role | None:
+        """Compared in the same time whatever is wrong with it."""
+        is_admin = self.admin is not None and _equal(given, self.admin)
+        is_reader = self.read is not None and _equal(given, self.read)
+        return Role.ADMIN if is_admin else Role.READ_ONLY if is_reader else None
+
+
+def role_of(headers: Headers, path: str, tokens: Tokens) -> Role | None:
+    """What the request may do; None where nobody asks. Raises Refused."""
+    if not tokens.are_used:
+        _check_host(headers)
+        _check_origin(headers)
+        return Role.ADMIN
+    if path in OPEN_PATHS or path.startswith("/ui/"):
+        return None
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not given:
+        raise Refused(401, "send the header Authorization: Bearer <token>", CHALLENGE)
+    role = tokens.role_of(given.strip())
+    if role is None:
+        challenge = {"WWW-Authenticate": CHALLENGE["WWW-Authenticate"] + ', error="invalid_token"'}
+        raise Refused(401, "this token is not the service's", challenge)
+    return role
+
+
+def _equal(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode())
+
+
+def _check_host(headers: Headers) -> None:
+    hosts = headers.getlist("host")
+    if len(hosts) != 1 or _host_name(hosts[0]) not in LOOPBACK_NAMES:
+        names = ", ".join(LOOPBACK_NAMES)
+        raise Refused(421, f"without a token this service answers to the names {names} only; set server.admin_token")
+
+
+def _check_origin(headers: Headers) -> None:
+    """Of a browser: the page that asks must be the service's own."""
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+    is_own = origin is None or urlsplit(origin).netloc == headers.get("host")
+    if not is_own or site not in ("none", "same-origin"):
+        raise Refused(403, "this request comes from another site's page")
+
+
+def _host_name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

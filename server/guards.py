@@ -1,0 +1,178 @@
+"""What stands before the routes, as ASGI wrappers: who asks, how much, how long; and headers on every answer.
+
+    Headers( Door( WholeBody( TimeLimit( routes ))))
+
+A request without a valid token costs nothing but reading its head: its body is never read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvtier.server.auth import Tokens, role_of
+from kvtier.server.problems import RETRY_AFTER_S, Refused, send_problem
+
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+ANSWER_POLICY = "default-src 'none'; frame-ancestors 'none'"
+SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+HSTS = "max-age=31536000"
+
+
+class SecurityHeaders:
+    def __init__(self, app: ASGIApp, is_tls: bool) -> None:
+        self._app = app
+        self._is_tls = is_tls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_page = scope["path"] == "/ui" or scope["path"].startswith("/ui/")
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers[name] = value
+                headers["Content-Security-Policy"] = PAGE_POLICY if is_page else ANSWER_POLICY
+                headers["Cache-Control"] = "no-cache" if is_page else "no-store"
+                if self._is_tls:
+                    headers["Strict-Transport-Security"] = HSTS
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+class Door:
+    """Lets in who may come; notes the role in the request's state."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+        self._app = app
+        self._tokens = tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # the service has no websockets: the server closes the connection
+        try:
+            role = role_of(Headers(scope=scope), scope["path"], self._tokens)
+        except Refused as refused:
+            await send_problem(scope, receive, send, refused)
+            return
+        state: MutableMapping[str, Any] = scope.setdefault("state", {})
+        state["role"] = role
+        await self._app(scope, receive, send)
+
+
+class WholeBody:
+    """Reads a request's body before anything is done with it: at most `bytes_max` of it, within `timeout_s`."""
+
+    def __init__(self, app: ASGIApp, bytes_max: int, timeout_s: float) -> None:
+        self._app = app
+        self._bytes_max = bytes_max
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                body = await self._read(Headers(scope=scope), receive)
+        except Refused as refused:
+            await send_problem(scope, receive, send, refused)
+            return
+        except TimeoutError:
+            slow = Refused(408, f"the request did not come within {self._timeout_s:g} s", {"Connection": "close"})
+            await send_problem(scope, receive, send, slow)
+            return
+        if body is None:
+            return
+        is_told = False
+
+        async def replay() -> Message:
+            nonlocal is_told
+            if is_told:
+                return await receive()
+            is_told = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """None when the client went away. Raises Refused."""
+        too_large = Refused(413, f"a request may have {self._bytes_max} bytes", {"Connection": "close"})
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or len(length) > 18:
+            raise Refused(400, "its Content-Length is no number", {"Connection": "close"})
+        if int(length) > self._bytes_max:
+            raise too_large
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self._bytes_max:
+                raise too_large
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+class TimeLimit:
+    """An answer that has not begun after `timeout_s` is given up. Its work ends by itself: what it waits for (index,
+    storage) has deadlines of its own, and a thread cannot be stopped."""
+
+    def __init__(self, app: ASGIApp, timeout_s: float) -> None:
+        self._app = app
+        self._timeout_s = timeout_s
+        self._late: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = asyncio.Event()
+        is_given_up = False
+
+        async def send_in_time(message: Message) -> None:
+            has_begun.set()
+            if not is_given_up:
+                await send(message)
+
+        work = asyncio.ensure_future(self._app(scope, receive, send_in_time))
+        begun = asyncio.ensure_future(has_begun.wait())
+        try:
+            await asyncio.wait({work, begun}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not has_begun.is_set():
+                is_given_up = True
+                self._late.add(work)
+                work.add_done_callback(self._forget)
+                late = Refused(504, f"no answer within {self._timeout_s:g} s", {"Retry-After": str(RETRY_AFTER_S)})
+                await send_problem(scope, receive, send, late)
+                return
+            await work
+        finally:
+            begun.cancel()
+
+    def _forget(self, work: asyncio.Task[None]) -> None:
+        self._late.discard(work)
+        if not work.cancelled():
+            work.exception()  # nobody waits for it any more

@@ -1,0 +1,126 @@
+"""Errors as answers: one kind of document for all of them (RFC 9457), wherever in the service they arise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvtier.errors import ConfigError, IndexUnavailable, KVTierError
+from kvtier.server.schemas import FieldError, Problem
+
+log = logging.getLogger("kvtier")
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_AFTER_S = 2
+FIELD_ERRORS_MAX = 20
+
+TITLES = {
+    400: "Bad request",
+    401: "No valid token",
+    403: "Not allowed",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "Request too slow",
+    409: "Conflict",
+    413: "Request too large",
+    415: "Unsupported media type",
+    421: "Misdirected request",
+    422: "Request not understood",
+    429: "Too many requests",
+    500: "Internal error",
+    503: "Not available",
+    504: "Took too long",
+}
+
+
+class Refused(Exception):
+    """A request that cannot be done, with the problem that says so."""
+
+    def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.headers = dict(headers or {})
+
+
+def problem(
+    status: int, detail: str = "", headers: Mapping[str, str] | None = None, errors: list[FieldError] | None = None
+) -> Response:
+    title = TITLES.get(status, "Error")
+    kind = title.lower().replace(" ", "-")
+    said = Problem(type=f"urn:kvtier:problem:{kind}", title=title, status=status, detail=detail, errors=errors or [])
+    return Response(said.model_dump_json(), status, dict(headers or {}), MEDIA_TYPE)
+
+
+async def send_problem(scope: Scope, receive: Receive, send: Send, refused: Refused) -> None:
+    """For what stands before the routes."""
+    await problem(refused.status, refused.detail, refused.headers)(scope, receive, send)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Every exception that can leave a route becomes a problem. What is our own bug is logged by the server too."""
+    handlers: dict[Any, Any] = {
+        Refused: _refused,
+        HTTPException: _http,
+        RequestValidationError: _invalid,
+        IndexUnavailable: _index_is_down,
+        ConfigError: _wrong_place,
+        KVTierError: _fault,
+        OSError: _fault,
+        Exception: _bug,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+async def _refused(request: Request, refused: Refused) -> Response:
+    return problem(refused.status, refused.detail, refused.headers)
+
+
+async def _http(request: Request, error: HTTPException) -> Response:
+    details = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
+    headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
+    return problem(error.status_code, details.get(error.status_code, str(error.detail)), headers)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of all routes of this path: the exception knows only those of one."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.path_regex.match(request.url.path):
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods))
+
+
+async def _invalid(request: Request, error: RequestValidationError) -> Response:
+    """Says where, and what is wrong, but not what was sent: that may be somebody's prompt."""
+    found = [
+        FieldError(where=".".join(map(str, one["loc"])), what=str(one["msg"]))
+        for one in error.errors()[:FIELD_ERRORS_MAX]
+    ]
+    return problem(422, f"{len(error.errors())} things are wrong with this request", errors=found)
+
+
+async def _index_is_down(request: Request, fault: IndexUnavailable) -> Response:
+    return problem(503, f"the index does not answer: {fault}", {"Retry-After": str(RETRY_AFTER_S)})
+
+
+async def _wrong_place(request: Request, fault: ConfigError) -> Response:
+    return problem(503, fault.fix, {"Retry-After": str(RETRY_AFTER_S)})
+
+
+async def _fault(request: Request, fault: Exception) -> Response:
+    log.warning("%s %s: %s", request.method, request.url.path, fault)
+    return problem(503, str(fault), {"Retry-After": str(RETRY_AFTER_S)})
+
+
+async def _bug(request: Request, fault: Exception) -> Response:
+    return problem(500, "a bug of kvtier; the service's log says more")

@@ -1,0 +1,110 @@
+"""What the admin service takes. Unknown fields are refused, and nothing is converted: "5" is no number."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvtier.admin.answers import HexId
+from kvtier.admin.change import PIN_KEYS_MAX
+from kvtier.admin.lookup import TOKENS_MAX
+
+BYTES_MAX = 1 << 53
+"""Beyond that a JSON number is not exact."""
+_REQUEST = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def _whole(value: object) -> object:
+    """JSON has one kind of number: 3.0 is a whole one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _all_whole(values: object) -> object:
+    if isinstance(values, list) and any(type(value) is float for value in values):
+        return [_whole(value) for value in values]
+    return values
+
+
+Tokens = Annotated[
+    list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=TOKENS_MAX), BeforeValidator(_all_whole)
+]
+Salt = Annotated[str, Field(max_length=1024, description='as requests bring it; "": none')]
+Bytes = Annotated[int, Field(ge=0, le=BYTES_MAX), BeforeValidator(_whole)]
+Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
+Tenant = Annotated[str, Field(max_length=32, description='a label from the settings; "": everybody without one')]
+
+
+class TokensToLookUp(BaseModel):
+    """Token ids of a prompt. namespace null: in all of them."""
+
+    model_config = _REQUEST
+    tokens: Tokens
+    cache_salt: Salt = ""
+    namespace: HexId | None = None
+
+
+class TextToLookUp(BaseModel):
+    """A prompt's text, where the tokenizer of the engines can be had on the service's machine."""
+
+    model_config = _REQUEST
+    prompt: Annotated[str, Field(max_length=1 << 22)]
+    cache_salt: Salt = ""
+    namespace: HexId | None = None
+
+
+class PromptPrefix(BaseModel):
+    """A prompt's first whole chunks."""
+
+    model_config = _REQUEST
+    namespace: HexId
+    tokens: Tokens
+    cache_salt: Salt = ""
+
+
+class Eviction(BaseModel):
+    """Which segment sets: those for which all that is given holds. n_bytes: no more than make up so much, the least
+    valuable first. unused_s: not used for so long. prefix: that hold a part of it (and of other prompts: sets go as
+    wholes). Sets that are being filled stay, and pinned ones."""
+
+    model_config = _REQUEST
+    n_bytes: Bytes | None = None
+    unused_s: Seconds | None = None
+    namespace: HexId | None = None
+    tenant: Tenant | None = None
+    prefix: PromptPrefix | None = None
+    dry_run: bool = True
+
+    @property
+    def is_of_all(self) -> bool:
+        given = (self.n_bytes, self.unused_s, self.namespace, self.tenant, self.prefix)
+        return all(value is None for value in given)
+
+
+class Clearing(BaseModel):
+    """All segment sets of a namespace, or of all. Those that are being filled stay."""
+
+    model_config = _REQUEST
+    namespace: HexId | None = None
+    include_pinned: bool = False
+    dry_run: bool = True
+
+
+class PinRequest(BaseModel):
+    """What is not to be evicted: a namespace, or of it what holds a prefix; tokens, or the keys of its chunks.
+    expires_in_s null: until it is removed."""
+
+    model_config = _REQUEST
+    namespace: HexId
+    tokens: Tokens | None = None
+    keys: Annotated[list[HexId], Field(min_length=1, max_length=PIN_KEYS_MAX)] | None = None
+    cache_salt: Salt = ""
+    label: Annotated[str, Field(max_length=200)] = ""
+    expires_in_s: Seconds | None = None
+
+
+class Quota(BaseModel):
+    """quota_bytes null: as much as there is, whatever the settings say."""
+
+    model_config = _REQUEST
+    quota_bytes: Bytes | None

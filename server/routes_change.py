@@ -1,0 +1,170 @@
+"""What only an administrator may: change something. Each change is written to the log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Response
+
+from kvtier.admin import change
+from kvtier.admin.answers import Evicted, HexId, PinRow, QuotaList, VerifyJob
+from kvtier.admin.lookup import Prompt, UnknownNamespace, keys_of
+from kvtier.admin.opened import Opened
+from kvtier.admin.verifying import TooMany
+from kvtier.eviction.choice import Selection
+from kvtier.eviction.limits import namespace_note, tenant_note
+from kvtier.server.access import AnAdmin, TheRoot, TheService, problems
+from kvtier.server.problems import RETRY_AFTER_S, Refused
+from kvtier.server.requests import Clearing, Eviction, PinRequest, PromptPrefix, Quota
+from kvtier.server.routes_look import JobId
+from kvtier.server.service import Service
+
+log = logging.getLogger("kvtier")
+
+router = APIRouter(prefix="/api/v1")
+
+Label = Annotated[str, Path(min_length=1, max_length=32, pattern=r"^[^/]+$")]
+NamespaceId = Annotated[HexId, Path()]
+
+
+@router.post("/evict", tags=["eviction"], responses=problems(404, 409, 422, 429))
+def evict(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Eviction) -> Evicted:
+    """Removes segment sets, or with dry_run (as it is unless told otherwise) says which."""
+    if wanted.is_of_all and not wanted.dry_run:
+        raise Refused(409, "this would evict everything: say which sets are meant, or use /api/v1/clear")
+    selection = Selection(
+        n_bytes=wanted.n_bytes, unused_s=wanted.unused_s, namespace=_id(wanted.namespace), tenant=wanted.tenant,
+        set_ids=None if wanted.prefix is None else opened.evictor.sets_of(_keys(opened, wanted.prefix)),
+    )  # fmt: skip
+    return _evict(opened, service, selection, wanted.dry_run, False)
+
+
+@router.post("/clear", tags=["eviction"], responses=problems(409, 422, 429))
+def clear(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Clearing) -> Evicted:
+    """Removes all segment sets of a namespace, or of all; with dry_run (the default) it says which."""
+    selection = Selection(namespace=_id(wanted.namespace))
+    return _evict(opened, service, selection, wanted.dry_run, wanted.include_pinned)
+
+
+@router.post("/pins", tags=["pins"], status_code=201, responses=problems(404, 409, 422))
+def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest) -> PinRow:
+    """Keeps a namespace, or a prefix in it, from being evicted."""
+    namespace = bytes.fromhex(wanted.namespace)
+    if wanted.tokens is not None and wanted.keys is not None:
+        raise Refused(409, "give tokens or keys, not both")
+    if opened.book.find(namespace) is None:
+        raise Refused(404, f"there is no namespace {wanted.namespace}")
+    keys = None if wanted.keys is None else tuple(bytes.fromhex(key) for key in wanted.keys)
+    if wanted.tokens is not None:
+        prefix = PromptPrefix(namespace=wanted.namespace, tokens=wanted.tokens, cache_salt=wanted.cache_salt)
+        keys = tuple(_keys(opened, prefix))
+        if not 0 < len(keys) <= change.PIN_KEYS_MAX:
+            raise Refused(409, f"these are {len(keys)} whole chunks; a pin is of 1 to {change.PIN_KEYS_MAX}")
+    expires_s = None if wanted.expires_in_s is None else opened.clock() + wanted.expires_in_s
+    try:
+        row = change.add_pin(opened, change.NewPin(namespace, keys, wanted.label, expires_s))
+    except change.OverCap as fault:
+        raise Refused(409, str(fault)) from None
+    log.info("pin %s: %s of namespace %s", row.id, "all" if keys is None else f"{len(keys)} chunks", row.namespace)
+    service.changed()
+    return row
+
+
+@router.delete("/pins/{pin_id}", tags=["pins"], status_code=204, response_class=Response, responses=problems(404, 422))
+def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: JobId) -> None:
+    """What it kept may be evicted again."""
+    if not change.drop_pin(opened, pin_id):
+        raise Refused(404, "there is no such pin")
+    log.info("pin %s is removed", pin_id)
+    service.changed()
+
+
+@router.put("/quotas/tenants/{label}", tags=["quotas"], responses=problems(422))
+def put_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label, wanted: Quota) -> QuotaList:
+    """Wins over the settings. What is above it goes soon."""
+    return _set_quota(opened, service, tenant_note(label), wanted)
+
+
+@router.delete(
+    "/quotas/tenants/{label}", tags=["quotas"], status_code=204, response_class=Response, responses=problems(404, 422)
+)
+def drop_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label) -> None:
+    """Back to what the settings say."""
+    _drop_quota(opened, service, tenant_note(label))
+
+
+@router.put("/quotas/namespaces/{namespace}", tags=["quotas"], responses=problems(422))
+def put_namespace_quota(
+    role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId, wanted: Quota
+) -> QuotaList:
+    """Wins over the settings. What is above it goes soon."""
+    return _set_quota(opened, service, namespace_note(bytes.fromhex(namespace)), wanted)
+
+
+@router.delete(
+    "/quotas/namespaces/{namespace}", tags=["quotas"], status_code=204, response_class=Response,
+    responses=problems(404, 422),
+)  # fmt: skip
+def drop_namespace_quota(role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId) -> None:
+    """Back to what the settings say."""
+    _drop_quota(opened, service, namespace_note(bytes.fromhex(namespace)))
+
+
+@router.post("/verify", tags=["verify"], status_code=202, responses=problems(429))
+def start_verify(role: AnAdmin, service: TheService) -> VerifyJob:
+    """Begins to read every record and to check every checksum, in the background."""
+    try:
+        job = service.verifying.start()
+    except TooMany as fault:
+        raise Refused(429, str(fault), {"Retry-After": str(RETRY_AFTER_S)}) from None
+    log.info("verify job %s", job.id)
+    return job
+
+
+@router.post("/verify/{job_id}/cancel", tags=["verify"], responses=problems(404, 422))
+def cancel_verify(role: AnAdmin, service: TheService, job_id: JobId) -> VerifyJob:
+    """Ends it after the segment that it reads."""
+    job = service.verifying.cancel(job_id)
+    if job is None:
+        raise Refused(404, "there is no such job, or it was long ago")
+    log.info("verify job %s is to end", job_id)
+    return job
+
+
+def _evict(
+    opened: Opened, service: Service, selection: Selection, dry_run: bool, include_pinned: bool
+) -> Evicted:  # fmt: skip
+    try:
+        done = change.evict(opened, selection, dry_run, include_pinned)
+    except change.Busy as fault:
+        raise Refused(429, str(fault), {"Retry-After": str(RETRY_AFTER_S)}) from None
+    if not dry_run:
+        log.info("evicted by an administrator: %d sets, %d bytes", done.n_sets, done.n_bytes)
+        service.changed()
+    return done
+
+
+def _set_quota(opened: Opened, service: Service, note: str, wanted: Quota) -> QuotaList:
+    change.set_quota(opened, note, wanted.quota_bytes)
+    log.info("%s: %s bytes", note, wanted.quota_bytes)
+    service.changed()
+    return change.list_quotas(opened)
+
+
+def _drop_quota(opened: Opened, service: Service, note: str) -> None:
+    if not change.drop_quota(opened, note):
+        raise Refused(404, "no such quota was set at run time")
+    log.info("%s: as in the settings", note)
+    service.changed()
+
+
+def _keys(opened: Opened, prefix: PromptPrefix) -> list[bytes]:
+    try:
+        return keys_of(opened, Prompt(prefix.tokens, prefix.cache_salt), bytes.fromhex(prefix.namespace))
+    except UnknownNamespace as fault:
+        raise Refused(404, str(fault)) from None
+
+
+def _id(text: str | None) -> bytes | None:
+    return None if text is None else bytes.fromhex(text)

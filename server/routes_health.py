@@ -1,0 +1,48 @@
+"""For whoever watches over the service: liveness, readiness, Prometheus."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.server.access import TheRole, TheService, problems
+from kvtier.server.problems import RETRY_AFTER_S
+from kvtier.server.prometheus import CONTENT_TYPE, exposition
+from kvtier.server.schemas import Health, Readiness
+
+router = APIRouter()
+
+
+@router.get("/healthz", tags=["health"], responses=problems())
+def healthz() -> Health:
+    """The service lives."""
+    return Health(status="ok")
+
+
+@router.get(
+    "/readyz", tags=["health"],
+    responses={**problems(), 503: {"model": Readiness, "description": "The index does not answer."}},
+)  # fmt: skip
+def readyz(service: TheService, response: Response) -> Readiness:
+    """The index answers. While it is being rebuilt it is ready too: it knows less than it will."""
+    try:
+        index = service.opened.index
+        index.counts()
+        return Readiness(is_ready=True, index="to be rebuilt" if index.was_reset else "ok")
+    except (IndexUnavailable, ConfigError):
+        response.status_code = 503
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        return Readiness(is_ready=False, index="not available")
+
+
+@router.get(
+    "/metrics", tags=["health"], response_class=Response,
+    responses={**problems(), 200: {"description": "Prometheus text.", "content": {CONTENT_TYPE: {}}}},
+)  # fmt: skip
+def metrics(role: TheRole, service: TheService) -> Response:
+    """For Prometheus. Answers while the index is down, too: kvtier_index_up is 0 then, and what it knows is missing."""
+    try:
+        seen = service.snapshot()
+    except (IndexUnavailable, ConfigError):
+        seen = None
+    return Response(exposition(seen), media_type=CONTENT_TYPE)

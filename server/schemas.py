@@ -1,0 +1,124 @@
+"""What the admin service answers beside what the operations do (kvtier.admin.answers), as JSON.
+
+`Overview` is all that the dashboard needs in one call; the page asks for it every few seconds, and for `History` once
+when it opens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from kvtier.admin.answers import (
+    Capacity,
+    IndexState,
+    Latencies,
+    NamespaceRow,
+    Rates,
+    Snapshot,
+    TenantRow,
+    TierFill,
+    Totals,
+    Worker,
+)
+
+_ANSWER = ConfigDict(frozen=True)
+
+
+class Problem(BaseModel):
+    """An error, as RFC 9457 has it."""
+
+    model_config = _ANSWER
+    type: str
+    title: str
+    status: int
+    detail: str = ""
+    errors: list[FieldError] = []
+
+
+class FieldError(BaseModel):
+    """One thing that is wrong with a request. where: such as `body.tokens.3`."""
+
+    model_config = _ANSWER
+    where: str
+    what: str
+
+
+class Health(BaseModel):
+    model_config = _ANSWER
+    status: Literal["ok"]
+
+
+class Readiness(BaseModel):
+    """is_ready: the index answers. to be rebuilt: it lost its content (or is new), and the next engine that starts, or
+    `kvtier index rebuild`, reads it back from the segments."""
+
+    model_config = _ANSWER
+    is_ready: bool
+    index: Literal["ok", "to be rebuilt", "not available"]
+
+
+class Deployment(BaseModel):
+    """What this service looks after. role: what the caller may do."""
+
+    model_config = _ANSWER
+    root: str
+    index_kind: str
+    version: str
+    role: Literal["read-only", "admin"]
+
+
+class Overview(Snapshot):
+    """All that the dashboard shows."""
+
+    model_config = _ANSWER
+    deployment: Deployment
+
+
+class HistoryPoint(BaseModel):
+    model_config = _ANSWER
+    at_s: float
+    used_bytes: int
+    workers: int
+    hit_ratio: float | None
+    load_bytes_s: float
+    save_bytes_s: float
+    evicted_bytes_s: float
+    ttft_saved_s_per_s: float
+
+
+class History(BaseModel):
+    """What this service has seen since its start, oldest first, one point every `interval_s` seconds at most so long
+    back. Lost with the service: Prometheus keeps more."""
+
+    model_config = _ANSWER
+    interval_s: float
+    points: list[HistoryPoint]
+
+
+class Stats(BaseModel):
+    """Of an Overview, what is no list of engines or prefixes."""
+
+    model_config = _ANSWER
+    at_s: float
+    deployment: Deployment
+    index: IndexState
+    capacity: Capacity
+    tiers: list[TierFill]
+    rates: Rates
+    totals: Totals
+    latencies: Latencies
+    namespaces: list[NamespaceRow]
+    tenants: list[TenantRow]
+
+
+class Workers(BaseModel):
+    """unreadable: notes in the index that are no reports."""
+
+    model_config = _ANSWER
+    workers: list[Worker]
+    unreadable: int
+
+
+Problem.model_rebuild()

@@ -1,0 +1,98 @@
+"""`kvtier serve`: the service as a process."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import signal
+import socket
+import ssl
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from kvtier.admin.opened import open_for_admin
+from kvtier.config import Settings
+from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.server.app import make_app
+from kvtier.server.auth import Tokens
+from kvtier.server.service import Service
+
+KEEP_ALIVE_S = 15
+SHUTDOWN_S = 5
+HEAD_BYTES_MAX = 16 << 10
+
+log = logging.getLogger("kvtier")
+
+
+def run_serve(settings: Settings) -> int:
+    """Serves until it is told to stop. Raises ConfigError for what it cannot be started with."""
+    service = open_service(settings)
+    listener = listen(settings)
+    server = uvicorn.Server(uvicorn_config(service))
+    print(f"kvtier serves {settings.root} at {address(settings, listener)}", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # which uvicorn hands on once it has ended well
+    server.run(sockets=[listener])
+    return 0 if server.started else 1
+
+
+def open_service(settings: Settings) -> Service:
+    """Raises ConfigError: for settings, and for a root that cannot be opened. An index that is down is waited for."""
+    settings.server.check()
+    admin, read = settings.server.tokens()
+    service = Service(settings, Tokens(admin, read), lambda: open_for_admin(settings))
+    try:
+        assert service.opened is not None
+    except IndexUnavailable as fault:
+        log.warning("the index does not answer yet: %s", fault)
+    return service
+
+
+def uvicorn_config(service: Service) -> uvicorn.Config:
+    """Raises ConfigError when certificate and key cannot be used."""
+    settings = service.settings.server
+    check_tls(settings.tls_cert, settings.tls_key)
+    return uvicorn.Config(
+        make_app(service), ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
+        limit_concurrency=settings.connections_max, timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S, h11_max_incomplete_event_size=HEAD_BYTES_MAX, http="h11", ws="none",
+        proxy_headers=False, server_header=False, access_log=False, log_level="warning", lifespan="on",
+    )  # fmt: skip
+
+
+def check_tls(cert: Path | None, key: Path | None) -> None:
+    if cert is None or key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password=_no_password)
+    except (OSError, ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise ConfigError("server.tls_cert", str(cert), f"cannot be used with key {key}: {reason}") from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted: give one without a password, readable by this user alone")
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Raises ConfigError. Bound before anything is served, so that a port that is taken stops start-up."""
+    host, port = settings.server.host, settings.server.port
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, place = found[0]
+        if not settings.server.has_token and not ipaddress.ip_address(place[0]).is_loopback:
+            raise settings.server.too_open(f"{host} ({place[0]})")
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+    except OSError as error:
+        fix = f"cannot listen on {host} port {port}: {error.strerror}; choose another server.host or server.port"
+        raise ConfigError("server.port", port, fix) from None
+    listener.set_inheritable(True)
+    return listener
+
+
+def address(settings: Settings, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http{'s' if settings.server.tls_cert else ''}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,125 @@
+"""The service's state: the opened root, the verify jobs, and what it has seen of the engines. Never in the data path.
+
+The index may be down when the service starts, and go away and come back while it runs: it is opened at the first
+request that needs it, and what fails is that request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from starlette.concurrency import run_in_threadpool
+
+from kvtier.admin.answers import Snapshot
+from kvtier.admin.opened import Opened
+from kvtier.admin.prompts import Tokenizers
+from kvtier.admin.stats import snapshot
+from kvtier.admin.verifying import Verifying
+from kvtier.config import Settings
+from kvtier.errors import IndexUnavailable, KVTierError
+from kvtier.server.auth import Tokens
+from kvtier.server.schemas import HistoryPoint
+
+log = logging.getLogger("kvtier")
+
+FRESH_S = 1.0
+"""A snapshot serves every reader for so long: many dashboards ask no more of the index than one."""
+HISTORY_POINTS_MAX = 720
+REOPEN_PAUSE_S = 1.0
+
+Clock = Callable[[], float]
+
+
+class Service:
+    """Thread-safe. open_root: may raise IndexUnavailable, then it is tried again later. clock: monotonic seconds."""
+
+    def __init__(
+        self, settings: Settings, tokens: Tokens, open_root: Callable[[], Opened], clock: Clock = time.monotonic
+    ) -> None:
+        self.settings = settings
+        self.tokens = tokens
+        self.tokenizers = Tokenizers()
+        self._open_root = open_root
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._opened: Opened | None = None
+        self._verifying: Verifying | None = None
+        self._failed: tuple[float, str] | None = None
+        self._snapshot: tuple[float, Snapshot] | None = None
+        self._history: deque[HistoryPoint] = deque(maxlen=HISTORY_POINTS_MAX)
+
+    @property
+    def opened(self) -> Opened:
+        """Raises IndexUnavailable; ConfigError when the root has become another one's."""
+        with self._lock:
+            if self._opened is None:
+                now = self._clock()
+                if self._failed is not None and now - self._failed[0] < REOPEN_PAUSE_S:
+                    raise IndexUnavailable(self._failed[1])
+                try:
+                    self._opened = self._open_root()
+                    self._verifying = Verifying(self._opened)
+                except IndexUnavailable as fault:
+                    self._failed = (now, str(fault))
+                    raise
+            return self._opened
+
+    @property
+    def verifying(self) -> Verifying:
+        """Raises IndexUnavailable."""
+        assert self.opened is not None and self._verifying is not None
+        return self._verifying
+
+    def snapshot(self) -> Snapshot:
+        """At most FRESH_S old. Raises IndexUnavailable."""
+        with self._lock:
+            kept = self._snapshot
+        if kept is not None and self._clock() - kept[0] < FRESH_S:
+            return kept[1]
+        made = snapshot(self.opened)
+        with self._lock:
+            self._snapshot = (self._clock(), made)
+        return made
+
+    def changed(self) -> None:
+        """What was seen is old now."""
+        with self._lock:
+            self._snapshot = None
+
+    def history(self) -> list[HistoryPoint]:
+        with self._lock:
+            return list(self._history)
+
+    def look(self) -> None:
+        """Adds a point to the history; a time without an answer leaves a gap."""
+        try:
+            seen = self.snapshot()
+        except (KVTierError, OSError) as fault:
+            log.debug("no point for the history: %s", fault)
+            return
+        point = HistoryPoint(
+            at_s=seen.at_s, used_bytes=seen.capacity.used_bytes, workers=len(seen.workers),
+            hit_ratio=seen.rates.hit_ratio, load_bytes_s=seen.rates.load_bytes_s,
+            save_bytes_s=seen.rates.save_bytes_s, evicted_bytes_s=seen.rates.evicted_bytes_s,
+            ttft_saved_s_per_s=seen.rates.ttft_saved_s_per_s,
+        )  # fmt: skip
+        with self._lock:
+            self._history.append(point)
+
+    async def watch(self) -> None:
+        """Looks now and then, for ever."""
+        while True:
+            await run_in_threadpool(self.look)
+            await asyncio.sleep(self.settings.server.history_s)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._verifying is not None:
+                self._verifying.close()
+            if self._opened is not None:
+                self._opened.close()
