@@ -30,10 +30,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.io import bounce
 from kvtier.io.native import instruction_set
 from kvtier.io.ring import (
     AlignedBuffer,
     Batch,
+    InMemory,
     ReadOp,
     Ring,
     WriteOp,
@@ -318,6 +320,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, help=f"records in flight, instead of {DEPTH} ({MEMORY_DEPTH} on tmpfs)")
     parser.add_argument("--threads", type=int, help="of the ring, instead of its own choice for memory and devices")
     parser.add_argument("--piece-bytes", type=int, help="likewise")
+    parser.add_argument("--bounce", choices=("yes", "no"), help="reads through bounce buffers, likewise")
     parser.add_argument("--record-mib", type=int, action="append", help="instead of 4 and 32")
     return parser.parse_args()
 
@@ -331,7 +334,11 @@ def main() -> int:
     def run(place: str, work: Path, memory_backed: bool) -> None:
         depth = arguments.depth or (MEMORY_DEPTH if memory_backed else DEPTH)
         sizes = sizes_for(memory_backed, arguments.threads, arguments.piece_bytes)
-        with Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes) as ring:
+        bounces = memory_backed and bounce.pays(work, sizes) if arguments.bounce is None else arguments.bounce == "yes"
+        if memory_backed:
+            print(f"{place}: reads {'through bounce buffers' if bounces else 'in place'}")
+        how = InMemory(touch_written=False, bounce_reads=bounces)
+        with Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, in_memory=how) as ring:
             for mib in arguments.record_mib or RECORD_MIB:
                 n_records = max(depth, (arguments.bytes // (mib << 20)) // depth * depth)
                 setup = Setup(place, work, (mib << 20) // HEADS, n_records, depth)

@@ -10,7 +10,15 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import tables_codecs, tables_cpu, tables_gpu, tables_headline, tables_quality
+from benchmarks import (
+    tables_codecs,
+    tables_cpu,
+    tables_eviction,
+    tables_gpu,
+    tables_headline,
+    tables_quality,
+    tables_redis,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->\n")
@@ -34,7 +42,10 @@ def files() -> dict[Path, tuple[tuple[tuple[str, str], Sections], ...]]:
     quality = tables_quality.SECTIONS if tables_quality.RESULT.exists() else ()
     return {
         ROOT / "README.md": ((CPU_MARKS, tables_cpu.SECTIONS), (GPU_MARKS, tables_headline.SECTIONS)),
-        ROOT / "benchmarks" / "README.md": ((GPU_MARKS, (*tables_gpu.SECTIONS, *tables_codecs.SECTIONS, *quality)),),
+        ROOT / "benchmarks" / "README.md": (
+            (CPU_MARKS, (tables_eviction.eviction, tables_redis.redis_index)),
+            (GPU_MARKS, (*tables_gpu.SECTIONS, *tables_codecs.SECTIONS, *quality)),
+        ),
     }
 
 

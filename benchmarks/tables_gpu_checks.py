@@ -67,15 +67,14 @@ def saving() -> list[str]:
 
 
 def decoding(result: dict[str, Any]) -> tuple[list[str], str]:
-    """The row and the text of what saving costs requests that decode meanwhile, until the prompt is durable."""
+    """The row and the text of what saving costs requests that decode meanwhile."""
     found, goal = result["summary"]["decode"], DECODE_LOSS_GOAL_PERCENT
     losses, loss = found["all_loss_percent"], found["loss_percent"]
-    what = f"32 requests that decode while {result['length']:,} tokens are computed and until they are durable"
-    is_noise = found["off_spread_percent"] > goal and min(losses) <= goal < max(losses)
     is_whole = found["is_durable_within"]
-    outcome = verdict(False) if loss > goal and not is_noise else verdict(True)
-    if is_noise or (loss <= goal and not is_whole):
-        outcome = "**not shown**"
+    end = "until they are durable" if is_whole else "saved"
+    what = f"32 requests that decode while {result['length']:,} tokens are computed and {end}"
+    is_noise = found["off_spread_percent"] > goal and min(losses) <= goal < max(losses)
+    outcome = "**not shown**" if is_noise else verdict(loss <= goal)
     row = [what, f"{found['off_tokens_s']:,.0f} tokens/s", f"{found['on_tokens_s']:,.0f} tokens/s", f"{-loss:+.1f}%",
            f"-{goal:.0f}%: {outcome}"]  # fmt: skip
     how = "decoding by CUDA graphs" if result["decode_graphs"] else "eager"
@@ -86,7 +85,8 @@ def decoding(result: dict[str, Any]) -> tuple[list[str], str]:
         f"{found['off_spread_percent']:.1f}%"
     )
     within = "." if is_whole else (
-        "; **saving went on after the end of a window, so that its whole cost is not in these figures**."
+        "; saving went on after a window's end, so that all of a window lies beside it: the figure is the loss of "
+        "tokens a second while saving goes on."
     )  # fmt: skip
     noise = " That is more than the goal, and pairs lie on both sides of it: it is not shown." if is_noise else ""
     return row, text + within + noise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import tables_beside, tables_codecs, tables_gpu, tables_gpu_checks
+from benchmarks import tables_codecs, tables_gpu, tables_gpu_checks
 from benchmarks.tables_common import (
     MARK,
     NAMES,
@@ -15,7 +15,6 @@ from benchmarks.tables_common import (
     judged,
     made,
     mark,
-    milliseconds,
     read,
     span,
     table,
@@ -23,41 +22,28 @@ from benchmarks.tables_common import (
 )
 from benchmarks.tables_gpu import ARENA, ARENA_GOAL_S, HBM_ARENA, TTFT_GOALS_S, Rows
 
-OTHER_RUNS = ("ttft_tmpfs_native", "ttft_tmpfs_peers")
-"""Those with another system and a kvtier of their own; the later first."""
-
 
 def reloads() -> list[str]:
     result = read("ttft_tmpfs")
     lengths, _ = tables_gpu.tmpfs_rows(result)
-    others = {name: run for name in PEERS if name not in lengths[min(lengths)] and (run := other_run(name))}
     beside = [name for name in PEERS if name in lengths[min(lengths)]]
     rows = []
     for tokens, of in lengths.items():
         row = [f"{tokens:,}", *(short(of[name]) for name in ("computed", "floor")),
                goal(of["kvtier"], TTFT_GOALS_S[tokens]), goal(of.get(ARENA), ARENA_GOAL_S)]  # fmt: skip
         row += [short(of.get(name)) for name in beside]
-        row += [short(rows_of(run)[tokens].get(name)) for name, run in others.items()]
         rows.append(row)
     gpu = result["machine"]["gpus"][0].split(",")[0]
-    marked = [f"{NAMES[name]} †" for name in others]
     return [
         f"**Time to the first token of a stored prompt, ms** (one {gpu}, vLLM {result['versions']['vllm']}, "
         f"Llama-3.1-8B's dimensions in bf16, eager, one request at a time; a fresh process that reloads what another "
         f"one saved; median of {len(lengths[min(lengths)]['kvtier']['all_s'])}; {made(result)}):",
         "",
         *table(["tokens", "computed", "floor: hit in vLLM's own cache", "kvtier from tmpfs",
-                "kvtier from the host arena", *(NAMES[name] for name in beside), *marked], rows),
+                "kvtier from the host arena", *(NAMES[name] for name in beside)], rows),
         "",
-        *([f"† {_said_of(others)}", ""] if others else []),
         _judged(tables_gpu.goals_of(lengths)),
     ]  # fmt: skip
-
-
-def other_run(name: str) -> str | None:
-    """The run that a system's times are taken from, when it ran beside an older kvtier."""
-    found = [run for run in OTHER_RUNS if has(run) and name in by_length(read(run))[min(TTFT_GOALS_S)]]
-    return found[0] if found else None
 
 
 def rows_of(run: str) -> Rows:
@@ -80,26 +66,9 @@ def _judged(goals: list[tuple[bool, str]]) -> str:
     return f"{judged(missed)} Met: {n_met} of {len(goals)} goals.".strip()
 
 
-def _said_of(others: dict[str, str]) -> str:
-    """What runs beside an older kvtier differ in, and where that one was slower."""
-    runs = list(dict.fromkeys(run for run in OTHER_RUNS if has(run) and tables_beside.is_whole(read(run))))
-    own = {
-        run: " / ".join(milliseconds(of["kvtier"]).partition(" (")[0] for of in rows_of(run).values()) for run in runs
-    }
-    text = "Of other runs, on other machines lent. Beside " + ", beside ".join(
-        f"{NAMES[name]} an older kvtier took {own[run]}" for name, run in others.items() if run in own
-    )
-    slower = [
-        f"than {NAMES[name]} at {tokens:,} tokens ({short(of['kvtier'])} to {short(of[name])})"
-        for run in runs for tokens, of in rows_of(run).items() for name in PEERS
-        if name in of and of[name]["ttft_s"] < of["kvtier"]["ttft_s"]
-    ]  # fmt: skip
-    return text + (f". **In these it was slower {', '.join(slower)}**, by a fault mended since." if slower else ".")
-
-
 def others() -> list[str]:
     """A line for each other question, and what has no answer yet."""
-    lines = [*_shared(), _disk(), _saving(), _kernels(), _equality(), _load_mix(), *_two_gpus()]
+    lines = [_disk(), _saving(), _kernels(), _equality(), _load_mix(), *_two_gpus()]
     lines += [*tables_codecs.in_short(), *_quality()]
     runs = tables_codecs.codec_runs()
     measured = {
@@ -115,21 +84,11 @@ def others() -> list[str]:
         "",
         *(f"- {line}" for line in lines),
         *([f"- In no result of a GPU yet: {', '.join(lacking)}."] if lacking else []),
-    ]
-
-
-def _shared() -> list[str]:
-    """A later run, where other experiments ran on the same machine."""
-    if not has("ttft_tmpfs_shared"):
-        return []
-    result = read("ttft_tmpfs_shared")
-    of = {name: " / ".join(short(row.get(name)) for row in by_length(result).values())
-          for name in ("floor", "kvtier", "native")}  # fmt: skip
-    lengths = " / ".join(f"{tokens:,}" for tokens in by_length(result))
-    return [
-        f"{MARK} {made(result)}. **From tmpfs** there {lengths} tokens in {of['kvtier']} ms, the floor "
-        f"{of['floor']}, vLLM's own tiering {of['native']}: the floor, which kvtier has no part in, is about twice "
-        "that of the table above, so times of such runs are no better than bounds."
+        *(
+            [f"- {MARK} on a machine of four GPUs while other experiments ran on the other ones."]
+            if any(MARK in line for line in lines)
+            else []
+        ),
     ]
 
 

@@ -16,8 +16,8 @@ TOKENS_MAX = 6000
 SETTLED_TOKENS = 4
 """The batch decodes once each of its requests has so many tokens of answer."""
 LOOK_S = 0.25
-LONGER = 1.2
-"""Windows last so much longer than saving went on in the trial: it does not last as long each time."""
+LONGER = 1.5
+"""Windows last so much longer than saving went on in the trial: a disk's rate is not the same each time."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Load:
 def decode_windows(engine: Engine, batch: int, long_tokens: int, pairs: int, limit_s: float) -> dict[str, Any]:
     """Tokens a second of a batch while a long prompt is computed and until it is durable, saved or not in turn.
 
-    A trial that is not counted finds out how long saving goes on; all windows are then a fifth longer.
+    A trial that is not counted finds out how long saving goes on; all windows are then half as long again.
     Each pair goes in the other order.
     """
     load = Load(batch, long_tokens, limit_s)
