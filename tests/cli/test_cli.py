@@ -307,7 +307,7 @@ def test_doctor_prints_a_verdict_a_line(
     verdicts = [Verdict("ok", "a", "b"), Verdict("warn", "c", "d", "do e")]
     asked: list[Path | None] = []
 
-    def examine(path: Path | None) -> list[Verdict]:
+    def examine(path: Path | None, look_at_redis: object) -> list[Verdict]:
         asked.append(path)
         return verdicts
 
@@ -336,7 +336,7 @@ def test_start_up_error_is_one_line_and_status_2(arguments: list[str], tmp_path:
         assert len(done.stderr.splitlines()) == 1 and str(path) in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["stat"], ["stats"], ["index"], ["stats", "/x", "--jsn"]])
+@pytest.mark.parametrize("arguments", [[], ["stat"], ["check"], ["index"], ["stats", "/x", "--jsn"]])
 def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and "usage: kvtier" in done.stderr

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from kvtier.errors import StaleLease
 from kvtier.geometry import Extent
 from kvtier.index import entry
-from kvtier.index.base import NOBODY, Index, IndexCounts, Location, NewRecord, SetInfo
+from kvtier.index.base import EVICT_LEASE, NOBODY, Index, IndexCounts, Location, NewRecord, SetInfo, Use
 
 WHOLE = Extent(0, 4, 0, 8)
 LOWER, UPPER = Extent(0, 4, 0, 4), Extent(0, 4, 4, 4)
@@ -193,9 +194,17 @@ class IndexSuite:
         assert index.remove_set(1) == 0
 
     def test_sets_are_remembered_as_given(self, index: Index) -> None:
-        first, second = set_info(2**64 - 1, "machine:pid:ü"), set_info(0, "", 0)
+        first = replace(set_info(2**64 - 1, "machine:pid:ü"), tenant="ä" * 16, uses=2**40)
+        second = set_info(0, "", 0)
         assert index.create_set(first) and index.create_set(second)
         assert index.sets() == [second, first]
+
+    def test_some_sets_are_found_by_id(self, index: Index) -> None:
+        for set_id in (1, 5, 2**63):
+            put_set(index, set_id)
+        assert [info.set_id for info in index.some_sets([2**63, 1, 7, 1])] == [1, 2**63]
+        assert index.some_sets({5}) == [set_info(5)]
+        assert index.some_sets([]) == []
 
     def test_a_set_id_is_taken_once(self, index: Index) -> None:
         assert index.create_set(set_info(1, "a"))
@@ -214,10 +223,21 @@ class IndexSuite:
     def test_touch_raises_recency_and_never_lowers_it(self, index: Index) -> None:
         put_set(index, 1)
         put_set(index, 2)
-        index.touch({1: 200.25, 2: 50.0, 99: 300.0})
+        index.touch({1: Use(200.25, 3), 2: Use(50.0, 1), 99: Use(300.0, 1)})
+        index.touch({1: Use(150.0, 2)})
         index.touch({})
         assert [info.used_s for info in index.sets()] == [200.25, 100.5]
+        assert [info.uses for info in index.sets()] == [5, 1]
         assert [info.created_s for info in index.sets()] == [100.5, 100.5]
+
+    def test_uses_and_tenant_stay_through_a_sets_life(self, index: Index) -> None:
+        info = replace(set_info(1), tenant="alpha", uses=7)
+        assert index.create_set(info)
+        index.pin_set(1, True)
+        index.close_set(1, 50)
+        index.take_over(1)
+        wanted = replace(info, owner=NOBODY, is_open=False, is_pinned=True, n_bytes=50)
+        assert index.sets() == [wanted] == index.some_sets([1])
 
     def test_pins(self, index: Index) -> None:
         put_set(index, 1)
@@ -255,15 +275,71 @@ class IndexSuite:
         second = index.acquire_lease("evict", "b", 1.0, 5.0)
         assert first is not None and second is not None and second > first
 
-    def test_clear_forgets_everything_but_leases(self, index: Index) -> None:
+    def test_who_was_replaced_as_evictor_removes_nothing_more(self, index: Index) -> None:
         put_set(index, 1, [0, 1])
+        put_set(index, 2, [2])
+        stale = index.acquire_lease(EVICT_LEASE, "a", 0.0, 5.0)
+        assert index.remove_set(2, stale) == 1
+        token = index.acquire_lease(EVICT_LEASE, "b", 6.0, 5.0)
+        with pytest.raises(StaleLease):
+            index.remove_set(1, stale)
+        assert len(index.resolve(keys([0, 1]))) == 2 and [info.set_id for info in index.sets()] == [1]
+        index.release_lease(EVICT_LEASE, "b")
+        assert index.remove_set(1, token) == 2, "nobody has taken it since"
+        assert index.remove_set(1, token) == 0
+        put_set(index, 3, [3])
+        assert index.remove_set(3) == 1, "who has the root for himself needs no token"
+
+    def test_a_token_is_none_before_the_first_lease(self, index: Index) -> None:
+        put_set(index, 1, [0])
+        with pytest.raises(StaleLease):
+            index.remove_set(1, 1)
+        assert len(index.resolve([key(0)])) == 1
+
+    def test_notes_are_kept_by_name_until_they_expire(self, index: Index) -> None:
+        index.put_note("pin/b", b"\x00\xff", None)
+        index.put_note("pin/a", b"first", 50.0)
+        index.put_note("worker/ü:1", b"", 60.0)
+        assert list(index.notes("pin/", 49.9).items()) == [("pin/a", b"first"), ("pin/b", b"\x00\xff")]
+        assert index.notes("worker/", 49.9) == {"worker/ü:1": b""}
+        assert list(index.notes("", 49.9)) == ["pin/a", "pin/b", "worker/ü:1"]
+        assert index.notes("quota/", 49.9) == {}
+        assert index.notes("pin", 50.0) == {"pin/b": b"\x00\xff"}
+        assert list(index.notes("", 60.0)) == ["pin/b"]
+
+    def test_a_note_replaces_the_one_before(self, index: Index) -> None:
+        index.put_note("worker/1", b"old, and longer", 10.0)
+        index.put_note("worker/1", b"new", 20.0)
+        assert index.notes("worker/", 15.0) == {"worker/1": b"new"}
+        index.put_note("worker/1", b"for ever", None)
+        assert index.notes("worker/", 1e12) == {"worker/1": b"for ever"}
+
+    def test_a_note_can_be_dropped(self, index: Index) -> None:
+        index.put_note("pin/1", b"x", None)
+        assert index.drop_note("pin/1")
+        assert not index.drop_note("pin/1") and not index.drop_note("pin/2")
+        assert index.notes("", 0.0) == {}
+
+    def test_clear_forgets_everything_but_leases_and_notes(self, index: Index) -> None:
+        put_set(index, 1, [0, 1])
+        index.put_note("pin/1", b"x", None)
         token = index.acquire_lease("rebuild", "a", 0.0, 5.0)
         index.clear()
         assert index.counts() == IndexCounts(0, 0, 0, 0)
-        assert index.resolve([key(0)]) == [] and index.members(1) == []
+        assert index.resolve([key(0)]) == [] and index.members(1) == [] and index.some_sets([1]) == []
         assert index.acquire_lease("rebuild", "a", 1.0, 5.0) == token
+        assert index.notes("pin/", 0.0) == {"pin/1": b"x"}
         put_set(index, 1, [0])
         assert len(index.resolve([key(0)])) == 1
+
+    def test_the_whole_index_can_be_read(self, index: Index) -> None:
+        put_set(index, 1, range(300))
+        index.publish([record(300, at(1, 300, LOWER))])
+        found = dict(index.entries())
+        assert sorted(found) == keys(range(301))
+        assert [entry.unpack(found[key(0)]), entry.unpack(found[key(300)])] == [[at(1, 0)], [at(1, 300, LOWER)]]
+        index.remove_set(1)
+        assert list(index.entries()) == []
 
     def test_threads_share_it(self, index: Index) -> None:
         """Eight threads race to publish the same chunks: each chunk gets one location, and every publish counts."""

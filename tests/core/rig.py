@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,8 +120,6 @@ class Engine:
 
     def wait_for_set(self, timeout_s: float = 5.0) -> None:
         """Waits until the keeper has a segment set ready."""
-        import time
-
         deadline = time.monotonic() + timeout_s
         while self.store._keeper.supply.wants_set():
             assert time.monotonic() < deadline, "no segment set was made"
@@ -150,7 +149,8 @@ class Engine:
         size = self.shape.chunk_tokens
         first = computed // size
         keys = self.keys(tokens)[first:]
-        entries = self.store.lookup(keys)
+        while (entries := self.store.lookup(keys)) is None:  # a remote index, asked beside this thread
+            time.sleep(0.001)
         n = len(entries)
         if not n:
             return 0, []

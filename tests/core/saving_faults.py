@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.housekeeping import Housekeeper
-from kvtier.index.base import Index
+from kvtier.eviction.base import State
+from kvtier.evictor import Evicted, Evictor
+from kvtier.index.base import Index, SetInfo
 from kvtier.io.ring import OpResult, Ring, WriteOp
 from kvtier.record import SegmentHeader
+from kvtier.removal import Remover
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.storm_faults import LateReads
@@ -98,32 +100,32 @@ class Evictions:
     def __init__(self) -> None:
         self.ended_s: dict[int, float] = {}
         self._thread = threading.local()
-        self._plain = Housekeeper.make_room, Housekeeper._remove
+        self._plain = Evictor._remove, Remover.remove
 
     def __enter__(self) -> Evictions:
-        make_room, remove = self._plain
+        evict, remove = self._plain
 
-        def noting_room(housekeeper: Housekeeper, n_bytes: int, capacity_bytes: int) -> int | None:
+        def noting_eviction(evictor: Evictor, victims: Sequence[SetInfo], state: State, token: int) -> Evicted:
             self._thread.is_evicting = True
             try:
-                return make_room(housekeeper, n_bytes, capacity_bytes)
+                return evict(evictor, victims, state, token)
             finally:
                 self._thread.is_evicting = False
 
-        def noting_removal(housekeeper: Housekeeper, set_id: int) -> int:
+        def noting_removal(remover: Remover, info: SetInfo, token: int | None = None) -> int:
             is_evicting = getattr(self._thread, "is_evicting", False)
             if is_evicting:
-                self.ended_s[set_id] = float("inf")
-            removed = remove(housekeeper, set_id)
+                self.ended_s[info.set_id] = float("inf")
+            removed = remove(remover, info, token)
             if is_evicting:
-                self.ended_s[set_id] = time.monotonic()
+                self.ended_s[info.set_id] = time.monotonic()
             return removed
 
-        Housekeeper.make_room, Housekeeper._remove = noting_room, noting_removal  # type: ignore[method-assign]
+        Evictor._remove, Remover.remove = noting_eviction, noting_removal  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Housekeeper.make_room, Housekeeper._remove = self._plain  # type: ignore[method-assign]
+        Evictor._remove, Remover.remove = self._plain  # type: ignore[method-assign]
 
 
 class FullDisk:
@@ -171,4 +173,4 @@ def cut_off(engine: Engine) -> None:
         transfer.drain(5.0)
         transfer._worker.files.close()
         transfer._worker.index.close()
-    engine.store._index.close()
+    engine.store._keeper._index.close()

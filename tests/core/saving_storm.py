@@ -314,7 +314,7 @@ class SavingStorm:
         del side.answers[place]
         if not set(answers) <= {SaveOutcome.SAVED, SaveOutcome.PRESENT}:
             return
-        if not side.engine.store._index.resolve([done.key]):
+        if not side.engine.store._keeper._index.resolve([done.key]):
             why = f"chunk {done.key.hex()} of set {done.set_id:016x} slot {done.slot}, answered {answers}"
             assert self._may_be_gone(done.key, planned_s) or self._is_private(side), f"{why}: it is not offered"
         if not self._is_private(side):
@@ -360,10 +360,10 @@ class SavingStorm:
         shutil.rmtree(self._root / "v1" / "index")
         reader = self._open()
         ends_s = time.monotonic() + END_S
-        while reader.engine.store._index.was_reset:
+        while reader.engine.store._keeper._index.was_reset:
             assert time.monotonic() < ends_s, "the index was not rebuilt"
             time.sleep(0.01)
-        lost = [key.hex() for key in set(keys) if not reader.engine.store._index.resolve([key])]
+        lost = [key.hex() for key in set(keys) if not reader.engine.store._keeper._index.resolve([key])]
         assert not lost, f"{len(lost)} of {len(keys)} chunks were not found again: {lost[:3]}"
         self.told["found again"] += len(set(keys))
         self._close(reader)

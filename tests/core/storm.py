@@ -97,7 +97,7 @@ class Storm:
             object.__setattr__(worker, "io", Engines(reader, worker.io.ring))
             watch_copies(worker, reader)
             lose_answers(worker.index, reader)
-        lose_answers(side.engine.store._index, reader)
+        lose_answers(side.engine.store._keeper._index, reader)
         if isinstance(side.engine, LazyEngine):
             side.engine.on_threads()
 

@@ -18,6 +18,8 @@ import torch
 
 from kvtier.assemble import open_transfer
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
+from kvtier.eviction.limits import Need
+from kvtier.evictor import Evictor
 from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
@@ -25,6 +27,7 @@ from kvtier.inspect import stats, verify
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import SaveOutcome
 from kvtier.record import SegmentHeader
+from kvtier.removal import Remover
 from kvtier.root import find_root
 from kvtier.store import WantedChunk
 from kvtier.tiers.segments import SegmentFiles
@@ -61,10 +64,10 @@ def test_the_capacity_holds_and_the_oldest_goes_first(tmp_path: Path, touch_inte
             pytest.fail("what is used in every step was evicted")
         time.sleep(0.15)
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.glob("v1/*/*.kvseg")) <= engine.settings.capacity_bytes
-    assert engine.store._index.counts().n_bytes <= engine.settings.capacity_bytes
+    assert engine.store._keeper._index.counts().n_bytes <= engine.settings.capacity_bytes
     hits = [engine.load(tokens_of(number), TARGET)[0] for number in range(16)]
     assert hits[15] == 5 and 0 in hits[1:9], hits
-    assert not verify(find_root(tmp_path), engine.store._index).bad
+    assert not verify(find_root(tmp_path), engine.store._keeper._index).bad
     engine.close()
 
 
@@ -74,9 +77,9 @@ def test_two_engines_never_evict_more_than_is_needed(tmp_path: Path) -> None:
         engines[number % 2].save(tokens_of(number), BLOCKS)
     on_disk = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("v1/*/*.kvseg"))
     assert on_disk <= engines[0].settings.capacity_bytes
-    assert engines[0].store._index.counts().n_bytes >= 3 * engines[0].settings.segment_bytes
+    assert engines[0].store._keeper._index.counts().n_bytes >= 3 * engines[0].settings.segment_bytes
     for engine in engines:
-        assert not verify(find_root(tmp_path), engine.store._index).bad
+        assert not verify(find_root(tmp_path), engine.store._keeper._index).bad
         engine.close()
 
 
@@ -84,10 +87,11 @@ def test_an_eviction_lease_of_another_engine_is_respected(tmp_path: Path) -> Non
     index = MemoryIndex()
     for number in range(4):
         index.create_set(SetInfo(number, bytes(16), "gone", 100, 1.0, float(number), is_open=False))
-    one, two = (Housekeeper(index, tmp_path, name, clock=lambda: 50.0) for name in ("one", "two"))
+    one, two = (Evictor(index, tmp_path, name, clock=lambda: 50.0) for name in ("one", "two"))
     assert index.acquire_lease("evict", "two", 50.0, 30.0) is not None
-    assert one.make_room(100, 400) is None and index.counts().sets == 4
-    assert two.make_room(100, 400) == 0  # no files; the set is out of the index all the same
+    need = Need(100, bytes(16))
+    assert one.make_room(need, 400) is None and index.counts().sets == 4
+    assert two.make_room(need, 400) == 0  # no files; the set is out of the index all the same
     assert {info.set_id for info in index.sets()} == {1, 2, 3}
 
 
@@ -97,10 +101,10 @@ def test_open_and_pinned_sets_stay(tmp_path: Path) -> None:
     index.create_set(SetInfo(2, bytes(16), "gone", 100, 1.0, 2.0, is_open=False))
     index.pin_set(2, True)
     index.create_set(SetInfo(3, bytes(16), "gone", 100, 1.0, 3.0, is_open=False))
-    keeper = Housekeeper(index, tmp_path, "one", clock=lambda: 50.0)
-    assert keeper.make_room(100, 300) is not None
+    evictor = Evictor(index, tmp_path, "one", clock=lambda: 50.0)
+    assert evictor.make_room(Need(100, bytes(16)), 300) is not None
     assert {info.set_id for info in index.sets()} == {1, 2}
-    assert keeper.make_room(200, 300) is None, "nothing that may go is left"
+    assert evictor.make_room(Need(200, bytes(16)), 300) is None, "nothing that may go is left"
 
 
 def test_capacity_smaller_than_one_set_stops_start_up(tmp_path: Path) -> None:
@@ -137,8 +141,8 @@ def test_what_a_dead_writer_left_is_closed_and_trimmed(tmp_path: Path) -> None:
     dead = tiny(tmp_path, writer_lease_s=0.6)
     dead.save(tokens_of(1), BLOCKS)
     dead.store._keeper._ticker.close(1)  # type: ignore[union-attr]  # no further sign of life, as after SIGKILL
-    before = sum(stats(find_root(tmp_path), dead.store._index).namespaces[0].n_bytes for _ in [0])
-    index = dead.store._index
+    before = sum(stats(find_root(tmp_path), dead.store._keeper._index).namespaces[0].n_bytes for _ in [0])
+    index = dead.store._keeper._index
     owner = next(info.owner for info in index.sets())
     wait_until(lambda: index.lease_owner(writer_lease(owner), time.time()) is None)
     alive = tiny(tmp_path)
@@ -153,7 +157,7 @@ def test_a_root_full_of_what_dead_writers_left_open_is_used_again_soon(tmp_path:
     """Their sets can't be evicted before they are closed, and the next regular sweep is a minute away."""
     engine = tiny(tmp_path, sets=6)
     engine.save(tokens_of(1), BLOCKS)
-    index = engine.store._index
+    index = engine.store._keeper._index
     index.acquire_lease(writer_lease("gone"), "gone", time.time(), 1.0)
     for number in range(6):
         index.create_set(SetInfo(100 + number, engine.namespace.id, "gone", engine.settings.segment_bytes, 1.0, 1.0))
@@ -175,7 +179,7 @@ def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
     engine.save(tokens_of(1), BLOCKS)
     engine.close()
     other = tiny(tmp_path)
-    index = other.store._index
+    index = other.store._keeper._index
     (path,) = tmp_path.glob("v1/*/*.kvseg")
     orphan = path.with_name(f"{77:016x}-0000.kvseg")
     orphan.write_bytes(path.read_bytes())  # says of itself that it is another
@@ -215,11 +219,11 @@ def test_a_disk_smaller_than_the_capacity_is_used_and_never_emptied() -> None:
             done = engine.save(tokens_of(number), BLOCKS)
             saved += sum(answer.outcome is SaveOutcome.SAVED for answer in done)
             if number > 40:
-                fewest = min(fewest, engine.store._index.counts().chunks)
+                fewest = min(fewest, engine.store._keeper._index.counts().chunks)
         assert saved * RECORD_BYTES > 90 << 20, "saving stopped when the disk was full"
         assert fewest * RECORD_BYTES > 20 << 20, "room was made by throwing nearly everything away"
         assert engine.store.metrics.total()["evicted_bytes"] > 0
-        assert not verify(find_root(root), engine.store._index).bad
+        assert not verify(find_root(root), engine.store._keeper._index).bad
         engine.close()
     shutil.rmtree(f"{root}-index")
 
@@ -229,7 +233,7 @@ def test_a_full_quota_rests_saving_and_makes_room(tmp_path: Path, monkeypatch: p
     engine = tiny(tmp_path, sets=40)
     for number in range(12):
         engine.save(tokens_of(number), BLOCKS)
-    sets = engine.store._index.counts().sets
+    sets = engine.store._keeper._index.counts().sets
     create = SegmentFiles.create
 
     def limited(self: SegmentFiles, header: SegmentHeader) -> None:
@@ -246,7 +250,7 @@ def test_a_full_quota_rests_saving_and_makes_room(tmp_path: Path, monkeypatch: p
     wait_until(lambda: not saves_again())
     assert engine.transfers[0].metrics.total()["skipped_chunks_no_space"] > 0
     wait_until(saves_again, 20.0)
-    assert engine.store._index.counts().sets > sets // 3
+    assert engine.store._keeper._index.counts().sets > sets // 3
     engine.close()
 
 
@@ -255,7 +259,7 @@ def test_storage_that_fails_for_other_reasons_evicts_nothing(tmp_path: Path, mon
     engine = tiny(tmp_path, sets=40)
     for number in range(8):
         engine.save(tokens_of(number), BLOCKS)
-    chunks = engine.store._index.counts().chunks
+    chunks = engine.store._keeper._index.counts().chunks
 
     def refuse(self: SegmentFiles, header: object) -> None:
         raise TierUnavailable("Too many open files")
@@ -267,7 +271,7 @@ def test_storage_that_fails_for_other_reasons_evicts_nothing(tmp_path: Path, mon
             outcomes |= {answer.outcome for answer in engine.save(tokens_of(number), BLOCKS)}
             time.sleep(0.1)
         assert SaveOutcome.FAILED in outcomes and SaveOutcome.NO_SPACE not in outcomes
-    assert engine.store._index.counts().chunks >= chunks
+    assert engine.store._keeper._index.counts().chunks >= chunks
     assert engine.store.metrics.total().get("evicted_bytes", 0) == 0
     engine.close()
 
@@ -278,7 +282,8 @@ def test_an_evicted_segment_gives_its_space_back_while_others_had_it_open(tmp_pa
     reader.load(tokens_of(1), TARGET)
     (path,) = tmp_path.glob("v1/*/*.kvseg")
     held = path.open("rb")
-    Housekeeper(writer.store._index, tmp_path / "v1", "me")._remove(int(path.name[:16], 16))
+    (info,) = writer.store._keeper._index.some_sets([int(path.name[:16], 16)])
+    Remover(writer.store._keeper._index, tmp_path / "v1").remove(info)
     inode = os.fstat(held.fileno()).st_ino
     held.close()
 
@@ -303,7 +308,7 @@ def test_slots_of_chunks_that_were_not_written_are_used_again(tmp_path: Path) ->
     assert {answer.outcome for answer in second.save(tokens_of(1), BLOCKS)} == {SaveOutcome.PRESENT}
     done = second.save(tokens_of(2), BLOCKS)
     assert sorted(answer.slot for answer in done) == [0, 1, 2, 3, 4]
-    assert not verify(find_root(tmp_path), second.store._index).bad
+    assert not verify(find_root(tmp_path), second.store._keeper._index).bad
     first.close()
     second.close()
 
@@ -321,7 +326,7 @@ def test_the_keeper_outlives_any_fault(tmp_path: Path, monkeypatch: pytest.Monke
 
         hook, threading.excepthook = threading.excepthook, lambda _: None
         with monkeypatch.context() as patched:
-            patched.setattr(Housekeeper, "make_room", fail)
+            patched.setattr(Evictor, "make_room", fail)
             patched.setattr(Housekeeper, "close_set", fail)
             keeper._due.sweep_s = 0.0
             patched.setattr(Housekeeper, "sweep", fail)
@@ -349,5 +354,5 @@ def test_a_set_is_closed_although_the_index_failed_once(tmp_path: Path, monkeypa
     for number in range(5):
         engine.save(tokens_of(number), BLOCKS)
     supply = engine.store._keeper.supply
-    wait_until(lambda: sum(info.is_open for info in engine.store._index.sets()) <= 1 + len(supply._spares))
+    wait_until(lambda: sum(info.is_open for info in engine.store._keeper._index.sets()) <= 1 + len(supply._spares))
     engine.close()

@@ -81,7 +81,7 @@ def test_damaged_record_is_a_miss_from_there_on(tmp_path: Path, damage: Callable
     (path,) = segments(tmp_path)
     damage(path, 2)
     reader = Engine(tmp_path)
-    report = verify(find_root(tmp_path), reader.store._index)
+    report = verify(find_root(tmp_path), reader.store._keeper._index)
     assert report.bad and all(finding.segment == path.name for finding in report.bad)
     assert 2 in {finding.slot for finding in report.bad}
     n_chunks, (answer,) = reader.load(TOKENS, TARGET)
@@ -104,7 +104,7 @@ def test_damaged_header_page_is_found_by_verify_and_payload_still_loads(tmp_path
     (path,) = segments(tmp_path)
     patch(path, header_of(path).slot_offset(3) + 200, b"\xff")
     reader = Engine(tmp_path)
-    report = verify(find_root(tmp_path), reader.store._index)
+    report = verify(find_root(tmp_path), reader.store._keeper._index)
     assert [(finding.slot, "CRC" in finding.what) for finding in report.bad] == [(3, True)]
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
     reader.close()
@@ -125,7 +125,7 @@ def test_swapped_segments_are_a_miss(tmp_path: Path) -> None:
         _, (answer,) = reader.load(tokens, TARGET)
         assert answer.failed_blocks == frozenset(TARGET)
     assert all(not tensor.any() for tensor in reader.blocks(TARGET))
-    report = verify(find_root(tmp_path), reader.store._index)
+    report = verify(find_root(tmp_path), reader.store._keeper._index)
     assert {finding.segment for finding in report.bad} == {first.name, second.name}
     reader.close()
 
@@ -181,7 +181,7 @@ def test_lost_segment_is_a_miss(tmp_path: Path, how: str) -> None:
     reader = Engine(tmp_path / "root")
     _, (answer,) = reader.load(TOKENS, TARGET)
     assert answer.failed_blocks == frozenset(TARGET)
-    assert verify(find_root(tmp_path / "root"), reader.store._index).bad or how == "unlinked"
+    assert verify(find_root(tmp_path / "root"), reader.store._keeper._index).bad or how == "unlinked"
     reader.close()
 
 
@@ -238,9 +238,9 @@ def test_a_segment_whose_writer_died_before_its_header_is_unfinished_not_bad(tmp
     engine.save(TOKENS, BLOCKS)
     (path,) = segments(tmp_path)
     path.with_name(f"{99:016x}-0000.kvseg").write_bytes(bytes(1 << 20))
-    report = verify(find_root(tmp_path), engine.store._index)
+    report = verify(find_root(tmp_path), engine.store._keeper._index)
     assert (report.bad, report.unfinished, report.records) == ((), 1, 5)
-    assert Housekeeper(engine.store._index, tmp_path / "v1", "me").rebuild().unreadable == ()
+    assert Housekeeper(engine.store._keeper._index, tmp_path / "v1", "me").rebuild().unreadable == ()
     patch(path, 0, bytes(PAGE_BYTES))
-    assert verify(find_root(tmp_path), engine.store._index).bad, "records were there"
+    assert verify(find_root(tmp_path), engine.store._keeper._index).bad, "records were there"
     engine.close()

@@ -49,7 +49,7 @@ def test_who_leaves_in_peace_tells_the_index(tmp_path: Path) -> None:
     engine, other = Engine(tmp_path), Engine(tmp_path)
     engine.wait_for_set()
     owner = engine.store._keeper._plan.owner
-    index = other.store._index
+    index = other.store._keeper._index
     assert owner in {info.owner for info in index.sets()}
     engine.close()
     assert owner not in {info.owner for info in index.sets() if info.is_open}

@@ -166,7 +166,7 @@ def test_a_dead_index_is_a_miss_and_saving_goes_on(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patched:
         for name in ("resolve", "publish", "retract"):
-            patched.setattr(type(engine.store._index), name, dead)
+            patched.setattr(type(engine.store._keeper._index), name, dead)
         assert engine.load(TOKENS, TARGET) == (0, [])
         assert {answer.outcome for answer in engine.save(list(range(64)), BLOCKS)} == {SaveOutcome.FAILED}
     assert engine.store.metrics.total()["index_errors"] == 1

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from kvtier import mount
+from kvtier.io import bounce
 from kvtier.io.calibration import Ask, Calibration, engines_for
 from kvtier.io.engines import Choice, Target
+from kvtier.io.filesystem import FileSystem
+from kvtier.io.ring import InMemory, RingSizes, sizes_for
 from kvtier.root import open_root
 from tests.core.rig import settings
 
@@ -60,6 +63,29 @@ def test_a_mount_is_measured_anew_when_kvikio_comes_or_goes_and_else_once_a_day(
     machine.has_kvikio = False
     machine.start_worker()
     assert machine.asked[2:] == [("ring",)]
+
+
+@pytest.mark.parametrize(("kind", "bounces", "asked"), [("tmpfs", True, 1), ("tmpfs", False, 1), ("ext4", False, 0)])
+def test_reads_of_a_file_system_in_memory_bounce_where_that_pays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, bounces: bool, asked: int
+) -> None:
+    root, rings, folders = open_root(settings(tmp_path)), [], []
+
+    def pays(folder: Path, sizes: RingSizes) -> bool:
+        folders.append((folder, sizes))
+        return bounces
+
+    def ring(threads: int, piece_bytes: int, **options: Any) -> Any:
+        rings.append(options)
+        return SimpleNamespace(close=lambda timeout_s=1.0: True)
+
+    monkeypatch.setattr(mount, "file_system_of", lambda path: FileSystem(kind, False, "/"))
+    monkeypatch.setattr(bounce, "pays", pays)
+    monkeypatch.setattr(mount, "Ring", ring)
+    arena: Any = SimpleNamespace(is_device=False)
+    mount.open_io(settings(tmp_path), root, True, arena, torch.device("cpu")).engines.close()
+    assert folders == [(root.folder, sizes_for(True))] * asked
+    assert [options["in_memory"] for options in rings] == [InMemory(True, bounces) if asked else None]
 
 
 @pytest.mark.parametrize("has_kvikio", [True, False])

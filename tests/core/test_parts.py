@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import zlib
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvtier.admission import Admission
 from kvtier.errors import Corrupt
-from kvtier.eviction import least_recently_used
+from kvtier.eviction.choice import Choice
+from kvtier.eviction.lru import Lru
 from kvtier.geometry import Extent, covers, share_of_rank
 from kvtier.index.base import Location, SetInfo
 from kvtier.jobs import ManualJobs, ThreadJobs, Ticker
@@ -95,7 +97,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
 
 
 EXTENT = Extent(1, 2, 3, 4)
-SEGMENT = SegmentHeader(bytes(range(16)), 1 << 63, 7, 9, record_bytes(EXTENT, 8192), EXTENT, 8192, 1 << 40)
+SEGMENT = SegmentHeader(bytes(range(16)), 1 << 63, 7, 9, record_bytes(EXTENT, 8192), EXTENT, 8192, 1 << 40, "ä" * 16)
 RECORD = RecordHeader(bytes(range(16)), bytes(16), b"n" * 16, 8192, 256, 3, EXTENT, 77, (1, 2, 3, (1 << 64) - 1))
 
 
@@ -183,11 +185,17 @@ def test_eviction_takes_the_longest_unused_and_never_the_protected() -> None:
         return SetInfo(number, bytes(16), "x", 10, 0.0, used_s, **({"is_open": False} | flags))
 
     sets = [info(1, 5.0), info(2, 1.0), info(3, 0.0, is_open=True), info(4, 0.5, is_pinned=True), info(5, 3.0)]
-    assert least_recently_used(sets, 1) == [2]
-    assert least_recently_used(sets, 11) == [2, 5]
-    assert least_recently_used(sets, 1000) == [2, 5, 1]
-    assert least_recently_used(sets, 0) == []
-    assert least_recently_used(sets, 11, protected={5}) == [2, 1]
+
+    def least_recently_used(n_bytes: int, protected: Collection[int] = ()) -> list[int]:
+        choice = Choice(sets, protected, Lru(), {})
+        choice.take(n_bytes)
+        return [victim.set_id for victim in choice.victims]
+
+    assert least_recently_used(1) == [2]
+    assert least_recently_used(11) == [2, 5]
+    assert least_recently_used(1000) == [2, 5, 1]
+    assert least_recently_used(0) == []
+    assert least_recently_used(11, protected={5}) == [2, 1]
 
 
 def test_admission_policies() -> None:

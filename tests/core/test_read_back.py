@@ -171,7 +171,7 @@ def test_what_a_living_writer_has_is_kept_when_the_index_refuses(
 ) -> None:
     writer = Engine(tmp_path)
     writer.save(TOKENS, BLOCKS)
-    index = writer.store._index
+    index = writer.store._keeper._index
     members = [(key, at) for info in index.sets() for key, at in index.members(info.set_id)]
     index.retract(*members[4])
 
@@ -231,9 +231,9 @@ def test_the_command_waits_for_a_sweep_to_end(tmp_path: Path, capsys: pytest.Cap
 def test_the_command_does_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvtier.commands import root
+    from kvtier.commands import index as command
 
-    monkeypatch.setattr(root, "OTHERS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(command, "OTHERS_TIMEOUT_S", 0.2)
     lost(tmp_path)
     index = opened(tmp_path)
     assert index.acquire_lease(SWEEP_LEASE, "busy", time.time(), 60.0)

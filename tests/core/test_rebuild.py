@@ -31,8 +31,8 @@ def test_a_lost_index_is_read_back_at_the_next_start(tmp_path: Path) -> None:
     reader = Engine(tmp_path)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
-    assert not verify(find_root(tmp_path), reader.store._index).bad
-    assert {info.owner for info in reader.store._index.sets() if not info.is_open} == {""}
+    assert not verify(find_root(tmp_path), reader.store._keeper._index).bad
+    assert {info.owner for info in reader.store._keeper._index.sets() if not info.is_open} == {""}
     reader.close()
 
 
@@ -52,7 +52,7 @@ def test_rebuild_adds_what_is_missing_and_drops_what_no_file_has(tmp_path: Path)
     engine.save(TOKENS, BLOCKS)
     engine.close()
     other = Engine(tmp_path)
-    index, keys = other.store._index, other.keys(TOKENS)
+    index, keys = other.store._keeper._index, other.keys(TOKENS)
     members = {key: location for info in index.sets() for key, location in index.members(info.set_id)}
     index.retract(keys[1], members[keys[1]])
     wrong = Location(*members[keys[2]][:5], checksums=(1, 2, 3, 4))
@@ -81,7 +81,7 @@ def test_a_damaged_record_header_is_left_out_and_said(tmp_path: Path) -> None:
     engine.close()
     shutil.rmtree(tmp_path / "v1" / "index")
     reader = Engine(tmp_path)
-    index = reader.store._index
+    index = reader.store._keeper._index
     wait_until(lambda: not index.was_reset)
     assert reader.load(TOKENS, TARGET) == (0, []), "the first chunk is gone, so is the prefix"
     assert index.counts().chunks == 4
@@ -121,7 +121,7 @@ def test_a_segment_that_could_not_be_read_once_is_taken_in_later(
 
     monkeypatch.setattr(SegmentFiles, "_open_file", refuse_first)
     reader = Engine(tmp_path)
-    wait_until(lambda: not reader.store._index.was_reset)
+    wait_until(lambda: not reader.store._keeper._index.was_reset)
     reader.store._keeper._due.sweep_s = 0.0
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     reader.close()
@@ -161,7 +161,7 @@ def test_a_namespace_without_its_description_is_said_and_counted(tmp_path: Path)
     writer.save(TOKENS, BLOCKS)
     folder = tmp_path / "v1" / writer.namespace.id.hex()
     (folder / "namespace.json").unlink()
-    root, index = find_root(tmp_path), writer.store._index
+    root, index = find_root(tmp_path), writer.store._keeper._index
     assert verify(root, index).bad[-1].segment.endswith("namespace.json")
     found = stats(root, index)
     assert found.n_bytes > 0 and len(found.unreadable) == 1

@@ -14,10 +14,11 @@ import pytest
 from kvtier.housekeeping import SWEEP_LEASE, Housekeeper, writer_lease
 from kvtier.keeper import Keeper
 from kvtier.plan import SaveOutcome
+from kvtier.removal import Remover
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.test_capacity import wait_until
-from tests.core.test_trimming import engine_of
+from tests.core.test_trimming import RECORD_BYTES, engine_of
 
 BLOCKS = list(range(20))
 TARGET = list(range(100, 120))
@@ -38,7 +39,7 @@ def by_hand(engine: Engine) -> Keeper:
 def fall_silent(engine: Engine) -> Keeper:
     """Its keeper hangs: for others its time has run out."""
     keeper = by_hand(engine)
-    engine.store._index.release_lease(writer_lease(keeper._plan.owner), keeper._plan.owner)
+    engine.store._keeper._index.release_lease(writer_lease(keeper._plan.owner), keeper._plan.owner)
     return keeper
 
 
@@ -71,7 +72,7 @@ def before(method: Callable[..., Any], act: Callable[[], object]) -> Callable[..
 
 
 def housekeeper(engine: Engine, name: str = "other") -> Housekeeper:
-    return Housekeeper(engine.store._index, engine.root / "v1", name)
+    return Housekeeper(engine.store._keeper._index, engine.root / "v1", name)
 
 
 def loads(root: Path, tokens: Sequence[int]) -> int:
@@ -81,6 +82,10 @@ def loads(root: Path, tokens: Sequence[int]) -> int:
     assert not any(load.failed_blocks for load in done)
     reader.close()
     return found
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("v1/*/*.kvseg"))
 
 
 def told(engine: Engine, tokens: Sequence[int]) -> set[SaveOutcome]:
@@ -97,7 +102,11 @@ def test_what_a_sweeper_cut_off_before_it_was_published_is_not_saved(
         writer.save(tokens_of(1), BLOCKS)
     index = writer.transfers[0]._worker.index
     monkeypatch.setattr(index, "publish", before(index.publish, once(housekeeper(writer).sweep)))
+    ring = writer.transfers[0]._worker.io.ring
+    if has_records:  # cut before the bytes come: they make the file long again
+        monkeypatch.setattr(ring, "submit", before(ring.submit, once(housekeeper(writer).sweep)))
     assert told(writer, tokens_of(2)) == {SaveOutcome.FAILED}
+    assert sum(path.stat().st_size for path in segments(tmp_path)) == (4096 + 2 * RECORD_BYTES) * has_records
     keeper._due.beat_s = 0.0
     keeper.tick()
     assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}, "it goes on in a set of its own"
@@ -115,7 +124,7 @@ def test_what_is_published_while_a_sweeper_looks_is_kept_or_not_saved(
     if has_records:
         writer.save(tokens_of(1), BLOCKS)
     outcomes: set[SaveOutcome] = set()
-    index = writer.store._index
+    index = writer.store._keeper._index
     save = once(lambda: outcomes.update(told(writer, tokens_of(2))))
     with monkeypatch.context() as patched:
         patched.setattr(index, "members", after(index.members, save))
@@ -137,7 +146,40 @@ def test_what_is_evicted_while_it_is_written_is_not_saved(tmp_path: Path, monkey
 
     monkeypatch.setattr(index, "publish", before(index.publish, once(evict)))
     assert told(writer, tokens_of(1)) == {SaveOutcome.FAILED}
+    assert segments(tmp_path) == [], "whoever removed the set looked for files before this one was made"
     writer.close()
+
+
+@pytest.mark.parametrize("known", ["not at all", "as taken over", "not, for it was lost"])
+def test_a_segment_that_is_made_late_is_not_left_in_no_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
+) -> None:
+    """It stayed, counted by nobody, until a sweep after its grace time: with writers enough, beyond the budget."""
+    writer = engine_of(tmp_path, 6)
+    keeper = fall_silent(writer)
+    index = keeper._index
+    meanwhile: dict[str, Callable[[], object]] = {
+        "not at all": housekeeper(writer).sweep,
+        "as taken over": lambda: [index.take_over(info.set_id) for info in index.sets()],
+        "not, for it was lost": lambda: shutil.rmtree(tmp_path / "v1" / "index"),
+    }
+    monkeypatch.setattr(SegmentFiles, "create", before(SegmentFiles.create, once(meanwhile[known])))
+    assert told(writer, tokens_of(1)) == {SaveOutcome.FAILED}
+    left = {int(path.name[:16], 16) for path in segments(tmp_path)}
+    if known == "not at all":
+        assert not left
+    elif known == "as taken over":
+        assert len(left) == 1 and left <= {info.set_id for info in index.sets()}, "others count it, and remove it"
+    else:
+        assert len(left) == 1 and index.was_reset, "whoever reads the segments again may be at it"
+    keeper._due.beat_s = 0.0
+    keeper.tick()
+    assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}, "it goes on in a set of its own"
+    housekeeper(writer).sweep()
+    left = {int(path.name[:16], 16) for path in segments(tmp_path)}
+    assert left == {info.set_id for info in index.sets() if index.members(info.set_id)}
+    writer.close()
+    assert loads(tmp_path, tokens_of(2)) == 2
 
 
 def test_another_record_of_the_same_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +201,7 @@ def test_an_engine_whose_index_is_lost_goes_on_in_sets_that_the_new_one_knows(tm
     writer.save(tokens_of(1), BLOCKS)
     shutil.rmtree(tmp_path / "v1" / "index")
     engine_of(tmp_path, 6).close()  # makes it anew
-    assert not writer.store._index.was_reset
+    assert not writer.store._keeper._index.was_reset
     assert told(writer, tokens_of(2)) == {SaveOutcome.FAILED}
     for keeper in keepers:
         keeper._due.beat_s = 0.0
@@ -176,7 +218,7 @@ def test_an_engine_that_rebuilds_the_index_itself_does_the_same(tmp_path: Path) 
     keeper = by_hand(writer)
     writer.save(tokens_of(1), BLOCKS)
     shutil.rmtree(tmp_path / "v1" / "index")
-    assert writer.store._index.was_reset
+    assert writer.store._keeper._index.was_reset
     keeper.tick()
     assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}
     writer.close()
@@ -189,7 +231,7 @@ def test_an_engine_gives_signs_of_life_while_it_rebuilds(tmp_path: Path, monkeyp
         writer.save(tokens_of(number), BLOCKS)
         writer.close()
     engine = engine_of(tmp_path, 6)
-    keeper, index = by_hand(engine), engine.store._index
+    keeper, index = by_hand(engine), engine.store._keeper._index
     now_s = [keeper._housekeeper.clock()]
     silent: list[float] = []
 
@@ -251,18 +293,18 @@ def test_what_is_evicted_while_an_index_is_rebuilt_is_offered_by_neither(
     writer.save(tokens_of(1), BLOCKS)
     writer.close()
     other = engine_of(tmp_path, 6)
-    index = other.store._index
-    (lost,) = [info.set_id for info in index.sets() if index.members(info.set_id)]
-    evicting, rebuilding = housekeeper(other), housekeeper(other, "rebuilding")
+    index = other.store._keeper._index
+    (lost,) = [info for info in index.sets() if index.members(info.set_id)]
+    evicting, rebuilding = Remover(index, tmp_path / "v1"), housekeeper(other, "rebuilding")
     if when == "before its files go":
         rebuild = once(rebuilding.rebuild)
         monkeypatch.setattr(SegmentFiles, "unlink_set", before(SegmentFiles.unlink_set, rebuild))
-        evicting._remove(lost)
+        evicting.remove(lost)
     else:
-        read, evict = Housekeeper._records, once(lambda: evicting._remove(lost))
+        read, evict = Housekeeper._records, once(lambda: evicting.remove(lost))
         monkeypatch.setattr(Housekeeper, "_records", lambda *args: (list(read(*args)), evict())[0])
         rebuilding.rebuild()
-    assert lost not in {info.set_id for info in index.sets()}
+    assert lost.set_id not in {info.set_id for info in index.sets()}
     assert told(other, tokens_of(1)) == {SaveOutcome.SAVED}
     other.close()
 
@@ -273,7 +315,7 @@ def test_a_set_that_is_read_back_is_never_without_records(tmp_path: Path, monkey
     writer.save(tokens_of(1), BLOCKS)
     writer.close()
     other = engine_of(tmp_path, 6)
-    index = other.store._index
+    index = other.store._keeper._index
     for info in index.sets():
         if not info.is_open:
             index.remove_set(info.set_id)
@@ -319,7 +361,7 @@ def test_no_set_is_left_open_by_an_epoch_that_ends_while_its_keeper_ticks(tmp_pa
     keeper._done_with.epochs = Watched()
     engine.store.reset()
     keeper.tick()
-    assert [info for info in engine.store._index.sets() if info.namespace == left] == []
+    assert [info for info in engine.store._keeper._index.sets() if info.namespace == left] == []
     engine.close()
 
 

@@ -81,7 +81,7 @@ def check(root: Path, report: int) -> None:
     """Loads everything that is offered, compares it with what was computed, and verifies the root."""
     engine = Engine(root, n_blocks=64, changes=SIZES)
     claimed = {bytes.fromhex(line) for line in (root / "claims").read_text().split()}
-    lost = sum(not engine.store._index.resolve([key]) for key in claimed)
+    lost = sum(not engine.store._keeper._index.resolve([key]) for key in claimed)
     loaded = wrong = failed = 0
     for number in range(SEQUENCES):
         tokens, blocks = tokens_of(number), list(range(20))
@@ -91,7 +91,7 @@ def check(root: Path, report: int) -> None:
         engine.prefill(tokens, blocks)
         loaded += n_chunks
         wrong += not all(torch.equal(a, b) for a, b in zip(got, engine.blocks(blocks[: n_chunks * 4]), strict=True))
-    found = verify(find_root(root), engine.store._index)
+    found = verify(find_root(root), engine.store._keeper._index)
     bad = [f"{finding.segment} slot {finding.slot}: {finding.what}" for finding in found.bad]
     engine.close()
     result = {

@@ -32,7 +32,7 @@ class Lab:
         with FileLock(self.folder / f"model-{kind}.lock"):
             if not (folder / "config.json").exists():
                 made = subprocess.run(
-                    [sys.executable, HERE / "models.py", kind, folder], capture_output=True, text=True, timeout=120
+                    [sys.executable, HERE / "models.py", kind, folder], capture_output=True, text=True, timeout=300
                 )
                 assert made.returncode == 0, made.stderr
         return folder

@@ -2,7 +2,8 @@
 
     python engine.py SPEC.json OUT.json
 
-SPEC: {"model", "root", "extra": connector config, "llm": engine arguments, "scenarios": [name or [name, argument]]}.
+SPEC: {"model", "root", "extra": connector config, "llm": engine arguments, "scenarios": [name or [name, argument]]};
+with "config", that settings file instead of "extra".
 Scenarios are the functions of scenarios.py; each gets an Engine and returns what goes into OUT under its name.
 """
 
@@ -36,6 +37,19 @@ from kvtier.connectors import vllm_platforms
 
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 32
+
+LLM_ARGUMENTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": 4,
+    "block_size": BLOCK_TOKENS,
+    "seed": 0,
+    "disable_log_stats": False,
+    "max_num_batched_tokens": 256,
+}
+"""Of every engine here, where its spec says nothing else."""
 
 
 def extra_config(root: str, **changes: Any) -> dict[str, Any]:
@@ -108,19 +122,11 @@ class Engine:
     """vLLM with the connector in it, and a watch on its blocks."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        arguments: dict[str, Any] = {
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "dtype": "float32",
-            "max_model_len": 2048,
-            "max_num_seqs": 4,
-            "block_size": BLOCK_TOKENS,
-            "seed": 0,
-            "disable_log_stats": False,
-            "max_num_batched_tokens": 256,
-        }
-        arguments |= spec.get("llm", {})
+        arguments = LLM_ARGUMENTS | spec.get("llm", {})
         transfer = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | spec.get("transfer", {})
+        extra = extra_config(spec["root"], **spec.get("extra", {}))
+        if "config" in spec:
+            extra = {"config": spec["config"]}
         self.root = Path(spec["root"])
         if spec.get("even_if_it_cannot_continue"):
             vllm_platforms.check_continuation = lambda vllm_config: None
@@ -129,7 +135,7 @@ class Engine:
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVTierConnector",
                 kv_connector_module_path="kvtier.connectors.vllm",
-                kv_connector_extra_config=extra_config(spec["root"], **spec.get("extra", {})),
+                kv_connector_extra_config=extra,
                 **transfer,
             ),
             **arguments,
@@ -178,7 +184,7 @@ class Engine:
         if self.worker_half is None:  # in other processes: until the index has all that was planned
             store = self.scheduler_half._store
             deadline = time.monotonic() + 20
-            while store._index.counts().chunks < len(store._known) and time.monotonic() < deadline:
+            while store._keeper._index.counts().chunks < len(store._known) and time.monotonic() < deadline:
                 time.sleep(0.05)
             return
         self.llm.llm_engine.engine_core.get_output()

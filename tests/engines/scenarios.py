@@ -11,6 +11,8 @@ import torch
 from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
 from vllm import SamplingParams
 
+from kvtier.connectors.vllm_worker import FIGURES_INTERVAL_S
+
 VOCABULARY = range(3, 512)
 MIXED_LENGTHS = (64, 128, 512, 640, 896, 65, 63, 1, 30, 100, 127, 129, 190, 200, 255, 257, 333, 500, 700, 777)
 """20 prompts: exact multiples of a chunk, one token beside them, shorter than a chunk, and longer than a step."""
@@ -245,9 +247,12 @@ def stats(engine: Engine) -> dict[str, Any]:
     engine.forget()
     engine.ask([prompt])
     engine.settle()
+    time.sleep(FIGURES_INTERVAL_S)
     engine.ask([prompt[:8]], 2)  # a step that takes the last numbers along
     after = engine.prometheus()
-    return {name: after[name] - before[name] for name in after}
+    store = engine.scheduler_half._store
+    report = store.reporter.report(time.time(), store.namespace_id)
+    return {name: after[name] - before[name] for name in after} | {"report": report.model_dump(mode="json")}
 
 
 def corruption(engine: Engine) -> dict[str, Any]:

@@ -132,6 +132,18 @@ def test_stats_in_vllms_metrics(first: dict[str, Any]) -> None:
         assert f"vllm:kvtier_{name}" in first["prometheus"]
 
 
+def test_the_engines_report(first: dict[str, Any]) -> None:
+    """What both halves counted meets in the scheduler's: vLLM's metrics and the report say the same."""
+    report, prometheus = first["stats"]["report"], first["stats"]
+    assert report["engine"] == "vllm" and report["engine_version"] and report["model"] and report["ranks"] == 1
+    for name in ("hit_tokens", "load_bytes", "save_bytes", "load_tokens"):
+        assert report["counters"][name] >= prometheus[f"vllm:kvtier_{name}"] > 0, name
+    (arena,) = report["arenas"]
+    assert arena["tier"] == "host" and 0 < arena["used_bytes"] <= arena["size_bytes"]
+    assert sum(report["load"]["counts"]) >= 1 and sum(report["save"]["counts"]) >= 4
+    assert report["top_prefixes"] and report["read_ceiling_bytes_s"] is None, "without a GPU it is not measured"
+
+
 @pytest.mark.parametrize("way", ["flip_payload", "zero", "truncate", "swap_records", "swap_segments", "remove"])
 def test_damaged_segments_are_misses(damaged: dict[str, Any], way: str) -> None:
     outcome = damaged["corruption"][way]

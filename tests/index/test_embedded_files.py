@@ -15,6 +15,7 @@ import lmdb
 import pytest
 
 from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.index.base import Use
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.lmdb_env import RESERVE_BYTES
 
@@ -231,7 +232,7 @@ def fill_up_and_evict(folder: Path) -> None:
     n_sets = len(index.sets())
     assert index.acquire_lease("evict", "me", 1.0, 5.0) == 1
     for set_id in range(n_sets - 5):
-        index.touch({set_id + 1: 10.0 + set_id})
+        index.touch({set_id + 1: Use(10.0 + set_id, 1)})
         assert index.remove_set(set_id) == 1000
     check(index, [key(number) for number in range(published)])
     index.close()

@@ -10,9 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtier.errors import StaleLease
 from kvtier.geometry import Extent
 from kvtier.index import entry
-from kvtier.index.base import NOBODY, Location, NewRecord, SetInfo
+from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo, Use
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 
@@ -21,7 +22,16 @@ EXTENTS = (WHOLE, Extent(0, 2, 0, 2), Extent(0, 2, 2, 2), Extent(0, 1, 0, 4), Ex
 KEYS = [bytes([number]) * 16 for number in range(6)]
 SET_IDS = st.sampled_from([0, 1, 2, 2**64 - 1])
 OWNERS = st.sampled_from(["a", "b", "c"])
+NOTES = st.sampled_from(["pin/a", "pin/ab", "quota/tenant/ü"])
 LEASES = st.sampled_from(["evict", "writer/ü"])
+
+
+def removed(index: Index, set_id: int, token: int | None) -> int | None:
+    """None when it is refused."""
+    try:
+        return index.remove_set(set_id, token)
+    except StaleLease:
+        return None
 
 
 def location(set_id: int, rank: int, slot: int, extent: Extent) -> Location:
@@ -59,9 +69,9 @@ class IndexMachine(RuleBasedStateMachine):
         if there:
             self.retract(key, there[choice % len(there)])
 
-    @rule(set_id=SET_IDS, owner=OWNERS, n_bytes=st.integers(0, 2**40))
-    def create_set(self, set_id: int, owner: str, n_bytes: int) -> None:
-        info = SetInfo(set_id, KEYS[0], owner, n_bytes, self.now_s, self.now_s)
+    @rule(set_id=SET_IDS, owner=OWNERS, tenant=st.sampled_from(["", "ü"]), n_bytes=st.integers(0, 2**40))
+    def create_set(self, set_id: int, owner: str, tenant: str, n_bytes: int) -> None:
+        info = SetInfo(set_id, KEYS[0], owner, n_bytes, self.now_s, self.now_s, tenant=tenant)
         assert self.index.create_set(info) == self.model.create_set(info)
 
     @rule(set_id=SET_IDS, records=st.lists(RECORDS, max_size=5))
@@ -80,12 +90,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.close_set(set_id, n_bytes)
         self.model.close_set(set_id, n_bytes)
 
-    @rule(set_id=SET_IDS)
-    def remove_set(self, set_id: int) -> None:
-        assert self.index.remove_set(set_id) == self.model.remove_set(set_id)
+    @rule(set_id=SET_IDS, token=st.none() | st.integers(0, 3))
+    def remove_set(self, set_id: int, token: int | None) -> None:
+        assert removed(self.index, set_id, token) == removed(self.model, set_id, token)
 
-    @rule(used=st.dictionaries(SET_IDS, st.floats(0, 100)))
-    def touch(self, used: dict[int, float]) -> None:
+    @rule(used=st.dictionaries(SET_IDS, st.builds(Use, st.floats(0, 100), st.integers(0, 100))))
+    def touch(self, used: dict[int, Use]) -> None:
         self.index.touch(used)
         self.model.touch(used)
 
@@ -103,6 +113,21 @@ class IndexMachine(RuleBasedStateMachine):
     def release_lease(self, name: str, owner: str) -> None:
         self.index.release_lease(name, owner)
         self.model.release_lease(name, owner)
+
+    @rule(name=NOTES, value=st.binary(max_size=9), expires_s=st.none() | st.floats(0, 10))
+    def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
+        self.index.put_note(name, value, expires_s)
+        self.model.put_note(name, value, expires_s)
+
+    @rule(prefix=st.sampled_from(["", "pin/", "pin/a", "x"]), later_s=st.sampled_from([0.0, 0.5]))
+    def notes(self, prefix: str, later_s: float) -> None:
+        self.now_s += later_s
+        assert list(self.index.notes(prefix, self.now_s).items()) == list(self.model.notes(prefix, self.now_s).items())
+
+    @rule(name=NOTES)
+    def drop_note(self, name: str) -> None:
+        self.notes("", 0.0)  # expired ones are forgotten at the latest when notes are asked for
+        assert self.index.drop_note(name) == self.model.drop_note(name)
 
     @rule()
     def clear(self) -> None:
@@ -131,6 +156,8 @@ class IndexMachine(RuleBasedStateMachine):
         for name in ("evict", "writer/ü"):
             assert self.index.lease_owner(name, self.now_s) == self.model.lease_owner(name, self.now_s)
 
+        assert self.index.some_sets([1, 2]) == self.model.some_sets([1, 2])
+
     @invariant()
     def entries_and_members_agree(self) -> None:
         """No entry points to a set that is gone, and each record stands in its set once."""
@@ -146,7 +173,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 def test_set_info_survives_every_flag(tmp_path: object) -> None:
-    info = SetInfo(7, KEYS[1], "ö" * 100, 2**63, 1.5, 2.5)
+    info = SetInfo(7, KEYS[1], "ö" * 100, 2**63, 1.5, 2.5, tenant="ä" * 16, uses=2**63)
     for is_open in (True, False):
         for is_pinned in (True, False):
             index = LmdbIndex(f"{tmp_path}/{is_open}-{is_pinned}", map_bytes=1 << 20)

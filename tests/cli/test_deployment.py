@@ -1,0 +1,369 @@
+"""The commands that work on a deployment: what they print and change, and their exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.commands import bench, progress
+from kvtier.config import CONFIG_VARIABLE
+from kvtier.index.embedded import LmdbIndex
+from kvtier.owner import Owner, this_node
+from kvtier.reports import Latency, TopPrefix, WorkerReport
+from tests.core.rig import Engine
+
+CHUNKS = 5
+TOKENS = list(range(64 * CHUNKS))
+CAPACITY = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with five chunks of 64 tokens, whose engine has ended."""
+    root = tmp_path_factory.mktemp("made") / "kv"
+    engine = Engine(root)
+    assert len(engine.save(TOKENS, list(range(4 * CHUNKS)))) == CHUNKS
+    engine.close()
+    return root
+
+
+@pytest.fixture
+def config(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Settings of a deployment with a copy of that root."""
+    root = Path(shutil.copytree(made, tmp_path / "kv"))
+    (root / "v1" / "owner.json").write_bytes(Owner(this_node(), root / "v1" / "index").to_json(root / "v1"))
+    shutil.rmtree(root / "v1" / "index")
+    assert main(["index", "rebuild", str(root)]) == 0
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    path = tmp_path / "kvtier.yaml"
+    tenants = "[{name: search, cache_salts: ['search-*'], quota_bytes: 16MiB}]"
+    path.write_text(
+        f"root: {root}\ncapacity_bytes: {CAPACITY}\nsegment_bytes: 1MiB\ncapacity: {{tenants: {tenants}}}\n"
+    )
+    return path
+
+
+def root_of(config: Path) -> Path:
+    return config.parent / "kv"
+
+
+def namespace_of(config: Path) -> str:
+    return next(root_of(config).glob("v1/*/namespace.json")).parent.name
+
+
+def printed_json(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
+    capsys.readouterr()
+    assert main([*arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    capsys.readouterr()
+    assert main(list(arguments)) == status
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1
+    return captured.err
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(TOKENS + [1, 2, 3]))
+    return str(path)
+
+
+# --- which place ---
+
+
+def test_settings_are_named_in_three_ways(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = printed_json(capsys, "stats", "--config", str(config))
+    assert named["capacity"]["capacity_bytes"] == CAPACITY and named["index_kind"] == "embedded"
+    assert printed_json(capsys, "stats", str(config))["root"] == str(root_of(config))
+    assert "namespaces" in printed_json(capsys, "stats", str(root_of(config)))  # the folder alone
+    monkeypatch.setenv(CONFIG_VARIABLE, str(config))
+    assert printed_json(capsys, "stats")["capacity"]["capacity_bytes"] == CAPACITY
+    assert printed_json(capsys, "stats", str(root_of(config)))["capacity"]["capacity_bytes"] == CAPACITY
+
+
+def test_what_depends_on_the_settings_asks_for_them(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the default capacity in place of the real one, pins would not protect what they should."""
+    root = str(root_of(config))
+    for command in (["evict", root, "--all", "--yes"], ["pin", root], ["unpin", "x", root], ["quota", root]):
+        assert "add --config FILE" in refused(capsys, *command)
+    assert "leave one of them out" in refused(capsys, "stats", str(config), "--config", str(config))
+    assert "no such folder" in refused(capsys, "lookup", f"{root}/absent", "--tokens", "x")
+
+
+def test_looking_makes_no_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "kvtier.yaml"
+    config.write_text(f"root: {tmp_path / 'kv'}\n")
+    for command in ("stats", "verify", "pin", "quota", "bench"):
+        assert "no such folder" in refused(capsys, command, "--config", str(config))
+    assert not (tmp_path / "kv").exists()
+
+
+# --- stats ---
+
+
+def test_stats_of_a_deployment(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report(config)
+    out = printed(capsys, "stats", str(config))
+    assert f"{root_of(config)}: " in out and "of 64.0 MiB" in out
+    assert f"index: embedded, {CHUNKS} chunks in 1 segment sets" in out
+    assert "engines: 1\n" in out and "hit ratio 75.0 %" in out
+    for title in ("tiers:", "namespaces:", "tenants:", "engines:", "prefixes that are loaded most:"):
+        assert f"\n{title}\n" in out
+    assert "search" in out and "0 bytes of 16.0 MiB" in out and "a-model" in out
+
+
+def report(config: Path) -> None:
+    """Leaves a note as an engine does."""
+    index = LmdbIndex(str(root_of(config) / "v1" / "index"))
+    index.bind(root_of(config) / "v1")
+    now = time.time()
+    counters = {"lookup_tokens": 400.0, "hit_tokens": 300.0, "load_bytes": 1e9}
+    made = WorkerReport(
+        owner="gpu-01-7", host="gpu-01", pid=7, kvtier_version="0.1.0", engine="vllm", engine_version="0.32.0",
+        model="a-model", namespace=namespace_of(config), ranks=2, started_s=now - 60, at_s=now, interval_s=5.0,
+        counters=counters, recent=counters, lookup=Latency().plus(0.002), read_ceiling_bytes_s=2e9,
+        top_prefixes=(TopPrefix(key="01" * 16, tokens=320, hits=9),),
+    )  # fmt: skip
+    index.put_note("worker/gpu-01-7", made.note(), now + 600)
+    index.close()
+
+
+# --- lookup ---
+
+
+def test_lookup_says_how_much_and_where(config: Path, tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "lookup", str(config), "--tokens", tokens)
+    head, titles, row = out.splitlines()
+    assert head.startswith(f"{namespace_of(config)[:12]}: {64 * CHUNKS} of {64 * CHUNKS + 3} tokens, 5 of 5 chunks")
+    assert titles.split()[0] == "set" and row.split()[1:3] == ["0", "5"] and ".kvseg" in row
+    answer = printed_json(capsys, "lookup", str(root_of(config)), "--tokens", tokens)  # the folder alone will do
+    assert answer["hits"][0]["hit_tokens"] == 64 * CHUNKS
+    names = [place["files"] for place in answer["hits"][0]["sets"]]
+    assert all((root_of(config) / "v1" / namespace_of(config) / name).is_file() for files in names for name in files)
+
+
+def test_lookup_of_what_is_not_stored_is_status_1(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" ".join(map(str, range(7, 200)))))
+    assert "nothing is stored of these 193 tokens" in printed(capsys, "lookup", str(config), "--tokens", "-", status=1)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(TOKENS)))
+    salted = ["lookup", str(config), "--tokens", "-", "--salt", "someone"]
+    assert printed_json(capsys, *salted, status=1)["hits"][0]["hit_tokens"] == 0
+
+
+def test_lookup_that_cannot_be_done(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad"
+    bad.write_text('["a"]')
+    assert "which prompt?" in refused(capsys, "lookup", str(config))
+    assert "something else than token ids" in refused(capsys, "lookup", str(config), "--tokens", str(bad))
+    assert "send token ids" in refused(capsys, "lookup", str(config), "--prompt", "a text")
+    for namespace in ("ffff", ""):
+        text = refused(capsys, "lookup", str(config), "--tokens", str(bad), "--namespace", namespace)
+        assert f"--namespace {namespace}:" in text
+
+
+# --- evict, pin, quota ---
+
+
+def sets_left(config: Path, capsys: pytest.CaptureFixture[str]) -> int:
+    return int(printed_json(capsys, "stats", str(config))["index"]["sets"])
+
+
+def test_evict_says_first_and_then_does(config: Path, tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    by_prefix = ["--tokens", tokens, "--namespace", namespace_of(config)[:6]]
+    for which in (["--bytes", "1KiB"], ["--unused", "0.001s"], ["--tenant", ""], ["--all"], by_prefix):
+        would = printed_json(capsys, "evict", str(config), *which, "--dry-run")
+        assert (would["n_sets"], would["dry_run"]) == (1, True), which
+    for which in (["--unused", "1w"], ["--tenant", "search"], ["--all", "--namespace", namespace_of(config)]):
+        assert printed_json(capsys, "evict", str(config), *which, "--dry-run")["n_sets"] == ("--all" in which)
+    assert sets_left(config, capsys) == 1
+    assert "1 segment sets went" in printed(capsys, "evict", str(config), "--all", "--yes")
+    assert sets_left(config, capsys) == 0 and not list(root_of(config).glob("v1/*/*.kvseg"))
+    assert "0 segment sets would go" in printed(capsys, "evict", str(config), "--all")
+
+
+def test_evict_asks_on_a_terminal_and_does_nothing_without_one(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "say --yes" in refused(capsys, "evict", str(config), "--all")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for answer, left in (("\n", 1), ("no\n", 1), ("y\n", 0)):
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        assert main(["evict", str(config), "--all"]) == 0
+        assert "Evict them? [y/N]" in capsys.readouterr().err
+        assert sets_left(config, capsys) == left
+
+
+def test_evict_of_nothing_in_particular_is_refused(
+    config: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "which sets?" in refused(capsys, "evict", str(config), "--yes")
+    assert "add --namespace" in refused(capsys, "evict", str(config), "--tokens", tokens, "--yes")
+    assert "goes with --all only" in refused(capsys, "evict", str(config), "--bytes", "1", "--include-pinned")
+
+
+def test_what_is_pinned_stays_until_it_is_unpinned(
+    config: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = namespace_of(config)
+    row = printed_json(
+        capsys, "pin", str(config), "--namespace", namespace, "--tokens", tokens, "--label", "a demo", "--for", "2h"
+    )
+    assert (row["keys"], row["sets"], row["label"]) == (CHUNKS, 1, "a demo")
+    assert 7100 < row["expires_s"] - row["created_s"] <= 7200
+    whole = printed(capsys, "pin", str(config), "--namespace", namespace[:8])
+    assert "the whole namespace, 1 segment sets" in whole
+    listed = printed(capsys, "pin", str(config))
+    assert "a demo" in listed and "2 pins protect" in listed and "unpinned" in listed
+    assert printed_json(capsys, "evict", str(config), "--all", "--yes")["n_sets"] == 0
+    assert "2 pins begin with" in refused(capsys, "unpin", "", str(config))
+    for pin in printed_json(capsys, "pin", str(config))["pins"]:
+        assert "is removed" in printed(capsys, "unpin", pin["id"][:8], str(config))
+    assert "there is no pin ffffff" in printed(capsys, "unpin", "ffffff", str(config), status=1)
+    assert printed_json(capsys, "evict", str(config), "--all", "--yes")["n_sets"] == 1
+
+
+def test_what_is_pinned_goes_when_that_is_said(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "pin", str(config), "--namespace", namespace_of(config))
+    everything = ["evict", str(config), "--all", "--include-pinned", "--yes"]
+    assert printed_json(capsys, *everything)["n_sets"] == 1
+
+
+def test_quotas_are_set_lifted_and_reset(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def tenant() -> tuple[Any, Any]:
+        (row,) = [row for row in printed_json(capsys, "quota", str(config))["quotas"] if row["kind"] == "tenant"]
+        return row["quota_bytes"], row["is_run_time"]
+
+    assert tenant() == (16 << 20, False)
+    out = printed(capsys, "quota", str(config), "--tenant", "search", "--set", "1GiB")
+    assert "1.0 GiB" in out and "kvtier quota" in out and "no tenant" not in out
+    assert tenant() == (1 << 30, True)
+    unknown = ("quota", str(config), "--tenant", "serch")
+    assert "no tenant is called serch" in printed(capsys, *unknown, "--set", "1GiB")
+    assert "no tenant" not in printed(capsys, *unknown, "--reset")
+    assert "unlimited" in printed(capsys, "quota", str(config), "--tenant", "search", "--unlimited")
+    assert tenant() == (None, True)
+    printed(capsys, "quota", str(config), "--tenant", "search", "--reset")
+    assert tenant() == (16 << 20, False)
+    assert "nothing was reset" in printed(capsys, "quota", str(config), "--tenant", "search", "--reset", status=1)
+    printed(capsys, "quota", str(config), "--namespace", namespace_of(config)[:10], "--set", "2MiB")
+    (row,) = [row for row in printed_json(capsys, "quota", str(config))["quotas"] if row["kind"] == "namespace"]
+    assert (row["of"], row["quota_bytes"]) == (namespace_of(config), 2 << 20)
+    assert "add --tenant LABEL" in refused(capsys, "quota", str(config), "--set", "1GiB")
+    assert "add --set SIZE" in refused(capsys, "quota", str(config), "--tenant", "search")
+    assert "has no /" in refused(capsys, "quota", str(config), "--tenant", "a/b", "--reset")
+
+
+# --- bench, verify ---
+
+
+def test_bench_measures_beside_ceilings(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed_json(capsys, "bench", str(config), "--size", "16MiB")
+    by_name = {figure["what"]: figure for figure in found["figures"]}
+    assert set(by_name) == {"writing records", "reading and checking records", f"lookup of {CHUNKS} chunks"}
+    for figure in by_name.values():
+        is_rate = figure["unit"] == "bytes/s"
+        over = figure["value"] / figure["ceiling"] if is_rate else figure["ceiling"] / figure["value"]
+        assert figure["share"] == pytest.approx(over) and figure["value"] > 0
+    assert not list(root_of(config).rglob(".calibrate-*"))
+    assert "the ceiling is" in printed(capsys, "bench", str(root_of(config)), "--size", "16MiB")
+
+
+def test_bench_of_a_full_disk_is_said(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench.bench_storage, "RECORD_BYTES", 1 << 60)
+    assert "no room for" in refused(capsys, "bench", str(config))
+
+
+def test_verify_takes_settings_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in ([str(root_of(config))], [str(config)], ["--config", str(config)]):
+        assert printed_json(capsys, "verify", *place)["records"] == CHUNKS
+
+
+# --- arguments, progress, processes ---
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["evict", "x", "--bytes", "many"], ["evict", "x", "--unused", "soon"], ["evict", "x", "--unused", "0s"],
+        ["quota", "x", "--tenant", "a", "--namespace", "b", "--reset"],
+        ["lookup", "x", "--tokens", "a", "--prompt", "b"],
+        ["unpin"], ["quota", "x", "--tenant", "a", "--set", "1", "--reset"], ["stats", ""], ["stats", "--config", ""],
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2 and "usage: kvtier" in capsys.readouterr().err
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    seen = Terminal()
+    monkeypatch.setattr(sys, "stderr", seen)
+    now = iter([0.0, 0.0, 5.0, 5.01, 10.0])
+    show = progress.progress("verifying", "segments", lambda: next(now))
+    for done in (0, 5, 6, 10):
+        show(done, 10)
+    drawn = seen.getvalue().split("\r\033[K")[1:]
+    assert [text.split("%")[0].split()[-1] for text in drawn] == ["0", "50", "100"]  # 6 came too soon after 5
+    assert "5 of 10 segments, 5 s left" in drawn[1] and "█" * 15 in drawn[1] and drawn[-1].endswith("\n")
+    quiet = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", quiet)
+    progress.progress("verifying", "segments")(1, 1)
+    assert quiet.getvalue() == ""
+
+
+def test_serve_without_a_token_stays_on_this_machine(config: Path) -> None:
+    config.write_text(config.read_text() + "server: {host: 0.0.0.0}\n")
+    command = [sys.executable, "-m", "kvtier.cli", "serve", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "server.host" in done.stderr
+
+
+def test_looking_does_not_wait_for_torch() -> None:
+    """It takes seconds to import."""
+    code = "import sys, kvtier.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_prompt_that_cannot_be_read_is_named(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing, binary = tmp_path / "missing.json", tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\xff")
+    assert f"{missing}: no prompt can be read there: No such file" in refused(
+        capsys, "lookup", str(config), "--tokens", str(missing)
+    )
+    assert f"{binary}: no prompt can be read there" in refused(capsys, "lookup", str(config), "--tokens", str(binary))

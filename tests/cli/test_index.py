@@ -1,0 +1,223 @@
+"""`kvtier index rebuild` and `index check`, for an embedded index and for one in Redis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtier import agreement
+from kvtier.cli import main
+from kvtier.config import Settings
+from kvtier.config_index import IndexSettings
+from kvtier.doctor.report import examine
+from kvtier.index.base import Index, Location, NewRecord
+from kvtier.index.embedded import LmdbIndex
+from kvtier.index.redis_index import RedisIndex
+from kvtier.indexes import look_at_redis, open_index
+from kvtier.root import open_root
+from tests.core.rig import Engine
+from tests.redis_server import has_redis, index_settings, standalone
+
+CHUNKS = 5
+
+
+class Place:
+    """A root with five chunks, its engine ended; the words that name it; its index."""
+
+    def __init__(self, folder: Path, settings: IndexSettings | None) -> None:
+        self.root = folder / "kv"
+        changes = {} if settings is None else {"index": {"kind": "redis", "url": settings.url, "prefix": "p"}}
+        engine = Engine(self.root, changes=changes)
+        assert len(engine.save(list(range(64 * CHUNKS)), list(range(4 * CHUNKS)))) == CHUNKS
+        engine.close()
+        self.words = [str(self.root)]
+        self._settings = settings
+        if settings is not None:
+            config = folder / "kvtier.yaml"
+            config.write_text(yaml.safe_dump({"root": str(self.root), **changes}))
+            self.words += ["--config", str(config)]
+
+    def open(self) -> Index:
+        if self._settings is None:
+            return LmdbIndex(str(self.root / "v1" / "index"))
+        return RedisIndex(self._settings.model_copy(update={"prefix": "p"}))
+
+
+@pytest.fixture(params=["embedded", pytest.param("redis", marks=has_redis)])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setattr(agreement, "SETTLE_S", 0.01)
+    if request.param == "embedded":
+        yield Place(tmp_path, None)
+        return
+    with standalone(tmp_path / "redis") as server:
+        yield Place(tmp_path, index_settings(server.url))
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def check(place: Place, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+    status = main(["index", "check", *place.words, "--json"])
+    return status, printed(capsys)
+
+
+def test_what_an_engine_left_agrees(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = check(place, capsys)
+    assert status == 0
+    assert (found["chunks"], found["records"], found["indexed"], found["n_disagreements"]) == (
+        CHUNKS,
+        CHUNKS,
+        CHUNKS,
+        0,
+    )
+    assert main(["index", "check", *place.words]) == 0
+    assert "0 disagreements" in capsys.readouterr().out
+
+
+def test_a_lost_entry_is_found_and_a_rebuild_brings_it_back(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    index = place.open()
+    (info,) = index.sets()
+    key, location = index.members(info.set_id)[2]
+    assert index.retract(key, location)
+    index.close()
+    status, found = check(place, capsys)
+    assert (status, found["n_disagreements"], found["disagreements"][0]["what"]) == (1, 1, "not in the index")
+    assert found["disagreements"][0]["slot"] == location.slot
+    assert main(["index", "rebuild", *place.words, "--json"]) == 0
+    assert printed(capsys)["records"] == 1
+    assert check(place, capsys)[0] == 0
+
+
+def test_an_entry_without_a_record_is_found_and_a_rebuild_takes_it_out(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = place.open()
+    (info,) = index.sets()
+    key, at = index.members(info.set_id)[0]
+    whole = at.extent
+    wrong = NewRecord(bytes(16), Location(at.set_id, at.rank, 40, at.slab_bytes, at.extent, at.checksums), whole)
+    assert index.publish([wrong], from_files=True) == 1
+    index.close()
+    status, found = check(place, capsys)
+    assert (status, found["n_disagreements"]) == (1, 1)
+    assert "there is none" in found["disagreements"][0]["what"] and found["disagreements"][0]["slot"] == 40
+    assert main(["index", "rebuild", *place.words]) == 0
+    capsys.readouterr()
+    assert check(place, capsys)[0] == 0
+
+
+def test_a_set_without_files_and_files_without_a_set_are_found(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for segment in place.root.glob("v1/*/*.kvseg"):
+        segment.rename(segment.with_name(f"{2:016x}-0000.kvseg"))
+    status, found = check(place, capsys)
+    assert status == 1
+    said = [row["what"] for row in found["disagreements"]]
+    assert said.count("the index names a record there, and there is none") == CHUNKS
+    assert len(said) == CHUNKS + 1 and "holds segment" in said[0], "nor is the segment what its name says"
+    assert main(["index", "rebuild", *place.words]) in (0, 1)
+    assert "1 sets without files" in capsys.readouterr().out
+
+
+def test_an_index_that_is_lost_is_made_from_the_segments(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    index = place.open()
+    index.clear()
+    index.close()
+    status, found = check(place, capsys)
+    assert (status, found["records"], found["chunks"]) == (1, CHUNKS, 0)
+    assert {row["what"] for row in found["disagreements"]} == {"no segment set of the index"}
+    assert main(["index", "rebuild", *place.words]) == 0
+    capsys.readouterr()
+    status, found = check(place, capsys)
+    assert (status, found["indexed"], found["chunks"]) == (0, CHUNKS, CHUNKS)
+
+
+@has_redis
+def test_a_record_that_a_publisher_left_without_a_set_is_taken_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "SETTLE_S", 0.01)
+    with standalone(tmp_path / "redis") as server:
+        place = Place(tmp_path, index_settings(server.url))
+        index = place.open()
+        assert isinstance(index, RedisIndex)
+        (info,) = index.sets()
+        _, at = index.members(info.set_id)[0]
+        lost = NewRecord(b"x" * 16, at._replace(set_id=77), at.extent)
+        from kvtier.index.redis_entries import adding
+
+        index._entries.change([(lost.key, adding(lost.location, lost.whole))], are_new=True)
+        status, found = check(place, capsys)
+        assert status == 1 and "does not list it" in found["disagreements"][0]["what"]
+        assert main(["index", "rebuild", *place.words]) == 0
+        assert "1 records without a set were taken out" in capsys.readouterr().out
+        assert check(place, capsys)[0] == 0
+        index.close()
+
+
+@has_redis
+def test_a_root_with_an_index_in_redis_asks_for_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with standalone(tmp_path / "redis") as server:
+        place = Place(tmp_path, index_settings(server.url))
+        assert main(["index", "rebuild", str(place.root)]) == 2
+        assert "--config FILE" in capsys.readouterr().err
+        server.kill()
+        assert main(["index", "check", *place.words]) == 2
+        assert "Redis" in capsys.readouterr().err
+        server.start()
+
+
+@has_redis
+def test_doctor_looks_at_the_redis_of_a_settings_file(tmp_path: Path) -> None:
+    config = tmp_path / "kvtier.yaml"
+
+    def redis_verdict() -> tuple[str, str]:
+        found = {verdict.what: verdict for verdict in examine(config, look_at_redis=look_at_redis)}
+        assert found["root"].level in ("ok", "warn")
+        return found["Redis"].level, found["Redis"].value + found["Redis"].fix
+
+    with standalone(tmp_path / "redis", ["--requirepass", "hunter2"]) as server:
+        index = {"kind": "redis", "url": server.url, "prefix": "p", "password": "hunter2"}
+        config.write_text(json.dumps({"root": str(tmp_path / "kv"), "index": index}))
+        settings = Settings.load({"config": str(config)})
+        open_index(settings, open_root(settings)).close()
+        assert redis_verdict()[0] == "ok"
+        config.write_text(json.dumps({"root": str(tmp_path / "kv"), "index": index | {"password": "wrong"}}))
+        level, said = redis_verdict()
+        assert level == "bad" and "refuses the login" in said
+    level, said = redis_verdict()
+    assert level == "warn" and "does not answer" in said
+
+
+@has_redis
+def test_check_says_what_redis_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with standalone(tmp_path / "redis", ["--requirepass", "hunter2"]) as server:
+        config = tmp_path / "kvtier.yaml"
+
+        def run(**index: str) -> tuple[int, str]:
+            text = {"root": str(tmp_path / "kv"), "index": {"kind": "redis", **index}}
+            config.write_text(yaml.safe_dump(text))
+            status = main(["check", str(config)])
+            captured = capsys.readouterr()
+            assert "hunter2" not in captured.out + captured.err and "wrong-one" not in captured.out + captured.err
+            return status, captured.out + captured.err
+
+        address = f"127.0.0.1:{server.port}"
+        status, out = run(url=f"redis://:hunter2@{address}/0")
+        assert status == 0 and f"in Redis at redis://{address}/0" in out
+        assert server.cli("-a", "hunter2", "dbsize") == "0", "check writes nothing"
+        assert run(url=f"redis://{address}/0", password="hunter2")[0] == 0
+        status, out = run(url=f"redis://{address}/0", password="wrong-one")
+        assert status == 1 and "index.password" in out
+        server.kill()
+        status, out = run(url=f"redis://:hunter2@{address}/0")
+        assert status == 0 and "does not answer" in out

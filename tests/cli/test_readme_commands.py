@@ -1,0 +1,47 @@
+"""The README's commands for a deployment, word for word but for the path of the settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.config import CONFIG_VARIABLE
+from tests.core.rig import Engine
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+SECTION = README.split("### A shared tier for a cluster\n")[1].split("\n### ")[0]
+COMMANDS = re.findall(r"^    (kvtier .+?)(?:\s+#.*)?$", SECTION, flags=re.M)
+
+
+def test_each_command_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = Engine(tmp_path / "kv")
+    engine.save(list(range(64 * 5)), list(range(20)))
+    engine.close()
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompt.json").write_text(json.dumps(list(range(64 * 5))))
+    config = tmp_path / "kvtier.yaml"
+    config.write_text(f"root: {tmp_path / 'kv'}\n")
+    said = {}
+    for command in COMMANDS:
+        _, *words = shlex.split(command.replace("/etc/kvtier.yaml", str(config)))
+        if words[0] == "serve":  # tests/ui and tests/server run that one
+            continue
+        assert main(words) == 0, command
+        said[words[0]] = capsys.readouterr().out
+    assert set(said) == {"stats", "lookup", "evict", "pin", "quota", "bench"}
+    assert "320 of 320 tokens" in said["lookup"] and "would go" in said["evict"] and "500.0 GiB" in said["quota"]
+
+
+def test_what_it_links_to_is_there() -> None:
+    links = re.findall(r"\]\(([\w./-]+)\)", SECTION)
+    assert len(links) > 5
+    for link in links:
+        assert (Path(__file__).resolve().parents[2] / link).exists(), link

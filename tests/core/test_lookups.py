@@ -1,0 +1,150 @@
+"""Lookups beside the scheduler's thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from kvtier.breakeven import FixedLimit
+from kvtier.connectors.bridge import Faults, SchedulerBridge
+from kvtier.connectors.requests import ChunkShape, RequestView
+from kvtier.errors import IndexUnavailable
+from kvtier.index.memory import MemoryIndex
+from kvtier.jobs import ManualJobs, ThreadJobs
+from kvtier.lookups import ANSWER_KEPT_S, QUESTIONS_MAX, WAIT_S, Found, InBackground, InPlace
+from tests.engines.fakes import FakeStore
+
+
+class SlowIndex(MemoryIndex):
+    """Answers when it is let, with an entry for every key."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        super().__init__()
+        self.may_answer = threading.Event()
+        self.delay_s = delay_s
+        self.asked = 0
+        self.is_down = False
+
+    def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
+        self.asked += 1
+        time.sleep(self.delay_s)
+        assert self.may_answer.wait(10)
+        if self.is_down:
+            raise IndexUnavailable("down")
+        return list(keys)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+KEYS = [b"a", b"b", b"c"]
+
+
+def test_a_slow_index_never_holds_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the waits is measured where it is made, for the machine may be busy: one wait of WAIT_S, then none."""
+    waits: list[float] = []
+    wait = threading.Event.wait
+
+    def measured(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            assert timeout is not None
+            waits.append(timeout)
+        return wait(event, timeout)
+
+    index = SlowIndex()
+    lookups = InBackground(index, ThreadJobs("lookup", 4, 64))
+    monkeypatch.setattr(threading.Event, "wait", measured)
+    for number in range(50):
+        for _ in range(10):
+            assert lookups.resolve([bytes([number])]) is None
+    assert waits == [WAIT_S]
+    monkeypatch.undo()
+    index.may_answer.set()
+    deadline = time.monotonic() + 10
+    for number in range(50):
+        while (found := lookups.resolve([bytes([number])])) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert found.entries == [bytes([number])]
+    assert index.asked == 50, "each was asked once"
+    lookups.close()
+
+
+def test_a_quick_index_answers_in_the_same_step() -> None:
+    index = SlowIndex()
+    index.may_answer.set()
+    lookups = InBackground(index, ThreadJobs("lookup", 1, 8))
+    answers = [lookups.resolve([bytes([number])]) for number in range(100)]
+    assert sum(found is not None for found in answers) > 50, "on a machine as busy as it may be"
+    lookups.close()
+
+
+def test_an_answer_is_given_once_and_not_when_it_is_old() -> None:
+    index, clock, jobs = SlowIndex(), Clock(), ManualJobs(100)
+    index.may_answer.set()
+    lookups = InBackground(index, jobs, clock)
+    assert lookups.resolve(KEYS) is None and lookups.resolve(KEYS) is None
+    assert jobs.pending() == 1
+    jobs.run()
+    assert lookups.resolve(KEYS) == Found(KEYS, 0.0)
+    assert lookups.resolve(KEYS) is None, "the next one asks anew"
+    jobs.run()
+    clock.now_s = ANSWER_KEPT_S + 0.1
+    assert lookups.resolve(KEYS) is None, "nobody came for that one in time"
+    clock.now_s += 0.5
+    jobs.run()
+    assert lookups.resolve(KEYS) == Found(KEYS, 0.5)
+
+
+def test_a_failed_lookup_and_a_full_queue_are_no_answers() -> None:
+    index, jobs = SlowIndex(), ManualJobs(1)
+    index.may_answer.set()
+    index.is_down = True
+    lookups = InBackground(index, jobs, Clock())
+    assert lookups.resolve([b"a"]) is None
+    assert lookups.resolve([b"b"]) == Found([], 0.0, is_answer=False)
+    jobs.run()
+    assert lookups.resolve([b"a"]) == Found([], 0.0, is_answer=False)
+    assert InPlace(index, Clock()).resolve([b"a"]) == Found([], 0.0, is_answer=False)
+
+
+def test_questions_nobody_comes_back_for_are_bounded() -> None:
+    jobs = ManualJobs(10 * QUESTIONS_MAX)
+    lookups = InBackground(SlowIndex(), jobs, Clock())
+    lookups._is_quick = False
+    for number in range(3 * QUESTIONS_MAX):
+        lookups.resolve([number.to_bytes(4, "big")])
+    assert len(lookups._questions) == QUESTIONS_MAX
+
+
+def test_a_request_that_waits_for_blocks_does_not_ask_again() -> None:
+    store, clock = FakeStore(), Clock()
+    bridge = SchedulerBridge(store, ChunkShape(64, 16), FixedLimit(64), 2.0, Faults(), clock)  # type: ignore[arg-type]
+    bridge.track(RequestView("r", list(range(300)), 300, {}, True, True))
+    asked: list[int] = []
+    lookup = store.lookup
+
+    def counted(keys: Sequence[bytes]) -> list[bytes] | None:
+        asked.append(len(keys))
+        return lookup(keys)
+
+    store.lookup = counted  # type: ignore[method-assign]
+    store.answers = False
+    assert bridge.hit_tokens("r", 0) is None
+    store.answers = True
+    store.stored.update(bridge._requests["r"].keys_to(3, 64))
+    for _ in range(5):
+        assert bridge.hit_tokens("r", 0) == 192
+    assert len(asked) == 2
+    clock.now_s = 1.5
+    assert bridge.hit_tokens("r", 0) == 192 and len(asked) == 3
+    clock.now_s = 100.0
+    store.answers = False
+    assert bridge.hit_tokens("r", 0) is None, "its time begins anew, for this is another wait"

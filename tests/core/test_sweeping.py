@@ -1,0 +1,97 @@
+"""Engines that share a root sweep it for one another: not each of them every minute, and at once where one lacks
+room."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.evictor import Evictor
+from kvtier.housekeeping import SWEPT_NOTE, Housekeeper
+from kvtier.index.memory import MemoryIndex
+from kvtier.keeper import SWEEP_AT_ONCE, SWEEP_AT_ONCE_S, SWEEP_INTERVAL_S, SWEEP_SPREAD_S, Keeper, KeeperPlan
+from tests.core.rig import geometry, namespace
+
+ENGINES = 6
+TICK_S = 0.5
+
+
+class Cluster:
+    """Keepers of engines that save nothing, on a clock that is moved by hand; `sweeps`: who swept, and when."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1e9
+        self.sweeps: list[tuple[str, float]] = []
+        self.index = MemoryIndex()
+        self.index.rebuilt()
+        self.keepers = [self._keeper(f"engine-{n}", self.index, folder) for n in range(ENGINES)]
+        sweep = Housekeeper.sweep
+
+        def noted(housekeeper: Housekeeper) -> None:
+            self.sweeps.append((housekeeper._owner, self.now_s))
+            sweep(housekeeper)
+
+        monkeypatch.setattr(Housekeeper, "sweep", noted)
+
+    def _keeper(self, owner: str, index: MemoryIndex, folder: Path) -> Keeper:
+        plan = KeeperPlan(owner, 4, 100, 100_000, 1e9, 5.0, lambda space: None)
+        housekeeper = Housekeeper(index, folder, owner, lambda: self.now_s)
+        evictor = Evictor(index, folder, owner, clock=lambda: self.now_s)
+        return Keeper(namespace(geometry()), plan, index, housekeeper, evictor, random.Random(owner))
+
+    def run(self, seconds: float, keepers: Sequence[Keeper]) -> list[str]:
+        """Who swept meanwhile."""
+        before = len(self.sweeps)
+        for _ in range(int(seconds / TICK_S)):
+            self.now_s += TICK_S
+            for keeper in keepers:
+                keeper.tick()
+        return [owner for owner, _ in self.sweeps[before:]]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(tmp_path, monkeypatch)
+
+
+def test_one_engine_sweeps_for_all(cluster: Cluster) -> None:
+    """Each used to, every minute: a hundred readings of the whole root."""
+    swept = cluster.run(600, cluster.keepers)
+    assert 600 // (SWEEP_INTERVAL_S + SWEEP_SPREAD_S) <= len(swept) <= 600 // SWEEP_INTERVAL_S + 1
+    assert len(set(swept[1:])) == 1, "the same one, so that it comes to look into all sets"
+
+
+def test_when_it_is_gone_another_one_does(cluster: Cluster) -> None:
+    (first, *_, usual) = cluster.run(200, cluster.keepers)
+    left = [keeper for keeper in cluster.keepers if keeper._plan.owner not in (first, usual)]
+    swept = cluster.run(2 * (SWEEP_INTERVAL_S + SWEEP_SPREAD_S), left)
+    assert swept and not {first, usual} & set(swept)
+
+
+def test_who_has_no_room_has_it_swept_at_once_and_once_for_all(cluster: Cluster) -> None:
+    cluster.run(10, cluster.keepers)
+    for keeper in cluster.keepers:
+        keeper._due.sweep_s = SWEEP_AT_ONCE
+    assert len(cluster.run(TICK_S, cluster.keepers)) == 1
+    assert cluster.run(30, cluster.keepers) == []
+
+
+def test_a_sweep_of_a_moment_ago_does_not_do_for_who_has_no_room_since(cluster: Cluster) -> None:
+    """A writer may have been taken for dead only then."""
+    assert len(cluster.run(TICK_S, cluster.keepers)) == 1
+    keeper = cluster.keepers[3]
+    cluster.now_s += TICK_S
+    keeper._due.sweep_s = SWEEP_AT_ONCE
+    assert cluster.run(SWEEP_AT_ONCE_S - 3 * TICK_S, cluster.keepers) == []
+    assert cluster.run(3 * TICK_S, cluster.keepers) == [keeper._plan.owner]
+
+
+def test_a_clock_far_ahead_keeps_nobody_from_sweeping(cluster: Cluster) -> None:
+    cluster.run(TICK_S, cluster.keepers)
+    cluster.index.put_note(SWEPT_NOTE, struct.pack("<d", cluster.now_s + 1e6), None)
+    cluster.keepers[1]._due.sweep_s = SWEEP_AT_ONCE
+    assert cluster.run(TICK_S, cluster.keepers[1:])

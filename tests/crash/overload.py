@@ -1,0 +1,193 @@
+"""Four writers save far more than a root may take, for three tenants, while whoever evicts is killed now and then. Run
+by test_overload.py; prints one line of JSON with what was seen.
+
+    python -m tests.crash.overload ROOT SECONDS KILLS SEED INDEX
+
+INDEX: settings of the index, as JSON. Writers are forked from this process before it opens anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.eviction.choice import Selection
+from kvtier.evictor import Evictor
+from kvtier.geometry import PAGE_BYTES
+from kvtier.housekeeping import Housekeeper
+from kvtier.index.base import EVICT_LEASE, Index
+from kvtier.indexes import open_index
+from kvtier.inspect import verify
+from kvtier.removal import PREFIX
+from kvtier.root import find_root, open_root
+from kvtier.store import WantedChunk
+from tests.core.rig import BLOCK_TOKENS, Engine, settings
+
+WRITERS = 4
+SLOTS = 4
+RECORD_BYTES = 4096 + 4 * 64 * 4 * 32 * 2 * 4
+SET_BYTES = PAGE_BYTES + SLOTS * RECORD_BYTES
+CAPACITY_SETS = 36
+QUOTA_SETS = {"red": 8, "blue": 6}
+LEASE_S = 1.5
+STOP_TIMEOUT_S = 60.0
+KILL_TIMEOUT_S = 20.0
+
+
+def changes(index: dict[str, Any]) -> dict[str, object]:
+    tenants = [
+        {"name": name, "cache_salts": [name], "quota_bytes": sets * SET_BYTES} for name, sets in QUOTA_SETS.items()
+    ]
+    return {
+        "segment_bytes": SET_BYTES, "capacity_bytes": CAPACITY_SETS * SET_BYTES, "index": index,
+        "capacity": {"tenants": tenants}, "writer_lease_s": LEASE_S,
+    }  # fmt: skip
+
+
+def write_until(root: Path, seed: float, index: dict[str, Any], stop: Path) -> None:
+    """Saves one sequence after another without waiting for any; ends in good order when `stop` is there."""
+    engine = Engine(root, n_blocks=64, changes=changes(index))
+    rng = random.Random(seed)
+    blocks = list(range(20))
+    engine.prefill(list(range(20 * BLOCK_TOKENS)), blocks)
+    while not stop.exists():
+        tenant = rng.choice(["", "", "red", "blue"])
+        first = rng.randrange(10**9)
+        keys = engine.keys(range(first, first + 64 * 5))
+        engine.store.expect(tenant)
+        engine.store.lookup(keys)
+        wanted = [WantedChunk(key, bytes(16), tuple(blocks[i * 4 : i * 4 + 4]), tenant) for i, key in enumerate(keys)]
+        plan = engine.store.plan_save(wanted)
+        if plan is not None:
+            engine.transfers[0].save(plan)
+        engine.store.saved(engine.transfers[0].poll().saves)
+        time.sleep(0.002 if plan is not None else 0.02)
+    engine.close()
+
+
+@dataclass
+class Overload:
+    """The writers, and the most that was seen."""
+
+    root: Path
+    index: dict[str, Any]
+    rng: random.Random
+    writers: list[int] = field(default_factory=list)
+    kills: int = 0
+    disk_bytes_max: int = 0
+    set_ids: set[int] = field(default_factory=set)
+    tenant_sets_max: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUOTA_SETS, 0))
+
+    @property
+    def stop(self) -> Path:
+        return self.root.with_name("stop")
+
+    def start_writer(self) -> None:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                write_until(self.root, self.rng.random(), self.index, self.stop)
+                status = 0
+            finally:
+                os._exit(status)
+        self.writers.append(pid)
+
+    def look(self, index: Index) -> None:
+        """At what files take, and at each tenant's sets."""
+        disk_bytes = 0
+        for path in self.root.glob("v1/*/*.kvseg"):
+            with suppress(FileNotFoundError):
+                disk_bytes += path.stat().st_blocks * 512
+        self.disk_bytes_max = max(self.disk_bytes_max, disk_bytes)
+        sets = index.sets()
+        self.set_ids |= {info.set_id for info in sets}
+        for tenant in QUOTA_SETS:
+            n_bytes = sum(info.n_bytes for info in sets if info.tenant == tenant)
+            self.tenant_sets_max[tenant] = max(self.tenant_sets_max[tenant], -(-n_bytes // SET_BYTES))
+
+    def kill_evictor(self, index: Index) -> bool:
+        """Whoever evicts at this very moment; False when nobody does."""
+        owner = index.lease_owner(EVICT_LEASE, time.time())
+        pid = int(owner.rsplit("-", 2)[-2]) if owner else 0
+        if pid not in self.writers:
+            return False
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        self.writers.remove(pid)
+        self.kills += 1
+        return True
+
+    def run(self, seconds: float, kills: int) -> Index:
+        for _ in range(WRITERS):
+            self.start_writer()
+        own = settings(self.root, **changes(self.index))
+        index = open_index(own, open_root(own))
+        began = time.monotonic()
+        next_kill = began + min(4.0, seconds / 4)
+        while (now := time.monotonic()) < began + seconds:
+            self.look(index)
+            if self.kills < kills and now >= next_kill:
+                while not self.kill_evictor(index) and time.monotonic() < began + seconds + KILL_TIMEOUT_S:
+                    pass  # a lease is held for milliseconds: poll as fast as it goes
+                next_kill = time.monotonic() + seconds / (kills + 1)
+                self.start_writer()
+            time.sleep(0.02)
+        self.stop.touch()
+        self._wait_for_writers()
+        self.look(index)
+        return index
+
+    def _wait_for_writers(self) -> None:
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while self.writers and time.monotonic() < deadline:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                self.writers.remove(pid)
+                assert status == 0, f"a writer ended with {status}"
+            time.sleep(0.05)
+        assert not self.writers, "a writer does not end"
+
+
+def settle(root: Path, index: Index) -> None:
+    """As an engine does that comes later: what dead writers and evictors left is taken care of. No file may wait for
+    the grace time of those that are in no index."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while time.monotonic() < deadline:
+        Housekeeper(index, root / "v1", "later").sweep()
+        Evictor(index, root / "v1", "later").evict(Selection(set_ids=()), 0)
+        if not index.notes(PREFIX, time.time()) and not any(info.is_open for info in index.sets()):
+            return
+        time.sleep(0.3)
+
+
+def main(root: Path, seconds: float, kills: int, seed: int, index_settings: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    overload = Overload(root, index_settings, random.Random(seed))
+    index = overload.run(seconds, kills)
+    settle(root, index)
+    on_disk = {int(path.name[:16], 16) for path in root.glob("v1/*/*.kvseg")}
+    indexed = {info.set_id for info in index.sets()}
+    found = verify(find_root(root), index)
+    print(json.dumps({
+        "kills": overload.kills, "sets_made": len(overload.set_ids), "records": found.records,
+        "disk_sets_max": overload.disk_bytes_max / SET_BYTES, "tenant_sets_max": overload.tenant_sets_max,
+        "in_no_index": len(on_disk - indexed), "without_files": len(indexed - on_disk),
+        "bad": [f"{finding.segment} slot {finding.slot}: {finding.what}" for finding in found.bad],
+        "pending": len(index.notes(PREFIX, time.time())),
+    }))  # fmt: skip
+    index.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5]))

@@ -1,0 +1,176 @@
+"""The test's side of a fleet: real vLLM engines, one process each, that share a root and an index in Redis."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.engines.conftest import HERE
+from tests.engines.fleet_prompts import whole_tokens
+
+START_TIMEOUT_S = 240.0
+ANSWER_TIMEOUT_S = 120.0
+MARGIN = 1e-3
+"""Below it, the next token is so near that sums in another order may choose it."""
+
+CONNECT_MS, REPLY_MS = 300.0, 300.0
+SETTINGS: dict[str, Any] = {
+    "capacity_bytes": "6GiB", "chunk_tokens": 64, "min_load_tokens": 64, "segment_bytes": "8MiB",
+    "queues": {"save_chunks_max": 1024}, "host": {"arena_bytes": "64MiB"}, "writer_lease_s": 20.0,
+}  # fmt: skip
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"settings": {}, "llm": {"async_scheduling": False}},
+    {
+        "settings": {"host": {"arena_bytes": "16MiB", "admit": "never"}, "segment_bytes": "4MiB"},
+        "llm": {"async_scheduling": True, "enable_prefix_caching": False},
+    },
+    {
+        "settings": {"host": {"arena_bytes": "32MiB"}, "queues": {"load_threads": 1, "save_threads": 1}},
+        "llm": {"async_scheduling": True, "max_num_batched_tokens": 512, "max_num_seqs": 8},
+    },
+)
+"""What is each engine's own. The blocks of all have 32 tokens: on the CPU, vLLM packs KV by the whole block."""
+
+
+def index_of(url: str, **changes: Any) -> dict[str, Any]:
+    own = {"kind": "redis", "url": url, "connect_timeout_ms": CONNECT_MS, "reply_timeout_ms": REPLY_MS}
+    return {**own, "breaker": {"failures": 2, "pause_first_ms": 200, "pause_max_ms": 1000}, **changes}
+
+
+def with_compiled_modules() -> dict[str, str]:
+    """The environment, in which Python keeps what it compiled: of vLLM's modules, that is half of an engine's start."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPYCACHEPREFIX": str(Path(sys.prefix) / ".pycache")}
+
+
+def settings_file(path: Path, root: Path, index: Mapping[str, Any], settings: Mapping[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump({"root": str(root), "index": dict(index), **SETTINGS, **settings}))
+    return path
+
+
+class Member:
+    """One process. `config`: its settings file; None: an engine without the tier."""
+
+    def __init__(self, folder: Path, name: str, model: Path, config: Path | None, llm: Mapping[str, Any]) -> None:
+        spec: dict[str, Any] = {"model": str(model), "llm": dict(llm), "root": str(folder), "name": name}
+        spec["fleet"] = {"name": name, "folder": str(folder)}
+        if config is not None:
+            spec["config"] = str(config)
+        (folder / f"{name}.spec").write_text(json.dumps(spec))
+        self.name, self.config = name, config
+        self._log = folder / f"{name}.log"
+        self._answers, self._requests = folder / f"{name}.answers", folder / f"{name}.requests"
+        self._n_asked = 0
+        command = [sys.executable, str(HERE / "fleet_engine.py"), str(folder / f"{name}.spec")]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=HERE, text=True,
+                env=with_compiled_modules(),
+            )  # fmt: skip
+
+    def send(self, do: str, **more: Any) -> int:
+        """The number of its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self.process.stdin.flush()
+        self._n_asked += 1
+        return self._n_asked
+
+    def answer(self, number: int, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        """0: that it is ready."""
+        deadline = time.monotonic() + timeout_s
+        while len(lines := self._lines(self._answers)) <= number:
+            assert self.process.poll() is None, f"{self.name} ended:\n{self.log()[-6000:]}"
+            assert time.monotonic() < deadline, f"{self.name} does not answer:\n{self.log()[-3000:]}"
+            time.sleep(0.02)
+        return lines[number]
+
+    def ask(self, do: str, **more: Any) -> Any:
+        return self.answer(self.send(do, **more))
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Those of the load that have ended."""
+        return self._lines(self._requests)
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def end(self) -> None:
+        if self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.close()  # it ends at the end of its input
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def _lines(self, path: Path) -> list[Any]:
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+@contextmanager
+def fleet(folder: Path, model: Path, url: str, n_engines: int, has_alone: bool) -> Iterator[list[Member]]:
+    """Engines over one root and one Redis, all ready; has_alone: behind them, one without the tier."""
+    folder.mkdir(parents=True, exist_ok=True)
+    members: list[Member] = []
+    try:
+        for number, own in enumerate(ENGINES[:n_engines]):
+            config = settings_file(folder / f"{number}.yaml", folder / "root", index_of(url), own["settings"])
+            members.append(Member(folder, f"engine-{number}", model, config, own["llm"]))
+        if has_alone:
+            members.append(Member(folder, "alone", model, None, {}))
+        for member in members:
+            member.answer(0, START_TIMEOUT_S)
+        yield members
+    finally:
+        for member in members:
+            member.end()
+
+
+class Judge:
+    """Holds answers against those of an engine that computes them without the tier."""
+
+    def __init__(self, alone: Member) -> None:
+        self._alone = alone
+        self._tokens: dict[int, list[int]] = {}
+        self.n_unsure = 0
+
+    def check(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        """No request failed, and none has a wrong token."""
+        missing = sorted({answer["number"] for answer in answers} - self._tokens.keys())
+        for known in self._alone.ask("reference", numbers=missing) if missing else ():
+            self._tokens[known["number"]] = known["tokens"] if known["margin"] > MARGIN else []
+        for answer in answers:
+            assert answer.get("reason") == "length", answer
+            wanted = self._tokens[answer["number"]]
+            self.n_unsure += not wanted
+            assert not wanted or answer["tokens"] == wanted, (answer, wanted)
+
+
+def hit_ratio(answers: Sequence[Mapping[str, Any]]) -> float:
+    """Of the tokens in whole chunks, those that came from the tier (its own cache, an engine has emptied before)."""
+    whole = sum(whole_tokens(answer["number"]) for answer in answers)
+    return sum(min(answer["cached"], whole_tokens(answer["number"])) for answer in answers) / max(1, whole)
+
+
+def tier_ratio(answers: Sequence[Mapping[str, Any]]) -> float:
+    """Of the tokens that an engine had not itself (of requests beside it), those that the tier offered."""
+    tier = sum(answer["tier_tokens"] for answer in answers)
+    own = sum(answer["cached"] for answer in answers) - tier
+    return tier / max(1, sum(whole_tokens(answer["number"]) for answer in answers) - own)
+
+
+def kvtier(*words: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """The command, run to its end."""
+    command = [str(Path(sys.executable).parent / "kvtier"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)

@@ -1,0 +1,209 @@
+"""One engine of a fleet: real vLLM that answers requests, and goes on with a load of them between commands.
+
+    python fleet_engine.py SPEC.json
+
+SPEC is engine.py's, with "fleet": {"name", "folder"}; without "config" it is an engine without the tier. Commands come
+as lines of JSON on standard input; each is answered by a line in FOLDER/NAME.answers. Requests of the load are noted in
+FOLDER/NAME.requests. Times are of time.monotonic(), which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import engine as single
+from fleet_prompts import prompt
+from vllm import LLM, SamplingParams
+
+MAX_TOKENS = 6
+WAVE = 4
+"""Requests of the load at once."""
+
+
+class Member:
+    """An engine, asked step by step so that times of requests and steps are seen."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.has_tier = "config" in spec
+        self._engine = single.Engine(spec) if self.has_tier else None
+        self.llm = self._engine.llm if self._engine else LLM(model=spec["model"], **single.LLM_ARGUMENTS)
+        self._asked: dict[str, dict[str, float]] = {}
+        self._count = 0
+        if self._engine:
+            self._watch_lookups(self._engine.scheduler_half)
+
+    def _watch_lookups(self, half: Any) -> None:
+        """For each request: when its lookup was first asked for, when it was answered, and the longest single call."""
+        ask = half.matched_tokens
+
+        def watched(request: Any, computed_tokens: int) -> Any:
+            began = time.monotonic()
+            answer = ask(request, computed_tokens)
+            ended = time.monotonic()
+            seen = self._asked.setdefault(request.request_id.split("-")[0], {"first_s": began, "longest_s": 0.0})
+            seen["longest_s"] = max(seen["longest_s"], ended - began)
+            if answer[0] is not None:
+                seen["answered_s"], seen["tier_tokens"] = ended, answer[0]
+            return answer
+
+        half.matched_tokens = watched
+
+    def ask(self, numbers: list[int], is_reference: bool = False) -> list[dict[str, Any]]:
+        """The answer to each prompt, all asked at once, with what it took.
+
+        is_reference: without the tier, and with how sure each token is.
+        """
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, detokenize=False, ignore_eos=True)
+        if is_reference:
+            sampling.logprobs = 2
+            sampling.extra_args = {"kv_transfer_params": {"kvtier_load": False, "kvtier_save": False}}
+        self._forget()
+        found: dict[str, dict[str, Any]] = {}
+        for number in numbers:
+            self._count += 1
+            name = f"{self._count}x{number}"
+            found[name] = {"number": number, "began_s": time.monotonic(), "longest_step_s": 0.0}
+            self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt(number)}, sampling)
+        while self.llm.llm_engine.has_unfinished_requests():
+            began = time.monotonic()
+            outputs = self.llm.llm_engine.step()
+            now = time.monotonic()
+            for output in outputs:
+                self._note(found[output.request_id.split("-")[0]], output, now)
+            for answer in found.values():
+                if "ended_s" not in answer or answer["ended_s"] == now:
+                    answer["longest_step_s"] = max(answer["longest_step_s"], now - began)
+        for name, answer in found.items():
+            if name in self._asked:
+                seen = self._asked.pop(name)
+                answer["lookup_s"] = seen.get("answered_s", seen["first_s"]) - seen["first_s"]
+                answer["longest_call_s"] = seen["longest_s"]
+                answer["tier_tokens"] = seen.get("tier_tokens", 0)
+        return list(found.values())
+
+    def _note(self, answer: dict[str, Any], output: Any, now: float) -> None:
+        tokens = list(output.outputs[0].token_ids)
+        if tokens:
+            answer.setdefault("ttft_s", now - answer["began_s"])
+        answer |= {"tokens": tokens, "cached": output.num_cached_tokens or 0}
+        if output.finished:
+            answer["ended_s"] = now
+            answer["reason"] = str(output.outputs[0].finish_reason)
+            if output.outputs[0].logprobs:
+                answer["margin"] = min(_margin(step) for step in output.outputs[0].logprobs)
+
+    def _forget(self) -> None:
+        if self._engine is not None:
+            self._engine.forget()
+            self._engine.watch.at_end.clear()
+        else:
+            assert self.llm.reset_prefix_cache()
+
+    def settle(self) -> None:
+        if self._engine is not None:
+            self._engine.settle()
+
+    def facts(self) -> dict[str, Any]:
+        assert self._engine is not None
+        watch = self._engine.watch
+        return {"saved": watch.saved, "loaded": watch.loaded, "counters": self._engine.counters()}
+
+
+def _margin(candidates: dict[int, Any]) -> float:
+    """How far the chosen token is ahead of the next one."""
+    first, second, *_ = sorted((one.logprob for one in candidates.values()), reverse=True)
+    return float(first - second)
+
+
+class Load:
+    """Waves of requests: some of a pool, again and again, and a new one in every other wave."""
+
+    def __init__(self, member: Member, notes: TextIO, command: dict[str, Any]) -> None:
+        self._member = member
+        self._notes = notes
+        self._pool: list[int] = command["pool"]
+        self._fresh: int = command["fresh"]
+        self._pause_s: float = command.get("pause_s", 0.0)
+        self._rng = random.Random(self._fresh)
+        self._waves = 0
+
+    def wave(self) -> None:
+        numbers = self._rng.sample(self._pool, WAVE)
+        self._waves += 1
+        if self._waves % 2:
+            numbers[-1] = self._fresh
+            self._fresh += 1
+        for answer in self._member.ask(numbers):
+            self._notes.write(json.dumps(answer) + "\n")
+        self._notes.flush()
+        time.sleep(self._pause_s)
+
+
+def commands() -> queue.Queue[dict[str, Any]]:
+    """Those that come on standard input, read beside the engine; at its end, "end"."""
+    found: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            found.put(json.loads(line))
+        found.put({"do": "end"})
+
+    threading.Thread(target=read, daemon=True).start()
+    return found
+
+
+def carry_out(member: Member, command: dict[str, Any]) -> Any:
+    if command["do"] == "ask":
+        answers = [answer for numbers in _in_waves(command["numbers"]) for answer in member.ask(numbers)]
+        member.settle()
+        return answers
+    if command["do"] == "reference":
+        return [
+            answer for numbers in _in_waves(command["numbers"]) for answer in member.ask(numbers, is_reference=True)
+        ]
+    if command["do"] == "counters":
+        return member.facts()["counters"]
+    if command["do"] == "facts":
+        member.settle()
+        return member.facts()
+    return None  # load, stop, end
+
+
+def _in_waves(numbers: list[int]) -> list[list[int]]:
+    return [numbers[first : first + WAVE] for first in range(0, len(numbers), WAVE)]
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    folder, name = Path(spec["fleet"]["folder"]), spec["fleet"]["name"]
+    asked = commands()
+    member = Member(spec)
+    load: Load | None = None
+    with (folder / f"{name}.answers").open("w") as answers, (folder / f"{name}.requests").open("w") as notes:
+        answers.write(json.dumps("ready") + "\n")
+        answers.flush()
+        while True:
+            try:
+                command = asked.get(block=load is None)
+            except queue.Empty:
+                assert load is not None
+                load.wave()
+                continue
+            answer = carry_out(member, command)
+            if command["do"] in ("load", "stop"):
+                load = Load(member, notes, command) if command["do"] == "load" else None
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+            if command["do"] == "end":
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""The index in Redis when Redis is slow, gone, emptied or another's; how often it is asked; what a crash leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.config_index import IndexSettings
+from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts
+from kvtier.index.redis_index import RedisIndex
+from kvtier.index.redis_wire import Request, Wire
+from tests.redis_server import (
+    Server,
+    cluster,
+    cluster_url,
+    free_port,
+    has_openssl,
+    has_redis,
+    index_settings,
+    sentinel,
+    standalone,
+    tls_and_acl,
+    wait_until,
+)
+
+from counting_proxy import CountingProxy
+from index_data import key, record, set_info
+
+pytestmark = has_redis
+
+N_CHUNKS = 391
+SLOW_MS = 150.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with standalone(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+def own_prefix() -> str:
+    return f"kvtier-{uuid.uuid4().hex[:8]}"
+
+
+def keys(n: int) -> list[bytes]:
+    """Spread over a cluster's slots, as hashes are."""
+    return [uuid.uuid5(uuid.NAMESPACE_OID, str(number)).bytes for number in range(n)]
+
+
+def fill(index: RedisIndex, wanted: Sequence[bytes], set_id: int = 1) -> None:
+    index.create_set(set_info(set_id))
+    records = [record(slot, set_id, slot)._replace(key=one) for slot, one in enumerate(wanted)]
+    assert index.publish(records) == len(records)
+
+
+# --- round trips ---
+
+
+def test_a_prompt_is_one_round_trip(server: Server) -> None:
+    proxy = CountingProxy(target=server.port)
+    index = RedisIndex(index_settings(f"redis://127.0.0.1:{proxy.port}/0", own_prefix()))
+    wanted = keys(N_CHUNKS)
+    fill(index, wanted)
+    before = proxy.round_trips
+    assert len(index.resolve(wanted)) == N_CHUNKS
+    assert proxy.round_trips - before == 1
+    before = proxy.round_trips
+    index.publish([record(slot, 1, slot)._replace(key=one) for slot, one in enumerate(wanted[:200])])
+    assert proxy.round_trips - before <= 4
+    index.close()
+    proxy.close()
+
+
+def test_a_prompt_is_one_round_trip_to_each_of_three_masters(tmp_path: Path) -> None:
+    with cluster(tmp_path) as servers:
+        proxies = [CountingProxy(target=one.port) for one in servers]
+        for proxy, one in zip(proxies, servers, strict=True):
+            one.cli("config", "set", "cluster-announce-port", str(proxy.port))
+        for one in servers:  # they tell each other, and then their clients
+            wait_until(lambda one=one: all(str(p.port) in one.cli("cluster", "slots") for p in proxies), "the proxies")
+        index = RedisIndex(index_settings(f"redis+cluster://127.0.0.1:{proxies[0].port}", own_prefix()))
+        wanted = keys(N_CHUNKS)
+        fill(index, wanted)
+        before = [proxy.round_trips for proxy in proxies]
+        assert len(index.resolve(wanted)) == N_CHUNKS
+        assert [proxy.round_trips - was for proxy, was in zip(proxies, before, strict=True)] == [1, 1, 1]
+        index.close()
+
+
+# --- a shard that lost its memory ---
+
+
+def test_an_emptied_redis_is_noticed_on_a_live_connection(server: Server) -> None:
+    index = RedisIndex(index_settings(server.url, own_prefix()))
+    index.bind("a root")
+    assert index.was_reset and index.was_reset
+    index.rebuilt()
+    assert not index.was_reset
+    server.cli("flushall")
+    assert index.was_reset
+    index.close()
+
+
+def test_who_rebuilds_an_index_that_is_emptied_meanwhile_has_not_rebuilt_it(server: Server) -> None:
+    settings = index_settings(server.url, own_prefix())
+    index, other = RedisIndex(settings), RedisIndex(settings)
+    assert index.was_reset
+    server.cli("flushall")
+    assert other.was_reset, "which marks it for another"
+    index.rebuilt()
+    assert index.was_reset and other.was_reset
+    other.rebuilt()
+    assert not index.was_reset
+    index.close()
+    other.close()
+
+
+def test_one_emptied_shard_of_three_is_noticed_and_made_whole_again(tmp_path: Path) -> None:
+    with cluster(tmp_path) as servers:
+        index = RedisIndex(index_settings(cluster_url(servers), own_prefix()))
+        wanted = keys(100)
+        assert index.was_reset
+        for set_id in range(8):
+            fill(index, wanted[10 * set_id : 10 * set_id + 10], set_id)
+        index.rebuilt()
+        assert not index.was_reset
+        for lost in servers:
+            lost.cli("flushall")
+            assert index.was_reset
+            assert len(index.resolve(wanted)) < 80
+            for set_id in range(8):  # as a rebuild does
+                info = set_info(set_id, NOBODY)
+                records = [record(slot, set_id, slot)._replace(key=wanted[10 * set_id + slot]) for slot in range(10)]
+                if not index.create_set(info, records):
+                    assert index.publish(records, from_files=True) == 10
+            index.rebuilt()
+            assert not index.was_reset
+            assert len(index.resolve(wanted)) == 80
+            assert index.counts() == IndexCounts(80, 80, 8, 8 << 20)
+            assert all(len(index.members(set_id)) == 10 for set_id in range(8))
+        index.close()
+
+
+# --- slow and gone ---
+
+
+def test_a_paused_redis_costs_a_lookup_its_deadline_and_no_more(tmp_path: Path) -> None:
+    with standalone(tmp_path) as server:
+        settings = index_settings(server.url, reply_timeout_ms=SLOW_MS)
+        index = RedisIndex(settings)
+        fill(index, keys(5))
+        server.pause()
+        for _ in range(3):  # on the connection that there is, then on new ones
+            began = time.monotonic()
+            with pytest.raises(IndexUnavailable):
+                index.resolve(keys(5))
+            assert 0.9 * SLOW_MS / 1000 <= time.monotonic() - began <= SLOW_MS / 1000 + 0.5
+        server.go_on()
+        wait_until(lambda: answers(index), "the index again")
+        assert len(index.resolve(keys(5))) == 5
+        index.close()
+
+
+def answers(index: RedisIndex) -> bool:
+    try:
+        index.resolve(keys(1))
+        return True
+    except IndexUnavailable:
+        return False
+
+
+def test_a_restarted_redis_is_reached_again_at_once(tmp_path: Path) -> None:
+    with standalone(tmp_path) as server:
+        index = RedisIndex(index_settings(server.url))
+        fill(index, keys(3))
+        server.kill()
+        with pytest.raises(IndexUnavailable):
+            index.resolve(keys(3))
+        server.start()
+        assert index.resolve(keys(3)) == [] and index.was_reset
+        fill(index, keys(3))
+        assert len(index.resolve(keys(3))) == 3, "also scripts, which the server does not know any more"
+        index.close()
+
+
+def test_another_master_takes_over(tmp_path: Path) -> None:
+    with sentinel(tmp_path) as ((master, replica), watcher):
+        index = RedisIndex(index_settings(f"redis+sentinel://127.0.0.1:{watcher.port}/kv"))
+        index.bind("a root")
+        fill(index, keys(20))
+        wait_until(lambda: replica.cli("dbsize") == master.cli("dbsize"), "the copy")
+        master.kill()
+        wait_until(lambda: answers(index), "the index at the new master")
+        assert "role:master" in replica.cli("info", "replication")
+        assert len(index.resolve(keys(20))) == 20
+        index.create_set(set_info(2))
+        assert index.publish([record(1, 2, 1)]) == 1
+        index.close()
+
+
+def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
+    """All slots of one master go to another one while the index is used."""
+    with cluster(tmp_path) as servers:
+        index = RedisIndex(index_settings(cluster_url(servers[:1])))
+        wanted = keys(200)
+        fill(index, wanted)
+        ids = [one.cli("cluster", "myid") for one in servers]
+        servers[0].cli(
+            "--cluster", "reshard", f"127.0.0.1:{servers[0].port}", "--cluster-from", ids[0], "--cluster-to", ids[1],
+            "--cluster-slots", "3000", "--cluster-yes",
+        )  # fmt: skip
+        assert len(index.resolve(wanted)) == 200
+        assert index.remove_set(1) == 200
+        assert index.counts() == IndexCounts(0, 0, 0, 0)
+        index.close()
+
+
+def test_a_node_of_a_cluster_that_is_silent_is_asked_last(tmp_path: Path) -> None:
+    """It was the first one that the settings name."""
+    with cluster(tmp_path) as servers, standalone(tmp_path / "silent") as silent:
+        silent.pause()
+        index = RedisIndex(index_settings(cluster_url([silent, servers[1]]), reply_timeout_ms=SLOW_MS))
+        with pytest.raises(IndexUnavailable):
+            index.resolve(keys(10))
+        wait_until(lambda: answers(index), "the index by way of another node")
+        began = time.monotonic()
+        assert index.resolve(keys(10)) == [] and time.monotonic() - began < 5
+        silent.go_on()
+        index.close()
+
+
+def test_threads_share_a_cluster_whose_map_is_lost_again_and_again(tmp_path: Path) -> None:
+    with cluster(tmp_path) as servers:
+        index = RedisIndex(index_settings(cluster_url(servers)))
+        wanted = keys(50)
+        fill(index, wanted)
+        found: list[int] = []
+
+        def look() -> None:
+            for _ in range(40):
+                index._wire._slots = []  # type: ignore[attr-defined]
+                found.append(len(index.resolve(wanted)))
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert found == [50] * 160
+        index.close()
+
+
+# --- what a crash leaves ---
+
+
+class Killed(BaseException):
+    pass
+
+
+class DyingWire:
+    """Lets so many batches through, and then dies before the next one."""
+
+    def __init__(self, wire: Wire, batches: int) -> None:
+        self._wire = wire
+        self._left = batches
+
+    def run(self, requests: Sequence[Request]) -> list[Any]:
+        if self._left == 0:
+            raise Killed
+        self._left -= 1
+        return self._wire.run(requests)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wire, name)
+
+
+def dies_after(index: RedisIndex, batches: int) -> None:
+    index._caller._wire = DyingWire(index._wire, batches)  # type: ignore[assignment]
+
+
+def test_an_evictor_that_dies_at_any_step_leaves_a_set_that_the_next_one_removes(server: Server) -> None:
+    steps = 0
+    while True:
+        settings = index_settings(server.url, own_prefix())
+        index, other = RedisIndex(settings), RedisIndex(settings)
+        fill(index, keys(10))
+        other.create_set(set_info(2))
+        token = index.acquire_lease(EVICT_LEASE, "a", 0.0, 1.0)
+        dies_after(index, steps)
+        try:
+            index.remove_set(1, token)
+            break
+        except Killed:
+            steps += 1
+        left = [info.set_id for info in other.sets()]
+        assert left in ([1, 2], [2])
+        assert other.counts().n_bytes == len(left) << 20
+        next_token = other.acquire_lease(EVICT_LEASE, "b", 2.0, 1.0)
+        for set_id in left:
+            other.remove_set(set_id, next_token)
+        assert other.counts() == IndexCounts(0, 0, 0, 0)
+        names = server.cli("--raw", "keys", f"{settings.prefix}:*").split()
+        assert all(name.endswith((":e", ":leases", ":bytes", ":meta")) for name in names), "no list, no entry is left"
+    assert steps >= 6
+
+
+def test_a_publisher_that_dies_at_any_step_leaves_what_the_set_goes_with(server: Server) -> None:
+    steps = 0
+    while True:
+        settings = index_settings(server.url, own_prefix())
+        index, other = RedisIndex(settings), RedisIndex(settings)
+        index.create_set(set_info(1))
+        dies_after(index, steps)
+        try:
+            index.publish([record(number, 1, number) for number in range(10)])
+            break
+        except Killed:
+            steps += 1
+        assert len(other.members(1)) in (0, 10) and len(other.resolve([key(n) for n in range(10)])) in (0, 10)
+        assert other.publish([record(number, 1, number) for number in range(10)]) == 10, "by whoever comes again"
+        other.remove_set(1)
+        assert other.counts() == IndexCounts(0, 0, 0, 0)
+    assert steps == 3
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_what_is_published_beside_an_eviction_is_taken_back(server: Server, batches: int) -> None:
+    """The set goes after the publisher's first, or its second step."""
+    settings = index_settings(server.url, own_prefix())
+    index, other = RedisIndex(settings), RedisIndex(settings)
+    index.create_set(set_info(1))
+    run, count = index._caller._wire.run, 0
+
+    class Beside:
+        def run(self, requests: Sequence[Request]) -> list[Any]:
+            nonlocal count
+            if count == batches:
+                other.remove_set(1)
+            count += 1
+            return run(requests)
+
+    index._caller._wire = Beside()  # type: ignore[assignment]
+    assert index.publish([record(number, 1, number) for number in range(10)]) == 0
+    assert other.counts() == IndexCounts(0, 0, 0, 0) and list(other.entries()) == []
+    assert server.cli("--raw", "exists", f"{settings.prefix}:{{{1:016x}}}") == "0"
+
+
+def test_what_is_published_beside_a_taking_over_is_taken_back(server: Server) -> None:
+    settings = index_settings(server.url, own_prefix())
+    index, other = RedisIndex(settings), RedisIndex(settings)
+    fill(index, [key(0)])
+    run, count = index._caller._wire.run, 0
+
+    class Beside:
+        def run(self, requests: Sequence[Request]) -> list[Any]:
+            nonlocal count
+            if count == 1:
+                other.take_over(1)
+                assert [one for one, _ in other.members(1)] == [key(0)]
+            count += 1
+            return run(requests)
+
+    index._caller._wire = Beside()  # type: ignore[assignment]
+    assert index.publish([record(0, 1, 0), record(7, 1, 7)]) == 0
+    assert [one for one, _ in other.members(1)] == [key(0)], "what was visible before stays"
+    assert other.resolve([key(7)]) == []
+
+
+# --- what start-up refuses ---
+
+
+def refusal(settings: IndexSettings) -> ConfigError:
+    index = RedisIndex(settings)
+    with pytest.raises(ConfigError) as caught:
+        index.bind("a root")
+    index.close()
+    return caught.value
+
+
+def test_another_roots_index_is_refused(server: Server) -> None:
+    settings = index_settings(server.url, own_prefix())
+    RedisIndex(settings).bind("a root")
+    RedisIndex(settings).bind("a root")
+    with pytest.raises(ConfigError, match="index.prefix") as caught:
+        RedisIndex(settings).bind("another root")
+    assert "prefix of its own" in caught.value.fix
+
+
+def test_until_it_is_known_whose_it_is_nothing_is_asked(tmp_path: Path) -> None:
+    """Redis did not answer at start, and when it does it is another root's."""
+    port = free_port()
+    settings = index_settings(f"redis://127.0.0.1:{port}/0")
+    index = RedisIndex(settings)
+    with pytest.raises(IndexUnavailable):
+        index.bind("a root")
+    server = Server(tmp_path, port=port)
+    try:
+        RedisIndex(settings).bind("another root")
+        with pytest.raises(IndexUnavailable, match="prefix of its own"):
+            index.retract(key(0), record(0, 1, 0).location)
+        server.cli("flushall")
+        assert index.resolve([key(0)]) == []
+    finally:
+        server.kill()
+
+
+@has_openssl
+def test_wrong_logins_are_refused_without_a_word_of_the_password(tmp_path: Path) -> None:
+    with tls_and_acl(tmp_path) as (server, good):
+        wrong = tmp_path / "wrong"
+        wrong.write_text("hunter2\n")
+        fault = refusal(good.model_copy(update={"password_file": wrong}))
+        assert fault.key == "index.password" and "hunter2" not in str(fault)
+        fault = refusal(good.model_copy(update={"prefix": "others"}))
+        assert fault.key == "index.username" and "~others:*" in fault.fix
+        fault = refusal(good.model_copy(update={"tls_ca_file": None}))
+        assert fault.key == "index.tls_ca_file"
+        index = RedisIndex(good)
+        index.bind("a root")
+        index.close()
+
+
+def test_a_server_of_another_kind_is_refused(server: Server, tmp_path: Path) -> None:
+    assert "redis://" in refusal(index_settings(f"redis+cluster://127.0.0.1:{server.port}")).fix
+    with cluster(tmp_path) as servers:
+        faults = [refusal(index_settings(one.url, f"p{number}")) for number in range(3) for one in servers]
+        assert all("redis+cluster://" in fault.fix for fault in faults)

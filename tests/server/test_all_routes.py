@@ -1,0 +1,164 @@
+"""What holds for every route: it has a test, tokens and roles count, errors are problems, a dead index is a 503."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from pytest import Subtests
+from starlette.routing import Mount, Route
+
+from kvtier.server.app import make_routes
+from kvtier.server.problems import MEDIA_TYPE
+from tests.server.calls import CALLS, NOWHERE
+from tests.server.serving import ADMIN, READER, Serving
+
+GUARDED = [call for call in CALLS if not call.is_open]
+CHANGES = [call for call in CALLS if call.is_change]
+
+
+def assert_problem(answer: Any, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == MEDIA_TYPE
+    said: dict[str, Any] = answer.json()
+    assert said["status"] == status and said["title"] and said["type"].startswith("urn:kvtier:problem:")
+    return said
+
+
+def routes_of(app: Any) -> set[str]:
+    """All of an application's."""
+    found: set[str] = set()
+    for route in app.routes:
+        if isinstance(route, Mount):
+            assert route.path == "/ui", "the page's files are not JSON: they have tests of their own"
+        else:
+            assert isinstance(route, APIRoute | Route), f"{route} may have routes that nobody looks at"
+            found |= {f"{method} {route.path}" for method in (route.methods or set()) - {"HEAD"}}
+    return found
+
+
+def test_every_route_has_a_call(served: Serving) -> None:
+    app = make_routes(served.service)
+    documented = {f"{method.upper()} {path}" for path, of in app.openapi()["paths"].items() for method in of}
+    assert documented <= set(map(str, CALLS)), "these have no test"
+    assert routes_of(app) | documented == set(map(str, CALLS))
+
+
+def test_a_right_call(served: Serving, subtests: Subtests) -> None:
+    for call in CALLS:
+        with subtests.test(call=str(call)):
+            path, body = call.made(served)
+            answer = served.call(call.method, path, json=body)
+            assert answer.status_code == call.status, answer.text
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_without_a_token_or_with_a_wrong_one(served: Serving, subtests: Subtests) -> None:
+    wrong = ["Bearer wrong", f"Bearer {ADMIN[:-1]}", f"Bearer {ADMIN}x", "Bearer", "Bearer \u00e9", "", ADMIN]
+    wrong += [f"Basic {ADMIN}", f"Token {ADMIN}", f"Bearer {ADMIN} {ADMIN}"]
+    for call in GUARDED:
+        with subtests.test(call=str(call)):
+            path, body = call.made(served)
+            for text in (None, *wrong):
+                headers = {} if text is None else {"Authorization": text.encode()}
+                answer = served.client.request(call.method, path, json=body, headers=headers)
+                assert_problem(answer, 401)
+                assert answer.headers["www-authenticate"].startswith("Bearer")
+
+
+def test_readers_may_only_look(served: Serving, subtests: Subtests) -> None:
+    for call in CALLS:
+        with subtests.test(call=str(call)):
+            path, body = call.made(served)
+            answer = served.call(call.method, path, READER, json=body)
+            if call.is_change:
+                assert_problem(answer, 403)
+            else:
+                assert answer.status_code == call.status
+
+
+def test_a_dead_index_is_a_problem_and_its_return_is_seen(served: Serving, subtests: Subtests) -> None:
+    for call in GUARDED:
+        with subtests.test(call=str(call)):
+            path, body = call.made(served)
+            served.service.changed()
+            served.index.is_down = True
+            try:
+                answer = served.call(call.method, path, json=body)
+                ready = served.call("GET", "/readyz")
+            finally:
+                served.index.is_down = False
+            if call.path == "/metrics":
+                assert answer.status_code == 200 and "kvtier_index_up 0.0" in answer.text
+            elif call.path.startswith(("/api/v1/verify", "/api/v1/history")):
+                assert answer.status_code == call.status  # these ask no index
+            else:
+                assert "does not answer" in assert_problem(answer, 503)["detail"]
+                assert int(answer.headers["retry-after"]) > 0
+            assert ready.status_code == 503 and ready.json()["index"] == "not available"
+            assert served.call("GET", "/readyz").status_code == 200
+            if call.method == "GET":
+                assert served.call(call.method, path).status_code == call.status
+
+
+def test_an_oversized_body(served: Serving, subtests: Subtests) -> None:
+    limit = served.service.settings.server.body_bytes_max
+
+    def pieces() -> Iterator[bytes]:  # without a Content-Length
+        yield from (b"x" * (limit // 4) for _ in range(5))
+
+    for call in CALLS:
+        with subtests.test(call=str(call)):
+            path, _ = call.made(served)
+            assert_problem(served.call(call.method, path, content=b"x" * (limit + 1)), 413)
+            assert_problem(served.call(call.method, path, content=pieces()), 413)
+
+
+def test_a_malformed_body(served: Serving, subtests: Subtests) -> None:
+    bad = (b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"surely": "unknown"}', b"[" * 100_000)
+    for call in CALLS:
+        path, body = call.made(served)
+        if body is None:
+            continue
+        for content in bad:
+            with subtests.test(call=str(call), content=content[:20]):
+                answer = served.call(
+                    call.method, path, content=content, headers={"Content-Type": "application/json"}
+                )  # fmt: skip
+                assert_problem(answer, 400 if content.startswith(b"[[") else 422)
+        with subtests.test(call=str(call), content="text"):
+            text = served.call(call.method, path, content=b"tokens=1", headers={"Content-Type": "text/plain"})
+            assert_problem(text, 422)
+
+
+def test_changes_are_written_to_the_log(
+    served: Serving, subtests: Subtests, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    for call in CHANGES:
+        with subtests.test(call=str(call)), caplog.at_level("INFO", "kvtier"):
+            path, body = call.made(served)
+            if call.path.endswith(("evict", "clear")):
+                body |= {"dry_run": False}
+            caplog.clear()
+            assert served.call(call.method, path, json=body).status_code == call.status
+            assert caplog.text and ADMIN not in caplog.text
+
+
+@pytest.mark.parametrize(("method", "path"), NOWHERE)
+def test_what_is_not_there(served: Serving, method: str, path: str) -> None:
+    assert_problem(served.call(method, path), 404)
+
+
+def test_other_methods(served: Serving, subtests: Subtests) -> None:
+    for call in CALLS:
+        path, _ = call.made(served)
+        for method in sorted(
+            {"GET", "POST", "PUT", "DELETE", "PATCH"} - {c.method for c in CALLS if c.path == call.path}
+        ):
+            with subtests.test(call=str(call), method=method):
+                answer = served.call(method, path)
+                assert_problem(answer, 405)
+                assert call.method in answer.headers["allow"]

@@ -1,0 +1,169 @@
+"""`kvtier serve` as a process: where it listens, TLS, its end, and that engines do not need it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import time
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core.rig import Engine
+from tests.redis_server import Server, free_port, has_redis
+from tests.server.process import START_TIMEOUT_S, command, environment, running, write_config
+from tests.server.serving import ADMIN, CHUNKS, PROMPT, READER
+
+
+def refused(config: Path, **more: str) -> str:
+    """What it says when it does not start."""
+    done = subprocess.run(
+        command(config), capture_output=True, text=True, env=environment(**more), timeout=START_TIMEOUT_S
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+def own_certificate(folder: Path) -> dict[str, str]:
+    """A self-signed one for localhost: settings that name its files."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(hours=1))
+        .add_extension(names, critical=False).add_extension(x509.BasicConstraints(True, None), critical=True)
+        .sign(key, hashes.SHA256())
+    )  # fmt: skip
+    paths = {"tls_cert": folder / "cert.pem", "tls_key": folder / "key.pem"}
+    paths["tls_cert"].write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    paths["tls_key"].write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )  # fmt: skip
+    return {name: str(path) for name, path in paths.items()}
+
+
+def test_it_does_not_start_where_others_could_reach_it_without_a_token(tmp_path: Path) -> None:
+    said = refused(write_config(tmp_path, tmp_path / "kv", host="0.0.0.0"))
+    assert "server.host" in said and "no token is set" in said
+    assert not (tmp_path / "kv").exists()
+
+
+def test_it_does_not_start_on_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = refused(write_config(tmp_path, tmp_path / "kv", port=taken.getsockname()[1]))
+    assert "server.port" in said and "in use" in said
+
+
+def test_it_does_not_start_with_a_certificate_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("nothing")
+    paths = {name: str(tmp_path / "cert.pem") for name in ("tls_cert", "tls_key")}
+    assert "server.tls_cert" in refused(write_config(tmp_path, tmp_path / "kv", **paths))
+
+
+def test_an_index_of_one_process_is_refused(tmp_path: Path) -> None:
+    said = refused(write_config(tmp_path, tmp_path / "kv"), KVTIER_INDEX__KIND="memory")
+    assert "index.kind" in said
+
+
+def test_tls_and_tokens_from_the_environment(tmp_path: Path) -> None:
+    paths = own_certificate(tmp_path)
+    config = write_config(tmp_path, tmp_path / "kv", host="0.0.0.0", read_token=READER, **paths)
+    trusting = ssl.create_default_context(cafile=paths["tls_cert"])
+    with running(config, KVTIER_SERVER__ADMIN_TOKEN=ADMIN) as served:
+        assert served.address.startswith("https://0.0.0.0:")
+        assert served.get("/healthz", tls=trusting) == (200, b'{"status":"ok"}')
+        for token, status in ((None, 401), ("wrong" * 5, 401), (READER, 200), (ADMIN, 200)):
+            assert served.get("/api/v1/stats", token, trusting)[0] == status
+        connection = served.connect(trusting)
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().getheader("strict-transport-security")
+        with pytest.raises(ssl.SSLCertVerificationError):
+            served.get("/healthz", tls=ssl.create_default_context())
+        with pytest.raises(OSError):
+            served.get("/healthz")  # plain http
+        process = served.process
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_engines_do_not_need_it(tmp_path: Path) -> None:
+    """An engine saves and loads beside the service, and when that is killed."""
+    root = tmp_path / "kv"
+    engine = Engine(root)
+    try:
+        with running(write_config(tmp_path, root)) as served:
+            engine.save(PROMPT, list(range(4 * CHUNKS)))
+            deadline = time.monotonic() + 20
+            while not (seen := json.loads(served.get("/api/v1/overview")[1]))["workers"] or not seen["index"]["chunks"]:
+                assert time.monotonic() < deadline, seen
+                time.sleep(0.2)
+            report = seen["workers"][0]["report"]
+            assert seen["index"]["chunks"] == CHUNKS and report["namespace"] == engine.store.namespace_id.hex()
+            asked = json.dumps({"tokens": PROMPT})
+            connection = served.connect()
+            connection.request("POST", "/api/v1/lookup", asked, {"Content-Type": "application/json"})
+            found: Any = json.loads(connection.getresponse().read())
+            assert found["hits"][0]["hit_chunks"] == CHUNKS
+            served.process.kill()
+            served.process.wait()
+            planned, done = engine.load(PROMPT, list(range(100, 100 + 4 * CHUNKS)))
+            assert planned == CHUNKS and all(not answer.failed_blocks for answer in done)
+            other = [token + 1000 for token in PROMPT]
+            assert len(engine.save(other, list(range(40, 40 + 4 * CHUNKS)))) == CHUNKS
+        with running(write_config(tmp_path, root)) as served:
+            assert json.loads(served.get("/api/v1/overview")[1])["index"]["chunks"] == 2 * CHUNKS
+    finally:
+        engine.close()
+
+
+@has_redis
+def test_a_redis_that_comes_late_stops_and_dies(tmp_path: Path) -> None:
+    """The service starts without it, says so, and serves again whenever it is back; nothing it does is waited for."""
+    port = free_port()
+    environment = {"KVTIER_INDEX__KIND": "redis", "KVTIER_INDEX__URL": f"redis://127.0.0.1:{port}/0"}
+    with running(write_config(tmp_path, tmp_path / "kv"), **environment) as served:
+
+        def status(path: str = "/api/v1/overview") -> int:
+            return served.get(path)[0]
+
+        def wait_for(wanted: int) -> None:
+            deadline = time.monotonic() + 20
+            while status() != wanted:
+                assert time.monotonic() < deadline, f"{status()} and not {wanted}"
+                time.sleep(0.1)
+
+        assert (status(), status("/readyz"), status("/healthz"), status("/metrics")) == (503, 503, 200, 200)
+        redis = Server(tmp_path / "redis", port=port)
+        try:
+            wait_for(200)
+            assert status("/readyz") == 200
+            redis.pause()
+            time.sleep(1.1)  # what was seen a moment ago is shown for a second
+            began = time.monotonic()
+            assert status() == 503 and time.monotonic() - began < 5
+            said = json.loads(served.get("/api/v1/pins")[1])
+            assert said["title"] == "Not available"
+            redis.go_on()
+            wait_for(200)
+            redis.kill()
+            time.sleep(1.1)
+            wait_for(503)
+            redis.start()
+            wait_for(200)
+        finally:
+            redis.kill()
