@@ -32,6 +32,10 @@ STAMPS := $(VENV)/.stamps
 READY := $(STAMPS)/project
 READY_DEV := $(STAMPS)/project $(STAMPS)/dev
 BUILD_INPUTS := pyproject.toml setup.py $(wildcard build_backend/*.py kvtier/io/native/*)
+# Half of an engine's start is Python compiling vLLM's modules, so what it compiled is kept, wherever the environment says not
+# to: away from the sources, and gone with `make clean`.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
 # $(call step,what is done,command): one line that grows by a dot every 5 seconds while the command runs.
 step = @printf '== %s ' "$(1)"; ( while sleep 5; do printf .; done ) & dots=$$!; \
 	status=0; { $(2); } || status=$$?; kill $$dots; printf '\n'; exit $$status

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -46,12 +45,6 @@ def index_of(url: str, **changes: Any) -> dict[str, Any]:
     return {**own, "breaker": {"failures": 2, "pause_first_ms": 200, "pause_max_ms": 1000}, **changes}
 
 
-def with_compiled_modules() -> dict[str, str]:
-    """The environment, in which Python keeps what it compiled: of vLLM's modules, that is half of an engine's start."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**kept, "PYTHONPYCACHEPREFIX": str(Path(sys.prefix) / ".pycache")}
-
-
 def settings_file(path: Path, root: Path, index: Mapping[str, Any], settings: Mapping[str, Any]) -> Path:
     path.write_text(yaml.safe_dump({"root": str(root), "index": dict(index), **SETTINGS, **settings}))
     return path
@@ -73,9 +66,8 @@ class Member:
         command = [sys.executable, str(HERE / "fleet_engine.py"), str(folder / f"{name}.spec")]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=HERE, text=True,
-                env=with_compiled_modules(),
-            )  # fmt: skip
+                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=HERE, text=True
+            )
 
     def send(self, do: str, **more: Any) -> int:
         """The number of its answer."""
