@@ -69,7 +69,8 @@ class Rates(BaseModel):
 
 
 class Totals(BaseModel):
-    """Sums over the engines that report, since each one's start."""
+    """Sums over the engines that report, since each one's start. skipped_chunks: not saved, though nobody else had
+    saved them."""
 
     model_config = _ANSWER
     hit_ratio: float | None
@@ -145,6 +146,8 @@ class Worker(BaseModel):
     model_config = _ANSWER
     age_s: float
     hit_ratio: float | None = Field(description="of its last interval")
+    skipped_chunks: float = Field(description="since its start: not saved, though nobody else had saved them")
+    errors: float = Field(description="since its start: of loads, checksums and the index")
     report: WorkerReport
 
 

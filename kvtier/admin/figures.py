@@ -8,37 +8,25 @@ from kvtier import metrics as names
 from kvtier.admin.answers import Latencies, LatencySummary, Prefix, Rates, TierFill, Totals, Worker
 from kvtier.reports import BOUNDS_S, Latency, WorkerReport, hit_ratio
 
-SKIPPED = (
-    names.SKIPPED_QUEUE_FULL, names.SKIPPED_NO_SPACE, names.SKIPPED_RESTING, names.SKIPPED_FAILED,
-    names.SKIPPED_REFUSED,
-)  # fmt: skip
-"""Chunks that were not saved although nobody had saved them."""
-ERRORS = (names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.INDEX_ERRORS)
 PREFIXES_SHOWN = 32
 
 
 def workers_of(reports: Sequence[WorkerReport], now_s: float) -> list[Worker]:
     return [
-        Worker(age_s=max(0.0, now_s - report.at_s), hit_ratio=hit_ratio(report.recent), report=report)
+        Worker(
+            age_s=max(0.0, now_s - report.at_s), hit_ratio=hit_ratio(report.recent),
+            skipped_chunks=_sum(report.counters, names.UNSAVED), errors=_sum(report.counters, names.ERRORS),
+            report=report,
+        )
         for report in reports
-    ]
+    ]  # fmt: skip
 
 
 def totals_of(reports: Sequence[WorkerReport]) -> Totals:
     """Since each engine's start; engines that have ended are no longer in it."""
     counters = _added([report.counters for report in reports], [1.0] * len(reports))
-    return Totals(
-        hit_ratio=hit_ratio(counters),
-        lookup_tokens=counters.get(names.LOOKUP_TOKENS, 0.0),
-        hit_tokens=counters.get(names.HIT_TOKENS, 0.0),
-        load_bytes=counters.get(names.LOAD_BYTES, 0.0),
-        file_read_bytes=counters.get(names.FILE_READ_BYTES, 0.0),
-        save_bytes=counters.get(names.SAVE_BYTES, 0.0),
-        evicted_bytes=counters.get(names.EVICTED_BYTES, 0.0),
-        skipped_chunks=sum(counters.get(name, 0.0) for name in SKIPPED),
-        errors=sum(counters.get(name, 0.0) for name in ERRORS),
-        ttft_saved_s=sum(report.ttft_saved_s for report in reports),
-    )
+    ttft_saved_s = sum(report.ttft_saved_s for report in reports)
+    return Totals(hit_ratio=hit_ratio(counters), ttft_saved_s=ttft_saved_s, **_amounts(counters))
 
 
 def rates_of(reports: Sequence[WorkerReport]) -> Rates:
@@ -46,15 +34,8 @@ def rates_of(reports: Sequence[WorkerReport]) -> Rates:
     rates = _added([report.recent for report in timed], [1 / report.interval_s for report in timed])
     return Rates(
         hit_ratio=hit_ratio(_added([report.recent for report in reports], [1.0] * len(reports))),
-        lookup_tokens_s=rates.get(names.LOOKUP_TOKENS, 0.0),
-        hit_tokens_s=rates.get(names.HIT_TOKENS, 0.0),
-        load_bytes_s=rates.get(names.LOAD_BYTES, 0.0),
-        file_read_bytes_s=rates.get(names.FILE_READ_BYTES, 0.0),
-        save_bytes_s=rates.get(names.SAVE_BYTES, 0.0),
-        evicted_bytes_s=rates.get(names.EVICTED_BYTES, 0.0),
-        skipped_chunks_s=sum(rates.get(name, 0.0) for name in SKIPPED),
-        errors_s=sum(rates.get(name, 0.0) for name in ERRORS),
         ttft_saved_s_per_s=sum(report.ttft_saved_recent_s / report.interval_s for report in timed),
+        **{f"{name}_s": value for name, value in _amounts(rates).items()},
     )
 
 
@@ -100,6 +81,20 @@ def prefixes_of(reports: Sequence[WorkerReport], pinned_keys: Collection[str]) -
                 workers=1 + (other.workers if other else 0), is_pinned=prefix.key in pinned_keys,
             )  # fmt: skip
     return sorted(found.values(), key=lambda prefix: (-prefix.hits, prefix.key))[:PREFIXES_SHOWN]
+
+
+def _amounts(counters: Mapping[str, float]) -> dict[str, float]:
+    """What both totals and rates are told of, by the names of the totals; a rate is that in a second."""
+    shown = (
+        names.LOOKUP_TOKENS, names.HIT_TOKENS, names.LOAD_BYTES, names.FILE_READ_BYTES, names.SAVE_BYTES,
+        names.EVICTED_BYTES,
+    )  # fmt: skip
+    groups = {"skipped_chunks": _sum(counters, names.UNSAVED), "errors": _sum(counters, names.ERRORS)}
+    return {name: counters.get(name, 0.0) for name in shown} | groups
+
+
+def _sum(counters: Mapping[str, float], group: Sequence[str]) -> float:
+    return sum(counters.get(name, 0.0) for name in group)
 
 
 def _summary(latencies: Sequence[Latency]) -> LatencySummary:

@@ -6,7 +6,6 @@ import { announce, byId, h, s } from "./dom.js";
 import * as format from "./format.js";
 import { Table } from "./tables.js";
 
-const ERRORS = ["load_failures", "checksum_failures", "index_errors", "faults"];
 const TIER_NAMES = { hbm: "GPU memory (hbm)", host: "Host memory", filesystem: "File system" };
 
 // --- tiles: what there is to know at a glance ---
@@ -109,8 +108,6 @@ function copyable(hex) {
   return button;
 }
 
-const errorsOf = ({ counters }) => ERRORS.reduce((sum, name) => sum + (counters[name] ?? 0), 0);
-const skippedOf = ({ counters }) => Object.entries(counters).reduce((sum, [name, value]) => sum + (name.startsWith("skipped_chunks_") ? value : 0), 0);
 const arena = ({ arenas }, tier) => arenas.find((found) => found.tier === tier);
 const arenaText = (report, tier) => {
   const found = arena(report, tier);
@@ -145,8 +142,8 @@ export function makeTables() {
       { title: "TTFT saved", number: true, show: ({ report }) => format.seconds(report.ttft_saved_s) },
       { title: "HBM fill", number: true, show: ({ report }) => arenaText(report, "hbm") },
       { title: "Host fill", number: true, show: ({ report }) => arenaText(report, "host") },
-      { title: "Skipped", number: true, hint: "chunks that were not saved", show: ({ report }) => format.count(skippedOf(report)) },
-      { title: "Errors", number: true, show: ({ report }) => (errorsOf(report) ? h("span", { class: "bad-text" }, format.count(errorsOf(report))) : "0") },
+      { title: "Skipped", number: true, hint: "chunks that were not saved, though nobody else had saved them", show: (row) => format.count(row.skipped_chunks) },
+      { title: "Errors", number: true, show: (row) => (row.errors ? h("span", { class: "bad-text" }, format.count(row.errors)) : "0") },
       { title: "Report", number: true, show: (row) => format.ago(row.age_s) },
     ]),
     prefixes: new Table(byId("prefixes"), "Prefixes that are loaded most", "No prefix has been loaded yet.", [

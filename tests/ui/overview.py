@@ -18,6 +18,7 @@ from kvtier.admin.answers import (
     Totals,
     Worker,
 )
+from kvtier.admin.figures import workers_of
 from kvtier.reports import ArenaFill, Latency, TopPrefix, WorkerReport
 from kvtier.server.schemas import Deployment, History, HistoryPoint, Overview
 
@@ -47,7 +48,8 @@ def worker(number: int) -> Worker:
     model = number % 5 // 4
     counters = {
         "lookup_tokens": 4.1e8 + number * 1e7, "hit_tokens": 2.9e8 + number * 6e6, "load_bytes": (38 + number) * 1e12,
-        "save_bytes": (9 + number) * 1e11, "skipped_chunks_present": 1204.0 * number, "evicted_bytes": 2e11,
+        "save_bytes": (9 + number) * 1e11, "evicted_bytes": 2e11, "skipped_chunks_present": 88_000.0 * number,
+        "skipped_chunks_queue_full": 1000.0 * number, "skipped_chunks_quota": 204.0 * number,
         "load_failures": 2.0 if number == 3 else 0.0,
     }  # fmt: skip
     report = WorkerReport(
@@ -58,7 +60,8 @@ def worker(number: int) -> Worker:
         arenas=(ArenaFill(tier="hbm", size_bytes=4 * GIB, used_bytes=int((2.1 + number / 10) * GIB)),
                 ArenaFill(tier="host", size_bytes=32 * GIB, used_bytes=(30 - number) * GIB)),
     )  # fmt: skip
-    return Worker(age_s=2.0 + number, hit_ratio=0.62 + 0.03 * number, report=report)
+    (made,) = workers_of([report], AT_S)
+    return made.model_copy(update={"age_s": 2.0 + number, "hit_ratio": 0.62 + 0.03 * number})
 
 
 def point(at_s: float, rng: random.Random) -> HistoryPoint:

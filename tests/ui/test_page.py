@@ -82,6 +82,8 @@ def test_it_shows_what_the_service_knows(shared: Opened) -> None:
     assert "GPU memory (hbm) 12.0 GiB of 20.0 GiB (60.0 %)" in tiers and "922 GiB pinned" in tiers
     assert "evicts above 95.0 % down to 85.0 %, by s3fifo" in tiers
     assert shared.page.locator("#workers tbody tr").count() == 5
+    skipped, errors = shared.page.locator("#workers tbody tr:nth-child(3) td").all_inner_texts()[-3:-1]
+    assert (skipped, errors) == ("3,612", "2"), "without the chunks that others had saved"
     assert shared.page.locator("#prefixes tbody tr").count() == 9 and "pinned" in shared.text("#prefixes tbody")
     assert "search 4,120 3.9 TiB of 4.0 TiB" in shared.text("#tenants")
     assert "Lookup in the index 45,600 1.40 ms 4.13 ms 4.93 ms" in shared.text("#latencies")
