@@ -68,15 +68,13 @@ class Evictor:
         if self._index.counts().n_bytes + pending_bytes + need.n_bytes > capacity_bytes:
             return False
         quotas = self.quotas()
-        tenant_bytes, namespace_bytes = quotas.of_tenant(need.tenant), quotas.of_namespace(need.namespace)
-        if tenant_bytes is None and namespace_bytes is None:
+        if quotas.of_tenant(need.tenant) is None and quotas.of_namespace(need.namespace) is None:
             return True
         used = Used.of(self._index.sets())
         return (
-            tenant_bytes is None or used.tenants.get(need.tenant, 0) + need.n_bytes <= tenant_bytes
-        ) and (
-            namespace_bytes is None or used.namespaces.get(need.namespace, 0) + need.n_bytes <= namespace_bytes
-        )  # fmt: skip
+            quotas.tenant_excess(need.tenant, used, need.n_bytes) <= 0
+            and quotas.namespace_excess(need.namespace, used, need.n_bytes) <= 0
+        )
 
     def make_room(self, need: Need, capacity_bytes: int) -> int | None:
         """Evicts until the set fits.

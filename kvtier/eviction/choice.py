@@ -72,28 +72,26 @@ class Choice:
     def make_room(self, need: Need, quotas: Quotas, capacity_bytes: int) -> bool:
         """Whether `need` fits with these chosen: first its tenant's own sets go for its tenant's quota, and its
         namespace's for that one's, so that nobody else's have to; then anybody's."""
-        quota_bytes = quotas.of_tenant(need.tenant)
-        if quota_bytes is not None:
-            excess = self.used.tenants.get(need.tenant, 0) + need.n_bytes - quota_bytes
-            if not self.take(excess, lambda info: info.tenant == need.tenant):
-                return False
-        quota_bytes = quotas.of_namespace(need.namespace)
-        if quota_bytes is not None:
-            excess = self.used.namespaces.get(need.namespace, 0) + need.n_bytes - quota_bytes
-            if not self.take(excess, lambda info: info.namespace == need.namespace):
-                return False
-        return self.take(self.used.n_bytes + need.n_bytes - capacity_bytes)
+        return (
+            self._keep_tenant(need.tenant, quotas, need.n_bytes)
+            and self._keep_namespace(need.namespace, quotas, need.n_bytes)
+            and self.take(self.used.n_bytes + need.n_bytes - capacity_bytes)
+        )
 
     def keep_quotas(self, quotas: Quotas) -> None:
         """Down to each quota, as far as sets may go: it may have been lowered."""
-        for tenant, n_bytes in sorted(self.used.tenants.items()):
-            quota_bytes = quotas.of_tenant(tenant)
-            if quota_bytes is not None:
-                self.take(n_bytes - quota_bytes, lambda info, tenant=tenant: info.tenant == tenant)  # type: ignore[misc]
-        for namespace, n_bytes in sorted(self.used.namespaces.items()):
-            quota_bytes = quotas.of_namespace(namespace)
-            if quota_bytes is not None:
-                self.take(n_bytes - quota_bytes, lambda info, name=namespace: info.namespace == name)  # type: ignore[misc]
+        for tenant in sorted(self.used.tenants):
+            self._keep_tenant(tenant, quotas)
+        for namespace in sorted(self.used.namespaces):
+            self._keep_namespace(namespace, quotas)
+
+    def _keep_tenant(self, tenant: str, quotas: Quotas, more_bytes: int = 0) -> bool:
+        excess = quotas.tenant_excess(tenant, self.used, more_bytes)
+        return self.take(excess, lambda info: info.tenant == tenant)
+
+    def _keep_namespace(self, namespace: bytes, quotas: Quotas, more_bytes: int = 0) -> bool:
+        excess = quotas.namespace_excess(namespace, self.used, more_bytes)
+        return self.take(excess, lambda info: info.namespace == namespace)
 
     def drop_unused(self, since_s: float) -> None:
         """All that were not used since then."""

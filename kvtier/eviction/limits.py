@@ -34,6 +34,16 @@ class Quotas:
     def of_tenant(self, tenant: str) -> int | None:
         return self.tenants.get(tenant)
 
+    def tenant_excess(self, tenant: str, used: Used, more_bytes: int = 0) -> int:
+        """By how many bytes it would be above its quota with so many more; 0 or less: it would not."""
+        quota_bytes = self.of_tenant(tenant)
+        return 0 if quota_bytes is None else used.tenants.get(tenant, 0) + more_bytes - quota_bytes
+
+    def namespace_excess(self, namespace: bytes, used: Used, more_bytes: int = 0) -> int:
+        """As `tenant_excess`."""
+        quota_bytes = self.of_namespace(namespace)
+        return 0 if quota_bytes is None else used.namespaces.get(namespace, 0) + more_bytes - quota_bytes
+
     @property
     def are_none(self) -> bool:
         values = (self.default_namespace_bytes, *self.namespaces.values(), *self.tenants.values())
