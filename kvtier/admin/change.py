@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.admin.answers import Evicted, PinRow, Pins, QuotaList, QuotaRow
@@ -56,9 +57,9 @@ def list_pins(opened: Opened) -> Pins:
     now = opened.clock()
     sets = opened.index.sets()
     found = pins.read_pins(opened.index.notes(pins.PREFIX, now), now)
-    capacity_bytes = opened.settings.capacity_bytes
-    protected = opened.evictor.protected(sets, capacity_bytes)
-    rows = [_pin_row(opened, pin, [info for info in sets if info.set_id in protected]) for pin in found]
+    held = _held(opened, found)
+    protected = pins.protected_sets(sets, found, held, _max_bytes(opened))
+    rows = [_pin_row(pin, [info for info in _meant(pin, held, sets) if info.set_id in protected]) for pin in found]
     return Pins(
         pins=rows,
         pinned_bytes=sum(info.n_bytes for info in sets if info.set_id in protected or info.is_pinned),
@@ -75,18 +76,19 @@ def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
     others = pins.read_pins(opened.index.notes(pins.PREFIX, now), now)
     if len(others) >= PINS_MAX:
         raise OverCap(f"there are {len(others)} pins already; remove some")
-    protected = opened.evictor.protected(sets, opened.settings.capacity_bytes)
+    held = _held(opened, [*others, pin])
+    protected = pins.protected_sets(sets, others, held, _max_bytes(opened))
     already = [info for info in sets if info.set_id in protected or info.is_pinned]
     known = {info.set_id for info in already}
-    more = [info for info in _meant(opened, pin, sets) if info.set_id not in known]
-    total = sum(info.n_bytes for info in [*already, *more])
+    meant = _meant(pin, held, sets)
+    total = sum(info.n_bytes for info in [*already, *(info for info in meant if info.set_id not in known)])
     if total > _max_bytes(opened):
         raise OverCap(
             f"pins would protect {total} bytes and may protect {_max_bytes(opened)} "
             "(capacity.pinned_max_fraction of capacity_bytes)"
         )
     opened.index.put_note(pin.name, pin.pack(), pin.expires_s)
-    return _pin_row(opened, pin, sets)
+    return _pin_row(pin, meant)
 
 
 def drop_pin(opened: Opened, pin_id: str) -> bool:
@@ -122,8 +124,7 @@ def drop_quota(opened: Opened, name: str) -> bool:
     return opened.index.drop_note(name)
 
 
-def _pin_row(opened: Opened, pin: Pin, sets: list[SetInfo]) -> PinRow:
-    held = _meant(opened, pin, sets)
+def _pin_row(pin: Pin, held: Sequence[SetInfo]) -> PinRow:
     return PinRow(
         id=pin.pin_id, namespace=pin.namespace.hex(), label=pin.label, created_s=pin.created_s,
         expires_s=pin.expires_s, keys=None if pin.keys is None else len(pin.keys), sets=len(held),
@@ -131,9 +132,14 @@ def _pin_row(opened: Opened, pin: Pin, sets: list[SetInfo]) -> PinRow:
     )  # fmt: skip
 
 
-def _meant(opened: Opened, pin: Pin, sets: list[SetInfo]) -> list[SetInfo]:
-    held = None if pin.keys is None else opened.evictor.sets_of(pin.keys)
-    return [info for info in sets if info.namespace == pin.namespace and (held is None or info.set_id in held)]
+def _held(opened: Opened, found: Sequence[Pin]) -> dict[str, frozenset[int]]:
+    """By the id of a pin with keys, the sets in which these lie: each costs the index a lookup."""
+    return {pin.pin_id: opened.evictor.sets_of(pin.keys) for pin in found if pin.keys}
+
+
+def _meant(pin: Pin, held: Mapping[str, Collection[int]], sets: Sequence[SetInfo]) -> list[SetInfo]:
+    mine = [info for info in sets if info.namespace == pin.namespace]
+    return mine if pin.keys is None else [info for info in mine if info.set_id in held.get(pin.pin_id, ())]
 
 
 def _max_bytes(opened: Opened) -> int:

@@ -10,6 +10,7 @@ from kvtier.admin.opened import Opened
 from kvtier.admin.stats import read_reports
 from kvtier.identity import chunk_keys, join_extras, salt_extra
 from kvtier.index import entry as entries
+from kvtier.index.base import SetInfo
 from kvtier.tiers.segments import segment_name
 
 TOKENS_MAX = 1 << 20
@@ -32,9 +33,10 @@ class Prompt:
 
 def look_up(opened: Opened, prompt: Prompt, namespace: bytes | None = None) -> LookupAnswer:
     """In one namespace, or in all. Raises UnknownNamespace, IndexUnavailable."""
-    asked = [namespace] if namespace is not None else _all(opened)
+    sets = opened.index.sets()
+    asked = [namespace] if namespace is not None else _all(opened, sets)
     models = {report.namespace: report.model for report in read_reports(opened, opened.clock())[0]}
-    owners = {info.set_id: info.owner for info in opened.index.sets()}
+    owners = {info.set_id: info.owner for info in sets}
     hits = []
     for id_ in asked:
         try:
@@ -55,11 +57,11 @@ def keys_of(opened: Opened, prompt: Prompt, namespace: bytes) -> list[bytes]:
     return chunk_keys(namespace, prompt.tokens, found.geometry.chunk_tokens, extras)
 
 
-def _all(opened: Opened) -> list[bytes]:
-    sets: dict[bytes, int] = dict.fromkeys(opened.book.ids(), 0)
-    for info in opened.index.sets():
-        sets[info.namespace] = sets.get(info.namespace, 0) + 1
-    return sorted(sets, key=lambda namespace: -sets[namespace])[:NAMESPACES_MAX]
+def _all(opened: Opened, sets: Sequence[SetInfo]) -> list[bytes]:
+    counts: dict[bytes, int] = dict.fromkeys(opened.book.ids(), 0)
+    for info in sets:
+        counts[info.namespace] = counts.get(info.namespace, 0) + 1
+    return sorted(counts, key=lambda namespace: -counts[namespace])[:NAMESPACES_MAX]
 
 
 def _hit(opened: Opened, prompt: Prompt, namespace: bytes, owners: dict[int, str], model: str) -> NamespaceHit:

@@ -14,7 +14,7 @@ from kvtier.admin.lookup import TOKENS_MAX
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import chunk_keys, join_extras, salt_extra
 from kvtier.record import SegmentHeader
-from tests.server.serving import CHUNK_TOKENS, CHUNKS, OWNER, PROMPT, Serving, more_sets
+from tests.server.serving import CHUNK_TOKENS, CHUNKS, OWNER, PROMPT, Filled, Serving, more_sets, serving
 from tests.server.test_all_routes import assert_problem
 
 
@@ -57,6 +57,34 @@ def test_many_readers_ask_the_index_no_more_than_one(served: Serving, monkeypatc
     for _ in range(5):
         ok(served, "GET", "/api/v1/overview")
     assert len(asked) <= 2  # the history's own look may come between
+
+
+def test_the_index_is_asked_once_for_each_thing(filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"namespace": filled.namespace, "tokens": PROMPT}
+    with serving(filled, history_s=3600.0) as served:
+        deadline = time.monotonic() + 20
+        while not served.service.history():  # the first point; the next one comes much later
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        asked = {name: counted(served, monkeypatch, name) for name in ("sets", "resolve")}
+        for method, path, body, expected in (
+            ("POST", "/api/v1/lookup", {"tokens": PROMPT}, {"sets": 1, "resolve": 1}),
+            ("POST", "/api/v1/pins", wanted, {"sets": 1, "resolve": 1}),
+            ("POST", "/api/v1/pins", wanted, {"sets": 1, "resolve": 2}),  # one lookup a pin
+            ("GET", "/api/v1/pins", None, {"sets": 1, "resolve": 2}),
+        ):
+            for calls in asked.values():
+                calls.clear()
+            ok(served, method, path, json=body)
+            assert {name: len(calls) for name, calls in asked.items()} == expected, (method, path)
+
+
+def counted(served: Serving, monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """Grows by one with each call of the index's method."""
+    calls: list[int] = []
+    real = getattr(served.index, name)
+    monkeypatch.setattr(served.index, name, lambda *arguments: calls.append(1) or real(*arguments))
+    return calls
 
 
 def test_history_grows_and_a_time_without_an_index_leaves_a_gap(served: Serving) -> None:
