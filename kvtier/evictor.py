@@ -63,14 +63,18 @@ class Evictor:
         self._clock = clock
 
     def fits(self, need: Need, capacity_bytes: int) -> bool:
-        """Whether the set can be made as things are: within the capacity and its tenant's and namespace's quota."""
-        pending_bytes = self._remover.pending_bytes(self._clock())
-        if self._index.counts().n_bytes + pending_bytes + need.n_bytes > capacity_bytes:
+        """Whether the set can be made as things are: within the capacity and its tenant's and namespace's quota.
+        What is being removed counts until its files are gone."""
+        n_bytes = self._index.counts().n_bytes
+        if n_bytes + self._remover.pending_bytes(self._clock()) + need.n_bytes > capacity_bytes:
             return False
         quotas = self.quotas()
         if quotas.of_tenant(need.tenant) is None and quotas.of_namespace(need.namespace) is None:
             return True
-        used = Used.of(self._index.sets())
+        sets = self._index.sets()
+        known = {info.set_id for info in sets}
+        begun = self._remover.begun(self._clock())  # asked for after the sets: see Remover.pending_bytes
+        used = Used.of([*sets, *(removal for removal in begun if removal.set_id not in known)])
         return (
             quotas.tenant_excess(need.tenant, used, need.n_bytes) <= 0
             and quotas.namespace_excess(need.namespace, used, need.n_bytes) <= 0

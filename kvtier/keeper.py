@@ -289,7 +289,8 @@ class Keeper:
 
     def _make_set(self, namespace: Namespace, side: Side, now: float) -> bool:
         """Makes room for a set and registers it. What others did in the same moment is looked at once more: two that
-        saw the last room are not both given it."""
+        saw the last room are not both given it. For that moment the index's sum may be a set above a limit; files never
+        are, for nothing is written into a set before it is offered."""
         capacity_bytes = self._capacity_bytes()
         need = Need(self._plan.set_bytes, namespace.id, side.tenant)
         self._book_uses()  # or what was handed to a load a moment ago may be the longest unused

@@ -1,15 +1,17 @@
 """Taking a segment set away: out of the index first, then off the disk, in steps that anybody can be killed between.
 
-Before the first step a note `evicting/<set id>` (the namespace, and bytes u64 little-endian) says what is going on, and
-after the last one it goes. Until then the bytes count. What somebody left half done is finished by whoever evicts or
-sweeps next.
+Before the first step a note `evicting/<set id>` (the namespace, bytes u64 little-endian, the tenant's label) says what
+is going on, and after the last one it goes. Until then the bytes count. What somebody left half done is finished by
+whoever evicts or sweeps next.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.errors import StaleLease, TierUnavailable
 from kvtier.index.base import Index, SetInfo
@@ -19,6 +21,24 @@ log = logging.getLogger("kvtier")
 
 PREFIX = "evicting/"
 _NOTE = struct.Struct("<16sQ")
+
+
+class Removal(NamedTuple):
+    """Of a set, that somebody began. n_bytes: what its files take, as the index had it."""
+
+    set_id: int
+    namespace: bytes
+    n_bytes: int
+    tenant: str
+
+    def pack(self) -> bytes:
+        return _NOTE.pack(self.namespace, self.n_bytes) + self.tenant.encode()
+
+    @classmethod
+    def read(cls, name: str, value: bytes) -> Removal:
+        """From its note. Raises ValueError, struct.error for one that is none of ours."""
+        namespace, n_bytes = _NOTE.unpack_from(value)
+        return cls(int(name.removeprefix(PREFIX), 16), namespace, n_bytes, value[_NOTE.size :].decode())
 
 
 class Remover:
@@ -31,7 +51,8 @@ class Remover:
     def remove(self, info: SetInfo, token: int | None = None) -> int:
         """Bytes given back. `token`: see Index.remove_set. Raises StaleLease, IndexUnavailable, TierUnavailable."""
         note = f"{PREFIX}{info.set_id:016x}"
-        self._index.put_note(note, _NOTE.pack(info.namespace, info.n_bytes), None)
+        removal = Removal(info.set_id, info.namespace, info.n_bytes, info.tenant)
+        self._index.put_note(note, removal.pack(), None)
         try:
             self._index.remove_set(info.set_id, token)
         except StaleLease:
@@ -45,33 +66,30 @@ class Remover:
         """Ends the removals that others began. Called under the lease of who evicts, or of who sweeps."""
         for note, value in self._index.notes(PREFIX, now_s).items():
             try:
-                set_id, (namespace, _) = int(note.removeprefix(PREFIX), 16), _NOTE.unpack(value)
-                self._index.remove_set(set_id)
-                self._unlink(set_id, namespace)
+                begun = Removal.read(note, value)
+                self._index.remove_set(begun.set_id)
+                self._unlink(begun.set_id, begun.namespace)
             except (ValueError, struct.error, TierUnavailable) as fault:
                 log.warning("a set whose removal was begun stays for now: %s", fault)
                 continue
             self._index.drop_note(note)
 
     def pending_bytes(self, now_s: float) -> int:
-        """Of sets that left the index, but maybe not the disk yet."""
-        notes = self._index.notes(PREFIX, now_s)
-        if not notes:
-            return 0
-        left = {f"{PREFIX}{info.set_id:016x}" for info in self._index.some_sets([_id_of(note) for note in notes])}
-        return sum(
-            _NOTE.unpack(value)[1] for note, value in notes.items() if note not in left and len(value) == _NOTE.size
-        )
+        """Of sets that left the index, but maybe not the disk yet. To be asked for after what the index has was summed:
+        a set that goes meanwhile is then in one of them, or in both."""
+        begun = list(self.begun(now_s))
+        known = {info.set_id for info in self._index.some_sets([removal.set_id for removal in begun])} if begun else ()
+        return sum(removal.n_bytes for removal in begun if removal.set_id not in known)
+
+    def begun(self, now_s: float) -> Iterator[Removal]:
+        """Removals that may not have come to their end."""
+        for note, value in self._index.notes(PREFIX, now_s).items():
+            try:
+                yield Removal.read(note, value)
+            except (ValueError, struct.error):
+                continue
 
     def _unlink(self, set_id: int, namespace: bytes) -> int:
         freed_bytes = SegmentFiles(self._folder / namespace.hex(), direct=False).unlink_set(set_id)
         self._index.remove_set(set_id)  # who rebuilds the index may have read it back before its files were gone
         return freed_bytes
-
-
-def _id_of(note: str) -> int:
-    """0, which is no set's, for a note that is none of ours."""
-    try:
-        return int(note.removeprefix(PREFIX), 16)
-    except ValueError:
-        return 0

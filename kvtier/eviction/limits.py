@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from kvtier.config_capacity import CapacitySettings
-from kvtier.index.base import SetInfo
 
 log = logging.getLogger("kvtier")
 
@@ -113,6 +113,17 @@ class Need:
     tenant: str = ""
 
 
+class Taking(Protocol):
+    """What takes bytes of a root: a set, or one that is being removed."""
+
+    @property
+    def n_bytes(self) -> int: ...
+    @property
+    def namespace(self) -> bytes: ...
+    @property
+    def tenant(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Used:
     """What sets take, in all and by namespace and tenant."""
@@ -122,7 +133,7 @@ class Used:
     tenants: Mapping[str, int]
 
     @classmethod
-    def of(cls, sets: Sequence[SetInfo]) -> Used:
+    def of(cls, sets: Iterable[Taking]) -> Used:
         namespaces: dict[bytes, int] = {}
         tenants: dict[str, int] = {}
         for info in sets:

@@ -14,17 +14,17 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.eviction.choice import Selection
-from kvtier.eviction.limits import Need, Quotas, Rules, namespace_note, quota_value, tenant_note
+from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, namespace_note, quota_value, tenant_note
 from kvtier.eviction.pins import Pin
 from kvtier.eviction.s3fifo import S3Fifo
-from kvtier.evictor import STATE_NOTE, Evictor
+from kvtier.evictor import LEASE_TTL_S, STATE_NOTE, Evictor
 from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
 from kvtier.plan import SavePlan
-from kvtier.removal import PREFIX
+from kvtier.removal import PREFIX, Removal
 from kvtier.root import find_root
 from kvtier.sets import TENANT_IDLE_S
 from kvtier.store import WantedChunk
@@ -172,6 +172,53 @@ def test_a_sweep_ends_what_an_evictor_left(tmp_path: Path, monkeypatch: pytest.M
     assert not on_disk(tmp_path) and index.notes(PREFIX, 0.0) == {}
     assert ORPHAN_GRACE_S > 60, "it was not swept as an orphan"
     index.close()
+
+
+QUOTAS = {
+    "capacity": (UNLIMITED, 100),
+    "tenant": (Rules(quotas=Quotas(None, {}, {"red": 100})), 1000),
+    "namespace": (Rules(quotas=Quotas(None, {SPACE: 100}, {})), 1000),
+}
+
+
+@pytest.mark.parametrize("limit", QUOTAS)
+def test_what_a_killed_evictor_left_on_disk_counts_for_every_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    index, (rules, capacity_bytes) = MemoryIndex(), QUOTAS[limit]
+    put(index, 1, tenant="red")
+
+    def die(*_: object) -> int:
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(SegmentFiles, "unlink_set", die)
+        Evictor(index, tmp_path, "killed", rules).evict(Selection(), 1000)
+    assert ids(index) == [], "its file is still there"
+    other = Evictor(index, tmp_path, "other", rules, clock=lambda: time.time() + LEASE_TTL_S)
+    need = Need(100, SPACE, "red")
+    assert not other.fits(need, capacity_bytes)
+    assert other.make_room(need, capacity_bytes) == 0 and other.fits(need, capacity_bytes)
+
+
+@pytest.mark.parametrize("limit", QUOTAS)
+def test_a_set_whose_removal_goes_on_while_others_count_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """It left the index after removals were asked for and before sets were: its files counted for nothing."""
+    index, (rules, capacity_bytes) = MemoryIndex(), QUOTAS[limit]
+    put(index, 1, tenant="red")
+    index.put_note(f"{PREFIX}{1:016x}", Removal(1, SPACE, 100, "red").pack(), None)
+    asked = "some_sets" if limit == "capacity" else "notes"
+    ask = getattr(index, asked)
+
+    def remove_behind(*what: object) -> object:
+        found = ask(*what)
+        index.remove_set(1)
+        return found
+
+    monkeypatch.setattr(index, asked, remove_behind)
+    assert not Evictor(index, tmp_path, "me", rules).fits(Need(100, SPACE, "red"), capacity_bytes)
 
 
 # --- limits, pins, and what an administrator asks ---

@@ -85,8 +85,9 @@ class Overload:
     writers: list[int] = field(default_factory=list)
     kills: int = 0
     disk_bytes_max: int = 0
-    set_ids: set[int] = field(default_factory=set)
-    tenant_sets_max: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUOTA_SETS, 0))
+    tenants: dict[int, str] = field(default_factory=dict)
+    """Of every set that was seen in the index."""
+    tenant_bytes_max: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUOTA_SETS, 0))
 
     @property
     def stop(self) -> Path:
@@ -104,17 +105,32 @@ class Overload:
         self.writers.append(pid)
 
     def look(self, index: Index) -> None:
-        """At what files take, and at each tenant's sets."""
-        disk_bytes = 0
+        """At what files take, in all and each tenant's. The sum is of one moment: of files that were there both before
+        it and after it, for between two looks a set may go and another come."""
+        self._note_tenants(index)
+        before = self._file_bytes()
+        self._note_tenants(index)
+        after = self._file_bytes()
+        there = {path: min(n_bytes, after[path]) for path, n_bytes in before.items() if path in after}
+        self.disk_bytes_max = max(self.disk_bytes_max, sum(there.values()))
+        for tenant in QUOTA_SETS:
+            n_bytes = sum(size for path, size in there.items() if self.tenants[int(path.name[:16], 16)] == tenant)
+            self.tenant_bytes_max[tenant] = max(self.tenant_bytes_max[tenant], n_bytes)
+
+    @property
+    def tenant_sets_max(self) -> dict[str, float]:
+        return {tenant: n_bytes / SET_BYTES for tenant, n_bytes in self.tenant_bytes_max.items()}
+
+    def _note_tenants(self, index: Index) -> None:
+        self.tenants |= {info.set_id: info.tenant for info in index.sets()}
+
+    def _file_bytes(self) -> dict[Path, int]:
+        found = {}
         for path in self.root.glob("v1/*/*.kvseg"):
             with suppress(FileNotFoundError):
-                disk_bytes += path.stat().st_blocks * 512
-        self.disk_bytes_max = max(self.disk_bytes_max, disk_bytes)
-        sets = index.sets()
-        self.set_ids |= {info.set_id for info in sets}
-        for tenant in QUOTA_SETS:
-            n_bytes = sum(info.n_bytes for info in sets if info.tenant == tenant)
-            self.tenant_sets_max[tenant] = max(self.tenant_sets_max[tenant], -(-n_bytes // SET_BYTES))
+                status = path.stat()
+                found[path] = min(status.st_size, status.st_blocks * 512)  # without what the file system has of its own
+        return found
 
     def kill_evictor(self, index: Index) -> bool:
         """Whoever evicts at this very moment; False when nobody does."""
@@ -180,7 +196,7 @@ def main(root: Path, seconds: float, kills: int, seed: int, index_settings: dict
     indexed = {info.set_id for info in index.sets()}
     found = verify(find_root(root), index)
     print(json.dumps({
-        "kills": overload.kills, "sets_made": len(overload.set_ids), "records": found.records,
+        "kills": overload.kills, "sets_made": len(overload.tenants), "records": found.records,
         "disk_sets_max": overload.disk_bytes_max / SET_BYTES, "tenant_sets_max": overload.tenant_sets_max,
         "in_no_index": len(on_disk - indexed), "without_files": len(indexed - on_disk),
         "bad": [f"{finding.segment} slot {finding.slot}: {finding.what}" for finding in found.bad],
