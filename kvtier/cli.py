@@ -29,13 +29,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from kvtier.commands import bench, evict, lookup, pins, quotas, stats, verify
 from kvtier.commands import index as on_index
 from kvtier.commands.check import run_check
 from kvtier.commands.doctor import run_doctor
+from kvtier.commands.place import path_argument
 from kvtier.commands.plan import add_options, run_plan
 from kvtier.commands.status import INTERRUPTED, NOT_DONE, OK
 from kvtier.config import Settings
@@ -81,14 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     ):
         on_index.add_options(_add_command(index, name, description, act))
     check = _add_command(commands, "check", "whether an engine would start with a settings file", _on_path(run_check))
-    check.add_argument("path", metavar="CONFIG.yaml", type=_path, help="the settings file")
+    check.add_argument("path", metavar="CONFIG.yaml", type=path_argument, help="the settings file")
     doctor = _add_command(
         commands, "doctor", "whether this machine is fit, and what to do about it", _on_path(run_doctor)
     )
     doctor.add_argument(
         "path",
         metavar="PATH",
-        type=_path,
+        type=path_argument,
         nargs="?",
         help="the root, or a settings file; left out: the configured root",
     )
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help=about, description=about)
     serve.set_defaults(run=_serve)
     text = "the settings file; left out: the one that KVTIER_CONFIG names"
-    serve.add_argument("path", metavar="CONFIG.yaml", type=_path, nargs="?", help=text)
+    serve.add_argument("path", metavar="CONFIG.yaml", type=path_argument, nargs="?", help=text)
     return parser
 
 
@@ -123,12 +123,6 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _on_path(run: Callable[..., int]) -> Callable[[argparse.Namespace], int]:
     return lambda options: run(options.path, options.json)
-
-
-def _path(text: str) -> Path:
-    if not text.strip():  # Path("") is the current folder
-        raise argparse.ArgumentTypeError("it is empty; is a variable of your shell not set?")
-    return Path(text)
 
 
 def _version() -> str:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from kvtier.admin.answers import HexId
 from kvtier.admin.change import PIN_KEYS_MAX
 from kvtier.admin.lookup import TOKENS_MAX
+from kvtier.config_capacity import TENANT_BYTES_MAX
 
 BYTES_MAX = 1 << 53
 """Beyond that a JSON number is not exact."""
@@ -32,7 +33,9 @@ Tokens = Annotated[
 Salt = Annotated[str, Field(max_length=1024, description='as requests bring it; "": none')]
 Bytes = Annotated[int, Field(ge=0, le=BYTES_MAX), BeforeValidator(_whole)]
 Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
-Tenant = Annotated[str, Field(max_length=32, description='a label from the settings; "": everybody without one')]
+Tenant = Annotated[
+    str, Field(max_length=TENANT_BYTES_MAX, description='a label from the settings; "": everybody without one')
+]
 
 
 class TokensToLookUp(BaseModel):

@@ -12,8 +12,9 @@ from kvtier.admin.answers import Evicted, HexId, PinRow, QuotaList, VerifyJob
 from kvtier.admin.lookup import Prompt, UnknownNamespace, keys_of
 from kvtier.admin.opened import Opened
 from kvtier.admin.verifying import TooMany
+from kvtier.config_capacity import TENANT_BYTES_MAX
 from kvtier.eviction.choice import Selection
-from kvtier.eviction.limits import namespace_note, tenant_note
+from kvtier.eviction.limits import namespace_note
 from kvtier.server.access import AnAdmin, TheRoot, TheService, problems
 from kvtier.server.problems import RETRY_AFTER_S, Refused
 from kvtier.server.requests import Clearing, Eviction, PinRequest, PromptPrefix, Quota
@@ -24,7 +25,7 @@ log = logging.getLogger("kvtier")
 
 router = APIRouter(prefix="/api/v1")
 
-Label = Annotated[str, Path(min_length=1, max_length=32, pattern=r"^[^/]+$")]
+Label = Annotated[str, Path(min_length=1, max_length=TENANT_BYTES_MAX, pattern=r"^[^/]+$")]
 NamespaceId = Annotated[HexId, Path()]
 
 
@@ -80,18 +81,19 @@ def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: JobId) ->
     service.changed()
 
 
-@router.put("/quotas/tenants/{label}", tags=["quotas"], responses=problems(422))
+@router.put("/quotas/tenants/{label}", tags=["quotas"], responses=problems(409, 422))
 def put_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label, wanted: Quota) -> QuotaList:
     """Wins over the settings. What is above it goes soon."""
-    return _set_quota(opened, service, tenant_note(label), wanted)
+    return _set_quota(opened, service, _tenant_note(label), wanted)
 
 
 @router.delete(
-    "/quotas/tenants/{label}", tags=["quotas"], status_code=204, response_class=Response, responses=problems(404, 422)
-)
+    "/quotas/tenants/{label}", tags=["quotas"], status_code=204, response_class=Response,
+    responses=problems(404, 409, 422),
+)  # fmt: skip
 def drop_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label) -> None:
     """Back to what the settings say."""
-    _drop_quota(opened, service, tenant_note(label))
+    _drop_quota(opened, service, _tenant_note(label))
 
 
 @router.put("/quotas/namespaces/{namespace}", tags=["quotas"], responses=problems(422))
@@ -157,6 +159,13 @@ def _drop_quota(opened: Opened, service: Service, note: str) -> None:
         raise Refused(404, "no such quota was set at run time")
     log.info("%s: as in the settings", note)
     service.changed()
+
+
+def _tenant_note(label: str) -> str:
+    try:
+        return change.tenant_note(label)
+    except change.WrongLabel as fault:
+        raise Refused(409, str(fault)) from None
 
 
 def _keys(opened: Opened, prefix: PromptPrefix) -> list[bytes]:

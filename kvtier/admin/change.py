@@ -10,6 +10,7 @@ from kvtier.admin.answers import Evicted, PinRow, Pins, QuotaList, QuotaRow
 from kvtier.admin.listing import row_of
 from kvtier.admin.lookup import SETS_SHOWN_MAX
 from kvtier.admin.opened import Opened
+from kvtier.config_capacity import TENANT_BYTES_MAX
 from kvtier.eviction import limits, pins
 from kvtier.eviction.choice import Selection
 from kvtier.eviction.limits import Used, quota_value
@@ -27,6 +28,10 @@ class Busy(Exception):
 
 class OverCap(Exception):
     """Pins may not protect so much."""
+
+
+class WrongLabel(Exception):
+    """No tenant can be called so."""
 
 
 def evict(opened: Opened, selection: Selection, dry_run: bool, include_pinned: bool = False) -> Evicted:
@@ -113,8 +118,17 @@ def list_quotas(opened: Opened) -> QuotaList:
     return QuotaList(default_namespace_bytes=quotas.default_namespace_bytes, quotas=rows)
 
 
+def tenant_note(label: str) -> str:
+    """The name of the note with a tenant's quota. Raises WrongLabel for one that no settings can have."""
+    is_plain = label.isprintable() and "/" not in label and label == label.strip()
+    if not is_plain or not 0 < len(label.encode()) <= TENANT_BYTES_MAX:
+        what = "printable, without a / and without blanks around it"
+        raise WrongLabel(f"{label!r} is no tenant's label: that is 1 to {TENANT_BYTES_MAX} bytes in UTF-8, {what}")
+    return limits.tenant_note(label)
+
+
 def set_quota(opened: Opened, name: str, n_bytes: int | None) -> None:
-    """name: `limits.tenant_note` or `limits.namespace_note` of whose it is; None lifts what the settings say. Raises
+    """name: `tenant_note` or `limits.namespace_note` of whose it is; None lifts what the settings say. Raises
     IndexUnavailable."""
     opened.index.put_note(name, quota_value(n_bytes), None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +10,14 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from kvtier.agreement import Agreement, check_agreement, drop_lost
+from kvtier.commands.embedded import housekeeper, open_embedded
 from kvtier.commands.place import add_place, find_place
 from kvtier.commands.progress import progress
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.housekeeping import SWEEP_LEASE, Housekeeper, Rebuilt
+from kvtier.housekeeping import SWEEP_LEASE, Rebuilt
 from kvtier.index.base import Index
-from kvtier.index.embedded import LmdbIndex
 from kvtier.indexes import open_redis_to_mend
-from kvtier.owner import read_owner, this_node
 from kvtier.root import Root, open_root
 
 OTHERS_TIMEOUT_S = 60.0
@@ -96,34 +94,18 @@ def _index_of(options: argparse.Namespace) -> Iterator[OpenedIndex]:
         fix = "the index of this root is in Redis: name the engines' settings with --config FILE"
         raise ConfigError("index.url", None, fix)
     else:
-        found = OpenedIndex(root, _embedded(root), str(root.index_path))
+        found = OpenedIndex(root, open_embedded(root), str(root.index_path))
     try:
         yield found
     finally:
         found.opened.close()
 
 
-def _embedded(root: Root) -> LmdbIndex:
-    if root.index_path is None:
-        raise ConfigError("index.path", None, f"root {root.path} has no embedded index: there is nothing to rebuild")
-    owner = read_owner(root.folder)
-    if owner is None or owner.node != this_node():
-        fix = f"the index of this root lies on node {owner.node if owner else '?'}: run this there"
-        raise ConfigError("index.path", str(root.index_path), fix)
-    index = LmdbIndex(str(root.index_path))
-    try:
-        index.bind(root.folder)
-    except (ConfigError, IndexUnavailable):
-        index.close()
-        raise
-    return index
-
-
 def _rebuild(index: Index, root: Root) -> Rebuilt:
     """Waits for an engine's sweep to end. Raises IndexUnavailable when it does not."""
-    housekeeper = Housekeeper(index, root.folder, f"cli/{os.getpid()}")
+    keeping = housekeeper(index, root)
     deadline = time.monotonic() + OTHERS_TIMEOUT_S
-    while (rebuilt := housekeeper.rebuild(progress("rebuilding", "segments"))) is None:
+    while (rebuilt := keeping.rebuild(progress("rebuilding", "segments"))) is None:
         if time.monotonic() > deadline:
             other = index.lease_owner(SWEEP_LEASE, time.time())
             raise IndexUnavailable(f"{root.path}: {other} is sweeping it or rebuilding its index already; try again")

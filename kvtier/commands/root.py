@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -10,16 +9,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+from kvtier.commands.embedded import housekeeper, open_embedded
 from kvtier.commands.progress import progress
 from kvtier.commands.status import FOUND_BAD, OK, print_json
-from kvtier.commands.tables import print_table
+from kvtier.commands.tables import print_table, when
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Index
-from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verify
-from kvtier.owner import read_owner, this_node
 from kvtier.root import Root
 from kvtier.sizes import size
 
@@ -60,38 +57,27 @@ def _readable_index(root: Root) -> Iterator[Index]:
         return
     print("no index of this root here: reading the headers of all records instead", file=sys.stderr)
     memory = MemoryIndex()
-    _housekeeper(memory, root).rebuild(progress("reading headers", SEGMENTS))
+    housekeeper(memory, root).rebuild(progress("reading headers", SEGMENTS))
     yield memory
 
 
 def _embedded_index(root: Root) -> Index | None:
     """The root's own index, if it is here, can be opened and holds something."""
-    path = root.index_path
-    if path is None or not path.is_dir() or not _is_ours(root):
+    if root.index_path is None or not root.index_path.is_dir():
         return None
     try:
-        index = LmdbIndex(str(path))
+        index = open_embedded(root)
     except (ConfigError, IndexUnavailable, OSError) as fault:
         print(fault, file=sys.stderr)
         return None
     try:
-        index.bind(root.folder)
         if not index.was_reset:
             index.counts()
             return index
-    except (ConfigError, IndexUnavailable) as fault:
+    except IndexUnavailable as fault:
         print(fault, file=sys.stderr)
     index.close()
     return None
-
-
-def _is_ours(root: Root) -> bool:
-    owner = read_owner(root.folder)
-    return owner is not None and owner.node == this_node()
-
-
-def _housekeeper(index: Index, root: Root) -> Housekeeper:
-    return Housekeeper(index, root.folder, f"cli/{os.getpid()}")
 
 
 # --- for programs ---
@@ -121,11 +107,10 @@ def _stats_row(entry: NamespaceStats) -> tuple[str, ...]:
     namespace, shape = entry.namespace, entry.namespace.geometry
     sets = f"{entry.sets}" + (f" ({entry.open_sets} open)" if entry.open_sets else "")
     sets += f" ({entry.pinned_sets} pinned)" if entry.pinned_sets else ""
-    used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.last_used_s)) if entry.last_used_s else "never"
     return (
         namespace.id.hex()[:12], namespace.engine, f"{shape.layers}x{shape.kv_heads} {shape.dtype}",
         namespace.codec.name, f"{entry.chunks:,}", f"{entry.tokens:,}", sets, f"{entry.segments:,}",
-        size(entry.n_bytes), used,
+        size(entry.n_bytes), when(entry.last_used_s),
     )  # fmt: skip
 
 

@@ -277,7 +277,9 @@ def test_quotas_are_set_lifted_and_reset(config: Path, capsys: pytest.CaptureFix
     assert (row["of"], row["quota_bytes"]) == (namespace_of(config), 2 << 20)
     assert "add --tenant LABEL" in refused(capsys, "quota", str(config), "--set", "1GiB")
     assert "add --set SIZE" in refused(capsys, "quota", str(config), "--tenant", "search")
-    assert "has no /" in refused(capsys, "quota", str(config), "--tenant", "a/b", "--reset")
+    for label in ("a/b", "\u00e9" * 17, " a", "\udcff"):  # the last is what a shell makes of a byte that is no UTF-8
+        assert "1 to 32 bytes" in refused(capsys, "quota", str(config), "--tenant", label, "--set", "1GiB")
+    printed(capsys, "quota", str(config), "--tenant", "\u00e9" * 16, "--set", "1GiB")
 
 
 # --- bench, verify ---

@@ -282,6 +282,16 @@ def test_quotas_are_set_and_lifted(served: Serving) -> None:
     assert ok(served, "GET", "/api/v1/quotas")["quotas"] == []
 
 
+def test_quotas_of_labels_that_no_settings_can_have(served: Serving) -> None:
+    """The limit is of bytes in UTF-8, not of characters."""
+    ok(served, "PUT", "/api/v1/quotas/tenants/" + "\u00e9" * 16, json={"quota_bytes": 1})
+    for label in ("\u00e9" * 17, "a%0Ab", "%20a", "%00"):
+        answer = served.call("PUT", f"/api/v1/quotas/tenants/{label}", json={"quota_bytes": 1})
+        assert "is no tenant's label" in assert_problem(answer, 409)["detail"]
+        assert_problem(served.call("DELETE", f"/api/v1/quotas/tenants/{label}"), 409)
+    assert len(ok(served, "GET", "/api/v1/quotas")["quotas"]) == 1
+
+
 # --- verify ---
 
 

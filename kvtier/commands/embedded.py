@@ -1,0 +1,34 @@
+"""A root's own index and its upkeep, as the commands that need no settings open them."""
+
+from __future__ import annotations
+
+import os
+
+from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.housekeeping import Housekeeper
+from kvtier.index.base import Index
+from kvtier.index.embedded import LmdbIndex
+from kvtier.owner import read_owner, this_node
+from kvtier.root import Root
+
+
+def open_embedded(root: Root) -> LmdbIndex:
+    """Made where there is none yet. Raises ConfigError for a root whose index is of another kind or node,
+    IndexUnavailable."""
+    if root.index_path is None:
+        raise ConfigError("index.path", None, f"root {root.path} has no embedded index: there is nothing to rebuild")
+    owner = read_owner(root.folder)
+    if owner is None or owner.node != this_node():
+        fix = f"the index of this root lies on node {owner.node if owner else '?'}: run this there"
+        raise ConfigError("index.path", str(root.index_path), fix)
+    index = LmdbIndex(str(root.index_path))
+    try:
+        index.bind(root.folder)
+    except (ConfigError, IndexUnavailable):
+        index.close()
+        raise
+    return index
+
+
+def housekeeper(index: Index, root: Root) -> Housekeeper:
+    return Housekeeper(index, root.folder, f"cli/{os.getpid()}")
