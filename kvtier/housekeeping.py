@@ -48,6 +48,17 @@ def writer_lease(owner: str) -> str:
     return f"writer/{owner}"
 
 
+def is_to_be_rebuilt(index: Index, folder: Path) -> bool:
+    """Whether segments lie in `folder` (`<root>/v1`) that the index does not know, because it lost its content. A root
+    without any has nothing to rebuild; one that can't be looked at may have. Raises IndexUnavailable."""
+    if not index.was_reset:
+        return False
+    try:
+        return any(file.name.endswith(SUFFIX) for space in namespace_folders(folder) for file in os.scandir(space))
+    except OSError:
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
     """What `Housekeeper.rebuild` did."""

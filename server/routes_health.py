@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.housekeeping import is_to_be_rebuilt
 from kvtier.server.access import TheRole, TheService, problems
 from kvtier.server.problems import RETRY_AFTER_S
 from kvtier.server.prometheus import CONTENT_TYPE, exposition
@@ -28,7 +29,8 @@ def readyz(service: TheService, response: Response) -> Readiness:
     try:
         index = service.opened.index
         index.counts()
-        return Readiness(is_ready=True, index="to be rebuilt" if index.was_reset else "ok")
+        is_lost = is_to_be_rebuilt(index, service.opened.root.folder)
+        return Readiness(is_ready=True, index="to be rebuilt" if is_lost else "ok")
     except (IndexUnavailable, ConfigError):
         response.status_code = 503
         response.headers["Retry-After"] = str(RETRY_AFTER_S)

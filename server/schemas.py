@@ -51,7 +51,7 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    """is_ready: the index answers. to be rebuilt: it lost its content (or is new), and the next engine that starts, or
+    """is_ready: the index answers. to be rebuilt: it knows nothing of the segments, and the next engine that starts, or
     `kvtier index rebuild`, reads it back from the segments."""
 
     model_config = _ANSWER

@@ -19,7 +19,7 @@ SetId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$", description="number of a
 
 
 class IndexState(BaseModel):
-    """is_being_rebuilt: it lost its content, or is new; an engine, or `kvtier index rebuild`, reads it back from the
+    """is_being_rebuilt: it knows nothing of the segments; an engine, or `kvtier index rebuild`, reads it back from the
     segments."""
 
     model_config = _ANSWER

@@ -1,5 +1,5 @@
 """How everything stands: one reading of the index's sets, counts and notes, and one look at the disk. Reads no segment
-and lists no folder of segments, so it costs the same whatever lies in them."""
+and lists no folder of segments unless the index is empty, so it costs the same whatever lies in them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvtier.admin.opened import Opened
 from kvtier.errors import Corrupt
 from kvtier.eviction import pins
 from kvtier.eviction.limits import Quotas
+from kvtier.housekeeping import is_to_be_rebuilt
 from kvtier.identity import Namespace
 from kvtier.index.base import SetInfo
 from kvtier.reports import NOTE_PREFIX, WorkerReport
@@ -33,8 +34,8 @@ def snapshot(opened: Opened) -> Snapshot:
     return Snapshot(
         at_s=now,
         index=IndexState(
-            is_being_rebuilt=opened.index.was_reset, chunks=counts.chunks, records=counts.records, sets=counts.sets,
-            set_bytes=counts.n_bytes,
+            is_being_rebuilt=is_to_be_rebuilt(opened.index, opened.root.folder), chunks=counts.chunks,
+            records=counts.records, sets=counts.sets, set_bytes=counts.n_bytes,
         ),
         capacity=capacity,
         tiers=[*figures.arenas_of(reports), on_disk],
