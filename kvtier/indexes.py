@@ -16,6 +16,7 @@ from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
+from kvtier.index.seen import Seen
 from kvtier.jobs import ThreadJobs
 from kvtier.lookups import InBackground, InPlace, Lookups
 from kvtier.metrics import Metrics
@@ -67,13 +68,13 @@ def open_redis_to_mend(settings: Settings, root: Root) -> Index:
     return index
 
 
-def look_at_redis(settings: Settings) -> str:
-    """What Redis says, in words; writes nothing. Raises ConfigError as an engine's start would."""
+def look_at_redis(settings: Settings) -> Seen:
+    """Writes nothing. Raises ConfigError as an engine's start would."""
     index = _redis(settings.index)
     try:
-        return f"in Redis at {settings.index.url}, {index.look()}"
+        return Seen(settings.index.url, True, index.look())
     except IndexUnavailable as fault:
-        return f"in Redis at {settings.index.url}, which does not answer: engines start, and go on without ({fault})"
+        return Seen(settings.index.url, False, str(fault))
     finally:
         index.close()
 

@@ -129,7 +129,9 @@ def _look_at_index(settings: Settings, folder: Path) -> str:
     if settings.index.kind == "memory":
         return "in memory: forgotten when the engine ends"
     if settings.index.kind == "redis":
-        return look_at_redis(settings)
+        seen = look_at_redis(settings)
+        silent = f"which does not answer: engines start, and go on without ({seen.said})"
+        return f"in Redis at {seen.url}, {seen.said if seen.does_answer else silent}"
     index_path = settings.index.path or default_index_path(settings.root, folder)
     kind = file_system_of(index_path)
     if kind.is_network:

@@ -12,13 +12,14 @@ from kvtier.doctor.host import Host, Verdict
 from kvtier.doctor.lustre import examine_efa
 from kvtier.doctor.storage import examine_storage
 from kvtier.errors import ConfigError
+from kvtier.index.seen import Seen
 from kvtier.io.native import instruction_set
 
 LINE_WIDTH = 110
 
 
 def examine(
-    path: Path | None, host: Host | None = None, look_at_redis: Callable[[Settings], str] | None = None
+    path: Path | None, host: Host | None = None, look_at_redis: Callable[[Settings], Seen] | None = None
 ) -> Iterator[Verdict]:
     """path: the root, or a settings file; None: the configured root, and where none is configured, storage is left
     out."""
@@ -38,16 +39,17 @@ def examine(
     yield _redis(settings, look_at_redis)
 
 
-def _redis(settings: Settings | None, look: Callable[[Settings], str] | None) -> Verdict:
+def _redis(settings: Settings | None, look: Callable[[Settings], Seen] | None) -> Verdict:
     if settings is None or look is None or settings.index.kind != "redis":
         return Verdict("ok", "Redis", "not configured")
     try:
-        said = look(settings).removeprefix("in Redis ")
+        seen = look(settings)
     except ConfigError as fault:
         return Verdict("bad", "Redis", f"{settings.index.url}: {fault.key} is refused", fault.fix)
-    if "does not answer" in said:
-        return Verdict("warn", "Redis", said, "start it, or correct index.url: until it answers, all is a miss")
-    return Verdict("ok", "Redis", said)
+    if not seen.does_answer:
+        fix = "start it, or correct index.url: until it answers, all is a miss"
+        return Verdict("warn", "Redis", f"at {seen.url}, which does not answer ({seen.said})", fix)
+    return Verdict("ok", "Redis", f"at {seen.url}, {seen.said}")
 
 
 def _settings(path: Path | None) -> tuple[Settings | None, Verdict | None]:

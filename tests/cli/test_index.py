@@ -18,6 +18,7 @@ from kvtier.doctor.report import examine
 from kvtier.index.base import Index, Location, NewRecord
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.redis_index import RedisIndex
+from kvtier.index.seen import Seen
 from kvtier.indexes import look_at_redis, open_index
 from kvtier.root import open_root
 from tests.core.rig import Engine
@@ -196,6 +197,17 @@ def test_doctor_looks_at_the_redis_of_a_settings_file(tmp_path: Path) -> None:
         assert level == "bad" and "refuses the login" in said
     level, said = redis_verdict()
     assert level == "warn" and "does not answer" in said
+
+
+@pytest.mark.parametrize(("does_answer", "level"), [(True, "ok"), (False, "warn")])
+def test_doctor_goes_by_whether_redis_answered_and_not_by_its_words(
+    does_answer: bool, level: str, tmp_path: Path
+) -> None:
+    config, url = tmp_path / "kvtier.yaml", "redis://kv.example"
+    config.write_text(json.dumps({"root": str(tmp_path / "kv"), "index": {"kind": "redis", "url": url}}))
+    found = examine(config, look_at_redis=lambda _: Seen(url, does_answer, "whose index does not answer"))
+    (verdict,) = [verdict for verdict in found if verdict.what == "Redis"]
+    assert (verdict.level, bool(verdict.fix)) == (level, not does_answer) and url in verdict.value
 
 
 @has_redis
