@@ -15,6 +15,8 @@ from kvtier.index.redis_wire import Request, Wire, is_refusal, unavailable
 
 COMMANDS = "+@read +@write +@connection +eval +evalsha +cluster|slots"
 """What an ACL has to allow."""
+VERSION_MIN = 7
+"""Of Redis; Valkey begins with it. Older ones do not know scripts that run while the server is full."""
 
 
 class Binding:
@@ -95,6 +97,11 @@ class Binding:
                 # Full, but it was said before whose it is: it can be used, though nothing is written.
                 if place >= len(before) or not is_refusal(answer) or None in answers[-2]:
                     raise unavailable(answer)
+        hello = dict(zip(answers[-1][::2], answers[-1][1::2], strict=False))
+        version = hello.get(b"version", b"").decode()
+        if version.partition(".")[0].isdecimal() and int(version.partition(".")[0]) < VERSION_MIN:
+            fix = f"that is Redis {version}: the index needs Redis {VERSION_MIN} or newer, or Valkey"
+            raise ConfigError("index.url", self._settings.url, fix)
         if b"cluster" in answers[-1] and self._settings.place.kind != "cluster":  # its mode
             raise self._no_single()
         return answers[-2:]

@@ -11,7 +11,7 @@ from kvtier.errors import Corrupt, IndexUnavailable
 from kvtier.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import Location
-from kvtier.index.redis_keys import CHANGE_ENTRIES, SCRIPTS, Keys
+from kvtier.index.redis_keys import PUT_IN, SCRIPTS, TAKE_OUT, Keys, Script
 from kvtier.index.redis_wire import Argument, Command, Request, Wire, unavailable
 
 CONFLICTS_MAX = 64
@@ -85,7 +85,8 @@ class EntryTable:
     def change(self, changes: Sequence[tuple[bytes, Change]], are_new: bool) -> list[bool]:
         """Changes entries, each as an atomic step; whether the change was not refused, for each.
 
-        changes: (key, change), several of one key in their order. are_new: most have no entry yet: not read before.
+        changes: (key, change), several of one key in their order. are_new: records are put in, and most
+            have no entry yet: it is not read before. Else they are only taken out, which a full server lets through.
         """
         results = [False] * len(changes)
         last = dict.fromkeys((key for key, _ in changes), b"")
@@ -93,15 +94,16 @@ class EntryTable:
             keys = list(last)
             last.update(zip(keys, (value or b"" for value in self.get(keys)), strict=True))
         waiting = list(range(len(changes)))
+        script = PUT_IN if are_new else TAKE_OUT
         for _ in range(CONFLICTS_MAX + len(changes)):
             if not waiting:
                 return results
-            waiting = self._round(changes, waiting, last, results)
+            waiting = self._round(script, changes, waiting, last, results)
         raise IndexUnavailable("others change the same entries all the time")
 
     def _round(
-        self, changes: Sequence[tuple[bytes, Change]], waiting: Sequence[int], last: dict[bytes, bytes],
-        results: list[bool],
+        self, script: Script, changes: Sequence[tuple[bytes, Change]], waiting: Sequence[int],
+        last: dict[bytes, bytes], results: list[bool],
     ) -> list[int]:  # fmt: skip
         """One change for each key at most; those that are still to be made."""
         later: list[int] = []
@@ -115,7 +117,7 @@ class EntryTable:
             results[place] = new is not None
             if new is not None and new != last[key]:
                 asked[key] = (place, last[key], new)
-        for key, (place, _, new), now in self._swap(asked):
+        for key, (place, _, new), now in self._swap(script, asked):
             if now is None or now == new:  # the answer to an earlier try may have been lost
                 last[key] = new
             else:
@@ -124,7 +126,7 @@ class EntryTable:
         return sorted(later)
 
     def _swap(
-        self, asked: Mapping[bytes, tuple[int, bytes, bytes]]
+        self, script: Script, asked: Mapping[bytes, tuple[int, bytes, bytes]]
     ) -> Iterator[tuple[bytes, tuple[int, bytes, bytes], bytes | None]]:
         batches: dict[int, list[list[bytes]]] = {}
         for key in asked:
@@ -141,7 +143,7 @@ class EntryTable:
                 _, old, new = asked[key]
                 arguments += [old, new, b"%d" % _records_more(old, new)]
             names = [counts, *(self._keys.entry(key) for key in batch)]
-            requests.append(Request(counts, CHANGE_ENTRIES.call(names, arguments)))
+            requests.append(Request(counts, script.call(names, arguments)))
         for (_, batch), answer in zip(calls, self._caller.run(requests), strict=True):
             for key, now in zip(batch, answer, strict=True):
                 yield key, asked[key], now

@@ -24,6 +24,9 @@ again, and if it takes no more, both are taken back. A set is removed in the opp
 its list is closed, its records leave their entries, the list goes, and last the set. So whoever dies in between leaves
 a set that is still listed, and that the next evictor removes; only a publisher that dies right beside an evictor can
 leave an entry that points nowhere, which is a miss, and gone with it.
+
+A server at its maxmemory refuses what is new: sets, and records. What changes or goes is let through, with leases and
+notes, which are few and small: without them nobody could evict, and it would stay full.
 """
 
 from __future__ import annotations
@@ -61,11 +64,16 @@ class Script(NamedTuple):
     def of(cls, text: str) -> Script:
         return cls(text, sha1(text.encode()).hexdigest())
 
+    @classmethod
+    def when_full(cls, text: str) -> Script:
+        """One that a full server runs, too. Redis before 7 does not know the first line, and takes it for an error."""
+        return cls.of(f"#!lua flags=allow-oom\n{text}")
+
     def call(self, keys: list[bytes], arguments: list[bytes]) -> Command:
         return ("EVALSHA", self.sha, len(keys), *keys, *arguments)
 
 
-CHANGE_ENTRIES = Script.of("""
+_CHANGE_ENTRIES = """
 local answer = {}
 for i = 2, #KEYS do
   local old, new, records = ARGV[3 * i - 5], ARGV[3 * i - 4], tonumber(ARGV[3 * i - 3])
@@ -80,7 +88,8 @@ for i = 2, #KEYS do
   end
 end
 return answer
-""")
+"""
+PUT_IN, TAKE_OUT = Script.of(_CHANGE_ENTRIES), Script.when_full(_CHANGE_ENTRIES)
 """KEYS: the tag's counts, entries. ARGV: for each entry what it must be ("": absent), what it becomes, records more.
 Answers for each: nil when it was changed, else what it is."""
 
@@ -100,7 +109,7 @@ return answer
 """KEYS: a set's list. ARGV: 1 when read from files, else 0; place, chunk key, ... Answers nil when the list takes none,
 else for each place 2: entered, 1: was there, 0: it is another chunk's."""
 
-MARK_LIST = Script.of("""
+MARK_LIST = Script.when_full("""
 local is_closing = ARGV[1] == 'g'
 if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
 if is_closing or redis.call('HGET', KEYS[1], '') ~= 'g' then redis.call('HSET', KEYS[1], '', ARGV[1]) end
@@ -114,7 +123,10 @@ return 0
 """)
 """KEYS: a hash with such a field. ARGV: what it must be, what it becomes."""
 
-CHANGE_TABLE = Script.of("""
+PUT_NOTE = Script.when_full("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])")
+"""KEYS: the notes. ARGV: name, note."""
+
+_CHANGE_TABLE = """
 if ARGV[1] ~= '' then
   local lease = redis.call('HGET', KEYS[3], ARGV[1]) or '\\0\\0\\0\\0\\0\\0\\0\\0'
   if string.sub(lease, 1, 8) ~= ARGV[2] then return false end
@@ -132,12 +144,16 @@ for i = 3, #ARGV, 4 do
   end
 end
 return answer
-""")
+"""
+ADD_TO_TABLE, CHANGE_TABLE = Script.of(_CHANGE_TABLE), Script.when_full(_CHANGE_TABLE)
 """KEYS: a hash, the sum of bytes, the leases. ARGV: a lease and the token that it must have ("": whatever); for each
 field of the hash its name, what it must be, what it becomes, bytes more. Answers nil when the token is another, else
 for each field nil when it was changed, or what it is."""
 
-SCRIPTS = {script.sha: script.text for script in (CHANGE_ENTRIES, ENTER_MEMBERS, MARK_LIST, MARK_MADE, CHANGE_TABLE)}
+SCRIPTS = {
+    script.sha: script.text
+    for script in (PUT_IN, TAKE_OUT, ENTER_MEMBERS, MARK_LIST, MARK_MADE, PUT_NOTE, ADD_TO_TABLE, CHANGE_TABLE)
+}
 
 
 class Keys:

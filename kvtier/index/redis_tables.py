@@ -15,7 +15,19 @@ from kvtier.errors import Corrupt, IndexUnavailable, StaleLease
 from kvtier.index import set_info
 from kvtier.index.base import SetInfo, Use
 from kvtier.index.redis_entries import CONFLICTS_MAX, Caller
-from kvtier.index.redis_keys import CHANGE_TABLE, EXPIRES, GOING, HELD, LEASE, SET_ID, TOKEN, Keys
+from kvtier.index.redis_keys import (
+    ADD_TO_TABLE,
+    CHANGE_TABLE,
+    EXPIRES,
+    GOING,
+    HELD,
+    LEASE,
+    PUT_NOTE,
+    SET_ID,
+    TOKEN,
+    Keys,
+    Script,
+)  # fmt: skip
 from kvtier.index.redis_wire import Request
 
 Change = Callable[[bytes], bytes]
@@ -48,10 +60,12 @@ class Table:
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
     def change(
-        self, fields: Sequence[bytes], change: Callable[[bytes, bytes], bytes], fence: Fence | None = None
-    ) -> dict[bytes, tuple[bytes, bytes]]:
+        self, fields: Sequence[bytes], change: Callable[[bytes, bytes], bytes], fence: Fence | None = None,
+        script: Script = CHANGE_TABLE,
+    ) -> dict[bytes, tuple[bytes, bytes]]:  # fmt: skip
         """Changes fields by (field, what it is) -> what it becomes; what each was, and became.
 
+        script: ADD_TO_TABLE where a full server is to refuse it.
         Raises StaleLease when the fence's lease has another token; nothing more is changed then.
         """
         done: dict[bytes, tuple[bytes, bytes]] = {}
@@ -67,7 +81,7 @@ class Table:
             if not asked:
                 return done
             waiting = {}
-            for field, now in self._swap(asked, fence):
+            for field, now in self._swap(script, asked, fence):
                 if now is None or now == asked[field][1]:  # the answer to an earlier try may have been lost
                     done[field] = asked[field]
                 else:
@@ -76,16 +90,18 @@ class Table:
                 return done
         raise IndexUnavailable("others change the same fields all the time")
 
-    def change_one(self, field: bytes, change: Change, fence: Fence | None = None) -> tuple[bytes, bytes]:
-        return self.change([field], lambda _, value: change(value), fence)[field]
+    def change_one(
+        self, field: bytes, change: Change, fence: Fence | None = None, script: Script = CHANGE_TABLE
+    ) -> tuple[bytes, bytes]:
+        return self.change([field], lambda _, value: change(value), fence, script)[field]
 
     def _swap(
-        self, asked: Mapping[bytes, tuple[bytes, bytes]], fence: Fence | None
+        self, script: Script, asked: Mapping[bytes, tuple[bytes, bytes]], fence: Fence | None
     ) -> list[tuple[bytes, bytes | None]]:
         arguments = [b"", b""] if fence is None else [fence.lease.encode(), TOKEN.pack(fence.token)]
         for field, (old, new) in asked.items():
             arguments += [field, old, new, b"%d" % (self._size(new) - self._size(old))]
-        call = CHANGE_TABLE.call([self.name, self._keys.bytes, self._keys.leases], arguments)
+        call = script.call([self.name, self._keys.bytes, self._keys.leases], arguments)
         answer: list[bytes | None] | None = self._caller.run([Request(self.name, call)])[0]
         if answer is None:
             raise StaleLease("what was to be removed is left to who evicts now")
@@ -123,7 +139,7 @@ class SetTable:
     def add(self, info: SetInfo) -> bytes:
         """Registers a set, unless its id is taken; what stood there (b"": nothing)."""
         new = HELD + set_info.pack(info)
-        return self._table.change_one(SET_ID.pack(info.set_id), lambda old: old or new)[0]
+        return self._table.change_one(SET_ID.pack(info.set_id), lambda old: old or new, script=ADD_TO_TABLE)[0]
 
     def is_free(self, set_id: int) -> bool:
         return not self._table.get(SET_ID.pack(set_id))
@@ -226,7 +242,8 @@ class NoteTable:
 
     def put(self, name: str, value: bytes, expires_s: float | None) -> None:
         packed = EXPIRES.pack(math.inf if expires_s is None else expires_s) + value
-        self._caller.one(self._table.name, "HSET", self._table.name, name.encode(), packed)
+        call = PUT_NOTE.call([self._table.name], [name.encode(), packed])
+        self._caller.run([Request(self._table.name, call)])
 
     def find(self, prefix: str, now_s: float) -> dict[str, bytes]:
         found = self._table.all()

@@ -1,0 +1,79 @@
+"""A Redis at its maxmemory: it refuses what is new, and lets evicting through, for only so it gets room again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ConfigError, IndexRefused
+from kvtier.eviction.choice import Selection
+from kvtier.evictor import Evictor
+from kvtier.index.base import EVICT_LEASE, IndexCounts, NewRecord, Use
+from kvtier.index.redis_index import RedisIndex
+from tests.redis_server import Server, cluster, cluster_url, has_redis, index_settings, standalone
+
+from index_data import key, record, set_info
+
+pytestmark = has_redis
+
+CHUNKS = 20
+
+
+@pytest.fixture(params=["standalone", "cluster"])
+def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Server]]:
+    if request.param == "cluster":
+        with cluster(tmp_path) as servers:
+            yield servers
+    else:
+        with standalone(tmp_path) as server:
+            yield [server]
+
+
+def records(set_id: int) -> list[NewRecord]:
+    return [record(100 * set_id + slot, set_id, slot) for slot in range(CHUNKS)]
+
+
+def test_a_full_redis_lets_evicting_through_and_nothing_new(servers: list[Server], tmp_path: Path) -> None:
+    url = servers[0].url if len(servers) == 1 else cluster_url(servers)
+    index = RedisIndex(index_settings(url))
+    index.bind("a root")
+    for set_id in (1, 2):
+        assert index.create_set(set_info(set_id)) and index.publish(records(set_id)) == CHUNKS
+        index.close_set(set_id, 1 << 20)
+    for server in servers:
+        server.cli("config", "set", "maxmemory", "1")
+    for new in (lambda: index.create_set(set_info(3)), lambda: index.publish([record(7, 2, 30)])):
+        with pytest.raises(IndexRefused, match="maxmemory"):
+            new()
+    assert index.acquire_lease("writer/me", "me", 10.0, 5.0) is not None, "an engine is not taken for dead"
+    index.touch({2: Use(20.0, 1)})
+    done = Evictor(index, tmp_path, "me", clock=lambda: 30.0).evict(Selection(n_bytes=1), 1 << 30)
+    assert done is not None and [info.set_id for info in done.sets] == [1]
+    assert index.counts() == IndexCounts(CHUNKS, CHUNKS, 1, 1 << 20)
+    assert index.lease_owner(EVICT_LEASE, 30.0) is None and index.notes("", 30.0) == {}
+    assert index.retract(key(200), index.members(2)[0][1]) and len(index.members(2)) == CHUNKS - 1
+    index.take_over(2)
+    assert index.remove_set(2) == CHUNKS - 1 and index.counts() == IndexCounts(0, 0, 0, 0)
+    index.close()
+
+
+def test_a_redis_that_is_too_old_is_named_at_start_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would refuse the scripts that a full server runs, in words that nobody understands."""
+    with standalone(tmp_path) as server:
+        index = RedisIndex(index_settings(server.url))
+        run = index._wire.run
+
+        def as_an_old_one(requests: Any) -> list[Any]:
+            answers = run(requests)
+            hello = answers[-1]
+            hello[hello.index(b"version") + 1] = b"6.2.14"
+            return answers
+
+        monkeypatch.setattr(index._wire, "run", as_an_old_one)
+        for ask in (lambda: index.bind("a root"), index.look):
+            with pytest.raises(ConfigError, match=r"Redis 6\.2\.14: the index needs Redis 7"):
+                ask()
+        index.close()
