@@ -80,18 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         ("check", "whether index and segment files agree", on_index.run_check_index),
     ):
         on_index.add_options(_add_command(index, name, description, act))
-    check = _add_command(commands, "check", "whether an engine would start with a settings file", _on_path(run_check))
-    check.add_argument("path", metavar="CONFIG.yaml", type=path_argument, help="the settings file")
-    doctor = _add_command(
-        commands, "doctor", "whether this machine is fit, and what to do about it", _on_path(run_doctor)
-    )
-    doctor.add_argument(
-        "path",
-        metavar="PATH",
-        type=path_argument,
-        nargs="?",
-        help="the root, or a settings file; left out: the configured root",
-    )
+    _add_check(commands)
+    _add_doctor(commands)
     add_options(_add_command(commands, "plan", "what KV of a model takes, what fits, what a reload costs", run_plan))
     about = "the admin service: REST, metrics for Prometheus, the dashboard at /ui"
     serve = commands.add_parser("serve", help=about, description=about)
@@ -110,6 +100,25 @@ def _add_command(
     return parser
 
 
+def _add_check(commands: Any) -> None:
+    def run(options: argparse.Namespace) -> int:
+        return run_check(options.path, options.json, options.all)
+
+    check = _add_command(commands, "check", "whether an engine would start with a settings file", run)
+    check.add_argument("path", metavar="CONFIG.yaml", type=path_argument, help="the settings file")
+    text = "print every setting; otherwise those that are set, and what tells most"
+    check.add_argument("--all", action="store_true", help=text)
+
+
+def _add_doctor(commands: Any) -> None:
+    def run(options: argparse.Namespace) -> int:
+        return run_doctor(options.path, options.json)
+
+    doctor = _add_command(commands, "doctor", "whether this machine is fit, and what to do about it", run)
+    text = "the root, or a settings file; left out: the configured root"
+    doctor.add_argument("path", metavar="PATH", type=path_argument, nargs="?", help=text)
+
+
 def _serve(options: argparse.Namespace) -> int:
     """Its packages are an extra: who only looks at a root needs none of them."""
     settings = Settings.load({} if options.path is None else {"config": str(options.path)})
@@ -119,10 +128,6 @@ def _serve(options: argparse.Namespace) -> int:
         fix = f"the package {missing.name} is not installed: pip install './kvtier[server]' beside its checkout"
         raise ConfigError("serve", str(options.path or ""), fix) from None
     return run_serve(settings)
-
-
-def _on_path(run: Callable[..., int]) -> Callable[[argparse.Namespace], int]:
-    return lambda options: run(options.path, options.json)
 
 
 def _version() -> str:

@@ -1,4 +1,7 @@
-"""`kvtier check CONFIG.yaml`: would an engine start with these settings? Writes nothing."""
+"""`kvtier check CONFIG.yaml`: would an engine start with these settings? Writes nothing.
+
+Shown are the settings that are set, then those that tell most of a deployment, as far as there is room.
+"""
 
 from __future__ import annotations
 
@@ -25,35 +28,54 @@ from kvtier.record import FORMAT_VERSION
 from kvtier.root import check_mount, check_space, find_root
 from kvtier.sizes import size
 
+SHOWN_MAX = 18
+"""Settings, unless all are asked for: with what lies at the root and what may hurt, a screen of 25 lines."""
+TELLING = (
+    "capacity_bytes", "segment_bytes", "chunk_tokens", "codec", "index.kind", "index.path", "host.arena_bytes",
+    "host.admit", "hbm.staging_bytes", "hbm.arena_bytes", "io.threads", "io.piece_bytes", "capacity.policy",
+)  # fmt: skip
 
-def run_check(config: Path, as_json: bool) -> int:
+
+def run_check(config: Path, as_json: bool, shows_all: bool) -> int:
     """Prints what an engine would use; status 1, and one line on standard error, when it would not start."""
     try:
         settings = Settings.load({"config": str(config)})
         _look_at_gpu(settings)
         root = _look_at_root(settings)
-        warnings = _look_at_rooms(settings)
+        warnings = [*_look_at_rooms(settings), *_look_at_service(settings)]
     except ConfigError as fault:
         print(" ".join(str(fault).split()), file=sys.stderr)
         return FOUND_BAD
-    values = dict(_leaves(settings))
-    chosen = {name: text for name, text in _chosen(settings).items() if values[name] is None}
     if as_json:
+        chosen = _chosen_where_unset(settings)
         found = {"settings": settings.model_dump(mode="json"), "chosen": chosen, "root": root, "but": warnings}
         print_json(found)
         return OK
     for warning in warnings:
         print(f"but: {warning}")
-    usual = dict(_leaves(Settings(root=settings.root)))
-    lines: dict[bool, list[str]] = {False: [], True: []}
-    for name, value in values.items():
-        is_usual = name != "root" and value == usual[name]
-        shown = chosen.get(name) or _shown(name, value)
-        lines[is_usual].append(f"{name}: {shown}{'  (the default)' if is_usual else ''}")
-    print("\n".join(lines[False] + lines[True]))
+    for line in _lines(settings, shows_all):
+        print(line)
     for what, text in root.items():
         print(f"{what}: {text}")
     return OK
+
+
+def _lines(settings: Settings, shows_all: bool) -> list[str]:
+    values, chosen = dict(_leaves(settings)), _chosen_where_unset(settings)
+    usual = dict(_leaves(Settings(root=settings.root)))
+    is_set = [name for name in values if name == "root" or values[name] != usual[name]]
+    others = [name for name in values if name not in is_set]
+    shown = is_set + others if shows_all else (is_set + [name for name in TELLING if name in others])[:SHOWN_MAX]
+    lines = [
+        f"{name}: {chosen.get(name) or _shown(name, values[name])}{'' if name in is_set else '  (the default)'}"
+        for name in shown
+    ]
+    left = len(values) - len(shown)
+    if left:
+        n_set = len(set(is_set) - set(shown))
+        kept = f"{n_set} of them set, the others" if n_set else "all"
+        lines.append(f"... and {left} more settings, {kept} with their defaults: --all prints them")
+    return lines
 
 
 def _leaves(model: BaseModel, before: str = "") -> Iterator[tuple[str, Any]]:
@@ -71,6 +93,11 @@ def _shown(name: str, value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"{value} ({size(value)})" if name.endswith("_bytes") and isinstance(value, int) else str(value)
+
+
+def _chosen_where_unset(settings: Settings) -> dict[str, str]:
+    values = dict(_leaves(settings))
+    return {name: text for name, text in _chosen(settings).items() if values[name] is None}
 
 
 def _chosen(settings: Settings) -> dict[str, str]:
@@ -95,6 +122,15 @@ def _look_at_rooms(settings: Settings) -> list[str]:
     check_host_arena(n_bytes, memory)
     found = (beyond_the_disk(place_of(settings.root), settings.capacity_bytes), beyond_available(n_bytes, memory))
     return [warning for warning in found if warning]
+
+
+def _look_at_service(settings: Settings) -> list[str]:
+    """What stops `kvtier serve`, but no engine: on an engine's host its tokens may rightly be missing."""
+    try:
+        settings.server.check()
+    except ConfigError as fault:
+        return [f"kvtier serve would not start: {fault.key}: {fault.fix}"]
+    return []
 
 
 def _look_at_gpu(settings: Settings) -> None:

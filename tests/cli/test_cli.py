@@ -194,12 +194,39 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_check_prints_what_would_be_used(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(config)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines.index("io.threads: 3") == 2 and "model_tag: null  (the default)" in lines  # what is set comes first
-    assert "io.threads: 3" in lines and "capacity_bytes: 2147483648 (2.0 GiB)" in lines
-    assert "epoch: 0  (the default)" in lines
+    assert lines[0].startswith("root: ") and lines[1:3] == ["capacity_bytes: 2147483648 (2.0 GiB)", "io.threads: 3"]
+    assert "codec: raw  (the default)" in lines and not any(line.startswith("epoch") for line in lines)
     assert any(line.startswith("root is: to be created, on ") for line in lines)
     assert any(line.startswith("index is: to be created at ") for line in lines)
     assert [path.name for path in config.parent.iterdir()] == [config.name]  # nothing was made
+
+
+def test_check_prints_a_screen_unless_all_is_asked_for(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*options: str) -> list[str]:
+        assert main(["check", str(config), *options]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    everything = printed("--all")
+    assert len(everything) > 60 and "model_tag: null  (the default)" in everything
+    brief = printed()
+    assert len(brief) <= 25 and set(brief) - set(everything) == {brief[-3]}
+    left = int(brief[-3].split()[2])
+    assert len(brief) - 1 + left == len(everything) and "all with their defaults: --all" in brief[-3]
+    queues = "queues: {save_chunks_max: 9, load_requests_max: 9, save_threads: 9, load_threads: 9}"
+    more = "epoch: 9\nmodel_tag: m\nsave_generated: false\nmin_load_tokens: 9\nwriter_lease_s: 9\ntouch_interval_s: 9"
+    server = "server: {port: 9, body_bytes_max: 9, timeout_s: 9, connections_max: 9, history_s: 9}\nshutdown_drain_s: 9"
+    config.write_text("\n".join([config.read_text(), queues, more, server, "host: {admit: never}"]))
+    brief = printed()
+    assert len(brief) <= 25 and "2 of them set, the others with their defaults" in brief[-3]
+
+
+def test_check_of_a_service_that_would_not_start(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine does, so it is no reason to refuse the file."""
+    config.write_text(config.read_text() + "server: {host: 0.0.0.0}\n")
+    assert main(["check", str(config)]) == 0
+    assert capsys.readouterr().out.startswith("but: kvtier serve would not start: server.host: others could reach it")
+    assert main(["check", "--json", str(config)]) == 0
+    assert "server.host" in printed_json(capsys)["but"][0]
 
 
 def test_check_of_a_capacity_beyond_the_disk(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
