@@ -72,7 +72,7 @@ def open_root(settings: Settings) -> Root:
 
 def find_root(path: Path) -> Root:
     """An existing root, for looking at; writes nothing. Raises ConfigError when there is none at `path`."""
-    folder = path / f"v{FORMAT_VERSION}"
+    folder = path.absolute() / f"v{FORMAT_VERSION}"  # what the owner says of the index is within it
     try:
         if not path.is_dir():
             raise ConfigError("root", str(path), "there is no such folder")
@@ -82,7 +82,7 @@ def find_root(path: Path) -> Root:
         owner = read_owner(folder)
     except OSError as error:
         raise ConfigError("root", str(path), f"cannot be read: {error}") from None
-    return Root(path.absolute(), folder.absolute(), owner.index_path if owner else None, owner.root_id if owner else "")
+    return Root(path.absolute(), folder, owner.index_path if owner else None, owner.root_id if owner else "")
 
 
 def check_space(path: Path, needed_bytes: int) -> None:
