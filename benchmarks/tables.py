@@ -41,10 +41,10 @@ def files() -> dict[Path, tuple[tuple[tuple[str, str], Sections], ...]]:
     """What stands between which marks of which file."""
     quality = tables_quality.SECTIONS if tables_quality.RESULT.exists() else ()
     return {
-        ROOT / "README.md": ((CPU_MARKS, tables_cpu.SECTIONS), (GPU_MARKS, tables_headline.SECTIONS)),
+        ROOT / "README.md": ((CPU_MARKS, (*tables_headline.SECTIONS, tables_cpu.demo_in_short)),),
         ROOT / "benchmarks" / "README.md": (
-            (CPU_MARKS, (tables_eviction.eviction, tables_redis.redis_index)),
-            (GPU_MARKS, (*tables_gpu.SECTIONS, *tables_codecs.SECTIONS, *quality)),
+            (CPU_MARKS, (*tables_cpu.SECTIONS, tables_eviction.eviction, tables_redis.redis_index)),
+            (GPU_MARKS, (tables_headline.others, *tables_gpu.SECTIONS, *tables_codecs.SECTIONS, *quality)),
         ),
     }
 

@@ -98,7 +98,7 @@ def reloads() -> list[str]:
 
 
 def in_short() -> list[str]:
-    """For the README: a line a codec that was run in an engine, and one on the kernels."""
+    """A line a codec that was run in an engine, and one on the kernels."""
     lines = []
     for run in codec_runs():
         codec = read(run)["extra"]["codec"]

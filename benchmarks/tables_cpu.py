@@ -1,4 +1,7 @@
-"""The README's tables of what ran on a CPU, from benchmarks/results/*.json; written by benchmarks/tables.py."""
+"""Tables of what ran on a CPU, from benchmarks/results/*.json; written by benchmarks/tables.py.
+
+They stand in benchmarks/README.md; the README has a line on the demo.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,19 @@ def demo() -> list[str]:
         f"**A second vLLM process** (`make demo`, vLLM {result['vllm']}, {result['machine']}; {made(result)}):",
         "",
         *table(["prompt", "tokens", "hit tokens", "TTFT cold / reloaded", "outputs identical"], rows),
+    ]
+
+
+def demo_in_short() -> list[str]:
+    """For the README: its longest prompt, and whether all outputs were those of the first process."""
+    result = read("demo")
+    longest = max(result["rows"], key=lambda row: int(row["hit_tokens"]))
+    same = sum(row["identical"] for row in result["rows"])
+    times = longest["cold_s"] / longest["warm_s"]
+    return [
+        f"**The demo** (`make demo`, vLLM {result['vllm']} on a CPU, {result['machine']}; {made(result)}): the first "
+        f"token after {longest['tokens']:,} stored ones comes {times:.0f} times sooner in the second process; "
+        f"{same} of {len(result['rows'])} outputs are identical."
     ]
 
 

@@ -1,4 +1,4 @@
-"""The README's one table of what ran on a GPU, and a line for each other question; benchmarks/README.md has all."""
+"""The README's tables of what ran on a GPU, and for benchmarks/README.md a line for each other question."""
 
 from __future__ import annotations
 
@@ -46,6 +46,21 @@ def reloads() -> list[str]:
     ]  # fmt: skip
 
 
+def from_disk() -> list[str]:
+    """The same from a disk, where bytes and not kvtier decide whether a reload is worth it."""
+    result = read("ttft_disk")
+    lengths = by_length(result)
+    rates = [rate / 1e9 for of in lengths.values() for rate in of["kvtier"]["all_read_bytes_s"]]
+    times = {name: " / ".join(short(of[name]) for of in lengths.values()) for name in ("kvtier", "computed")}
+    slower = sum(of["kvtier"]["ttft_s"] > of["computed"]["ttft_s"] for of in lengths.values())
+    return [
+        f"**From a disk** that reads {span(rates, 1)} GB/s ({made(result)}), {' / '.join(f'{n:,}' for n in lengths)} "
+        f"tokens took {times['kvtier']} ms, where computing took {times['computed']}: slower in {slower} of "
+        f"{len(lengths)}. `min_load_tokens: auto` leaves such hits to be computed as soon as the engine has seen a "
+        "prefill; a fresh process, as these were, has seen none."
+    ]
+
+
 def rows_of(run: str) -> Rows:
     return by_length(read(run))
 
@@ -67,7 +82,7 @@ def _judged(goals: list[tuple[bool, str]]) -> str:
 
 
 def others() -> list[str]:
-    """A line for each other question, and what has no answer yet."""
+    """A line for each question, and what has no answer yet."""
     lines = [_disk(), _saving(), _kernels(), _equality(), _load_mix(), *_two_gpus()]
     lines += [*tables_codecs.in_short(), *_quality()]
     runs = tables_codecs.codec_runs()
@@ -80,7 +95,7 @@ def others() -> list[str]:
     }
     lacking = [what for what, is_there in measured.items() if not is_there]
     return [
-        "Beside these, each in [benchmarks/README.md](benchmarks/README.md) with its run, its ceiling and its spread:",
+        "**In short**; each question stands further down with its run, its ceiling and its spread:",
         "",
         *(f"- {line}" for line in lines),
         *([f"- In no result of a GPU yet: {', '.join(lacking)}."] if lacking else []),
@@ -103,7 +118,7 @@ def _quality() -> list[str]:
     )
     return [
         f"**Quality**{mark('quality')}, one small Llama trained for it, KL to bf16 KV in nats and same top token: "
-        f"{shown}. Nothing is said of other models ([plot](benchmarks/results/gpu/quality.svg))."
+        f"{shown}. Nothing is said of other models ([plot](results/gpu/quality.svg))."
     ]
 
 
@@ -187,4 +202,4 @@ def _two_gpus() -> list[str]:
     ]
 
 
-SECTIONS: tuple[Callable[[], list[str]], ...] = (reloads, others)
+SECTIONS: tuple[Callable[[], list[str]], ...] = (reloads, from_disk)

@@ -1,4 +1,4 @@
-"""The README's text on what the codecs cost in quality, from results/gpu/quality.json (benchmarks/quality)."""
+"""What the codecs cost in quality, in benchmarks/README.md, from results/gpu/quality.json (benchmarks/quality)."""
 
 from __future__ import annotations
 

@@ -55,6 +55,17 @@ def test_the_readmes_table_says_of_each_time_whether_its_goal_was_met(monkeypatc
     assert "200 (goal 130: **missed**)" in text and "32,768 tokens from tmpfs 200 ms (goal 130)" in text
 
 
+def test_the_readme_says_where_a_reload_was_slower_than_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tables_gpu.read("ttft_disk")
+    ways = {(row["tokens"], row["system"]): row for row in result["rows"]}
+    reading(monkeypatch, {"ttft_disk": result})
+    for tokens, seconds in ((8_192, 0.3), (32_768, 1.2), (100_000, 6.0)):
+        ways[tokens, "computed"]["ttft_s"], ways[tokens, "kvtier"]["ttft_s"] = seconds, seconds - 0.1
+    ways[32_768, "kvtier"]["ttft_s"] = 1.3
+    (text,) = tables_headline.from_disk()
+    assert "took 200 / 1,300 / 5,900 ms, where computing took 300 / 1,200 / 6,000: slower in 1 of 3." in text
+
+
 def test_other_systems_stand_beside_kvtier_only_if_they_ran_on_the_same_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -64,7 +75,7 @@ def test_other_systems_stand_beside_kvtier_only_if_they_ran_on_the_same_machine(
     assert "vLLM's own tiering" not in "\n".join(tables_headline.reloads())
 
 
-def test_what_went_wrong_under_load_is_said_in_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_went_wrong_under_load_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     result = tables_gpu.read("load_mix")
     for good in (True, False):
         reading(monkeypatch, {"load_mix": result | {"good": good}})
@@ -121,7 +132,7 @@ def test_tables_of_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Met: 100,000 tokens from tmpfs 150 ms (goal 180)" in text
 
 
-def test_lookup_and_fio_in_the_readme_are_absolute_and_with_their_spread() -> None:
+def test_lookup_and_fio_are_absolute_and_with_their_spread() -> None:
     lookup, records = ("\n".join(section()) for section in (tables_cpu.lookup, tables_cpu.records))
     p50_us = tables_cpu.read("lookup")["parts"]["total"]["p50_us"]
     assert f"| 5 ms | {p50_us / 1000:.2f} ms, " in lookup
@@ -130,9 +141,9 @@ def test_lookup_and_fio_in_the_readme_are_absolute_and_with_their_spread() -> No
     assert f"{cell['percent_of_fio']:.0f}% ({min(shares):.0f}-{max(shares):.0f})" in records
 
 
-def test_every_refusal_of_the_connectors_is_in_the_readme() -> None:
+def test_every_refusal_of_the_connectors_is_in_kvtiers_readme() -> None:
     """By its key, as the error names it."""
-    refused = (ROOT / "README.md").read_text().split("What stops start-up")[1].split("\n#")[0]
+    refused = (ROOT / "kvtier" / "README.md").read_text().split("## What stops start-up")[1].split("\n#")[0]
     keys = {key for path in (ROOT / "connectors").glob("*.py") for key in refusals(path.read_text())}
     assert len(keys) > 10 and not [key for key in sorted(keys) if f"`{key}`" not in refused]
 
@@ -151,6 +162,26 @@ def refusals(source: str) -> list[str]:
             if isinstance(key, ast.Name) and ast.unparse(loop.target) == key.id and call in ast.walk(loop):
                 found += ast.literal_eval(loop.iter)
     return found
+
+
+PAGES = [ROOT / folder / "README.md" for folder in (".", "benchmarks", "configs")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """To files that are there, and to headings that they have."""
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    assert len(links) > 2
+    for path, _, heading in (link.partition("#") for link in links):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not heading or heading in headings(target), f"{path}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """As GitHub names them in links."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
 
 def reading(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
