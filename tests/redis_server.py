@@ -127,7 +127,7 @@ def index_settings(url: str, prefix: str = "kvtier", reply_timeout_ms: float = G
     )
 
 
-ACL = ["+@read", "+@write", "+@connection", "+eval", "+evalsha", "+cluster|slots"]
+ACL = ["+@read", "+@write", "+@connection", "+eval", "+evalsha", "+time", "+cluster|slots"]
 USER, PASSWORD = "engine", "a secret: p@ss/word"
 
 

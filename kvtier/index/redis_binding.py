@@ -13,7 +13,7 @@ from kvtier.index.redis_entries import Caller
 from kvtier.index.redis_keys import FORMAT
 from kvtier.index.redis_wire import Request, Wire, is_refusal, unavailable
 
-COMMANDS = "+@read +@write +@connection +eval +evalsha +cluster|slots"
+COMMANDS = "+@read +@write +@connection +eval +evalsha +time +cluster|slots"
 """What an ACL has to allow."""
 VERSION_MIN = 7
 """Of Redis; Valkey begins with it. Older ones do not know scripts that run while the server is full."""

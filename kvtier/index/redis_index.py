@@ -6,6 +6,7 @@ IndexUnavailable; `kvtier.index.guard` makes that cheap.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from kvtier.config_index import IndexSettings
 from kvtier.index import entry
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, NewRecord, SetInfo, Use
 from kvtier.index.redis_binding import Binding
+from kvtier.index.redis_clock import Clock, ServerClock
 from kvtier.index.redis_entries import BATCH_KEYS, Caller, EntryTable, adding, locations_of, taking_out
 from kvtier.index.redis_keys import (
     CLOSED,
@@ -37,9 +39,10 @@ _REFUSED, _WAS_THERE, _ENTERED = 0, 1, 2
 
 
 class RedisIndex:
-    """See `kvtier.index.base.Index`. Connects when it is first used."""
+    """See `kvtier.index.base.Index`. Connects when it is first used. clock: that of this node, by which the times are
+    that callers pass; how far it is from the server's does not matter."""
 
-    def __init__(self, settings: IndexSettings) -> None:
+    def __init__(self, settings: IndexSettings, clock: Clock = time.time) -> None:
         self._wire: Wire = open_wire(settings)
         self._keys = keys = Keys(settings.prefix, TAGS if settings.place.kind == "cluster" else 1)
         self._caller = caller = Caller(self._wire)
@@ -47,6 +50,7 @@ class RedisIndex:
         self._sets = SetTable(caller, keys)
         self._leases = LeaseTable(caller, keys)
         self._notes = NoteTable(caller, keys)
+        self._clock = ServerClock(self._wire, keys.leases, clock)
         self._binding = Binding(caller, self._wire, keys.meta, settings)
         self._seen: dict[bytes, bytes] = {}
 
@@ -181,19 +185,19 @@ class RedisIndex:
     # --- leases and notes ---
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
-        return self._leases.acquire(name, owner, now_s, ttl_s)
+        return self._leases.acquire(name, owner, self._clock.of(now_s), ttl_s)
 
     def lease_owner(self, name: str, now_s: float) -> str | None:
-        return self._leases.owner(name, now_s)
+        return self._leases.owner(name, self._clock.of(now_s))
 
     def release_lease(self, name: str, owner: str) -> None:
         self._leases.release(name, owner)
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
-        self._notes.put(name, value, expires_s)
+        self._notes.put(name, value, None if expires_s is None else self._clock.of(expires_s))
 
     def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
-        return self._notes.find(prefix, now_s)
+        return self._notes.find(prefix, self._clock.of(now_s))
 
     def drop_note(self, name: str) -> bool:
         return self._notes.drop(name)

@@ -1,0 +1,88 @@
+"""Nodes whose clocks differ by more than a lease is long: leases and notes go by the server's clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.index.base import EVICT_LEASE
+from kvtier.index.redis_clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
+from kvtier.index.redis_index import RedisIndex
+from kvtier.index.redis_wire import open_wire
+from tests.redis_server import Server, has_redis, index_settings, standalone
+
+pytestmark = has_redis
+
+FAR_S, LEASE_S = 3600.0, 30.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with standalone(tmp_path / "redis") as server:
+        yield server
+
+
+def clock_off_by(seconds: float) -> Callable[[], float]:
+    return lambda: time.time() + seconds
+
+
+@pytest.mark.parametrize("off_s", [-FAR_S, FAR_S])
+def test_an_engine_whose_clock_is_far_off_is_alive_for_others(server: Server, off_s: float) -> None:
+    """Its open sets were taken over with each sweep, and its report was not seen."""
+    clock = clock_off_by(off_s)
+    far, other = RedisIndex(index_settings(server.url), clock), RedisIndex(index_settings(server.url))
+    assert far.acquire_lease("writer/far", "far", clock(), LEASE_S) is not None
+    far.put_note("report/far", b"alive", clock() + LEASE_S)
+    for index, now in ((far, clock), (other, time.time)):
+        assert index.lease_owner("writer/far", now()) == "far"
+        assert index.lease_owner("writer/far", now() + LEASE_S + TOLERATED_S) is None
+        assert index.notes("report/", now()) == {"report/far": b"alive"}
+    assert other.notes("report/", time.time() + LEASE_S + TOLERATED_S) == {}
+    far.close()
+    other.close()
+
+
+@pytest.mark.parametrize("off_s", [-FAR_S, FAR_S])
+def test_nobody_takes_a_lease_that_another_node_holds(server: Server, off_s: float) -> None:
+    clock = clock_off_by(off_s)
+    far, other = RedisIndex(index_settings(server.url), clock), RedisIndex(index_settings(server.url))
+    token = other.acquire_lease(EVICT_LEASE, "other", time.time(), LEASE_S)
+    assert token is not None and far.acquire_lease(EVICT_LEASE, "far", clock(), LEASE_S) is None
+    later_s = LEASE_S + TOLERATED_S
+    assert far.acquire_lease(EVICT_LEASE, "far", clock() + later_s, LEASE_S) == token + 1
+    assert other.acquire_lease(EVICT_LEASE, "other", time.time() + later_s, LEASE_S) is None
+    far.close()
+    other.close()
+
+
+def test_a_clock_that_is_set_is_noticed_at_once_and_the_server_is_asked_now_and_then(server: Server) -> None:
+    wire, wall, steady = open_wire(index_settings(server.url)), [time.time()], [100.0]
+    clock = ServerClock(wire, b"any", lambda: wall[0], lambda: steady[0])
+    assert clock.of(5.0) == 5.0, "it is kept together with the server's"
+    wall[0] -= FAR_S
+    assert clock.of(5.0) == pytest.approx(5.0 + FAR_S, abs=TOLERATED_S)
+    before = commands(server)
+    steady[0] += ASKED_EVERY_S / 2
+    clock.of(5.0)
+    assert commands(server) == before
+    steady[0] += ASKED_EVERY_S / 2
+    assert clock.of(5.0) == pytest.approx(5.0 + FAR_S, abs=TOLERATED_S), "the other clock ran ahead of the server's"
+    assert commands(server) == before + 1
+    wire.close()
+
+
+def commands(server: Server) -> int:
+    """How often it was asked for the time."""
+    stats = server.cli("info", "commandstats").splitlines()
+    return sum(int(line.split("calls=")[1].split(",")[0]) for line in stats if line.startswith("cmdstat_time:"))
+
+
+def test_a_user_who_may_not_ask_for_the_time_goes_by_the_own_clock(server: Server) -> None:
+    server.cli("acl", "setuser", "default", "-time")
+    index = RedisIndex(index_settings(server.url), clock_off_by(FAR_S))
+    assert index.acquire_lease("a lease", "me", 10.0, 5.0) is not None
+    assert index.lease_owner("a lease", 14.0) == "me" and index.lease_owner("a lease", 16.0) is None
+    index.close()
