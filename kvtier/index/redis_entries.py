@@ -51,12 +51,13 @@ class Caller:
     def one(self, key: bytes, *command: Argument) -> Any:
         return self.run([Request(key, command)])[0]
 
-    def scan(self, pattern: bytes) -> Iterator[list[bytes]]:
-        """Names of all keys that match, on all shards; some may come twice. Looks at every key of the servers."""
+    def scan(self, pattern: bytes, kind: str) -> Iterator[list[bytes]]:
+        """Names of all keys of a kind (string, hash) that match, on all shards; some may come twice. Looks at every key
+        of the servers."""
         for shard in self._wire.shards():
             cursor = b"0"
             while True:
-                answer = self._wire.run_on(shard, ("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_KEYS))
+                answer = self._wire.run_on(shard, ("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_KEYS, "TYPE", kind))
                 if isinstance(answer, ResponseError):
                     raise unavailable(answer) from answer
                 cursor, names = answer
@@ -156,7 +157,7 @@ class EntryTable:
 
     def all(self) -> Iterator[tuple[bytes, bytes]]:
         """(key, entry) of every chunk; some may come twice. For checks: it reads the whole index."""
-        for names in self._caller.scan(self._keys.entry_pattern):
+        for names in self._caller.scan(self._keys.entry_pattern, "string"):
             keys = [name[-16:] for name in names]
             for key, value in zip(keys, self.get(keys), strict=True):
                 if value is not None:

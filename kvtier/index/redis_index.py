@@ -244,8 +244,8 @@ class RedisIndex:
         return list({self._wire.shard_of(name): name for name in reversed(self._marks())}.values())
 
     def clear(self) -> None:
-        for pattern in (self._keys.entry_pattern, self._keys.list_pattern):
-            for names in self._caller.scan(pattern):
+        for pattern, kind in ((self._keys.entry_pattern, "string"), (self._keys.list_pattern, "hash")):
+            for names in self._caller.scan(pattern, kind):
                 self._caller.run([Request(name, ("UNLINK", name)) for name in names])
         counts = [self._keys.counts(tag) for tag in range(self._keys.tags)]
         self._caller.run([Request(name, ("HDEL", name, "c", "r")) for name in counts])

@@ -180,7 +180,8 @@ class Keys:
 
     @property
     def entry_pattern(self) -> bytes:
-        """For SCAN; a chunk key may hold any bytes, and has 16 of them."""
+        """For SCAN of strings; a chunk key may hold any bytes, and has 16 of them. Hashes of an index under
+        `P:e:<more>` match it, too (its leases, its sets), but no string does."""
         return self._prefix + (b":e:" if self.tags == 1 else b":{???}:") + b"?" * 16
 
     @property

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from kvtier.errors import IndexUnavailable
-from kvtier.index.base import EVICT_LEASE, Use
+from kvtier.index.base import EVICT_LEASE, IndexCounts, Use
 from kvtier.index.redis_index import RedisIndex
 from tests.redis_server import Server, has_redis, index_settings, standalone
 
@@ -121,3 +121,25 @@ def test_an_emptied_redis_that_another_root_takes_first(server: Server) -> None:
         ours.sets()
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("more", ["e", "e:a", "e:ab", "e:" + "a" * 14, "e:e"])
+def test_an_index_whose_prefix_goes_on_where_another_ends_is_left_alone(server: Server, more: str) -> None:
+    """Names of its keys look as if they were those of the other's entries; clearing that one took them along."""
+    outer, inner = (RedisIndex(index_settings(server.url, prefix)) for prefix in ("x", f"x:{more}"))
+    for number, index in enumerate((outer, inner)):
+        index.bind(f"root {number}")
+        index.rebuilt()
+        assert index.create_set(set_info(1)) and index.publish([record(1, 1, 0)]) == 1
+        assert index.acquire_lease(EVICT_LEASE, "me", 10.0, 5.0) is not None
+        index.put_note("pin/mine", b"it", None)
+    before = (inner.counts(), inner.sets(), list(inner.entries()))
+    assert list(outer.entries()) == before[2], "one each"
+    outer.clear()
+    assert outer.counts() == IndexCounts(0, 0, 0, 0)
+    assert (inner.counts(), inner.sets(), list(inner.entries())) == before and not inner.was_reset
+    assert inner.lease_owner(EVICT_LEASE, 10.0) == "me" and inner.notes("", 10.0) == {"pin/mine": b"it"}
+    inner.clear()
+    assert inner.counts() == IndexCounts(0, 0, 0, 0)
+    outer.close()
+    inner.close()
