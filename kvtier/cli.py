@@ -17,9 +17,8 @@
     kvtier serve [CONFIG.yaml]   the admin service: REST, metrics for Prometheus, the dashboard
 
 PATH is the configured `root`, or with [PATH] a settings file, too: then, or with --config FILE or KVTIER_CONFIG, the
-command works on the deployment that it describes, whatever its index. `--json` prints for programs. Exit status: 0 all
-is well, 1 something bad was found, or nothing that was looked for, 2 it could not be done (one line on standard error
-says why).
+command works on the deployment that it describes, whatever its index. `--json` prints for programs. What the exit
+status means stands in `kvtier.commands.status`, and `kvtier --help` prints it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from kvtier.commands.check import run_check
 from kvtier.commands.doctor import run_doctor
 from kvtier.commands.place import path_argument
 from kvtier.commands.plan import add_options, run_plan
-from kvtier.commands.status import INTERRUPTED, NOT_DONE, OK
+from kvtier.commands.status import INTERRUPTED, MEANINGS, NOT_DONE, OK
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, KVTierError
 
@@ -60,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvtier", description="Looks after the folder of a KV cache tier.")
+    about = "Looks after the folder of a KV cache tier."
+    parser = argparse.ArgumentParser(prog="kvtier", description=about, epilog=MEANINGS)
     parser.add_argument("--version", action="version", version=f"kvtier {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     index = commands.add_parser("index", help="work on the index").add_subparsers(required=True, metavar="COMMAND")
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     add_options(_add_command(commands, "plan", "what KV of a model takes, what fits, what a reload costs", run_plan))
     about = "the admin service: REST, metrics for Prometheus, the dashboard at /ui"
-    serve = commands.add_parser("serve", help=about, description=about)
+    serve = commands.add_parser("serve", help=about, description=about, epilog=MEANINGS)
     serve.set_defaults(run=_serve)
     text = "the settings file; left out: the one that KVTIER_CONFIG names"
     serve.add_argument("path", metavar="CONFIG.yaml", type=path_argument, nargs="?", help=text)
@@ -96,6 +96,7 @@ def _add_command(
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description)
     parser.add_argument("--json", action="store_true", help="print for programs")
+    parser.epilog = MEANINGS
     parser.set_defaults(run=run)
     return parser
 

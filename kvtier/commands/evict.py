@@ -18,7 +18,7 @@ from kvtier.commands.prompts import (
     prefix_keys,
     size_argument,
 )
-from kvtier.commands.status import FOUND_BAD, OK, print_json
+from kvtier.commands.status import OK, print_json
 from kvtier.commands.tables import print_table, when
 from kvtier.eviction.choice import Selection
 from kvtier.sizes import size
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_evict(options: argparse.Namespace) -> int:
-    """Status 1 when not all of it could go."""
+    """Status 2 when not all of it could go."""
     chosen = (options.bytes, options.unused, options.namespace, options.tenant)
     if not options.all and all(value is None for value in chosen) and not has_prompt(options):
         raise NotDone("which sets? say --bytes, --unused, --namespace, --tenant or a prompt, or --all for everything")
@@ -60,7 +60,9 @@ def run_evict(options: argparse.Namespace) -> int:
         print_json(done.model_dump(mode="json"))
     else:
         _print(done)
-    return OK if done.is_complete else FOUND_BAD
+    if not done.is_complete:
+        raise NotDone("not all of it: another evictor took over, or the time was up; ask again for the rest")
+    return OK
 
 
 def _selection(options: argparse.Namespace, opened: Opened) -> Selection:
@@ -91,8 +93,6 @@ def _print(done: Evicted) -> None:
         print(f"... and {done.n_sets - ROWS_MAX:,} more")
     would = "would go" if done.dry_run else "went"
     print(f"{done.n_sets:,} segment sets {would}, {size(done.n_bytes)}")
-    if not done.is_complete:
-        print("Not all of it: another evictor took over, or the time was up. Ask again for the rest.")
 
 
 def _row(found: SetRow) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from kvtier.commands.prompts import (
     namespace_of,
     prefix_keys,
 )
-from kvtier.commands.status import FOUND_BAD, OK, print_json
+from kvtier.commands.status import OK, print_json
 from kvtier.commands.tables import print_table, when
 from kvtier.sizes import size
 
@@ -60,17 +60,18 @@ def run_pin(options: argparse.Namespace) -> int:
 
 
 def run_unpin(options: argparse.Namespace) -> int:
-    """Status 1 when there is no such pin."""
+    """Raises NotDone when there is no such pin."""
     with deployment(options) as opened:
         found = [pin.id for pin in list_pins(opened).pins if pin.id.startswith(options.pin)]
         if len(found) > 1 or not options.pin:
             raise NotDone(f"{len(found)} pins begin with {options.pin!r}: give more of the id")
-        is_dropped = bool(found) and drop_pin(opened, found[0])
+        if not found or not drop_pin(opened, found[0]):
+            raise NotDone(f"there is no pin {options.pin}")
     if options.json:
-        print_json({"id": found[0] if found else None, "is_removed": is_dropped})
+        print_json({"id": found[0]})
     else:
-        print(f"pin {found[0]} is removed" if is_dropped else f"there is no pin {options.pin}")
-    return OK if is_dropped else FOUND_BAD
+        print(f"pin {found[0]} is removed")
+    return OK
 
 
 def _wanted(options: argparse.Namespace, opened: Opened) -> NewPin:

@@ -9,7 +9,7 @@ from kvtier.admin.change import drop_quota, list_quotas, set_quota, tenant_note
 from kvtier.admin.opened import Opened
 from kvtier.commands.place import NotDone, add_place, deployment
 from kvtier.commands.prompts import add_namespace, namespace_of, size_argument
-from kvtier.commands.status import FOUND_BAD, OK, print_json
+from kvtier.commands.status import OK, print_json
 from kvtier.commands.tables import print_table
 from kvtier.eviction.limits import namespace_note
 from kvtier.sizes import size
@@ -27,13 +27,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_quota(options: argparse.Namespace) -> int:
-    """Lists them, after a change if one is asked for; status 1 when a quota that is to be reset was never set."""
+    """Lists them, after a change if one is asked for. Raises NotDone when a quota that is to be reset was never set."""
     is_change = options.set is not None or options.unlimited or options.reset
     if is_change != (options.tenant is not None or options.namespace is not None):
         fix = "--tenant LABEL or --namespace ID" if is_change else "--set SIZE, --unlimited or --reset"
         raise NotDone(f"a quota is changed by whose it is and what it is to be: add {fix}")
     with deployment(options) as opened:
-        is_done = _change(options, opened) if is_change else True
+        if is_change:
+            _change(options, opened)
         found = list_quotas(opened)
         known = {tenant.name for tenant in opened.settings.capacity.tenants}
     if options.json:
@@ -42,22 +43,20 @@ def run_quota(options: argparse.Namespace) -> int:
         _print(found)
         if options.tenant is not None and not options.reset and options.tenant not in known:
             print(f"no tenant is called {options.tenant} in these settings: only engines that know one by it keep that")
-        if not is_done:
-            print("nothing was reset: no such quota had been set")
-    return OK if is_done else FOUND_BAD
+    return OK
 
 
-def _change(options: argparse.Namespace, opened: Opened) -> bool:
+def _change(options: argparse.Namespace, opened: Opened) -> None:
     if options.tenant is not None:
         note = tenant_note(options.tenant)
     else:
         namespace = namespace_of(options, opened)
         assert namespace is not None
         note = namespace_note(namespace)
-    if options.reset:
-        return drop_quota(opened, note)
-    set_quota(opened, note, None if options.unlimited else options.set)
-    return True
+    if not options.reset:
+        set_quota(opened, note, None if options.unlimited else options.set)
+    elif not drop_quota(opened, note):
+        raise NotDone("nothing was reset: no such quota had been set")
 
 
 def _print(found: QuotaList) -> None:

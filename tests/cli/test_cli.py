@@ -17,6 +17,7 @@ import pytest
 from kvtier import root as root_module
 from kvtier.cli import main
 from kvtier.commands import check, doctor
+from kvtier.commands.status import FOUND_BAD, INTERRUPTED, NOT_DONE, OK
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.geometry import PAGE_BYTES
 from kvtier.index.embedded import LmdbIndex
@@ -373,6 +374,14 @@ def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
 def test_empty_path_is_not_the_current_folder(command: str) -> None:
     done = run(command, "")
     assert done.returncode == 2 and "it is empty; is a variable of your shell not set?" in done.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["check"], ["index", "rebuild"], ["serve"]])
+def test_help_says_what_a_status_means(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(f"{status} " in said.split("Exit status:")[1] for status in (OK, FOUND_BAD, NOT_DONE, INTERRUPTED))
 
 
 def test_version() -> None:

@@ -16,6 +16,8 @@ import pytest
 from kvtier.cli import main
 from kvtier.commands import bench, progress
 from kvtier.config import CONFIG_VARIABLE
+from kvtier.evictor import Evicted as Removed
+from kvtier.evictor import Evictor
 from kvtier.index.embedded import LmdbIndex
 from kvtier.owner import Owner, this_node
 from kvtier.reports import Latency, TopPrefix, WorkerReport
@@ -220,6 +222,16 @@ def test_evict_asks_on_a_terminal_and_does_nothing_without_one(
         assert sets_left(config, capsys) == left
 
 
+def test_evict_that_is_ended_before_says_so(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Evictor, "_remove", lambda *_: Removed((), 0))  # another one took over at once
+    capsys.readouterr()
+    assert main(["evict", str(config), "--all", "--yes", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["is_complete"] is False and "ask again for the rest" in captured.err
+
+
 def test_evict_of_nothing_in_particular_is_refused(
     config: Path, tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,7 +257,7 @@ def test_what_is_pinned_stays_until_it_is_unpinned(
     assert "2 pins begin with" in refused(capsys, "unpin", "", str(config))
     for pin in printed_json(capsys, "pin", str(config))["pins"]:
         assert "is removed" in printed(capsys, "unpin", pin["id"][:8], str(config))
-    assert "there is no pin ffffff" in printed(capsys, "unpin", "ffffff", str(config), status=1)
+    assert "there is no pin ffffff" in refused(capsys, "unpin", "ffffff", str(config))
     assert printed_json(capsys, "evict", str(config), "--all", "--yes")["n_sets"] == 1
 
 
@@ -271,7 +283,7 @@ def test_quotas_are_set_lifted_and_reset(config: Path, capsys: pytest.CaptureFix
     assert tenant() == (None, True)
     printed(capsys, "quota", str(config), "--tenant", "search", "--reset")
     assert tenant() == (16 << 20, False)
-    assert "nothing was reset" in printed(capsys, "quota", str(config), "--tenant", "search", "--reset", status=1)
+    assert "nothing was reset" in refused(capsys, "quota", str(config), "--tenant", "search", "--reset")
     printed(capsys, "quota", str(config), "--namespace", namespace_of(config)[:10], "--set", "2MiB")
     (row,) = [row for row in printed_json(capsys, "quota", str(config))["quotas"] if row["kind"] == "namespace"]
     assert (row["of"], row["quota_bytes"]) == (namespace_of(config), 2 << 20)
