@@ -13,6 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from kvtier.admin.opened import open_for_admin
+from kvtier.commands.status import NOT_DONE, OK
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.server.app import make_app
@@ -27,14 +28,19 @@ log = logging.getLogger("kvtier")
 
 
 def run_serve(settings: Settings) -> int:
-    """Serves until it is told to stop. Raises ConfigError for what it cannot be started with."""
+    """Serves until it is told to stop. The exit status; raises ConfigError for what it cannot be started with."""
     service = open_service(settings)
     listener = listen(settings)
     server = uvicorn.Server(uvicorn_config(service))
     print(f"kvtier serves {settings.root} at {address(settings, listener)}", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # which uvicorn hands on once it has ended well
+
+    def stop(number: int, frame: object) -> None:
+        """Before uvicorn listens to signals itself; it hands them on once it has ended well."""
+        server.should_exit = True
+
+    signal.signal(signal.SIGTERM, stop)
     server.run(sockets=[listener])
-    return 0 if server.started else 1
+    return OK if server.started else NOT_DONE
 
 
 def open_service(settings: Settings) -> Service:

@@ -7,6 +7,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -99,6 +100,25 @@ def test_tls_and_tokens_from_the_environment(tmp_path: Path) -> None:
         process = served.process
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+EARLY = """
+import os, signal, sys, uvicorn
+from kvtier.cli import main
+run = uvicorn.Server.run
+def early(server, sockets):
+    os.kill(os.getpid(), signal.SIGTERM)
+    run(server, sockets)
+uvicorn.Server.run = early
+sys.exit(main(["serve", sys.argv[1]]))
+"""
+
+
+def test_a_stop_that_comes_before_it_serves_is_heeded(tmp_path: Path) -> None:
+    config = write_config(tmp_path, tmp_path / "kv")
+    words = [sys.executable, "-c", EARLY, str(config)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=START_TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
 
 
 def test_engines_do_not_need_it(tmp_path: Path) -> None:
