@@ -1,0 +1,60 @@
+"""One run again, or many: `python -m tests.simulation --seed N --steps M [--recipe X] [--bug B]`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+
+from tests.simulation.recipes import NAMED, recipe_for
+from tests.simulation.world import Violation, play
+
+MEMORY = Path("/dev/shm")
+
+
+def command(seed: int, steps: int, recipe: str, bug: str | None = None) -> str:
+    """What replays a run."""
+    planted = f" --bug {bug}" if bug else ""
+    return f"python -m tests.simulation --seed {seed} --steps {steps} --recipe {recipe}{planted}"
+
+
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """Where operations are cheap."""
+    return tempfile.TemporaryDirectory(prefix="kvtier-sim-", dir=MEMORY if MEMORY.is_dir() else None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="so many runs, from --seed on")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--recipe", default="mixed", choices=["mixed", "random", *NAMED])
+    parser.add_argument("--log", action="store_true", help="what the library logs, too")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if args.log else logging.CRITICAL, format="%(message)s")
+    n_failed = 0
+    for seed in range(args.seed, args.seed + args.seeds):
+        recipe, started_s = recipe_for(args.recipe, seed), time.perf_counter()
+        with folder() as place, nullcontext():
+            try:
+                world = play(Path(place), seed, args.steps, recipe)
+            except Violation as fault:
+                n_failed += 1
+                print(f"VIOLATION: {fault}\n  again: {command(seed, args.steps, recipe.name)}")
+                if args.log:
+                    traceback.print_exc()
+                continue
+        took_s = time.perf_counter() - started_s
+        print(
+            f"seed {seed}, {recipe.name}: {took_s:.2f} s, {world.trace.hexdigest()[:12]}", dict(world.told), flush=True
+        )
+    return 1 if n_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

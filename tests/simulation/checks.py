@@ -1,0 +1,236 @@
+"""What must hold whenever one looks: the invariants of kvtier/README.md that can be seen from outside, and the accounts.
+
+I1 with each publish and over the whole index; I2, I9, I10 and I11 by who serves (tests.simulation.serving); I3 by the
+ring and here; I4 here and by the runtime; I5 because all of it holds while the index forgets, lies and is late; I6
+because one seed is one run; I7 here; I8 is no matter of time, and tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from kvtier.errors import Corrupt
+from kvtier.eviction.base import State
+from kvtier.evictor import Evicted, Evictor
+from kvtier.geometry import PAGE_BYTES, covers
+from kvtier.index import entry
+from kvtier.index.base import EVICT_LEASE, NOBODY, Location, NewRecord, SetInfo
+from kvtier.io.native import slab_checksums
+from kvtier.record import RecordHeader, record_bytes
+from kvtier.removal import Remover
+from kvtier.tiers.segments import segment_name
+from tests.simulation.engine import JOBS_MAX, EngineProcess
+from tests.simulation.place import Place
+from tests.simulation.primitives import SimJobs
+from tests.simulation.runtime import Process
+from tests.simulation.serving import Serving
+from tests.simulation.truth import SHAPE, slabs_of
+
+
+class Checks:
+    """Of a place. What is wrong goes to the runtime's violations."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._violate = place.runtime.violate
+        self.evicting: dict[Process | None, str] = {}
+        self.evicted: set[int] = set()
+        self._removing: dict[Process | None, int] = {}
+        self.claims: dict[bytes, frozenset[int]] = {}
+        place.index.on_publish = self.look_at_publish
+        place.index.on_remove = self.look_at_removal
+
+    # --- the index ---
+
+    def look_at_publish(self, records: Sequence[NewRecord], from_files: bool) -> None:
+        """I1: what becomes visible now is whole on disk, and is what the engine computed."""
+        place = self._place
+        known = {info.set_id: info for info in place.index.real.some_sets({r.location.set_id for r in records})}
+        for record in records:
+            info = known.get(record.location.set_id)
+            if info is None or (info.owner == NOBODY and not from_files):
+                continue  # it will be refused
+            self._look_at_record(info.namespace, record.key, record.location, may_be_gone=from_files)
+
+    def look_at_index(self) -> None:
+        """I1 of all that is visible; no entry names a set that is not there; each is of one whole chunk."""
+        real = self._place.index.real
+        known = {info.set_id: info for info in real.sets()}
+        for key, value in real.entries():
+            locations = entry.unpack(value)
+            for location in locations:
+                info = known.get(location.set_id)
+                if info is None:
+                    self._violate(f"an entry names set {location.set_id:016x}, which is not there")
+                else:
+                    self._look_at_record(info.namespace, key, location, may_be_gone=True)
+            if entry.is_complete(value) != covers((one.extent for one in locations), SHAPE.whole):
+                self._violate("a chunk is offered that is not complete (I1)")
+
+    def look_at_removal(self, set_id: int, process: Process | None) -> None:
+        """One evictor at a time: who was taken for dead removes nothing more."""
+        owner = self.evicting.get(process)
+        if self._removing.get(process) != set_id:
+            return  # what comes after the first step, to which the lease matters
+        del self._removing[process]
+        place = self._place
+        holder = place.index.real.lease_owner(EVICT_LEASE, place.runtime.now_s)
+        if owner is not None and holder is not None and holder != owner:
+            self._violate(f"set {set_id:016x} was evicted by {owner}, while {holder} evicts")
+
+    def _look_at_record(self, namespace: bytes, key: bytes, at: Location, may_be_gone: bool) -> None:
+        place = self._place
+        if (at.set_id, at.rank) in place.disk.damaged:
+            return
+        path = place.root.folder / namespace.hex() / segment_name(at.set_id, at.rank)
+        record = _read(path, at)
+        if record is None:
+            if not may_be_gone:
+                self._violate(f"a record was published in {path.name}, which is gone (I1)")
+            return
+        fault = self._fault_of(record, key, at)
+        if fault is not None:
+            self._violate(f"slot {at.slot} of {path.name} is visible: {fault} (I1)")
+
+    def _fault_of(self, record: bytes, key: bytes, at: Location) -> str | None:
+        if len(record) < record_bytes(at.extent, at.slab_bytes):
+            return f"the file ends {len(record)} bytes into it"
+        try:
+            header = RecordHeader.unpack(record[:PAGE_BYTES])
+        except Corrupt as fault:
+            return str(fault)
+        if (header.key, header.slot, header.set_id, header.extent) != (key, at.slot, at.set_id, at.extent):
+            return "its header is another record's"
+        slabs = [record[first : first + at.slab_bytes] for first in range(PAGE_BYTES, len(record), at.slab_bytes)]
+        identity = self._place.truth.by_key.get(key)
+        for number, slab in enumerate(slabs):
+            head, layer = at.extent.first_head + number, at.extent.first_layer
+            if header.checksums[number] != at.checksums[number] or _sum(slab, key, head, layer) != at.checksums[number]:
+                return f"the checksum of head {head} is wrong"
+            if identity is not None:
+                of_head = slabs_of(self._place.truth.of(identity), at.extent)[number]
+                if slab[: len(of_head)] != of_head:
+                    return f"head {head} is not what was computed (I2)"
+                if any(slab[len(of_head) :]):
+                    return f"behind head {head}, what others had in memory came to the disk"
+        return None
+
+    # --- memory, queues and accounts ---
+
+    def look_at_engine(self, serving: Serving) -> None:
+        """I3, I4, I7, after every step."""
+        engine = serving.engine
+        serving.check()
+        for name, fault in self._faults_of_memory(engine):
+            self._violate(f"{engine.process.name}: {name}: {fault}")
+
+    @staticmethod
+    def _faults_of_memory(engine: EngineProcess) -> Iterator[tuple[str, str]]:
+        for transfer, worker in zip(engine.transfers, engine.workers, strict=True):
+            for arena in (worker.arena, worker.host):
+                if arena is None:
+                    continue
+                try:
+                    arena._table.check()
+                except AssertionError as fault:
+                    yield "a slot is in no state, or in two (I3)", str(fault)
+                if arena._table.n_slots != arena.n_slots:
+                    yield "slots were added while it ran (I7)", str(arena._table.n_slots)
+            saver = transfer._saver
+            if not 0 <= saver._in_flight <= saver._gathered_max or not 0 <= saver._n_held <= saver._held_max:
+                yield "saves hold more than they may (I4)", f"{saver._in_flight}, {saver._n_held}"
+            for jobs in transfer._jobs:
+                assert isinstance(jobs, SimJobs)
+                if len(jobs._queue) > JOBS_MAX:
+                    yield "a queue is longer than it may be (I4)", str(len(jobs._queue))
+
+    def look_at_budget(self, is_exact: bool) -> None:
+        """What the sets take is what they are booked with at most, and files never take more than the budget (unless
+        some are in no index, `is_exact` False)."""
+        place = self._place
+        if is_exact and place.disk.used_bytes() > place.capacity_bytes:
+            self._violate(f"files take {place.disk.used_bytes()} bytes of {place.capacity_bytes}")
+
+    # --- at the end ---
+
+    def look_at_rest(self, serving: Serving) -> None:
+        """All is answered: every slot, claim and descriptor has come back."""
+        name = serving.engine.process.name
+        for left in self._left_over(serving):
+            self._violate(f"{name}: when all had ended, {left}")
+
+    def look_at_claims(self) -> None:
+        """What all ranks said is saved, and was visible then, is there, unless its sets were evicted, or damaged behind
+        the tier's back: nothing is lost."""
+        place = self._place
+        damaged = {set_id for set_id, _ in place.disk.damaged}
+        lost = [
+            key
+            for key, homes in self.claims.items()
+            if not homes & (self.evicted | damaged) and not place.index.real.resolve([key])
+        ]
+        if lost:
+            homes = ", ".join(f"{home:016x}" for home in sorted(self.claims[lost[0]]))
+            self._violate(f"{len(lost)} of {len(self.claims)} chunks that were saved are lost; the first: set {homes}")
+
+    @staticmethod
+    def _left_over(serving: Serving) -> Iterator[str]:
+        if not serving.is_idle:
+            yield f"{len(serving.requests) + len(serving.arrived)} requests had not (I9)"
+        for transfer, worker in zip(serving.engine.transfers, serving.engine.workers, strict=True):
+            loader, saver = transfer._loader, transfer._saver
+            if loader._loads or loader._fetcher._reading or loader._fetcher._wanted_twice:
+                yield "a load or its claim was left"
+            if saver._in_flight or saver._n_held or any(jobs.pending() for jobs in transfer._jobs):
+                yield "a save was left"
+            if len(worker.quarantine):
+                yield "late I/O was never taken back"
+            for arena in (worker.arena, worker.host):
+                if arena is not None and arena._table.available != arena.n_slots:
+                    yield f"{arena.n_slots - arena._table.available} of {arena.n_slots} slots were lost (I3)"
+            for files in worker.files._known.values():
+                if any(segment.users for segment in files._descriptors._open.values()):
+                    yield "a segment was still in use"
+
+
+@contextmanager
+def watching(checks: Checks) -> Iterator[None]:
+    """Knows who evicts, and what was evicted, while it lasts."""
+    runtime, plain_evict, plain_remove = checks._place.runtime, Evictor._remove, Remover.remove
+
+    def evict(evictor: Evictor, victims: Sequence[SetInfo], state: State, token: int) -> Evicted:
+        process = runtime.process
+        checks.evicting[process] = evictor._owner
+        try:
+            return plain_evict(evictor, victims, state, token)
+        finally:
+            del checks.evicting[process]
+
+    def remove(remover: Remover, info: SetInfo, token: int | None = None) -> int:
+        if runtime.process in checks.evicting:
+            checks.evicted.add(info.set_id)
+            checks._removing[runtime.process] = info.set_id
+        return plain_remove(remover, info, token)
+
+    with patch.object(Evictor, "_remove", evict), patch.object(Remover, "remove", remove):
+        yield
+
+
+def _read(path: Path, at: Location) -> bytes | None:
+    try:
+        with path.open("rb", buffering=0) as file:
+            n_bytes = record_bytes(at.extent, at.slab_bytes)
+            file.seek(PAGE_BYTES + at.slot * n_bytes)
+            return file.read(n_bytes)
+    except FileNotFoundError:
+        return None
+
+
+def _sum(slab: bytes, key: bytes, head: int, layer: int) -> int:
+    buffer = ctypes.create_string_buffer(slab, len(slab))
+    (found,) = slab_checksums(ctypes.addressof(buffer), len(slab), 1, key, head, layer)
+    return found

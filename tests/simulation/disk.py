@@ -1,0 +1,230 @@
+"""A disk that fails on purpose: a folder in memory, the system calls that the tier makes on it, and what is wrong with
+them at the moment. Reads and writes of records are `tests.simulation.ring`'s."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvtier.errors import Corrupt
+from kvtier.geometry import PAGE_BYTES
+from kvtier.record import SegmentHeader
+from kvtier.tiers.segments import SegmentFiles, parse_segment_name
+from tests.simulation.runtime import Runtime
+
+Segment = tuple[int, int]
+"""(set id, rank)"""
+
+
+@dataclass
+class Weather:
+    """How often an operation is slow (up to so many seconds), hangs (so long), ends with an error, ends too soon or is
+    torn: some of its pages are not what they should be, with an error or without a word."""
+
+    slow: float = 0.5
+    slow_s: float = 0.01
+    hang: float = 0.0
+    hang_s: float = 3.0
+    error: float = 0.0
+    short: float = 0.0
+    torn: float = 0.0
+
+
+@dataclass(eq=False)
+class Disk:
+    """damaged: segments in which bytes were changed behind the tier's back: nothing is promised of them any more.
+    capacity_bytes: of the whole disk."""
+
+    runtime: Runtime
+    folder: Path
+    capacity_bytes: int
+    weather: Weather = field(default_factory=Weather)
+    damaged: set[Segment] = field(default_factory=set)
+    is_full: bool = False
+    descriptors: dict[int, tuple[Any, Segment | None]] = field(default_factory=dict)
+
+    def chance(self, of: float) -> bool:
+        return of > 0 and self.runtime.rng.random() < of
+
+    def meet(self, what: str) -> None:
+        """A system call is about to be made: by a process that lives, in its time, and it may fail."""
+        runtime, weather = self.runtime, self.weather
+        if runtime.process is not None and runtime.process.is_dead:
+            runtime.die()
+        if not runtime.is_inside:
+            return
+        runtime.pause()
+        if not runtime.is_engine_thread:
+            if self.chance(weather.hang / 4):
+                runtime.sleep(weather.hang_s)
+            elif self.chance(weather.slow / 8):
+                runtime.sleep(runtime.rng.random() * weather.slow_s)
+        if self.chance(weather.error / 4):
+            raise OSError(errno.EIO, f"the disk fails: {what}")
+
+    def used_bytes(self) -> int:
+        return sum(entry.stat().st_blocks * 512 for folder in self.folders() for entry in os.scandir(folder))
+
+    def folders(self) -> list[str]:
+        return [entry.path for entry in os.scandir(self.folder) if entry.is_dir()]
+
+    def segments(self) -> list[tuple[Path, Segment]]:
+        """In order of their names."""
+        found = []
+        for folder in sorted(self.folders()):
+            for name in sorted(os.listdir(folder)):
+                segment = parse_segment_name(name)
+                if segment is not None:
+                    found.append((Path(folder) / name, segment))
+        return found
+
+    def close_all_of(self, process: object) -> None:
+        """What the kernel does for a process that ended."""
+        for fd, (owner, _) in list(self.descriptors.items()):
+            if owner is process:
+                del self.descriptors[fd]
+                os.close(fd)
+
+    def stamp(self, fd: int) -> None:
+        """Files are as old as the virtual clock says."""
+        os.utime(fd, (self.runtime.now_s, self.runtime.now_s))
+
+
+class SimOs:
+    """What modules under test use of `os`, on a Disk."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str | Path, flags: int, mode: int = 0o777) -> int:
+        self._disk.meet("open")
+        fd = os.open(path, flags, mode)
+        self._disk.descriptors[fd] = (self._disk.runtime.process, parse_segment_name(os.path.basename(path)))
+        if flags & os.O_CREAT:
+            self._disk.stamp(fd)
+        return fd
+
+    def close(self, fd: int) -> None:
+        self._disk.descriptors.pop(fd, None)
+        os.close(fd)
+
+    def posix_fallocate(self, fd: int, offset: int, n_bytes: int) -> None:
+        disk = self._disk
+        disk.meet("fallocate")
+        if disk.is_full or disk.used_bytes() + n_bytes > disk.capacity_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.posix_fallocate(fd, offset, n_bytes)
+
+    def ftruncate(self, fd: int, n_bytes: int) -> None:
+        self._disk.meet("ftruncate")
+        os.ftruncate(fd, n_bytes)
+        self._disk.stamp(fd)
+
+    def pwritev(self, fd: int, buffers: list[Any], offset: int) -> int:
+        self._disk.meet("pwritev")
+        written = os.pwritev(fd, buffers, offset)
+        self._disk.stamp(fd)
+        return written
+
+    def preadv(self, fd: int, buffers: list[Any], offset: int) -> int:
+        self._disk.meet("preadv")
+        return os.preadv(fd, buffers, offset)
+
+    def listdir(self, path: str | Path) -> list[str]:
+        self._disk.meet("listdir")
+        return os.listdir(path)
+
+    def statvfs(self, path: str | Path) -> SimpleNamespace:
+        self._disk.meet("statvfs")
+        free_bytes = 0 if self._disk.is_full else max(0, self._disk.capacity_bytes - self._disk.used_bytes())
+        return SimpleNamespace(f_bavail=free_bytes // PAGE_BYTES, f_frsize=PAGE_BYTES)
+
+
+def meeting(disk: Disk, unlink: Callable[[SegmentFiles, int, int], None]) -> Callable[[SegmentFiles, int, int], None]:
+    """`SegmentFiles.unlink` over the disk."""
+
+    def met(files: SegmentFiles, set_id: int, rank: int) -> None:
+        try:
+            disk.meet("unlink")
+        except OSError as fault:
+            from kvtier.errors import TierUnavailable
+
+            raise TierUnavailable(str(fault)) from fault
+        unlink(files, set_id, rank)
+
+    return met
+
+
+class Vandal:
+    """Changes bytes behind the tier's back, one kind of damage at a time."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._rng = disk.runtime.rng
+
+    def strike(self) -> bool:
+        found = self._disk.segments()
+        if not found:
+            return False
+        path, segment = self._rng.choice(found)
+        other, other_segment = self._rng.choice(found)
+        try:
+            header = SegmentHeader.unpack(path.read_bytes()[:PAGE_BYTES])
+        except Corrupt:
+            return False
+        damage = self._rng.choice(
+            [self._flip, self._flip, self._zero, self._copy, self._shorten, self._unlink, self._swap]
+        )
+        self._disk.damaged.add(segment)
+        if damage == self._swap:
+            self._disk.damaged.add(other_segment)
+        damage(path, header, other)
+        return True
+
+    def _flip(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        offset = self._record(header) + PAGE_BYTES + self._rng.randrange(header.slot_bytes - PAGE_BYTES)
+        with path.open("r+b") as file:
+            file.seek(offset)
+            old = file.read(1) or b"\0"
+            file.seek(offset)
+            file.write(bytes([old[0] ^ 1 << self._rng.randrange(8)]))
+
+    def _zero(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        self._write(path, self._record(header), bytes(header.slot_bytes))
+
+    def _copy(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        """The slot holds another one's record, whole, with its header."""
+        content = path.read_bytes()
+        source = self._record(header)
+        self._write(path, self._record(header), content[source : source + header.slot_bytes])
+
+    def _shorten(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        os.truncate(path, self._rng.randrange(PAGE_BYTES, max(PAGE_BYTES + 1, path.stat().st_size)))
+
+    def _unlink(self, path: Path, header: SegmentHeader, _: Path) -> None:
+        path.unlink()
+
+    def _swap(self, path: Path, header: SegmentHeader, other: Path) -> None:
+        """Two segments under each other's names."""
+        spare = path.with_suffix(".spare")
+        path.rename(spare)
+        if path != other:
+            other.rename(path)
+        spare.rename(other)
+
+    def _record(self, header: SegmentHeader) -> int:
+        return header.slot_offset(self._rng.randrange(header.slots))
+
+    @staticmethod
+    def _write(path: Path, offset: int, data: bytes) -> None:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(data)

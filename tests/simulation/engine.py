@@ -1,0 +1,214 @@
+"""One engine's process: the library's two halves, put together as `kvtier.assemble` does, on virtual threads and time,
+over a disk and an index that fail. What the engine itself does is in `tests.simulation.serving`."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.admission import Admission, Admissions, Policy
+from kvtier.breakeven import FixedLimit
+from kvtier.codecs.base import slab_bytes
+from kvtier.codecs.raw import RawCodec
+from kvtier.connectors.bridge import Faults, SchedulerBridge, WorkerBridge
+from kvtier.connectors.requests import ChunkShape
+from kvtier.errors import KVTierError
+from kvtier.eviction.lru import Lru
+from kvtier.eviction.s3fifo import S3Fifo
+from kvtier.evictor import Evictor
+from kvtier.geometry import PAGE_BYTES, RankShare, share_of_rank
+from kvtier.housekeeping import Housekeeper
+from kvtier.identity import CodecId, Namespace
+from kvtier.index.base import Index
+from kvtier.index.breaker import Breaker, BreakerPlan
+from kvtier.index.guard import GuardedIndex, QueueBounds
+from kvtier.io.engines import Engines
+from kvtier.io.ring import aligned_buffer
+from kvtier.keeper import Keeper, KeeperPlan
+from kvtier.kernels import host as host_kernels
+from kvtier.lookups import InBackground, InPlace, Lookups
+from kvtier.metrics import Metrics
+from kvtier.order import HostOrder
+from kvtier.record import record_bytes
+from kvtier.reports import About
+from kvtier.root import check_namespace, open_namespace
+from kvtier.saves import SaveBounds
+from kvtier.store import Store
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.segments import SegmentFolders
+from kvtier.transfer import Transfer, TransferJobs
+from kvtier.worker import ChunkArena, Quarantine, Worker, arena_slot_bytes
+from tests.simulation.index import SimIndex
+from tests.simulation.place import Place
+from tests.simulation.primitives import SimJobs
+from tests.simulation.ring import SimRing
+from tests.simulation.runtime import Process
+from tests.simulation.truth import BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, SHAPE, Pages
+
+TIMEOUT_S = 2.0
+WRITER_LEASE_S = 6.0
+N_BLOCKS = 40
+ANSWER_TIMEOUT_S = 1.0
+JOBS_MAX = 16
+CUTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
+"""(tensor-parallel size, pipeline stages)"""
+
+
+@dataclass(frozen=True)
+class Build:
+    """How an engine is built. slots: of a segment. has_host: its arenas are two, as on a GPU."""
+
+    weights: str
+    cut: tuple[int, int]
+    slots: int
+    arena_slots: int
+    has_host: bool
+    admit: Policy
+    threads: int
+    skew_s: float = 0.0
+
+    @classmethod
+    def drawn(cls, rng: random.Random, weights: str) -> Build:
+        return cls(
+            weights, rng.choice(CUTS), rng.choice([2, 3, 4]), rng.choice([4, 6, 10]), rng.random() < 0.3,
+            rng.choice(["always", "saved", "second_hit", "never"]), rng.choice([1, 2, 3]),
+        )  # fmt: skip
+
+
+def namespace_of(weights: str) -> Namespace:
+    return Namespace("sim", weights, SHAPE, "uint8", "", "", "", CodecId("raw", 1, 0), "", "0")
+
+
+def shares_of(cut: tuple[int, int]) -> list[RankShare]:
+    tensor_size, n_stages = cut
+    size = LAYERS // n_stages
+    return [
+        share_of_rank(SHAPE, rank, tensor_size, stage * tensor_size + rank, range(stage * size, (stage + 1) * size))
+        for stage in range(n_stages)
+        for rank in range(tensor_size)
+    ]
+
+
+class StrictFaults(Faults):
+    """Whatever is no fault of the tier that it names itself is a bug (I9)."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(lambda: place.runtime.now_s)
+        self._place = place
+
+    def _note(self, what: str, fault: Exception) -> None:
+        if not isinstance(fault, KVTierError | OSError):
+            self._place.runtime.violate(f"{what}: {type(fault).__name__}: {fault} (I9)", fault)
+        super()._note(what, fault)
+
+
+class EngineProcess:
+    """Made by a task of its process: making it may wait."""
+
+    def __init__(self, place: Place, process: Process, build: Build, rng: random.Random) -> None:
+        self.place = place
+        self.process = process
+        self.build = build
+        self.skew_s = build.skew_s
+        self.namespace = namespace_of(build.weights)
+        self.shares = shares_of(build.cut)
+        self.store = self._open_store(rng)
+        shape = ChunkShape(CHUNK_TOKENS, BLOCK_TOKENS)
+        faults = StrictFaults(place)
+        self.scheduler = SchedulerBridge(self.store, shape, FixedLimit(1), ANSWER_TIMEOUT_S, faults, self._monotonic)
+        self.pages = [Pages(share, N_BLOCKS) for share in self.shares]
+        self.transfers = [self._open_transfer(n, rng) for n in range(len(self.shares))]
+        self.ranks = [WorkerBridge(transfer, shape, StrictFaults(place)) for transfer in self.transfers]
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [transfer._worker for transfer in self.transfers]
+
+    @property
+    def n_writers(self) -> int:
+        return sum(share.writes is not None for share in self.shares)
+
+    def clock(self) -> float:
+        """What this node takes for the time of day."""
+        return self.place.runtime.now_s + self.skew_s
+
+    def close(self) -> None:
+        """As an engine that is told to stop."""
+        for rank in self.ranks:
+            rank.close(drain_s=3.0)
+        self.store.close()
+
+    def _monotonic(self) -> float:
+        return self.place.runtime.now_s
+
+    def _jobs(self, name: str, threads: int) -> SimJobs:
+        return SimJobs(self.place.runtime, self.process, name, threads, JOBS_MAX)
+
+    def _open_index(self, rng: random.Random, metrics: Metrics) -> Index:
+        index: Index = SimIndex(self.place.index, self.process)  # type: ignore[assignment]
+        if not self.place.index.is_remote:
+            return index
+        plan = BreakerPlan(failures=3, pause_first_s=0.2, pause_max_s=5.0)
+        breaker = Breaker(plan, random.Random(rng.getrandbits(32)))
+        guard = GuardedIndex(index, breaker, QueueBounds(64, 1 << 20), metrics, self._monotonic)
+        guard.start()
+        return guard
+
+    def _open_store(self, rng: random.Random) -> Store:
+        place, build = self.place, self.build
+        set_bytes = sum(
+            PAGE_BYTES + build.slots * record_bytes(share.writes, slab_bytes(RawCodec(), SHAPE, share.writes))
+            for share in self.shares
+            if share.writes is not None
+        )
+        open_namespace(place.root, self.namespace)
+        plan = KeeperPlan(
+            self.process.name, build.slots, set_bytes, place.capacity_bytes, WRITER_LEASE_S, 1.0,
+            lambda space: open_namespace(place.root, space), About(len(self.shares)),
+        )  # fmt: skip
+        index = self._open_index(rng, Metrics())
+        policy = rng.choice([Lru, S3Fifo])()
+        evictor = Evictor(index, place.root.folder, self.process.name, place.rules, policy, self.clock)
+        housekeeper = Housekeeper(index, place.root.folder, self.process.name, self.clock)
+        keeper = Keeper(self.namespace, plan, index, housekeeper, evictor, random.Random(rng.getrandbits(32)))
+        keeper.start()
+        return Store(self.namespace.id, CHUNK_TOKENS, self.n_writers, self._open_lookups(index), keeper, self.clock)
+
+    def _open_lookups(self, index: Index) -> Lookups:
+        if self.place.index.is_remote:
+            return InBackground(index, self._jobs("lookup", 2), self._monotonic)
+        return InPlace(index, self._monotonic)
+
+    def _open_transfer(self, number: int, rng: random.Random) -> Transfer:
+        place, build, share = self.place, self.build, self.shares[number]
+        codec = RawCodec()
+        codec.prepare(self.pages[number].paged, SHAPE, share.reads)
+        slot_bytes = arena_slot_bytes(SHAPE, codec, share)
+        ring = SimRing(place.disk, self.process)
+        metrics = Metrics()
+        worker = Worker(
+            SHAPE, share, codec, self.pages[number].paged, _arena(build.arena_slots, slot_bytes),
+            _arena(6, slot_bytes) if build.has_host else None, HostOrder(), host_kernels.checksums,
+            Engines(ring, ring),  # type: ignore[arg-type]
+            self._open_index(rng, metrics),
+            SegmentFolders(place.root.folder, False, lambda named: check_namespace(place.root, self.namespace, named)),
+            Quarantine(), metrics, TIMEOUT_S, self._monotonic,
+        )  # fmt: skip
+        jobs = TransferJobs(
+            self._jobs("load", build.threads), self._jobs("lower", 1), self._jobs("save", build.threads),
+            self._jobs("keep", 1),
+        )  # fmt: skip
+        host = Admission(build.admit)
+        arena = Admission(rng.choice(["saved", "never"])) if build.has_host else host
+        bounds = SaveBounds(build.arena_slots // 2, 2 if build.has_host else 0)
+        transfer = Transfer(worker, jobs, Admissions(arena, host), bounds)
+        transfer.start()
+        return transfer
+
+
+def _arena(n_slots: int, slot_bytes: int) -> ChunkArena:
+    buffer = torch.frombuffer(aligned_buffer(n_slots * slot_bytes).view, dtype=torch.uint8)
+    buffer.random_(0, 256)  # another's bytes lie there already
+    return Arena(buffer, slot_bytes)

@@ -1,0 +1,130 @@
+"""An index that fails on purpose: it is late, does not answer (before or after it did what was asked), gives answers of
+a while ago, does what was asked once more later, or forgets everything. Below it is a real one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvtier.errors import IndexUnavailable
+from kvtier.index.base import Index, NewRecord
+from tests.simulation.runtime import Process, Runtime
+
+REMEMBERED_MAX = 256
+"""Entries of a while ago, for stale answers."""
+
+
+@dataclass
+class IndexWeather:
+    """How often a call is slow (up to so many seconds), is not answered, a lookup is answered from the past, and a
+    publish arrives once more (up to so many seconds later)."""
+
+    slow: float = 0.2
+    slow_s: float = 0.005
+    lost: float = 0.0
+    stale: float = 0.0
+    repeated: float = 0.0
+    repeated_s: float = 30.0
+
+
+@dataclass(eq=False)
+class SharedIndex:
+    """What all processes ask. make: a new, empty one, as after its loss. is_remote: asked over a network.
+    on_publish, on_remove: told of what is about to become visible, and of what went, with whose process it was."""
+
+    runtime: Runtime
+    make: Callable[[], Index]
+    is_remote: bool
+    weather: IndexWeather = field(default_factory=IndexWeather)
+    past: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.real = self.make()
+        self.real.rebuilt()
+        self.on_publish: Callable[[Sequence[NewRecord], bool], None] = lambda records, from_files: None
+        self.on_remove: Callable[[int, Process | None], None] = lambda set_id, process: None
+
+    def forget(self) -> None:
+        """Amnesia."""
+        self.real.close()
+        self.real = self.make()
+
+
+class SimIndex:
+    """One process's way to the shared index; see `kvtier.index.base.Index`."""
+
+    def __init__(self, shared: SharedIndex, process: Process) -> None:
+        self._shared = shared
+        self._process = process
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "was_reset":
+            return self._call(name, lambda: self._shared.real.was_reset)
+        return partial(self._ask, name)
+
+    def close(self) -> None:
+        """The shared one stays."""
+
+    def _ask(self, name: str, *args: Any, **options: Any) -> Any:
+        return self._call(name, lambda: getattr(self._shared.real, name)(*args, **options))
+
+    def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
+        shared = self._shared
+        found: list[bytes] = self._call("resolve", lambda: shared.real.resolve(keys))
+        if shared.weather.stale and shared.runtime.rng.random() < shared.weather.stale:
+            found = [shared.past.get(key, entry) for key, entry in zip(keys, found, strict=False)]
+            found += [shared.past[key] for key in keys[len(found) :][:1] if key in shared.past]
+        for key, entry in zip(keys, found, strict=False):
+            if len(shared.past) < REMEMBERED_MAX:
+                shared.past.setdefault(key, entry)
+            elif shared.runtime.rng.random() < 0.01:
+                shared.past.popitem(last=False)
+        return found
+
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+        shared, weather = self._shared, self._shared.weather
+
+        def work() -> int:
+            shared.on_publish(records, from_files)
+            return shared.real.publish(records, from_files)
+
+        if records and weather.repeated and shared.runtime.rng.random() < weather.repeated:
+            later_s = shared.runtime.rng.random() * weather.repeated_s
+            shared.runtime.call_at(shared.runtime.now_s + later_s, lambda: self._arrive(records, from_files))
+        taken: int = self._call("publish", work)
+        return taken
+
+    def _arrive(self, records: Sequence[NewRecord], from_files: bool) -> None:
+        """A copy of what was sent long ago."""
+        self._shared.real.publish(records, from_files)
+
+    def remove_set(self, set_id: int, token: int | None = None) -> int:
+        def work() -> int:
+            removed: int = self._shared.real.remove_set(set_id, token)
+            self._shared.on_remove(set_id, self._process)
+            return removed
+
+        gone: int = self._call("remove_set", work)
+        return gone
+
+    def _call(self, name: str, work: Callable[[], Any]) -> Any:
+        self._on_its_way(name)
+        result = work()
+        self._on_its_way(name)
+        return result
+
+    def _on_its_way(self, name: str) -> None:
+        runtime, weather = self._shared.runtime, self._shared.weather
+        if self._process.is_dead:
+            runtime.die()
+        if not runtime.is_inside:
+            return
+        runtime.pause()
+        is_waited_for = runtime.is_engine_thread and not self._shared.is_remote
+        if not is_waited_for and runtime.rng.random() < weather.slow:
+            runtime.sleep(runtime.rng.random() * weather.slow_s)
+        if weather.lost and runtime.rng.random() < weather.lost:
+            raise IndexUnavailable(f"{name} is not answered")

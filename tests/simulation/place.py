@@ -1,0 +1,90 @@
+"""The place that all processes of a simulation share: runtime, root, disk, index and rules; and the modules under test,
+put on that place's threads, time and system calls for as long as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import kvtier.fetch
+import kvtier.housekeeping
+import kvtier.index.guard
+import kvtier.keeper
+import kvtier.load_walk
+import kvtier.loads
+import kvtier.lookups
+import kvtier.own_segments
+import kvtier.reports
+import kvtier.saves
+import kvtier.sets
+import kvtier.tiers.arena
+import kvtier.tiers.descriptors
+import kvtier.tiers.segments
+import kvtier.transfer
+import kvtier.worker
+from kvtier.eviction.limits import UNLIMITED, Rules
+from kvtier.io.filesystem import FileSystem
+from kvtier.root import Root
+from kvtier.tiers.segments import SegmentFiles
+from tests.simulation.disk import Disk, SimOs, meeting
+from tests.simulation.index import SharedIndex
+from tests.simulation.primitives import SimEvent, SimThreading, SimTicker, SimTime
+from tests.simulation.runtime import Runtime
+from tests.simulation.truth import Truth
+
+THREADED = (
+    kvtier.fetch, kvtier.index.guard, kvtier.keeper, kvtier.load_walk, kvtier.loads, kvtier.lookups,
+    kvtier.own_segments, kvtier.saves, kvtier.sets, kvtier.tiers.arena, kvtier.tiers.descriptors,
+    kvtier.tiers.segments, kvtier.worker,
+)  # fmt: skip
+TIMED = (kvtier.loads, kvtier.saves, kvtier.tiers.arena, kvtier.transfer)
+TICKING = (kvtier.index.guard, kvtier.keeper, kvtier.transfer)
+ON_DISK = (kvtier.housekeeping, kvtier.tiers.descriptors, kvtier.tiers.segments)
+LOCAL_DISK = FileSystem("ext4", False, "/")
+
+
+@dataclass(eq=False)
+class Place:
+    """capacity_bytes: what the tier may take. planned: keys of all chunks that an engine ever meant to save."""
+
+    runtime: Runtime
+    root: Root
+    disk: Disk
+    index: SharedIndex
+    capacity_bytes: int
+    rules: Rules = UNLIMITED
+    truth: Truth = field(default_factory=Truth)
+    planned: set[bytes] = field(default_factory=set)
+
+
+@contextmanager
+def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
+    """The library's modules run on these while it lasts."""
+    threads, clock, calls = SimThreading(runtime), SimTime(runtime), SimOs(disk)
+    question = kvtier.lookups._Question
+
+    def ask(keys: Any, asked_s: float) -> Any:  # its own event was made for threads when its module was imported
+        return question(keys, asked_s, is_answered=SimEvent(runtime))  # type: ignore[arg-type]
+
+    with ExitStack() as stack:
+
+        def put(module: object, name: str, stand_in: object) -> None:
+            stack.enter_context(patch.object(module, name, stand_in))
+
+        for module in THREADED:
+            put(module, "threading", threads)
+        for module in TIMED:
+            put(module, "time", clock)
+        for module in TICKING:
+            put(module, "Ticker", partial(SimTicker, runtime))
+        for module in ON_DISK:
+            put(module, "os", calls)
+        put(SegmentFiles, "unlink", meeting(disk, SegmentFiles.unlink))
+        put(kvtier.tiers.segments, "file_system_of", lambda path: LOCAL_DISK)
+        put(kvtier.lookups, "_Question", ask)
+        put(kvtier.reports, "_own_version", lambda: "simulated")
+        yield
