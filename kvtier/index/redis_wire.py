@@ -34,6 +34,7 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 
 from kvtier.config_index import IndexSettings
 from kvtier.errors import IndexRefused, IndexUnavailable
+from kvtier.index.redis_connections import Connector
 
 _SENTINEL: Any = Sentinel  # redis-py has no types for them
 _SENTINEL_POOL: Any = SentinelConnectionPool
@@ -138,9 +139,10 @@ def is_refusal(error: RedisError) -> bool:
 class SingleWire:
     """One server: named, or the master that Sentinels name."""
 
-    def __init__(self, pool: ConnectionPool, reply_s: float) -> None:
+    def __init__(self, pool: ConnectionPool, reply_s: float, connector: Connector) -> None:
         self._pool = pool
         self._reply_s = reply_s
+        self._connector = connector
 
     def run(self, requests: Sequence[Request]) -> list[Any]:
         part = _Part(self._pool, list(range(len(requests))), [request.command for request in requests])
@@ -171,13 +173,18 @@ class SingleWire:
 
     def close(self) -> None:
         self._pool.disconnect()
+        self._connector.close()
 
 
 class ClusterWire:
     """Redis Cluster: its map of slots, and a pool of connections to each master."""
 
-    def __init__(self, seeds: Sequence[Shard], make_pool: Callable[[str, int], ConnectionPool], reply_s: float) -> None:
+    def __init__(
+        self, seeds: Sequence[Shard], make_pool: Callable[[str, int], ConnectionPool], reply_s: float,
+        connector: Connector,
+    ) -> None:  # fmt: skip
         self._seeds = list(seeds)
+        self._connector = connector
         self._make_pool = make_pool
         self._reply_s = reply_s
         self._lock = threading.Lock()
@@ -294,19 +301,20 @@ class ClusterWire:
         with self._lock:
             for pool in self._pools.values():
                 pool.disconnect()
+        self._connector.close()
 
 
 def open_wire(settings: IndexSettings) -> Wire:
     """Connects to nothing yet. Raises ConfigError for a password that cannot be read."""
     place, timeouts = settings.place, Timeouts(settings.connect_timeout_ms / 1000, settings.reply_timeout_ms / 1000)
     options = _options(settings, timeouts) | {"username": settings.username, "password": settings.secret()}
+    connector = Connector()
+    kind = connector.timely(SSLConnection if place.has_tls else Connection)
     if place.kind == "cluster":
-        kind = SSLConnection if place.has_tls else Connection
         return ClusterWire(
-            place.hosts,
-            lambda host, port: ConnectionPool(kind, host=host, port=port, **options),
-            timeouts.reply_s,
-        )
+            place.hosts, lambda host, port: ConnectionPool(kind, host=host, port=port, **options), timeouts.reply_s,
+            connector,
+        )  # fmt: skip
     options["db"] = place.db
     if place.kind == "sentinel":
         own = _options(settings, timeouts) | {
@@ -315,12 +323,13 @@ def open_wire(settings: IndexSettings) -> Wire:
         }  # fmt: skip
         sentinel: Any = _SENTINEL(list(place.hosts), sentinel_kwargs=own)
         pool: ConnectionPool = _SENTINEL_POOL(place.service, sentinel, ssl=place.has_tls, **options)
+        for own_pool in (pool, *(one.connection_pool for one in sentinel.sentinels)):
+            own_pool.connection_class = connector.timely(own_pool.connection_class)
     elif place.path:
         pool = ConnectionPool(UnixDomainSocketConnection, path=place.path, **options)
     else:
-        kind = SSLConnection if place.has_tls else Connection
         pool = ConnectionPool(kind, host=place.hosts[0][0], port=place.hosts[0][1], **options)
-    return SingleWire(pool, timeouts.reply_s)
+    return SingleWire(pool, timeouts.reply_s, connector)
 
 
 def _options(settings: IndexSettings, timeouts: Timeouts) -> dict[str, Any]:
