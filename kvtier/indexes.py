@@ -70,11 +70,12 @@ def open_redis_to_mend(settings: Settings, root: Root) -> Index:
 
 def look_at_redis(settings: Settings) -> Seen:
     """Writes nothing. Raises ConfigError as an engine's start would."""
-    index = _redis(settings.index)
+    index, url = _redis(settings.index), settings.index.url
+    assert url is not None, "it is checked with the settings"
     try:
-        return Seen(settings.index.url, True, index.look())
+        return Seen(url, True, index.look())
     except IndexUnavailable as fault:
-        return Seen(settings.index.url, False, str(fault))
+        return Seen(url, False, str(fault))
     finally:
         index.close()
 
