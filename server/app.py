@@ -29,6 +29,20 @@ ABOUT = """Looks after the shared tier of a KV cache. Engines run on when this s
 Errors are `application/problem+json` (RFC 9457). Times are seconds since the epoch, sizes are bytes. Where tokens are
 set, send one as `Authorization: Bearer ...`: the read-only one may look, the admin's may do everything.
 """
+TAGS = [
+    {"name": name, "description": text}
+    for name, text in (
+        ("stats", "How everything stands: fill, rates, latencies."),
+        ("workers", "Engines, as they report themselves."),
+        ("lookup", "What is stored of a prompt."),
+        ("segments", "What lies in the root."),
+        ("pins", "What is not to be evicted."),
+        ("quotas", "What tenants and namespaces may take."),
+        ("eviction", "Making room by hand."),
+        ("verify", "Reading everything and checking every checksum, in the background."),
+        ("health", "For whoever watches over the service."),
+    )
+]
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -53,19 +67,16 @@ def make_routes(service: Service) -> FastAPI:
 
     app = FastAPI(
         title="kvtier", version=VERSION, description=ABOUT, openapi_url=OPENAPI, docs_url=None, redoc_url=None,
-        lifespan=life, redirect_slashes=False, generate_unique_id_function=_name_of,
+        openapi_tags=TAGS, lifespan=life, redirect_slashes=False, generate_unique_id_function=_name_of,
     )  # fmt: skip
     app.state.service = service
     add_handlers(app)
     for routes in (routes_look, routes_change, routes_health):
         app.include_router(routes.router)
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route("/ui", methods=["GET", "HEAD"], include_in_schema=False)
     def to_the_page() -> RedirectResponse:
-        return RedirectResponse("/ui/")
-
-    @app.get("/ui", include_in_schema=False)
-    def to_the_page_itself() -> RedirectResponse:
         return RedirectResponse("/ui/")
 
     app.mount("/ui", StaticFiles(directory=PAGE, html=True, check_dir=False))
@@ -82,7 +93,7 @@ def make_routes(service: Service) -> FastAPI:
 def _document(app: FastAPI, has_tokens: bool) -> dict[str, Any]:
     """With our own kind of error in place of FastAPI's, and a word of tokens only where there are any."""
     document: dict[str, Any] = get_openapi(
-        title=app.title, version=app.version, description=app.description, routes=app.routes
+        title=app.title, version=app.version, description=app.description, routes=app.routes, tags=app.openapi_tags
     )
     schemas = document["components"]["schemas"]
     for unused in ("HTTPValidationError", "ValidationError"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from kvtier.admin.answers import HexId
 from kvtier.admin.change import PIN_KEYS_MAX
@@ -13,7 +13,11 @@ from kvtier.config_capacity import TENANT_BYTES_MAX
 
 BYTES_MAX = 1 << 53
 """Beyond that a JSON number is not exact."""
-_REQUEST = ConfigDict(frozen=True, extra="forbid", strict=True)
+_SPACE = "73d5c1a90e2f44b68a11c09b27de5f03"
+
+
+def _request(*examples: dict[str, JsonValue]) -> ConfigDict:
+    return ConfigDict(frozen=True, extra="forbid", strict=True, json_schema_extra={"examples": list(examples)})
 
 
 def _whole(value: object) -> object:
@@ -41,7 +45,10 @@ Tenant = Annotated[
 class TokensToLookUp(BaseModel):
     """Token ids of a prompt. namespace null: in all of them."""
 
-    model_config = _REQUEST
+    model_config = _request(
+        {"tokens": [128000, 791, 6864, 315, 9822, 374]},
+        {"tokens": [128000, 791], "cache_salt": "search-17", "namespace": _SPACE},
+    )
     tokens: Tokens
     cache_salt: Salt = ""
     namespace: HexId | None = None
@@ -50,7 +57,7 @@ class TokensToLookUp(BaseModel):
 class TextToLookUp(BaseModel):
     """A prompt's text, where the tokenizer of the engines can be had on the service's machine."""
 
-    model_config = _REQUEST
+    model_config = _request({"prompt": "The capital of France is"})
     prompt: Annotated[str, Field(max_length=1 << 22)]
     cache_salt: Salt = ""
     namespace: HexId | None = None
@@ -59,7 +66,7 @@ class TextToLookUp(BaseModel):
 class PromptPrefix(BaseModel):
     """A prompt's first whole chunks."""
 
-    model_config = _REQUEST
+    model_config = _request({"namespace": _SPACE, "tokens": [128000, 791, 6864, 315, 9822, 374]})
     namespace: HexId
     tokens: Tokens
     cache_salt: Salt = ""
@@ -70,7 +77,7 @@ class Eviction(BaseModel):
     valuable first. unused_s: not used for so long. prefix: that hold a part of it (and of other prompts: sets go as
     wholes). Sets that are being filled stay, and pinned ones."""
 
-    model_config = _REQUEST
+    model_config = _request({"n_bytes": 1 << 40}, {"unused_s": 604_800, "tenant": "search", "dry_run": False})
     n_bytes: Bytes | None = None
     unused_s: Seconds | None = None
     namespace: HexId | None = None
@@ -87,7 +94,7 @@ class Eviction(BaseModel):
 class Clearing(BaseModel):
     """All segment sets of a namespace, or of all. Those that are being filled stay."""
 
-    model_config = _REQUEST
+    model_config = _request({"namespace": _SPACE}, {"namespace": _SPACE, "include_pinned": True, "dry_run": False})
     namespace: HexId | None = None
     include_pinned: bool = False
     dry_run: bool = True
@@ -97,7 +104,10 @@ class PinRequest(BaseModel):
     """What is not to be evicted: a namespace, or of it what holds a prefix; tokens, or the keys of its chunks.
     expires_in_s null: until it is removed."""
 
-    model_config = _REQUEST
+    model_config = _request(
+        {"namespace": _SPACE, "label": "everything of this model"},
+        {"namespace": _SPACE, "keys": [_SPACE[::-1]], "label": "system prompt", "expires_in_s": 86_400},
+    )
     namespace: HexId
     tokens: Tokens | None = None
     keys: Annotated[list[HexId], Field(min_length=1, max_length=PIN_KEYS_MAX)] | None = None
@@ -109,5 +119,5 @@ class PinRequest(BaseModel):
 class Quota(BaseModel):
     """quota_bytes null: as much as there is, whatever the settings say."""
 
-    model_config = _REQUEST
+    model_config = _request({"quota_bytes": 500 << 30})
     quota_bytes: Bytes | None

@@ -29,7 +29,7 @@ Label = Annotated[str, Path(min_length=1, max_length=TENANT_BYTES_MAX, pattern=r
 NamespaceId = Annotated[HexId, Path()]
 
 
-@router.post("/evict", tags=["eviction"], responses=problems(404, 409, 422, 429))
+@router.post("/evict", summary="Evict segment sets", tags=["eviction"], responses=problems(404, 409, 422, 429))
 def evict(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Eviction) -> Evicted:
     """Removes segment sets, or with dry_run (as it is unless told otherwise) says which."""
     if wanted.is_of_all and not wanted.dry_run:
@@ -41,14 +41,18 @@ def evict(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Eviction)
     return _evict(opened, service, selection, wanted.dry_run, False)
 
 
-@router.post("/clear", tags=["eviction"], responses=problems(409, 422, 429))
+@router.post(
+    "/clear", summary="Evict everything, or a whole namespace", tags=["eviction"], responses=problems(409, 422, 429)
+)
 def clear(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Clearing) -> Evicted:
     """Removes all segment sets of a namespace, or of all; with dry_run (the default) it says which."""
     selection = Selection(namespace=_id(wanted.namespace))
     return _evict(opened, service, selection, wanted.dry_run, wanted.include_pinned)
 
 
-@router.post("/pins", tags=["pins"], status_code=201, responses=problems(404, 409, 422))
+@router.post(
+    "/pins", summary="Pin a namespace or a prefix", tags=["pins"], status_code=201, responses=problems(404, 409, 422)
+)
 def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest) -> PinRow:
     """Keeps a namespace, or a prefix in it, from being evicted."""
     namespace = bytes.fromhex(wanted.namespace)
@@ -72,7 +76,10 @@ def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest)
     return row
 
 
-@router.delete("/pins/{pin_id}", tags=["pins"], status_code=204, response_class=Response, responses=problems(404, 422))
+@router.delete(
+    "/pins/{pin_id}", summary="Remove a pin", tags=["pins"], status_code=204, response_class=Response,
+    responses=problems(404, 422),
+)  # fmt: skip
 def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: JobId) -> None:
     """What it kept may be evicted again."""
     if not change.drop_pin(opened, pin_id):
@@ -81,22 +88,24 @@ def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: JobId) ->
     service.changed()
 
 
-@router.put("/quotas/tenants/{label}", tags=["quotas"], responses=problems(409, 422))
+@router.put("/quotas/tenants/{label}", summary="Set a tenant's quota", tags=["quotas"], responses=problems(409, 422))
 def put_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label, wanted: Quota) -> QuotaList:
     """Wins over the settings. What is above it goes soon."""
     return _set_quota(opened, service, _tenant_note(label), wanted)
 
 
 @router.delete(
-    "/quotas/tenants/{label}", tags=["quotas"], status_code=204, response_class=Response,
-    responses=problems(404, 409, 422),
+    "/quotas/tenants/{label}", summary="Reset a tenant's quota", tags=["quotas"], status_code=204,
+    response_class=Response, responses=problems(404, 409, 422),
 )  # fmt: skip
 def drop_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label) -> None:
     """Back to what the settings say."""
     _drop_quota(opened, service, _tenant_note(label))
 
 
-@router.put("/quotas/namespaces/{namespace}", tags=["quotas"], responses=problems(422))
+@router.put(
+    "/quotas/namespaces/{namespace}", summary="Set a namespace's quota", tags=["quotas"], responses=problems(422)
+)
 def put_namespace_quota(
     role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId, wanted: Quota
 ) -> QuotaList:
@@ -105,15 +114,15 @@ def put_namespace_quota(
 
 
 @router.delete(
-    "/quotas/namespaces/{namespace}", tags=["quotas"], status_code=204, response_class=Response,
-    responses=problems(404, 422),
+    "/quotas/namespaces/{namespace}", summary="Reset a namespace's quota", tags=["quotas"], status_code=204,
+    response_class=Response, responses=problems(404, 422),
 )  # fmt: skip
 def drop_namespace_quota(role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId) -> None:
     """Back to what the settings say."""
     _drop_quota(opened, service, namespace_note(bytes.fromhex(namespace)))
 
 
-@router.post("/verify", tags=["verify"], status_code=202, responses=problems(429))
+@router.post("/verify", summary="Begin a verify job", tags=["verify"], status_code=202, responses=problems(429))
 def start_verify(role: AnAdmin, service: TheService) -> VerifyJob:
     """Begins to read every record and to check every checksum, in the background."""
     try:
@@ -124,7 +133,7 @@ def start_verify(role: AnAdmin, service: TheService) -> VerifyJob:
     return job
 
 
-@router.post("/verify/{job_id}/cancel", tags=["verify"], responses=problems(404, 422))
+@router.post("/verify/{job_id}/cancel", summary="End a verify job", tags=["verify"], responses=problems(404, 422))
 def cancel_verify(role: AnAdmin, service: TheService, job_id: JobId) -> VerifyJob:
     """Ends it after the segment that it reads."""
     job = service.verifying.cancel(job_id)

@@ -14,14 +14,14 @@ from kvtier.server.schemas import Health, Readiness
 router = APIRouter()
 
 
-@router.get("/healthz", tags=["health"], responses=problems())
+@router.get("/healthz", summary="Liveness", tags=["health"], responses=problems())
 def healthz() -> Health:
     """The service lives."""
     return Health(status="ok")
 
 
 @router.get(
-    "/readyz", tags=["health"],
+    "/readyz", summary="Readiness", tags=["health"],
     responses={**problems(), 503: {"model": Readiness, "description": "The index does not answer."}},
 )  # fmt: skip
 def readyz(service: TheService, response: Response) -> Readiness:
@@ -38,7 +38,7 @@ def readyz(service: TheService, response: Response) -> Readiness:
 
 
 @router.get(
-    "/metrics", tags=["health"], response_class=Response,
+    "/metrics", summary="Figures for Prometheus", tags=["health"], response_class=Response,
     responses={**problems(), 200: {"description": "Prometheus text.", "content": {CONTENT_TYPE: {}}}},
 )  # fmt: skip
 def metrics(role: TheRole, service: TheService) -> Response:

@@ -48,33 +48,33 @@ class SetQuery(BaseModel):
     limit: Annotated[int, Field(ge=1, le=PAGE_MAX)] = 100
 
 
-@router.get("/overview", tags=["stats"], responses=problems())
+@router.get("/overview", summary="All figures of the dashboard", tags=["stats"], responses=problems())
 def overview(role: TheRole, service: TheService) -> Overview:
     """All that the dashboard shows, in one call."""
     return Overview(deployment=_deployment(service, role), **_fields(service))
 
 
-@router.get("/stats", tags=["stats"], responses=problems())
+@router.get("/stats", summary="How full it is, and how fast", tags=["stats"], responses=problems())
 def stats(role: TheRole, service: TheService) -> Stats:
     """Tiers, namespaces, tenants, rates and latencies."""
     fields = {name: value for name, value in _fields(service).items() if name in Stats.model_fields}
     return Stats(deployment=_deployment(service, role), **fields)
 
 
-@router.get("/history", tags=["stats"], responses=problems())
+@router.get("/history", summary="Figures of the last while", tags=["stats"], responses=problems())
 def history(role: TheRole, service: TheService) -> History:
     """What this service has seen so far, for curves."""
     return History(interval_s=service.settings.server.history_s, points=service.history())
 
 
-@router.get("/workers", tags=["workers"], responses=problems())
+@router.get("/workers", summary="All engines", tags=["workers"], responses=problems())
 def workers(role: TheRole, service: TheService) -> Workers:
     """The engines that give signs of life, with their last reports."""
     seen = service.snapshot()
     return Workers(workers=seen.workers, unreadable=seen.unreadable_reports)
 
 
-@router.get("/workers/{owner}", tags=["workers"], responses=problems(404, 422))
+@router.get("/workers/{owner}", summary="One engine", tags=["workers"], responses=problems(404, 422))
 def worker(
     role: TheRole, service: TheService, owner: Annotated[str, Path(min_length=1, max_length=LABEL_CHARS_MAX)]
 ) -> Worker:
@@ -85,7 +85,7 @@ def worker(
     return found
 
 
-@router.post("/lookup", tags=["lookup"], responses=problems(404, 409, 422))
+@router.post("/lookup", summary="What is stored of a prompt", tags=["lookup"], responses=problems(404, 409, 422))
 def lookup(role: TheRole, opened: TheRoot, service: TheService, asked: TokensToLookUp | TextToLookUp) -> LookupAnswer:
     """How much of a prompt is stored, and where. Changes nothing, recency neither."""
     namespace = None if asked.namespace is None else bytes.fromhex(asked.namespace)
@@ -101,7 +101,7 @@ def lookup(role: TheRole, opened: TheRoot, service: TheService, asked: TokensToL
         raise Refused(409, str(fault)) from None
 
 
-@router.get("/segments", tags=["segments"], responses=problems(422))
+@router.get("/segments", summary="Segment sets, by page", tags=["segments"], responses=problems(422))
 def segments(role: TheRole, opened: TheRoot, query: Annotated[SetQuery, Query()]) -> SetPage:
     """Segment sets by age, a page at a time."""
     namespace = None if query.namespace is None else bytes.fromhex(query.namespace)
@@ -109,7 +109,7 @@ def segments(role: TheRole, opened: TheRoot, query: Annotated[SetQuery, Query()]
     return list_sets(opened, wanted, -1 if query.after is None else int(query.after, 16), query.limit)
 
 
-@router.get("/segments/{set_id}", tags=["segments"], responses=problems(404, 422))
+@router.get("/segments/{set_id}", summary="One segment set", tags=["segments"], responses=problems(404, 422))
 def segment_set(role: TheRole, opened: TheRoot, set_id: SetId) -> SetDetails:
     """One segment set, with its files."""
     found = describe_set(opened, int(set_id, 16))
@@ -118,25 +118,25 @@ def segment_set(role: TheRole, opened: TheRoot, set_id: SetId) -> SetDetails:
     return found
 
 
-@router.get("/pins", tags=["pins"], responses=problems())
+@router.get("/pins", summary="All pins", tags=["pins"], responses=problems())
 def pins(role: TheRole, opened: TheRoot) -> Pins:
     """What is pinned, and how much pins may protect."""
     return list_pins(opened)
 
 
-@router.get("/quotas", tags=["quotas"], responses=problems())
+@router.get("/quotas", summary="All quotas", tags=["quotas"], responses=problems())
 def quotas(role: TheRole, opened: TheRoot) -> QuotaList:
     """Of tenants and namespaces: those of the settings, and those that were set at run time and win over them."""
     return list_quotas(opened)
 
 
-@router.get("/verify", tags=["verify"], responses=problems())
+@router.get("/verify", summary="The last verify jobs", tags=["verify"], responses=problems())
 def verify_jobs(role: TheRole, service: TheService) -> VerifyJobs:
     """The last ones, the latest first."""
     return VerifyJobs(jobs=service.verifying.all())
 
 
-@router.get("/verify/{job_id}", tags=["verify"], responses=problems(404, 422))
+@router.get("/verify/{job_id}", summary="One verify job", tags=["verify"], responses=problems(404, 422))
 def verify_job(role: TheRole, service: TheService, job_id: JobId) -> VerifyJob:
     """How far it is, and what it found."""
     found = service.verifying.find(job_id)

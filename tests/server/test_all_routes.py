@@ -46,6 +46,38 @@ def test_every_route_has_a_call(served: Serving) -> None:
     assert routes_of(app) | documented == set(map(str, CALLS))
 
 
+def test_the_document_says_of_each_operation_what_it_is_and_how_it_is_asked(
+    served: Serving, subtests: Subtests
+) -> None:
+    document = make_routes(served.service).openapi()
+    groups = {tag["name"] for tag in document["tags"] if tag["description"]}
+    schemas = document["components"]["schemas"]
+    seen = set()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            with subtests.test(call=f"{method} {path}"):
+                made_up = operation["operationId"].replace("_", " ").title()  # FastAPI's, of the function's name
+                assert operation["summary"] != made_up and operation["description"]
+                assert len(operation["tags"]) == 1 and set(operation["tags"]) <= groups
+                seen.add(operation["summary"])
+                if "requestBody" in operation:
+                    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                    for one in schema.get("anyOf", [schema]):
+                        for example in schemas[one["$ref"].rpartition("/")[2]]["examples"]:
+                            url = path.format(label="search", namespace=served.filled.namespace)
+                            answer = served.call(method.upper(), url, json=example)
+                            assert answer.status_code in (200, 201, 404, 409), answer.text  # none is malformed
+    assert len(seen) == sum(map(len, document["paths"].values())), "each has a summary of its own"
+
+
+def test_the_way_to_the_page_answers_head_as_it_does_get(served: Serving) -> None:
+    for path, status in (("/", 307), ("/ui", 307), ("/ui/", 200), ("/ui/app.js", 200)):
+        get, head = served.call("GET", path, None), served.call("HEAD", path, None)
+        assert get.status_code == head.status_code == status and head.content == b"", path
+        for name in ("location", "content-type", "content-security-policy"):
+            assert get.headers.get(name) == head.headers.get(name)
+
+
 def test_a_right_call(served: Serving, subtests: Subtests) -> None:
     for call in CALLS:
         with subtests.test(call=str(call)):
