@@ -75,12 +75,7 @@ class _Check:
         found = self._found
         located = self._located()
         known = {info.set_id: info for info in self._index.sets()}
-        on_disk = {
-            set_id: (files, ranks)
-            for folder in namespace_folders(self._root.folder)
-            for files in (SegmentFiles(folder, direct=False),)
-            for set_id, ranks in files.sets()
-        }
+        on_disk = self._on_disk()
         found.sets = len(known)
         found.segments = sum(len(ranks) for _, ranks in on_disk.values())
         doubtful = []
@@ -102,14 +97,18 @@ class _Check:
         self._wait(SETTLE_S)
         known = {info.set_id: info for info in self._index.some_sets(doubtful)}
         located = self._located()
+        on_disk = self._on_disk()
         for set_id in doubtful:
-            on_disk = None
-            for folder in namespace_folders(self._root.folder):
-                files = SegmentFiles(folder, direct=False)
-                ranks = dict(files.sets()).get(set_id)
-                if ranks is not None:
-                    on_disk = (files, ranks)
-            self._add(self._set(set_id, known.get(set_id), on_disk, located[set_id]))
+            self._add(self._set(set_id, known.get(set_id), on_disk.get(set_id), located[set_id]))
+
+    def _on_disk(self) -> dict[int, tuple[SegmentFiles, list[int]]]:
+        """The ranks that have a segment of each set, and where."""
+        return {
+            set_id: (files, ranks)
+            for folder in namespace_folders(self._root.folder)
+            for files in (SegmentFiles(folder, direct=False),)
+            for set_id, ranks in files.sets()
+        }
 
     def _located(self) -> Counter[int]:
         """How many records the entries name in each set."""
@@ -216,15 +215,8 @@ def drop_lost(index: Index) -> int:
     lost = [
         (key, location)
         for key, value in index.entries()
-        for location in _locations(value)
+        for location in entry.locations_of(value)
         if location.set_id not in known
     ]
     known |= {info.set_id for info in index.some_sets({location.set_id for _, location in lost})}
     return sum(index.retract(key, location) for key, location in lost if location.set_id not in known)
-
-
-def _locations(value: bytes) -> list[Location]:
-    try:
-        return entry.unpack(value)
-    except Corrupt:
-        return []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.errors import Corrupt, StaleLease
+from kvtier.errors import StaleLease
 from kvtier.eviction import base, limits, pins
 from kvtier.eviction.base import Policy
 from kvtier.eviction.choice import Choice, Selection
@@ -136,11 +136,7 @@ class Evictor:
         first = 0
         for _ in range(HOLES_MAX):
             values = self._index.resolve(keys[first:])
-            for value in values:
-                try:
-                    found.update(location.set_id for location in entries.unpack(value))
-                except Corrupt:
-                    continue
+            found.update(location.set_id for value in values for location in entries.locations_of(value))
             first += len(values) + 1
             if first >= len(keys):
                 break

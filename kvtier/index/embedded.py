@@ -153,7 +153,7 @@ class LmdbIndex:
         return [
             (key, location)
             for place, key, value in self._shared.read(work)
-            for location in _unpack(value)
+            for location in entry.locations_of(value)
             if entry.place(location) == place
         ]
 
@@ -331,13 +331,6 @@ def _remove_some(view: View, set_id: int) -> tuple[int, bool]:
 def _members(view: View, set_id: int, limit: int | None = None) -> list[tuple[entry.Place, bytes]]:
     """(place, key of the chunk) of the records of a set, by rank and slot."""
     return [(_MEMBER.unpack(member), key) for member, key in view.scan("members", _SET_ID.pack(set_id), limit)]
-
-
-def _unpack(value: bytes | None) -> list[Location]:
-    try:
-        return [] if value is None else entry.unpack(value)
-    except Corrupt:
-        return []
 
 
 def _sets(view: View) -> list[SetInfo]:

@@ -65,6 +65,14 @@ def unpack(value: bytes) -> list[Location]:
     return _parse(value)[0]
 
 
+def locations_of(value: bytes | None) -> list[Location]:
+    """As `unpack`, but none where the entry is absent or damaged: nobody can load from it."""
+    try:
+        return unpack(value) if value else []
+    except Corrupt:
+        return []
+
+
 def add(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
     """The value with `location` in it, or None when it is refused. Adding what is there already changes nothing.
 

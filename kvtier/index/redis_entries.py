@@ -164,14 +164,6 @@ class EntryTable:
                     yield key, value
 
 
-def locations_of(value: bytes | None) -> list[Location]:
-    """Those in an entry; none where it is absent or damaged."""
-    try:
-        return entry.unpack(value) if value else []
-    except Corrupt:
-        return []
-
-
 def adding(location: Location, whole: Extent) -> Change:
     """A change that adds a record to an entry. A damaged one gives way to it: nobody can load from that."""
 
@@ -199,7 +191,7 @@ def taking_out(place: entry.Place) -> Change:
 
 
 def _records_more(old: bytes, new: bytes) -> int:
-    return 1 if not old else len(locations_of(new)) - len(locations_of(old))
+    return 1 if not old else len(entry.locations_of(new)) - len(entry.locations_of(old))
 
 
 def _with_text(command: Command) -> Command:

@@ -17,7 +17,7 @@ from kvtier.index import entry
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, NewRecord, SetInfo, Use
 from kvtier.index.redis_binding import Binding
 from kvtier.index.redis_clock import Clock, ServerClock
-from kvtier.index.redis_entries import BATCH_KEYS, Caller, EntryTable, adding, locations_of, taking_out
+from kvtier.index.redis_entries import BATCH_KEYS, Caller, EntryTable, adding, taking_out
 from kvtier.index.redis_keys import (
     CLOSED,
     DONE,
@@ -152,7 +152,7 @@ class RedisIndex:
         return [
             (key, location)
             for (place, key), value in self._with_entries(_members(set_id, flat))
-            for location in locations_of(value)
+            for location in entry.locations_of(value)
             if entry.place(location) == place
         ]
 

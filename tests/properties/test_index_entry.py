@@ -125,15 +125,17 @@ def check_noise(noise: bytes) -> None:
             entry.add(noise, probe, WHOLE)
         with pytest.raises(Corrupt):
             entry.remove(noise, entry.place(probe))
+        assert entry.locations_of(noise) == []
         return
     whole = Extent(*(int.from_bytes(noise[at : at + 2], "little") for at in (1, 3, 5, 7)))
-    assert entry.pack(found, whole) == noise
+    assert entry.pack(found, whole) == noise and entry.locations_of(noise) == found
 
 
 @pytest.mark.parametrize("value", [b"", b"\x01", bytes(9), bytes(8), b"\x01" + bytes(38)])
 def test_short_and_empty_values_are_corrupt(value: bytes) -> None:
     with pytest.raises(Corrupt):
         entry.unpack(value)
+    assert entry.locations_of(value) == entry.locations_of(None) == []
 
 
 def test_first_set_needs_a_record() -> None:
