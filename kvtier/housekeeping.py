@@ -307,8 +307,11 @@ class Housekeeper:
         if not members and not info.is_open and self._may_come(info):
             return
         if not members:
+            was_lost = self._index.was_reset
             self._index.take_over(info.set_id)
             members = self._index.members(info.set_id)
+            if not members and (was_lost or self._index.was_reset):
+                return  # it forgot what lies there since this sweep began: who rebuilds it reads that
         if not members:
             self._remover.remove(info)
             return
