@@ -1,4 +1,4 @@
-"""What must hold whenever one looks: the invariants of kvtier/README.md that can be seen from outside, and the accounts.
+"""What must hold whenever one looks: the invariants of kvtier/README.md that show from outside, and the accounts.
 
 I1 with each publish and over the whole index; I2, I9, I10 and I11 by who serves (tests.simulation.serving); I3 by the
 ring and here; I4 here and by the runtime; I5 because all of it holds while the index forgets, lies and is late; I6
@@ -38,9 +38,8 @@ class Checks:
         self._place = place
         self._violate = place.runtime.violate
         self.evicting: dict[Process | None, str] = {}
-        self.evicted: set[int] = set()
+        self._homes: dict[bytes, set[int]] = {}
         self._removing: dict[Process | None, int] = {}
-        self.claims: dict[bytes, frozenset[int]] = {}
         place.index.on_publish = self.look_at_publish
         place.index.on_remove = self.look_at_removal
 
@@ -51,6 +50,7 @@ class Checks:
         place = self._place
         known = {info.set_id: info for info in place.index.real.some_sets({r.location.set_id for r in records})}
         for record in records:
+            self._homes.setdefault(record.key, set()).add(record.location.set_id)
             info = known.get(record.location.set_id)
             if info is None or (info.owner == NOBODY and not from_files):
                 continue  # it will be refused
@@ -164,18 +164,20 @@ class Checks:
             self._violate(f"{name}: when all had ended, {left}")
 
     def look_at_claims(self) -> None:
-        """What all ranks said is saved, and was visible then, is there, unless its sets were evicted, or damaged behind
-        the tier's back: nothing is lost."""
+        """What all ranks said is saved, and was visible then, is there, unless it was evicted, or damaged behind the
+        tier's back: nothing is lost."""
         place = self._place
         damaged = {set_id for set_id, _ in place.disk.damaged}
         lost = [
             key
-            for key, homes in self.claims.items()
-            if not homes & (self.evicted | damaged) and not place.index.real.resolve([key])
+            for key in place.claims
+            if not self._homes.get(key, set()) & damaged and not place.index.real.resolve([key])
         ]
         if lost:
-            homes = ", ".join(f"{home:016x}" for home in sorted(self.claims[lost[0]]))
-            self._violate(f"{len(lost)} of {len(self.claims)} chunks that were saved are lost; the first: set {homes}")
+            homes = ", ".join(f"{home:016x}" for home in sorted(self._homes[lost[0]]))
+            self._violate(
+                f"{len(lost)} of {len(place.claims)} chunks that were saved are lost; one was in sets {homes}"
+            )
 
     @staticmethod
     def _left_over(serving: Serving) -> Iterator[str]:
@@ -212,7 +214,7 @@ def watching(checks: Checks) -> Iterator[None]:
 
     def remove(remover: Remover, info: SetInfo, token: int | None = None) -> int:
         if runtime.process in checks.evicting:
-            checks.evicted.add(info.set_id)
+            checks._place.claims.difference_update(key for key, _ in checks._place.index.real.members(info.set_id))
             checks._removing[runtime.process] = info.set_id
         return plain_remove(remover, info, token)
 

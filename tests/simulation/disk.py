@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvtier.errors import Corrupt
+from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.record import SegmentHeader
 from kvtier.tiers.segments import SegmentFiles, parse_segment_name
@@ -155,8 +155,6 @@ def meeting(disk: Disk, unlink: Callable[[SegmentFiles, int, int], None]) -> Cal
         try:
             disk.meet("unlink")
         except OSError as fault:
-            from kvtier.errors import TierUnavailable
-
             raise TierUnavailable(str(fault)) from fault
         unlink(files, set_id, rank)
 

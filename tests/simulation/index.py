@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.errors import IndexUnavailable
-from kvtier.index.base import Index, NewRecord
+from kvtier.index.base import Index, NewRecord, SetInfo
 from tests.simulation.runtime import Process, Runtime
 
 REMEMBERED_MAX = 256
@@ -96,6 +96,14 @@ class SimIndex:
             shared.runtime.call_at(shared.runtime.now_s + later_s, lambda: self._arrive(records, from_files))
         taken: int = self._call("publish", work)
         return taken
+
+    def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
+        def work() -> bool:
+            self._shared.on_publish(records, True)
+            return self._shared.real.create_set(info, records)
+
+        is_new: bool = self._call("create_set", work)
+        return is_new
 
     def _arrive(self, records: Sequence[NewRecord], from_files: bool) -> None:
         """A copy of what was sent long ago."""

@@ -49,7 +49,8 @@ LOCAL_DISK = FileSystem("ext4", False, "/")
 
 @dataclass(eq=False)
 class Place:
-    """capacity_bytes: what the tier may take. planned: keys of all chunks that an engine ever meant to save."""
+    """capacity_bytes: what the tier may take. planned: keys of all chunks that an engine ever meant to save. claims: of
+    those that all its ranks said are saved, and that were visible then, unless they were evicted since."""
 
     runtime: Runtime
     root: Root
@@ -59,6 +60,7 @@ class Place:
     rules: Rules = UNLIMITED
     truth: Truth = field(default_factory=Truth)
     planned: set[bytes] = field(default_factory=set)
+    claims: set[bytes] = field(default_factory=set)
 
 
 @contextmanager

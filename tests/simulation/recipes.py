@@ -1,5 +1,5 @@
-"""What goes wrong in a run: named recipes, and `random`, which draws its own. A recipe is weather, and how often what is
-done to the place; whatever it does not name is calm."""
+"""What goes wrong in a run: named recipes, and `random`, which draws its own. A recipe is weather, and how often what
+is done to the place; whatever it does not name is calm."""
 
 from __future__ import annotations
 

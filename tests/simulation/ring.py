@@ -66,8 +66,8 @@ class SimBatch:
 
 
 class SimRing:
-    """See `kvtier.io.ring.Ring`. An operation is done in one moment, somewhere between when it was submitted and when it
-    is over: what its memory holds then is what counts."""
+    """See `kvtier.io.ring.Ring`. An operation is done in one moment, somewhere between when it was submitted and when
+    it is over: what its memory holds then is what counts."""
 
     def __init__(self, disk: Disk, process: Process) -> None:
         self._disk = disk

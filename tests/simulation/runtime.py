@@ -34,8 +34,8 @@ class Process:
 @dataclass(eq=False)
 class Task:
     """A thread. is_engine: the engine's own, which must never wait for storage. waiters: where it waits, if it does.
-    is_patient: it may wait there for long. turn: grows with each wait, so that an old timer is told from the one that it
-    waits for."""
+    is_patient: it may wait there for long. turn: grows with each wait, so that an old timer is told from the one that
+    it waits for."""
 
     process: Process
     name: str

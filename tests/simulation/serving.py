@@ -1,5 +1,5 @@
-"""What an inference engine does with the two bridges: requests wait, load what is offered, compute the rest a few chunks
-a step, end, and their blocks go to others at once. It knows what each block must hold, and looks."""
+"""What an inference engine does with the two bridges: requests wait, load what is offered, compute the rest a few
+chunks a step, end, and their blocks go to others at once. It knows what each block must hold, and looks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from enum import Enum
 from kvtier.connectors.bridge import Step
 from kvtier.connectors.requests import RequestView
 from kvtier.identity import chunk_keys, salt_extra
-from kvtier.index import entry
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SaveOutcome, SavePlan
 from tests.simulation.engine import N_BLOCKS, TIMEOUT_S, EngineProcess
 from tests.simulation.truth import BLOCK_TOKENS, CHUNK_BLOCKS, CHUNK_TOKENS, Bytes, Identity
@@ -40,8 +39,8 @@ class Prompt:
 @dataclass(eq=False)
 class Request:
     """computed: tokens whose KV is in its blocks. unanswered: ranks that owe an answer to its load; failed: blocks, by
-    those that gave one. has_failed: a load of it did. is_old: its local blocks hold KV of weights before. is_shown: they
-    hold it by now."""
+    those that gave one. has_failed: a load of it did. is_old: its local blocks hold KV of weights before. is_shown:
+    they hold it by now."""
 
     name: str
     prompt: Prompt
@@ -77,7 +76,6 @@ class Serving:
         self.free = list(range(N_BLOCKS))
         self.told: Counter[str] = Counter()
         self.saved: dict[tuple[bytes, int, int], list[SaveOutcome]] = {}
-        self.claims: dict[bytes, frozenset[int]] = {}
         self._handed_on: list[int] = []
         self._place = engine.place
         self._violate = engine.place.runtime.violate
@@ -109,7 +107,6 @@ class Serving:
         self.weights = f"{self.engine.process.name}.{self.told['resets']}"
         self.told["resets"] += 1
         self.saved.clear()
-        self.claims.clear()
 
     @property
     def is_idle(self) -> bool:
@@ -310,8 +307,8 @@ class Serving:
             self.told["planned"] += 1
 
     def _note_saves(self, saves: Sequence[SaveDone]) -> None:
-        """A claim: all ranks that write it said that the chunk is saved, and it is visible, in these sets. (Not of weights
-        that are only this engine's: those go when it goes on to others.)"""
+        """A claim: all ranks that write it said that the chunk is saved, and it is visible. (Not of weights that are
+        only this engine's: those go when it goes on to others.)"""
         for done in saves:
             self.told[done.outcome.value] += 1
             answers = self.saved.get((done.key, done.set_id, done.slot))
@@ -321,6 +318,6 @@ class Serving:
             if len(answers) > self.engine.n_writers:
                 self._violate(f"chunk {done.key.hex()} was answered more often than it was saved")
             is_all = answers == [SaveOutcome.SAVED] * self.engine.n_writers
-            if is_all and self.weights == self.engine.build.weights:
-                for value in self._place.index.real.resolve([done.key]):
-                    self.claims[done.key] = frozenset(location.set_id for location in entry.unpack(value))
+            is_lasting = self.weights == self.engine.build.weights
+            if is_all and is_lasting and self._place.index.real.resolve([done.key]):
+                self._place.claims.add(done.key)

@@ -1,5 +1,5 @@
-"""A whole root in one process: engines come, serve, hang and are killed, while others sweep, evict and rebuild, the disk
-and the index fail, and after every step all that must hold is looked at. One seed is one run.
+"""A whole root in one process: engines come, serve, hang and are killed, while others sweep, evict and rebuild, the
+disk and the index fail, and after every step all that must hold is looked at. One seed is one run.
 
     python -m tests.simulation --seed 7 --steps 500 --recipe hung_reads
 """
@@ -206,7 +206,6 @@ class World:
     def _end(self, seat: Seat, is_killed: bool = True) -> None:
         self._seats.remove(seat)
         if seat.serving is not None:
-            self.checks.claims.update(seat.serving.claims)
             self.told.update(seat.serving.told)
         if is_killed:
             self._runtime.kill(seat.process)
