@@ -6,7 +6,7 @@ Named databases:
     sets      set id, u64 big-endian                        -> kvtier.index.set_info
     members   set id u64, rank u16, slot u32, big-endian    -> key
     leases    name, UTF-8                                   -> fencing token u64, expires f64, owner in UTF-8
-    notes     name, UTF-8                                   -> expires f64 (infinity: never), the note
+    notes     name, UTF-8                                   -> kvtier.index.note
     meta      "rebuilt"                                     -> empty; absent: nobody has filled this index yet
               "root"                                        -> the folder of segments that this is the index of
 
@@ -15,7 +15,6 @@ Every check and its change stand in one write transaction.
 
 from __future__ import annotations
 
-import math
 import os
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.errors import ConfigError, Corrupt, StaleLease
-from kvtier.index import entry, lmdb_env, set_info
+from kvtier.index import entry, lmdb_env, note, set_info
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, NewRecord, SetInfo, Use
 from kvtier.index.lmdb_env import View
 from kvtier.io.filesystem import file_system_of
@@ -39,7 +38,6 @@ _RECORDS_PER_TRANSACTION = 512  # bounds how long other writers wait: about 5 ms
 _SET_ID = struct.Struct(">Q")
 _MEMBER = struct.Struct(">QHI")
 _LEASE = struct.Struct("<Qd")
-_EXPIRES = struct.Struct("<d")
 
 
 class LmdbIndex:
@@ -220,15 +218,15 @@ class LmdbIndex:
         self._shared.write(work)
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
-        packed = _EXPIRES.pack(math.inf if expires_s is None else expires_s) + value
+        packed = note.pack(value, expires_s)
         self._shared.write(lambda view: view.put("notes", name.encode(), packed))
 
     def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
         found = self._shared.read(lambda view: view.scan("notes", prefix.encode()))
-        expired = [name for name, value in found if now_s >= _EXPIRES.unpack_from(value)[0]]
+        expired = [name for name, packed in found if note.has_expired(packed, now_s)]
         if expired:
             self._shared.write(lambda view: _drop_expired(view, expired, now_s))
-        return {name.decode(): value[_EXPIRES.size :] for name, value in found if name not in expired}
+        return {name.decode(): note.unpack(packed)[0] for name, packed in found if name not in expired}
 
     def drop_note(self, name: str) -> bool:
         def work(view: View) -> bool:
@@ -349,8 +347,8 @@ def _put_set(view: View, info: SetInfo) -> None:
 def _drop_expired(view: View, names: Sequence[bytes], now_s: float) -> None:
     """Those of `names` that nobody has put anew meanwhile."""
     for name in names:
-        value = view.get("notes", name)
-        if value is not None and now_s >= _EXPIRES.unpack_from(value)[0]:
+        packed = view.get("notes", name)
+        if packed is not None and note.has_expired(packed, now_s):
             view.delete("notes", name)
 
 

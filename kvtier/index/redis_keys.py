@@ -11,7 +11,7 @@
                                                then kvtier.index.set_info
     P:{P}:bytes                       string   sum of n_bytes over the above
     P:{P}:leases                      hash     name -> fencing token u64, expires f64, owner (little-endian)
-    P:{P}:notes                       hash     name -> expires f64 (infinity: never), the note
+    P:{P}:notes                       hash     name -> kvtier.index.note
     P:{P}:meta                        hash     format: of this table; root: id of the root that it is the index of;
                                                made: see below
 
@@ -51,7 +51,6 @@ SET_ID = struct.Struct(">Q")
 PLACE = struct.Struct(">HI")
 LEASE = struct.Struct("<Qd")
 TOKEN = struct.Struct("<Q")
-EXPIRES = struct.Struct("<d")
 
 
 class Script(NamedTuple):

@@ -5,20 +5,18 @@ Fields that are none of ours are passed over: one of them, damaged or a stranger
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from kvtier.errors import Corrupt, IndexUnavailable, StaleLease
-from kvtier.index import set_info
+from kvtier.index import note, set_info
 from kvtier.index.base import SetInfo, Use
 from kvtier.index.redis_entries import CONFLICTS_MAX, Caller
 from kvtier.index.redis_keys import (
     ADD_TO_TABLE,
     CHANGE_TABLE,
-    EXPIRES,
     GOING,
     HELD,
     LEASE,
@@ -241,30 +239,24 @@ class NoteTable:
         self._table = Table(caller, keys, keys.notes)
 
     def put(self, name: str, value: bytes, expires_s: float | None) -> None:
-        packed = EXPIRES.pack(math.inf if expires_s is None else expires_s) + value
-        call = PUT_NOTE.call([self._table.name], [name.encode(), packed])
+        call = PUT_NOTE.call([self._table.name], [name.encode(), note.pack(value, expires_s)])
         self._caller.run([Request(self._table.name, call)])
 
     def find(self, prefix: str, now_s: float) -> dict[str, bytes]:
         found = self._table.all()
-        expired = [name for name, value in found.items() if not _is_note(name, value) or now_s >= _expires_s(value)]
+        expired = [name for name, packed in found.items() if not _is_name(name) or note.has_expired(packed, now_s)]
         if expired:  # of those, what others have put anew meanwhile stays
             self._table.change(expired, lambda name, value: b"" if value == found[name] else value)
         names = sorted(found.keys() - set(expired))
-        return {name.decode(): found[name][EXPIRES.size :] for name in names if name.startswith(prefix.encode())}
+        return {name.decode(): note.unpack(found[name])[0] for name in names if name.startswith(prefix.encode())}
 
     def drop(self, name: str) -> bool:
         return bool(self._caller.one(self._table.name, "HDEL", self._table.name, name.encode()))
 
 
-def _is_note(name: bytes, value: bytes) -> bool:
+def _is_name(name: bytes) -> bool:
     try:
         name.decode()
     except UnicodeDecodeError:
         return False
-    return len(value) >= EXPIRES.size
-
-
-def _expires_s(note: bytes) -> float:
-    expires_s: float = EXPIRES.unpack_from(note)[0]
-    return expires_s
+    return True
