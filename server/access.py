@@ -8,7 +8,7 @@ from fastapi import Depends, Request, Security
 from fastapi.security import HTTPBearer
 
 from kvtier.admin.opened import Opened
-from kvtier.server.auth import Role
+from kvtier.server.auth import CHALLENGE, Role
 from kvtier.server.problems import Refused
 from kvtier.server.schemas import Problem
 from kvtier.server.service import Service
@@ -25,8 +25,8 @@ DESCRIPTIONS = {
     409: "It cannot be done as things are.",
     413: "The request is too large.",
     421: "Without a token, the service answers to the names of loopback only.",
-    429: "Others are at it; try again.",
     422: "The request does not fit the schema.",
+    429: "Others are at it; try again.",
     500: "A bug.",
     503: "The index or the storage does not answer; try again.",
     504: "The answer took too long.",
@@ -55,7 +55,7 @@ def the_root(service: Annotated[Service, Depends(the_service)]) -> Opened:
 def the_role(request: Request, _: Annotated[object, Security(BEARER)]) -> Role:
     role: Role | None = request.state.role
     if role is None:
-        raise Refused(401, "send the header Authorization: Bearer <token>")
+        raise Refused(401, "send the header Authorization: Bearer <token>", CHALLENGE)
     return role
 
 

@@ -81,9 +81,16 @@ def _check_host(headers: Headers) -> None:
 def _check_origin(headers: Headers) -> None:
     """Of a browser: the page that asks must be the service's own."""
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
-    is_own = origin is None or urlsplit(origin).netloc == headers.get("host")
+    is_own = origin is None or _place(origin) == headers.get("host")
     if not is_own or site not in ("none", "same-origin"):
         raise Refused(403, "this request comes from another site's page")
+
+
+def _place(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _host_name(host: str) -> str:

@@ -8,6 +8,7 @@ A request without a valid token costs nothing but reading its head: its body is 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.server.auth import Tokens, role_of
 from kvtier.server.problems import RETRY_AFTER_S, Refused, send_problem
+
+log = logging.getLogger("kvtier")
 
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
@@ -174,5 +177,6 @@ class TimeLimit:
 
     def _forget(self, work: asyncio.Task[None]) -> None:
         self._late.discard(work)
-        if not work.cancelled():
-            work.exception()  # nobody waits for it any more
+        fault = None if work.cancelled() else work.exception()
+        if fault is not None:  # nobody waits for it any more, so the server does not log it
+            log.error("a request that had been given up failed", exc_info=fault)

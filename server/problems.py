@@ -21,6 +21,8 @@ log = logging.getLogger("kvtier")
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 2
 FIELD_ERRORS_MAX = 20
+WHERE_CHARS_MAX = 100
+"""The name of an unknown field is as long as who asks likes."""
 
 TITLES = {
     400: "Bad request",
@@ -92,21 +94,22 @@ async def _http(request: Request, error: HTTPException) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of all routes of this path: the exception knows only those of one."""
+    """The methods of all routes of this path: the exception knows only those of one. What no route has is a file of
+    the page."""
     methods: set[str] = set()
     for route in request.app.routes:
         if isinstance(route, Route) and route.path_regex.match(request.url.path):
             methods |= route.methods or set()
-    return ", ".join(sorted(methods))
+    return ", ".join(sorted(methods or {"GET", "HEAD"}))
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
     """Says where, and what is wrong, but not what was sent: that may be somebody's prompt."""
     found = [
-        FieldError(where=".".join(map(str, one["loc"])), what=str(one["msg"]))
+        FieldError(where=".".join(map(str, one["loc"]))[:WHERE_CHARS_MAX], what=str(one["msg"]))
         for one in error.errors()[:FIELD_ERRORS_MAX]
     ]
-    return problem(422, f"{len(error.errors())} things are wrong with this request", errors=found)
+    return problem(422, f"things that are wrong with this request: {len(error.errors())}", errors=found)
 
 
 async def _index_is_down(request: Request, fault: IndexUnavailable) -> Response:
@@ -118,7 +121,7 @@ async def _wrong_place(request: Request, fault: ConfigError) -> Response:
 
 
 async def _fault(request: Request, fault: Exception) -> Response:
-    log.warning("%s %s: %s", request.method, request.url.path, fault)
+    log.warning("%s %r: %s", request.method, request.url.path, fault)  # %r: a path may hold the end of a line
     return problem(503, str(fault), {"Retry-After": str(RETRY_AFTER_S)})
 
 

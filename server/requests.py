@@ -32,8 +32,11 @@ def _all_whole(values: object) -> object:
 
 
 Tokens = Annotated[
-    list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=TOKENS_MAX), BeforeValidator(_all_whole)
+    list[Annotated[int, Field(ge=0, lt=1 << 32)]],
+    Field(max_length=TOKENS_MAX, fail_fast=True),
+    BeforeValidator(_all_whole),
 ]
+"""fail_fast: a complaint about each of a million tokens took 2 GB and 8 s."""
 Salt = Annotated[str, Field(max_length=1024, description='as requests bring it; "": none')]
 Bytes = Annotated[int, Field(ge=0, le=BYTES_MAX), BeforeValidator(_whole)]
 Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 
+from kvtier.admin.lookup import TOKENS_MAX
 from kvtier.config_server import ServerSettings
 from kvtier.errors import ConfigError
 from kvtier.server import routes_look
@@ -43,7 +45,7 @@ def test_without_tokens_other_sites_pages_are_refused(served_here: Serving) -> N
     assert served_here.call("POST", "/api/v1/clear", None, json={}, headers=own).status_code == 200
     for headers in (
         {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
-        {"Origin": "http://localhost:1234"}, {"Sec-Fetch-Site": "same-site"},
+        {"Origin": "http://localhost:1234"}, {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://[::1"},
     ):  # fmt: skip
         assert_problem(served_here.call("POST", "/api/v1/clear", None, json={}, headers=headers), 403)
         assert_problem(served_here.call("GET", "/api/v1/overview", None, headers=headers), 403)
@@ -71,6 +73,31 @@ def test_no_answer_shows_what_was_sent(served: Serving) -> None:
     assert "patient" not in answer.text
 
 
+def test_a_request_that_is_wrong_in_a_million_places_is_answered_briefly_and_soon(served: Serving) -> None:
+    tokens = {"tokens": [-1] * TOKENS_MAX}
+    began = time.process_time()
+    for path, body in (
+        ("lookup", tokens), ("pins", {"namespace": "0" * 32, **tokens}),
+        ("evict", {"prefix": {"namespace": "0" * 32, **tokens}}), ("lookup", {"tokens": [], "x" * 1_000_000: 1}),
+    ):  # fmt: skip
+        answer = served.call("POST", f"/api/v1/{path}", json=body)
+        assert_problem(answer, 422)
+        assert len(answer.content) < 4000 and len(answer.json()["errors"]) < 10
+    assert time.process_time() - began < 8  # it was 8 s each, and 2 GB
+
+
+def test_a_path_cannot_add_a_line_to_the_log(
+    served: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served.service, "snapshot", _no_disk)
+    assert_problem(served.call("GET", "/api/v1/workers/a%0Apin%20of%20nobody"), 503)
+    assert "No space left" in caplog.text and "\npin of nobody" not in caplog.text
+
+
+def _no_disk() -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_bug_is_a_problem_and_says_nothing_of_itself(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(opened: object) -> None:
         raise ZeroDivisionError("secret detail")
@@ -86,6 +113,10 @@ def test_the_pages_files(served: Serving) -> None:
     policy = page.headers["content-security-policy"]
     assert "script-src 'self'" in policy and "unsafe" not in policy and "http" not in policy
     assert page.headers["x-frame-options"] == "DENY"
+    for path in ("/ui/", "/ui/app.js"):
+        answer = served.call("POST", path, None)
+        assert_problem(answer, 405)
+        assert answer.headers["allow"] == "GET, HEAD"
     for path in ("/ui/../app.py", "/ui/%2e%2e/app.py", "/ui/..%2fapp.py", "/ui//etc/passwd"):
         assert served.call("GET", path, None).status_code in (401, 404)
 
@@ -146,6 +177,20 @@ def test_an_answer_that_takes_too_long_is_given_up() -> None:
 
     assert asyncio.run(run())[0] == 504
     assert ended, "its work ends by itself"
+
+
+def test_what_fails_after_it_was_given_up_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.1)
+        raise ZeroDivisionError("of a late request")
+
+    async def run() -> tuple[int, bytes]:
+        found = await answer_of(TimeLimit(broken, 0.02), [b""])
+        await asyncio.sleep(0.3)
+        return found
+
+    assert asyncio.run(run())[0] == 504
+    assert "had been given up" in caplog.text and "of a late request" in caplog.text
 
 
 def test_an_answer_that_has_begun_is_not_given_up() -> None:
