@@ -121,7 +121,7 @@ async def _wrong_place(request: Request, fault: ConfigError) -> Response:
 
 
 async def _fault(request: Request, fault: Exception) -> Response:
-    log.warning("%s %r: %s", request.method, request.url.path, fault)  # %r: a path may hold the end of a line
+    log.warning("%s %s: %s", request.method, request.url.path, fault)
     return problem(503, str(fault), {"Retry-After": str(RETRY_AFTER_S)})
 
 

@@ -86,18 +86,6 @@ def test_a_request_that_is_wrong_in_a_million_places_is_answered_briefly_and_soo
     assert time.process_time() - began < 8  # it was 8 s each, and 2 GB
 
 
-def test_a_path_cannot_add_a_line_to_the_log(
-    served: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(served.service, "snapshot", _no_disk)
-    assert_problem(served.call("GET", "/api/v1/workers/a%0Apin%20of%20nobody"), 503)
-    assert "No space left" in caplog.text and "\npin of nobody" not in caplog.text
-
-
-def _no_disk() -> None:
-    raise OSError(28, "No space left on device")
-
-
 def test_a_bug_is_a_problem_and_says_nothing_of_itself(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(opened: object) -> None:
         raise ZeroDivisionError("secret detail")
