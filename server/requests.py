@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from kvtier.admin.answers import HexId
-from kvtier.admin.change import PIN_KEYS_MAX
+from kvtier.admin.change import PIN_KEYS_MAX, PIN_LABEL_CHARS_MAX
 from kvtier.admin.lookup import TOKENS_MAX
 from kvtier.config_capacity import TENANT_BYTES_MAX
 
@@ -115,7 +115,7 @@ class PinRequest(BaseModel):
     tokens: Tokens | None = None
     keys: Annotated[list[HexId], Field(min_length=1, max_length=PIN_KEYS_MAX)] | None = None
     cache_salt: Salt = ""
-    label: Annotated[str, Field(max_length=200)] = ""
+    label: Annotated[str, Field(max_length=PIN_LABEL_CHARS_MAX)] = ""
     expires_in_s: Seconds | None = None
 
 

@@ -27,6 +27,7 @@ router = APIRouter(prefix="/api/v1")
 
 Label = Annotated[str, Path(min_length=1, max_length=TENANT_BYTES_MAX, pattern=r"^[^/]+$")]
 NamespaceId = Annotated[HexId, Path()]
+PinId = Annotated[HexId, Path()]
 
 
 @router.post("/evict", summary="Evict segment sets", tags=["eviction"], responses=problems(404, 409, 422, 429))
@@ -80,7 +81,7 @@ def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest)
     "/pins/{pin_id}", summary="Remove a pin", tags=["pins"], status_code=204, response_class=Response,
     responses=problems(404, 422),
 )  # fmt: skip
-def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: JobId) -> None:
+def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: PinId) -> None:
     """What it kept may be evicted again."""
     if not change.drop_pin(opened, pin_id):
         raise Refused(404, "there is no such pin")

@@ -18,6 +18,7 @@ from kvtier.eviction.pins import Pin
 from kvtier.index.base import SetInfo
 
 PINS_MAX = 1000
+PIN_LABEL_CHARS_MAX = 200
 PIN_KEYS_MAX = 8192
 """2 million tokens in chunks of 256: more keys make a note that is slow to read at each eviction."""
 
@@ -140,10 +141,15 @@ def drop_quota(opened: Opened, name: str) -> bool:
 
 def _pin_row(pin: Pin, held: Sequence[SetInfo]) -> PinRow:
     return PinRow(
-        id=pin.pin_id, namespace=pin.namespace.hex(), label=pin.label, created_s=pin.created_s,
+        id=pin.pin_id, namespace=pin.namespace.hex(), label=_as_text(pin.label), created_s=pin.created_s,
         expires_s=pin.expires_s, keys=None if pin.keys is None else len(pin.keys), sets=len(held),
         n_bytes=sum(info.n_bytes for info in held),
     )  # fmt: skip
+
+
+def _as_text(label: str) -> str:
+    """A note is JSON that anybody may have written, and JSON can hold halves of characters, which no answer can."""
+    return label.encode("utf-8", "replace").decode()
 
 
 def _held(opened: Opened, found: Sequence[Pin]) -> dict[str, frozenset[int]]:

@@ -9,6 +9,8 @@ from kvtier.admin.answers import Latencies, LatencySummary, Prefix, Rates, TierF
 from kvtier.reports import BOUNDS_S, Latency, WorkerReport, hit_ratio
 
 PREFIXES_SHOWN = 32
+INTERVAL_S_MIN = 1e-3
+"""A report of a shorter one tells no rate: nearly anything, divided by nearly nothing."""
 
 
 def workers_of(reports: Sequence[WorkerReport], now_s: float) -> list[Worker]:
@@ -30,7 +32,7 @@ def totals_of(reports: Sequence[WorkerReport]) -> Totals:
 
 
 def rates_of(reports: Sequence[WorkerReport]) -> Rates:
-    timed = [report for report in reports if report.interval_s > 0]
+    timed = [report for report in reports if report.interval_s >= INTERVAL_S_MIN]
     rates = _added([report.recent for report in timed], [1 / report.interval_s for report in timed])
     return Rates(
         hit_ratio=hit_ratio(_added([report.recent for report in reports], [1.0] * len(reports))),

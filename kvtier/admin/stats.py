@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from kvtier.admin import figures
 from kvtier.admin.answers import Capacity, IndexState, NamespaceRow, Snapshot, TenantRow, TierFill
@@ -15,7 +16,7 @@ from kvtier.eviction.limits import Quotas
 from kvtier.housekeeping import is_to_be_rebuilt
 from kvtier.identity import Namespace
 from kvtier.index.base import SetInfo
-from kvtier.reports import NOTE_PREFIX, WorkerReport
+from kvtier.reports import LABEL_CHARS_MAX, NOTE_PREFIX, WorkerReport
 
 ROWS_MAX = 500
 """Namespaces, and tenants, that are shown: those with the most bytes."""
@@ -52,14 +53,16 @@ def snapshot(opened: Opened) -> Snapshot:
 
 
 def read_reports(opened: Opened, now_s: float) -> tuple[list[WorkerReport], int]:
-    """Of the engines that live, and how many notes are no reports."""
-    reports, unreadable = [], 0
-    for note in opened.index.notes(NOTE_PREFIX, now_s).values():
-        try:
-            reports.append(WorkerReport.read(note))
-        except Corrupt:
-            unreadable += 1
-    return reports, unreadable
+    """Of the engines that live, and how many notes are no reports, or those of another owner: were they shown, two
+    engines had one name, and Prometheus takes no series twice."""
+    notes = opened.index.notes(NOTE_PREFIX, now_s)
+    reports = []
+    for name, note in notes.items():
+        with suppress(Corrupt):
+            report = WorkerReport.read(note)
+            if report.owner == name.removeprefix(NOTE_PREFIX)[:LABEL_CHARS_MAX]:
+                reports.append(report)
+    return reports, len(notes) - len(reports)
 
 
 def _capacity(opened: Opened, sets: Sequence[SetInfo]) -> Capacity:

@@ -90,6 +90,7 @@ class Verifying:
                     raise _Cancelled
                 self._change(job, {"state": "running", "segments_done": done, "segments_total": total})
 
+        found: dict[str, object] = {"state": "failed", "fault": "a bug of kvtier; the service's log says more"}
         try:
             tell(0, 0)
             found = _found(verify(self._opened.root, self._opened.index, tell))
@@ -97,8 +98,10 @@ class Verifying:
             found = {"state": "cancelled"}
         except (KVTierError, OSError) as fault:
             found = {"state": "failed", "fault": str(fault)}
-        with self._lock:
-            self._change(job, {**found, "ended_s": self._opened.clock()})
+        finally:
+            with self._lock:
+                if job.answer.ended_s is None:  # else it was cancelled before its turn came
+                    self._change(job, {**found, "ended_s": self._opened.clock()})
 
     def _change(self, job: _Job, changes: dict[str, object]) -> None:
         job.answer = job.answer.model_copy(update=changes)

@@ -261,6 +261,15 @@ def test_what_is_pinned_stays_until_it_is_unpinned(
     assert printed_json(capsys, "evict", str(config), "--all", "--yes")["n_sets"] == 1
 
 
+@pytest.mark.parametrize("label", ["x" * 201, "\udcff", "a\nb"])
+def test_a_label_that_cannot_be_shown_pins_nothing(
+    config: Path, label: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pin = ("pin", str(config), "--namespace", namespace_of(config), "--label", label)
+    assert "printable characters" in refused(capsys, *pin)
+    assert printed_json(capsys, "pin", str(config))["pins"] == []
+
+
 def test_what_is_pinned_goes_when_that_is_said(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed(capsys, "pin", str(config), "--namespace", namespace_of(config))
     everything = ["evict", str(config), "--all", "--include-pinned", "--yes"]

@@ -242,6 +242,14 @@ def test_clear_may_take_pinned_ones_too(served: Serving) -> None:
     assert ok(served, "POST", "/api/v1/clear", json={"include_pinned": True, "dry_run": False})["n_sets"] == 1
 
 
+def test_a_pin_of_a_stranger_is_listed_whatever_its_label(served: Serving) -> None:
+    note = {"namespace": served.filled.namespace, "keys": None, "label": "\udcff half", "created_s": 1}
+    served.index.put_note(f"pin/{'1' * 32}", json.dumps(note).encode(), None)
+    (row,) = ok(served, "GET", "/api/v1/pins")["pins"]
+    assert row["label"] == "? half"
+    ok(served, "DELETE", f"/api/v1/pins/{row['id']}")
+
+
 def test_pins_expire(served: Serving) -> None:
     ok(served, "POST", "/api/v1/pins", json={"namespace": served.filled.namespace, "expires_in_s": 0.05})
     time.sleep(0.1)
@@ -347,7 +355,40 @@ def test_verify_can_be_ended_and_has_a_queue(served: Serving, monkeypatch: pytes
     assert job["state"] == "cancelled" and job["segments_done"] == 1
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_job_that_meets_a_bug_has_failed_and_the_next_one_runs(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier.admin import verifying
+
+    with monkeypatch.context() as broken:
+        broken.setattr(verifying, "verify", lambda *_: 1 / 0)
+        job = verified(served)
+    assert job["state"] == "failed" and "a bug" in job["fault"]
+    assert verified(served)["state"] == "done"
+
+
 # --- Prometheus ---
+
+
+def test_a_report_under_anothers_name_is_none(served: Serving) -> None:
+    """Two engines of one name would be the same series twice, and Prometheus takes none of the two."""
+    ((name, note),) = served.index.notes("worker/", time.time()).items()
+    served.index.put_note(name + "-twin", note, None)
+    served.service.changed()
+    seen = ok(served, "GET", "/api/v1/overview")
+    assert (len(seen["workers"]), seen["unreadable_reports"]) == (1, 1)
+    text = served.call("GET", "/metrics").text
+    assert text.count("kvtier_hit_tokens_total{") == 1
+
+
+def test_a_report_of_no_time_at_all_tells_no_rate(served: Serving) -> None:
+    """JSON has no infinity, so a number that the document promises was missing."""
+    ((name, note),) = served.index.notes("worker/", time.time()).items()
+    served.index.put_note(name, json.dumps(json.loads(note) | {"interval_s": 5e-324}).encode(), None)
+    served.service.changed()
+    rates = ok(served, "GET", "/api/v1/overview")["rates"]
+    assert rates.pop("hit_ratio") == 0.75 and set(rates.values()) == {0.0}
 
 
 def test_prometheus_text(served: Serving) -> None:
