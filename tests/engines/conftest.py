@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+
+from tests.engines import forked
 
 HERE = Path(__file__).parent
 OLDER_PYTHON = Path(os.environ.get("ENGINE_027_PYTHON", HERE.parents[1] / ".venv-027" / "bin" / "python"))
@@ -31,10 +32,9 @@ class Lab:
         folder = self.folder / kind
         with FileLock(self.folder / f"model-{kind}.lock"):
             if not (folder / "config.json").exists():
-                made = subprocess.run(
-                    [sys.executable, HERE / "models.py", kind, folder], capture_output=True, text=True, timeout=300
-                )
-                assert made.returncode == 0, made.stderr
+                log = self.folder / f"model-{kind}.log"
+                made = forked.start([str(HERE / "models.py"), kind, str(folder)], log, log)
+                assert made.wait(ENGINE_TIMEOUT_S) == 0, log.read_text()
         return folder
 
     def run(self, name: str, specs: Sequence[dict[str, Any]], python: Path | str = sys.executable) -> list[Any]:
@@ -51,17 +51,22 @@ class Lab:
                         job.result()
             return [json.loads(output.read_text()) for output in outputs]
 
-    def start(self, output: Path, spec: dict[str, Any], python: Path | str) -> subprocess.CompletedProcess[str]:
-        """Runs one engine to its end."""
+    def start(self, output: Path, spec: dict[str, Any], python: Path | str) -> tuple[int, str]:
+        """Runs one engine to its end. Its status, and what it printed."""
         spec = {"model": str(self.model(spec.get("kind", "llama"))), "root": str(self.folder / "root")} | spec
         spec_path = output.with_suffix(".spec")
         spec_path.write_text(json.dumps(spec))
-        command = [str(python), str(HERE / "engine.py"), str(spec_path), str(output)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S, cwd=HERE)
+        log = output.with_suffix(".log")
+        engine = forked.start([str(HERE / "engine.py"), str(spec_path), str(output)], log, log, python=python)
+        try:
+            return engine.wait(ENGINE_TIMEOUT_S), log.read_text()
+        except TimeoutError:
+            engine.kill()
+            raise
 
     def _run(self, output: Path, spec: dict[str, Any], python: Path | str) -> None:
-        ended = self.start(output, spec, python)
-        assert ended.returncode == 0, f"{output.name}:\n{ended.stdout[-3000:]}\n{ended.stderr[-8000:]}"
+        status, log = self.start(output, spec, python)
+        assert status == 0, f"{output.name}:\n{log[-10000:]}"
 
 
 @pytest.fixture(scope="session")

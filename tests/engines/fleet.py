@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from tests.engines import forked
 from tests.engines.conftest import HERE
 from tests.engines.fleet_prompts import whole_tokens
 
@@ -63,17 +65,16 @@ class Member:
         self._log = folder / f"{name}.log"
         self._answers, self._requests = folder / f"{name}.answers", folder / f"{name}.requests"
         self._n_asked = 0
-        command = [sys.executable, str(HERE / "fleet_engine.py"), str(folder / f"{name}.spec")]
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=HERE, text=True
-            )
+        commands = folder / f"{name}.commands"
+        os.mkfifo(commands)
+        argv = [str(HERE / "fleet_engine.py"), str(folder / f"{name}.spec")]
+        self.process = forked.start(argv, self._log, self._log, stdin=commands)
+        self._commands = commands.open("w")
 
     def send(self, do: str, **more: Any) -> int:
         """The number of its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
-        self.process.stdin.flush()
+        self._commands.write(json.dumps({"do": do, **more}) + "\n")
+        self._commands.flush()
         self._n_asked += 1
         return self._n_asked
 
@@ -97,13 +98,11 @@ class Member:
         return self._log.read_text()
 
     def end(self) -> None:
-        if self.process.poll() is None and self.process.stdin is not None:
-            self.process.stdin.close()  # it ends at the end of its input
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        self._commands.close()  # it ends at the end of its input
+        try:
+            self.process.wait(30.0)
+        except TimeoutError:
+            self.process.kill()
 
     def _lines(self, path: Path) -> list[Any]:
         text = path.read_text() if path.exists() else ""

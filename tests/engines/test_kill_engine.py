@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
 from kvtier.root import find_root
+from tests.engines import forked
 from tests.engines.conftest import ENGINE_TIMEOUT_S, HERE
 from tests.engines.test_real_engine import KV_NOISE
 
@@ -29,16 +26,14 @@ def killed_while_saving(lab: Any, root: Path, number: int, delay_s: float) -> No
     spec = {"model": str(lab.model("llama")), "root": str(root), "scenarios": [["endless", number]]}
     spec_path = lab.folder / f"killed-{number}.spec"
     spec_path.write_text(json.dumps(spec))
-    command = [sys.executable, str(HERE / "engine.py"), str(spec_path), str(spec_path.with_suffix(".json"))]
-    with spec_path.with_suffix(".log").open("w") as log:
-        process = subprocess.Popen(command, cwd=HERE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    log = spec_path.with_suffix(".log")
+    engine = forked.start([str(HERE / "engine.py"), str(spec_path), str(spec_path.with_suffix(".json"))], log, log)
     deadline = time.monotonic() + ENGINE_TIMEOUT_S
     while {path: path.stat().st_mtime_ns for path in root.glob("v1/*/*.kvseg")} == before:
-        assert process.poll() is None and time.monotonic() < deadline, spec_path.with_suffix(".log").read_text()[-3000:]
+        assert engine.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.02)
     time.sleep(delay_s)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    engine.kill()
 
 
 def test_killed_engines_leave_nothing_wrong(lab: Any) -> None:

