@@ -29,8 +29,12 @@ log = logging.getLogger("kvtier")
 
 def run_serve(settings: Settings) -> int:
     """Serves until it is told to stop. The exit status; raises ConfigError for what it cannot be started with."""
-    service = open_service(settings)
-    listener = listen(settings)
+    own = settings.server
+    own.check()
+    check_tls(own.tls_cert, own.tls_key)
+    tokens = Tokens(*own.tokens())
+    listener = listen(settings)  # before the root, so that what refuses a start makes none
+    service = open_service(settings, tokens)
     server = uvicorn.Server(uvicorn_config(service))
     print(f"kvtier serves {settings.root} at {address(settings, listener)}", file=sys.stderr, flush=True)
 
@@ -43,11 +47,9 @@ def run_serve(settings: Settings) -> int:
     return OK if server.started else NOT_DONE
 
 
-def open_service(settings: Settings) -> Service:
-    """Raises ConfigError: for settings, and for a root that cannot be opened. An index that is down is waited for."""
-    settings.server.check()
-    admin, read = settings.server.tokens()
-    service = Service(settings, Tokens(admin, read), lambda: open_for_admin(settings))
+def open_service(settings: Settings, tokens: Tokens) -> Service:
+    """Raises ConfigError for a root that cannot be opened. An index that is down is waited for."""
+    service = Service(settings, tokens, lambda: open_for_admin(settings))
     try:
         assert service.opened is not None
     except IndexUnavailable as fault:
@@ -56,9 +58,7 @@ def open_service(settings: Settings) -> Service:
 
 
 def uvicorn_config(service: Service) -> uvicorn.Config:
-    """Raises ConfigError when certificate and key cannot be used."""
     settings = service.settings.server
-    check_tls(settings.tls_cert, settings.tls_key)
     return uvicorn.Config(
         make_app(service), ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         limit_concurrency=settings.connections_max, timeout_keep_alive=KEEP_ALIVE_S,
@@ -68,6 +68,7 @@ def uvicorn_config(service: Service) -> uvicorn.Config:
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
+    """Raises ConfigError when they cannot be used together."""
     if cert is None or key is None:
         return
     try:

@@ -68,12 +68,14 @@ def test_it_does_not_start_on_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = refused(write_config(tmp_path, tmp_path / "kv", port=taken.getsockname()[1]))
     assert "server.port" in said and "in use" in said
+    assert not (tmp_path / "kv").exists()
 
 
 def test_it_does_not_start_with_a_certificate_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("nothing")
     paths = {name: str(tmp_path / "cert.pem") for name in ("tls_cert", "tls_key")}
     assert "server.tls_cert" in refused(write_config(tmp_path, tmp_path / "kv", **paths))
+    assert not (tmp_path / "kv").exists()
 
 
 def test_an_index_of_one_process_is_refused(tmp_path: Path) -> None:
