@@ -22,7 +22,7 @@ from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, T
 from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo
 from kvtier.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.removal import Remover
-from kvtier.root import NAMESPACE_FILE, namespace_folders, read_namespace
+from kvtier.root import NAMESPACE_FILE, namespace_folders, read_namespace, remove_leftovers
 from kvtier.tiers.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 
 log = logging.getLogger("kvtier")
@@ -98,6 +98,7 @@ class Housekeeper:
                 self._renew_sweep_lease()
                 if info.is_open or info.set_id in looked_into or on_disk.get(info.set_id, 0) != info.n_bytes:
                     self._settle(info, on_disk.get(info.set_id, 0))
+            remove_leftovers(self._folder, self.clock() - ORPHAN_GRACE_S)
             self._index.put_note(SWEPT_NOTE, _TIME.pack(self.clock()), None)
         finally:
             self._index.release_lease(SWEEP_LEASE, self._owner)

@@ -14,6 +14,7 @@ import errno
 import os
 import re
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -32,6 +33,8 @@ SEGMENT_SUFFIX = ".kvseg"
 MACHINE_ROOT = Path("/")
 _NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{32}")
 _VERSION_FOLDER = re.compile(r"v(\d+)")
+_LEFTOVER = re.compile(r"\.(write-test-[0-9a-f]{32}|direct-io-probe-[0-9a-f-]+|[^/]+\.json\.[0-9a-f]{32})")
+"""What is made for a moment: by _try_to_write, tiers.segments.direct_io_works, and kvtier.once."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -124,6 +127,16 @@ def open_namespace(root: Root, namespace: Namespace) -> Path:
 def namespace_folders(folder: Path) -> list[Path]:
     """The folders of all namespaces in `<root>/v1`, also of those whose namespace.json is gone."""
     return sorted(path for path in folder.iterdir() if _NAMESPACE_FOLDER.fullmatch(path.name) and path.is_dir())
+
+
+def remove_leftovers(folder: Path, before_s: float) -> None:
+    """Removes what processes left in a root that died while they tried it, or while they wrote a small file, if it was
+    last written before that time. `folder`: `<root>/v1`. What cannot be removed stays."""
+    for place in (folder.parent, folder, *namespace_folders(folder)):
+        with suppress(OSError):
+            for entry in os.scandir(place):
+                if _LEFTOVER.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_mtime < before_s:
+                    os.unlink(entry.path)
 
 
 def read_namespace(folder: Path) -> Namespace:
