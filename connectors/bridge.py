@@ -170,11 +170,15 @@ class SchedulerBridge:
             log.warning("requests whose KV comes from another connector are not saved")
 
     def advance(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
-        """After this step the KV of the first `frontier_tokens` tokens is final and lies in `block_ids`."""
+        """After this step the KV of the first `frontier_tokens` tokens is final and lies in `block_ids`.
+
+        Where no set is ready yet, as for the first request of a tenant in a while, they are taken in a later step of
+        the request, or at its end: they stay in its blocks.
+        """
         request = self._requests[request_id]
         if len(block_ids) * self._shape.block_tokens < frontier_tokens:
             return  # not all of its blocks are known: which they are is told at its end
-        if request.may_save and request.load_blocks is None:
+        if request.may_save and request.load_blocks is None and not self._is_set_coming(request.view.tenant):
             self._after += self._take_wanted(request, frontier_tokens, block_ids)
 
     def chunks_pending(self, request_id: str, frontier_tokens: int) -> bool:
@@ -290,6 +294,9 @@ class SchedulerBridge:
             request.may_save = False
             return []
         return wanted
+
+    def _is_set_coming(self, tenant: str) -> bool:
+        return self._faults.guard("looking for a set", lambda: self._store.is_set_coming(tenant), False)
 
     def _plan_save(self, wanted: list[WantedChunk]) -> SavePlan | None:
         if not wanted:

@@ -16,6 +16,8 @@ from kvtier.backoff import Backoff
 
 SET_SETTLE_S = 60.0
 """A full set is closed when all its saves are answered, or after this long when an answer was lost."""
+SET_COMES_S = 2.0
+"""A set that is not there so long after it was missed is not waited for any more."""
 TENANT_IDLE_S = 120.0
 """A tenant that nothing was heard of for so long holds no open set any more."""
 
@@ -41,6 +43,15 @@ class SetSupply:
         self._current: _Set | None = None
         self._spares: deque[_Set] = deque()
         self._full: list[_Set] = []
+        self._missed_s: float | None = None
+
+    def is_coming(self, now_s: float) -> bool:
+        """Whether no set is ready, but one may be in a moment: chunks that can wait had better."""
+        with self._lock:
+            if self._current is not None or self._spares:
+                return False
+            self._missed_s = now_s if self._missed_s is None else self._missed_s
+            return now_s - self._missed_s < SET_COMES_S
 
     def take(self, now_s: float) -> tuple[int, int] | None:
         """(set id, slot) for one chunk, answered later with `answered`; None when no set is ready."""
@@ -86,6 +97,7 @@ class SetSupply:
         """A new, registered set."""
         with self._lock:
             self._spares.append(_Set(set_id))
+            self._missed_s = None
 
     def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
         """One chunk of the set was saved, or will never be; `is_blank`: nothing was written into its slot."""

@@ -167,6 +167,12 @@ class Store:
         self._keeper.supplies.of(tenant, self._clock())
         self._keeper.refill()
 
+    def is_set_coming(self, tenant: str) -> bool:
+        """Whether chunks of this tenant would find no place now, but may in a moment."""
+        now = self._clock()
+        side = self._keeper.supplies.of(tenant, now)
+        return side.supply.is_coming(now) and not side.room.is_resting(now)
+
     def is_known(self, key: bytes) -> bool:
         """Whether the chunk is believed to be stored or on its way."""
         return key in self._known

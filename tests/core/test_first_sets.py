@@ -10,8 +10,12 @@ import pytest
 
 from kvtier import keeper
 from kvtier.assemble import open_store
+from kvtier.breakeven import FixedLimit
+from kvtier.connectors.bridge import Faults, SchedulerBridge
+from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.index.base import SetInfo
 from kvtier.index.embedded import LmdbIndex
+from kvtier.sets import SET_COMES_S, SetSupply
 from kvtier.store import Store, WantedChunk
 from tests.core.rig import Engine, geometry, namespace, settings, shares
 
@@ -61,4 +65,48 @@ def test_after_a_reset_sets_come_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     engine.store.reset()
     engine.wait_for_set(5.0)
     assert plans_a_save(engine.store)
+    engine.close()
+
+
+# --- a set that is not there yet ---
+
+
+def test_the_first_prompt_of_a_tenant_waits_for_its_set(tmp_path: Path) -> None:
+    """Its set is asked for when the request comes, in the same call that plans its first step: without the wait, a
+    tenant whose requests come minutes apart had nothing saved, ever."""
+    tenants = [{"name": "red", "cache_salts": ["red"]}]
+    engine = Engine(tmp_path, changes={"capacity": {"tenants": tenants}})
+    engine.wait_for_set()
+    tokens = list(range(256))
+    bridge = SchedulerBridge(engine.store, ChunkShape(64, 16), FixedLimit(64), 2.0, Faults())
+    bridge.track(RequestView("r", tokens, 256, {}, may_load=False, may_save=True, tenant="red"))
+    steps, deadline, plan = 0, time.monotonic() + 10, None
+    while plan is None and time.monotonic() < deadline:
+        if bridge.chunks_pending("r", 256):
+            bridge.advance("r", 256, list(range(16)))
+        plan, steps = bridge.take_step().after, steps + 1
+        time.sleep(0.002)
+    assert plan is not None and steps > 1
+    assert [(chunk.key, chunk.tenant) for chunk in plan.chunks] == [(key, "red") for key in engine.keys(tokens)]
+    assert not any(name.startswith("skipped") for name in engine.store.metrics.total())
+    assert not bridge.chunks_pending("r", 256)
+    engine.close()
+
+
+def test_a_set_is_waited_for_from_when_it_is_missed_and_not_for_long() -> None:
+    supply = SetSupply(1, 1)
+    assert supply.is_coming(10.0) and supply.is_coming(10.0 + SET_COMES_S / 2)
+    assert not supply.is_coming(10.0 + SET_COMES_S), "chunks are given up, and counted"
+    supply.offer(1)
+    assert not supply.is_coming(50.0) and supply.take(50.0) == (1, 0)
+    assert supply.is_coming(60.0) and not supply.is_coming(60.0 + SET_COMES_S)
+
+
+def test_a_tenant_that_gets_no_set_is_not_waited_for(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.wait_for_set()
+    engine.store._keeper._ticker.close(5.0)  # type: ignore[union-attr]
+    assert engine.store.is_set_coming("blue")
+    engine.store._keeper.supplies.of("blue", time.time()).room.refused(time.time())
+    assert not engine.store.is_set_coming("blue"), "it is at its quota"
     engine.close()

@@ -25,6 +25,7 @@ class FakeStore:
         self.wanted: list[WantedChunk] = []
         self.answered: list[SaveDone] = []
         self.answers = True
+        self.set_is_coming = False
         self.epoch = 0
 
     def lookup(self, keys: Sequence[bytes]) -> list[bytes] | None:
@@ -53,6 +54,9 @@ class FakeStore:
         chunks = [SaveChunk(w.key, w.parent, 1, 0, w.block_ids) for w in wanted if w.key not in self.stored]
         self.stored.update(chunk.key for chunk in chunks)
         return SavePlan(self.namespace_id, 1, tuple(chunks)) if chunks else None
+
+    def is_set_coming(self, tenant: str) -> bool:
+        return self.set_is_coming
 
     def saved(self, done: Sequence[SaveDone]) -> None:
         self.answered += done

@@ -159,6 +159,24 @@ def test_an_ended_request_is_gathered_before_the_next_step() -> None:
     assert not scene.bridge.has_pending_gathers()
 
 
+def test_chunks_for_which_a_set_is_coming_are_taken_in_a_later_step_or_at_the_end() -> None:
+    for ends in (False, True):
+        scene = Scene()
+        scene.store.set_is_coming = True
+        for frontier in (130, 131):
+            scene.bridge.advance("r", frontier, BLOCKS)
+            assert scene.bridge.take_step().after is None and scene.bridge.chunks_pending("r", frontier)
+        if ends:
+            scene.bridge.finish("r", 131, BLOCKS)
+            plan = scene.bridge.take_step().before
+        else:
+            scene.store.set_is_coming = False
+            scene.bridge.advance("r", 132, BLOCKS)
+            plan = scene.bridge.take_step().after
+        assert blocks_of(plan) == [(100, 101, 102, 103), (104, 105, 106, 107)]
+        assert not scene.faults.take()
+
+
 def test_nothing_is_gathered_from_blocks_that_the_request_does_not_have() -> None:
     """A preempted or aborted request comes with fewer blocks than its tokens would need."""
     scene = Scene()
