@@ -45,7 +45,10 @@ class Refused extends Error {
 
 async function ask(name) {
   const headers = { Accept: "application/json" };
-  if (state.token) headers.Authorization = `Bearer ${state.token}`;
+  if (state.token) {
+    if (!/^[!-~]+$/.test(state.token)) throw new Refused(401, "a token has other characters"); // fetch would refuse the header
+    headers.Authorization = `Bearer ${state.token}`;
+  }
   let answer;
   try {
     answer = await fetch(new URL(name, API), { headers, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_S * 1000) });
@@ -70,11 +73,11 @@ async function refresh() {
     if (history) tookHistory(history);
     took(overview);
   } catch (fault) {
-    if (!(fault instanceof Refused)) throw fault;
     if (turn !== state.turn) return;
     state.faults += 1;
-    refused(fault);
-    if (fault.status === 401 || fault.status === 403) return; // asks again when there is another token
+    if (!(fault instanceof Refused)) console.error(fault);
+    refused(fault instanceof Refused ? fault : new Refused(0, "this page cannot show what the service answers"));
+    if (fault.status === 401) return; // asks again when there is another token
     schedule(fault.retryS ?? Math.min(POLL_AFTER_FAULT_MAX_S, POLL_S * 2 ** Math.min(state.faults - 1, 6)));
     return;
   }
@@ -137,8 +140,8 @@ function drawNotices({ index, workers, namespaces }) {
 }
 
 function refused(fault) {
-  if (fault.status === 401 || fault.status === 403) {
-    showSignIn(fault);
+  if (fault.status === 401) {
+    showSignIn();
     return;
   }
   const again = h("button", { type: "button" }, "Try again");
@@ -150,8 +153,8 @@ function refused(fault) {
   showLive();
 }
 
-function showSignIn(fault) {
-  const text = fault.status === 403 ? `This token is refused: ${fault.message}` : state.token ? "This token is not one of the service's." : "";
+function showSignIn() {
+  const text = state.token ? "This token is not one of the service's." : "";
   state.token = null;
   state.overview = null;
   state.points = [];
@@ -190,9 +193,8 @@ byId("token-form").addEventListener("submit", (event) => {
 });
 
 byId("sign-out").addEventListener("click", () => {
-  clearTimeout(state.timer);
-  state.token = null;
-  showSignIn({ status: 401, message: "" });
+  store(sessionStorage, TOKEN, null);
+  location.reload(); // so that nothing is left of the figures, nor of an answer that is on its way
 });
 
 byId("pause").addEventListener("click", () => {
@@ -226,6 +228,6 @@ byId("theme").addEventListener("click", () => {
 });
 
 const theme = stored(localStorage, THEME);
-setTheme(theme in THEMES ? theme : "auto");
+setTheme(Object.hasOwn(THEMES, theme) ? theme : "auto");
 setInterval(showLive, 1000);
 refresh();

@@ -17,7 +17,7 @@ function tile(name, { value, unit = "" }, details, line) {
 
 const known = (value, parts) => (value === null ? { value: format.UNKNOWN } : parts(value));
 
-export function drawTiles({ rates, totals, capacity, read_ceiling_bytes_s: ceiling, tiers }, points, gapS) {
+export function drawTiles({ rates, totals, capacity, read_ceiling_bytes_s: ceiling }, points, gapS) {
   const line = (key, max) => sparkline(points, key, gapS, max);
   const share = ceiling ? `${format.percent(rates.file_read_bytes_s / ceiling)} of the ceiling from files` : "no ceiling measured";
   const fill = capacity.capacity_bytes ? capacity.used_bytes / capacity.capacity_bytes : null;

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.ui.double import UI, Service, served
+from tests.ui.double import UI, Raw, Service, served
 from tests.ui.overview import busy, history, idle
 from tests.ui.screenshots import take
 
@@ -115,15 +115,36 @@ def test_nothing_is_asked_of_others(shared: Opened) -> None:
         assert " style=" not in path.read_text() and "innerHTML" not in path.read_text(), path.name
 
 
+EVIL = "\"'><img src=x onerror=alert(1)>"
+
+
+def with_texts(value: Any, text: str) -> Any:
+    """Every text in it replaced, but for the tiers' names, which no stranger chooses."""
+    if isinstance(value, dict):
+        return {key: below if key == "tier" else with_texts(below, text) for key, below in value.items()}
+    if isinstance(value, list):
+        return [with_texts(below, text) for below in value]
+    return text if isinstance(value, str) else value
+
+
 def test_text_from_the_index_is_text(browser: Any) -> None:
-    overview = busy()
-    evil = "<img src=x onerror=alert(1)>"
-    report = overview.workers[0].report.model_copy(update={"model": evil, "host": "<b>h</b>"})
-    workers = [overview.workers[0].model_copy(update={"report": report})]
-    with served(Service(overview.model_copy(update={"workers": workers}), history())) as service:
+    overview = busy().model_dump(mode="json")
+    unreadable = overview["namespaces"][0] | {"is_readable": False}
+    overview["namespaces"].append(unreadable)
+    with served(Service(Raw(with_texts(overview, EVIL)), history())) as service:
         found = Opened(browser, service).shows_figures()
-        assert evil in found.text("#workers") and "<b>h</b>" in found.text("#workers")
-        assert found.page.locator("#workers img").count() == 0 and found.faults == []
+        for place in ("#workers", "#namespaces", "#tenants", "#prefixes", "#tiers", "#deployment"):
+            assert EVIL[:12] in found.text(place), place
+        assert found.page.locator("img").count() == 0 and found.faults == []
+        found.context.close()
+
+
+def test_long_names_do_not_make_the_page_scroll_sideways(browser: Any) -> None:
+    overview = with_texts(busy().model_dump(mode="json"), "n" * 200)
+    with served(Service(Raw(overview), history())) as service:
+        found = Opened(browser, service, viewport={"width": 390, "height": 800}).shows_figures()
+        assert found.page.evaluate("() => document.documentElement.scrollWidth") <= 390
+        assert found.probe("outside") == []
         found.context.close()
 
 
@@ -230,11 +251,48 @@ def test_a_token_is_asked_for_and_kept_in_the_tab_only(browser: Any) -> None:
         assert found.probe("stored") == [["the-right-one"], [], ""]
         found.page.reload()
         found.shows_figures()
+        assert "gpu-01" in found.page.content()
         found.page.click("#sign-out")
-        assert found.page.is_visible("#sign-in") and not found.page.is_visible("#figures")
-        assert found.probe("stored")[0] == [] and "gpu-01" not in found.page.inner_text("main")
+        found.page.wait_for_selector("#sign-in:not([hidden])")
+        assert not found.page.is_visible("#figures") and found.text("#token-fault") == ""
+        assert found.probe("stored")[0] == [] and "gpu-01" not in found.page.content()
         assert found.faults == []
         found.context.close()
+
+
+def test_a_token_that_no_header_can_have_is_a_wrong_one(browser: Any) -> None:
+    """It was kept, and the page said that the service does not answer, even when it was loaded anew."""
+    with served(Service(busy(), history(), token="the-right-one")) as service:
+        found = Opened(browser, service)
+        found.page.wait_for_selector("#sign-in:not([hidden])")
+        found.page.fill("#token", "schl\u00fcssel-\u20ac")
+        found.page.keyboard.press("Enter")
+        found.page.wait_for_function("() => document.querySelector('#token-fault').textContent !== ''")
+        assert found.probe("stored")[0] == [] and found.page.locator(".notice").count() == 0
+        found.page.reload()
+        found.page.wait_for_selector("#sign-in:not([hidden])")
+        found.context.close()
+
+
+def test_who_may_not_look_without_a_token_is_not_asked_for_one(browser: Any, service: Service) -> None:
+    """As behind a proxy that changes the name: the service has no tokens, and none would help."""
+    service.answers["overview"] = (403, "this request comes from another site's page")
+    found = Opened(browser, service)
+    found.page.wait_for_selector(".notice.bad")
+    assert "another site's page" in found.text("#notices") and not found.page.is_visible("#sign-in")
+    found.context.close()
+
+
+def test_an_answer_that_the_page_cannot_show_is_said_and_asked_for_again(opened: Opened, service: Service) -> None:
+    good = service.answers["overview"]
+    service.answers["overview"] = Raw({"at_s": 1})
+    opened.wait(5)
+    opened.page.wait_for_selector(".notice.bad")
+    assert "cannot show" in opened.text("#notices") and opened.text("#live-text") == "no answer"
+    service.answers["overview"] = good
+    opened.wait(5)
+    opened.page.wait_for_function("() => document.querySelectorAll('.notice').length === 0")
+    assert len(opened.faults) == 1 and "TypeError" in opened.faults.pop()
 
 
 def test_figures_stay_while_the_index_is_down_and_are_called_old(opened: Opened, service: Service) -> None:
