@@ -21,7 +21,7 @@ from kvtier.admin.answers import (
 )
 from kvtier.admin.change import list_pins, list_quotas
 from kvtier.admin.listing import PAGE_MAX, Filter, describe_set, list_sets
-from kvtier.admin.lookup import Prompt, UnknownNamespace, look_up
+from kvtier.admin.lookup import TOKENS_MAX, Prompt, UnknownNamespace, look_up
 from kvtier.admin.prompts import NoTokenizer
 from kvtier.reports import LABEL_CHARS_MAX
 from kvtier.server.access import TheRole, TheRoot, TheService, problems
@@ -94,6 +94,8 @@ def lookup(role: TheRole, opened: TheRoot, service: TheService, asked: TokensToL
             tokens = asked.tokens
         else:
             tokens = service.tokenizers.tokens(opened, asked.prompt, namespace)
+            if len(tokens) > TOKENS_MAX:
+                raise Refused(409, f"the prompt has {len(tokens)} tokens, and {TOKENS_MAX} are looked up at most")
         return look_up(opened, Prompt(tokens, asked.cache_salt), namespace)
     except UnknownNamespace as fault:
         raise Refused(404, str(fault)) from None

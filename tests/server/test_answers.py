@@ -158,6 +158,8 @@ def test_lookup_of_a_text(served: Serving, tmp_path: Path) -> None:
     asked = {"prompt": " ".join(map(str, PROMPT[:130]))}
     answer = ok(served, "POST", "/api/v1/lookup", json=asked)
     assert answer["tokens"] == 130 and answer["hits"][0]["hit_tokens"] == 128
+    too_long = {"prompt": "1 " * (TOKENS_MAX + 1)}
+    assert "at most" in assert_problem(served.call("POST", "/api/v1/lookup", json=too_long), 409)["detail"]
 
 
 def test_sets_come_in_pages(served: Serving) -> None:
