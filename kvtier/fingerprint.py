@@ -328,7 +328,8 @@ def _cached(entry: Path) -> str | None:
 def _remember(entry: Path, fingerprint: str) -> None:
     """Keeps an answer. That it cannot be kept costs time at the next start and nothing else."""
     try:
-        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (entry.parent.parent, entry.parent):  # what `parents` makes goes by the umask
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_small(entry, canonical_text({"key": entry.stem, "fingerprint": fingerprint}).encode())
     except OSError as error:
         log.info("cannot keep the fingerprint in %s: %s", entry.parent, error)

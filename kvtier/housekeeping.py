@@ -138,6 +138,8 @@ class Housekeeper:
             if info.namespace == namespace:
                 self._remover.remove(info)
         folder = self._folder / namespace.hex()
+        if folder not in namespace_folders(self._folder):  # gone, or a link to a folder of others
+            return
         (folder / NAMESPACE_FILE).unlink(missing_ok=True)
         files = SegmentFiles(folder, direct=False)
         for set_id, rank in files.ids():
@@ -289,6 +291,9 @@ class Housekeeper:
             if (record.set_id, record.slot, record.namespace) != (header.set_id, slot, header.namespace):
                 log.warning("%s slot %d holds another slot's record", name, slot)
                 continue
+            if (record.extent, record.slab_bytes) != (header.extent, header.slab_bytes):
+                log.warning("%s slot %d holds a record of another cut than its segment", name, slot)
+                continue
             yield slot, record
 
     def _is_written(self, info: SetInfo) -> bool:
@@ -296,7 +301,7 @@ class Housekeeper:
         return info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
 
     def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
-        created_s = header.created_ms / 1000
+        created_s = min(header.created_ms / 1000, self.clock())  # one from the future would never be evicted
         n_bytes = files.set_bytes_of(header.set_id)
         return SetInfo(header.set_id, header.namespace, NOBODY, n_bytes, created_s, created_s, is_open=False,
                        tenant=header.tenant)  # fmt: skip
@@ -358,9 +363,16 @@ class Housekeeper:
             for rank, fault in faults.items():
                 if isinstance(fault, Corrupt):
                     log.info("removing what is no segment: %s", fault)
-                    files.unlink(set_id, rank)
+                    self._remove_strange(files, set_id, rank)
                 else:
                     log.warning("a segment in no index stays, with its set: %s", fault)
+
+    def _remove_strange(self, files: SegmentFiles, set_id: int, rank: int) -> None:
+        """A folder with a segment's name can't be unlinked, and is no reason not to look at what comes after it."""
+        try:
+            files.unlink(set_id, rank)
+        except TierUnavailable as fault:
+            log.warning("what is no segment stays: %s", fault)
 
     def _namespaces(self) -> list[SegmentFiles]:
         return [SegmentFiles(folder, direct=False) for folder in namespace_folders(self._folder)]

@@ -14,12 +14,16 @@ from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace
 from kvtier.index.base import Index, Location
 from kvtier.io.ring import Batch, ReadOp, Ring, aligned_buffer
-from kvtier.record import RecordHeader, is_blank
+from kvtier.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
+from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import NeverBegun, SegmentFiles, segment_name
 
 IO_THREADS = 8
 IN_FLIGHT_BYTES = 64 << 20
+RECORD_BYTES_MAX = 4 << 30
+"""A record is read whole. One of 256 tokens of the largest models takes 1 GiB; a file with holes may claim any size."""
+CUT_OFF = "the file ends before its last slab"
 
 Progress = Callable[[int, int], None]
 Place = tuple[str, str]
@@ -156,7 +160,7 @@ class _Verifier:
             if segment is None:  # evicted since the folder was listed
                 return
             try:
-                self._records_of(ring, segment.fd, place, self._headers(files, set_id, rank, expected))
+                self._records_of(ring, segment, place, self._headers(files, segment.header, expected))
             finally:
                 segment.release()
                 files.close()
@@ -169,15 +173,14 @@ class _Verifier:
         except (Corrupt, TierUnavailable) as fault:
             self._bad.append(Finding(*place, None, str(fault)))
             return
-        self._bad += [Finding(*place, slot, "the file ends before it") for slot in sorted(expected)]
+        self._bad += [Finding(*place, slot, "the file has nothing there") for slot in sorted(expected)]
 
     def _headers(
-        self, files: SegmentFiles, set_id: int, rank: int, expected: dict[int, tuple[bytes, Location]]
+        self, files: SegmentFiles, segment: SegmentHeader, expected: dict[int, tuple[bytes, Location]]
     ) -> Iterator[tuple[int, RecordHeader]]:
         """Headers of the slots that hold a record, checked against their place and the index."""
-        namespace = bytes.fromhex(files.folder.name)
-        place = (files.folder.name, segment_name(set_id, rank))
-        for slot, page in files.pages(set_id, rank):
+        place = (files.folder.name, segment_name(segment.set_id, segment.rank))
+        for slot, page in files.pages(segment.set_id, segment.rank):
             wanted = expected.pop(slot, None)
             if wanted is None and is_blank(page):
                 continue
@@ -189,8 +192,11 @@ class _Verifier:
                 else:
                     self._bad.append(Finding(*place, slot, str(fault)))
                 continue
-            if (header.set_id, header.slot, header.namespace) != (set_id, slot, namespace):
+            if (header.set_id, header.slot, header.namespace) != (segment.set_id, slot, segment.namespace):
                 self._bad.append(Finding(*place, slot, "holds the record of another place"))
+                continue
+            if (header.extent, header.slab_bytes) != (segment.extent, segment.slab_bytes):
+                self._bad.append(Finding(*place, slot, "is of another cut than its segment"))
                 continue
             said = (header.key, header.extent, header.checksums)
             if wanted is not None and said != (wanted[0], wanted[1].extent, wanted[1].checksums):
@@ -198,16 +204,25 @@ class _Verifier:
                 continue
             yield slot, header
 
-    def _records_of(self, ring: Ring, fd: int, place: Place, headers: Iterator[tuple[int, RecordHeader]]) -> None:
+    def _records_of(
+        self, ring: Ring, segment: OpenSegment, place: Place, headers: Iterator[tuple[int, RecordHeader]]
+    ) -> None:
         """Reads the slabs of the records, several at a time in memory."""
         reading: deque[tuple[int, RecordHeader, Batch, object]] = deque()
+        file_bytes = os.fstat(segment.fd).st_size
         for slot, header in headers:
             n_bytes = header.extent.n_heads * header.slab_bytes
+            offset = segment.header.slot_offset(slot) + PAGE_BYTES
+            if offset + n_bytes > file_bytes:
+                self._bad.append(Finding(*place, slot, CUT_OFF))
+                continue
+            if n_bytes > RECORD_BYTES_MAX:
+                self._bad.append(Finding(*place, slot, f"says that it has {n_bytes} bytes, and is not read"))
+                continue
             while reading and (len(reading) + 1) * n_bytes > IN_FLIGHT_BYTES:
                 self._check(place, *reading.popleft())
             buffer = aligned_buffer(n_bytes)
-            offset = PAGE_BYTES + slot * (PAGE_BYTES + n_bytes) + PAGE_BYTES
-            op = ReadOp(fd, offset, buffer.address, header.slab_bytes, header.extent.n_heads, header.key,
+            op = ReadOp(segment.fd, offset, buffer.address, header.slab_bytes, header.extent.n_heads, header.key,
                         header.extent.first_head, header.extent.first_layer, header.checksums)  # fmt: skip
             reading.append((slot, header, ring.submit([op]), buffer))
         while reading:
@@ -220,7 +235,7 @@ class _Verifier:
         self._records += 1
         self._n_bytes += header.extent.n_heads * header.slab_bytes
         if result.error:
-            what = "the file ends before its last slab" if result.error == errno.ENODATA else os.strerror(result.error)
+            what = CUT_OFF if result.error == errno.ENODATA else os.strerror(result.error)
             self._bad.append(Finding(*place, slot, what))
         elif result.bad_slabs:
             heads = ", ".join(str(header.extent.first_head + slab) for slab in result.bad_slabs)

@@ -8,6 +8,8 @@ import time
 import uuid
 from pathlib import Path
 
+from kvtier.plain_files import open_plain
+
 SMALL_FILE_BYTES_MAX = 1 << 20
 WAIT_FOR_WRITER_S = 2.0
 """Only where a file system has no hard links: how long an empty file may be one that is being written."""
@@ -47,11 +49,12 @@ def replace_small(path: Path, content: bytes) -> None:
         raise
 
 
-def read_small(path: Path) -> bytes:
-    """What `path` holds, waiting a moment while that is nothing. Raises OSError."""
+def read_small(path: Path, folder: int | None = None) -> bytes:
+    """What `path` holds (a name in the open `folder`, if one is given), waiting a moment while that is nothing. Raises
+    OSError, also when it is a link, a pipe or the like."""
     deadline = time.monotonic() + WAIT_FOR_WRITER_S
     while True:
-        with open(path, "rb") as file:
+        with open(open_plain(path, folder), "rb") as file:
             content = file.read(SMALL_FILE_BYTES_MAX)
         if content or time.monotonic() > deadline:
             return content

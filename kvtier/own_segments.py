@@ -41,16 +41,26 @@ class OwnSegments:
         """
         files, rank = self._worker.files(plan.namespace), self._worker.share.rank
         with self._making:  # a file that another job is just making has no header yet
+            header = self._header(plan, chunk)
             leased = files.lease(chunk.set_id, rank)
-            if leased is not None:
-                return leased
-            slab = slab_bytes(self._worker.codec, self._worker.geometry, self._writes)
-            created_ms = chunk.set_id >> 20  # set ids begin with their time (kvtier.keeper)
-            files.create(SegmentHeader(plan.namespace, chunk.set_id, rank, plan.slots, record_bytes(self._writes, slab),
-                                       self._writes, slab, created_ms, chunk.tenant))  # fmt: skip
-            with suppress(IndexUnavailable):  # what is written now waits for it, as all that is to be published does
-                self._leave_unknown(files, {chunk.set_id})
-            return files.lease(chunk.set_id, rank)
+            if leased is None:
+                files.create(header)
+                with suppress(IndexUnavailable):  # what is written waits for it, as all that is to be published does
+                    self._leave_unknown(files, {chunk.set_id})
+                leased = files.lease(chunk.set_id, rank)
+            if leased is not None and leased.header != header:
+                leased.release()
+                raise Corrupt(f"segment {chunk.set_id:016x}-{rank:04d} is not the one that was made here")
+            return leased
+
+    def _header(self, plan: SavePlan, chunk: SaveChunk) -> SegmentHeader:
+        """What our segment says of itself. One that says otherwise was put in its place: a record is written as its
+        header says, and one that lies would have other memory written into the file."""
+        slab = slab_bytes(self._worker.codec, self._worker.geometry, self._writes)
+        created_ms = chunk.set_id >> 20  # set ids begin with their time (kvtier.keeper)
+        slot = record_bytes(self._writes, slab)
+        return SegmentHeader(plan.namespace, chunk.set_id, self._worker.share.rank, plan.slots, slot, self._writes,
+                             slab, created_ms, chunk.tenant)  # fmt: skip
 
     def leave(self, namespace: bytes, set_ids: Collection[int]) -> set[int]:
         """After the index refused a record: those of the sets that are still ours. Our segments of those that it does

@@ -89,6 +89,8 @@ def private_folder() -> Path:
         raise ConfigError("index.path", str(folder), f"cannot make this folder: {error}; set index.path") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigError("index.path", str(folder), "this folder is another user's; set index.path to one of yours")
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)  # somebody made it by hand, or under a lax umask
     return folder
 
 
@@ -163,6 +165,7 @@ def read_owner(folder: Path) -> Owner | None:
 
 
 def _parse(path: Path, content: bytes) -> Owner:
+    inside = path.parent / INSIDE
     try:
         values = json.loads(content)
         if "root_id" in values:
@@ -171,6 +174,9 @@ def _parse(path: Path, content: bytes) -> Owner:
         index_path = values["index_path"]
         if index_path is not None and index_path != INSIDE and not Path(index_path).is_absolute():
             raise ValueError
+        if index_path == INSIDE and inside.is_symlink():
+            fix = f"the index {inside} is a link out of the root; remove the link, or set index.path to where it leads"
+            raise ConfigError("root", str(path.parent.parent), fix)
         return Owner(node, None if index_path is None else path.parent / index_path)
     except (ValueError, KeyError, TypeError):
         fix = "this file is damaged; stop all engines on this root and remove it"

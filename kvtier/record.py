@@ -130,9 +130,12 @@ class RecordHeader:
 
 def _label(field: bytes) -> str:
     try:
-        return field.rstrip(b"\0").decode()
+        label = field.rstrip(b"\0").decode()
     except UnicodeDecodeError:
         raise Corrupt("segment header: the tenant's label is not UTF-8") from None
+    if not label.isprintable():  # a stranger's might have terminals and logs do something
+        raise Corrupt("segment header: the tenant's label is not printable")
+    return label
 
 
 def record_bytes(extent: Extent, slab_bytes: int) -> int:

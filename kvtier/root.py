@@ -5,7 +5,8 @@
     <root>/v1/<namespace id>/namespace.json     the canonical JSON that the id is the hash of
     <root>/v1/<namespace id>/*.kvseg            kvtier.record
 
-Folders are 0700 and files 0600: KV tells what was said.
+Folders are 0700 and files 0600: KV tells what was said. The root's path may go through links; within it none is
+followed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -25,6 +27,7 @@ from kvtier.identity import Namespace
 from kvtier.io.filesystem import file_system_of
 from kvtier.once import create_once, read_small
 from kvtier.owner import Owner, claim, claim_shared, default_index_path, read_owner, this_node
+from kvtier.plain_files import folder_within
 from kvtier.record import FORMAT_VERSION
 
 NAMESPACE_FILE = "namespace.json"
@@ -57,7 +60,7 @@ def open_root(settings: Settings) -> Root:
     folder = path / f"v{FORMAT_VERSION}"
     try:
         check_mount(settings)
-        _make_folder(path, parents=True)
+        _make_root(path)
         _refuse_newer(path)
         _make_folder(folder)
         _try_to_write(folder)
@@ -80,7 +83,7 @@ def find_root(path: Path) -> Root:
         if not path.is_dir():
             raise ConfigError("root", str(path), "there is no such folder")
         _refuse_newer(path)
-        if not folder.is_dir():
+        if not _is_folder(folder):
             raise ConfigError("root", str(path), f"not a root of kvtier: it has no folder {folder.name}")
         owner = read_owner(folder)
     except OSError as error:
@@ -126,7 +129,7 @@ def open_namespace(root: Root, namespace: Namespace) -> Path:
 
 def namespace_folders(folder: Path) -> list[Path]:
     """The folders of all namespaces in `<root>/v1`, also of those whose namespace.json is gone."""
-    return sorted(path for path in folder.iterdir() if _NAMESPACE_FOLDER.fullmatch(path.name) and path.is_dir())
+    return sorted(path for path in folder.iterdir() if _NAMESPACE_FOLDER.fullmatch(path.name) and _is_folder(path))
 
 
 def remove_leftovers(folder: Path, before_s: float) -> None:
@@ -143,7 +146,8 @@ def read_namespace(folder: Path) -> Namespace:
     """What `folder`'s namespace.json says, verified against the folder's name. Raises ConfigError."""
     path = folder / NAMESPACE_FILE
     try:
-        text = read_small(path).decode("ascii")
+        with folder_within(folder) as opened:
+            text = read_small(Path(NAMESPACE_FILE), opened).decode("ascii")
         namespace = Namespace.from_json(text)
         if namespace.id.hex() != folder.name:
             raise Corrupt(f"it describes namespace {namespace.id.hex()}")
@@ -178,12 +182,28 @@ def check_namespace(root: Root, own: Namespace, namespace_id: bytes) -> None:
         raise TierUnavailable(f"namespace {namespace_id.hex()} is of another {what}; {fix}")
 
 
-def _make_folder(path: Path, parents: bool = False) -> None:
+def _make_root(path: Path) -> None:
     """Raises OSError; NotADirectoryError also when a file has the name."""
     try:
-        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path)) from None
+
+
+def _make_folder(path: Path) -> None:
+    """Within the root. Raises OSError; NotADirectoryError also when a file or a link has the name."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not _is_folder(path):
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path))
+
+
+def _is_folder(path: Path) -> bool:
+    """Not a link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _refuse_newer(path: Path) -> None:
@@ -227,7 +247,7 @@ def segments_bytes(path: Path) -> int:
     total = 0
     for segment in path.glob(f"v{FORMAT_VERSION}/*/*{SEGMENT_SUFFIX}"):
         try:
-            total += segment.stat().st_blocks * 512
+            total += segment.lstat().st_blocks * 512
         except FileNotFoundError:
             continue
     return total
@@ -248,7 +268,10 @@ def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
     if error.errno in _FULL:
         return _full(path, _free_bytes(nearest(path)), needed_bytes)
     if isinstance(error, NotADirectoryError):
-        fix = f"{error.filename} is a file, not a folder; choose another root"
+        what = (
+            "a link, and none is followed within a root" if os.path.islink(error.filename) else "a file, not a folder"
+        )
+        fix = f"{error.filename} is {what}; choose another root"
     else:
         fix = (
             f"not writable: {error.strerror} ({error.filename}); make it writable for this user or choose another root"

@@ -31,6 +31,7 @@ import lmdb
 
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.locks import file_lock, held
+from kvtier.plain_files import remove_strange
 
 log = logging.getLogger("kvtier")
 
@@ -38,7 +39,8 @@ T = TypeVar("T")
 Work = Callable[["View"], T]
 Database = Any  # py-lmdb does not export the type of its handles
 
-_DATA, _LMDB_LOCK, _LOCK, _STAMP = "data.mdb", "lock.mdb", "lock", "boot-id"
+_FILES = _DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP = "data.mdb", "lock.mdb", "lock", "boot-id", "boot-id.new"
+_OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READERS_MAX = 1024  # one a running read transaction; 64 bytes each
 _GROWTH_MAX = 8  # a full map is doubled at most to this many times the configured size
 RESERVE_BYTES = 16 << 20
@@ -278,7 +280,8 @@ class SharedEnvironment:
         os.makedirs(self.path, mode=0o700, exist_ok=True)
         if os.stat(self.path).st_mode & 0o077:
             os.chmod(self.path, 0o700)
-        self._lock_file = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        remove_strange(self.path, _FILES)
+        self._lock_file = os.open(os.path.join(self.path, _LOCK), _OPENING | os.O_RDWR | os.O_CREAT, 0o600)
         with file_lock(self._lock_file, deadline):
             self._check_stamp()
             try:
@@ -301,10 +304,10 @@ class SharedEnvironment:
         if self._identity() is not None:
             log.warning("the index %s is of another boot or format: starting an empty one", self.path)
             self._unlink()
-        descriptor = os.open(stamp_path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w", encoding="ascii") as file:
+        new_path = os.path.join(self.path, _NEW_STAMP)
+        with open(os.open(new_path, _OPENING | os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(self._stamp)
-        os.replace(stamp_path + ".new", stamp_path)
+        os.replace(new_path, stamp_path)
 
     def _open_env(self) -> Opened:
         env = lmdb.open(

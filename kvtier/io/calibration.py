@@ -274,8 +274,9 @@ def _write(path: Path, key: dict[str, Any], now_s: float, calibration: Calibrati
 def _alone_on_this_node() -> Iterator[None]:
     """Waits for another process of this user and node that measures, but not for long: then both do."""
     descriptor = -1
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError, ConfigError):
-        descriptor = os.open(private_folder() / "calibrate.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(private_folder() / "calibrate.lock", flags, 0o600)
     try:
         deadline_s = time.monotonic() + LOCK_TIMEOUT_S
         while descriptor >= 0:

@@ -1,7 +1,7 @@
 """The file-system tier of one namespace: making, opening, listing and unlinking its segment files.
 
-Bytes are moved by kvtier.io.ring with the descriptors given out here. Files are 0600, never reached through a
-symbolic link, and opened for direct I/O unless the file system refuses that.
+Bytes are moved by kvtier.io.ring with the descriptors given out here. Files are 0600, plain ones in folders that are no
+links (kvtier.plain_files), and opened for direct I/O unless the file system refuses that.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -18,10 +19,12 @@ from pathlib import Path
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
+from kvtier.plain_files import folder_within, is_plain
 from kvtier.record import SegmentHeader, is_blank
 from kvtier.tiers.descriptors import Descriptors, OpenSegment
 
 SUFFIX = ".kvseg"
+_OFFSET_MAX = (1 << 63) - 1
 
 
 def segment_name(set_id: int, rank: int) -> str:
@@ -34,9 +37,10 @@ def parse_segment_name(name: str) -> tuple[int, int] | None:
     if not name.endswith(SUFFIX) or not dash or len(stem) != 16 or len(rank) != 4:
         return None
     try:
-        return int(stem, 16), int(rank)
+        parsed = int(stem, 16), int(rank)
     except ValueError:
         return None
+    return parsed if rank.isdigit() and segment_name(*parsed) == name else None  # int() takes signs and blanks too
 
 
 class NeverBegun(Corrupt):
@@ -60,24 +64,29 @@ class SegmentFiles:
         Raises TierUnavailable; its `is_full` tells whether space is what is missing.
         """
         self.close_unlinked()
-        path = self.folder / segment_name(header.set_id, header.rank)
+        name = segment_name(header.set_id, header.rank)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, 0o600)
-        except FileExistsError:
-            return
+            with folder_within(self.folder) as folder:
+                try:
+                    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, 0o600, dir_fd=folder)
+                except FileExistsError:
+                    return
+                try:
+                    self._fill(fd, header)
+                except OSError:
+                    os.unlink(name, dir_fd=folder)
+                    raise
+                finally:
+                    os.close(fd)
         except OSError as fault:
-            raise _unavailable(path, fault) from fault
-        try:
-            if file_system_of(self.folder).kind in IN_MEMORY:
-                os.ftruncate(fd, header.file_bytes)  # to reserve memory is to zero it, which takes as long as writing
-            else:
-                _allocate(fd, header.file_bytes)
-            _write_page(fd, header.pack())
-        except OSError as fault:
-            path.unlink(missing_ok=True)
-            raise _unavailable(path, fault) from fault
-        finally:
-            os.close(fd)
+            raise _unavailable(self.folder / name, fault) from fault
+
+    def _fill(self, fd: int, header: SegmentHeader) -> None:
+        if file_system_of(self.folder).kind in IN_MEMORY:
+            os.ftruncate(fd, header.file_bytes)  # to reserve memory is to zero it, which takes as long as writing
+        else:
+            _allocate(fd, header.file_bytes)
+        _write_page(fd, header.pack())
 
     def lease(self, set_id: int, rank: int) -> OpenSegment | None:
         """The segment, open for reading and writing, until its `release`; None when there is no such segment.
@@ -106,7 +115,8 @@ class SegmentFiles:
     def ids(self) -> list[tuple[int, int]]:
         """(set id, rank) of every segment in the folder, in order."""
         try:
-            names = os.listdir(self.folder)
+            with folder_within(self.folder) as folder:
+                names = os.listdir(folder)
         except FileNotFoundError:
             return []
         except OSError as fault:
@@ -118,7 +128,7 @@ class SegmentFiles:
         return [(set_id, [rank for _, rank in found]) for set_id, found in groupby(self.ids(), key=itemgetter(0))]
 
     def exists(self, set_id: int, rank: int) -> bool:
-        return (self.folder / segment_name(set_id, rank)).exists()
+        return self._status(set_id, rank) is not None
 
     def set_bytes(self) -> dict[int, int]:
         """Bytes that each segment set's files take on disk."""
@@ -133,17 +143,20 @@ class SegmentFiles:
 
     def bytes_of(self, set_id: int, rank: int) -> int:
         """0 when it is gone."""
-        try:
-            return os.lstat(self.folder / segment_name(set_id, rank)).st_blocks * 512
-        except FileNotFoundError:
-            return 0
+        status = self._status(set_id, rank)
+        return 0 if status is None else status.st_blocks * 512
 
     def age_s(self, set_id: int, rank: int, now_s: float) -> float:
         """Seconds since the segment was last written; 0 when it is gone."""
+        status = self._status(set_id, rank)
+        return 0.0 if status is None else now_s - status.st_mtime
+
+    def _status(self, set_id: int, rank: int) -> os.stat_result | None:
+        """None when it is gone. Through no descriptor of the folder: sizes and times tell nobody what is in a file."""
         try:
-            return now_s - os.lstat(self.folder / segment_name(set_id, rank)).st_mtime
+            return os.lstat(self.folder / segment_name(set_id, rank))
         except FileNotFoundError:
-            return 0.0
+            return None
 
     def unlink_set(self, set_id: int) -> int:
         """Removes the set's files; readers that have one open read on (I3). Returns the bytes given back."""
@@ -155,27 +168,31 @@ class SegmentFiles:
         return freed
 
     def unlink(self, set_id: int, rank: int) -> None:
-        path = self.folder / segment_name(set_id, rank)
+        name = segment_name(set_id, rank)
         try:
-            path.unlink(missing_ok=True)
+            with folder_within(self.folder) as folder:
+                os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            return
         except OSError as fault:
-            raise _unavailable(path, fault) from fault
+            raise _unavailable(self.folder / name, fault) from fault
 
     def close(self) -> None:
         self._descriptors.close()
 
     def pages(self, set_id: int, rank: int) -> Iterator[tuple[int, bytes]]:
-        """The header page of every slot that lies within the file: (slot, page). For rebuild and verify."""
+        """The header pages of the slots that lie within the file, but for those in a hole: (slot, page). For rebuild
+        and verify."""
         segment = self.lease(set_id, rank)
         if segment is None:
             return
         header = segment.header
         try:
-            size = os.fstat(segment.fd).st_size
-            for slot in range(header.slots):
-                if header.slot_offset(slot) + PAGE_BYTES > size:
-                    return
-                yield slot, _read_page(segment.fd, header.slot_offset(slot))
+            size, slot = os.fstat(segment.fd).st_size, 0
+            while slot < header.slots and header.slot_offset(slot) + PAGE_BYTES <= size:
+                page = _read_page(segment.fd, header.slot_offset(slot))
+                yield slot, page
+                slot = slot + 1 if any(page) else _next_with_data(segment.fd, header, slot + 1)
         except OSError as fault:
             raise _unavailable(self.folder / segment_name(set_id, rank), fault) from fault
         finally:
@@ -184,12 +201,18 @@ class SegmentFiles:
     def _open_file(self, name: tuple[int, int]) -> tuple[int, SegmentHeader] | None:
         path = self.folder / segment_name(*name)
         try:
-            fd = _open_to_write_or_read(path, self._flags)
+            with folder_within(self.folder) as folder:
+                if not is_plain(os.stat(path.name, dir_fd=folder, follow_symlinks=False)):
+                    raise Corrupt(f"{path}: is not a plain file")
+                fd = _open_to_write_or_read(path.name, folder, self._flags)
         except FileNotFoundError:
             return None
         except OSError as fault:
             raise _unavailable(path, fault) from fault
         try:
+            if not is_plain(os.fstat(fd)):  # it was put there just now
+                raise Corrupt(f"{path}: is not a plain file")
+            os.set_blocking(fd, True)
             page = _read_page(fd, 0)
             if is_blank(page):
                 raise NeverBegun(f"{path}: its writer died before the header")
@@ -240,13 +263,27 @@ class SegmentFolders:
             files.close()
 
 
-def _open_to_write_or_read(path: Path, flags: int) -> int:
+def _open_to_write_or_read(name: str, folder: int, flags: int) -> int:
+    """Without waiting, as to open a pipe would."""
+    flags |= os.O_NONBLOCK
     try:
-        return os.open(path, os.O_RDWR | flags)
+        return os.open(name, os.O_RDWR | flags, dir_fd=folder)
     except OSError as fault:
         if fault.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
-        return os.open(path, os.O_RDONLY | flags)
+        return os.open(name, os.O_RDONLY | flags, dir_fd=folder)
+
+
+def _next_with_data(fd: int, header: SegmentHeader, slot: int) -> int:
+    """The first slot from `slot` on with anything in it; `header.slots` when none has. A header may speak of billions
+    of slots in a file that takes up no space: to read a hole's pages would take hours."""
+    try:
+        data = os.lseek(fd, min(header.slot_offset(slot), _OFFSET_MAX), os.SEEK_DATA)
+    except OSError as fault:
+        if fault.errno == errno.ENXIO:  # no data behind it
+            return header.slots
+        return slot  # a file system that does not tell
+    return max(slot, (data - PAGE_BYTES) // header.slot_bytes)
 
 
 def _unavailable(path: Path, fault: OSError) -> TierUnavailable:
@@ -256,13 +293,14 @@ def _unavailable(path: Path, fault: OSError) -> TierUnavailable:
 
 def direct_io_works(folder: Path) -> bool:
     """Whether a direct write and read of one page succeed in `folder`; raises TierUnavailable when no write does."""
-    path = folder / f".direct-io-probe-{os.getpid()}-{threading.get_ident()}"
+    path = folder / f".direct-io-probe-{uuid.uuid4().hex}"
     try:
         for flag in (os.O_DIRECT, 0):
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | flag, 0o600)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flag, 0o600)
             except OSError as fault:
                 if flag and fault.errno == errno.EINVAL:
+                    path.unlink(missing_ok=True)  # it may have been made all the same
                     continue
                 raise
             try:
@@ -274,6 +312,7 @@ def direct_io_works(folder: Path) -> bool:
                     raise
             finally:
                 os.close(fd)
+                path.unlink(missing_ok=True)
         raise AssertionError("the buffered attempt returns or raises")
     except OSError as fault:
         raise _unavailable(folder, fault) from fault

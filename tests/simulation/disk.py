@@ -104,9 +104,9 @@ class SimOs:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def open(self, path: str | Path, flags: int, mode: int = 0o777) -> int:
+    def open(self, path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         self._disk.meet("open")
-        fd = os.open(path, flags, mode)
+        fd = os.open(path, flags, mode, dir_fd=dir_fd)
         self._disk.descriptors[fd] = (self._disk.runtime.process, parse_segment_name(os.path.basename(path)))
         if flags & os.O_CREAT:
             self._disk.stamp(fd)
@@ -138,7 +138,7 @@ class SimOs:
         self._disk.meet("preadv")
         return os.preadv(fd, buffers, offset)
 
-    def listdir(self, path: str | Path) -> list[str]:
+    def listdir(self, path: str | Path | int) -> list[str]:
         self._disk.meet("listdir")
         return os.listdir(path)
 

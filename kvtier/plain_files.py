@@ -1,0 +1,65 @@
+"""What lies in a root may have been put there by others who can write to its share: only plain files are opened, only
+in folders that are folders, and no link of theirs is followed. (The root's own path is the operator's, links and all.)
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+log = logging.getLogger("kvtier")
+
+BELOW_ROOT = 2
+"""Folders of a namespace: `v1`, and its own."""
+
+_FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
+
+
+@contextmanager
+def folder_within(folder: Path, depth: int = BELOW_ROOT) -> Iterator[int]:
+    """A descriptor of it until the end, for `dir_fd` and for listing. The last `depth` names of the path must be those
+    of folders, not of links to any. Raises OSError: NotADirectoryError where they are not."""
+    descriptor = os.open(folder.parents[depth - 1], _FOLDER | os.O_PATH)
+    try:
+        for left, name in enumerate(folder.parts[-depth:], start=1 - depth):
+            access = os.O_PATH if left else os.O_RDONLY
+            below = os.open(name, _FOLDER | os.O_NOFOLLOW | access, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_plain(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode)
+
+
+def open_plain(path: str | Path, folder: int | None = None) -> int:
+    """For reading. Waits for nobody, as opening a pipe would. Raises OSError, also when it is no plain file."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    if not is_plain(os.stat(path, dir_fd=folder, follow_symlinks=False)):  # to open a device may do something
+        raise _not_plain(path)
+    descriptor = os.open(path, flags, dir_fd=folder)
+    if not is_plain(os.fstat(descriptor)):
+        os.close(descriptor)
+        raise _not_plain(path)
+    return descriptor
+
+
+def remove_strange(folder: str, names: Iterable[str]) -> None:
+    """Unlinks what has one of these names and is no plain file, for a library that opens them by name and would follow
+    a link. Raises OSError."""
+    for path in (os.path.join(folder, name) for name in names):
+        if os.path.lexists(path) and not is_plain(os.lstat(path)):
+            log.warning("%s is not a plain file, and is removed", path)
+            os.unlink(path)
+
+
+def _not_plain(path: str | Path) -> OSError:
+    return OSError(errno.EINVAL, "not a plain file", str(path))
