@@ -43,6 +43,9 @@ SWEEP_AT_ONCE, SWEEP_AT_ONCE_S = 0.0, 2.0
 SWEEP_SPREAD_S = 15.0
 """By so much at most an engine waits longer than another, so that most find that it was done."""
 LIMITS_INTERVAL_S = 5.0
+SET_BACK_S = 5.0
+"""A clock that goes back by more was set. By the times of before nothing would be due for as long, and nodes whose
+clocks went on would take this engine for dead."""
 CLOSE_TIMEOUT_S = 5.0
 LOG_INTERVAL_S = 60.0
 FIRST_TICK_TIMEOUT_S = 1.0
@@ -80,7 +83,8 @@ class KeeperPlan:
 @dataclass(slots=True)
 class _Due:
     """When each duty is to be done next, seconds since the epoch. swept_since_s: with SWEEP_AT_ONCE, since when one is
-    wanted; one by others after that will do. said_s: when it was logged that one is put off."""
+    wanted; one by others after that will do. said_s: when it was logged that one is put off. looked_s: when it was last
+    looked at what is due."""
 
     beat_s: float = 0.0
     touch_s: float = 0.0
@@ -89,6 +93,7 @@ class _Due:
     relief_s: float = 0.0
     limits_s: float = 0.0
     said_s: dict[str, float] = field(default_factory=dict)
+    looked_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -152,6 +157,11 @@ class Keeper:
     def tick(self) -> None:
         """Does what is due. What fails is logged and tried again later; the other duties go on."""
         now = self._housekeeper.clock()
+        if now < self._due.looked_s - SET_BACK_S:
+            self._due = _Due()
+            for side in self.supplies.sides():
+                side.room.clear()
+        self._due.looked_s = now
         for duty in (
             self._beat, self._rebuild_lost_index, self._close_sets, self._book_uses_in_time, self._relieve_full_disk,
             self._make_sets, self._keep_limits, self._sweep,

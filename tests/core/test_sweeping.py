@@ -11,9 +11,17 @@ from pathlib import Path
 import pytest
 
 from kvtier.evictor import Evictor
-from kvtier.housekeeping import SWEPT_NOTE, Housekeeper
+from kvtier.housekeeping import SWEPT_NOTE, Housekeeper, writer_lease
 from kvtier.index.memory import MemoryIndex
-from kvtier.keeper import SWEEP_AT_ONCE, SWEEP_AT_ONCE_S, SWEEP_INTERVAL_S, SWEEP_SPREAD_S, Keeper, KeeperPlan
+from kvtier.keeper import (
+    SET_BACK_S,
+    SWEEP_AT_ONCE,
+    SWEEP_AT_ONCE_S,
+    SWEEP_INTERVAL_S,
+    SWEEP_SPREAD_S,
+    Keeper,
+    KeeperPlan,
+)  # fmt: skip
 from tests.core.rig import geometry, namespace
 
 ENGINES = 6
@@ -95,3 +103,19 @@ def test_a_clock_far_ahead_keeps_nobody_from_sweeping(cluster: Cluster) -> None:
     cluster.index.put_note(SWEPT_NOTE, struct.pack("<d", cluster.now_s + 1e6), None)
     cluster.keepers[1]._due.sweep_s = SWEEP_AT_ONCE
     assert cluster.run(TICK_S, cluster.keepers[1:])
+
+
+def test_an_engine_whose_clock_is_set_back_goes_on_with_its_duties(tmp_path: Path, cluster: Cluster) -> None:
+    """It gave no sign of life for as long, and made no set where it had just been refused one."""
+    keeper = cluster.keepers[0]
+    cluster.run(1.0, [keeper])
+    keeper.supplies.forget(keeper.supplies.set_ids())
+    keeper.supplies.sides()[0].room.refused(cluster.now_s)
+    cluster.index.release_lease(writer_lease("engine-0"), "engine-0")
+    cluster.now_s -= 3600.0
+    assert cluster.index.lease_owner(writer_lease("engine-0"), cluster.now_s) is None
+    swept = cluster.run(1.0, [keeper])
+    assert cluster.index.lease_owner(writer_lease("engine-0"), cluster.now_s) == "engine-0"
+    assert keeper.supplies.set_ids() and swept == ["engine-0"]
+    cluster.now_s -= SET_BACK_S / 2
+    assert cluster.run(1.0, [keeper]) == [], "by a little it is only set right"
