@@ -11,6 +11,7 @@ import traceback
 from contextlib import nullcontext
 from pathlib import Path
 
+from tests.simulation.bugs import BUGS
 from tests.simulation.recipes import NAMED, recipe_for
 from tests.simulation.world import Violation, play
 
@@ -34,18 +35,19 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="so many runs, from --seed on")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--recipe", default="mixed", choices=["mixed", "random", *NAMED])
+    parser.add_argument("--bug", choices=list(BUGS), help="with this one planted")
     parser.add_argument("--log", action="store_true", help="what the library logs, too")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO if args.log else logging.CRITICAL, format="%(message)s")
     n_failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
         recipe, started_s = recipe_for(args.recipe, seed), time.perf_counter()
-        with folder() as place, nullcontext():
+        with folder() as place, BUGS[args.bug].plant() if args.bug else nullcontext():
             try:
                 world = play(Path(place), seed, args.steps, recipe)
             except Violation as fault:
                 n_failed += 1
-                print(f"VIOLATION: {fault}\n  again: {command(seed, args.steps, recipe.name)}")
+                print(f"VIOLATION: {fault}\n  again: {command(seed, args.steps, recipe.name, args.bug)}")
                 if args.log:
                     traceback.print_exc()
                 continue

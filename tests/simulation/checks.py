@@ -18,7 +18,7 @@ from kvtier.eviction.base import State
 from kvtier.evictor import Evicted, Evictor
 from kvtier.geometry import PAGE_BYTES, covers
 from kvtier.index import entry
-from kvtier.index.base import EVICT_LEASE, NOBODY, Location, NewRecord, SetInfo
+from kvtier.index.base import NOBODY, Location, NewRecord, SetInfo
 from kvtier.io.native import slab_checksums
 from kvtier.record import RecordHeader, record_bytes
 from kvtier.removal import Remover
@@ -37,7 +37,7 @@ class Checks:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._violate = place.runtime.violate
-        self.evicting: dict[Process | None, str] = {}
+        self.evicting: dict[Process | None, int] = {}
         self._homes: dict[bytes, set[int]] = {}
         self._removing: dict[Process | None, int] = {}
         place.index.on_publish = self.look_at_publish
@@ -54,10 +54,12 @@ class Checks:
             info = known.get(record.location.set_id)
             if info is None or (info.owner == NOBODY and not from_files):
                 continue  # it will be refused
+            place.published.add(record.key)
             self._look_at_record(info.namespace, record.key, record.location, may_be_gone=from_files)
 
-    def look_at_index(self) -> None:
-        """I1 of all that is visible; no entry names a set that is not there; each is of one whole chunk."""
+    def look_at_index(self, *, may_be_gone: bool = True) -> None:
+        """I1 of all that is visible; no entry names a set that is not there; each is of one whole chunk. may_be_gone:
+        files of what is visible, because somebody takes care of that right now."""
         real = self._place.index.real
         known = {info.set_id: info for info in real.sets()}
         for key, value in real.entries():
@@ -67,20 +69,18 @@ class Checks:
                 if info is None:
                     self._violate(f"an entry names set {location.set_id:016x}, which is not there")
                 else:
-                    self._look_at_record(info.namespace, key, location, may_be_gone=True)
+                    self._look_at_record(info.namespace, key, location, may_be_gone)
             if entry.is_complete(value) != covers((one.extent for one in locations), SHAPE.whole):
                 self._violate("a chunk is offered that is not complete (I1)")
 
     def look_at_removal(self, set_id: int, process: Process | None) -> None:
         """One evictor at a time: who was taken for dead removes nothing more."""
-        owner = self.evicting.get(process)
         if self._removing.get(process) != set_id:
             return  # what comes after the first step, to which the lease matters
         del self._removing[process]
-        place = self._place
-        holder = place.index.real.lease_owner(EVICT_LEASE, place.runtime.now_s)
-        if owner is not None and holder is not None and holder != owner:
-            self._violate(f"set {set_id:016x} was evicted by {owner}, while {holder} evicts")
+        token, latest = self.evicting.get(process), self._place.index.evict_token
+        if token is not None and token < latest:
+            self._violate(f"set {set_id:016x} was evicted under lease {token}, and there is {latest}")
 
     def _look_at_record(self, namespace: bytes, key: bytes, at: Location, may_be_gone: bool) -> None:
         place = self._place
@@ -206,7 +206,7 @@ def watching(checks: Checks) -> Iterator[None]:
 
     def evict(evictor: Evictor, victims: Sequence[SetInfo], state: State, token: int) -> Evicted:
         process = runtime.process
-        checks.evicting[process] = evictor._owner
+        checks.evicting[process] = token
         try:
             return plain_evict(evictor, victims, state, token)
         finally:
@@ -214,7 +214,7 @@ def watching(checks: Checks) -> Iterator[None]:
 
     def remove(remover: Remover, info: SetInfo, token: int | None = None) -> int:
         if runtime.process in checks.evicting:
-            checks._place.claims.difference_update(key for key, _ in checks._place.index.real.members(info.set_id))
+            checks._place.claims -= {key for key in checks._place.claims if info.set_id in checks._homes.get(key, ())}
             checks._removing[runtime.process] = info.set_id
         return plain_remove(remover, info, token)
 

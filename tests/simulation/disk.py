@@ -24,12 +24,14 @@ Segment = tuple[int, int]
 @dataclass
 class Weather:
     """How often an operation is slow (up to so many seconds), hangs (so long), ends with an error, ends too soon or is
-    torn: some of its pages are not what they should be, with an error or without a word."""
+    torn: some of its pages are not what they should be, with an error or without a word. hang_calls: of all other
+    system calls, such as open."""
 
     slow: float = 0.5
     slow_s: float = 0.01
     hang: float = 0.0
     hang_s: float = 3.0
+    hang_calls: float = 0.0
     error: float = 0.0
     short: float = 0.0
     torn: float = 0.0
@@ -60,7 +62,7 @@ class Disk:
             return
         runtime.pause()
         if not runtime.is_engine_thread:
-            if self.chance(weather.hang / 4):
+            if self.chance(weather.hang_calls):
                 runtime.sleep(weather.hang_s)
             elif self.chance(weather.slow / 8):
                 runtime.sleep(runtime.rng.random() * weather.slow_s)

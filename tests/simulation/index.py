@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.errors import IndexUnavailable
-from kvtier.index.base import Index, NewRecord, SetInfo
+from kvtier.index.base import EVICT_LEASE, Index, NewRecord, SetInfo
 from tests.simulation.runtime import Process, Runtime
 
 REMEMBERED_MAX = 256
@@ -32,8 +32,9 @@ class IndexWeather:
 
 @dataclass(eq=False)
 class SharedIndex:
-    """What all processes ask. make: a new, empty one, as after its loss. is_remote: asked over a network.
-    on_publish, on_remove: told of what is about to become visible, and of what went, with whose process it was."""
+    """What all processes ask. make: a new, empty one, as after its loss. is_remote: asked over a network. evict_token:
+    the latest that an evictor was given. on_publish, on_remove: told of what is about to become visible, and of what
+    went, with whose process it was."""
 
     runtime: Runtime
     make: Callable[[], Index]
@@ -44,6 +45,7 @@ class SharedIndex:
     def __post_init__(self) -> None:
         self.real = self.make()
         self.real.rebuilt()
+        self.evict_token = 0
         self.on_publish: Callable[[Sequence[NewRecord], bool], None] = lambda records, from_files: None
         self.on_remove: Callable[[int, Process | None], None] = lambda set_id, process: None
 
@@ -51,6 +53,7 @@ class SharedIndex:
         """Amnesia."""
         self.real.close()
         self.real = self.make()
+        self.evict_token = 0
 
 
 class SimIndex:
@@ -108,6 +111,16 @@ class SimIndex:
     def _arrive(self, records: Sequence[NewRecord], from_files: bool) -> None:
         """A copy of what was sent long ago."""
         self._shared.real.publish(records, from_files)
+
+    def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
+        def work() -> int | None:
+            token = self._shared.real.acquire_lease(name, owner, now_s, ttl_s)
+            if name == EVICT_LEASE and token is not None:
+                self._shared.evict_token = token
+            return token
+
+        taken: int | None = self._call("acquire_lease", work)
+        return taken
 
     def remove_set(self, set_id: int, token: int | None = None) -> int:
         def work() -> int:

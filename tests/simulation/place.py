@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +27,7 @@ import kvtier.tiers.segments
 import kvtier.transfer
 import kvtier.worker
 from kvtier.eviction.limits import UNLIMITED, Rules
+from kvtier.identity import Namespace
 from kvtier.io.filesystem import FileSystem
 from kvtier.root import Root
 from kvtier.tiers.segments import SegmentFiles
@@ -50,7 +51,8 @@ LOCAL_DISK = FileSystem("ext4", False, "/")
 @dataclass(eq=False)
 class Place:
     """capacity_bytes: what the tier may take. planned: keys of all chunks that an engine ever meant to save. claims: of
-    those that all its ranks said are saved, and that were visible then, unless they were evicted since."""
+    those that all its ranks said are saved, and that were visible then, unless they were evicted since. published: keys
+    of which a record was ever taken into the index."""
 
     runtime: Runtime
     root: Root
@@ -61,6 +63,7 @@ class Place:
     truth: Truth = field(default_factory=Truth)
     planned: set[bytes] = field(default_factory=set)
     claims: set[bytes] = field(default_factory=set)
+    published: set[bytes] = field(default_factory=set)
 
 
 @contextmanager
@@ -89,4 +92,5 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         put(kvtier.tiers.segments, "file_system_of", lambda path: LOCAL_DISK)
         put(kvtier.lookups, "_Question", ask)
         put(kvtier.reports, "_own_version", lambda: "simulated")
+        put(Namespace, "canonical_json", lru_cache(Namespace.canonical_json))  # asked for in every tick
         yield

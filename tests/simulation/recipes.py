@@ -46,9 +46,12 @@ NAMED = {
         Recipe("stale_location", {"evict": 1.5}, index=IndexWeather(stale=0.3), sets=8),
         Recipe("slow_disk", {}, Weather(slow=0.95, slow_s=0.8)),
         Recipe("hung_reads", {}, Weather(hang=0.04, slow=0.7)),
+        Recipe("hung_calls", {}, Weather(hang_calls=0.05, slow=0.7)),
         Recipe("repeated_publishes", {"evict": 0.5}, index=IndexWeather(slow=0.4, slow_s=0.3, repeated=0.5)),
-        Recipe("two_evictors", {"evict": 3, "keep_limits": 2}, index=IndexWeather(slow=0.25, slow_s=9.0), sets=7,
-               kinds=("remote",), engines=4),
+        Recipe("two_evictors", {"evict": 3, "keep_limits": 2}, index=IndexWeather(slow=0.05, slow_s=12.0), sets=7,
+               kinds=("memory", "remote"), engines=4),
+        Recipe("killed_evictors", {"evict": 3, "sweep": 1, "kill_admin": 3, "kill": 0.5, "open": 1}, sets=7,
+               index=IndexWeather(slow=0.5, slow_s=0.1)),
         Recipe("clock_jump", {"jump_clock": 2}),
         Recipe("damage", {"vandalize": 3, "flip_in_memory": 3}, Weather(torn=0.02, short=0.01, error=0.02)),
         Recipe("power_loss", {"lose_power": 0.5}, Weather(slow=0.8, slow_s=0.05)),
@@ -72,11 +75,12 @@ def drawn(rng: random.Random) -> Recipe:
         for name, most in (
             ("kill", 2.0), ("forget", 0.8), ("fill_disk", 1.0), ("evict", 2.0), ("keep_limits", 1.0),
             ("jump_clock", 1.0), ("vandalize", 1.5), ("flip_in_memory", 2.0), ("lose_power", 0.3), ("reset", 0.5),
-            ("set_quota", 0.3), ("sweep", 2.0), ("rebuild", 0.5),
+            ("set_quota", 0.3), ("sweep", 2.0), ("rebuild", 0.5), ("kill_admin", 1.0),
         )
     }  # fmt: skip
     disk = Weather(
         slow=rng.random(), slow_s=rng.choice([0.002, 0.02, 0.3]), hang=some(0.04), hang_s=rng.choice([1.5, 3.0, 9.0]),
+        hang_calls=some(0.02),
         error=some(0.05), short=some(0.02), torn=some(0.02),
     )  # fmt: skip
     index = IndexWeather(

@@ -134,6 +134,7 @@ class SimRing:
             self._runtime.violate("a segment was closed while a read or write of it was under way (I3)")
             batch.end(number, OpResult(errno.EBADF, (), (0,) * op.n_slabs))
         else:
+            self._process.moves += 1
             batch.begun[number] = True
             batch.end(number, self._read(op) if isinstance(op, ReadOp) else self._write(op))
 

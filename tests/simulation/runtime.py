@@ -23,12 +23,14 @@ ENGINE_WAIT_MAX_S = 0.05
 
 @dataclass(eq=False)
 class Process:
-    """What ends together. closing: called when it is killed, after its tasks are gone."""
+    """What ends together. closing: called when it is killed, after its tasks are gone. moves: how often something of it
+    went on."""
 
     name: str
     is_dead: bool = False
     tasks: list[Task] = field(default_factory=list)
     closing: list[Callable[[], None]] = field(default_factory=list)
+    moves: int = 0
 
 
 @dataclass(eq=False)
@@ -211,6 +213,7 @@ class Runtime:
         task = self._ready.pop()
         self.switches += 1
         self._current = task
+        task.process.moves += 1
         task.run.switch()
         self._current = None
 

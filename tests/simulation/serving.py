@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtier.connectors import requests
 from kvtier.connectors.bridge import Step
 from kvtier.connectors.requests import RequestView
-from kvtier.identity import chunk_keys, salt_extra
+from kvtier.identity import salt_extra
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SaveOutcome, SavePlan
 from tests.simulation.engine import N_BLOCKS, TIMEOUT_S, EngineProcess
 from tests.simulation.truth import BLOCK_TOKENS, CHUNK_BLOCKS, CHUNK_TOKENS, Bytes, Identity
@@ -129,7 +130,7 @@ class Serving:
             name = f"{self.engine.process.name}-{self._n_requests}"
             extras = {0: salt_extra(prompt.salt)} if prompt.salt else {}
             view = RequestView(name, prompt.tokens, len(prompt.tokens), extras, True, True, prompt.salt)
-            keys = chunk_keys(self.engine.store.namespace_id, prompt.tokens, CHUNK_TOKENS, extras)
+            keys = requests.chunk_keys(self.engine.store.namespace_id, prompt.tokens, CHUNK_TOKENS, extras)
             fault = self._place.truth.learn(keys, self.weights, prompt.salt, prompt.tokens)
             if fault is not None:
                 self._violate(fault)
@@ -318,6 +319,8 @@ class Serving:
             if len(answers) > self.engine.n_writers:
                 self._violate(f"chunk {done.key.hex()} was answered more often than it was saved")
             is_all = answers == [SaveOutcome.SAVED] * self.engine.n_writers
+            if is_all and not self._place.index.is_remote and done.key not in self._place.published:
+                self._violate(f"chunk {done.key.hex()} was answered saved, and never became visible")
             is_lasting = self.weights == self.engine.build.weights
             if is_all and is_lasting and self._place.index.real.resolve([done.key]):
                 self._place.claims.add(done.key)

@@ -1,0 +1,251 @@
+"""Bugs to plant: mutations of the library, each of which the simulation must catch. Each is a context in which the
+library has that bug; the recipe that stirs it up is named beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from kvtier.connectors import requests
+from kvtier.connectors.bridge import SchedulerBridge
+from kvtier.fetch import Fetch, Fetcher
+from kvtier.fetch_files import FileReader
+from kvtier.housekeeping import Housekeeper
+from kvtier.identity import chunk_keys
+from kvtier.index import entry
+from kvtier.index.base import NewRecord, SetInfo
+from kvtier.index.memory import MemoryIndex
+from kvtier.io.native import slab_checksums
+from kvtier.io.ring import OpResult, WriteOp
+from kvtier.keeper import Keeper
+from kvtier.load_walk import LoadWalk, Moving
+from kvtier.loads import Loader
+from kvtier.own_segments import OwnSegments
+from kvtier.removal import Remover
+from kvtier.saves import Saver
+from kvtier.sets import SetSupply
+from kvtier.slots import SlotTable
+from kvtier.store import Store
+from kvtier.tiers.arena import Arena
+from kvtier.worker import Quarantine
+
+Patch = AbstractContextManager[object]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """plant: a context that has it. recipe: what stirs it up."""
+
+    name: str
+    plant: Callable[[], Patch]
+    recipe: str = "random"
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def planted(target: object, attribute: str, recipe: str = "random") -> Callable[[Any], Any]:
+    """The decorated function, which is named for the bug, stands in for the attribute; it is given the original."""
+
+    def note(mutation: Any) -> Any:
+        original = getattr(target, attribute)
+
+        def plant() -> Patch:
+            def mutated(*args: Any, **options: Any) -> Any:
+                return mutation(original, *args, **options)
+
+            return patch.object(target, attribute, mutated)
+
+        BUGS[mutation.__name__] = Bug(mutation.__name__, plant, recipe)
+        return mutation
+
+    return note
+
+
+# --- verification and identity ---
+
+
+@planted(FileReader, "_op", "damage")
+def what_is_read_is_not_verified(original: Any, reader: FileReader, *args: Any) -> Any:
+    return original(reader, *args)._replace(checksums=None)
+
+
+@planted(Fetcher, "check", "damage")
+def what_lies_in_an_arena_is_not_verified(original: Any, fetcher: Fetcher, fetches: Sequence[Fetch]) -> int:
+    return len(fetches)
+
+
+@planted(requests, "chunk_keys", "calm")
+def a_key_without_its_parent(original: Any, namespace: bytes, tokens: Any, size: int, extras: Any, **chain: Any) -> Any:
+    keys = []
+    for number in range(chain.get("first", 0), len(tokens) // size):
+        part = tokens[number * size : (number + 1) * size]
+        keys += chunk_keys(namespace, part, size, {0: extras[number]} if number in extras else {})
+    return keys
+
+
+@planted(requests, "chunk_keys", "calm")
+def a_key_without_the_tenants_salt(
+    original: Any, namespace: bytes, tokens: Any, size: int, extras: Any, **chain: Any
+) -> Any:
+    return original(namespace, tokens, size, {}, **chain)
+
+
+@planted(Keeper, "begin_epoch", "new_weights")
+def new_weights_under_the_old_namespace(original: Any, keeper: Keeper) -> bytes:
+    return keeper._epoch[0].id
+
+
+@planted(SchedulerBridge, "reset", "new_weights")
+def old_blocks_are_saved_under_new_weights(original: Any, bridge: SchedulerBridge, blocks_in_use: bool) -> bool:
+    return bool(original(bridge, False))
+
+
+# --- saving ---
+
+
+@planted(Saver, "_write_records", "slow_disk")
+def published_before_the_write_is_done(original: Any, saver: Saver, plan: Any, fresh: Any, ours: Any) -> Any:
+    assert saver._segments is not None
+    ops: list[WriteOp] = []
+    for item in fresh:
+        segment = saver._segments.lease(plan, item.chunk)
+        assert segment is not None
+        ops.append(saver._write_op(plan, item, segment))
+        segment.release()
+    batch = saver._worker.io.ring.submit(ops)
+    sums = [
+        slab_checksums(op.address + 4096, op.slab_bytes, op.n_slabs, op.key, op.first_head, op.first_layer)
+        for op in ops
+    ]
+    del batch
+    return [(item, OpResult(0, (), of_op)) for item, of_op in zip(fresh, sums, strict=True)]
+
+
+@planted(Arena, "blank", "calm")
+def padding_is_not_blanked(original: Any, arena: Arena[Any], *args: Any, **options: Any) -> None:
+    return None
+
+
+@planted(Quarantine, "add", "hung_reads")
+def slots_of_late_operations_are_freed_at_once(original: Any, quarantine: Quarantine, batch: Any, release: Any) -> None:
+    batch.cancel()
+    release()
+
+
+@planted(SetSupply, "answered", "hung_reads")
+def a_slot_that_was_written_to_is_given_again(
+    original: Any, supply: SetSupply, set_id: int, slot: int, is_blank: bool
+) -> None:
+    original(supply, set_id, slot, True)
+
+
+@planted(OwnSegments, "leave", "slow_writers")
+def what_the_index_refused_is_called_saved(original: Any, segments: OwnSegments, namespace: bytes, set_ids: Any) -> Any:
+    return set(set_ids)
+
+
+# --- loading ---
+
+
+@planted(SlotTable, "_evict_one", "calm")
+def a_leased_slot_is_given_to_another(original: Any, table: SlotTable[Any]) -> bool:
+    for key, cached in table._cached.items():
+        del table._cached[key]
+        table._free.append(cached.slot)
+        return True
+    return False
+
+
+@planted(LoadWalk, "_scatter", "hung_calls")
+def a_late_load_still_writes_into_blocks(original: Any, walk: LoadWalk, fetches: Sequence[Fetch]) -> None:
+    worker = walk._worker
+    moves = [walk._move(fetch, source) for fetch in fetches for source in fetch.sources]
+    mark = worker.order.begin(partial(worker.codec.decode, worker.pages, moves), walk._after)
+    walk.moving.append(Moving(tuple(fetches), mark))
+    for _ in fetches:
+        walk._coming.popleft()
+
+
+@planted(LoadWalk, "_first_block", "calm")
+def blocks_that_the_engine_had_are_written(original: Any, walk: LoadWalk, chunk: Any) -> int:
+    return 0
+
+
+@planted(Loader, "take_done", "hung_calls")
+def nobody_answers_for_a_load_that_hangs(original: Any, loader: Loader, timeout_s: float) -> Any:
+    with loader._lock:
+        done, loader._done = loader._done, []
+    return done
+
+
+@planted(SchedulerBridge, "loads_ended", "damage")
+def a_failed_load_is_offered_again(original: Any, bridge: SchedulerBridge, received: Any, failed_blocks: Any) -> None:
+    original(bridge, received, frozenset())
+
+
+@planted(FileReader, "retract", "damage")
+def a_bad_record_ends_the_request(original: Any, reader: FileReader, key: bytes, location: Any) -> None:
+    raise KeyError("no such location")
+
+
+@planted(Fetcher, "_end_claim", "calm")
+def a_claim_is_never_ended(original: Any, fetcher: Fetcher, fetch: Fetch) -> None:
+    return None
+
+
+# --- the index, eviction and upkeep ---
+
+
+@planted(Remover, "remove", "two_evictors")
+def eviction_without_fencing(original: Any, remover: Remover, info: SetInfo, token: int | None = None) -> int:
+    return int(original(remover, info, None))
+
+
+@planted(Remover, "remove", "killed_evictors")
+def files_go_before_the_index_forgets_them(
+    original: Any, remover: Remover, info: SetInfo, token: int | None = None
+) -> int:
+    freed = remover._unlink(info.set_id, info.namespace)
+    remover._index.remove_set(info.set_id, token)
+    return freed
+
+
+@planted(MemoryIndex, "retract", "stale_location")
+def retracting_takes_whatever_is_there(original: Any, index: MemoryIndex, key: bytes, location: Any) -> bool:
+    value = index._entries.get(key)
+    return [original(index, key, one) for one in ([] if value is None else entry.unpack(value))] != []
+
+
+@planted(MemoryIndex, "_publish_one", "slow_writers")
+def records_of_a_set_that_was_taken_over_are_published(
+    original: Any, index: MemoryIndex, record: NewRecord, from_files: bool
+) -> bool:
+    return bool(original(index, record, True))
+
+
+@planted(entry, "covers", "calm")
+def part_of_a_chunk_is_taken_for_all_of_it(original: Any, parts: Any, whole: Any) -> bool:
+    return bool(list(parts))
+
+
+@planted(Housekeeper, "_trim", "restart_in_mid_save")
+def a_dead_writers_set_is_cut_too_short(original: Any, keeper: Housekeeper, info: SetInfo, locations: Any) -> int:
+    return int(original(keeper, info, locations[:1]))
+
+
+@planted(Keeper, "_capacity_bytes", "tenants")
+def the_budget_is_not_kept(original: Any, keeper: Keeper) -> int:
+    return 1 << 60
+
+
+@planted(Store, "plan_save", "tenants")
+def a_full_queue_raises(original: Any, store: Store, wanted: Any) -> Any:
+    plan = original(store, wanted)
+    if wanted and plan is None:
+        raise RuntimeError("no room")
+    return plan
