@@ -264,7 +264,8 @@ def test_a_control_is_seen_only_when_it_is_clearly_worse() -> None:
 
 def test_all_of_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "quality.json"
-    monkeypatch.setattr(sys, "argv", ["quality", "--tiny", "--device", "cpu", "--minutes", "0.03", "--out", str(out)])
+    times = ["--minutes", "0.03", "--evaluation-minutes", "20"]
+    monkeypatch.setattr(sys, "argv", ["quality", "--tiny", "--device", "cpu", *times, "--out", str(out)])
     quality.main()
     result = json.loads(out.read_text())
     expected = [(condition.name, method.name) for condition in CONDITIONS for method in methods(128)]
