@@ -83,7 +83,7 @@ def _places(values: Sequence[bytes], owners: dict[int, str]) -> list[SetHit]:
     chunks: dict[int, int] = {}
     files: dict[int, set[str]] = {}
     for number, value in enumerate(values):
-        locations = entries.unpack(value)
+        locations = entries.locations_of(value)
         for set_id in {location.set_id for location in locations}:
             first.setdefault(set_id, number)
             chunks[set_id] = chunks.get(set_id, 0) + 1

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier import metrics
 from kvtier.server.prometheus import exposition
 from tests.ui.overview import busy
 
@@ -53,6 +54,11 @@ def exported_by_engines() -> set[str]:
     loggers = (Path(spec.origin).parent / "v1" / "metrics" / "loggers.py").read_text()
     own = set(re.findall(r'"(vllm:\w+)"', loggers))
     return {f"{PREFIX}{name}_total" for name in HELP} | own | {f"{name}_bucket" for name in own}
+
+
+def test_each_reason_for_which_chunks_are_not_saved_is_shown() -> None:
+    shown = set().union(*map(names_in, expressions()))
+    assert {f"kvtier_{name}_total" for name in metrics.UNSAVED} <= shown
 
 
 def test_each_metric_is_exported() -> None:
