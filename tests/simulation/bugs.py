@@ -152,7 +152,7 @@ def what_the_index_refused_is_called_saved(original: Any, segments: OwnSegments,
 # --- loading ---
 
 
-@planted(SlotTable, "_evict_one", "calm")
+@planted(SlotTable, "_evict_one", "slow_disk")
 def a_leased_slot_is_given_to_another(original: Any, table: SlotTable[Any]) -> bool:
     for key, cached in table._cached.items():
         del table._cached[key]
@@ -221,6 +221,11 @@ def retracting_takes_whatever_is_there(original: Any, index: MemoryIndex, key: b
     return [original(index, key, one) for one in ([] if value is None else entry.unpack(value))] != []
 
 
+@planted(MemoryIndex, "take_over", "lapsed_writers")
+def who_was_taken_over_goes_on_publishing(original: Any, index: MemoryIndex, set_id: int) -> None:
+    return None
+
+
 @planted(MemoryIndex, "_publish_one", "slow_writers")
 def records_of_a_set_that_was_taken_over_are_published(
     original: Any, index: MemoryIndex, record: NewRecord, from_files: bool
@@ -238,7 +243,7 @@ def a_dead_writers_set_is_cut_too_short(original: Any, keeper: Housekeeper, info
     return int(original(keeper, info, locations[:1]))
 
 
-@planted(Keeper, "_capacity_bytes", "tenants")
+@planted(Keeper, "_capacity_bytes", "stale_location")
 def the_budget_is_not_kept(original: Any, keeper: Keeper) -> int:
     return 1 << 60
 

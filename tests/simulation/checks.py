@@ -82,6 +82,13 @@ class Checks:
         if token is not None and token < latest:
             self._violate(f"set {set_id:016x} was evicted under lease {token}, and there is {latest}")
 
+    def keys_in(self, set_id: int) -> set[bytes]:
+        """Of chunks that have a record there; of all that ever had one, while the index has forgotten which."""
+        real = self._place.index.real
+        if real.was_reset:
+            return {key for key in self._place.claims if set_id in self._homes.get(key, ())}
+        return {key for key, _ in real.members(set_id)}
+
     def _look_at_record(self, namespace: bytes, key: bytes, at: Location, may_be_gone: bool) -> None:
         place = self._place
         if (at.set_id, at.rank) in place.disk.damaged:
@@ -214,7 +221,7 @@ def watching(checks: Checks) -> Iterator[None]:
 
     def remove(remover: Remover, info: SetInfo, token: int | None = None) -> int:
         if runtime.process in checks.evicting:
-            checks._place.claims -= {key for key in checks._place.claims if info.set_id in checks._homes.get(key, ())}
+            checks._place.claims -= checks.keys_in(info.set_id)
             checks._removing[runtime.process] = info.set_id
         return plain_remove(remover, info, token)
 

@@ -56,8 +56,9 @@ NAMED = {
         Recipe("damage", {"vandalize": 3, "flip_in_memory": 3}, Weather(torn=0.02, short=0.01, error=0.02)),
         Recipe("power_loss", {"lose_power": 0.5}, Weather(slow=0.8, slow_s=0.05)),
         Recipe("lost_answers", {}, index=IndexWeather(lost=0.1, slow=0.4, slow_s=0.5), kinds=("remote", "memory")),
-        Recipe("slow_writers", {"jump_clock": 0.2, "sweep": 2}, Weather(hang=0.03, hang_s=9.0),
-               IndexWeather(slow=0.1, slow_s=4.0)),
+        Recipe("slow_writers", {"sweep": 2}, Weather(hang=0.03, hang_s=9.0), IndexWeather(slow=0.1, slow_s=4.0)),
+        Recipe("lapsed_writers", {"jump_clock": 1.5, "sweep": 8}, Weather(hang=0.03, hang_s=9.0),
+               IndexWeather(slow=0.25, slow_s=3.0)),
         Recipe("new_weights", {"reset": 1.5}),
         Recipe("tenants", {"set_quota": 0.5, "pin": 0.5}, sets=12),
     )
