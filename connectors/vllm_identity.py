@@ -62,7 +62,7 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
         plain_layers=forms.plain_layers,
         plain=forms.plain,
     )
-    codec = make_codec(settings)
+    codec, signer = make_codec(settings), settings.signing.signer()
     packing = packing_of(spec, vllm_config)
     namespace = Namespace(
         engine=packing.family,
@@ -76,6 +76,7 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
         draft=draft,
         epoch=str(settings.epoch),
         settings=settings_text(vllm_config, settings.model_tag is not None, bool(draft)),
+        signing=signer.fingerprint if signer else "",
     )
     return Identity(namespace, _shares(geometry, parallel), packing.is_halved)
 

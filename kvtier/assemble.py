@@ -34,10 +34,11 @@ from kvtier.memory import cuda_memory, host_memory
 from kvtier.metrics import Metrics
 from kvtier.mount import cost_of_share, open_io
 from kvtier.policies import make_evictor
-from kvtier.record import HEADS_PER_RECORD_MAX, record_bytes
+from kvtier.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
 from kvtier.reports import About
 from kvtier.root import Root, check_namespace, check_space, open_namespace, open_root
 from kvtier.saves import SaveBounds
+from kvtier.signing import Signer
 from kvtier.store import Store
 from kvtier.tiers.segments import SegmentFolders, direct_io_works
 from kvtier.transfer import Transfer, TransferJobs, Upkeep
@@ -91,6 +92,23 @@ def load_limit(settings: Settings) -> LoadLimit:
     return FixedLimit(settings.min_load_tokens)
 
 
+def signer_of(settings: Settings, namespace: Namespace, shares: Sequence[RankShare]) -> Signer | None:
+    """Who signs this namespace's records; None where nobody does. Raises ConfigError."""
+    signer = settings.signing.signer()
+    if namespace.signing != (signer.fingerprint if signer else ""):
+        fix = "its secret is not the one that this engine's namespace was made with: was it changed just now?"
+        raise ConfigError("signing.key_file", str(settings.signing.key_file), fix)
+    if signer is not None:
+        n_heads = max((share.writes.n_heads for share in shares if share.writes is not None), default=0)
+        if n_heads > HEADS_PER_SIGNED_RECORD_MAX:
+            fix = (
+                f"a signed record has room for {HEADS_PER_SIGNED_RECORD_MAX} KV heads a rank, not {n_heads}: leave it "
+                "out, or use a larger tensor-parallel size"
+            )
+            raise ConfigError("signing.key_file", str(settings.signing.key_file), fix)
+    return signer
+
+
 def open_store(
     settings: Settings, namespace: Namespace, shares: Sequence[RankShare], about: About | None = None
 ) -> Store:
@@ -98,6 +116,7 @@ def open_store(
     ConfigError."""
     codec = make_codec(settings)
     codec.check(namespace.geometry)
+    signer_of(settings, namespace, shares)
     root = open_root(settings)
     shape = set_shape(settings, namespace.geometry, codec, shares)
     settings.check_capacity(shape.set_bytes)
@@ -145,10 +164,11 @@ def open_transfer(
     codec.prepare(pages, geometry, share.reads)
     direct = use_direct_io(settings, root)
     io = open_io(settings, root, direct, memory.arena, device)
+    engines = io.engines._replace(signer=signer_of(settings, namespace, [share]))
     metrics = Metrics()
     files = SegmentFolders(root.folder, direct, lambda named: check_namespace(root, namespace, named))
     worker = Worker(
-        geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, io.engines,
+        geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, engines,
         open_index(settings, root, metrics), files, Quarantine(), metrics, settings.io.timeout_s,
     )  # fmt: skip
     queues = settings.queues

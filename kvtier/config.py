@@ -32,6 +32,7 @@ from kvtier.geometry import PAGE_BYTES
 
 CONFIG_VARIABLE = "KVTIER_CONFIG"
 CHUNK_TOKENS_UNIT = 16
+from kvtier.config_signing import SigningSettings
 """The smallest block of any engine: a chunk is a whole number of them."""
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES
 """Its header page, and one record of a header page and a slab."""
@@ -134,6 +135,7 @@ class Settings(BaseSettings):
 
     @field_validator("root")
     @classmethod
+    signing: SigningSettings = SigningSettings()
     def _absolute_root(cls, value: Path) -> Path:
         return absolute_path(value)
 

@@ -21,7 +21,7 @@ from kvtier.kernels.paged import SlabRun
 from kvtier.order import Mark
 from kvtier.plan import LoadChunk
 from kvtier.sources import Source, end_of
-from kvtier.worker import Worker
+from kvtier.worker import ChunkArena, Worker
 
 log = logging.getLogger("kvtier")
 
@@ -36,7 +36,7 @@ class Origin(Enum):
     NONE = 0  # no slot yet
     ARENA = 1  # the slot is leased: others may use it too
     HOST = 2  # the slot is ours; copied from a leased slot of the host arena
-    FILES = 3  # the slot is ours; read from open segments
+    FILES = 3  # the slot is ours; read from open segments (what is signed, into `landing`, and then as from the host)
 
 
 @dataclass(slots=True)
@@ -45,11 +45,13 @@ class Fetch:
 
     claim: set when nobody need wait for this fetch any more; who fills a slot has one, and ends its own alone.
     held: what must stay until the bytes have arrived: open segments, or the lease of a host slot.
+    landing: slot of the host arena that signed bytes are read into and looked at, before they go up; -1: none.
     copied: when a copy from the host arena is done. is_verified: the checksums were seen to match; bad: where not.
     """
 
     chunk: LoadChunk
     slot: int = -1
+    landing: int = -1
     sources: tuple[Source, ...] = ()
     origin: Origin = Origin.NONE
     claim: threading.Event | None = None
@@ -69,6 +71,7 @@ class Fetcher:
         self._admission = admission
         self._keeper = keeper
         self._files = FileReader(worker)
+        self._landing = None if self._files.arena is worker.arena else self._files.arena
         self._lock = threading.Lock()
         self._reading: dict[bytes, threading.Event] = {}
         self._wanted_twice: set[bytes] = set()
@@ -101,7 +104,7 @@ class Fetcher:
             return False
         if fetch.reads is not None and self._files.have_arrived(fetch.reads):
             self._end_reads(fetch)
-        return fetch.reads is None
+        return fetch.reads is None and (fetch.copied is None or self._worker.order.is_done(fetch.copied))
 
     def check(self, fetches: Sequence[Fetch]) -> int:
         """How many of these complete fetches, from the first on, hold what was saved (I2)."""
@@ -182,6 +185,9 @@ class Fetcher:
         self._end_claim(fetch)
         release = ExitStack()
         release.callback(self._worker.arena.discard, slot)
+        landing, fetch.landing = fetch.landing, -1
+        if self._landing is not None and landing >= 0:
+            release.callback(self._landing.discard, landing)
         if fetch.held is not None:
             release.push(fetch.held)
         if fetch.copied is not None:
@@ -195,17 +201,19 @@ class Fetcher:
         """Takes the chunk from the arena, joins another's read of it, or starts one; False: no slot for that."""
         if self._join(fetch):
             return True
-        slot = self._reserve(slot_timeout_s)
-        if slot is None:
+        slots = self._reserve(slot_timeout_s)
+        if slots is None:
             return False
-        if self._join(fetch, slot):  # somebody may have begun while we waited for the slot
-            self._worker.arena.discard(slot)
+        if self._join(fetch, slots):  # somebody may have begun while we waited for the slot
+            self._worker.arena.discard(slots[0])
+            if self._landing is not None:
+                self._landing.discard(slots[1])
             return True
         self._fill(namespace, fetch)
         return True
 
-    def _join(self, fetch: Fetch, slot: int | None = None) -> bool:
-        """Whether the chunk is in the arena, or on its way there by another; else it is claimed for `slot`."""
+    def _join(self, fetch: Fetch, slots: tuple[int, int] | None = None) -> bool:
+        """Whether the chunk is in the arena, or on its way there by another; else it is claimed for `slots`."""
         key = fetch.chunk.key
         cached = self._worker.arena.lease(key)
         if cached is not None:
@@ -217,24 +225,39 @@ class Fetcher:
             if fetch.awaited is not None:
                 self._wanted_twice.add(key)
                 return True
-            if slot is not None:
-                fetch.slot = slot
+            if slots is not None:
+                fetch.slot, fetch.landing = slots
                 fetch.claim = self._reading[key] = threading.Event()
         return False
 
-    def _reserve(self, timeout_s: float) -> int | None:
-        """A slot, also one whose abandoned reads have returned meanwhile."""
+    def _reserve(self, timeout_s: float) -> tuple[int, int] | None:
+        """A slot, also one whose abandoned reads have returned meanwhile, and one to land in below it (-1 where none is
+        needed)."""
         deadline_s = self._worker.clock() + timeout_s
-        while (slot := self._worker.arena.reserve(min(SWEEP_INTERVAL_S, self._left(deadline_s)))) is None:
+        while (slots := self._try_to_reserve(min(SWEEP_INTERVAL_S, self._left(deadline_s)))) is None:
             self._worker.quarantine.sweep()
             if self._worker.clock() >= deadline_s:
-                return self._worker.arena.reserve()
-        return slot
+                return self._try_to_reserve(0.0)
+        return slots
+
+    def _try_to_reserve(self, timeout_s: float) -> tuple[int, int] | None:
+        """Both or none: who waits for long holds nothing."""
+        slot = self._worker.arena.reserve(timeout_s)
+        if slot is None or self._landing is None:
+            return None if slot is None else (slot, -1)
+        landing = self._landing.reserve(timeout_s)
+        if landing is None:
+            self._worker.arena.discard(slot)
+            return None
+        return slot, landing
 
     def _fill(self, namespace: bytes, fetch: Fetch) -> None:
         """Starts to fill the slot that was reserved; gives it back when that fails."""
         try:
-            if not self._copy_up(fetch):
+            if self._copy_up(fetch):
+                self._worker.metrics.add(names.HOST_HIT_CHUNKS)
+                self._leave_landing(fetch)
+            else:
                 self._read(namespace, fetch)
         except Corrupt as fault:
             self.abandon(fetch)
@@ -256,12 +279,18 @@ class Fetcher:
         fetch.copied = self._worker.order.begin_copy(
             self._worker.arena.record(fetch.slot, n_bytes), host.record(host_slot, n_bytes)
         )
-        self._worker.metrics.add(names.HOST_HIT_CHUNKS)
         return True
 
     def _read(self, namespace: bytes, fetch: Fetch) -> None:
         fetch.origin, fetch.held = Origin.FILES, ExitStack()
-        fetch.reads = self._files.begin(namespace, fetch.chunk, fetch.slot, fetch.held)
+        slot = fetch.slot
+        if self._landing is not None:
+            if fetch.landing < 0:  # it is read again
+                fetch.landing = -1 if (found := self._landing.reserve()) is None else found
+            if fetch.landing < 0:
+                raise FetchFailed("no slot in the host arena is free")
+            slot = fetch.landing
+        fetch.reads = self._files.begin(namespace, fetch.chunk, slot, fetch.held)
         fetch.sources = fetch.reads.sources
 
     def _end_reads(self, fetch: Fetch) -> None:
@@ -269,8 +298,27 @@ class Fetcher:
         fetch.reads, fetch.is_verified = None, not self._worker.arena.is_device
         n_bytes = sum(source.n_bytes for source in fetch.sources)
         self._worker.metrics.add(names.FILE_READ_BYTES, n_bytes)
-        if self._worker.io.reader is not self._worker.io.ring:
+        if self._landing is None and self._worker.io.reader is not self._worker.io.ring:
             self._worker.metrics.add(names.KVIKIO_READ_BYTES, n_bytes)
+        if self._landing is not None:
+            self._rise(self._landing, fetch)
+
+    def _rise(self, landing: ChunkArena, fetch: Fetch) -> None:
+        """From the slot that it was read into and found good in, as what the host arena had already; it stays there
+        only if it is wanted."""
+        key, slot, fetch.landing = fetch.chunk.key, fetch.landing, -1
+        assert fetch.held is not None
+        fetch.held.close()
+        is_new = landing.commit(slot, key, fetch.sources)
+        if not self._copy_up(fetch):
+            raise FetchFailed("it was pushed out of the host arena at once")
+        if is_new and (self._keeper is None or not self._keeper.wants(key)):
+            landing.drop(key)
+
+    def _leave_landing(self, fetch: Fetch) -> None:
+        if self._landing is not None and fetch.landing >= 0:
+            self._landing.discard(fetch.landing)
+            fetch.landing = -1
 
     def _end_claim(self, fetch: Fetch) -> None:
         """Who waited for this fetch finds the chunk in the arena now, or claims it."""

@@ -4,19 +4,20 @@ what is bad or gone is not offered again."""
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvtier import metrics as names
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable
-from kvtier.geometry import Extent
+from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.io.engines import Reads
-from kvtier.io.ring import ReadOp
+from kvtier.io.ring import AlignedBuffer, ReadOp, aligned_buffer
 from kvtier.plan import LoadChunk
+from kvtier.record import tags_in
 from kvtier.sources import Source, sources_of
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import SegmentFiles
@@ -29,19 +30,27 @@ class FetchFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileReads:
-    """The reads of one chunk, a run of slabs of a record each, on their way into a slot since `begun_s`."""
+    """The reads of one chunk, a run of slabs of a record each, on their way into a slot since `begun_s`. In a signed
+    namespace as many header pages are read behind them."""
 
+    namespace: bytes
     key: bytes
+    slot: int
     sources: tuple[Source, ...]
     batch: Reads
     begun_s: float
+    pages: AlignedBuffer | None
 
 
 class FileReader:
-    """Shared by all loads of a worker; thread-safe."""
+    """Shared by all loads of a worker; thread-safe. arena: where the bytes land; what is signed, in host memory."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._signer = worker.io.signer
+        is_staged = self._signer is not None and worker.host is not None
+        self.arena = worker.host if is_staged and worker.host is not None else worker.arena
+        self._engine = worker.io.reader if self._signer is None else worker.io.ring
         self._stalled_until_s = 0.0
         self._sizes: dict[Extent, int] = {}
 
@@ -62,32 +71,36 @@ class FileReader:
             if location.slab_bytes != self._slab_bytes(location.extent):
                 self.retract(chunk.key, location)
                 raise FetchFailed(f"{place_of(location)}: slabs of {location.slab_bytes} bytes are not of this codec")
-        sources = sources_of(located, self._worker.share.reads, self._worker.arena.slot_bytes)
+        sources = sources_of(located, self._worker.share.reads, self.arena.slot_bytes)
         if sources is None:
             self._retract_all(chunk, located)
             raise FetchFailed("its records do not make up this rank's share")
         segments = [self._open(files, chunk.key, source.location, held) for source in sources]
         ops = [self._op(chunk.key, slot, part, segment) for part, segment in zip(sources, segments, strict=True)]
-        return FileReads(chunk.key, sources, self._worker.io.reader.submit(ops), begun_s)
+        pages = None
+        if self._signer is not None:
+            pages = aligned_buffer(len(sources) * PAGE_BYTES)
+            held.callback(pages.view.release)  # late bytes may land there until then
+            ops += _page_ops(chunk.key, sources, segments, pages.address)
+        return FileReads(namespace, chunk.key, slot, sources, self._engine.submit(ops), begun_s, pages)
 
     def have_arrived(self, reads: FileReads) -> bool:
         """Whether all of the chunk is in the slot by now."""
-        return reads.batch.wait(0) and _first_bad(reads) is None
+        return reads.batch.wait(0) and self._first_bad(reads) is None
 
     def wait(self, reads: FileReads, deadline_s: float) -> None:
         """Returns when all of the chunk is in the slot. Raises FetchFailed, then and if it takes too long."""
         if not reads.batch.wait(max(0.0, deadline_s - self._worker.clock())):
             self._note_stall(reads)
             raise FetchFailed("the storage does not answer in time")
-        failed = _first_bad(reads)
+        failed = self._first_bad(reads)
         if failed is None:
             return
-        location, error = failed
+        location, error, what = failed
         if error not in (0, errno.ENODATA):
             raise FetchFailed(f"{place_of(location)}: {errno.errorcode.get(error, error)}")
         self.retract(reads.key, location)
         self._worker.metrics.add(names.CHECKSUM_FAILURES)
-        what = "it ends too soon" if error else "a checksum does not match"
         raise FetchFailed(f"{place_of(location)}: {what}")
 
     def _retract_all(self, chunk: LoadChunk, located: Sequence[Location]) -> None:
@@ -122,12 +135,35 @@ class FileReader:
         return segment
 
     def _op(self, key: bytes, slot: int, source: Source, segment: OpenSegment) -> ReadOp:
-        arena = self._worker.arena
+        arena = self.arena
         # Bytes that go to a device are summed there, so that the way to it is covered too.
         checksums = None if arena.is_device else source.checksums
         return ReadOp(segment.fd, source.file_offset, arena.address(slot) + source.slot_offset, source.slab_bytes,
                       source.wanted.n_heads, key, source.wanted.first_head, source.location.extent.first_layer,
                       checksums, arena.is_device)  # fmt: skip
+
+    def _first_bad(self, reads: FileReads) -> tuple[Location, int, str] | None:
+        """Of reads that have ended, the first that is bad: its record, its errno (0: the bytes are not those), and
+        what is wrong then."""
+        sources = reads.sources
+        for number, result in enumerate(reads.batch.results()):
+            if not result.ok:
+                what = "it ends too soon" if result.error else "a checksum does not match"
+                return sources[number % len(sources)].location, result.error, what
+        for number, source in enumerate(sources if self._signer is not None else ()):
+            if not self._is_ours(reads, number, source):
+                return source.location, 0, "it was not signed with this engine's secret"
+        return None
+
+    def _is_ours(self, reads: FileReads, number: int, source: Source) -> bool:
+        """Whether who wrote these slabs had the secret, and meant them for this very place in the model and prompt."""
+        assert self._signer is not None and reads.pages is not None
+        e, wanted = source.location.extent, source.wanted
+        page = reads.pages.view[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
+        tags = tags_in(page, e.n_heads)[source.first_slab : source.first_slab + wanted.n_heads]
+        extent = Extent(e.first_layer, e.n_layers, wanted.first_head, wanted.n_heads)
+        slabs = self.arena.slabs(reads.slot, source.slot_offset, wanted.n_heads, source.slab_bytes)
+        return not self._signer.bad_slabs(reads.namespace, reads.key, extent, slabs.numpy(), tags)
 
     def _slab_bytes(self, extent: Extent) -> int:
         known = self._sizes.get(extent)
@@ -148,9 +184,7 @@ def place_of(location: Location) -> str:
     return f"slot {location.slot} of segment {location.set_id:016x}-{location.rank:04d}"
 
 
-def _first_bad(reads: FileReads) -> tuple[Location, int] | None:
-    """Of reads that have ended, the first that is bad: its record, and its errno (0: the bytes are not those)."""
-    for source, result in zip(reads.sources, reads.batch.results(), strict=True):
-        if not result.ok:
-            return source.location, result.error
-    return None
+def _page_ops(key: bytes, sources: Sequence[Source], segments: Sequence[OpenSegment], address: int) -> Iterator[ReadOp]:
+    """Reads of the records' header pages, one behind the other."""
+    for number, (source, segment) in enumerate(zip(sources, segments, strict=True)):
+        yield ReadOp(segment.fd, source.header_offset, address + number * PAGE_BYTES, PAGE_BYTES, 1, key, 0, 0, None)

@@ -36,6 +36,7 @@ ID_BYTES = 16
 """Bytes of a namespace id and of a chunk key."""
 
 _NO_PLAIN: dict[str, Any] = {"plain_layers": [], "plain": None}
+_LATER = ("settings", "signing")
 _TOKEN_BYTES = 4
 _KIND_LORA, _KIND_MULTIMODAL, _KIND_SALT = 1, 2, 3
 
@@ -63,6 +64,7 @@ class Namespace:
     draft: fingerprint of the draft model if its layers are cached, else "".
     epoch: moves on when weights change in place.
     settings: canonical_text of the engine's other settings that change KV, as far as they are not plain; "" for none.
+    signing: fingerprint of the secret that its records are signed with (kvtier.signing); "" where they are not.
     """
 
     engine: str
@@ -77,16 +79,18 @@ class Namespace:
     epoch: str
     format_version: int = FORMAT_VERSION
     settings: str = ""
+    signing: str = ""
 
     def canonical_json(self) -> str:
         """The text that is hashed and stored: sorted keys, no spaces, ASCII.
 
-        Where all layers are alike it says nothing of plain ones, and of settings nothing where all are plain: it is
-        then what it was before there were any.
+        Where all layers are alike it says nothing of plain ones, of settings nothing where all are plain, and of
+        signing nothing where there is none: it is then what it was before there were any.
         """
         values = asdict(self)
-        if not self.settings:
-            del values["settings"]
+        for name in _LATER:
+            if not values[name]:
+                del values[name]
         if self.geometry.plain is None:
             values["geometry"] = {name: value for name, value in values["geometry"].items() if name not in _NO_PLAIN}
         return canonical_text(values)
@@ -104,7 +108,7 @@ class Namespace:
         except ValueError as error:
             raise Corrupt(f"namespace: not JSON: {error}") from None
         if isinstance(values, dict):
-            values.setdefault("settings", "")
+            values = dict.fromkeys(_LATER, "") | values
         _check_fields("namespace", cls, values)
         _check_fields("codec", CodecId, values["codec"])
         parts = {"geometry": _geometry(values["geometry"]), "codec": CodecId(**values["codec"])}

@@ -7,15 +7,17 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace
 from kvtier.index.base import Index, Location
-from kvtier.io.ring import Batch, ReadOp, Ring, aligned_buffer
-from kvtier.record import RecordHeader, SegmentHeader, is_blank
+from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, aligned_buffer
+from kvtier.record import RecordHeader, SegmentHeader, is_blank, tags_in
 from kvtier.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
+from kvtier.signing import Signer
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import NeverBegun, SegmentFiles, segment_name
 
@@ -70,13 +72,25 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """unfinished: slots, and whole segments, whose writer died before they were whole; nothing ever refers to them."""
+    """unfinished: slots, and whole segments, whose writer died before they were whole; nothing ever refers to them.
+    unproved: signed records whose signatures were not checked, for want of the secret."""
 
     segments: int
     records: int
     n_bytes: int
     unfinished: int
     bad: tuple[Finding, ...]
+    unproved: int = 0
+
+
+class _Reading(NamedTuple):
+    """A record on its way into a buffer, which is held until the batch is done. page: that of its header."""
+
+    slot: int
+    header: RecordHeader
+    page: bytes
+    batch: Batch
+    buffer: AlignedBuffer
 
 
 def stats(root: Root, index: Index) -> RootStats:
@@ -104,24 +118,30 @@ def stats(root: Root, index: Index) -> RootStats:
     return RootStats(tuple(found), tuple(unreadable), n_bytes)
 
 
-def verify(root: Root, index: Index, progress: Progress = lambda done, total: None) -> VerifyReport:
-    """Reads every record and checks every checksum. `progress`: called with (segments read, segments in all)."""
-    return _Verifier(root, index).run(progress)
+def verify(
+    root: Root, index: Index, progress: Progress = lambda done, total: None, signer: Signer | None = None
+) -> VerifyReport:
+    """Reads every record and checks every checksum, and signatures made with the signer's secret. `progress`: called
+    with (segments read, segments in all)."""
+    return _Verifier(root, index, signer).run(progress)
 
 
 class _Verifier:
-    def __init__(self, root: Root, index: Index) -> None:
+    def __init__(self, root: Root, index: Index, signer: Signer | None) -> None:
         self._root = root
         self._index = index
+        self._signer = signer
+        self._signed: dict[str, str] = {}  # fingerprint of the secret, by folder of a namespace
         self._bad: list[Finding] = []
         self._namespaces: dict[int, str] = {}  # of the sets that the index knows
-        self._records = self._n_bytes = self._unfinished = 0
+        self._records = self._n_bytes = self._unfinished = self._unproved = 0
 
     def run(self, progress: Progress) -> VerifyReport:
         folders = namespace_folders(self._root.folder)
         tiers = [SegmentFiles(folder, direct=False) for folder in folders]
         segments = [(files, *name) for files in tiers for name in files.ids()]
         expected = self._expected()
+        contradicting = [finding for folder in folders for finding in self._namespace(folder)]
         with Ring(IO_THREADS) as ring:
             for done, (files, set_id, rank) in enumerate(segments):
                 progress(done, len(segments))
@@ -130,11 +150,10 @@ class _Verifier:
         for (set_id, rank), slots in expected.items():
             place = (self._namespaces[set_id], segment_name(set_id, rank))
             self._bad += [Finding(*place, slot, "its segment is missing") for slot in slots]
-        for folder in folders:
-            self._namespace(folder.name, SegmentFiles(folder, direct=False))
         for files in tiers:
             files.close()
-        return VerifyReport(len(segments), self._records, self._n_bytes, self._unfinished, tuple(self._bad))
+        bad = (*self._bad, *contradicting)
+        return VerifyReport(len(segments), self._records, self._n_bytes, self._unfinished, bad, self._unproved)
 
     def _expected(self) -> dict[tuple[int, int], dict[int, tuple[bytes, Location]]]:
         """(set, rank) -> slot -> what the index says lies there."""
@@ -145,11 +164,11 @@ class _Verifier:
                 expected.setdefault((info.set_id, location.rank), {})[location.slot] = (key, location)
         return expected
 
-    def _namespace(self, name: str, files: SegmentFiles) -> None:
+    def _namespace(self, folder: Path) -> Iterator[Finding]:
         try:
-            read_namespace(files.folder)
+            self._signed[folder.name] = read_namespace(folder).signing
         except ConfigError as fault:
-            self._bad.append(Finding(name, NAMESPACE_FILE, None, fault.fix))
+            yield Finding(folder.name, NAMESPACE_FILE, None, fault.fix)
 
     def _segment(
         self, ring: Ring, files: SegmentFiles, set_id: int, rank: int, expected: dict[int, tuple[bytes, Location]]
@@ -177,8 +196,8 @@ class _Verifier:
 
     def _headers(
         self, files: SegmentFiles, segment: SegmentHeader, expected: dict[int, tuple[bytes, Location]]
-    ) -> Iterator[tuple[int, RecordHeader]]:
-        """Headers of the slots that hold a record, checked against their place and the index."""
+    ) -> Iterator[tuple[int, RecordHeader, bytes]]:
+        """Slots that hold a record, with its header and the page of that, checked against their place and the index."""
         place = (files.folder.name, segment_name(segment.set_id, segment.rank))
         for slot, page in files.pages(segment.set_id, segment.rank):
             wanted = expected.pop(slot, None)
@@ -202,15 +221,15 @@ class _Verifier:
             if wanted is not None and said != (wanted[0], wanted[1].extent, wanted[1].checksums):
                 self._bad.append(Finding(*place, slot, "is not the record that the index refers to"))
                 continue
-            yield slot, header
+            yield slot, header, page
 
     def _records_of(
-        self, ring: Ring, segment: OpenSegment, place: Place, headers: Iterator[tuple[int, RecordHeader]]
+        self, ring: Ring, segment: OpenSegment, place: Place, headers: Iterator[tuple[int, RecordHeader, bytes]]
     ) -> None:
         """Reads the slabs of the records, several at a time in memory."""
-        reading: deque[tuple[int, RecordHeader, Batch, object]] = deque()
+        reading: deque[_Reading] = deque()
         file_bytes = os.fstat(segment.fd).st_size
-        for slot, header in headers:
+        for slot, header, page in headers:
             n_bytes = header.extent.n_heads * header.slab_bytes
             offset = segment.header.slot_offset(slot) + PAGE_BYTES
             if offset + n_bytes > file_bytes:
@@ -220,18 +239,19 @@ class _Verifier:
                 self._bad.append(Finding(*place, slot, f"says that it has {n_bytes} bytes, and is not read"))
                 continue
             while reading and (len(reading) + 1) * n_bytes > IN_FLIGHT_BYTES:
-                self._check(place, *reading.popleft())
+                self._check(place, reading.popleft())
             buffer = aligned_buffer(n_bytes)
             op = ReadOp(segment.fd, offset, buffer.address, header.slab_bytes, header.extent.n_heads, header.key,
                         header.extent.first_head, header.extent.first_layer, header.checksums)  # fmt: skip
-            reading.append((slot, header, ring.submit([op]), buffer))
+            reading.append(_Reading(slot, header, page, ring.submit([op]), buffer))
         while reading:
-            self._check(place, *reading.popleft())
+            self._check(place, reading.popleft())
 
-    def _check(self, place: Place, slot: int, header: RecordHeader, batch: Batch, buffer: object) -> None:
-        while not batch.wait(60.0):
+    def _check(self, place: Place, reading: _Reading) -> None:
+        slot, header = reading.slot, reading.header
+        while not reading.batch.wait(60.0):
             pass  # offline tool: a slow disk is waited for
-        result = batch.results()[0]
+        result = reading.batch.results()[0]
         self._records += 1
         self._n_bytes += header.extent.n_heads * header.slab_bytes
         if result.error:
@@ -240,4 +260,17 @@ class _Verifier:
         elif result.bad_slabs:
             heads = ", ".join(str(header.extent.first_head + slab) for slab in result.bad_slabs)
             self._bad.append(Finding(*place, slot, f"checksum of head {heads} does not match"))
-        del buffer  # held until the batch was done
+        elif self._signed.get(place[0]):
+            self._check_signature(place, reading)
+
+    def _check_signature(self, place: Place, reading: _Reading) -> None:
+        signer, header = self._signer, reading.header
+        if signer is None or signer.fingerprint != self._signed[place[0]]:
+            self._unproved += 1
+            return
+        size, n_heads = header.slab_bytes, header.extent.n_heads
+        slabs = [reading.buffer.view[at : at + size] for at in range(0, n_heads * size, size)]
+        bad = signer.bad_slabs(header.namespace, header.key, header.extent, slabs, tags_in(reading.page, n_heads))
+        if bad:
+            heads = ", ".join(str(header.extent.first_head + slab) for slab in bad)
+            self._bad.append(Finding(*place, reading.slot, f"head {heads} was not signed with the secret"))

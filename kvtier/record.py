@@ -20,8 +20,10 @@ byte 4096 + s * slot_bytes.
         64    8  slab_bytes         80    8  extent
         72    8  created, unix ms   88    8  segment set id
         80   32  tenant's label    128  8*n  checksum of each slab, in head order (at most 496)
+                               128+8*n 16*n  signed namespaces: tag of each slab (at most 165 heads)
 
     extent: first layer u16, layers u16, first head u16, heads u16
+    tags: kvtier.signing
     tenant's label: UTF-8, filled up with zeros; blank where the set is of nobody in particular
 
 Record = header page, then one slab a head, in head order, each padded with zeros to whole pages: any run of heads is
@@ -33,6 +35,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtier.errors import Corrupt
@@ -43,6 +46,8 @@ SEGMENT_MAGIC = b"KVTSEG01"
 RECORD_MAGIC = b"KVTREC01"
 CHECKSUMS_OFFSET = 128
 HEADS_PER_RECORD_MAX = (PAGE_BYTES - CHECKSUMS_OFFSET) // 8
+TAG_BYTES = 16
+HEADS_PER_SIGNED_RECORD_MAX = (PAGE_BYTES - CHECKSUMS_OFFSET) // (8 + TAG_BYTES)
 
 _CRC_OFFSET = 12
 _SEGMENT = struct.Struct("<8sII16sQIIQ4HQQ32s")
@@ -108,14 +113,15 @@ class RecordHeader:
     set_id: int
     checksums: tuple[int, ...]
 
-    def pack(self) -> bytes:
+    def pack(self, tags: Iterable[bytes] = ()) -> bytes:
+        """`tags`: of the slabs, in a signed namespace."""
         e = self.extent
         body = _RECORD.pack(
             RECORD_MAGIC, FORMAT_VERSION, 0, self.key, self.parent, self.namespace, self.slab_bytes, self.tokens,
             self.slot, e.first_layer, e.n_layers, e.first_head, e.n_heads, self.set_id,
         )  # fmt: skip
         sums = struct.pack(f"<{len(self.checksums)}Q", *self.checksums)
-        return _with_crc(body.ljust(CHECKSUMS_OFFSET, b"\0") + sums)
+        return _with_crc(body.ljust(CHECKSUMS_OFFSET, b"\0") + sums + b"".join(tags))
 
     @classmethod
     def unpack(cls, page: bytes) -> RecordHeader:
@@ -126,6 +132,13 @@ class RecordHeader:
         _check_slabs(extent, slab_bytes)
         sums = struct.unpack_from(f"<{nh}Q", page, CHECKSUMS_OFFSET)
         return cls(key, parent, namespace, slab_bytes, tokens, slot, extent, set_id, sums)
+
+
+def tags_in(page: bytes, n_heads: int) -> list[bytes]:
+    """Of a record's slabs, from its header page; zeros where it was not signed, and cut short where the page has no room
+    for so many. n_heads: of the whole record."""
+    first = CHECKSUMS_OFFSET + 8 * n_heads
+    return [bytes(page[at : at + TAG_BYTES]) for at in range(first, first + TAG_BYTES * n_heads, TAG_BYTES)]
 
 
 def _label(field: bytes) -> str:

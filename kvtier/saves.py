@@ -32,7 +32,7 @@ from kvtier.lower import Lowering, Staged
 from kvtier.order import Mark
 from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
-from kvtier.record import RecordHeader, record_bytes
+from kvtier.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.sources import Source
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.worker import Worker
@@ -323,7 +323,7 @@ class Saver:
         blank = (0,) * header.extent.n_heads  # the I/O engine fills in the checksums as the bytes pass
         page = RecordHeader(chunk.key, chunk.parent, plan.namespace, header.slab_bytes,
                             self._worker.geometry.chunk_tokens, chunk.slot, header.extent, chunk.set_id,
-                            blank).pack()  # fmt: skip
+                            blank).pack(self._tags(plan, item, header))  # fmt: skip
         arena.header(item.slot).copy_(torch.frombuffer(bytearray(page), dtype=torch.uint8))
         with self._lock:
             owner = (plan.namespace, chunk.set_id)
@@ -333,6 +333,15 @@ class Saver:
         return WriteOp(segment.fd, header.slot_offset(chunk.slot), arena.address(item.slot), header.slab_bytes,
                        header.extent.n_heads, chunk.key, header.extent.first_head,
                        header.extent.first_layer, item.checksums)  # fmt: skip
+
+    def _tags(self, plan: SavePlan, item: Staged, header: SegmentHeader) -> tuple[bytes, ...]:
+        """Of a chunk in host memory; none where nothing is signed."""
+        signer = self._worker.io.signer
+        if signer is None:
+            return ()
+        assert not item.arena.is_device
+        slabs = item.arena.slabs(item.slot, PAGE_BYTES, header.extent.n_heads, header.slab_bytes)
+        return signer.tags(plan.namespace, item.chunk.key, header.extent, slabs.numpy())
 
     def _publish(self, plan: SavePlan, written: list[tuple[Staged, Location]]) -> list[tuple[Staged, Location]]:
         """Those that are visible now, or others' records of the same; not what lies in a set that was removed or taken

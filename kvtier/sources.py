@@ -32,16 +32,23 @@ class Source:
         return self.wanted.n_heads * self.slab_bytes
 
     @property
+    def header_offset(self) -> int:
+        """Byte of the segment file at which the record's header page starts."""
+        return PAGE_BYTES + self.location.slot * record_bytes(self.location.extent, self.location.slab_bytes)
+
+    @property
+    def first_slab(self) -> int:
+        """Place of the first slab that is read among the record's."""
+        return self.wanted.first_head - self.location.extent.first_head
+
+    @property
     def file_offset(self) -> int:
         """Byte of the segment file at which the first slab starts."""
-        location = self.location
-        slot = PAGE_BYTES + location.slot * record_bytes(location.extent, location.slab_bytes)
-        return slot + PAGE_BYTES + (self.wanted.first_head - location.extent.first_head) * location.slab_bytes
+        return self.header_offset + PAGE_BYTES + self.first_slab * self.location.slab_bytes
 
     @property
     def checksums(self) -> tuple[int, ...]:
-        first = self.wanted.first_head - self.location.extent.first_head
-        return self.location.checksums[first : first + self.wanted.n_heads]
+        return self.location.checksums[self.first_slab : self.first_slab + self.wanted.n_heads]
 
     def patch(self, held: Extent) -> Patch:
         """Where the slabs go in the pages of a rank that holds `held`."""

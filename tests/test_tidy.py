@@ -34,7 +34,8 @@ LAYERS = (
     ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
      "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.capacity", "kvtier.model_config",
      "kvtier.model_parameters", "kvtier.model_weights", "kvtier.entry", "kvtier.sizes",
-     "kvtier.config_types", "kvtier.config_server", "kvtier.config_index", "kvtier.config_capacity", "kvtier.tenants"),
+     "kvtier.config_types", "kvtier.config_server", "kvtier.config_index", "kvtier.config_capacity", "kvtier.tenants",
+     "kvtier.signing", "kvtier.config_signing"),
 )  # fmt: skip
 LAST_APART = 1
 """Up to this row, packages of a row know nothing of each other."""

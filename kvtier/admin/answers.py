@@ -315,7 +315,8 @@ class BadRecord(BaseModel):
 
 class VerifyJob(BaseModel):
     """Reading every record and checking every checksum, in the background. bad: the first BAD_SHOWN_MAX of n_bad.
-    unfinished: slots whose writer died; nothing refers to them."""
+    unfinished: slots whose writer died; nothing refers to them. unproved: signed records whose signatures were not
+    checked, for want of the secret in the service's settings."""
 
     model_config = _ANSWER
     id: str
@@ -327,6 +328,7 @@ class VerifyJob(BaseModel):
     records: int | None
     n_bytes: int | None
     unfinished: int | None
+    unproved: int | None
     n_bad: int | None
     bad: list[BadRecord]
     fault: str

@@ -45,8 +45,8 @@ class Verifying:
         """Raises TooMany."""
         job = _Job(VerifyJob(
             id=uuid.uuid4().hex, state="waiting", segments_done=0, segments_total=None,
-            started_s=self._opened.clock(), ended_s=None, records=None, n_bytes=None, unfinished=None, n_bad=None,
-            bad=[], fault="",
+            started_s=self._opened.clock(), ended_s=None, records=None, n_bytes=None, unfinished=None, unproved=None,
+            n_bad=None, bad=[], fault="",
         ))  # fmt: skip
         with self._lock:
             if not self._jobs.submit(lambda: self._run(job)):
@@ -93,7 +93,8 @@ class Verifying:
         found: dict[str, object] = {"state": "failed", "fault": "a bug of kvtier; the service's log says more"}
         try:
             tell(0, 0)
-            found = _found(verify(self._opened.root, self._opened.index, tell))
+            signer = self._opened.settings.signing.signer()
+            found = _found(verify(self._opened.root, self._opened.index, tell, signer))
         except _Cancelled:
             found = {"state": "cancelled"}
         except (KVTierError, OSError) as fault:
@@ -110,6 +111,7 @@ class Verifying:
 def _found(report: VerifyReport) -> dict[str, object]:
     return {
         "state": "done", "records": report.records, "n_bytes": report.n_bytes, "unfinished": report.unfinished,
+        "unproved": report.unproved,
         "n_bad": len(report.bad),
         "bad": [BadRecord(**finding._asdict()) for finding in report.bad[:BAD_SHOWN_MAX]],
     }  # fmt: skip

@@ -40,6 +40,7 @@ def run_check(config: Path, as_json: bool, shows_all: bool) -> int:
     """Prints what an engine would use; status 1, and one line on standard error, when it would not start."""
     try:
         settings = Settings.load({"config": str(config)})
+        settings.signing.signer()
         _look_at_gpu(settings)
         root = _look_at_root(settings)
         warnings = [*_look_at_rooms(settings), *_look_at_service(settings)]

@@ -18,6 +18,7 @@ from kvtier.index.base import Index
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verify
 from kvtier.root import Root
+from kvtier.signing import Signer
 from kvtier.sizes import size
 
 SEGMENTS = "segments"
@@ -33,11 +34,12 @@ def run_stats(root: Root, as_json: bool) -> int:
     return FOUND_BAD if found.unreadable else OK
 
 
-def run_verify(root: Root, as_json: bool, index: Index | None = None) -> int:
-    """index: an opened one that knows the root; None: the one that lies there, or else the record headers."""
+def run_verify(root: Root, as_json: bool, index: Index | None = None, signer: Signer | None = None) -> int:
+    """index: an opened one that knows the root; None: the one that lies there, or else the record headers. signer: with
+    the secret of signed records; without it, and of another, their signatures are not checked."""
     started = time.monotonic()
     with _readable_index(root) if index is None else nullcontext(index) as found:
-        report = verify(root, found, progress("verifying", SEGMENTS))
+        report = verify(root, found, progress("verifying", SEGMENTS), signer)
     if as_json:
         print_json({"root": str(root.path), **asdict(report), "bad": [finding._asdict() for finding in report.bad]})
     else:
@@ -123,6 +125,8 @@ def _print_report(root: Root, report: VerifyReport, seconds: float) -> None:
         f"{root.path}: {report.records:,} records ({size(report.n_bytes)}) in {report.segments:,} segments read "
         f"in {seconds:.1f} s ({rate:.1f} GB/s); {len(report.bad)} bad, {report.unfinished} never finished"
     )
+    if report.unproved:
+        print(f"The signatures of {report.unproved:,} records were not checked: name the settings with their secret.")
     if report.bad:
         print(
             "What is bad is a miss at its next use: nothing has to be done. index rebuild takes out what has no file."

@@ -1,4 +1,4 @@
-"""`kvtier verify`: reads every record and checks every checksum."""
+"""`kvtier verify`: reads every record and checks every checksum, and signatures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_verify(options: argparse.Namespace) -> int:
     """What lies on disk is read in any case; what should lie there is in the index, so one in Redis is asked."""
     place = find_place(options)
+    signer = place.settings.signing.signer()
     if place.settings.index.kind != "redis":
-        return run_root_verify(place.root, options.json)
+        return run_root_verify(place.root, options.json, signer=signer)
     with deployment(options) as opened:
-        return run_root_verify(place.root, options.json, opened.index)
+        return run_root_verify(place.root, options.json, opened.index, signer)

@@ -37,6 +37,17 @@ def examine(
         yield from examine_efa(machine, on_lustre=False)
         yield Verdict("warn", "storage", "not looked at", "name the root: kvtier doctor PATH, or set KVTIER_ROOT")
     yield _redis(settings, look_at_redis)
+    if settings is not None and settings.signing.key_file is not None:
+        yield _signing(settings)
+
+
+def _signing(settings: Settings) -> Verdict:
+    try:
+        signer = settings.signing.signer()
+    except ConfigError as fault:
+        return Verdict("bad", "signing", f"{fault.key} = {fault.value!r}", fault.fix)
+    assert signer is not None
+    return Verdict("ok", "signing", f"records are signed; the secret's fingerprint is {signer.fingerprint}")
 
 
 def _redis(settings: Settings | None, look: Callable[[Settings], Seen] | None) -> Verdict:

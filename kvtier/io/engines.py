@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes
 from kvtier.io.ring import DeviceRing, InMemory, OpResult, ReadOp, Ring, sizes_for
+from kvtier.signing import Signer
 
 EngineName = Literal["ring", "kvikio"]
 
@@ -27,10 +28,12 @@ class Reader(Protocol):
 
 
 class Engines(NamedTuple):
-    """reader: of loads. ring: of saves, and of loads too where it is the engine of both."""
+    """reader: of loads. ring: of saves, and of loads too where it is the engine of both. signer: of what passes; None
+    where nothing is signed. Signed loads go through the ring: into host memory, to be looked at there."""
 
     reader: Reader
     ring: Ring
+    signer: Signer | None = None
 
     def close_unused(self) -> None:
         """Lets go of files that were not read lately, so that the space of evicted ones becomes free."""
@@ -39,7 +42,7 @@ class Engines(NamedTuple):
 
     def close(self) -> bool:
         """False: something hangs in the kernel and was left behind."""
-        closed = [engine.close() for engine in {id(engine): engine for engine in self}.values()]
+        closed = [engine.close() for engine in {id(engine): engine for engine in (self.reader, self.ring)}.values()]
         return all(closed)
 
 

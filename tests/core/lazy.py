@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from kvtier.admission import Admission, Admissions, Policy
-from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, ReadOp, Ring, WriteOp, aligned_buffer
 from kvtier.jobs import ManualJobs, ThreadJobs
 from kvtier.kernels import host as host_kernels
@@ -175,7 +174,7 @@ class LazyEngine(Engine):
         self.host = worker.arena
         self.worker = replace(
             worker, arena=self.staging, host=self.host, order=self.order, sums=self.order.sums,
-            codec=LazyCodec(worker.codec, self.order), io=Engines(DeviceReads(worker.io.ring), worker.io.ring),
+            codec=LazyCodec(worker.codec, self.order), io=worker.io._replace(reader=DeviceReads(worker.io.ring)),
         )  # fmt: skip
         self.jobs: TransferJobs = TransferJobs(*(ManualJobs(64) for _ in range(4)))
         self._admissions = Admissions(Admission(hbm_admit), Admission(admit))

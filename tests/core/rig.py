@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -95,7 +95,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.settings = settings(self.root, **({"chunk_tokens": self.shape.chunk_tokens} | self.changes))
-        self.namespace = namespace(self.shape, self.weights)
+        signer = self.settings.signing.signer()
+        self.namespace = replace(namespace(self.shape, self.weights), signing=signer.fingerprint if signer else "")
         self.shares = shares(self.shape, self.tensor_size, self.stages)
         self.store: Store = open_store(self.settings, self.namespace, self.shares)
         self.pages = [make_pages(share, self.shape, self.n_blocks, self.device) for share in self.shares]

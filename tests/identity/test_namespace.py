@@ -55,7 +55,7 @@ def every_change() -> list[tuple[str, Namespace]]:
 
 def test_every_part_changes_the_id() -> None:
     changed = every_change()
-    assert len(changed) == 10 + 8 + 3  # its own fields, those of the geometry, those of the codec
+    assert len(changed) == 11 + 8 + 3  # its own fields, those of the geometry, those of the codec
     ids = {namespace.id for _, namespace in changed} | {NAMESPACE.id}
     assert len(ids) == len(changed) + 1
 

@@ -1,0 +1,53 @@
+"""Settings of signed namespaces."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from pydantic import BaseModel, field_validator
+
+from kvtier.config_types import FROZEN, absolute_path
+from kvtier.errors import ConfigError
+from kvtier.signing import SECRET_BYTES_MIN, Signer
+
+KEY = "signing.key_file"
+SECRET_BYTES_MAX = 4096
+
+
+class SigningSettings(BaseModel):
+    """key_file: holds the secret that all engines of a deployment have; only they can then store KV that they load.
+    None: records are not signed."""
+
+    model_config = FROZEN
+    key_file: Path | None = None
+
+    @field_validator("key_file")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else absolute_path(value)
+
+    def signer(self) -> Signer | None:
+        """Reads the secret; None where nothing is signed. Raises ConfigError, never with the secret in it."""
+        return None if self.key_file is None else Signer(_secret(self.key_file))
+
+
+def _secret(path: Path) -> bytes:
+    """The file's bytes, without line breaks at its end."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            secret = file.read(SECRET_BYTES_MAX + 1).rstrip(b"\r\n") if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        raise ConfigError(KEY, str(path), f"no secret can be read there: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(KEY, str(path), "not a plain file")
+    if status.st_mode & 0o077:
+        raise ConfigError(KEY, str(path), f"others can read or write it: chmod 600 {path}, and make another secret")
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(KEY, str(path), "it is another user's: it must be this user's, or root's")
+    if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
+        fix = f"a secret has {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} bytes; make one with `openssl rand -hex 32`"
+        raise ConfigError(KEY, str(path), fix)
+    return secret
