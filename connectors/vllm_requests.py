@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from kvtier.connectors.requests import RequestView
@@ -49,6 +50,9 @@ def view_of(
 
 def _is_on(switches: Any, name: str) -> bool:
     """A switch is on unless it is there with anything but true: who meant to opt out, and wrote "no", is out."""
+    if not isinstance(switches, Mapping):
+        log.warning("kv_transfer_params is no mapping; the request passes by the tier")
+        return False
     known = ("kvtier_load", "kvtier_save")
     unknown = [key for key in switches if str(key).startswith("kvtier") and key not in known]
     if unknown:

@@ -16,15 +16,23 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from kvtier.config_capacity import CapacitySettings
 from kvtier.config_index import IndexSettings
 from kvtier.config_server import ServerSettings
+from kvtier.config_signing import SigningSettings
 from kvtier.config_sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
 from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, absolute_path, multiple
 from kvtier.errors import ConfigError
@@ -32,7 +40,6 @@ from kvtier.geometry import PAGE_BYTES
 
 CONFIG_VARIABLE = "KVTIER_CONFIG"
 CHUNK_TOKENS_UNIT = 16
-from kvtier.config_signing import SigningSettings
 """The smallest block of any engine: a chunk is a whole number of them."""
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES
 """Its header page, and one record of a header page and a slab."""
@@ -128,6 +135,7 @@ class Settings(BaseSettings):
     index: IndexSettings = IndexSettings()
     queues: QueueSettings = QueueSettings()
     capacity: CapacitySettings = CapacitySettings()
+    signing: SigningSettings = SigningSettings()
     server: ServerSettings = ServerSettings()
     writer_lease_s: Seconds = 30.0
     touch_interval_s: Seconds = 5.0
@@ -135,7 +143,6 @@ class Settings(BaseSettings):
 
     @field_validator("root")
     @classmethod
-    signing: SigningSettings = SigningSettings()
     def _absolute_root(cls, value: Path) -> Path:
         return absolute_path(value)
 
@@ -237,7 +244,17 @@ def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
             continue
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in names:
             raise ConfigError(name, value, f"unknown environment variable: unset it{_near(name.upper(), names)}")
-    return EnvSettingsSource(settings_cls)()
+    try:
+        return EnvSettingsSource(settings_cls)()
+    except (SettingsError, RecursionError):  # of a list, which stands there as JSON; it names the group only
+        lists = {ENV_PREFIX + "__".join(path).upper() for path in leaves if _is_list(settings_cls, path)}
+        name, value = next((name, value) for name, value in os.environ.items() if name.upper() in lists)
+        raise ConfigError(name, value, "must be a list in JSON, as a connector config has it") from None
+
+
+def _is_list(settings_cls: type[Settings], path: tuple[str, ...]) -> bool:
+    field = _field(settings_cls, path)
+    return field is not None and get_origin(field.annotation) is tuple
 
 
 def _is_service_link(name: str, value: str) -> bool:
@@ -309,13 +326,17 @@ def _suggestion(path: tuple[str, ...], known: set[tuple[str, ...]], source: Sett
     return f"; known here: {', '.join(sorted(beside))}"
 
 
-def _default(settings_cls: type[Settings], path: tuple[str, ...]) -> str:
+def _field(settings_cls: type[Settings], path: tuple[str, ...]) -> FieldInfo | None:
     model: type[BaseModel] = settings_cls
     for name in path[:-1]:
         below = model.model_fields[name].annotation
         assert isinstance(below, type) and issubclass(below, BaseModel)
         model = below
-    field = model.model_fields.get(path[-1])
+    return model.model_fields.get(path[-1])
+
+
+def _default(settings_cls: type[Settings], path: tuple[str, ...]) -> str:
+    field = _field(settings_cls, path)
     if field is None or field.is_required() or isinstance(field.default, BaseModel):
         return ""
     return f"; the default is {field.default!r}"

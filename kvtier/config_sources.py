@@ -56,7 +56,17 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML would let the last one win in silence."""
+    """Refuses a key that stands twice: YAML would let the last one win in silence. Refuses an alias of more than a
+    single value: a few lines of them stand for gigabytes, or for what lies within itself."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if is_alias and not isinstance(node, yaml.ScalarNode):
+            raise yaml.composer.ComposerError(
+                None, None, "an alias of a list or mapping: write it out", node.start_mark
+            )
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -75,7 +85,8 @@ def read_yaml(path: object, namer: str) -> Mapping[str, Any]:
             values = yaml.load(file, _YamlLoader)
     except OSError as error:
         raise ConfigError(namer, str(path), f"cannot read this settings file: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        # PyYAML lets out what its own constructors raise, of a date that is none, say.
         raise ConfigError(namer, str(path), f"not a YAML file: {' '.join(str(error).split())}") from None
     if values is None:
         return {}

@@ -268,7 +268,9 @@ def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[str, range]]]
         tensors = sorted(_tensors(header), key=lambda tensor: (tensor[1].start, tensor[1].stop))
         if any(not 0 <= part.start <= part.stop <= len(data) - 8 - n_bytes for _, part in tensors):
             raise ValueError("a tensor lies outside of the file")
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
+    except (
+        ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, struct.error,
+    ) as error:  # fmt: skip
         raise ConfigError("model_tag", None, f"{file.path} is not a whole safetensors file: {error}") from None
     return 8 + n_bytes, tensors
 
@@ -290,7 +292,7 @@ def _canonical_file(path: Path) -> bytes:
     try:
         values = json.loads(path.read_bytes())
         return canonical_text(_settled(values)).encode("ascii")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("model_tag", None, f"{path} is not JSON ({error}); {_SET_MODEL_TAG}") from None
 
 
@@ -320,7 +322,7 @@ def _cached(entry: Path) -> str | None:
         values = json.loads(entry.read_bytes())
         fingerprint = values["fingerprint"]
         is_whole = values["key"] == entry.stem and len(bytes.fromhex(fingerprint)) == 32
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return fingerprint if is_whole else None
 

@@ -105,7 +105,7 @@ class Namespace:
         """The inverse of canonical_json. Raises Corrupt unless `text` is exactly what canonical_json writes."""
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Corrupt(f"namespace: not JSON: {error}") from None
         if isinstance(values, dict):
             values = dict.fromkeys(_LATER, "") | values

@@ -22,6 +22,8 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _NOT_SERVED = "kvtier does not serve such models"
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Keys that models for more than text may have outside of what describes their text part."""
+NUMBER_MAX = 1 << 53
+LAYERS_MAX = (1 << 16) - 1
 T = TypeVar("T")
 
 
@@ -171,8 +173,8 @@ class _Values:
         """A positive whole number. None: there is no default."""
         value = self._values.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            self.refuse(f"its {key} is {value!r}, it must be a positive whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= NUMBER_MAX:
+            self.refuse(f"its {key} is {value!r:.40}, it must be a positive whole number")
         return value
 
     def natural(self, key: str) -> int:
@@ -191,7 +193,7 @@ def read_model(folder: Path) -> ModelConfig:
     except OSError as error:
         fix = f"cannot read {path.name} there ({error.strerror}); name the folder of a Hugging Face model"
         raise ConfigError(KEY, str(folder), fix) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(KEY, str(path), f"it is not JSON ({error}); download it again") from None
     if not isinstance(found, dict):
         raise ConfigError(KEY, str(path), "it is not a JSON object; download it again")
@@ -231,6 +233,8 @@ def _model(values: _Values, name: str, notes: list[str]) -> ModelConfig:
         dtype = "bfloat16"
         notes.append("config.json names no dtype of 16 bits: bfloat16 is taken, as vLLM does on GPUs that have it")
     layers = values.number("num_hidden_layers")
+    if layers > LAYERS_MAX:
+        values.refuse(f"its num_hidden_layers is {layers}, and a record has room for {LAYERS_MAX}")
     return ModelConfig(
         family=name,
         layers=layers,

@@ -19,6 +19,7 @@ from kvtier.model_parameters import end_parameters, total_parameters
 
 INDEX = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
+NAME_BYTES_MAX = 255
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -54,7 +55,9 @@ def _index(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
         if not isinstance(found.get("metadata", {}), dict) or not isinstance(found["weight_map"], dict):
             raise ValueError("weight_map or metadata is no object")
-    except (ValueError, KeyError, AttributeError) as error:
+        if any(len(str(name).encode("utf-8", "replace")) > NAME_BYTES_MAX for name in found["weight_map"].values()):
+            raise ValueError("weight_map names a file that no system has")
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(KEY, str(path), f"it is not an index of safetensors files ({error}); get it again") from None
     return dict(found)
 
@@ -81,7 +84,7 @@ def _tensor_bytes(path: Path, layers: int) -> int:
             if name != "__metadata__" and (layer is None or int(layer[1]) < layers):
                 begin, end = tensor["data_offsets"]
                 total += end - begin
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
         raise ConfigError(KEY, str(path), f"it is no safetensors file ({error}); get it again") from None
     return total
 

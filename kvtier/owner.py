@@ -174,10 +174,12 @@ def _parse(path: Path, content: bytes) -> Owner:
         index_path = values["index_path"]
         if index_path is not None and index_path != INSIDE and not Path(index_path).is_absolute():
             raise ValueError
+        if "\0" in (index_path or ""):
+            raise ValueError
         if index_path == INSIDE and inside.is_symlink():
             fix = f"the index {inside} is a link out of the root; remove the link, or set index.path to where it leads"
             raise ConfigError("root", str(path.parent.parent), fix)
         return Owner(node, None if index_path is None else path.parent / index_path)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         fix = "this file is damaged; stop all engines on this root and remove it"
         raise ConfigError("root", str(path), fix) from None

@@ -38,7 +38,10 @@ class Removal(NamedTuple):
     def read(cls, name: str, value: bytes) -> Removal:
         """From its note. Raises ValueError, struct.error for one that is none of ours."""
         namespace, n_bytes = _NOTE.unpack_from(value)
-        return cls(int(name.removeprefix(PREFIX), 16), namespace, n_bytes, value[_NOTE.size :].decode())
+        set_id = int(name.removeprefix(PREFIX), 16)
+        if not 0 <= set_id < 1 << 64:
+            raise ValueError(f"no set has the id {name.removeprefix(PREFIX)}")
+        return cls(set_id, namespace, n_bytes, value[_NOTE.size :].decode())
 
 
 class Remover:

@@ -97,7 +97,7 @@ def _read(name: str) -> str:
 def _tokens(text: str) -> list[int]:
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(type(token) is int and 0 <= token < 1 << 32 for token in found):
         raise NotDone("--tokens: it holds something else than token ids: a JSON list, or numbers between blanks")

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 from kvtier.index.base import SetInfo
 
 _MARK = struct.Struct("<QQQB")
+PLACE_MAX = (1 << 64) - 1
+"""Only what others wrote comes near: sets that stand there go in the order of their ids."""
 
 
 class Mark(NamedTuple):
@@ -34,7 +36,9 @@ class Policy(Protocol):
 
 def pack(state: State) -> bytes:
     """For each set: its id u64, place u64, seen u64, left u8, little-endian."""
-    return b"".join(_MARK.pack(set_id, *mark) for set_id, mark in sorted(state.items()))
+    return b"".join(
+        _MARK.pack(set_id, min(mark.place, PLACE_MAX), mark.seen, mark.left) for set_id, mark in sorted(state.items())
+    )
 
 
 def unpack(value: bytes, sets: Sequence[SetInfo]) -> State:

@@ -33,6 +33,9 @@ Place = tuple[int, int, int]
 
 COMPLETE = 1
 PARTIAL = 0
+RECORDS_MAX = 512
+"""Of a chunk: ranks of one engine that write a part of it, or of several. To see what more of them cover takes longer
+than computing the chunk: time grows with their square, and 4,000 of an entry that somebody made up took a minute."""
 
 _HEAD = struct.Struct("<B4H")
 _RECORD = struct.Struct("<QHIQ4H")
@@ -76,14 +79,14 @@ def locations_of(value: bytes | None) -> list[Location]:
 def add(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
     """The value with `location` in it, or None when it is refused. Adding what is there already changes nothing.
 
-    Refused: a location whose place or whole extent others have already, one that lies outside of `whole`, and one of
-    an entry that was begun for another `whole`. `value` is None when the key has no entry yet. Raises Corrupt when
-    `value` is malformed.
+    Refused: a location whose place or whole extent others have already, one that lies outside of `whole`, one of an
+    entry that was begun for another `whole`, and one beyond RECORDS_MAX. `value` is None when the key has no entry yet.
+    Raises Corrupt when `value` is malformed.
     """
     locations, stored_whole = ([], whole) if value is None else _parse(value)
     if location in locations:
         return value
-    if stored_whole != whole or not whole.contains(location.extent):
+    if stored_whole != whole or not whole.contains(location.extent) or len(locations) == RECORDS_MAX:
         return None
     if place(location) in map(place, locations) or covers((other.extent for other in locations), location.extent):
         return None
@@ -127,6 +130,8 @@ def _parse(value: bytes) -> tuple[list[Location], Extent]:
     while offset < len(value):
         location, offset = _parse_record(value, offset)
         locations.append(location)
+        if len(locations) > RECORDS_MAX:
+            raise Corrupt(f"index entry: more than {RECORDS_MAX} records")
     if not locations or not whole.cells:
         raise Corrupt(f"index entry: {len(locations)} records of {whole}")
     if not all(whole.contains(location.extent) for location in locations):

@@ -94,12 +94,13 @@ class Calibration:
         """Raises Corrupt when `values` is not what `to_json` made."""
         try:
             choice = Choice(**values["choice"])
-            if choice.engine not in get_args(EngineName) or min(choice[1:]) <= 0:
+            are_sizes = all(type(size) is int and size > 0 for size in choice[1:])
+            if choice.engine not in get_args(EngineName) or not are_sizes:
                 raise ValueError(f"an engine like {choice}")
             read, write, latency = (_rate(values[name]) for name in ("read_bytes_s", "write_bytes_s", "latency_s"))
             reasons = tuple(str(reason) for reason in values["reasons"])
             return cls(choice, read, write, latency, float(values["seconds"]), reasons)
-        except (KeyError, TypeError, ValueError) as fault:
+        except (KeyError, TypeError, ValueError, OverflowError) as fault:
             raise Corrupt(f"not a calibration: {fault}") from None
 
     def describe(self) -> str:
@@ -257,7 +258,7 @@ def _read(path: Path, key: dict[str, Any], now_s: float) -> Calibration | None:
         if not values or values["key"] != key or not 0 <= now_s - float(values["made_s"]) < VALID_S:
             return None
         return Calibration.from_json(values["calibration"])
-    except (OSError, ValueError, KeyError, TypeError, Corrupt) as fault:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, Corrupt) as fault:
         log.info("%s is not used (%s): measuring anew", path, fault)
         return None
 

@@ -1,0 +1,90 @@
+"""Every parser under inputs that are nearly right: only the errors that it declares come out, in a time that is in
+proportion, and what is taken is what it says. Inputs that once were a bug stand in `corpus/<target>` and are tried each
+time. Others are made up: the same ones in each run, many more of other seeds under `make soak`."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError, Corrupt
+from tests.fuzz import configuration, documents, formats, inputs
+
+CORPUS = Path(__file__).parent / "corpus"
+SEED = 20261123
+CPU_S_MAX = 3.0
+"""For one input of at most a few hundred KiB."""
+SOURCES = {formats: inputs.BYTES, documents: inputs.JSON, configuration: (*inputs.YAML, *inputs.JSON)}
+TARGETS = {name: (module, changes) for module, changes in SOURCES.items() for name in module.SEEDS}
+SLOW = {"settings_file": 40, "secret_file": 30, "notes": 80, "safetensors_header": 120}
+"""Fewer inputs of these."""
+USUAL = 250
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Most inputs are warned of."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def tried(target: Callable[[bytes, Path], None], data: bytes, folder: Path) -> bool:
+    """Whether it was taken. What is not declared comes out."""
+    started_s = time.thread_time()
+    try:
+        target(data, folder)
+    except (Corrupt, ConfigError):
+        return False
+    finally:
+        assert time.thread_time() - started_s < CPU_S_MAX, "it takes too long"
+    return True
+
+
+def tried_many(name: str, n_inputs: int, seed: int, folder: Path) -> int:
+    """How many were taken."""
+    module, changes = TARGETS[name]
+    rng, target, taken = random.Random(seed), getattr(module, name), 0
+    for _ in range(n_inputs):
+        data = inputs.changed(rng, module.SEEDS[name], changes)
+        try:
+            taken += tried(target, data, folder)
+        except BaseException as fault:
+            (folder / "input").write_bytes(data)
+            fault.add_note(f"the input is {folder / 'input'}; when this is mended, put it into {CORPUS / name}")
+            raise
+    return taken
+
+
+def corpus() -> Sequence[Path]:
+    return sorted(path for path in CORPUS.glob("*/*") if path.is_file())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_right_is_taken(name: str, tmp_path: Path) -> None:
+    """Else the others would only show that everything is refused."""
+    module, _ = TARGETS[name]
+    assert any(tried(getattr(module, name), data, tmp_path) for data in module.SEEDS[name])
+
+
+@pytest.mark.parametrize("path", corpus(), ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_what_once_was_a_bug(path: Path, tmp_path: Path) -> None:
+    module, _ = TARGETS[path.parent.name]
+    tried(getattr(module, path.parent.name), path.read_bytes(), tmp_path)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_nearly_right(name: str, tmp_path: Path) -> None:
+    tried_many(name, SLOW.get(name, USUAL), SEED, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", TARGETS)
+def test_much_that_is_nearly_right(name: str, tmp_path: Path) -> None:
+    for seed in range(50):
+        tried_many(name, SLOW.get(name, USUAL), seed, tmp_path)
