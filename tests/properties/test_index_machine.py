@@ -1,14 +1,15 @@
-"""LmdbIndex against MemoryIndex: the same calls, the same answers, whatever the order."""
+"""LmdbIndex and RedisIndex against MemoryIndex: the same calls, the same answers, whatever the order."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvtier.errors import StaleLease
 from kvtier.geometry import Extent
@@ -16,6 +17,8 @@ from kvtier.index import entry
 from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo, Use
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
+from kvtier.index.redis_index import RedisIndex
+from tests.redis_server import has_redis, index_settings, standalone
 
 WHOLE = Extent(0, 2, 0, 4)
 EXTENTS = (WHOLE, Extent(0, 2, 0, 2), Extent(0, 2, 2, 2), Extent(0, 1, 0, 4), Extent(1, 1, 0, 4), Extent(0, 2, 1, 3))
@@ -48,8 +51,11 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.mkdtemp(prefix="kvtier-index-")
         self.model = MemoryIndex()
-        self.index = LmdbIndex(self.folder, map_bytes=16 << 20)
+        self.index = self.opened()
         self.now_s = 0.0
+
+    def opened(self) -> Index:
+        return LmdbIndex(self.folder, map_bytes=16 << 20)
 
     def teardown(self) -> None:
         self.index.close()
@@ -142,7 +148,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.index.close()
-        self.index = LmdbIndex(self.folder, map_bytes=16 << 20)
+        self.index = self.opened()
 
     @invariant()
     def answers_are_the_same(self) -> None:
@@ -185,3 +191,19 @@ def test_set_info_survives_every_flag(tmp_path: object) -> None:
 
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@has_redis
+def test_redis_index_machine(tmp_path: Path) -> None:
+    with standalone(tmp_path / "redis") as server:
+
+        class RedisMachine(IndexMachine):
+            """Each under a prefix of its own."""
+
+            def opened(self) -> Index:
+                index = RedisIndex(index_settings(server.url, prefix=f"kvtier{Path(self.folder).name}"))
+                index.bind("a root")
+                return index
+
+        bounds = settings(max_examples=25, stateful_step_count=25, deadline=None, database=None)
+        run_state_machine_as_test(RedisMachine, settings=bounds)
