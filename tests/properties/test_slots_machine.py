@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from kvtier.slots import SlotTable
 
-N_SLOTS = 4
+N_SLOTS, N_SLOTS_MAX = 4, 8
 KEYS = [bytes([number]) for number in range(7)]
 
 
@@ -18,6 +18,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.n_slots = N_SLOTS
         self.table: SlotTable[str] = SlotTable(N_SLOTS)
         self.cached: dict[bytes, tuple[int, str]] = {}  # may hold keys that were evicted since; never wrong slots
         self.in_use: dict[int, int] = {}  # slot -> leases
@@ -28,13 +29,19 @@ class SlotsMachine(RuleBasedStateMachine):
     def reserve(self) -> object:
         slot = self.table.reserve()
         if slot is None:
-            assert len(self.filling) + len(self.in_use) == N_SLOTS, "refused although a slot was free"
+            assert len(self.filling) + len(self.in_use) == self.n_slots, "refused although a slot was free"
             return multiple()
         assert slot not in self.filling, "a slot was given out twice"
         assert slot not in self.in_use, "a leased slot was given out (I3)"
         self.filling.add(slot)
         self.cached = {key: place for key, place in self.cached.items() if place[0] != slot}
         return slot
+
+    @precondition(lambda self: self.n_slots < N_SLOTS_MAX)
+    @rule(more=st.integers(0, 2))
+    def grow(self, more: int) -> None:
+        self.n_slots += more
+        self.table.grow(self.n_slots)
 
     @rule(slot=consumes(reserved), key=st.sampled_from(KEYS))
     def commit(self, slot: int, key: bytes) -> None:
@@ -77,7 +84,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @invariant()
     def every_slot_is_in_one_state(self) -> None:
         self.table.check()
-        assert self.table.available == N_SLOTS - len(self.filling) - len(self.in_use)
+        assert self.table.available == self.n_slots - len(self.filling) - len(self.in_use)
 
 
 TestSlots = SlotsMachine.TestCase
