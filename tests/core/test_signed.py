@@ -4,6 +4,7 @@ what it made up. The same plants do work where nothing is signed, so these tests
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,11 @@ import torch
 
 from kvtier import metrics as names
 from kvtier.checksum import slab_checksum, slab_seed
+from kvtier.cli import main
+from kvtier.commands.check import run_check
+from kvtier.commands.status import FOUND_BAD, OK
 from kvtier.config import Settings
+from kvtier.doctor.report import _signing
 from kvtier.errors import ConfigError
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.index import entry as entries
@@ -352,6 +357,35 @@ def test_verify_checks_signatures_with_the_secret_and_says_when_it_has_none(tmp_
     for other in (None, Signer(SECRET[::-1])):
         found = verify(root, MemoryIndex(), signer=other)
         assert found.bad == () and found.unproved == found.records == 3
+
+
+def test_check_and_doctor_say_what_is_wrong_with_the_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "kvtier.yaml"
+    config.write_text(f"root: {tmp_path}/kv\ncapacity_bytes: 1GiB\nsigning: {{key_file: {key_file(tmp_path)}}}\n")
+    assert run_check(config, as_json=False, shows_all=False) == OK
+    assert f"signing.key_file: {tmp_path}/secret" in capsys.readouterr().out
+    verdict = _signing(Settings.load({"config": str(config)}))
+    assert verdict.level == "ok" and Signer(SECRET).fingerprint in verdict.value
+    key_file(tmp_path, mode=0o644)
+    assert run_check(config, as_json=False, shows_all=False) == FOUND_BAD
+    assert "chmod 600" in capsys.readouterr().err
+    assert _signing(Settings.load({"config": str(config)})).level == "bad"
+
+
+def test_the_command_verify_takes_the_secret_from_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = Engine(tmp_path / "kv", changes=signed(tmp_path))
+    engine.save(TOKENS, BLOCKS)
+    engine.close()
+    plant_in_files(tmp_path / "kv", engine.namespace.id, no_tags)
+    shutil.rmtree(tmp_path / "kv" / "v1" / "index")  # which knows other checksums
+    config = tmp_path / "kvtier.yaml"
+    config.write_text(f"root: {tmp_path}/kv\nsigning: {{key_file: {tmp_path}/secret}}\n")
+    assert main(["verify", str(config)]) == FOUND_BAD
+    assert "was not signed with the secret" in capsys.readouterr().out
+    main(["verify", str(tmp_path / "kv")])
+    assert "The signatures of 3 records were not checked" in capsys.readouterr().out
 
 
 # --- the secret ---
