@@ -159,7 +159,7 @@ class FileReader:
         """Whether who wrote these slabs had the secret, and meant them for this very place in the model and prompt."""
         assert self._signer is not None and reads.pages is not None
         e, wanted = source.location.extent, source.wanted
-        page = reads.pages.view[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
+        page = bytes(reads.pages.view[number * PAGE_BYTES : (number + 1) * PAGE_BYTES])
         tags = tags_in(page, e.n_heads)[source.first_slab : source.first_slab + wanted.n_heads]
         extent = Extent(e.first_layer, e.n_layers, wanted.first_head, wanted.n_heads)
         slabs = self.arena.slabs(reads.slot, source.slot_offset, wanted.n_heads, source.slab_bytes)

@@ -135,8 +135,8 @@ class RecordHeader:
 
 
 def tags_in(page: bytes, n_heads: int) -> list[bytes]:
-    """Of a record's slabs, from its header page; zeros where it was not signed, and cut short where the page has no room
-    for so many. n_heads: of the whole record."""
+    """Of a record's slabs, from its header page; zeros where it was not signed, and cut short where the page has no
+    room for so many. n_heads: of the whole record."""
     first = CHECKSUMS_OFFSET + 8 * n_heads
     return [bytes(page[at : at + TAG_BYTES]) for at in range(first, first + TAG_BYTES * n_heads, TAG_BYTES)]
 

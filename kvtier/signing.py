@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from blake3 import blake3
@@ -45,7 +45,7 @@ class Signer:
         self._key = blake3(secret, derive_key_context=_KEY_CONTEXT).digest()
         self.fingerprint = blake3(secret, derive_key_context=_FINGERPRINT_CONTEXT).hexdigest(length=16)
 
-    def tags(self, namespace: bytes, key: bytes, extent: Extent, slabs: Sequence[Any]) -> tuple[bytes, ...]:
+    def tags(self, namespace: bytes, key: bytes, extent: Extent, slabs: Iterable[Any]) -> tuple[bytes, ...]:
         """Of each slab of a record (or of some of its heads, and then `extent` has those alone): buffers of equal
         sizes, in head order."""
         return tuple(
@@ -53,7 +53,7 @@ class Signer:
         )
 
     def bad_slabs(
-        self, namespace: bytes, key: bytes, extent: Extent, slabs: Sequence[Any], tags: Iterable[bytes]
+        self, namespace: bytes, key: bytes, extent: Extent, slabs: Iterable[Any], tags: Iterable[bytes]
     ) -> list[int]:
         """Positions of the slabs whose tags are not these."""
         made = self.tags(namespace, key, extent, slabs)
