@@ -134,6 +134,19 @@ class EngineProcess:
         """What this node takes for the time of day."""
         return self.place.runtime.now_s + self.skew_s
 
+    def flip_in_memory(self, rng: random.Random) -> bool:
+        """Changes a bit of a cached chunk that nobody is reading."""
+        worker = rng.choice(self.workers)
+        arena = rng.choice([arena for arena in (worker.arena, worker.host) if arena is not None])
+        idle = [cached for cached in arena._table._cached.values() if not cached.leases]
+        if not idle:
+            return False
+        cached = rng.choice(idle)
+        source = rng.choice(cached.content)
+        at = source.slot_offset - PAGE_BYTES + rng.randrange(source.n_bytes)
+        arena.record(cached.slot, arena.slot_bytes - PAGE_BYTES)[at] ^= 1 << rng.randrange(8)
+        return True
+
     def close(self) -> None:
         """As an engine that is told to stop."""
         for rank in self.ranks:

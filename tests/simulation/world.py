@@ -70,6 +70,7 @@ class World:
         self.told: Counter[str] = Counter()
         self.trace = blake3()
         self._stack = ExitStack()
+        self._n_processes = self._n_indexes = 0
         self._runtime = Runtime(rng.getrandbits(64), preempt=rng.choice([0.0, 0.05, 0.2]))
         self.rng = self._runtime.rng
         capacity_bytes = recipe.sets * SET_BYTES
@@ -85,7 +86,6 @@ class World:
         self._prompts: list[Prompt] = []
         self._seats: list[Seat] = []
         self._admins: list[Process] = []
-        self._n_processes = self._n_indexes = 0
         self._has_strays = False
         self.place.disk.weather, self.place.index.weather = recipe.disk, recipe.index
         for _ in range(recipe.engines):
@@ -94,7 +94,7 @@ class World:
     def _new_index(self, kind: str, folder: Path) -> Index:
         if kind != "lmdb":
             return MemoryIndex()
-        self._n_indexes = getattr(self, "_n_indexes", 0) + 1
+        self._n_indexes += 1
         return LmdbIndex(str(folder / f"index-{self._n_indexes}"), map_bytes=8 << 20, boot_id="simulated", mountinfo="")
 
     # --- running ---
@@ -304,15 +304,7 @@ class World:
         seat = self._any(ready=True)
         if seat is None or seat.serving is None:
             return
-        worker = self.rng.choice(seat.serving.engine.workers)
-        arena = self.rng.choice([worker.arena, worker.host or worker.arena])
-        idle = [entry for entry in arena._table._cached.values() if not entry.leases]
-        if idle and (worker.host is not None or arena is worker.arena):
-            entry = self.rng.choice(idle)
-            source = self.rng.choice(entry.content)
-            at = source.slot_offset - PAGE_BYTES + self.rng.randrange(source.n_bytes)
-            arena.record(entry.slot, arena.slot_bytes - PAGE_BYTES)[at] ^= 1 << self.rng.randrange(8)
-            self.told["flipped in memory"] += 1
+        self.told["flipped in memory"] += seat.serving.engine.flip_in_memory(self.rng)
 
     def jump_clock(self) -> None:
         seat = self._any(ready=True)
