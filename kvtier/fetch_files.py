@@ -50,7 +50,6 @@ class FileReader:
         self._signer = worker.io.signer
         is_staged = self._signer is not None and worker.host is not None
         self.arena = worker.host if is_staged and worker.host is not None else worker.arena
-        self._engine = worker.io.reader if self._signer is None else worker.io.ring
         self._stalled_until_s = 0.0
         self._sizes: dict[Extent, int] = {}
 
@@ -77,12 +76,13 @@ class FileReader:
             raise FetchFailed("its records do not make up this rank's share")
         segments = [self._open(files, chunk.key, source.location, held) for source in sources]
         ops = [self._op(chunk.key, slot, part, segment) for part, segment in zip(sources, segments, strict=True)]
-        pages = None
+        engine, pages = self._worker.io.reader, None
         if self._signer is not None:
+            engine = self._worker.io.ring
             pages = aligned_buffer(len(sources) * PAGE_BYTES)
             held.callback(pages.view.release)  # late bytes may land there until then
             ops += _page_ops(chunk.key, sources, segments, pages.address)
-        return FileReads(namespace, chunk.key, slot, sources, self._engine.submit(ops), begun_s, pages)
+        return FileReads(namespace, chunk.key, slot, sources, engine.submit(ops), begun_s, pages)
 
     def have_arrived(self, reads: FileReads) -> bool:
         """Whether all of the chunk is in the slot by now."""

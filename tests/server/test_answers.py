@@ -337,7 +337,7 @@ def test_verify_finds_what_is_bad(served: Serving) -> None:
 def test_verify_can_be_ended_and_has_a_queue(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier.admin import verifying
 
-    def slow(root: object, index: object, tell: Any) -> Any:
+    def slow(root: object, index: object, tell: Any, signer: object) -> Any:
         while True:
             tell(1, 1000)
             time.sleep(0.01)
