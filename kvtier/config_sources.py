@@ -62,7 +62,7 @@ class _YamlLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
-        if is_alias and not isinstance(node, yaml.ScalarNode):
+        if is_alias and isinstance(node, yaml.CollectionNode):
             raise yaml.composer.ComposerError(
                 None, None, "an alias of a list or mapping: write it out", node.start_mark
             )
