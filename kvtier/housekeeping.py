@@ -223,7 +223,7 @@ class Housekeeper:
         """
         # Before the pages are read: what is published meanwhile, by a writer that lives, is in no page that was read.
         members = self._index.members(set_id)
-        found: dict[int, set[NewRecord]] = {}
+        found: dict[int, list[NewRecord]] = {}
         header = None
         for n_read, rank in enumerate(ranks):
             progress(n_read)
@@ -262,7 +262,9 @@ class Housekeeper:
             self._index.remove_set(info.set_id)  # it comes in again, with the records that are missing now
             raise
 
-    def _read_segment(self, files: SegmentFiles, set_id: int, rank: int) -> tuple[SegmentHeader, set[NewRecord]] | None:
+    def _read_segment(
+        self, files: SegmentFiles, set_id: int, rank: int
+    ) -> tuple[SegmentHeader, list[NewRecord]] | None:
         """Its header and records; None when it is gone. Raises ConfigError, Corrupt, TierUnavailable."""
         segment = files.lease(set_id, rank)
         if segment is None:
@@ -270,12 +272,12 @@ class Housekeeper:
         header = segment.header
         segment.release()
         whole = read_namespace(files.folder).geometry.whole
-        return header, {
+        return header, [
             NewRecord(
                 record.key, Location(set_id, rank, slot, record.slab_bytes, record.extent, record.checksums), whole
             )
             for slot, record in self._records(files, header)
-        }
+        ]
 
     def _records(self, files: SegmentFiles, header: SegmentHeader) -> Iterator[tuple[int, RecordHeader]]:
         """The record headers of a segment that are whole and lie in their own place."""

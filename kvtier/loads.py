@@ -42,7 +42,7 @@ class Loader:
         alone = min(ALONE_FACTOR * self._chunks_ahead, worker.arena.n_slots // ALONE_SHARE)
         self._chunks_ahead_alone = max(self._chunks_ahead, alone)
         self._lock = threading.Condition()
-        self._loads: set[LoadWalk] = set()
+        self._loads: dict[LoadWalk, None] = {}  # in the order in which they were asked for
         self._hangs_until_s = 0.0
         self._done: list[LoadDone] = []
         self._timings: list[tuple[int, float]] = []
@@ -52,7 +52,7 @@ class Loader:
         deadline_s = self._worker.clock() + self._worker.timeout_s
         load = LoadWalk(self._worker, self._fetcher, plan, deadline_s, self._window)
         with self._lock:
-            self._loads.add(load)
+            self._loads[load] = None
         if self._worker.clock() < self._hangs_until_s or not self._jobs.submit(partial(self._run, load)):
             self._answer(load)
 
@@ -110,7 +110,7 @@ class Loader:
         if failed:
             self._worker.metrics.add(names.LOAD_FAILURES)
         with self._lock:
-            self._loads.discard(load)
+            self._loads.pop(load, None)
             self._done.append(LoadDone(load.plan.request_id, failed))
             if not failed:
                 asked_s = load.deadline_s - self._worker.timeout_s

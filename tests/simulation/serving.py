@@ -41,7 +41,7 @@ class Prompt:
 class Request:
     """computed: tokens whose KV is in its blocks. unanswered: ranks that owe an answer to its load; failed: blocks, by
     those that gave one. has_failed: a load of it did. is_old: its local blocks hold KV of weights before. is_shown:
-    they hold it by now."""
+    they hold it by now. late: ranks that did not answer in time, when they were asked first."""
 
     name: str
     prompt: Prompt
@@ -54,6 +54,7 @@ class Request:
     asked_s: float = 0.0
     unanswered: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
     has_failed: bool = False
     is_old: bool = False
     is_shown: bool = False
@@ -158,7 +159,7 @@ class Serving:
             del self.free[:n_blocks]
         if n_hit:
             request.state, request.unanswered = State.LOADING, set(range(len(self.engine.ranks)))
-            request.failed = set()
+            request.failed, request.late = set(), set()
             self.engine.scheduler.begin_load(request.name, request.blocks, n_hit)
         else:
             self._begin(request)
@@ -231,16 +232,15 @@ class Serving:
     # --- answers ---
 
     def _take_answers(self) -> None:
-        runtime, scheduler = self._place.runtime, self.engine.scheduler
+        scheduler = self.engine.scheduler
         saves: list[SaveDone] = []
         for number, rank in enumerate(self.engine.ranks):
             for done in rank.poll():
                 self._take_load(number, done)
             saves += rank.take_saves()
             for request in self.requests.values():
-                is_late = runtime.now_s > request.asked_s + TIMEOUT_S + ANSWER_SLACK_S
-                if request.state is State.LOADING and number in request.unanswered and request.plan and is_late:
-                    self._violate(f"{request.name}: rank {number} did not answer its load in time (I10)")
+                if request.state is State.LOADING and number in request.unanswered and request.plan is not None:
+                    self._look_for_answer(number, request)
         for request in [r for r in self.requests.values() if r.state is State.LOADING and not r.unanswered]:
             scheduler.loads_ended([request.name], request.failed)
             self._end_load(request)
@@ -256,6 +256,14 @@ class Serving:
         request.failed |= done.failed_blocks
         if request.plan is not None:
             self._look_at_load(rank, request, request.plan, done)
+
+    def _look_for_answer(self, rank: int, request: Request) -> None:
+        """Who looked once too soon, while the answer was just being given, has it with the next look."""
+        if self._place.runtime.now_s <= request.asked_s + TIMEOUT_S + ANSWER_SLACK_S:
+            return
+        if rank in request.late:
+            self._violate(f"{request.name}: rank {rank} did not answer its load in time (I10)")
+        request.late.add(rank)
 
     def _look_at_load(self, rank: int, request: Request, plan: LoadPlan, done: LoadDone) -> None:
         """No block is said to be loaded that does not hold what was saved (I2), none is touched that the engine had."""
