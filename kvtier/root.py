@@ -192,8 +192,11 @@ def _make_root(path: Path) -> None:
 
 def _make_folder(path: Path) -> None:
     """Within the root. Raises OSError; NotADirectoryError also when a file or a link has the name."""
-    with suppress(FileExistsError):
+    try:
         path.mkdir(mode=0o700)
+    except OSError:
+        if not os.path.lexists(path):  # of one that is there, NFS may say first that none may be made beside it
+            raise
     if not _is_folder(path):
         raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path))
 

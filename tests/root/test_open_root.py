@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -228,6 +229,26 @@ def test_disk_that_the_tier_itself_has_filled(tmp_path: Path, mount_tmpfs: Mount
     assert open_root(settings_for(tmp_path)) == root
     with pytest.raises(ConfigError, match="its disk is full"):
         check_space(tmp_path, 8 << 20)
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EROFS])
+def test_folder_that_is_there_in_one_where_none_may_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """An export that belongs to its administrator, with a folder `v1` that is this user's: to make what is there, NFS
+    asks for the right to make it, and never comes to say that it exists."""
+    (tmp_path / "v1").mkdir()
+    mkdir = os.mkdir
+
+    def of_nfs(path: str | Path, *rest: Any, **options: Any) -> None:
+        if Path(path).parent == tmp_path:
+            raise OSError(error, os.strerror(error), str(path))
+        mkdir(path, *rest, **options)
+
+    monkeypatch.setattr(os, "mkdir", of_nfs)
+    assert open_root(settings_for(tmp_path)).folder == tmp_path / "v1"
+    (tmp_path / "v1").rename(tmp_path / "v1.bak")
+    assert os.strerror(error) in refusal(settings_for(tmp_path)).fix
 
 
 def test_root_of_a_newer_format(tmp_path: Path) -> None:
