@@ -3,6 +3,7 @@ no name server answers. So they are made on threads beside, and waited for no lo
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -30,16 +31,22 @@ class Connector:
 
         class Timely(kind):  # type: ignore[misc]
             def _connect(self) -> Any:
-                connect = super()._connect
-                return connect() if is_address(self.host) else connector.run(connect, self.socket_connect_timeout)
+                connect, limit_s = super()._connect, self.socket_connect_timeout
+                if is_address(self.host):
+                    return connect()
+                look_up = partial(socket.getaddrinfo, self.host, self.port, type=socket.SOCK_STREAM)
+                found = connector.run(look_up, limit_s)
+                # It looks the name up once more, and tries one address after the other, for `limit_s` each: the first
+                # may be one of a server that is gone, or of IPv6 where that leads nowhere.
+                return connector.run(connect, limit_s * (1 + len(found)))
 
         return Timely
 
-    def run(self, connect: Callable[[], Any], limit_s: float) -> Any:
-        """What `connect` returns or raises. Raises TimeoutError when that takes longer than the limit; what comes then
-        is closed."""
+    def run(self, work: Callable[[], Any], limit_s: float) -> Any:
+        """What `work` returns or raises. Raises TimeoutError when that takes longer than the limit; a connection that
+        comes then is closed."""
         attempt = _Attempt()
-        if not self._started().submit(partial(attempt.run, connect)):
+        if not self._started().submit(partial(attempt.run, work)):
             raise TimeoutError("too many names are being looked up")
         return attempt.result(limit_s)
 
@@ -62,18 +69,18 @@ class _Attempt:
         self._made: Any = None
         self._fault: OSError | RedisError | None = None
 
-    def run(self, connect: Callable[[], Any]) -> None:
+    def run(self, work: Callable[[], Any]) -> None:
         if self._is_late:
             return
         made, fault = None, None
         try:
-            made = connect()
+            made = work()
         except (OSError, RedisError) as error:
             fault = error
         with self._changed:
             self._made, self._fault, self._is_over = made, fault, True
             self._changed.notify()
-            if self._is_late and made is not None:
+            if self._is_late and hasattr(made, "close"):
                 made.close()
 
     def result(self, limit_s: float) -> Any:

@@ -6,10 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.connection import Connection
 
 from kvtier.errors import IndexUnavailable
 from kvtier.index.redis_connections import THREADS, Connector, is_address
@@ -58,6 +60,39 @@ def test_a_name_that_is_found_leads_there(tmp_path: Path) -> None:
         index.bind("a root")
         assert index.was_reset
         index.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, int]]:
+    """An address that drops what is sent to it, as IPv6 does behind many a firewall: nobody takes what waits there."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.2", 0))
+        server.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            with suppress(BlockingIOError):
+                waiting.connect(server.getsockname())
+        yield server.getsockname()
+
+
+def test_a_name_of_two_addresses_leads_to_the_one_that_answers(
+    silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up = socket.getaddrinfo
+
+    def both(host: Any, *rest: Any, **options: Any) -> Any:
+        return [found for ip in (silent[0], "127.0.0.1") for found in look_up(ip, *rest, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    connector = Connector()
+    with socket.create_server(("127.0.0.1", silent[1])):
+        timely = connector.timely(Connection)
+        made = timely(host="redis.test", port=silent[1], socket_connect_timeout=CONNECT_MS / 1000)._connect()
+        assert made.getpeername() == ("127.0.0.1", silent[1])
+        made.close()
+    connector.close()
 
 
 class Made:
