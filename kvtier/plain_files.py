@@ -8,7 +8,8 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,8 @@ log = logging.getLogger("kvtier")
 
 BELOW_ROOT = 2
 """Folders of a namespace: `v1`, and its own."""
+LEASE_BREAK_S, LEASE_LOOK_S = 5.0, 0.01
+"""How long a file is waited for that somebody has a lease on, and how often it is tried."""
 
 _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -42,14 +45,28 @@ def is_plain(status: os.stat_result) -> bool:
 
 def open_plain(path: str | Path, folder: int | None = None) -> int:
     """For reading. Waits for nobody, as opening a pipe would. Raises OSError, also when it is no plain file."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     if not is_plain(os.stat(path, dir_fd=folder, follow_symlinks=False)):  # to open a device may do something
         raise _not_plain(path)
-    descriptor = os.open(path, flags, dir_fd=folder)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = once_free(lambda: os.open(path, flags, dir_fd=folder))
     if not is_plain(os.fstat(descriptor)):
         os.close(descriptor)
         raise _not_plain(path)
     return descriptor
+
+
+def once_free(open_it: Callable[[], int]) -> int:
+    """What `open_it` returns, with O_NONBLOCK. The kernel then does not wait either for who has a lease on a file (a
+    server of NFS or Samba on this machine, for another node that has it open), but tells them to give it back: so it is
+    tried again for a moment. Raises OSError."""
+    deadline_s = time.monotonic() + LEASE_BREAK_S
+    while True:
+        try:
+            return open_it()
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(LEASE_LOOK_S)
 
 
 def remove_strange(folder: str, names: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.plain_files import folder_within, is_plain
+from kvtier.plain_files import folder_within, is_plain, once_free
 from kvtier.record import SegmentHeader, is_blank
 from kvtier.tiers.descriptors import Descriptors, OpenSegment
 
@@ -267,11 +267,11 @@ def _open_to_write_or_read(name: str, folder: int, flags: int) -> int:
     """Without waiting, as to open a pipe would."""
     flags |= os.O_NONBLOCK
     try:
-        return os.open(name, os.O_RDWR | flags, dir_fd=folder)
+        return once_free(lambda: os.open(name, os.O_RDWR | flags, dir_fd=folder))
     except OSError as fault:
         if fault.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
-        return os.open(name, os.O_RDONLY | flags, dir_fd=folder)
+        return once_free(lambda: os.open(name, os.O_RDONLY | flags, dir_fd=folder))
 
 
 def _next_with_data(fd: int, header: SegmentHeader, slot: int) -> int:
