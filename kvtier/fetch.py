@@ -268,18 +268,21 @@ class Fetcher:
 
     def _copy_up(self, fetch: Fetch) -> bool:
         """From the host arena, if the chunk is there."""
-        host, key = self._worker.host, fetch.chunk.key
-        cached = None if host is None else host.lease(key)
+        host = self._worker.host
+        cached = None if host is None else host.lease(fetch.chunk.key)
         if host is None or cached is None:
             return False
-        host_slot, fetch.sources = cached
-        fetch.origin, fetch.held = Origin.HOST, ExitStack()
-        fetch.held.callback(host.release, host_slot, key)
+        self._copy_from(host, fetch, *cached)
+        return True
+
+    def _copy_from(self, host: ChunkArena, fetch: Fetch, host_slot: int, sources: tuple[Source, ...]) -> None:
+        """Out of a slot that is leased; the lease ends with what the fetch holds."""
+        fetch.sources, fetch.origin, fetch.held = sources, Origin.HOST, ExitStack()
+        fetch.held.callback(host.release, host_slot, fetch.chunk.key)
         n_bytes = end_of(fetch.sources) - PAGE_BYTES
         fetch.copied = self._worker.order.begin_copy(
             self._worker.arena.record(fetch.slot, n_bytes), host.record(host_slot, n_bytes)
         )
-        return True
 
     def _read(self, namespace: bytes, fetch: Fetch) -> None:
         fetch.origin, fetch.held = Origin.FILES, ExitStack()
@@ -309,9 +312,8 @@ class Fetcher:
         key, slot, fetch.landing = fetch.chunk.key, fetch.landing, -1
         assert fetch.held is not None
         fetch.held.close()
-        is_new = landing.commit(slot, key, fetch.sources)
-        if not self._copy_up(fetch):
-            raise FetchFailed("it was pushed out of the host arena at once")
+        is_new, *leased = landing.commit_leased(slot, key, fetch.sources)
+        self._copy_from(landing, fetch, *leased)
         if is_new and (self._keeper is None or not self._keeper.wants(key)):
             landing.drop(key)
 

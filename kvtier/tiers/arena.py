@@ -105,6 +105,16 @@ class Arena(Generic[Content]):
             self._lock.notify()
             return self._table.commit(slot, key, content)
 
+    def commit_leased(self, slot: int, key: bytes, content: Content) -> tuple[bool, int, Content]:
+        """As `commit`, and then as `lease`: nobody who waits for a slot takes this one in between. (what `commit`
+        answers, the slot that holds `key` now, its content)."""
+        with self._lock:
+            self._lock.notify()
+            is_new = self._table.commit(slot, key, content)
+            leased = self._table.lease(key)
+        assert leased is not None
+        return is_new, *leased
+
     def discard(self, slot: int) -> None:
         with self._lock:
             self._lock.notify()

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,6 +148,32 @@ def test_a_full_host_arena_makes_signed_loads_wait_and_loses_none(tmp_path: Path
         assert walks.load(engine).failed_blocks == frozenset()
         assert walks.is_equal(engine.blocks(walks.TARGET), walks.expected(engine))
         for slot in taken:
+            engine.host.discard(slot)
+
+
+def test_nobody_who_waits_for_a_slot_takes_the_one_that_was_just_read_into(tmp_path: Path) -> None:
+    with walks.all_given_back() as made:
+        engine = LazyEngine(tmp_path / "kv", changes=signed(tmp_path))
+        engine.lay_over(admit="never")
+        made.append(engine)
+        walks.save(engine)
+        table = engine.host._table
+
+        class Crowded(threading.Condition):
+            """Whenever the arena is let go of, others take a slot and give it back."""
+
+            def __exit__(self, *args: Any) -> None:
+                slot = table.reserve()
+                if slot is not None:
+                    table.discard(slot)
+                super().__exit__(*args)
+
+        taken = [engine.host.reserve() for _ in range(engine.host.n_slots - 1)]
+        engine.host._lock = Crowded()
+        assert walks.load(engine).failed_blocks == frozenset()
+        assert walks.is_equal(engine.blocks(walks.TARGET), walks.expected(engine))
+        for slot in taken:
+            assert slot is not None
             engine.host.discard(slot)
 
 
