@@ -312,8 +312,8 @@ class Fetcher:
         key, slot, fetch.landing = fetch.chunk.key, fetch.landing, -1
         assert fetch.held is not None
         fetch.held.close()
-        is_new, *leased = landing.commit_leased(slot, key, fetch.sources)
-        self._copy_from(landing, fetch, *leased)
+        is_new, leased, sources = landing.commit_leased(slot, key, fetch.sources)
+        self._copy_from(landing, fetch, leased, sources)
         if is_new and (self._keeper is None or not self._keeper.wants(key)):
             landing.drop(key)
 
