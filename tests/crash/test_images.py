@@ -152,7 +152,7 @@ def test_power_is_lost(recorded: Recorded, tmp_path: Path, with_index: bool) -> 
     rng = random.Random(SEED)
     lengths = rng.sample(telling(recorded.steps, 100), 45)
     found = [check_power_loss(recorded, tmp_path, n, rng, with_index) for n in lengths]
-    assert sum(len(one.loaded) for one in found) >= 10 and sum(one.bad for one in found) >= 50
+    assert sum(len(one.loaded) for one in found) >= 10 and sum(one.bad for one in found) >= 20
     assert sum(len(one.lost) for one in found) >= 10, "next to nothing was lost; the test proves nothing"
 
 

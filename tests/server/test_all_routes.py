@@ -116,8 +116,8 @@ def test_a_dead_index_is_a_problem_and_its_return_is_seen(served: Serving, subte
     for call in GUARDED:
         with subtests.test(call=str(call)):
             path, body = call.made(served)
-            served.service.changed()
             served.index.is_down = True
+            served.service.changed()  # after it: the service looks by itself now and then
             try:
                 answer = served.call(call.method, path, json=body)
                 ready = served.call("GET", "/readyz")
