@@ -51,6 +51,7 @@ class Service:
         self._verifying: Verifying | None = None
         self._failed: tuple[float, str] | None = None
         self._snapshot: tuple[float, Snapshot] | None = None
+        self._changes = 0
         self._history: deque[HistoryPoint] = deque(maxlen=HISTORY_POINTS_MAX)
 
     @property
@@ -78,18 +79,20 @@ class Service:
     def snapshot(self) -> Snapshot:
         """At most FRESH_S old. Raises IndexUnavailable."""
         with self._lock:
-            kept = self._snapshot
+            kept, changes = self._snapshot, self._changes
         if kept is not None and self._clock() - kept[0] < FRESH_S:
             return kept[1]
         made = snapshot(self.opened)
         with self._lock:
-            self._snapshot = (self._clock(), made)
+            if changes == self._changes:  # else it may be of before the change
+                self._snapshot = (self._clock(), made)
         return made
 
     def changed(self) -> None:
-        """What was seen is old now."""
+        """What was seen is old now, and what is being looked at."""
         with self._lock:
             self._snapshot = None
+            self._changes += 1
 
     def history(self) -> list[HistoryPoint]:
         with self._lock:

@@ -117,7 +117,7 @@ def test_a_dead_index_is_a_problem_and_its_return_is_seen(served: Serving, subte
         with subtests.test(call=str(call)):
             path, body = call.made(served)
             served.index.is_down = True
-            served.service.changed()  # after it: the service looks by itself now and then
+            served.service.changed()  # after it: the service looks by itself too
             try:
                 answer = served.call(call.method, path, json=body)
                 ready = served.call("GET", "/readyz")
