@@ -183,8 +183,9 @@ class Engine:
         """Takes gathers that are due to the worker, then waits until all that was saved is stored."""
         if self.worker_half is None:  # in other processes: until the index has all that was planned
             store = self.scheduler_half._store
-            deadline = time.monotonic() + 20
-            while store._keeper._index.counts().chunks < len(store._known) and time.monotonic() < deadline:
+            ranks = self.llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size
+            deadline = time.monotonic() + 20  # each rank writes a record of each chunk
+            while store._keeper._index.counts().records < ranks * len(store._known) and time.monotonic() < deadline:
                 time.sleep(0.05)
             return
         self.llm.llm_engine.engine_core.get_output()
