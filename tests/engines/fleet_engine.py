@@ -55,12 +55,14 @@ class Member:
 
         half.matched_tokens = watched
 
-    def ask(self, numbers: list[int], is_reference: bool = False) -> list[dict[str, Any]]:
+    def ask(self, numbers: list[int], is_reference: bool = False, saves: bool = True) -> list[dict[str, Any]]:
         """The answer to each prompt, all asked at once, with what it took.
 
-        is_reference: without the tier, and with how sure each token is.
+        is_reference: without the tier, and with how sure each token is. saves: what it computes is stored.
         """
         sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, detokenize=False, ignore_eos=True)
+        if not saves:
+            sampling.extra_args = {"kv_transfer_params": {"kvtier_save": False}}
         if is_reference:
             sampling.logprobs = 2
             sampling.extra_args = {"kv_transfer_params": {"kvtier_load": False, "kvtier_save": False}}
@@ -161,7 +163,8 @@ def commands() -> queue.Queue[dict[str, Any]]:
 
 def carry_out(member: Member, command: dict[str, Any]) -> Any:
     if command["do"] == "ask":
-        answers = [answer for numbers in _in_waves(command["numbers"]) for answer in member.ask(numbers)]
+        saves = command.get("saves", True)
+        answers = [answer for numbers in _in_waves(command["numbers"]) for answer in member.ask(numbers, saves=saves)]
         member.settle()
         return answers
     if command["do"] == "reference":

@@ -109,9 +109,16 @@ class Trial:
         return all(len(answers) == 8 and hit_ratio(answers) == 1.0 for answers in lately)
 
     def ask_archive(self, engine: Member) -> None:
-        answers = engine.ask("ask", numbers=ARCHIVE)
-        self.judge.check(answers)
-        assert hit_ratio(answers) == 1.0, "what nobody computed since is there again: the index was filled from files"
+        """What nobody computed since, and what these requests do not save, is there again: the index was filled from
+        files. An engine that got too little of a busy machine's time may leave the index alone for a second."""
+        deadline = time.monotonic() + RECOVERY_TIMEOUT_S
+        while True:
+            answers = engine.ask("ask", numbers=ARCHIVE, saves=False)
+            self.judge.check(answers)
+            if hit_ratio(answers) == 1.0:
+                return
+            assert time.monotonic() < deadline, "no hits"
+            time.sleep(0.5)
 
     def table(self) -> str:
         lines = [f"{'':24} requests  hits  TTFT p50  p99  max   lookup max  call max  step max"]
