@@ -217,8 +217,9 @@ class Supplies:
             ]  # fmt: skip
             for side in idle:
                 del self._sides[side.tenant]
-        answered, unused = _abandoned([side for side in idle if not side.supply.n_pending])
-        others, unused_too = _abandoned([side for side in idle if side.supply.n_pending])
+        busy = {side.tenant for side in idle if side.supply.n_pending}  # asked once: an answer may come meanwhile
+        answered, unused = _abandoned([side for side in idle if side.tenant not in busy])
+        others, unused_too = _abandoned([side for side in idle if side.tenant in busy])
         return answered, others, unused + unused_too
 
     def abandon(self) -> tuple[list[int], list[int]]:
