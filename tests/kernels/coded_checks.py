@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,44 @@ def gaussian(cache: Cache, seed: int = 1, change: Change | None = None) -> Paged
             values = torch.randn(plane.shape, generator=generator)
             plane.copy_(change(values) if change else values)
     return pages
+
+
+class CodedModel:
+    """Some pages of a model, and what moves them. held: what of the model they are; None: all of it."""
+
+    cache: Cache
+    tokens: int
+    held: Extent | None
+
+    @property
+    def extent(self) -> Extent:
+        return self.held or Extent(0, self.cache.layers, 0, self.cache.heads)
+
+    @property
+    def whole(self) -> Patch:
+        return Patch(0, 0, self.cache.layers, 0, self.cache.heads)
+
+    def slabs(self, patch: Patch) -> torch.Tensor:
+        """Room for the patch, full of noise."""
+        raise NotImplementedError
+
+    def ours(self, pages: PagedKV, *tiling: Any) -> Mover:
+        raise NotImplementedError
+
+    def reference(self, pages: PagedKV) -> Mover:
+        raise NotImplementedError
+
+
+def check(model: CodedModel, pages: PagedKV, parts: list[tuple[Patch, tuple[int, ...], int]], *tiling: Any) -> None:
+    """Parts: patch, block ids, first block. tiling: one, or none for that of the tests."""
+    moves = [Move(patch, ids, model.slabs(patch), first, KEY) for patch, ids, first in parts]
+    check_bytes(lambda pages: model.ours(pages, *tiling), model.reference, model.cache, model.extent, pages, moves)
+
+
+def check_whole(model: CodedModel, change: Change | None = None, *tiling: Any) -> None:
+    """A chunk of all of the model, its blocks in reverse."""
+    ids = tuple(reversed(range(model.tokens // model.cache.tokens)))
+    check(model, gaussian(model.cache, change=change), [(model.whole, ids, 0)], *tiling)
 
 
 def check_bytes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,13 +15,14 @@ from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
 from tests.kernels import ptx
 from tests.kernels.coded_checks import (
     GOOD,
-    KEY,
     OUT_OF_RANGE,
     SMALLEST,
     Change,
+    CodedModel,
+    check,
     check_alignment,
-    check_bytes,
     check_nothing_moves,
+    check_whole,
     gaussian,
 )
 from tests.kernels.device_pages import LAYOUTS, Cache, noise
@@ -39,47 +39,23 @@ from tests.kernels.fp8_rig import (
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(CodedModel):
     """A model of which some pages are. Sizes and dtype come from the cache."""
 
     cache: Cache
     tokens: int = 16
     held: Extent | None = None
 
-    @property
-    def extent(self) -> Extent:
-        return self.held or Extent(0, self.cache.layers, 0, self.cache.heads)
-
-    @property
-    def whole(self) -> Patch:
-        return Patch(0, 0, self.cache.layers, 0, self.cache.heads)
-
     def slabs(self, patch: Patch) -> torch.Tensor:
         layer_bytes = self.tokens * (self.cache.k_size + self.cache.v_size + 4)
         n_bytes = padded((patch.slab_layer + patch.n_layers) * layer_bytes)
         return noise(patch.n_heads * n_bytes, 5).view(patch.n_heads, -1)
 
+    def ours(self, pages: PagedKV, tiling: Tiling = SMALL) -> CudaFp8:
+        return mover(pages, self.tokens, self.extent, tiling)
 
-def check(
-    model: Model, pages: PagedKV, parts: list[tuple[Patch, tuple[int, ...], int]], tiling: Tiling = SMALL
-) -> None:
-    """Parts: patch, block ids, first block."""
-    moves = [Move(patch, ids, model.slabs(patch), first, KEY) for patch, ids, first in parts]
-    check_bytes(partial(ours_of, model, tiling=tiling), partial(reference_of, model), model.cache, model.extent, pages,
-                moves)  # fmt: skip
-
-
-def ours_of(model: Model, pages: PagedKV, tiling: Tiling = SMALL) -> CudaFp8:
-    return mover(pages, model.tokens, model.extent, tiling)
-
-
-def reference_of(model: Model, pages: PagedKV) -> VectorPages:
-    return reference(pages, model.tokens, model.extent)
-
-
-def whole(model: Model, change: Change | None = None, tiling: Tiling = SMALL) -> None:
-    ids = tuple(reversed(range(model.tokens // model.cache.tokens)))
-    check(model, gaussian(model.cache, change=change), [(model.whole, ids, 0)], tiling)
+    def reference(self, pages: PagedKV) -> VectorPages:
+        return reference(pages, self.tokens, self.extent)
 
 
 @pytest.fixture(params=["plain", "ptx"])
@@ -94,26 +70,26 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [64, 72, 80, 96, 112, 128, 192, 256])
 def test_head_sizes(size: int, dtype: torch.dtype) -> None:
-    whole(Model(replace(SMALLEST, dtype=dtype, k_size=size, v_size=size)))
+    check_whole(Model(replace(SMALLEST, dtype=dtype, k_size=size, v_size=size)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
-    whole(Model(Cache(layout, layers=2)))
+    check_whole(Model(Cache(layout, layers=2)))
 
 
 def test_k_and_v_of_different_sizes() -> None:
-    whole(Model(Cache("LBNHC", k_size=128, v_size=64, heads=1, layers=1)))
-    whole(Model(Cache("LBNHC", k_size=64, v_size=192, heads=1, layers=1)))
+    check_whole(Model(Cache("LBNHC", k_size=128, v_size=64, heads=1, layers=1)))
+    check_whole(Model(Cache("LBNHC", k_size=64, v_size=192, heads=1, layers=1)))
 
 
 @pytest.mark.parametrize("tokens", [48, 80])
 def test_chunks_that_are_no_whole_tiles(tokens: int) -> None:
-    whole(Model(replace(SMALLEST, blocks=8), tokens), tiling=SMALL._replace(elements=64 * 64))
+    check_whole(Model(replace(SMALLEST, blocks=8), tokens), None, SMALL._replace(elements=64 * 64))
 
 
 def test_blocks_larger_than_a_tile() -> None:
-    whole(Model(Cache("B2HND", tokens=64, blocks=4, heads=2, layers=1), 128))
+    check_whole(Model(Cache("B2HND", tokens=64, blocks=4, heads=2, layers=1), 128))
 
 
 def test_parts_of_pages_and_slabs_in_one_call() -> None:
@@ -170,7 +146,7 @@ def _ties(x: torch.Tensor) -> torch.Tensor:
     lambda x: x * 1e-6 * (x > 0) + (x < -1) * 1.0,
 ], ids=["zeros", "minus zeros", "ones", "mixed", "ties", "tiny", "huge", "small"])  # fmt: skip
 def test_awkward_vectors(change: Change, dtype: torch.dtype) -> None:
-    whole(Model(Cache("B2NHD", dtype=dtype, heads=1, layers=1), 64), change)
+    check_whole(Model(Cache("B2NHD", dtype=dtype, heads=1, layers=1), 64), change)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU rounds as it does")
@@ -181,7 +157,7 @@ def test_it_does_not_matter_how_a_reciprocal_is_rounded(off: int, monkeypatch: p
     monkeypatch.setitem(ptx._INSTRUCTIONS, "rcp.approx.ftz.f32", lambda a: inverse(a) + np.uint32(off & 0xFFFFFFFF))
     ptx_interpreted(monkeypatch)
     for change in (_ties, _mixed):
-        whole(Model(Cache("B2NHD", dtype=torch.float16, heads=1, layers=1), 64), change)
+        check_whole(Model(Cache("B2NHD", dtype=torch.float16, heads=1, layers=1), 64), change)
 
 
 @pytest.mark.usefixtures("path")
@@ -189,7 +165,7 @@ def test_it_does_not_matter_how_a_reciprocal_is_rounded(off: int, monkeypatch: p
     lambda x: x * 2.0**-9.5, lambda x: x * 1e6, lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
 ], ids=["subnormal scales", "huge", "denormals"])  # fmt: skip
 def test_what_only_bf16_holds(change: Change) -> None:
-    whole(Model(SMALLEST), change)
+    check_whole(Model(SMALLEST), change)
 
 
 @pytest.mark.usefixtures("path")
@@ -236,12 +212,12 @@ def test_every_code_comes_back_as_the_reference_has_it(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("bad", OUT_OF_RANGE)
 def test_what_is_out_of_range_is_refused_before_anything_moves(bad: tuple[Patch, tuple[int, ...], int]) -> None:
     model = Model(SMALLEST, tokens=32)
-    check_nothing_moves(partial(ours_of, model), model.slabs(GOOD), bad)
+    check_nothing_moves(model.ours, model.slabs(GOOD), bad)
 
 
 def test_what_the_kernels_cannot_take_is_refused() -> None:
     model = Model(SMALLEST)
-    check_alignment(partial(ours_of, model), model.slabs(GOOD))
+    check_alignment(model.ours, model.slabs(GOOD))
     with pytest.raises(ValueError, match="heads of"):
         mover(gaussian(replace(SMALLEST, k_size=68, v_size=68)), model.tokens, model.extent)
     with pytest.raises(ValueError, match="chunks of 24"):

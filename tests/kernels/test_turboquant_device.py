@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -17,13 +16,14 @@ from kvtier.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, Patch
 from tests.kernels.coded_checks import (
     GOOD,
-    KEY,
     OUT_OF_RANGE,
     SMALLEST,
     Change,
+    CodedModel,
+    check,
     check_alignment,
-    check_bytes,
     check_nothing_moves,
+    check_whole,
     gaussian,
 )
 from tests.kernels.device_pages import LAYOUTS, Cache, noise
@@ -39,7 +39,7 @@ from tests.kernels.turboquant_rig import (
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(CodedModel):
     """A model of which some pages are. Sizes and dtype come from the cache."""
 
     cache: Cache
@@ -50,46 +50,22 @@ class Model:
     held: Extent | None = None
 
     @property
-    def extent(self) -> Extent:
-        return self.held or Extent(0, self.cache.layers, 0, self.cache.heads)
-
-    @property
     def format(self) -> SlabFormat:
         cache = self.cache
         return SlabFormat(
             self.layers, self.tokens, cache.k_size, cache.v_size, PRESETS[self.preset], self.boundary_layers, 7
         )
 
-    @property
-    def whole(self) -> Patch:
-        return Patch(0, 0, self.cache.layers, 0, self.cache.heads)
-
     def slabs(self, patch: Patch) -> torch.Tensor:
         first = self.extent.first_layer + patch.page_layer
         n_bytes = self.format.n_bytes(range(first - patch.slab_layer, first + patch.n_layers))
         return noise(patch.n_heads * padded(n_bytes), 5).view(patch.n_heads, -1)
 
+    def ours(self, pages: PagedKV, tiling: Tiling = SMALL) -> Mover:
+        return mover(pages, self.format, self.extent, tiling)
 
-def check(
-    model: Model, pages: PagedKV, parts: list[tuple[Patch, tuple[int, ...], int]], tiling: Tiling = SMALL
-) -> None:
-    """Parts: patch, block ids, first block."""
-    moves = [Move(patch, ids, model.slabs(patch), first, KEY) for patch, ids, first in parts]
-    check_bytes(partial(ours_of, model, tiling=tiling), partial(reference_of, model), model.cache, model.extent, pages,
-                moves)  # fmt: skip
-
-
-def ours_of(model: Model, pages: PagedKV, tiling: Tiling = SMALL) -> Mover:
-    return mover(pages, model.format, model.extent, tiling)
-
-
-def reference_of(model: Model, pages: PagedKV) -> Mover:
-    return reference(pages, model.format, model.extent)
-
-
-def whole(model: Model, change: Change | None = None, tiling: Tiling = SMALL) -> None:
-    ids = tuple(reversed(range(model.tokens // model.cache.tokens)))
-    check(model, gaussian(model.cache, change=change), [(model.whole, ids, 0)], tiling)
+    def reference(self, pages: PagedKV) -> Mover:
+        return reference(pages, self.format, self.extent)
 
 
 @pytest.fixture(params=["plain", "ptx"])
@@ -117,7 +93,7 @@ def _dot(
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets(preset: str) -> None:
-    whole(Model(replace(SMALLEST, k_size=128, v_size=128), preset), change=lambda x: x + 2)
+    check_whole(Model(replace(SMALLEST, k_size=128, v_size=128), preset), lambda x: x + 2)
 
 
 @pytest.mark.usefixtures("path")
@@ -125,7 +101,7 @@ def test_presets(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["k4v3", "k5v4"])
 def test_head_sizes(size: int, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "k5v4", type(PRESETS["k4v4"])(5, 4))
-    whole(Model(replace(SMALLEST, dtype=torch.float16, k_size=size, v_size=size), preset))
+    check_whole(Model(replace(SMALLEST, dtype=torch.float16, k_size=size, v_size=size), preset))
 
 
 @pytest.mark.usefixtures("path")
@@ -137,21 +113,21 @@ def test_head_sizes(size: int, preset: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_tilings_of_the_encoding_by_warps(size: int, tiling: Tiling) -> None:
     """Chunks of two tiles and a part; the mean pays, and takes one step or some."""
     cache = replace(SMALLEST, blocks=8, k_size=size, v_size=size, dtype=torch.bfloat16)
-    whole(Model(cache, tokens=48, layers=1), lambda x: x + 2, tiling)
+    check_whole(Model(cache, tokens=48, layers=1), lambda x: x + 2, tiling)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
-    whole(Model(Cache(layout, layers=2), layers=2))
+    check_whole(Model(Cache(layout, layers=2), layers=2))
 
 
 def test_k_and_v_of_different_sizes() -> None:
-    whole(Model(Cache("LBNHC", k_size=128, v_size=64, heads=1, layers=1)))
+    check_whole(Model(Cache("LBNHC", k_size=128, v_size=64, heads=1, layers=1)))
 
 
 @pytest.mark.parametrize("tokens", [48, 80])
 def test_chunks_that_are_no_whole_tiles(tokens: int) -> None:
-    whole(Model(replace(SMALLEST, blocks=8), tokens=tokens), tiling=SMALL._replace(rows=64))
+    check_whole(Model(replace(SMALLEST, blocks=8), tokens=tokens), None, SMALL._replace(rows=64))
 
 
 def test_parts_of_pages_and_slabs_in_one_call() -> None:
@@ -178,12 +154,12 @@ def test_the_mean_is_taken_from_an_eighth_of_the_energy_on(n_even: int) -> None:
     make it an eighth."""
     ones = torch.where(torch.arange(80) < n_even, 11, 10)
     signs = torch.where(torch.arange(16)[:, None] < ones, 1.0, -1.0)[None, :, None, :]
-    whole(Model(replace(SMALLEST, k_size=80, v_size=80)), lambda x: signs.expand(x.shape))
+    check_whole(Model(replace(SMALLEST, k_size=80, v_size=80)), lambda x: signs.expand(x.shape))
 
 
 def test_first_and_last_layers_of_more_bits() -> None:
     cache = Cache("B2NHD", layers=4, heads=1)
-    whole(Model(cache, layers=4, boundary_layers=1))
+    check_whole(Model(cache, layers=4, boundary_layers=1))
     check(
         Model(cache, layers=9, boundary_layers=2, held=Extent(1, 4, 0, 1)),
         gaussian(cache),
@@ -205,7 +181,7 @@ def _outliers(x: torch.Tensor) -> torch.Tensor:
     lambda x: (x > 0).float(), lambda x: x + 100, lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
 ], ids=["zeros", "minus zeros", "ones", "outliers", "tiny", "huge", "few", "mean", "denormals"])  # fmt: skip
 def test_awkward_vectors(change: Change) -> None:
-    whole(Model(SMALLEST), change)
+    check_whole(Model(SMALLEST), change)
 
 
 @pytest.mark.usefixtures("path")
@@ -232,12 +208,12 @@ def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other(plane: int, va
 @pytest.mark.parametrize("bad", OUT_OF_RANGE)
 def test_what_is_out_of_range_is_refused_before_anything_moves(bad: tuple[Patch, tuple[int, ...], int]) -> None:
     model = Model(SMALLEST, tokens=32)
-    check_nothing_moves(partial(ours_of, model), model.slabs(GOOD), bad)
+    check_nothing_moves(model.ours, model.slabs(GOOD), bad)
 
 
 def test_pages_and_slabs_that_are_not_aligned_are_refused() -> None:
     model = Model(SMALLEST)
-    check_alignment(partial(ours_of, model), model.slabs(GOOD))
+    check_alignment(model.ours, model.slabs(GOOD))
 
 
 def test_nothing_to_move() -> None:
