@@ -17,6 +17,9 @@ from kvtier.record import SegmentHeader
 OPEN_FILES_MAX = 256
 """Segments kept open by one process: at 1 GiB each, 256 GiB of recently used KV without an open() per read."""
 
+GONE = (errno.ESTALE, errno.ENOENT)
+"""What fstat says, instead of how many names there are, of a file that was unlinked elsewhere: NFS, and FUSE."""
+
 Name = tuple[int, int]
 """(set id, rank)."""
 
@@ -35,12 +38,11 @@ class OpenSegment:
         self._release(self)
 
     def is_unlinked(self) -> bool:
+        """False where the storage does not tell: who reads or writes then finds out what is wrong with it."""
         try:
             return os.fstat(self.fd).st_nlink == 0
         except OSError as fault:
-            if fault.errno != errno.ESTALE:  # NFS, where another node unlinked it
-                raise
-            return True
+            return fault.errno in GONE
 
 
 class Descriptors:

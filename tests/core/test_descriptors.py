@@ -13,8 +13,11 @@ from kvtier.record import SegmentHeader
 from kvtier.tiers.descriptors import Descriptors
 
 
-def test_a_segment_that_another_node_unlinked_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS answers ESTALE for a descriptor whose file another node removed."""
+@pytest.mark.parametrize("gone", [errno.ESTALE, errno.ENOENT])
+def test_a_segment_that_another_node_unlinked_is_opened_anew(
+    gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS answers ESTALE for a descriptor whose file another node removed, FUSE ENOENT."""
     header = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
     opened: list[int] = []
 
@@ -29,7 +32,7 @@ def test_a_segment_that_another_node_unlinked_is_opened_anew(tmp_path: Path, mon
 
     def answer(fd: int) -> os.stat_result:
         if fd == stale:
-            raise OSError(errno.ESTALE, "Stale file handle")
+            raise OSError(gone, os.strerror(gone))
         return fstat(fd)
 
     monkeypatch.setattr(os, "fstat", answer)
@@ -41,3 +44,24 @@ def test_a_segment_that_another_node_unlinked_is_opened_anew(tmp_path: Path, mon
     files.close()
     with pytest.raises(OSError):
         fstat(opened[1])
+
+
+def test_storage_that_does_not_tell_takes_no_descriptor_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EIO, or ENOTCONN of a FUSE server that died: housekeeping goes on, and closes it when it is asked to."""
+    header = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
+    files = Descriptors(lambda name: (os.open(tmp_path, os.O_RDONLY), header))
+    first, fstat = files.lease((1, 0)), os.fstat
+    assert first is not None
+
+    def answer(fd: int) -> os.stat_result:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    monkeypatch.setattr(os, "fstat", answer)
+    files.close_unlinked()
+    second = files.lease((1, 0))
+    assert second is first
+    for segment in (first, second):
+        segment.release()
+    files.close()
+    with pytest.raises(OSError):
+        fstat(first.fd)
