@@ -163,9 +163,17 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
     faulthandler.dump_traceback_later(max(10.0, timeout_s - DUMP_BEFORE_END_S), exit=False)
-    from benchmarks.gpu import steps, steps_decode, steps_equality, steps_load, steps_timeline
+    from benchmarks.gpu import (
+        steps,
+        steps_decode,
+        steps_equality,
+        steps_load,
+        steps_timeline,
+        steps_verification,
+    )
 
-    known = vars(steps) | vars(steps_decode) | vars(steps_equality) | vars(steps_load) | vars(steps_timeline)
+    modules = (steps, steps_decode, steps_equality, steps_load, steps_timeline, steps_verification)
+    known = {name: step for module in modules for name, step in vars(module).items()}
     job = json.loads(job_path.read_text())
     engine = Engine(job)
     results: dict[str, Any] = {"start_s": round(engine.start_s, 2)}

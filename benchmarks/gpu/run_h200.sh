@@ -17,6 +17,8 @@
 #   demo         what `make demo` runs, with this vLLM                                100   240
 #   ttft-tmpfs   all systems, and the host arena; none,kvtier 220, native,lmcache 300  520   590
 #   ttft-disk    kvtier and native tiering on the disk, its rate around each reload   300   540
+#   verify-cost  reloads with and without a look at the checksums                      70   300
+#   where        calls of a reload of 8,192 tokens, in their order                     60   200
 #   save         what saving costs, durable rate                                      260   400
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
 #   two-ttft     two GPUs: 70B's dimensions at TP=2                                   280   450
@@ -165,6 +167,11 @@ stage() {
       [ -z "${TINY:-}" ] || probe=256
       ttft "${NAME:-ttft_disk}" "$DISK" 540 --systems "${SYSTEMS:-none,kvtier,native}" --count "${COUNT:-2}" \
         --peer-count "${PEER_COUNT:-1}" --probe-tokens $probe --timeout 170 ;;
+    verify-cost)
+      bench verification 300 --folder "$MEMORY" --out "$OUT/verification.json" --logs "$WORK/logs" ;;
+    where)
+      bench where_time_goes 200 --folder "$MEMORY" --out "$OUT/where_time_goes.json" --logs "$WORK/logs" \
+        --lengths "${LENGTHS:-8192}" --extra "$EXTRA" ;;
     save)
       bench save_cost 400 --folder "$DISK" --out "$OUT/save_cost.json" --logs "$WORK/logs" --extra "$EXTRA" \
         --pairs "${COUNT:-3}" --decode-pairs "${PAIRS:-5}" ;;

@@ -14,10 +14,10 @@ import torch
 
 from kvtier.codecs.base import Verdict
 from kvtier.geometry import Extent, padded
-from kvtier.kernels.device_checksum import slab_table
+from kvtier.kernels.device_checksum import slab_seeds
 from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
 from kvtier.kernels.move_table import PageTable
-from kvtier.kernels.paged import Move, PagedKV, Patch, SlabRun
+from kvtier.kernels.paged import Move, PagedKV, Patch
 
 _ALIGNMENT = 16
 
@@ -151,11 +151,15 @@ class CodedPages:
     def _groups(self, moves: Sequence[Move]) -> Iterable[Group]:
         """Moves that one launch can do together."""
         groups: dict[tuple[Patch, int], Group] = {}
+        group: Group | None = None
         for place, move in enumerate(moves):
-            key = (move.patch, move.slabs.shape[-1])
-            if key not in groups:
-                groups[key] = Group(*key, self._start(move.patch), [])
-            groups[key].places.append(place)
+            patch, slab_bytes = move.patch, move.slabs.shape[-1]
+            # Neighbours mostly are alike, and comparing is cheaper than hashing.
+            if group is None or slab_bytes != group.slab_bytes or patch != group.patch:
+                if (patch, slab_bytes) not in groups:
+                    groups[patch, slab_bytes] = Group(patch, slab_bytes, self._start(patch), [])
+                group = groups[patch, slab_bytes]
+            group.places.append(place)
         return groups.values()
 
     def _rows_of(self, group: Group, all_moves: Sequence[Move], with_seeds: bool) -> npt.NDArray[np.int64]:
@@ -165,22 +169,17 @@ class CodedPages:
             raise ValueError(f"{patch} is out of range of pages or of slabs of {group.slab_bytes} bytes")
         moves = [all_moves[place] for place in group.places]
         for move in moves:
-            _check_slabs(move)
             if len(move.block_ids) != n_blocks:
                 raise ValueError(f"{len(move.block_ids)} blocks are out of range: chunks have {n_blocks}")
+            if move.slabs.shape[0] != patch.n_heads:
+                raise ValueError(f"{patch} is out of range of slabs {tuple(move.slabs.shape)}")
         table = self._table.rows(moves, not with_seeds)
+        if (int(np.bitwise_or.reduce(table[:, 0])) | group.slab_bytes) % _ALIGNMENT:
+            raise ValueError(
+                f"slabs of {group.slab_bytes} bytes are not aligned to {_ALIGNMENT} bytes, not all of them"
+            )
         if not with_seeds:
             return table
         begin, head = self.first_layer(patch) - patch.slab_layer, self._held.first_head + patch.page_head
-        runs = [SlabRun(move.slabs, move.key, head, begin) for move in moves]
-        seeds = slab_table(runs)[:, 1].view(np.int64).reshape(len(moves), patch.n_heads)
-        return np.concatenate([table, seeds], axis=1)
-
-
-def _check_slabs(move: Move) -> None:
-    """What the kernels want of slabs beside what the table of moves checks."""
-    slabs = move.slabs
-    if slabs.dim() != 2 or slabs.shape[0] != move.patch.n_heads:
-        raise ValueError(f"{move.patch} is out of range of slabs {tuple(slabs.shape)}")
-    if (slabs.data_ptr() | slabs.shape[1]) % _ALIGNMENT:
-        raise ValueError(f"slabs of {slabs.shape[1]} bytes at {slabs.data_ptr():#x} are not aligned to {_ALIGNMENT}")
+        seeds = slab_seeds(b"".join([move.key for move in moves]), head, patch.n_heads, begin)
+        return np.concatenate([table, seeds.view(np.int64)], axis=1)

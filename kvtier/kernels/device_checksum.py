@@ -21,7 +21,7 @@ import triton.language as tl
 from kvtier.checksum import PAIRS_PER_PAGE
 from kvtier.geometry import PAGE_BYTES
 from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
-from kvtier.kernels.paged import SlabRun
+from kvtier.kernels.paged import SlabRun, plain_slabs
 
 _ALIGNMENT = 16  # of the widest load of a thread, which the kernel relies on
 _GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
@@ -113,6 +113,15 @@ def _sum_pages(
     tl.atomic_add(sums + slab, part, sem="relaxed")
 
 
+class _Described(NamedTuple):
+    """Slabs of a run, as numbers: asking a tensor takes longer than all else that is done with them here."""
+
+    slab_bytes: int
+    address: int
+    n_slabs: int
+    run: SlabRun
+
+
 class PendingSums:
     """Checksums on their way to the host. What they are sums of must stay as it is until they are there."""
 
@@ -125,7 +134,7 @@ class PendingSums:
         """One checksum a slab, a tuple for each run. Sleeps until the device is done, without the interpreter lock."""
         (sums,) = (found.tolist() for found in self._sums.wait())
         return [
-            tuple(sums[place : place + len(run.slabs)]) for run, place in zip(self._runs, self._places, strict=True)
+            tuple(sums[place : place + run.slabs.shape[0]]) for run, place in zip(self._runs, self._places, strict=True)
         ]
 
 
@@ -136,19 +145,20 @@ def slab_checksums(runs: Sequence[SlabRun], walk: Walk = WALKS[0]) -> PendingSum
     """
     if not runs:
         return PendingSums(torch.zeros(0, dtype=torch.int64), (), ())
-    device = runs[0].slabs.device
+    device, described = runs[0].slabs.device, []
     for run in runs:
-        slabs = run.slabs
-        if slabs.dtype != torch.uint8 or slabs.dim() != 2 or not slabs.is_contiguous() or slabs.device != device:
-            raise ValueError(f"slabs {tuple(slabs.shape)} {slabs.dtype} on {slabs.device} are not plain bytes of slabs")
-        if slabs.shape[1] % PAGE_BYTES or slabs.data_ptr() % _ALIGNMENT or len(run.key) != 16:
-            raise ValueError(f"slabs of {slabs.shape[1]} bytes at {slabs.data_ptr():#x}, key of {len(run.key)} bytes")
-    order = sorted(range(len(runs)), key=lambda number: int(runs[number].slabs.shape[1]))
-    ordered = [runs[number] for number in order]
-    starts = [0, *accumulate(len(run.slabs) for run in ordered)]
-    places = [start for _, start in sorted(zip(order, starts[:-1], strict=True))]
+        address, n_slabs, size = plain_slabs(run.slabs, device)
+        if size % PAGE_BYTES or address % _ALIGNMENT or len(run.key) != 16:
+            raise ValueError(f"slabs of {size} bytes at {address:#x}, key of {len(run.key)} bytes")
+        described.append(_Described(size, address, n_slabs, run))
+    order = sorted(range(len(runs)), key=[each.slab_bytes for each in described].__getitem__)
+    ordered = [described[number] for number in order]
+    starts = [0, *accumulate(each.n_slabs for each in ordered)]
+    places = [0] * len(runs)
+    for number, start in zip(order, starts, strict=False):
+        places[number] = start
     with on_device(device):
-        return PendingSums(_launch(ordered, starts, walk), runs, places)
+        return PendingSums(_launch(ordered, starts, walk, device), runs, places)
 
 
 def prepare(device: torch.device) -> None:
@@ -159,16 +169,26 @@ def prepare(device: torch.device) -> None:
         _sum_pages[(0,)](table, table, 1, 1, PAIRS_PER_PAGE, WALKS[0].pages, WALKS[0].step, num_warps=WALKS[0].warps)
 
 
-def slab_table(runs: Sequence[SlabRun]) -> npt.NDArray[np.uint64]:
-    """(slabs of all runs, 2), run after run: where each slab lies, and its seed (kvtier.checksum.slab_seed)."""
-    counts = [len(run.slabs) for run in runs]
-    words = [(run.slabs.data_ptr(), run.slabs.shape[1], run.first_head, run.first_layer) for run in runs]
-    address, size, head, layer = np.repeat(np.array(words, dtype=np.uint64), counts, axis=0).T
-    keys = np.frombuffer(b"".join(run.key for run in runs), dtype="<u8").reshape(-1, 2)
-    low, high = np.repeat(keys, counts, axis=0).T
-    number = np.arange(len(low), dtype=np.uint64) - np.repeat(np.cumsum([0, *counts[:-1]]).astype(np.uint64), counts)
-    inner = _mix64(low + _GOLDEN64 * (head + number + np.uint64(1)))
-    return np.stack([address + size * number, _mix64(inner ^ high ^ (_GOLDEN64 * (layer + np.uint64(1))))], axis=1)
+def slab_seeds(keys: bytes, first_head: int, n_heads: int, first_layer: int) -> npt.NDArray[np.uint64]:
+    """(keys, n_heads): kvtier.checksum.slab_seed of heads next to each other. keys: of 16 bytes each, joined."""
+    heads = np.arange(first_head + 1, first_head + n_heads + 1, dtype=np.uint64)
+    low, high = np.frombuffer(keys, dtype="<u8").reshape(-1, 2).T
+    inner = _mix64(low[:, None] + _GOLDEN64 * heads)
+    return _mix64(inner ^ (high ^ _GOLDEN64 * np.uint64(first_layer + 1))[:, None])
+
+
+def _slab_table(described: Sequence[_Described]) -> npt.NDArray[np.int64]:
+    """(slabs of all runs, 2), run after run: where each slab lies, and its seed."""
+    parts = []
+    of_heads = lambda each: (each.run.first_head, each.n_slabs, each.run.first_layer, each.slab_bytes)  # noqa: E731
+    for (head, n_slabs, layer, size), alike in groupby(described, of_heads):
+        found = list(alike)
+        table = np.empty((len(found), n_slabs, 2), dtype=np.uint64)
+        first = np.array([each.address for each in found], dtype=np.uint64)
+        table[:, :, 0] = first[:, None] + np.arange(0, size * n_slabs, size, dtype=np.uint64)
+        table[:, :, 1] = slab_seeds(b"".join([each.run.key for each in found]), head, n_slabs, layer)
+        parts.append(table.reshape(-1, 2))
+    return np.concatenate(parts).view(np.int64)
 
 
 def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -177,14 +197,12 @@ def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _launch(runs: Sequence[SlabRun], starts: Sequence[int], walk: Walk) -> torch.Tensor:
-    """(slabs,) int64: the sums. runs: those of slabs of equal size side by side. starts: their first slabs, and the
-    end."""
-    device = runs[0].slabs.device
-    table = to_device(slab_table(runs).view(np.int64).reshape(-1), device)
+def _launch(described: Sequence[_Described], starts: Sequence[int], walk: Walk, device: torch.device) -> torch.Tensor:
+    """(slabs,) int64: the sums. described: slabs of equal size side by side. starts: the first of each, and the end."""
+    table = to_device(_slab_table(described).reshape(-1), device)
     sums = torch.zeros(starts[-1], dtype=torch.int64, device=device)
     first = 0
-    for size, alike in groupby(int(run.slabs.shape[1]) for run in runs):
+    for size, alike in groupby(each.slab_bytes for each in described):
         last = first + len(list(alike))
         start, n_slabs = starts[first], starts[last] - starts[first]
         n_parts = -(-size // (PAGE_BYTES * walk.pages))

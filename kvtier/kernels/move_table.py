@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.kernels.paged import Move, PagedKV, Patch
+from kvtier.kernels.paged import Move, PagedKV, Patch, plain_slabs
 
 
 class PageTable:
@@ -41,17 +41,11 @@ class PageTable:
         moves: one or more, all of as many blocks. Raises ValueError for slabs that are not contiguous bytes on the
         pages' device, and for blocks that the pages do not have.
         """
-        words = array("q")
+        device, words = self._device, []
         for move in moves:
-            slabs = move.slabs
-            if slabs.dtype is not torch.uint8 or slabs.device != self._device or not slabs.is_contiguous():
-                raise ValueError(
-                    f"slabs {slabs.dtype} on {slabs.device}, strides {slabs.stride()}, are not plain bytes"
-                )
-            words.append(slabs.data_ptr() + move.skip_bytes)
-            words.append(move.first_block if to_pages else 0)
-            words.extend(move.block_ids)
-        table = np.frombuffer(words, dtype=np.int64).reshape(len(moves), 2 + len(moves[0].block_ids))
+            address, _, _ = plain_slabs(move.slabs, device)
+            words += (address + move.skip_bytes, move.first_block if to_pages else 0, *move.block_ids)
+        table = np.frombuffer(array("q", words), dtype=np.int64).reshape(len(moves), 2 + len(moves[0].block_ids))
         blocks = table[:, 2:]
         if blocks.size and not 0 <= blocks.min() <= blocks.max() < self._n_blocks:
             raise ValueError(f"blocks {blocks.min()}-{blocks.max()} are out of range of {self._n_blocks}")

@@ -86,6 +86,20 @@ class Move:
     skip_bytes: int = 0
 
 
+def plain_slabs(slabs: torch.Tensor, device: torch.device) -> tuple[int, int, int]:
+    """(address, number, bytes of each) of slabs that kernels on `device` may read and fill as they lie.
+
+    slabs: (n, slab_bytes) uint8, contiguous. Raises ValueError for others.
+    """
+    if slabs.dtype is torch.uint8 and slabs.is_contiguous() and slabs.device == device:
+        shape = slabs.shape
+        if len(shape) == 2:
+            return slabs.data_ptr(), *shape
+    raise ValueError(
+        f"slabs {tuple(slabs.shape)} {slabs.dtype} on {slabs.device}, strides {slabs.stride()}, are not plain bytes"
+    )
+
+
 def gather(pages: PagedKV, patch: Patch, block_ids: Sequence[int], slabs: torch.Tensor) -> None:
     """Copies blocks into slabs.
 

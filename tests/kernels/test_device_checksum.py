@@ -37,7 +37,7 @@ def sums(runs: list[SlabRun]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("key", "head", "layer", "slab", "seed", "checksum"), VECTORS)
 def test_vectors(key: bytes, head: int, layer: int, slab: bytes, seed: int, checksum: int) -> None:
     run = SlabRun(torch.frombuffer(bytearray(slab), dtype=torch.uint8).view(1, -1).to(DEVICE), key, head, layer)
-    assert device_checksum.slab_table([run])[:, 1].tolist() == [seed]
+    assert device_checksum.slab_seeds(key, head, 1, layer).tolist() == [[seed]]
     assert sums([run]) == [(checksum,)]
 
 
@@ -63,9 +63,10 @@ def test_runs_of_different_slabs_in_one_call(shapes: list[tuple[int, int]]) -> N
 
 
 def test_seeds_are_those_of_the_definition() -> None:
-    runs = [run_of(n_slabs, 1, 40 + n_slabs) for n_slabs in (1, 8, 3)]
-    wanted = [slab_seed(run.key, run.first_head + n, run.first_layer) for run in runs for n in range(len(run.slabs))]
-    assert device_checksum.slab_table(runs)[:, 1].tolist() == wanted
+    keys = [run_of(1, 1, number).key for number in range(5)]
+    for head, n_heads, layer in ((0, 1, 0), (3, 8, 0), (7, 3, 31)):
+        wanted = [[slab_seed(key, head + n, layer) for n in range(n_heads)] for key in keys]
+        assert device_checksum.slab_seeds(b"".join(keys), head, n_heads, layer).tolist() == wanted
 
 
 def test_nothing_around_the_slabs_counts_and_nothing_is_written() -> None:
