@@ -13,7 +13,8 @@ from pathlib import Path
 
 from tests.simulation.bugs import BUGS
 from tests.simulation.recipes import NAMED, recipe_for
-from tests.simulation.world import Violation, play
+from tests.simulation.soak import Tally
+from tests.simulation.world import Violation
 
 MEMORY = Path("/dev/shm")
 
@@ -37,16 +38,16 @@ def main() -> int:
     parser.add_argument("--recipe", default="mixed", choices=["mixed", "random", *NAMED])
     parser.add_argument("--bug", choices=list(BUGS), help="with this one planted")
     parser.add_argument("--log", action="store_true", help="what the library logs, too")
+    parser.add_argument("--result", type=Path, help="how often each fault was tried, and what came of it, as JSON")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO if args.log else logging.CRITICAL, format="%(message)s")
-    n_failed = 0
+    tally = Tally()
     for seed in range(args.seed, args.seed + args.seeds):
         recipe, started_s = recipe_for(args.recipe, seed), time.perf_counter()
         with folder() as place, BUGS[args.bug].plant() if args.bug else nullcontext():
             try:
-                world = play(Path(place), seed, args.steps, recipe)
+                world = tally.add(Path(place), seed, args.steps, recipe)
             except Violation as fault:
-                n_failed += 1
                 print(f"VIOLATION: {fault}\n  again: {command(seed, args.steps, recipe.name, args.bug)}")
                 if args.log:
                     traceback.print_exc()
@@ -55,7 +56,11 @@ def main() -> int:
         print(
             f"seed {seed}, {recipe.name}: {took_s:.2f} s, {world.trace.hexdigest()[:12]}", dict(world.told), flush=True
         )
-    return 1 if n_failed else 0
+    if args.seeds > 1:
+        print(*tally.told(), sep="\n")
+    if args.result:
+        tally.write(args.result, " ".join(["python -m tests.simulation", *sys.argv[1:]]))
+    return 1 if tally.violations else 0
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ because one seed is one run; I7 here; I8 is no matter of time, and tested elsewh
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 from kvtier.agreement import check_agreement
-from kvtier.errors import Corrupt
+from kvtier.errors import Corrupt, StaleLease
 from kvtier.eviction.base import State
 from kvtier.evictor import Evicted, Evictor
 from kvtier.geometry import PAGE_BYTES, covers
@@ -25,6 +26,7 @@ from kvtier.record import RecordHeader, record_bytes
 from kvtier.removal import Remover
 from kvtier.tiers.segments import segment_name
 from tests.simulation.engine import JOBS_MAX, EngineProcess
+from tests.simulation.own_thread import for_own_thread
 from tests.simulation.place import Place
 from tests.simulation.primitives import SimJobs
 from tests.simulation.runtime import Process
@@ -41,8 +43,9 @@ class Checks:
         self.evicting: dict[Process | None, int] = {}
         self._homes: dict[bytes, set[int]] = {}
         self._removing: dict[Process | None, int] = {}
+        self._condemned: Counter[int] = Counter()
         place.index.on_publish = self.look_at_publish
-        place.index.on_remove = self.look_at_removal
+        place.index.removing = self.removal
 
     # --- the index ---
 
@@ -74,7 +77,26 @@ class Checks:
             if entry.is_complete(value) != covers((one.extent for one in locations), SHAPE.whole):
                 self._violate("a chunk is offered that is not complete (I1)")
 
-    def look_at_removal(self, set_id: int, process: Process | None) -> None:
+    @contextmanager
+    def removal(self, set_id: int, process: Process) -> Iterator[None]:
+        """A set goes. What was saved in one that an evictor chose is evicted then, and no sooner: until it goes, maybe
+        long after that evictor was killed, chunks that lie there in part may still be answered saved."""
+        keys = self._keys_in(set_id)
+        yield
+        if self._condemned[set_id]:
+            self._place.claims -= keys
+        self._look_at_token(set_id, process)
+
+    def condemn(self, process: Process | None, set_id: int) -> None:
+        """The process, which evicts, is about to remove the set; whoever comes next does if it is killed before."""
+        self._condemned[set_id] += 1
+        self._removing[process] = set_id
+
+    def reprieve(self, set_id: int) -> None:
+        """Its evictor was refused."""
+        self._condemned[set_id] -= 1
+
+    def _look_at_token(self, set_id: int, process: Process) -> None:
         """One evictor at a time: who was taken for dead removes nothing more."""
         if self._removing.get(process) != set_id:
             return  # what comes after the first step, to which the lease matters
@@ -83,7 +105,7 @@ class Checks:
         if token is not None and token < latest:
             self._violate(f"set {set_id:016x} was evicted under lease {token}, and there is {latest}")
 
-    def keys_in(self, set_id: int) -> set[bytes]:
+    def _keys_in(self, set_id: int) -> set[bytes]:
         """Of chunks that have a record there; of all that ever had one, while the index has forgotten which."""
         real = self._place.index.real
         if real.was_reset:
@@ -229,12 +251,17 @@ def watching(checks: Checks) -> Iterator[None]:
             del checks.evicting[process]
 
     def remove(remover: Remover, info: SetInfo, token: int | None = None) -> int:
-        if runtime.process in checks.evicting:
-            checks._place.claims -= checks.keys_in(info.set_id)
-            checks._removing[runtime.process] = info.set_id
-        return plain_remove(remover, info, token)
+        if runtime.process not in checks.evicting:
+            return plain_remove(remover, info, token)
+        checks.condemn(runtime.process, info.set_id)
+        try:
+            return plain_remove(remover, info, token)
+        except StaleLease:
+            checks.reprieve(info.set_id)
+            raise
 
-    with patch.object(Evictor, "_remove", evict), patch.object(Remover, "remove", remove):
+    evict_here, remove_here = for_own_thread(evict, plain_evict), for_own_thread(remove, plain_remove)
+    with patch.object(Evictor, "_remove", evict_here), patch.object(Remover, "remove", remove_here):
         yield
 
 

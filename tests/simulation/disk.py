@@ -50,9 +50,6 @@ class Disk:
     is_full: bool = False
     descriptors: dict[int, tuple[Any, Segment | None]] = field(default_factory=dict)
 
-    def chance(self, of: float) -> bool:
-        return of > 0 and self.runtime.rng.random() < of
-
     def meet(self, what: str) -> None:
         """A system call is about to be made: by a process that lives, in its time, and it may fail."""
         runtime, weather = self.runtime, self.weather
@@ -62,11 +59,11 @@ class Disk:
             return
         runtime.pause()
         if not runtime.is_engine_thread:
-            if self.chance(weather.hang_calls):
+            if runtime.tries("a system call hangs", weather.hang_calls):
                 runtime.sleep(weather.hang_s)
-            elif self.chance(weather.slow / 8):
+            elif runtime.tries("a system call is slow", weather.slow / 8):
                 runtime.sleep(runtime.rng.random() * weather.slow_s)
-        if self.chance(weather.error / 4):
+        if runtime.tries("a system call fails (EIO)", weather.error / 4):
             raise OSError(errno.EIO, f"the disk fails: {what}")
 
     def used_bytes(self) -> int:
@@ -122,6 +119,7 @@ class SimOs:
         disk = self._disk
         disk.meet("fallocate")
         if disk.is_full or disk.used_bytes() + n_bytes > disk.capacity_bytes:
+            disk.runtime.tried["no space is left (ENOSPC)"] += 1
             raise OSError(errno.ENOSPC, "No space left on device")
         os.posix_fallocate(fd, offset, n_bytes)
 
@@ -180,9 +178,18 @@ class Vandal:
             header = SegmentHeader.unpack(path.read_bytes()[:PAGE_BYTES])
         except Corrupt:
             return False
-        damage = self._rng.choice(
-            [self._flip, self._flip, self._zero, self._copy, self._shorten, self._unlink, self._swap]
+        fault, damage = self._rng.choice(
+            [
+                ("a bit of a record is flipped on the disk", self._flip),
+                ("a bit of a record is flipped on the disk", self._flip),
+                ("a record is zeroed on the disk", self._zero),
+                ("a record lies in another one's slot", self._copy),
+                ("a segment is cut short", self._shorten),
+                ("a segment is unlinked by others", self._unlink),
+                ("two segments have each other's names", self._swap),
+            ]
         )
+        self._disk.runtime.tried[fault] += 1
         self._disk.damaged.add(segment)
         if damage == self._swap:
             self._disk.damaged.add(other_segment)

@@ -202,8 +202,8 @@ class EngineProcess:
         ring = SimRing(place.disk, self.process)
         metrics = Metrics()
         worker = Worker(
-            SHAPE, share, codec, self.pages[number].paged, _arena(build.arena_slots, slot_bytes),
-            _arena(6, slot_bytes) if build.has_host else None, HostOrder(), host_kernels.checksums,
+            SHAPE, share, codec, self.pages[number].paged, _arena(build.arena_slots, slot_bytes, rng),
+            _arena(6, slot_bytes, rng) if build.has_host else None, HostOrder(), host_kernels.checksums,
             Engines(ring, ring),  # type: ignore[arg-type]
             self._open_index(rng, metrics),
             SegmentFolders(place.root.folder, False, lambda named: check_namespace(place.root, self.namespace, named)),
@@ -221,7 +221,8 @@ class EngineProcess:
         return transfer
 
 
-def _arena(n_slots: int, slot_bytes: int) -> ChunkArena:
+def _arena(n_slots: int, slot_bytes: int, rng: random.Random) -> ChunkArena:
     buffer = torch.frombuffer(aligned_buffer(n_slots * slot_bytes).view, dtype=torch.uint8)
-    buffer.random_(0, 256)  # another's bytes lie there already
+    noise = torch.Generator().manual_seed(rng.getrandbits(32))
+    buffer.random_(0, 256, generator=noise)  # another's bytes lie there already
     return Arena(buffer, slot_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,8 +34,8 @@ class IndexWeather:
 @dataclass(eq=False)
 class SharedIndex:
     """What all processes ask. make: a new, empty one, as after its loss. is_remote: asked over a network. evict_token:
-    the latest that an evictor was given. on_publish, on_remove: told of what is about to become visible, and of what
-    went, with whose process it was."""
+    the latest that an evictor was given. on_publish: told of what becomes visible now. removing: what the removal
+    of a set by a process is done within."""
 
     runtime: Runtime
     make: Callable[[], Index]
@@ -47,10 +48,11 @@ class SharedIndex:
         self.real.rebuilt()
         self.evict_token = 0
         self.on_publish: Callable[[Sequence[NewRecord], bool], None] = lambda records, from_files: None
-        self.on_remove: Callable[[int, Process | None], None] = lambda set_id, process: None
+        self.removing: Callable[[int, Process], AbstractContextManager[None]] = lambda set_id, process: nullcontext()
 
     def forget(self) -> None:
         """Amnesia."""
+        self.runtime.tried["the index forgets everything"] += 1
         self.real.close()
         self.real = self.make()
         self.evict_token = 0
@@ -77,7 +79,7 @@ class SimIndex:
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
         shared = self._shared
         found: list[bytes] = self._call("resolve", lambda: shared.real.resolve(keys))
-        if shared.weather.stale and shared.runtime.rng.random() < shared.weather.stale:
+        if shared.runtime.tries("the index answers from the past", shared.weather.stale):
             found = [shared.past.get(key, entry) for key, entry in zip(keys, found, strict=False)]
             found += [shared.past[key] for key in keys[len(found) :][:1] if key in shared.past]
         for key, entry in zip(keys, found, strict=False):
@@ -94,7 +96,7 @@ class SimIndex:
             shared.on_publish(records, from_files)
             return shared.real.publish(records, from_files)
 
-        if records and weather.repeated and shared.runtime.rng.random() < weather.repeated:
+        if records and shared.runtime.tries("a publish arrives once more, later", weather.repeated):
             later_s = shared.runtime.rng.random() * weather.repeated_s
             shared.runtime.call_at(shared.runtime.now_s + later_s, lambda: self._arrive(records, from_files))
         taken: int = self._call("publish", work)
@@ -124,9 +126,8 @@ class SimIndex:
 
     def remove_set(self, set_id: int, token: int | None = None) -> int:
         def work() -> int:
-            removed: int = self._shared.real.remove_set(set_id, token)
-            self._shared.on_remove(set_id, self._process)
-            return removed
+            with self._shared.removing(set_id, self._process):
+                return self._shared.real.remove_set(set_id, token)
 
         gone: int = self._call("remove_set", work)
         return gone
@@ -145,7 +146,7 @@ class SimIndex:
             return
         runtime.pause()
         is_waited_for = runtime.is_engine_thread and not self._shared.is_remote
-        if not is_waited_for and runtime.rng.random() < weather.slow:
+        if not is_waited_for and runtime.tries("the index is slow", weather.slow):
             runtime.sleep(runtime.rng.random() * weather.slow_s)
-        if weather.lost and runtime.rng.random() < weather.lost:
+        if runtime.tries("the index does not answer", weather.lost):
             raise IndexUnavailable(f"{name} is not answered")

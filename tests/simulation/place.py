@@ -3,7 +3,10 @@ put on that place's threads, time and system calls for as long as it is there.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -33,6 +36,7 @@ from kvtier.root import Root
 from kvtier.tiers.segments import SegmentFiles
 from tests.simulation.disk import Disk, SimOs, meeting
 from tests.simulation.index import SharedIndex
+from tests.simulation.own_thread import OwnThread, for_own_thread
 from tests.simulation.primitives import SimEvent, SimThreading, SimTicker, SimTime
 from tests.simulation.runtime import Runtime
 from tests.simulation.truth import Truth
@@ -68,7 +72,7 @@ class Place:
 
 @contextmanager
 def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
-    """The library's modules run on these while it lasts."""
+    """The library's modules run on these while it lasts, as far as the calling thread runs them."""
     threads, clock, calls = SimThreading(runtime), SimTime(runtime), SimOs(disk)
     question = kvtier.lookups._Question
 
@@ -80,17 +84,20 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         def put(module: object, name: str, stand_in: object) -> None:
             stack.enter_context(patch.object(module, name, stand_in))
 
+        def put_function(module: object, name: str, stand_in: Callable[..., Any]) -> None:
+            put(module, name, for_own_thread(stand_in, getattr(module, name)))
+
         for module in THREADED:
-            put(module, "threading", threads)
+            put(module, "threading", OwnThread(threads, threading))
         for module in TIMED:
-            put(module, "time", clock)
+            put(module, "time", OwnThread(clock, time))
         for module in TICKING:
-            put(module, "Ticker", partial(SimTicker, runtime))
+            put_function(module, "Ticker", partial(SimTicker, runtime))
         for module in ON_DISK:
-            put(module, "os", calls)
-        put(SegmentFiles, "unlink", meeting(disk, SegmentFiles.unlink))
-        put(kvtier.tiers.segments, "file_system_of", lambda path: LOCAL_DISK)
-        put(kvtier.lookups, "_Question", ask)
-        put(kvtier.reports, "_own_version", lambda: "simulated")
+            put(module, "os", OwnThread(calls, os))
+        put_function(SegmentFiles, "unlink", meeting(disk, SegmentFiles.unlink))
+        put_function(kvtier.tiers.segments, "file_system_of", lambda path: LOCAL_DISK)
+        put_function(kvtier.lookups, "_Question", ask)
+        put_function(kvtier.reports, "_own_version", lambda: "simulated")
         put(Namespace, "canonical_json", lru_cache(Namespace.canonical_json))  # asked for in every tick
         yield

@@ -104,9 +104,9 @@ class SimRing:
     def _times(self) -> tuple[float, float]:
         """After how long the kernel has it, and when it is done."""
         weather, rng = self._disk.weather, self._runtime.rng
-        if self._disk.chance(weather.hang):
+        if self._runtime.tries("a read or write hangs", weather.hang):
             return 0.0, weather.hang_s * (1 + rng.random())
-        if self._disk.chance(weather.slow):
+        if self._runtime.tries("a read or write is slow", weather.slow):
             waits_s = rng.random() * weather.slow_s
             return waits_s * rng.choice([0, 0.5]), waits_s
         return 0.0, 0.0
@@ -142,12 +142,12 @@ class SimRing:
         weather, n_bytes = self._disk.weather, _bytes_of(op)
         target = (ctypes.c_char * n_bytes).from_address(op.address)
         n_read = os.preadv(op.fd, [memoryview(target).cast("B")], op.offset)
-        if self._disk.chance(weather.error):
+        if self._runtime.tries("a read fails (EIO)", weather.error):
             return OpResult(errno.EIO, (), (0,) * op.n_slabs)
-        if n_read < n_bytes or self._disk.chance(weather.short):
+        if n_read < n_bytes or self._runtime.tries("a read ends too soon", weather.short):
             self._note_damage(op)
             return OpResult(errno.ENODATA, (), (0,) * op.n_slabs)
-        if self._disk.chance(weather.torn):
+        if self._runtime.tries("a page that is read is another one", weather.torn):
             self._note_damage(op)
             page = self._runtime.rng.randrange(n_bytes // PAGE_BYTES) * PAGE_BYTES
             target[page : page + PAGE_BYTES] = self._runtime.rng.randbytes(PAGE_BYTES)
@@ -161,9 +161,9 @@ class SimRing:
         record = _memory(op.address, n_bytes)
         if record != self._held[id(op)].content:
             self._runtime.violate("a slot was given to somebody while it was written from (I3)")
-        if disk.is_full and rng.random() < 0.5:
+        if self._runtime.tries("no space is left (ENOSPC)", 0.5 if disk.is_full else 0.0):
             return self._tear(op, record, OpResult(errno.ENOSPC, (), (0,) * op.n_slabs))
-        if disk.chance(disk.weather.error):
+        if self._runtime.tries("a write fails (EIO)", disk.weather.error):
             return self._tear(op, record, OpResult(errno.EIO, (), (0,) * op.n_slabs))
         address = op.address + PAGE_BYTES
         sums = slab_checksums(address, op.slab_bytes, op.n_slabs, op.key, op.first_head, op.first_layer)
@@ -175,7 +175,7 @@ class SimRing:
         header = replace(RecordHeader.unpack(record[:PAGE_BYTES]), checksums=sums).pack()
         os.pwrite(op.fd, record[PAGE_BYTES:], op.offset + PAGE_BYTES)
         os.pwrite(op.fd, header, op.offset)
-        if disk.chance(disk.weather.torn):  # it says that all is well
+        if self._runtime.tries("a page of a write is lost, and nobody is told", disk.weather.torn):
             self._note_damage(op)
             page = rng.randrange(n_bytes // PAGE_BYTES) * PAGE_BYTES
             os.pwrite(op.fd, rng.choice([bytes(PAGE_BYTES), rng.randbytes(PAGE_BYTES)]), op.offset + page)
@@ -196,6 +196,7 @@ class SimRing:
                 if fate < 0.3:
                     self._write(op)
                 elif fate < 0.7:
+                    self._runtime.tried["a write is torn as its process is killed"] += 1
                     self._tear(op, content, None)
         self._held.clear()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,13 +52,15 @@ class Task:
 
 
 class Runtime:
-    """Tasks, the clock and the seed. `preempt`: how often a task gives way where it could."""
+    """Tasks, the clock and the seed. `preempt`: how often a task gives way where it could. tried: how often each kind
+    of fault was."""
 
     def __init__(self, seed: int, preempt: float = 0.1) -> None:
         self.rng = random.Random(seed)
         self.now_s = START_S
         self.preempt = preempt
         self.violations: list[str] = []
+        self.tried: Counter[str] = Counter()
         self.switches = 0
         self._ready: list[Task] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -65,6 +68,12 @@ class Runtime:
         self._root = greenlet.getcurrent()
         self._current: Task | None = None
         self._engine_tasks: list[Task] = []
+
+    def tries(self, fault: str, chance: float) -> bool:
+        """Whether this fault happens now."""
+        is_so = chance > 0 and self.rng.random() < chance
+        self.tried[fault] += is_so
+        return is_so
 
     # --- what tasks call ---
 

@@ -14,6 +14,7 @@ from kvtier.connectors.requests import RequestView
 from kvtier.identity import salt_extra
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SaveOutcome, SavePlan
 from tests.simulation.engine import N_BLOCKS, TIMEOUT_S, EngineProcess
+from tests.simulation.runtime import Process
 from tests.simulation.truth import BLOCK_TOKENS, CHUNK_BLOCKS, CHUNK_TOKENS, Bytes, Identity
 
 ANSWER_SLACK_S = 0.75
@@ -332,3 +333,15 @@ class Serving:
             is_lasting = self.weights == self.engine.build.weights
             if is_all and is_lasting and self._place.index.real.resolve([done.key]):
                 self._place.claims.add(done.key)
+
+
+@dataclass(eq=False)
+class Seat:
+    """An engine's place: its process, and what it serves with once it has started. looked_at: when nothing of it went
+    on since then, it is as it was."""
+
+    process: Process
+    serving: Serving | None = None
+    is_busy: bool = True
+    is_leaving: bool = False
+    looked_at: int = -1

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from tests.simulation.index import SharedIndex, SimIndex
 from tests.simulation.place import Place, installed
 from tests.simulation.recipes import Recipe
 from tests.simulation.runtime import Process, Runtime
-from tests.simulation.serving import Prompt, Serving
+from tests.simulation.serving import Prompt, Seat, Serving
 from tests.simulation.truth import BLOCK_TOKENS, CHUNK_BLOCKS, CHUNK_TOKENS
 
 SET_BYTES = 4 * (PAGE_BYTES + 3 * 3 * PAGE_BYTES)
@@ -49,20 +49,9 @@ class Violation(AssertionError):
     """What must never be was seen."""
 
 
-@dataclass(eq=False)
-class Seat:
-    """An engine's place: its process, and what it serves with once it has started. looked_at: when nothing of it went
-    on since then, it is as it was."""
-
-    process: Process
-    serving: Serving | None = None
-    is_busy: bool = True
-    is_leaving: bool = False
-    looked_at: int = -1
-
-
 class World:
-    """Made in an empty folder; `run` raises Violation. told: what happened, so that a test sees it was no calm."""
+    """Made in an empty folder; `run` raises Violation. told: what happened, so that a test sees it was no calm. tried:
+    how often each kind of fault was."""
 
     def __init__(self, folder: Path, seed: int, recipe: Recipe) -> None:
         rng = random.Random(f"{seed}/{recipe.name}")
@@ -70,9 +59,10 @@ class World:
         self.told: Counter[str] = Counter()
         self.trace = blake3()
         self._stack = ExitStack()
-        self._n_processes = self._n_indexes = 0
+        self.operations = self._n_indexes = 0
+        self._processes: list[Process] = []
         self._runtime = Runtime(rng.getrandbits(64), preempt=rng.choice([0.0, 0.05, 0.2]))
-        self.rng = self._runtime.rng
+        self.rng, self.tried = self._runtime.rng, self._runtime.tried
         capacity_bytes = recipe.sets * SET_BYTES
         disk = Disk(self._runtime, folder / "v1", 2 * capacity_bytes + (1 << 20))
         disk.folder.mkdir()
@@ -107,14 +97,21 @@ class World:
             act: Callable[[], None] = getattr(self, name)
             act()
             self.told[name] += 1
+            self.operations += 1
             self._runtime.run(self.rng.randrange(60), self.rng.choice([0.0, 0.005, 0.05, 0.3]))
             self._look(number)
             self.trace.update(f"{name} {self._runtime.now_s} {self._runtime.switches}\n".encode())
         self._calm_down()
 
     def close(self) -> None:
-        for seat in self._seats:
+        """Nothing of it goes on, however it ended: tasks that wait are unwound while its own disk is still there, not
+        when they are collected, in the middle of another run."""
+        for seat in list(self._seats):
             self._end(seat)
+        for process in self._processes:
+            if not process.is_dead:
+                self._runtime.kill(process)
+                self.place.disk.close_all_of(process)
         self.place.index.real.close()
         self._stack.close()
 
@@ -175,6 +172,7 @@ class World:
     def kill(self) -> None:
         seat = self._any()
         if seat is not None:
+            self.tried["an engine is killed"] += 1
             self._end(seat)
 
     def leave(self) -> None:
@@ -221,8 +219,9 @@ class World:
             self.place.disk.close_all_of(seat.process)
 
     def _process(self, what: str) -> Process:
-        self._n_processes += 1
-        return Process(f"{what}-{self._n_processes}")
+        process = Process(f"{what}-{len(self._processes) + 1}")
+        self._processes.append(process)
+        return process
 
     def _a_prompt(self) -> Prompt:
         """Prompts share beginnings, and the same words come behind different ones."""
@@ -284,6 +283,7 @@ class World:
         self._admins = [process for process in self._admins if process.tasks]
         if self._admins:
             process = self._admins.pop(self.rng.randrange(len(self._admins)))
+            self.tried["who evicts, sweeps or rebuilds is killed"] += 1
             self._runtime.kill(process)
             self.place.disk.close_all_of(process)
 
@@ -297,22 +297,24 @@ class World:
         self.place.disk.is_full = not self.place.disk.is_full
 
     def vandalize(self) -> None:
-        self.told["damaged"] += self._vandal.strike()
+        self._vandal.strike()
 
     def flip_in_memory(self) -> None:
         """A bit of a cached chunk that nobody is reading."""
         seat = self._any(ready=True)
         if seat is None or seat.serving is None:
             return
-        self.told["flipped in memory"] += seat.serving.engine.flip_in_memory(self.rng)
+        self.tried["a bit of a cached chunk is flipped in memory"] += seat.serving.engine.flip_in_memory(self.rng)
 
     def jump_clock(self) -> None:
         seat = self._any(ready=True)
         if seat is not None and seat.serving is not None:
+            self.tried["a node's clock jumps"] += 1
             seat.serving.engine.skew_s += self.rng.choice([-3600.0, -40.0, -7.0, -1.0, 1.0, 7.0, 40.0, 3600.0])
 
     def lose_power(self) -> None:
         """Of what was written lately, any pages may be lost; so is the index."""
+        self.tried["power is lost"] += 1
         while self._seats:
             self._end(self._seats[0])
         for path, segment in self.place.disk.segments():
