@@ -31,6 +31,8 @@ FRESH_S = 1.0
 """A snapshot serves every reader for so long: many dashboards ask no more of the index than one."""
 HISTORY_POINTS_MAX = 720
 REOPEN_PAUSE_S = 1.0
+OPENING_WAIT_S = 2.0
+"""So long, a request waits for another one that opens the root: a mount that hangs is not to hold up all threads."""
 
 Clock = Callable[[], float]
 
@@ -47,6 +49,8 @@ class Service:
         self._open_root = open_root
         self._clock = clock
         self._lock = threading.Lock()
+        self._opening = threading.Lock()  # held while the root is opened, and nothing else waits for it
+        self._is_closed = False
         self._opened: Opened | None = None
         self._verifying: Verifying | None = None
         self._failed: tuple[float, str] | None = None
@@ -57,18 +61,30 @@ class Service:
     @property
     def opened(self) -> Opened:
         """Raises IndexUnavailable; ConfigError when the root has become another one's."""
-        with self._lock:
-            if self._opened is None:
-                now = self._clock()
-                if self._failed is not None and now - self._failed[0] < REOPEN_PAUSE_S:
-                    raise IndexUnavailable(self._failed[1])
-                try:
-                    self._opened = self._open_root()
-                    self._verifying = Verifying(self._opened)
-                except IndexUnavailable as fault:
-                    self._failed = (now, str(fault))
-                    raise
+        if self._opened is not None:
             return self._opened
+        if not self._opening.acquire(timeout=OPENING_WAIT_S):
+            raise IndexUnavailable("the root is being opened, and its storage or its index takes long to answer")
+        try:
+            return self._opened or self._open()
+        finally:
+            self._opening.release()
+
+    def _open(self) -> Opened:
+        now = self._clock()
+        if self._failed is not None and now - self._failed[0] < REOPEN_PAUSE_S:
+            raise IndexUnavailable(self._failed[1])
+        try:
+            opened = self._open_root()
+        except IndexUnavailable as fault:
+            self._failed = (now, str(fault))
+            raise
+        with self._lock:
+            if not self._is_closed:
+                self._verifying, self._opened = Verifying(opened), opened
+                return opened
+        opened.close()
+        raise IndexUnavailable("the service has ended")
 
     @property
     def verifying(self) -> Verifying:
@@ -121,8 +137,10 @@ class Service:
             await asyncio.sleep(self.settings.server.history_s)
 
     def close(self) -> None:
+        """A root that is being opened is closed by who opens it, when that comes to an end."""
         with self._lock:
-            if self._verifying is not None:
-                self._verifying.close()
-            if self._opened is not None:
-                self._opened.close()
+            self._is_closed = True
+        if self._verifying is not None:
+            self._verifying.close()
+        if self._opened is not None:
+            self._opened.close()
