@@ -9,7 +9,7 @@ from kvtier.admin.lookup import look_up
 from kvtier.commands.place import NotDone, add_place, deployment
 from kvtier.commands.prompts import add_namespace, add_prompt, has_prompt, namespace_of, prompt_of
 from kvtier.commands.status import FOUND_BAD, OK, print_json
-from kvtier.commands.tables import print_table
+from kvtier.commands.tables import counted, print_table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,9 @@ def run_lookup(options: argparse.Namespace) -> int:
 def _print(answer: LookupAnswer) -> None:
     found = [hit for hit in answer.hits if hit.hit_tokens]
     if not found:
-        print(f"nothing is stored of these {answer.tokens:,} tokens, in {len(answer.hits)} namespaces")
+        print(
+            f"nothing is stored of these {counted(answer.tokens, 'token')}, in {counted(len(answer.hits), 'namespace')}"
+        )
     for hit in found:
         name = f"{hit.namespace[:12]}{f' ({hit.model})' if hit.model else ''}"
         print(

@@ -17,7 +17,7 @@ from kvtier.commands.prompts import (
     prefix_keys,
 )
 from kvtier.commands.status import OK, print_json
-from kvtier.commands.tables import print_table, when
+from kvtier.commands.tables import counted, print_table, when
 from kvtier.sizes import size
 
 ID_CHARS_SHOWN = 12
@@ -87,7 +87,7 @@ def _wanted(options: argparse.Namespace, opened: Opened) -> NewPin:
 
 
 def _what(row: PinRow) -> str:
-    return "the whole namespace" if row.keys is None else f"{row.keys:,} chunks"
+    return "the whole namespace" if row.keys is None else counted(row.keys, "chunk")
 
 
 def _print(found: Pins) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from kvtier.commands.embedded import housekeeper, open_embedded
 from kvtier.commands.progress import progress
 from kvtier.commands.status import FOUND_BAD, OK, print_json
-from kvtier.commands.tables import print_table, when
+from kvtier.commands.tables import counted, print_table, when
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Index
 from kvtier.index.memory import MemoryIndex
@@ -100,7 +100,7 @@ def _print_stats(root: Root, found: RootStats) -> None:
     if rows:
         titles = ("namespace", "engine", "KV", "codec", "chunks", "tokens", "sets", "segments", "on disk", "last used")
         print_table([titles, *rows], right=(4, 5, 6, 7, 8))
-    print(f"{root.path}: {size(found.n_bytes)} in {len(rows)} namespaces")
+    print(f"{root.path}: {size(found.n_bytes)} in {counted(len(rows), 'namespace')}")
     for fault in found.unreadable:
         print(f"BAD {fault}")
 
@@ -122,8 +122,9 @@ def _print_report(root: Root, report: VerifyReport, seconds: float) -> None:
         print(f"BAD {place}: {finding.what}")
     rate = report.n_bytes / max(seconds, 1e-9) / 1e9
     print(
-        f"{root.path}: {report.records:,} records ({size(report.n_bytes)}) in {report.segments:,} segments read "
-        f"in {seconds:.1f} s ({rate:.1f} GB/s); {len(report.bad)} bad, {report.unfinished} never finished"
+        f"{root.path}: {counted(report.records, 'record')} ({size(report.n_bytes)}) in "
+        f"{counted(report.segments, 'segment')} read in {seconds:.1f} s ({rate:.1f} GB/s); {len(report.bad)} bad, "
+        f"{report.unfinished} never finished"
     )
     if report.unproved:
         print(f"The signatures of {report.unproved:,} records were not checked: name the settings with their secret.")

@@ -10,7 +10,7 @@ from kvtier.admin.stats import snapshot
 from kvtier.commands.place import add_place, deployment, find_place
 from kvtier.commands.root import run_stats as run_root_stats
 from kvtier.commands.status import FOUND_BAD, OK, print_json
-from kvtier.commands.tables import UNKNOWN, percent, print_table, rate, seconds, share, when
+from kvtier.commands.tables import UNKNOWN, counted, percent, print_table, rate, seconds, share, when
 from kvtier.sizes import size
 
 WORKERS_SHOWN, PREFIXES_SHOWN = 50, 10
@@ -62,7 +62,8 @@ def _facts(opened: Opened, seen: Snapshot) -> list[str]:
     return [
         f"{opened.root.path}: {share(capacity.used_bytes, capacity.capacity_bytes)}, {size(capacity.pinned_bytes)} "
         f"pinned, {size(capacity.disk_free_bytes)} free on the disk",
-        f"index: {opened.settings.index.kind}, {index.chunks:,} chunks in {index.sets:,} segment sets{state}",
+        f"index: {opened.settings.index.kind}, {counted(index.chunks, 'chunk')} in "
+        f"{counted(index.sets, 'segment set')}{state}",
         f"eviction: {capacity.policy}, above {percent(capacity.high_watermark)} down to "
         f"{percent(capacity.low_watermark)}",
         f"engines: {len(seen.workers)}" + ("" if seen.workers else "; none reports, so there are no rates"),

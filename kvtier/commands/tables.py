@@ -21,6 +21,11 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
         print("  ".join(cells).rstrip())
 
 
+def counted(count: int, noun: str) -> str:
+    """As "1 namespace", "2,000 namespaces". noun: in the singular, with a plural in s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def percent(ratio: float | None) -> str:
     return UNKNOWN if ratio is None else f"{100 * ratio:.1f} %"
 

@@ -76,7 +76,7 @@ def test_stats_of_what_an_engine_left(made: Path, capsys: pytest.CaptureFixture[
     titles, row, summary = out.splitlines()
     assert titles.split()[:3] == ["namespace", "engine", "KV"]
     assert f" {CHUNKS} " in row and f" {64 * CHUNKS} " in row and "4x4 float32" in row and "raw" in row
-    assert summary.startswith(f"{made}: ") and "in 1 namespaces" in summary
+    assert summary.startswith(f"{made}: ") and summary.endswith(" in 1 namespace")
 
 
 def test_stats_for_programs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,7 @@ def test_stats_of_a_deployment(config: Path, capsys: pytest.CaptureFixture[str])
     report(config)
     out = printed(capsys, "stats", str(config))
     assert f"{root_of(config)}: " in out and "of 64.0 MiB" in out
-    assert f"index: embedded, {CHUNKS} chunks in 1 segment sets" in out
+    assert f"index: embedded, {CHUNKS} chunks in 1 segment set\n" in out
     assert "engines: 1\n" in out and "hit ratio 75.0 %" in out
     for title in ("tiers:", "namespaces:", "tenants:", "engines:", "prefixes that are loaded most:"):
         assert f"\n{title}\n" in out
