@@ -1,6 +1,6 @@
-"""Writes the tables of README.md and benchmarks/README.md, between their marks, from benchmarks/results.
+"""Writes the tables of README.md, and those of benchmarks and tests, between their marks, from benchmarks/results.
 
-python -m benchmarks.tables            # rewrites both
+python -m benchmarks.tables            # rewrites them
 python -m benchmarks.tables --check    # exit status 1 when one of them is not what the results say
 """
 
@@ -14,6 +14,7 @@ from benchmarks import (
     tables_codecs,
     tables_cpu,
     tables_eviction,
+    tables_faults,
     tables_gpu,
     tables_headline,
     tables_quality,
@@ -42,6 +43,7 @@ def files() -> dict[Path, tuple[tuple[tuple[str, str], Sections], ...]]:
     quality = tables_quality.SECTIONS if tables_quality.RESULT.exists() else ()
     return {
         ROOT / "README.md": ((CPU_MARKS, (*tables_headline.SECTIONS, tables_cpu.demo_in_short)),),
+        ROOT / "tests" / "README.md": ((CPU_MARKS, tables_faults.SECTIONS),),
         ROOT / "benchmarks" / "README.md": (
             (CPU_MARKS, (*tables_cpu.SECTIONS, tables_eviction.eviction, tables_redis.redis_index)),
             (GPU_MARKS, (tables_headline.others, *tables_gpu.SECTIONS, *tables_codecs.SECTIONS, *quality)),

@@ -164,7 +164,7 @@ def refusals(source: str) -> list[str]:
     return found
 
 
-PAGES = [ROOT / folder / "README.md" for folder in (".", "benchmarks", "configs")]
+PAGES = [ROOT / folder / "README.md" for folder in (".", "benchmarks", "configs", "tests")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)

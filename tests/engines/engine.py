@@ -15,7 +15,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -76,12 +76,14 @@ class Watch:
 
     saved, loaded: chunk key (hex) -> digests of the engine's blocks at that moment, as lists of distinct ones.
     at_end: request -> KV of its tokens, read from the engine's blocks when it finished.
+    log: gets a line "saved|loaded KEY DIGEST" for each of them when it is seen, for the process may be killed.
     """
 
     saved: dict[str, list[str]] = field(default_factory=dict)
     loaded: dict[str, list[str]] = field(default_factory=dict)
     at_end: dict[str, torch.Tensor] = field(default_factory=dict)
     failed_loads: int = 0
+    log: TextIO | None = None
 
     def attach(self, scheduler_half: Any, worker_half: Any) -> None:
         transfer, pages = worker_half._bridge._transfer, worker_half._pages.pages
@@ -90,7 +92,7 @@ class Watch:
 
         def watched_save(plan: Any) -> None:
             for chunk in plan.chunks:
-                _note(self.saved, chunk.key, _digest(pages, chunk.block_ids))
+                self._note("saved", chunk.key, _digest(pages, chunk.block_ids))
             save(plan)
 
         def watched_load(plan: Any) -> None:
@@ -103,7 +105,7 @@ class Watch:
                 self.failed_loads += bool(done.failed_blocks)
                 for chunk in plans.pop(done.request_id).chunks:
                     if done.failed_blocks.isdisjoint(chunk.block_ids):
-                        _note(self.loaded, chunk.key, _digest(pages, chunk.block_ids))
+                        self._note("loaded", chunk.key, _digest(pages, chunk.block_ids))
             return progress
 
         def watched_finished(request: Any, block_ids: Any) -> None:
@@ -116,6 +118,14 @@ class Watch:
 
         transfer.save, transfer.load, transfer.poll = watched_save, watched_load, watched_poll
         scheduler_half.finished = watched_finished
+
+    def _note(self, what: str, key: bytes, digest: str) -> None:
+        known = getattr(self, what).setdefault(key.hex(), [])
+        if digest not in known:
+            known.append(digest)
+            if self.log is not None:
+                self.log.write(f"{what} {key.hex()} {digest}\n")
+                self.log.flush()
 
 
 class Engine:
@@ -201,12 +211,6 @@ class Engine:
 
     def prometheus(self) -> dict[str, float]:
         return {m.name: getattr(m, "value", 0) for m in self.llm.get_metrics() if "kvtier" in m.name}
-
-
-def _note(digests: dict[str, list[str]], key: bytes, digest: str) -> None:
-    known = digests.setdefault(key.hex(), [])
-    if digest not in known:
-        known.append(digest)
 
 
 def _read(pages: Any, block_ids: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -23,6 +23,8 @@ ANSWER_TIMEOUT_S = 120.0
 MARGIN = 1e-3
 """Below it, the next token is so near that sums in another order may choose it."""
 
+Prompt = tuple[int, tuple[int, ...]]
+"""A prompt's number; of a second turn with the answer of the first."""
 CONNECT_MS, REPLY_MS = 300.0, 300.0
 SETTINGS: dict[str, Any] = {
     "capacity_bytes": "6GiB", "chunk_tokens": 64, "min_load_tokens": 64, "segment_bytes": "8MiB",
@@ -63,7 +65,8 @@ class Member:
         (folder / f"{name}.spec").write_text(json.dumps(spec))
         self.name, self.config = name, config
         self._log = folder / f"{name}.log"
-        self._answers, self._requests = folder / f"{name}.answers", folder / f"{name}.requests"
+        self.blocks = folder / f"{name}.blocks"
+        self._answers, self._requests = Lines(folder / f"{name}.answers"), Lines(folder / f"{name}.requests")
         self._n_asked = 0
         commands = folder / f"{name}.commands"
         os.mkfifo(commands)
@@ -81,7 +84,7 @@ class Member:
     def answer(self, number: int, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """0: that it is ready."""
         deadline = time.monotonic() + timeout_s
-        while len(lines := self._lines(self._answers)) <= number:
+        while len(lines := self._answers.read()) <= number:
             assert self.process.poll() is None, f"{self.name} ended:\n{self.log()[-6000:]}"
             assert time.monotonic() < deadline, f"{self.name} does not answer:\n{self.log()[-3000:]}"
             time.sleep(0.02)
@@ -92,7 +95,7 @@ class Member:
 
     def requests(self) -> list[dict[str, Any]]:
         """Those of the load that have ended."""
-        return self._lines(self._requests)
+        return self._requests.read()
 
     def log(self) -> str:
         return self._log.read_text()
@@ -104,9 +107,24 @@ class Member:
         except TimeoutError:
             self.process.kill()
 
-    def _lines(self, path: Path) -> list[Any]:
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.split("\n")[:-1]]
+
+class Lines:
+    """A file of JSON, a line each, while another process appends to it. Nothing is read twice."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._read: list[Any] = []
+
+    def read(self) -> list[Any]:
+        """All whole lines; not to be changed."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(whole) + len(newline)
+            self._read += [json.loads(line) for line in whole.splitlines()]
+        return self._read
 
 
 @contextmanager
@@ -133,19 +151,41 @@ class Judge:
 
     def __init__(self, alone: Member) -> None:
         self._alone = alone
-        self._tokens: dict[int, list[int]] = {}
+        self._tokens: dict[Prompt, list[int]] = {}
         self.n_unsure = 0
 
     def check(self, answers: Sequence[Mapping[str, Any]]) -> None:
         """No request failed, and none has a wrong token."""
-        missing = sorted({answer["number"] for answer in answers} - self._tokens.keys())
-        for known in self._alone.ask("reference", numbers=missing) if missing else ():
-            self._tokens[known["number"]] = known["tokens"] if known["margin"] > MARGIN else []
-        for answer in answers:
-            assert answer.get("reason") == "length", answer
-            wanted = self._tokens[answer["number"]]
-            self.n_unsure += not wanted
-            assert not wanted or answer["tokens"] == wanted, (answer, wanted)
+        verdict = self.look(answers)
+        assert not verdict.failed, verdict.failed[0]
+        assert not verdict.wrong, (verdict.wrong[0], self._tokens[_prompt(verdict.wrong[0])])
+
+    def look(self, answers: Sequence[Mapping[str, Any]]) -> Verdict:
+        missing = sorted({_prompt(answer) for answer in answers} - self._tokens.keys())
+        wanted = [[number, list(after)] if after else number for number, after in missing]
+        for known in self._alone.ask("reference", numbers=wanted) if missing else ():
+            self._tokens[_prompt(known)] = known["tokens"] if known["margin"] > MARGIN else []
+        self.n_unsure += sum(not self._tokens[_prompt(answer)] for answer in answers)
+        failed = [answer for answer in answers if answer.get("reason") != "length"]
+        wrong = [answer for answer in answers if self._tokens[_prompt(answer)] not in ([], answer.get("tokens"))]
+        return Verdict(failed, [answer for answer in wrong if answer not in failed])
+
+
+class Verdict(NamedTuple):
+    """Answers that were not given to their end, and those with a wrong token."""
+
+    failed: list[Mapping[str, Any]]
+    wrong: list[Mapping[str, Any]]
+
+
+def _prompt(answer: Mapping[str, Any]) -> Prompt:
+    return answer["number"], tuple(answer.get("after", ()))
+
+
+def answered(answers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those whose lookup the index answered. On a machine that runs more than it can, Redis may get no processor for
+    longer than an answer may take: what was asked then is a miss, whatever else is done to it."""
+    return [answer for answer in answers if answer.get("is_answered", True)]
 
 
 def hit_ratio(answers: Sequence[Mapping[str, Any]]) -> float:

@@ -3,8 +3,10 @@
     python fleet_engine.py SPEC.json
 
 SPEC is engine.py's, with "fleet": {"name", "folder"}; without "config" it is an engine without the tier. Commands come
-as lines of JSON on standard input; each is answered by a line in FOLDER/NAME.answers. Requests of the load are noted in
-FOLDER/NAME.requests. Times are of time.monotonic(), which all processes of a machine share.
+as lines of JSON on standard input; each is answered by a line in FOLDER/NAME.answers. A number in a command is a
+prompt's, or [number, tokens]: a second turn after that answer. Requests of the load are noted in FOLDER/NAME.requests,
+what was saved and loaded in FOLDER/NAME.blocks (a line each, as engine.Watch has it). Times are of time.monotonic(),
+which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import engine as single
-from fleet_prompts import prompt
+from fleet_prompts import TURNS, prompt, second_turn
 from vllm import LLM, SamplingParams
 
 MAX_TOKENS = 6
 WAVE = 4
 """Requests of the load at once."""
+Asked = int | tuple[int, list[int]]
+"""A prompt's number; of a second turn with the answer of the first."""
 
 
 class Member:
@@ -55,7 +60,7 @@ class Member:
 
         half.matched_tokens = watched
 
-    def ask(self, numbers: list[int], is_reference: bool = False, saves: bool = True) -> list[dict[str, Any]]:
+    def ask(self, numbers: Sequence[Asked], is_reference: bool = False, saves: bool = True) -> list[dict[str, Any]]:
         """The answer to each prompt, all asked at once, with what it took.
 
         is_reference: without the tier, and with how sure each token is. saves: what it computes is stored.
@@ -68,11 +73,15 @@ class Member:
             sampling.extra_args = {"kv_transfer_params": {"kvtier_load": False, "kvtier_save": False}}
         self._forget()
         found: dict[str, dict[str, Any]] = {}
-        for number in numbers:
+        for asked in numbers:
+            number, after = (asked, None) if isinstance(asked, int) else asked
             self._count += 1
             name = f"{self._count}x{number}"
             found[name] = {"number": number, "began_s": time.monotonic(), "longest_step_s": 0.0}
-            self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt(number)}, sampling)
+            if after is not None:
+                found[name]["after"] = after
+            tokens = prompt(number) if after is None else second_turn(number, after)
+            self.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
         while self.llm.llm_engine.has_unfinished_requests():
             began = time.monotonic()
             outputs = self.llm.llm_engine.step()
@@ -112,6 +121,10 @@ class Member:
         if self._engine is not None:
             self._engine.settle()
 
+    def log_blocks(self, path: Path) -> None:
+        if self._engine is not None:
+            self._engine.watch.log = path.open("w")
+
     def facts(self) -> dict[str, Any]:
         assert self._engine is not None
         watch = self._engine.watch
@@ -125,27 +138,34 @@ def _margin(candidates: dict[int, Any]) -> float:
 
 
 class Load:
-    """Waves of requests: some of a pool, again and again, and a new one in every other wave."""
+    """Waves of requests: some of a pool, again and again, and a new one in every other wave; with "turns", then a
+    second turn after that one."""
 
     def __init__(self, member: Member, notes: TextIO, command: dict[str, Any]) -> None:
         self._member = member
         self._notes = notes
         self._pool: list[int] = command["pool"]
         self._fresh: int = command["fresh"]
-        self._pause_s: float = command.get("pause_s", 0.0)
+        self.pause_s: float = command.get("pause_s", 0.0)
         self._rng = random.Random(self._fresh)
         self._waves = 0
+        self._has_turns: bool = command.get("turns", False)
+        self._turn: Asked | None = None
 
     def wave(self) -> None:
-        numbers = self._rng.sample(self._pool, WAVE)
+        numbers: list[Asked] = [*self._rng.sample(self._pool, WAVE)]
         self._waves += 1
         if self._waves % 2:
             numbers[-1] = self._fresh
             self._fresh += 1
-        for answer in self._member.ask(numbers):
+        elif self._turn is not None:
+            numbers[-1] = self._turn
+        answers = self._member.ask(numbers)
+        if self._has_turns and self._waves % 2:
+            self._turn = (TURNS + answers[-1]["number"], answers[-1]["tokens"])
+        for answer in answers:
             self._notes.write(json.dumps(answer) + "\n")
         self._notes.flush()
-        time.sleep(self._pause_s)
 
 
 def commands() -> queue.Queue[dict[str, Any]]:
@@ -179,7 +199,7 @@ def carry_out(member: Member, command: dict[str, Any]) -> Any:
     return None  # load, stop, end
 
 
-def _in_waves(numbers: list[int]) -> list[list[int]]:
+def _in_waves(numbers: list[Asked]) -> list[list[Asked]]:
     return [numbers[first : first + WAVE] for first in range(0, len(numbers), WAVE)]
 
 
@@ -188,13 +208,14 @@ def main() -> None:
     folder, name = Path(spec["fleet"]["folder"]), spec["fleet"]["name"]
     asked = commands()
     member = Member(spec)
+    member.log_blocks(folder / f"{name}.blocks")
     load: Load | None = None
     with (folder / f"{name}.answers").open("w") as answers, (folder / f"{name}.requests").open("w") as notes:
         answers.write(json.dumps("ready") + "\n")
         answers.flush()
         while True:
             try:
-                command = asked.get(block=load is None)
+                command = asked.get(timeout=load.pause_s) if load else asked.get()
             except queue.Empty:
                 assert load is not None
                 load.wave()

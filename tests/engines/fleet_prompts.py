@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 CHUNK_TOKENS = 64
 GROUP = 1000
@@ -10,6 +11,9 @@ GROUP = 1000
 SHARED_TOKENS = (128, 192, 320)
 OWN_TOKENS = (40, 64, 130, 200, 333)
 VOCABULARY = range(3, 512)
+TURNS = 10_000_000
+"""What answers a second turn: the number of its first turn and this."""
+SAID_TOKENS = 100
 
 
 def prompt(number: int) -> list[int]:
@@ -18,6 +22,12 @@ def prompt(number: int) -> list[int]:
     shared = random.Random(f"shared {number // GROUP} {family}")
     n_own = OWN_TOKENS[number // len(SHARED_TOKENS) % len(OWN_TOKENS)]
     return shared.choices(VOCABULARY, k=SHARED_TOKENS[family]) + own.choices(VOCABULARY, k=n_own)
+
+
+def second_turn(number: int, answer: Sequence[int]) -> list[int]:
+    """What follows when prompt `number - TURNS` was answered so: all of that, and something new."""
+    first = number - TURNS
+    return [*prompt(first), *answer, *random.Random(f"said {first}").choices(VOCABULARY, k=SAID_TOKENS)]
 
 
 def whole_tokens(number: int) -> int:

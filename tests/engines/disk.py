@@ -1,0 +1,107 @@
+"""A disk of the tests' own for a root: a small tmpfs, seen through faulty_fs.c. What this machine does not permit is
+left out, and faults that need it are not tried."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.engines.conftest import HERE
+from tests.redis_server import wait_until
+
+FLAGS = ("reads hang", "all hangs", "read-only", "reads fail")
+"""In the order of faulty_fs.c."""
+THREADS = 256
+"""More than all engines have: a read that hangs keeps none from being asked for."""
+_BALLAST = "ballast"
+
+
+@dataclass
+class Disk:
+    """root: where the engines' root lies. below: the same folder, past all faults. flags: None where there is no FUSE;
+    n_bytes: None where it is no file system of its own, and so cannot be filled."""
+
+    root: Path
+    below: Path
+    flags: Path | None
+    n_bytes: int | None
+
+    def set(self, fault: str, is_on: bool) -> None:
+        assert self.flags is not None
+        with self.flags.open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), bytes([is_on]), FLAGS.index(fault))
+
+    def fill(self) -> None:
+        """Takes all the room that is left, also what was freed since."""
+        assert self.n_bytes is not None
+        path = self.below.parent / _BALLAST
+        with path.open("ab") as file:
+            for step in (1 << 20, 4096):
+                while (left := shutil.disk_usage(path.parent).free) >= step:
+                    try:
+                        os.posix_fallocate(file.fileno(), file.tell(), left // step * step)
+                        file.seek(0, os.SEEK_END)
+                    except OSError:
+                        break  # another one was quicker
+
+    def free(self) -> None:
+        (self.below.parent / _BALLAST).unlink(missing_ok=True)
+
+
+@contextmanager
+def disk(folder: Path, n_bytes: int) -> Iterator[Disk]:
+    """With as much of it as can be had here, mounted in `folder`."""
+    with ExitStack() as stack:
+        below = folder / "below"
+        below.mkdir(parents=True)
+        has_tmpfs = _mount(stack, ["mount", "-t", "tmpfs", "-o", f"size={n_bytes},mode=700", "kvtier-test", str(below)])
+        (below / "root").mkdir(mode=0o700)
+        flags = folder / "flags"
+        flags.write_bytes(bytes(len(FLAGS)))
+        through = _through_fuse(stack, below / "root", flags, folder)
+        yield Disk(through or below / "root", below / "root", through and flags, n_bytes if has_tmpfs else None)
+
+
+def _mount(stack: ExitStack, command: list[str]) -> bool:
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode == 0:
+        stack.callback(_unmount, Path(command[-1]))
+    return done.returncode == 0
+
+
+def _unmount(path: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(path)], capture_output=True, check=False)
+
+
+def _through_fuse(stack: ExitStack, below: Path, flags: Path, folder: Path) -> Path | None:
+    """Where it is mounted. None: no compiler, no libfuse3, or not permitted here."""
+    binary, mounted = folder / "faulty_fs", folder / "mounted"
+    needed = all(shutil.which(name) for name in ("gcc", "pkg-config"))
+    asked = ["pkg-config", "--cflags", "--libs", "fuse3"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False) if needed else None
+    if found is None or found.returncode != 0:
+        return None
+    source = HERE / "faulty_fs.c"
+    subprocess.run(["gcc", "-O2", "-Wall", "-Werror", "-o", binary, source, *found.stdout.split()], check=True)
+    mounted.mkdir()
+    options = ["-f", "-o", f"max_threads={THREADS},max_idle_threads={THREADS}"]
+    server = subprocess.Popen([binary, below, flags, mounted, *options], stderr=subprocess.DEVNULL)
+    stack.callback(_end, server, flags, mounted)
+    wait_until(lambda: os.path.ismount(mounted) or server.poll() is not None, "the mount")
+    return mounted if server.poll() is None else None
+
+
+def _end(server: subprocess.Popen[bytes], flags: Path, mounted: Path) -> None:
+    with flags.open("r+b") as file:  # it is mapped, so it must not become shorter
+        file.write(bytes(len(FLAGS)))  # what hangs goes on
+    _unmount(mounted)
+    try:
+        server.wait(10)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()

@@ -1,0 +1,197 @@
+// A FUSE file system that passes everything on to a folder, and misbehaves while it is told to: a test double.
+//
+//     faulty_fs FOLDER FLAGS MOUNTPOINT [FUSE options]
+//
+// FLAGS is a file of at least 4 bytes that the test changes; each that is not 0 is a fault that lasts until it is 0:
+//
+//     0  reads hang         1  every operation hangs
+//     2  read-only (EROFS)  3  reads fail (EIO)
+//
+// Nothing is cached, neither bytes nor names, so what is done to the files of FOLDER is seen through the mount at once.
+#define FUSE_USE_VERSION 312
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <fuse3/fuse.h>
+#include <limits.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+enum { HANG_READS, HANG_ALL, READ_ONLY, FAIL_READS, N_FLAGS };
+static volatile const unsigned char *flags;
+static const char *below;
+
+static void wait_while(int flag) {
+    while (flags[flag]) usleep(5000);
+}
+
+#define ENTER() wait_while(HANG_ALL)
+#define ENTER_TO_WRITE()                     \
+    do {                                     \
+        ENTER();                             \
+        if (flags[READ_ONLY]) return -EROFS; \
+    } while (0)
+#define REAL(name, path) \
+    char name[PATH_MAX]; \
+    snprintf(name, sizeof name, "%s%s", below, path)
+#define RESULT(call) ((call) < 0 ? -errno : 0)
+
+static int fs_getattr(const char *path, struct stat *found, struct fuse_file_info *info) {
+    ENTER();
+    if (info) return RESULT(fstat(info->fh, found));
+    REAL(real, path);
+    return RESULT(lstat(real, found));
+}
+
+static int open_real(const char *path, struct fuse_file_info *info, int flags_more, mode_t mode) {
+    REAL(real, path);
+    int fd = open(real, (info->flags & ~O_DIRECT) | flags_more, mode);
+    if (fd < 0) return -errno;
+    info->fh = fd;
+    info->direct_io = 1;
+    return 0;
+}
+
+static int fs_open(const char *path, struct fuse_file_info *info) {
+    ENTER();
+    if (flags[READ_ONLY] && (info->flags & O_ACCMODE) != O_RDONLY) return -EROFS;
+    return open_real(path, info, 0, 0);
+}
+
+static int fs_create(const char *path, mode_t mode, struct fuse_file_info *info) {
+    ENTER_TO_WRITE();
+    return open_real(path, info, O_CREAT, mode);
+}
+
+static int fs_read(const char *path, char *to, size_t n, off_t at, struct fuse_file_info *info) {
+    ENTER();
+    wait_while(HANG_READS);
+    if (flags[FAIL_READS]) return -EIO;
+    ssize_t done = pread(info->fh, to, n, at);
+    return done < 0 ? -errno : (int)done;
+}
+
+static int fs_write(const char *path, const char *from, size_t n, off_t at, struct fuse_file_info *info) {
+    ENTER_TO_WRITE();
+    ssize_t done = pwrite(info->fh, from, n, at);
+    return done < 0 ? -errno : (int)done;
+}
+
+static int fs_release(const char *path, struct fuse_file_info *info) {
+    close(info->fh);
+    return 0;
+}
+
+static int fs_fsync(const char *path, int only_data, struct fuse_file_info *info) {
+    ENTER();
+    return RESULT(only_data ? fdatasync(info->fh) : fsync(info->fh));
+}
+
+static int fs_unlink(const char *path) {
+    ENTER_TO_WRITE();
+    REAL(real, path);
+    return RESULT(unlink(real));
+}
+
+static int fs_mkdir(const char *path, mode_t mode) {
+    ENTER_TO_WRITE();
+    REAL(real, path);
+    return RESULT(mkdir(real, mode));
+}
+
+static int fs_rmdir(const char *path) {
+    ENTER_TO_WRITE();
+    REAL(real, path);
+    return RESULT(rmdir(real));
+}
+
+static int fs_rename(const char *from, const char *to, unsigned how) {
+    ENTER_TO_WRITE();
+    REAL(old, from);
+    REAL(new, to);
+    return RESULT(renameat2(AT_FDCWD, old, AT_FDCWD, new, how));
+}
+
+static int fs_link(const char *from, const char *to) {
+    ENTER_TO_WRITE();
+    REAL(old, from);
+    REAL(new, to);
+    return RESULT(link(old, new));
+}
+
+static int fs_truncate(const char *path, off_t size, struct fuse_file_info *info) {
+    ENTER_TO_WRITE();
+    if (info) return RESULT(ftruncate(info->fh, size));
+    REAL(real, path);
+    return RESULT(truncate(real, size));
+}
+
+static int fs_fallocate(const char *path, int how, off_t at, off_t n, struct fuse_file_info *info) {
+    ENTER_TO_WRITE();
+    return RESULT(fallocate(info->fh, how, at, n));
+}
+
+static off_t fs_lseek(const char *path, off_t at, int whence, struct fuse_file_info *info) {
+    ENTER();
+    off_t found = lseek(info->fh, at, whence);
+    return found < 0 ? -errno : found;
+}
+
+static int fs_chmod(const char *path, mode_t mode, struct fuse_file_info *info) {
+    ENTER_TO_WRITE();
+    if (info) return RESULT(fchmod(info->fh, mode));
+    REAL(real, path);
+    return RESULT(chmod(real, mode));
+}
+
+static int fs_utimens(const char *path, const struct timespec times[2], struct fuse_file_info *info) {
+    ENTER_TO_WRITE();
+    if (info) return RESULT(futimens(info->fh, times));
+    REAL(real, path);
+    return RESULT(utimensat(AT_FDCWD, real, times, AT_SYMLINK_NOFOLLOW));
+}
+
+static int fs_statfs(const char *path, struct statvfs *found) {
+    ENTER();
+    return RESULT(statvfs(below, found));
+}
+
+static int fs_readdir(const char *path, void *to, fuse_fill_dir_t add, off_t at, struct fuse_file_info *info,
+                      enum fuse_readdir_flags how) {
+    ENTER();
+    REAL(real, path);
+    DIR *folder = opendir(real);
+    if (!folder) return -errno;
+    for (struct dirent *entry; (entry = readdir(folder));) add(to, entry->d_name, NULL, 0, 0);
+    closedir(folder);
+    return 0;
+}
+
+static void *fs_init(struct fuse_conn_info *connection, struct fuse_config *config) {
+    connection->max_background = 512;  // reads that hang must not keep others from being asked for
+    connection->congestion_threshold = 512;
+    config->attr_timeout = config->entry_timeout = config->negative_timeout = 0;
+    config->hard_remove = config->nullpath_ok = config->use_ino = 1;
+    return NULL;
+}
+
+static const struct fuse_operations operations = {
+    .init = fs_init, .getattr = fs_getattr, .open = fs_open, .create = fs_create, .read = fs_read, .write = fs_write,
+    .release = fs_release, .fsync = fs_fsync, .unlink = fs_unlink, .mkdir = fs_mkdir, .rmdir = fs_rmdir,
+    .rename = fs_rename, .link = fs_link, .truncate = fs_truncate, .fallocate = fs_fallocate, .lseek = fs_lseek,
+    .chmod = fs_chmod, .utimens = fs_utimens, .statfs = fs_statfs, .readdir = fs_readdir,
+};
+
+int main(int argc, char **argv) {
+    if (argc < 4) return 2;
+    below = argv[1];
+    int fd = open(argv[2], O_RDONLY);
+    flags = mmap(NULL, N_FLAGS, PROT_READ, MAP_SHARED, fd, 0);
+    if (fd < 0 || flags == MAP_FAILED) return 2;
+    argv[2] = argv[0];
+    return fuse_main(argc - 2, argv + 2, &operations, NULL);
+}

@@ -1,0 +1,117 @@
+"""What the index says is stored, seen from outside, and damage to chosen parts of it: so a test knows what it took."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.config import Settings
+from kvtier.geometry import PAGE_BYTES
+from kvtier.identity import chunk_keys
+from kvtier.index import entry
+from kvtier.index.redis_index import RedisIndex
+from kvtier.record import SegmentHeader
+from kvtier.tiers.segments import segment_name
+from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt
+
+Segment = tuple[int, int]
+"""(set, rank)."""
+Slot = tuple[int, int, int]
+"""(set, rank, slot)."""
+Chunks = list[list[Slot]]
+"""Where each chunk of a prompt lies, from its first one on."""
+
+
+@dataclass
+class Damage:
+    segments: set[Segment] = field(default_factory=set)
+    slots: set[Slot] = field(default_factory=set)
+
+    def add(self, more: Damage) -> None:
+        self.segments |= more.segments
+        self.slots |= more.slots
+
+    def left_of(self, chunks: Chunks) -> int:
+        """How many chunks at the prompt's beginning were not touched."""
+        for number, places in enumerate(chunks):
+            if any(place in self.slots or place[:2] in self.segments for place in places):
+                return number
+        return len(chunks)
+
+
+class Published:
+    """config: of an engine. below: its root, past all faults of the file system."""
+
+    def __init__(self, config: Path, below: Path) -> None:
+        self._settings = Settings.load({"config": str(config)})
+        (self._folder,) = [folder for folder in (below / "v1").iterdir() if len(folder.name) == 32]
+
+    def chunks(self, numbers: Sequence[int]) -> dict[int, Chunks]:
+        """Of those prompts that are there whole."""
+        namespace = bytes.fromhex(self._folder.name)
+        found: dict[int, Chunks] = {}
+        index = RedisIndex(self._settings.index)
+        try:
+            for number in numbers:
+                keys = chunk_keys(namespace, prompt(number), CHUNK_TOKENS, {})
+                values = index.resolve(keys)
+                if len(values) == len(keys):
+                    places = [[(at.set_id, at.rank, at.slot) for at in entry.locations_of(value)] for value in values]
+                    found[number] = places
+        finally:
+            index.close()
+        return found
+
+    def all(self) -> list[Slot]:
+        index = RedisIndex(self._settings.index)
+        try:
+            entries = [value for _, value in index.entries()]
+        finally:
+            index.close()
+        return sorted((at.set_id, at.rank, at.slot) for value in entries for at in entry.locations_of(value))
+
+    def path(self, segment: Segment) -> Path:
+        return self._folder / segment_name(*segment)
+
+    def flip(self, slots: Sequence[Slot], rng: random.Random) -> Damage:
+        """One bit of each record's slabs."""
+        damage = Damage()
+        for slot in slots:
+            header = self._header(slot[:2])
+            if header is None:
+                continue
+            at = header.slot_offset(slot[2]) + rng.randrange(PAGE_BYTES, header.slot_bytes)
+            with self.path(slot[:2]).open("r+b", buffering=0) as file:
+                old = os.pread(file.fileno(), 1, at)
+                if old:
+                    os.pwrite(file.fileno(), bytes([old[0] ^ 1 << rng.randrange(8)]), at)
+            damage.slots.add(slot)
+        return damage
+
+    def cut(self, segments: Sequence[Segment], rng: random.Random) -> Damage:
+        """Each ends within one of its records."""
+        damage = Damage()
+        for segment in segments:
+            header = self._header(segment)
+            if header is None:
+                continue
+            last = rng.randrange(header.slots)
+            os.truncate(self.path(segment), header.slot_offset(last) + rng.randrange(header.slot_bytes))
+            damage.slots |= {(*segment, slot) for slot in range(last, header.slots)}
+        return damage
+
+    def remove(self, segments: Sequence[Segment]) -> Damage:
+        for segment in segments:
+            self.path(segment).unlink(missing_ok=True)
+        return Damage(segments=set(segments))
+
+    def _header(self, segment: Segment) -> SegmentHeader | None:
+        """None: the file is gone already."""
+        try:
+            with self.path(segment).open("rb") as file:
+                return SegmentHeader.unpack(file.read(PAGE_BYTES))
+        except FileNotFoundError:
+            return None
