@@ -42,8 +42,9 @@ class RedisPlace(NamedTuple):
 
 
 class BreakerSettings(BaseModel):
-    """When an index that does not answer is left alone: after so many failures in a row, for a pause that doubles up
-    to a longest one. Meanwhile lookups are misses at once."""
+    """When an index that does not answer is left alone: after so many failures one after the other (calls that are
+    under way together fail together), for a pause that doubles up to a longest one. Meanwhile lookups are misses at
+    once."""
 
     model_config = FROZEN
     failures: Count = 3

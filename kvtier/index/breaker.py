@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BreakerPlan:
-    """failures: in a row, before it opens. The pause doubles from the first to the longest; of each, a random part
-    between a half and the whole is waited, so that engines do not come back all at once."""
+    """failures: one after the other, before it opens. The pause doubles from the first to the longest; of each, a
+    random part between a half and the whole is waited, so that engines do not come back all at once."""
 
     failures: int
     pause_first_s: float
@@ -30,6 +31,7 @@ class Breaker:
         self._lock = threading.Lock()
         self._failures = 0
         self._pause_s = plan.pause_first_s
+        self._failed_s = -math.inf
         self._open_until_s: float | None = None
         self._is_trying = False
 
@@ -59,12 +61,19 @@ class Breaker:
             self._pause_s = self._plan.pause_first_s
             return was_open
 
-    def failed(self, now_s: float) -> bool:
-        """True when this opens it, or begins another pause. A failure of a call from before it opened is old news."""
+    def failed(self, began_s: float, now_s: float) -> bool:
+        """True when this opens it, or begins another pause.
+
+        began_s: of the call. Calls that were under way together fell into one silence, however many they were: only
+        one that began after the last failure is another one.
+        """
         with self._lock:
-            self._failures += 1
             is_old_news = self._open_until_s is not None and not self._is_trying
-            if is_old_news or self._failures < self._plan.failures:
+            if is_old_news or began_s < self._failed_s:
+                return False
+            self._failed_s = now_s
+            self._failures += 1
+            if self._failures < self._plan.failures:
                 return False
             self._open_until_s = now_s + self._pause_s * self._rng.uniform(0.5, 1.0)
             self._pause_s = min(self._plan.pause_max_s, 2 * self._pause_s)

@@ -87,13 +87,13 @@ class GuardedIndex:
             self._worked()
             raise
         except IndexUnavailable as fault:
-            self._failed(fault)
+            self._failed(fault, now)
             raise
         except KVTierError:
             self._worked()
             raise
         except BaseException as fault:
-            self._failed(fault)
+            self._failed(fault, now)
             raise
         self._worked()
         return result
@@ -102,9 +102,9 @@ class GuardedIndex:
         if self._breaker.worked():
             log.info("the index answers again; %d records wait to be published", self.n_waiting)
 
-    def _failed(self, fault: BaseException) -> None:
+    def _failed(self, fault: BaseException, began_s: float) -> None:
         now = self._clock()
-        if self._breaker.failed(now):
+        if self._breaker.failed(began_s, now):
             self.metrics.add(names.INDEX_PAUSES)
             log.warning("the index is left alone for %.1f s: %s", self._breaker.left_s(now), fault)
 

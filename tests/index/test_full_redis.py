@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ import pytest
 from kvtier.errors import ConfigError, IndexRefused
 from kvtier.eviction.choice import Selection
 from kvtier.evictor import Evictor
+from kvtier.index import entry
 from kvtier.index.base import EVICT_LEASE, IndexCounts, NewRecord, Use
+from kvtier.index.breaker import Breaker, BreakerPlan
+from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.redis_index import RedisIndex
+from kvtier.metrics import INDEX_FAST_FAILS, INDEX_PAUSES, PUBLISH_SENT_LATE, Metrics
 from tests.redis_server import Server, cluster, cluster_url, has_redis, index_settings, standalone
 
 from index_data import key, record, set_info
@@ -58,6 +63,40 @@ def test_a_full_redis_lets_evicting_through_and_nothing_new(servers: list[Server
     index.take_over(2)
     assert index.remove_set(2) == CHUNKS - 1 and index.counts() == IndexCounts(0, 0, 0, 0)
     index.close()
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_a_redis_that_takes_nothing_costs_no_hits(servers: list[Server], fault: str) -> None:
+    """Refused writes are answers: they wait, and lookups go on."""
+    refuse, allow = {
+        "full": (("config", "set", "maxmemory", "1"), ("config", "set", "maxmemory", "0")),
+        "read-only": (("acl", "setuser", "default", "-@write"), ("acl", "setuser", "default", "+@all")),
+    }[fault]
+    url = servers[0].url if len(servers) == 1 else cluster_url(servers)
+    index, metrics = RedisIndex(index_settings(url)), Metrics()
+    index.bind("a root")
+    guard = GuardedIndex(
+        index, Breaker(BreakerPlan(1, 60.0, 60.0), random.Random(1)), QueueBounds(99, 1 << 20), metrics
+    )
+    assert guard.create_set(set_info(1)) and guard.publish(records(1)) == CHUNKS
+    keys = [each.key for each in records(1)]
+    for server in servers:
+        server.cli(*refuse)
+    new = [record(1000 + slot, 1, CHUNKS + slot) for slot in range(5)]
+    for each in new:
+        assert guard.publish([each]) == 1
+        with pytest.raises(IndexRefused):
+            guard.create_set(set_info(2))
+        guard.tick()
+        assert len(guard.resolve(keys)) == CHUNKS
+    assert guard.n_waiting == len(new) and guard.resolve([new[0].key]) == []
+    for server in servers:
+        server.cli(*allow)
+    guard.tick()
+    assert all(entry.is_complete(found) for found in guard.resolve([each.key for each in new]))
+    told = metrics.total()
+    assert told[PUBLISH_SENT_LATE] == len(new) and not {INDEX_PAUSES, INDEX_FAST_FAILS} & told.keys()
+    guard.close()
 
 
 def test_a_redis_that_is_too_old_is_named_at_start_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,10 +118,22 @@ def test_after_the_pause_one_call_tries_and_the_pause_doubles_up_to_the_longest(
 
 def test_while_one_tries_the_others_fail_at_once() -> None:
     breaker = Breaker(BreakerPlan(1, 1.0, 1.0), random.Random(1))
-    assert breaker.allows(0.0) and breaker.failed(0.0)
+    assert breaker.allows(0.0) and breaker.failed(0.0, 0.0)
     assert breaker.allows(2.0)
     assert not breaker.allows(2.0) and not breaker.allows(100.0)
     assert breaker.worked() and breaker.allows(100.0) and breaker.allows(100.0)
+
+
+def test_calls_that_fall_into_one_silence_are_one_failure() -> None:
+    """A server that was not heard of for a moment costs those who asked then, not all who come in a pause after it."""
+    breaker = Breaker(BreakerPlan(2, 1.0, 1.0), random.Random(1))
+    for began_s in (0.0, 0.1, 0.2):
+        assert breaker.allows(began_s)
+    assert not any(breaker.failed(began_s, began_s + 0.3) for began_s in (0.0, 0.1, 0.2)) and not breaker.is_open
+    assert breaker.failed(0.35, 0.65), "it was asked after the first failure, and was silent still"
+    assert breaker.allows(2.0), "one tries"
+    assert not breaker.failed(0.4, 2.1), "old news say nothing of how that ends"
+    assert not breaker.allows(2.2) and breaker.worked() and breaker.allows(2.3)
 
 
 def test_an_answer_that_is_a_fault_is_an_answer() -> None:
