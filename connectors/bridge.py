@@ -258,6 +258,7 @@ class SchedulerBridge:
             if self._clock() - (request.asked_since_s or 0.0) < self._answer_timeout_s:
                 return None
             request.may_load = False
+            self._store.gave_up(end - first)
             return 0
         n_tokens = (first + len(entries)) * size - computed_tokens
         if n_tokens < shortest:
@@ -270,7 +271,8 @@ class SchedulerBridge:
         now, last = self._clock(), request.answer
         if last is not None and (last.first_chunk, last.end_chunk) == (first, end) and now - last.at_s < ANSWER_GOOD_S:
             return last.entries
-        entries = self._store.lookup(request.keys_to(end, self._shape.chunk_tokens)[first:])
+        keys = request.keys_to(end, self._shape.chunk_tokens)[first:]
+        entries = self._store.lookup(keys, request.view.request_id)
         if entries is None:
             request.asked_since_s = now if request.asked_since_s is None else request.asked_since_s
             return None

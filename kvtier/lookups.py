@@ -22,8 +22,9 @@ from kvtier.jobs import Jobs
 WAIT_S = 0.002
 """A step of an engine takes ten times as long; a lookup over a network a fraction of it."""
 QUESTIONS_MAX = 1024
-ANSWER_KEPT_S = 1.0
-"""Who asks so long after the answer came is another request."""
+ANSWER_KEPT_S = 30.0
+"""A request comes back for its answer when the engine gets to it: after a step of seconds, or after others' prefills.
+Who asks later than this is another request of that name."""
 
 Clock = Callable[[], float]
 
@@ -37,8 +38,9 @@ class Found(NamedTuple):
 
 
 class Lookups(Protocol):
-    def resolve(self, keys: Sequence[bytes]) -> Found | None:
-        """None: ask again in a moment, with the same keys."""
+    def resolve(self, keys: Sequence[bytes], asker: str = "") -> Found | None:
+        """None: ask again in a moment, with the same keys. asker: the request, for what others were told when they
+        asked the same may be old: they gave up, or ended, before it came."""
         ...
 
     def close(self) -> None: ...
@@ -51,7 +53,7 @@ class InPlace:
         self._index = index
         self._clock = clock
 
-    def resolve(self, keys: Sequence[bytes]) -> Found:
+    def resolve(self, keys: Sequence[bytes], asker: str = "") -> Found:
         started_s = self._clock()
         try:
             return Found(self._index.resolve(keys), self._clock() - started_s)
@@ -79,11 +81,11 @@ class InBackground:
         self._in_place = InPlace(index, clock)
         self._jobs = jobs
         self._clock = clock
-        self._questions: OrderedDict[tuple[bytes, bytes], _Question] = OrderedDict()
+        self._questions: OrderedDict[tuple[str, bytes, bytes], _Question] = OrderedDict()
         self._is_quick = True
 
-    def resolve(self, keys: Sequence[bytes]) -> Found | None:
-        name = (keys[0], keys[-1])  # keys are chained: the last one stands for all before it
+    def resolve(self, keys: Sequence[bytes], asker: str = "") -> Found | None:
+        name = (asker, keys[0], keys[-1])  # keys are chained: the last one stands for all before it
         question = self._questions.get(name)
         if question is None or self._is_old(question):
             question = _Question(tuple(keys), self._clock())

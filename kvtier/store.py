@@ -87,13 +87,14 @@ class Store:
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()
 
-    def lookup(self, keys: Sequence[bytes]) -> list[bytes] | None:
+    def lookup(self, keys: Sequence[bytes], asker: str = "") -> list[bytes] | None:
         """Index entries of the longest prefix of `keys` that is stored whole; empty on any trouble (I5). None: ask
         again in a moment, the index has not answered yet.
 
-        `keys` are consecutive chunks of one prompt, from any chunk on.
+        `keys` are consecutive chunks of one prompt, from any chunk on. asker: the request; only the same is given what
+        was asked for it before.
         """
-        found = self._lookups.resolve(keys)
+        found = self._lookups.resolve(keys, asker)
         if found is None:
             return None
         if found.is_answer:
@@ -107,6 +108,12 @@ class Store:
         self.reporter.took("lookup", found.took_s)
         self.metrics.add(names.LOOKUP_TOKENS, len(keys) * self._chunk_tokens)
         return found.entries
+
+    def gave_up(self, n_chunks: int) -> None:
+        """The answer to a lookup of so many chunks did not come in time: a miss, and counted as one."""
+        self.metrics.add(names.INDEX_ERRORS)
+        self.metrics.add(names.LOOKUPS)
+        self.metrics.add(names.LOOKUP_TOKENS, n_chunks * self._chunk_tokens)
 
     def plan_load(
         self, request_id: str, keys: Sequence[bytes], entries: Sequence[bytes], block_ids: Sequence[int],

@@ -103,6 +103,40 @@ def test_an_answer_is_given_once_and_not_when_it_is_old() -> None:
     assert lookups.resolve(KEYS) == Found(KEYS, 0.5)
 
 
+def test_an_answer_waits_for_an_engine_whose_step_takes_seconds() -> None:
+    """Asked for again after the deadline of lookups, it is there: the engine was slow, and the index was not."""
+    index, clock, jobs = SlowIndex(), Clock(), ManualJobs(100)
+    index.may_answer.set()
+    store = FakeStore()
+    lookups = InBackground(index, jobs, clock)
+
+    def lookup(keys: Sequence[bytes], asker: str) -> list[bytes] | None:
+        found = lookups.resolve(keys, asker)
+        return None if found is None else found.entries
+
+    store.lookup = lookup  # type: ignore[method-assign]
+    bridge = SchedulerBridge(store, ChunkShape(64, 16), FixedLimit(64), 0.5, Faults(), clock)  # type: ignore[arg-type]
+    bridge.track(RequestView("r", list(range(300)), 300, {}, True, True))
+    assert bridge.hit_tokens("r", 0) is None
+    clock.now_s = 0.003
+    jobs.run()
+    clock.now_s = 5.0
+    assert bridge.hit_tokens("r", 0) == 256 and index.asked == 1 and not store.given_up
+
+
+def test_what_came_too_late_for_one_request_is_not_told_another() -> None:
+    index, jobs = SlowIndex(), ManualJobs(100)
+    index.may_answer.set()
+    index.is_down = True
+    lookups = InBackground(index, jobs, Clock())
+    assert lookups.resolve(KEYS, "gave up") is None
+    jobs.run()
+    index.is_down = False
+    assert lookups.resolve(KEYS, "asks later") is None
+    jobs.run()
+    assert lookups.resolve(KEYS, "asks later") == Found(KEYS, 0.0)
+
+
 def test_a_failed_lookup_and_a_full_queue_are_no_answers() -> None:
     index, jobs = SlowIndex(), ManualJobs(1)
     index.may_answer.set()
@@ -131,9 +165,9 @@ def test_a_request_that_waits_for_blocks_does_not_ask_again() -> None:
     asked: list[int] = []
     lookup = store.lookup
 
-    def counted(keys: Sequence[bytes]) -> list[bytes] | None:
+    def counted(keys: Sequence[bytes], asker: str) -> list[bytes] | None:
         asked.append(len(keys))
-        return lookup(keys)
+        return lookup(keys, asker)
 
     store.lookup = counted  # type: ignore[method-assign]
     store.answers = False

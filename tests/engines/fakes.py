@@ -27,8 +27,9 @@ class FakeStore:
         self.answers = True
         self.set_is_coming = False
         self.epoch = 0
+        self.given_up: list[int] = []
 
-    def lookup(self, keys: Sequence[bytes]) -> list[bytes] | None:
+    def lookup(self, keys: Sequence[bytes], asker: str = "") -> list[bytes] | None:
         if not self.answers:
             return None
         entries = []
@@ -37,6 +38,9 @@ class FakeStore:
                 break
             entries.append(b"entry of " + key)
         return entries
+
+    def gave_up(self, n_chunks: int) -> None:
+        self.given_up.append(n_chunks)
 
     def plan_load(
         self, request_id: str, keys: Sequence[bytes], entries: Sequence[bytes], block_ids: Sequence[int],

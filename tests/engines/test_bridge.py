@@ -115,10 +115,11 @@ def test_an_unanswered_lookup_is_asked_again_until_its_deadline() -> None:
     scene.clock.now = 1.9
     assert scene.bridge.hit_tokens("r", 0) is None
     scene.clock.now = 2.1
-    assert scene.bridge.hit_tokens("r", 0) == 0
+    assert scene.bridge.hit_tokens("r", 0) == 0 and len(scene.store.given_up) == 1
     scene.store.answers = True
     scene.store_chunks(4)
     assert scene.bridge.hit_tokens("r", 0) == 0, "once per request"
+    assert len(scene.store.given_up) == 1
 
 
 def test_chunks_are_saved_once_as_the_frontier_moves() -> None:
