@@ -26,7 +26,9 @@ FRESH = 1_000_000
 """The load's new prompts: those of the n-th engine that was started begin at (n + 1) times this, up to nine."""
 RECENT = 2
 """Of each engine's newest prompts of the load, so many must outlive the fault as well, where they were published."""
-RECOVERY_TIMEOUT_S = 120.0
+RECOVERY_TIMEOUT_S = 300.0
+"""On a machine that runs more than it can. Who was killed may have held the sweep's lease: it lasts for a while, and an
+index that was lost is not rebuilt before."""
 WAVES_TIMEOUT_S = 120.0
 
 

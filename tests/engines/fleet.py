@@ -25,6 +25,8 @@ MARGIN = 1e-3
 
 Prompt = tuple[int, tuple[int, ...]]
 """A prompt's number; of a second turn with the answer of the first."""
+REFERENCES = 48
+"""Asked for at once: so many are computed within ANSWER_TIMEOUT_S on any machine."""
 CONNECT_MS, REPLY_MS = 300.0, 300.0
 SETTINGS: dict[str, Any] = {
     "capacity_bytes": "6GiB", "chunk_tokens": 64, "min_load_tokens": 64, "segment_bytes": "8MiB",
@@ -163,8 +165,9 @@ class Judge:
     def look(self, answers: Sequence[Mapping[str, Any]]) -> Verdict:
         missing = sorted({_prompt(answer) for answer in answers} - self._tokens.keys())
         wanted = [[number, list(after)] if after else number for number, after in missing]
-        for known in self._alone.ask("reference", numbers=wanted) if missing else ():
-            self._tokens[_prompt(known)] = known["tokens"] if known["margin"] > MARGIN else []
+        for first in range(0, len(wanted), REFERENCES):
+            for known in self._alone.ask("reference", numbers=wanted[first : first + REFERENCES]):
+                self._tokens[_prompt(known)] = known["tokens"] if known["margin"] > MARGIN else []
         self.n_unsure += sum(not self._tokens[_prompt(answer)] for answer in answers)
         failed = [answer for answer in answers if answer.get("reason") != "length"]
         wrong = [answer for answer in answers if self._tokens[_prompt(answer)] not in ([], answer.get("tokens"))]

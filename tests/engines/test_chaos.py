@@ -33,6 +33,8 @@ pytestmark = has_redis
 SEED = 20261122
 DISK_BYTES = 3 << 30
 SETTINGS = {"capacity_bytes": "2500MiB", "io": {"timeout_s": 1.0}, "writer_lease_s": 10.0, "touch_interval_s": 2.0}
+PATIENCE_MS = 1000.0
+"""Of the index: Redis shares this machine's cores with all engines."""
 BLOCKS = 512
 """Of each engine: all are touched within a minute, so that its memory grows no more."""
 
@@ -47,7 +49,8 @@ def chaos_of(folder: Path, model: Path, n_engines: int, has_alone: bool, pause_s
             own = ENGINES[place]
             config = folder / f"{place}.yaml"
             if not config.exists():
-                settings_file(config, own_disk.root, index_of(server.url), own["settings"] | SETTINGS)
+                index = index_of(server.url, connect_timeout_ms=PATIENCE_MS, reply_timeout_ms=PATIENCE_MS)
+                settings_file(config, own_disk.root, index, own["settings"] | SETTINGS)
             llm = own["llm"] | {"num_gpu_blocks_override": BLOCKS}
             members.append(Member(folder, name, model, config, llm))
             return members[-1]
@@ -101,10 +104,13 @@ def test_half_an_hour_of_faults(lab: Any, tmp_path: Path) -> None:
         began = time.monotonic()
         chaos.fill()
         harms, left_out = possible(chaos.disk)
-        while time.monotonic() < began + 60 * minutes:
-            for harm in chaos.rng.sample(harms, len(harms)):
-                if time.monotonic() < began + 60 * minutes:
-                    chaos.try_out(harm, chaos.rng.uniform(2.5, 6.0))
+        try:
+            while time.monotonic() < began + 60 * minutes:
+                for harm in chaos.rng.sample(harms, len(harms)):
+                    if time.monotonic() < began + 60 * minutes:
+                        chaos.try_out(harm, chaos.rng.uniform(3.0, 6.0))
+        finally:
+            print(table(chaos.tallies, left_out), *chaos.complaints, sep="\n", flush=True)
         took = (time.monotonic() - began) / 60
         figures = chaos.watch.figures()
         print("\n".join(f"{name}: {one}" for name, one in figures.items()))
