@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.chaos import Chaos, Tally, table, to_json
+from tests.engines.chaos import Chaos, table, to_json
 from tests.engines.conftest import HERE
 from tests.engines.disk import disk
 from tests.engines.flat import grown
@@ -132,9 +132,3 @@ def about(minutes: float) -> dict[str, Any]:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}", "minutes": round(minutes, 1),
         "command": f"pytest -m soak {HERE.name}/test_chaos.py ({Path(sys.executable).name})",
     }  # fmt: skip
-
-
-def test_a_fault_that_loses_something_is_told(tmp_path: Path) -> None:
-    """The sums that the table is made of."""
-    text = table({"x": Tally(tried=1, requests=5, lost=2)}, ["y"])
-    assert "x" in text and "y" in text.splitlines()[-1] and "not tried" in text
