@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import engine as single
 from fleet_prompts import TURNS, prompt, second_turn
+from lookup_watch import LookupWatch
 from vllm import LLM, SamplingParams
 
 MAX_TOKENS = 6
@@ -39,26 +40,8 @@ class Member:
         self.has_tier = "config" in spec
         self._engine = single.Engine(spec) if self.has_tier else None
         self.llm = self._engine.llm if self._engine else LLM(model=spec["model"], **single.LLM_ARGUMENTS)
-        self._asked: dict[str, dict[str, float]] = {}
+        self._lookups = LookupWatch(self._engine.scheduler_half) if self._engine else None
         self._count = 0
-        if self._engine:
-            self._watch_lookups(self._engine.scheduler_half)
-
-    def _watch_lookups(self, half: Any) -> None:
-        """For each request: when its lookup was first asked for, when it was answered, and the longest single call."""
-        ask = half.matched_tokens
-
-        def watched(request: Any, computed_tokens: int) -> Any:
-            began = time.monotonic()
-            answer = ask(request, computed_tokens)
-            ended = time.monotonic()
-            seen = self._asked.setdefault(request.request_id.split("-")[0], {"first_s": began, "longest_s": 0.0})
-            seen["longest_s"] = max(seen["longest_s"], ended - began)
-            if answer[0] is not None:
-                seen["answered_s"], seen["tier_tokens"] = ended, answer[0]
-            return answer
-
-        half.matched_tokens = watched
 
     def ask(self, numbers: Sequence[Asked], is_reference: bool = False, saves: bool = True) -> list[dict[str, Any]]:
         """The answer to each prompt, all asked at once, with what it took.
@@ -91,12 +74,8 @@ class Member:
             for answer in found.values():
                 if "ended_s" not in answer or answer["ended_s"] == now:
                     answer["longest_step_s"] = max(answer["longest_step_s"], now - began)
-        for name, answer in found.items():
-            if name in self._asked:
-                seen = self._asked.pop(name)
-                answer["lookup_s"] = seen.get("answered_s", seen["first_s"]) - seen["first_s"]
-                answer["longest_call_s"] = seen["longest_s"]
-                answer["tier_tokens"] = seen.get("tier_tokens", 0)
+        if self._lookups is not None:
+            self._lookups.note(found)
         return list(found.values())
 
     def _note(self, answer: dict[str, Any], output: Any, now: float) -> None:
