@@ -64,12 +64,13 @@ class FileReader:
         files = self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
         located = entries.unpack(chunk.entry)
         for location in located:
-            if not self._worker.geometry.whole.contains(location.extent):
+            wanted_bytes = self._slab_bytes(location.extent)
+            if location.slab_bytes != wanted_bytes:
                 self.retract(chunk.key, location)
-                raise FetchFailed(f"{place_of(location)}: {location.extent} is not of this model")
-            if location.slab_bytes != self._slab_bytes(location.extent):
-                self.retract(chunk.key, location)
-                raise FetchFailed(f"{place_of(location)}: slabs of {location.slab_bytes} bytes are not of this codec")
+                what = f"{location.extent} is not of this model"
+                if wanted_bytes is not None:
+                    what = f"slabs of {location.slab_bytes} bytes are not of this codec"
+                raise FetchFailed(f"{place_of(location)}: {what}")
         sources = sources_of(located, self._worker.share.reads, self.arena.slot_bytes)
         if sources is None:
             self._retract_all(chunk, located)
@@ -165,9 +166,10 @@ class FileReader:
         slabs = self.arena.slabs(reads.slot, source.slot_offset, wanted.n_heads, source.slab_bytes)
         return not self._signer.bad_slabs(reads.namespace, reads.key, extent, slabs.numpy(), tags)
 
-    def _slab_bytes(self, extent: Extent) -> int:
+    def _slab_bytes(self, extent: Extent) -> int | None:
+        """Of records of this extent; None where it lies outside of this model."""
         known = self._sizes.get(extent)
-        if known is None:
+        if known is None and self._worker.geometry.whole.contains(extent):
             known = self._sizes[extent] = slab_bytes(self._worker.codec, self._worker.geometry, extent)
         return known
 

@@ -19,9 +19,9 @@ from kvtier.plan import LoadChunk, LoadPlan
 from kvtier.sources import Source
 from kvtier.worker import Worker
 
-TOGETHER = 4
-"""A fourth of what may be coming is scattered together: a launch a chunk takes longer than reading it, and after all of
-it storage would idle."""
+TOGETHER = 2
+"""Half of what may be coming is scattered together: a launch a chunk takes longer than reading it, and after all of
+it storage would idle. When nothing waits to be read any more, all that is here."""
 TOGETHER_MAX = 64
 """In one launch with those from the arena, which free no slot that storage waits for."""
 
@@ -167,7 +167,8 @@ class LoadWalk:
         """The first chunk, which is complete, and on a device those behind it that are too: moved in one launch. (On
         the CPU one launch is no gain, and nobody could answer late while a slow codec decodes them all.)"""
         here = [self._coming[0]]
-        n_brought, n_brought_max = int(here[0].origin is not Origin.ARENA), max(1, self._window() // TOGETHER)
+        n_brought = int(here[0].origin is not Origin.ARENA)
+        n_brought_max = max(1, self._window() // TOGETHER) if self._waiting else TOGETHER_MAX
         for fetch in itertools.islice(self._coming, 1, TOGETHER_MAX if self._worker.arena.is_device else 1):
             n_brought += fetch.origin is not Origin.ARENA
             if n_brought > n_brought_max or not self._fetcher.is_here(fetch):
