@@ -15,6 +15,7 @@
 #include <fcntl.h>
 #include <fuse3/fuse.h>
 #include <limits.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -160,14 +161,26 @@ static int fs_statfs(const char *path, struct statvfs *found) {
     return RESULT(statvfs(below, found));
 }
 
-static int fs_readdir(const char *path, void *to, fuse_fill_dir_t add, off_t at, struct fuse_file_info *info,
-                      enum fuse_readdir_flags how) {
+static int fs_opendir(const char *path, struct fuse_file_info *info) {
     ENTER();
     REAL(real, path);
     DIR *folder = opendir(real);
     if (!folder) return -errno;
+    info->fh = (uintptr_t)folder;
+    return 0;
+}
+
+static int fs_readdir(const char *path, void *to, fuse_fill_dir_t add, off_t at, struct fuse_file_info *info,
+                      enum fuse_readdir_flags how) {
+    ENTER();
+    DIR *folder = (DIR *)(uintptr_t)info->fh;
+    rewinddir(folder);
     for (struct dirent *entry; (entry = readdir(folder));) add(to, entry->d_name, NULL, 0, 0);
-    closedir(folder);
+    return 0;
+}
+
+static int fs_releasedir(const char *path, struct fuse_file_info *info) {
+    closedir((DIR *)(uintptr_t)info->fh);
     return 0;
 }
 
@@ -183,7 +196,8 @@ static const struct fuse_operations operations = {
     .init = fs_init, .getattr = fs_getattr, .open = fs_open, .create = fs_create, .read = fs_read, .write = fs_write,
     .release = fs_release, .fsync = fs_fsync, .unlink = fs_unlink, .mkdir = fs_mkdir, .rmdir = fs_rmdir,
     .rename = fs_rename, .link = fs_link, .truncate = fs_truncate, .fallocate = fs_fallocate, .lseek = fs_lseek,
-    .chmod = fs_chmod, .utimens = fs_utimens, .statfs = fs_statfs, .readdir = fs_readdir,
+    .chmod = fs_chmod, .utimens = fs_utimens, .statfs = fs_statfs,
+    .opendir = fs_opendir, .readdir = fs_readdir, .releasedir = fs_releasedir,
 };
 
 int main(int argc, char **argv) {

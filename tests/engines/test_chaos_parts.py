@@ -56,6 +56,7 @@ def test_the_disk_does_what_it_is_told(tmp_path: Path) -> None:
         file = own.root / "file"
         file.write_bytes(b"as it is")
         assert (own.below / "file").read_bytes() == b"as it is"
+        assert os.listdir(own.root) == ["file"]
         if own.n_bytes is not None:
             own.fill()
             assert _fault(lambda: (own.root / "more").write_bytes(bytes(8192))) == "No space left on device"
