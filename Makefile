@@ -3,6 +3,7 @@
 #   make demo    two vLLM processes, one prefix: the second skips the prefill that the first one did
 #   make test    all tests, with this release of vLLM and an older one
 #   make soak    the tests that run for many minutes
+#   make aiperf  aiperf in an environment of its own, for benchmarks/aiperf_ttft.py
 #   make lint    ruff and mypy
 #   make clean   removes what the above made
 
@@ -40,7 +41,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
 step = @printf '== %s ' "$(1)"; ( while sleep 5; do printf .; done ) & dots=$$!; \
 	status=0; { $(2); } || status=$$?; kill $$dots; printf '\n'; exit $$status
 
-.PHONY: demo test soak lint format setup setup-dev clean
+.PHONY: demo test soak aiperf lint format setup setup-dev clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -49,7 +50,7 @@ demo: setup
 test: setup-dev $(OLD_READY)
 	@$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile
 
-soak: setup-dev $(OLD_READY)
+soak: setup-dev $(OLD_READY) aiperf
 	@$(BIN)/python -m pytest -v -m soak
 
 # The folders connectors and server are kvtier.connectors and kvtier.server: mypy sees them in a tree of links.
@@ -97,6 +98,16 @@ $(OLD_VENV)/.stamp: $(STAMPS)/engine
 	@echo "import site; site.addsitedir('$(call site,$(VENV))')" > $(call site,$(OLD_VENV))/shared.pth
 	$(call step,installing $(OLD_ENGINE_PACKAGE_$(ENGINE)) into $(OLD_VENV),\
 		$(PIP) --no-deps --target $(call site,$(OLD_VENV)) $(OLD_ENGINE_PACKAGE_$(ENGINE)))
+	@touch $@
+
+# Its pins are not those of vLLM, and it is used as a program only.
+AIPERF := build/aiperf
+aiperf: $(AIPERF)/.stamp
+$(AIPERF)/.stamp: requirements/aiperf.txt
+	@rm -rf $(AIPERF)
+	@$(PYTHON) -m venv $(AIPERF)
+	$(call step,installing aiperf into $(AIPERF),\
+		$(AIPERF)/bin/python -m pip --quiet --quiet --disable-pip-version-check install --no-deps -r $<)
 	@touch $@
 
 clean:

@@ -1,0 +1,132 @@
+"""How do hit ratio and time to the first token change as the working set outgrows each tier?
+
+    python -m benchmarks.serving capacity --out RESULT.json [-- --documents 2,4,8,16,32]
+    python -m benchmarks.capacity --port 8000 --system kvtier --out RESULT.json
+
+For each working set of so many documents: those that are new are asked once, which is what computing takes; then
+--queries documents, drawn at random from all of the working set, are asked one after another. Of these: the share of
+prompt tokens that came from vLLM's own cache and from its connector, and the time to the first token. Beside them the
+floor: one document asked again at once. Without a tier (`prefix`) hits fall as soon as the set outgrows HBM; with one
+they fall where its capacity ends, later with a codec.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.aiperf_ttft import numbers
+from benchmarks.gpu.report import ms, table
+from benchmarks.long_doc_qa import Rounds, base_url
+from benchmarks.serving import counters, plot, result
+from benchmarks.serving.client import Endpoint, find_model
+from benchmarks.serving.documents import PYTHON, Source, documents, warming
+
+QUESTION = "hit ratio and time to the first token over the size of the working set"
+SETTINGS = ("documents", "document_length", "queries", "output_len", "seed", "text", "floor")
+
+
+def measure(options: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
+    rng, source = random.Random(options.seed), Source.of(options.text)
+    rounds = Rounds(endpoint, 1)
+    rounds.ask("before the rounds", warming(options.document_length))
+    rows, known = [], 0
+    for count in sorted(set(options.documents)):
+        every = documents(source, count, options.document_length)
+        _, fresh = rounds.timed(f"{count - known} new documents", every[known:])
+        _, drawn = rounds.timed(f"{options.queries} of {count}", rng.choices(every, k=options.queries))
+        rows.append(row_of(count, fresh, drawn))
+        known = count
+    floor = rounds.floor(documents(source, 1, options.document_length, first=known)[0], options.floor)
+    return {"model": endpoint.model, "cache_tokens": counters.cache_tokens(endpoint.url), "floor": floor, "rows": rows}
+
+
+def row_of(count: int, fresh: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
+    """Shares are of the tokens of the prompts that were drawn; None where the server does not count them."""
+    tokens, computed = drawn["tokens"], fresh["tokens"]
+    asked = tokens["prompt_tokens"] if tokens else 0
+    return {
+        "documents": count, "computed_ttft": fresh["ttft"], "ttft": drawn["ttft"],
+        "working_set_tokens": computed["prompt_tokens"] * count // fresh["prompt_count"] if computed else None,
+        "prefix_share": tokens["prefix_hit_tokens"] / asked if asked else None,
+        "tier_share": tokens["external_hit_tokens"] / asked if asked else None, "tokens": tokens,
+        "failed": sum(part["prompt_count"] - part["successful_prompt_count"] for part in (fresh, drawn)),
+        "errors": fresh["errors"] + drawn["errors"],
+    }  # fmt: skip
+
+
+def show(whole: dict[str, Any]) -> None:
+    columns = ("system", "documents", "tokens", "of its cache", "prefix hits", "tier hits", "mean TTFT", "p99",
+               "computed", "floor")  # fmt: skip
+    rows = []
+    for name, found in whole["systems"].items():
+        for row in found["rows"]:
+            tokens, room = row["working_set_tokens"], found["cache_tokens"]
+            shares = ["-" if row[key] is None else f"{row[key]:.1%}" for key in ("prefix_share", "tier_share")]
+            rows.append((
+                name, row["documents"], "-" if tokens is None else f"{tokens:,}",
+                f"{tokens / room:.2f}" if tokens and room else "-", *shares, ms(row["ttft"].get("mean")),
+                ms(row["ttft"].get("p99")), ms(row["computed_ttft"].get("mean")),
+                ms(found["floor"]["ttft"].get("mean")),
+            ))  # fmt: skip
+    print()
+    table(columns, rows)
+
+
+def draw(whole: dict[str, Any]) -> str:
+    lines = [
+        plot.Line(
+            name, [(row["documents"], 1000 * row["ttft"]["mean"]) for row in found["rows"] if row["ttft"]], number
+        )
+        for number, (name, found) in enumerate(whole["systems"].items())
+    ]
+    return plot.lines("Mean time to the first token as the working set grows", "documents", "ms", lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.capacity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--host", default="localhost")
+    add("--port", type=int, default=8000)
+    add("--base-url")
+    add("--model")
+    add("--documents", type=numbers, default=[2, 4, 8, 16], help="sizes of working sets, with commas between")
+    add("--document-length", type=int, default=2000, help="words")
+    add("--queries", type=int, default=16, help="drawn from each working set")
+    add("--output-len", type=int, default=8)
+    add("--seed", type=int, default=0)
+    add("--text", default=PYTHON, help="a file; Python's own text unless it is given")
+    add("--floor", type=int, default=3)
+    add("--system", default="server", help="what is measured, as --out names it")
+    add("--out", type=Path, default=Path("capacity.json"), help="systems of one --out are compared")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    url = base_url(options)
+    model = options.model or asyncio.run(find_model(url))
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    found = measure(options, Endpoint(url, model, output_tokens=options.output_len, api_key=key))
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    whole = result.add(options.out, QUESTION, settings, options.system, found)
+    show(whole)
+    failed = sum(row["failed"] for row in found["rows"])
+    if any(row["ttft"] for row in found["rows"]):
+        options.out.with_suffix(".svg").write_text(draw(whole))
+    print(f"written: {options.out}")
+    if failed:
+        print(f"NOT GOOD: {failed} requests failed: {found['rows'][-1]['errors']}", file=sys.stderr)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

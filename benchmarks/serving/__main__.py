@@ -1,0 +1,118 @@
+"""Runs a benchmark against vLLM without and with kvtier: starts each server, asks it, stops it, and compares.
+
+    python -m benchmarks.serving long_doc_qa [--model FOLDER] [--out RESULT.json] [-- --num-documents 20 ...]
+    python -m benchmarks.serving aiperf_ttft [--model FOLDER] [--out RESULT.json] [-- --isl 1024,32768 ...]
+    python -m benchmarks.serving capacity [--model FOLDER] [--out RESULT.json] [-- --documents 2,4,8 ...]
+
+What follows -- is the benchmark's own. Without --model a small model with random weights is made, as the demo has it.
+Ctrl-C stops the server in order. The tier lies in a folder of its own, benchmark-tier in --work or in the root that
+--tier names, which is emptied before each system that does not go on with what another one stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from benchmarks import aiperf_ttft, capacity, long_doc_qa
+from benchmarks.serving.server import MODULE, SYSTEMS, ServerFailed, Setup, running
+
+Main = Callable[[Sequence[str]], int]
+URL_FLAGS = {"long_doc_qa": "--base-url", "aiperf_ttft": "--url", "capacity": "--base-url"}
+MAINS: dict[str, Main] = {"long_doc_qa": long_doc_qa.main, "aiperf_ttft": aiperf_ttft.main, "capacity": capacity.main}
+USUAL_SYSTEMS = {
+    "long_doc_qa": ("prefix", "kvtier", "restarted"), "aiperf_ttft": ("nocache", "cache", "prefix"),
+    "capacity": ("prefix", "kvtier", "kvtier-k4v4"),
+}  # fmt: skip
+SMALL_TIER = {"capacity_bytes": "4GiB", "segment_bytes": "256MiB", "host": {"arena_bytes": "512MiB"},
+              "min_load_tokens": 256}  # fmt: skip
+"""For the small model: the disk of a stranger's machine may be small, and every hit is loaded."""
+SMALL_VLLM = "--dtype float32 --enforce-eager --max-model-len 16384 --block-size 32 --max-num-seqs 4"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    systems = "; ".join(f"{name}: {system.what}" for name, system in SYSTEMS.items())
+    made.add_argument("benchmark", choices=MAINS)
+    made.add_argument("--systems", help=f"with commas between; {systems}")
+    made.add_argument("--model", help="what vLLM is to serve (default: a small model that is made in --work)")
+    made.add_argument("--tier", type=json.loads, help='kvtier\'s settings as JSON, such as {"root": ..., "codec": ...}')
+    made.add_argument("--vllm", help="more arguments of vLLM's, as one text")
+    made.add_argument("--program", default=f"{sys.executable} -m {MODULE}", help="what becomes the server")
+    made.add_argument("--start-timeout", type=float, default=1800.0, help="seconds until a server must be up")
+    made.add_argument("--work", type=Path, default=Path("build/serving"), help="for the tier's root, model and logs")
+    made.add_argument("--out", type=Path, help="the result (default: <work>/<benchmark>.json); it is replaced")
+    return made
+
+
+def setup(options: argparse.Namespace) -> Setup:
+    """Raises SystemExit for settings that are none."""
+    work = options.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    tier = {} if options.model else SMALL_TIER
+    arguments = shlex.split(options.vllm or "") if options.model else shlex.split(f"{SMALL_VLLM} {options.vllm or ''}")
+    if not isinstance(options.tier or {}, dict):
+        raise SystemExit("--tier: a JSON object is wanted")
+    model = options.model or str(_small_model(work))
+    return Setup(model, work, tier | (options.tier or {}), arguments, shlex.split(options.program),
+                 options.start_timeout)  # fmt: skip
+
+
+def _small_model(work: Path) -> Path:
+    from benchmarks.demo.model import make_model, size_here
+
+    size = size_here()
+    make_model(work / size.name, size)
+    return work / size.name
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    names = options.systems.split(",") if options.systems else list(USUAL_SYSTEMS[options.benchmark])
+    for name in names:
+        if name not in SYSTEMS:
+            raise SystemExit(f"--systems: there is no {name!r}; there are {', '.join(SYSTEMS)}")
+    if any(SYSTEMS[name].keeps for name in names[:1]):
+        raise SystemExit(f"--systems: {names[0]} goes on with what a system before it stored, and there is none")
+    return names
+
+
+def main(words: Sequence[str]) -> int:
+    own = words[: words.index("--")] if "--" in words else words
+    options = parser().parse_args(own)
+    names, common = chosen(options), setup(options)
+    out = (options.out or common.work / f"{options.benchmark}.json").absolute()
+    out.unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    statuses = []
+    for name in names:
+        if SYSTEMS[name].has_tier and not SYSTEMS[name].keeps:
+            shutil.rmtree(common.root, ignore_errors=True)
+            common.root.mkdir(parents=True)
+        print(f"\n##### {name}: {SYSTEMS[name].what}", flush=True)
+        with running(common, name) as url:
+            asked = ["--out", str(out), "--system", name, URL_FLAGS[options.benchmark], url]
+            statuses.append(MAINS[options.benchmark]([*asked, *words[len(own) + 1 :]]))
+    return max(statuses)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ServerFailed as failed:
+        sys.exit(str(failed))
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the server is stopped")

@@ -1,0 +1,73 @@
+"""Where a server took its prompts' tokens from, by the counters of its /metrics.
+
+vLLM's names: `prefix_cache_*` is its own cache, `external_prefix_cache_*` whatever its connector brought, kvtier or
+another tier; kvtier's own counters say from which of its tiers. A server without such a page has no counters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+
+SAMPLE = re.compile(r"^(vllm:[a-z0-9_]+)(?:\{(.*)\})? ([-+0-9.eE]+|NaN|[-+]?Inf)$")
+BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
+BLOCK_TOKENS = re.compile(r'(?<!_)block_size="(\d+)"')
+TIMEOUT_S = 10.0
+
+PREFIX_HITS, PREFIX_QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
+EXTERNAL_HITS, EXTERNAL_QUERIES = "vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"
+PROMPT = "vllm:prompt_tokens_total"
+BYTES = {"file_read_bytes": "vllm:kvtier_file_read_bytes_total", "saved_bytes": "vllm:kvtier_save_bytes_total"}
+FAILED_LOADS = "vllm:kvtier_load_failures_total"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Sums over all engines behind the page, by name."""
+
+    values: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, text: str) -> Counters:
+        values: dict[str, float] = {}
+        for line in text.splitlines():
+            if match := SAMPLE.match(line):
+                values[match[1]] = values.get(match[1], 0.0) + float(match[3])
+        return cls(values)
+
+    def since(self, before: Counters) -> dict[str, int]:
+        """Tokens of prompts, and whose KV was not computed for whose sake: of vLLM's cache, of a connector."""
+        grown = {name: value - before.values.get(name, 0.0) for name, value in self.values.items()}
+        tokens = {
+            "prompt_tokens": grown.get(PROMPT, 0.0), "prefix_hit_tokens": grown.get(PREFIX_HITS, 0.0),
+            "external_hit_tokens": grown.get(EXTERNAL_HITS, 0.0),
+            **{short: grown[name] for short, name in BYTES.items() if name in grown},
+            **({"failed_loads": grown[FAILED_LOADS]} if FAILED_LOADS in grown else {}),
+        }  # fmt: skip
+        return {name: round(value) for name, value in tokens.items()}
+
+
+def page(url: str) -> str | None:
+    """The text of /metrics beside the API; None where the server has none."""
+    try:
+        answer = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S)
+    except httpx.HTTPError:
+        return None
+    return answer.text if answer.status_code == httpx.codes.OK else None
+
+
+def look(url: str) -> Counters | None:
+    text = page(url)
+    found = None if text is None else Counters.parse(text)
+    return found if found is not None and PROMPT in found.values else None
+
+
+def cache_tokens(url: str) -> int | None:
+    """How many tokens fit into vLLM's own KV cache; None where the server does not say."""
+    text = page(url) or ""
+    line = next((line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")), "")
+    blocks, size = BLOCKS.search(line), BLOCK_TOKENS.search(line)
+    return int(blocks[1]) * int(size[1]) if blocks and size else None

@@ -1,0 +1,71 @@
+"""What tests of benchmarks that ask a server have in common: a stand-in for vLLM, and the wrapper around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FAKE_ENGINE = f"{sys.executable} {HERE / 'fake_engine.py'}"
+TIMEOUT_S = 300
+
+
+class Wrapper:
+    """python -m benchmarks.serving in a process of its own, with results and logs in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.out = folder / "result.json"
+        self._engines = folder / "engines.jsonl"
+
+    def start(
+        self, benchmark: str, own: Sequence[str] = (), flags: Sequence[str] = (), **environment: str
+    ) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "benchmarks.serving", benchmark, "--model", "a-model", "--program", FAKE_ENGINE,
+                 "--work", str(self.folder), "--out", str(self.out), *own, "--", *flags]  # fmt: skip
+        variables = os.environ | {"FAKE_ENGINE_LOG": str(self._engines)} | environment
+        return subprocess.Popen(
+            words, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def run(
+        self, benchmark: str, own: Sequence[str] = (), flags: Sequence[str] = (), **environment: str
+    ) -> tuple[int, str]:
+        """Status, and all that it printed."""
+        process = self.start(benchmark, own, flags, **environment)
+        printed, _ = process.communicate(timeout=TIMEOUT_S)
+        return process.returncode, printed
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.out.read_text())
+        return found
+
+    def engines(self) -> list[Any]:
+        """Lines that the stand-ins for vLLM wrote."""
+        return [json.loads(line) for line in self._engines.read_text().splitlines()] if self._engines.exists() else []
+
+    def wait_for(self, line: object) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while line not in self.engines():
+            assert time.monotonic() < deadline, f"no {line!r} among {self.engines()}"
+            time.sleep(0.05)
+
+    def engine_pid(self) -> int:
+        return int(next(line["pid"] for line in self.engines() if "pid" in line))
+
+
+def is_gone(pid: int) -> bool:
+    """Waits for it."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

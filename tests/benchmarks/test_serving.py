@@ -1,0 +1,116 @@
+"""benchmarks/serving: which servers are started, and that none is left, however the benchmark ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serving import plot
+from benchmarks.serving.server import SYSTEMS, Setup
+from tests.benchmarks.rounds import Wrapper, is_gone
+
+FLAGS = ["--num-documents", "2", "--document-length", "5", "--floor", "0"]
+
+
+def test_each_system_is_started_as_what_it_is(tmp_path: Path) -> None:
+    wrapper = Wrapper(tmp_path)
+    own = [
+        "--systems",
+        "nocache,prefix,cache,kvtier,restarted",
+        "--tier",
+        '{"chunk_tokens": 64}',
+        "--vllm",
+        "--max-model-len 99",
+    ]
+    status, printed = wrapper.run("long_doc_qa", own, FLAGS)
+    assert status == 0, printed
+    lines = wrapper.engines()
+    assert [line for line in lines if line == "interrupted"] == ["interrupted"] * 5, "each was stopped in order"
+    for name, line in zip(own[1].split(","), lines[::2], strict=True):
+        words = line["arguments"]
+        assert ("--enable-prefix-caching" in words) is (name not in ("nocache", "cache"))
+        assert ("--no-enable-prefix-caching" in words) is (name in ("nocache", "cache"))
+        assert words[-2:] == ["--max-model-len", "99"] and words[words.index("--model") + 1] == "a-model"
+        assert ("--kv-transfer-config" in words) is (name in ("cache", "kvtier", "restarted"))
+        if "--kv-transfer-config" in words:
+            transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+            assert transfer["kv_load_failure_policy"] == "recompute"
+            root = str(tmp_path / "benchmark-tier")
+            assert transfer["kv_connector_extra_config"] == {"chunk_tokens": 64, "root": root}
+    assert list(wrapper.result()["systems"]) == own[1].split(",")
+
+
+def test_what_lies_in_a_named_root_stays(tmp_path: Path) -> None:
+    """Somebody's tier may lie there."""
+    theirs, ours = tmp_path / "kv" / "v1" / "theirs", tmp_path / "kv" / "benchmark-tier" / "left"
+    for path in (theirs, ours):
+        path.parent.mkdir(parents=True)
+        path.write_text("bytes")
+    wrapper = Wrapper(tmp_path / "work")
+    tier = ["--tier", json.dumps({"root": str(tmp_path / "kv")})]
+    (tmp_path / "work").mkdir()
+    status, printed = wrapper.run("long_doc_qa", ["--systems", "kvtier", *tier], FLAGS)
+    assert status == 0, printed
+    assert theirs.exists() and not ours.exists()
+
+
+def test_a_codec_is_a_system_of_its_own(tmp_path: Path) -> None:
+    setup = Setup("m", tmp_path, {"codec": "raw", "chunk_tokens": 64})
+    words = setup.command(SYSTEMS["kvtier-k4v4"], 1)
+    extra = json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    assert extra == {"codec": "k4v4", "chunk_tokens": 64, "root": str(tmp_path / "benchmark-tier")}
+
+
+@pytest.mark.parametrize(("systems", "why"), [("restarted", "goes on with"), ("prefix,nosuch", "there is no 'nosuch'")])
+def test_systems_that_cannot_be(systems: str, why: str, tmp_path: Path) -> None:
+    status, printed = Wrapper(tmp_path).run("long_doc_qa", ["--systems", systems], FLAGS)
+    assert status == 1 and why in printed
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    status, printed = Wrapper(tmp_path).run("long_doc_qa", [], FLAGS, FAKE_ENGINE="fails")
+    assert status == 1 and "the server ended with status 1" in printed and "kvtier: root: is not to be had" in printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_the_server_is_stopped_in_order(number: int, tmp_path: Path) -> None:
+    wrapper = Wrapper(tmp_path)
+    process = wrapper.start("long_doc_qa", [], FLAGS, FAKE_ENGINE="slow")
+    wrapper.wait_for("asked")
+    process.send_signal(number)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 1 and "interrupted; the server is stopped" in printed
+    assert wrapper.engines()[-1] == "interrupted" and is_gone(wrapper.engine_pid())
+
+
+def test_a_server_does_not_outlive_a_killed_benchmark(tmp_path: Path) -> None:
+    wrapper = Wrapper(tmp_path)
+    process = wrapper.start("long_doc_qa", [], FLAGS, FAKE_ENGINE="slow")
+    wrapper.wait_for("asked")
+    process.kill()
+    process.communicate(timeout=300)
+    assert is_gone(wrapper.engine_pid())
+
+
+def test_a_second_interrupt_kills_a_server_that_does_not_stop(tmp_path: Path) -> None:
+    wrapper = Wrapper(tmp_path)
+    process = wrapper.start("long_doc_qa", [], FLAGS, FAKE_ENGINE="deaf")
+    wrapper.wait_for("interrupted")  # it was asked to stop, the rounds being over
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=300)
+    assert process.returncode == 1 and is_gone(wrapper.engine_pid())
+
+
+def test_lines_are_drawn_where_their_values_are() -> None:
+    line = plot.Line("a < b", [(1024, 10.0), (4096, 100.0), (2048, 1000.0)])
+    svg = plot.lines("t", "x", "y", [line])
+    assert "a &lt; b" in svg and "4K" in svg and svg.count("<circle") == 4
+    axes = plot.Axes.around(line.points)
+    assert axes.x(1024) == plot.LEFT and axes.x(4096) == plot.WIDTH - plot.RIGHT
+    assert axes.x(2048) == pytest.approx((axes.x(1024) + axes.x(4096)) / 2) and axes.y(1000) == plot.TOP
+    assert "<polyline" in plot.lines("t", "x", "y", [plot.Line("one point", [(5, 1.0)])])
+    with pytest.raises(ValueError):
+        plot.lines("t", "x", "y", [])
