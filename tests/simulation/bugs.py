@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from kvtier.connectors import requests
 from kvtier.connectors.bridge import SchedulerBridge
+from kvtier.errors import ConfigError
 from kvtier.fetch import Fetch, Fetcher
 from kvtier.fetch_files import FileReader
 from kvtier.housekeeping import Housekeeper
@@ -246,6 +247,13 @@ def a_dead_writers_set_is_cut_too_short(original: Any, keeper: Housekeeper, info
 @planted(Keeper, "_capacity_bytes", "stale_location")
 def the_budget_is_not_kept(original: Any, keeper: Keeper) -> int:
     return 1 << 60
+
+
+@planted(Store, "plan_save", "calm")
+def a_setting_is_looked_at_when_it_is_used(original: Any, store: Store, wanted: Any) -> Any:
+    if wanted:
+        raise ConfigError("segment_bytes", 1, "choose a larger one")
+    return original(store, wanted)
 
 
 @planted(Store, "plan_save", "tenants")

@@ -2,7 +2,14 @@
 
 I1 with each publish and over the whole index; I2, I9, I10 and I11 by who serves (tests.simulation.serving); I3 by the
 ring and here; I4 here and by the runtime; I5 because all of it holds while the index forgets, lies and is late; I6
-because one seed is one run; I7 here; I8 is no matter of time, and tested elsewhere.
+because one seed is one run; I7 here.
+
+I8 in part, with each call of an engine into the tier (tests.simulation.engine.StrictFaults): what is wrong with a
+setting was found before the engine started, so nothing is called a ConfigError any more while it serves. That a wrong
+setting stops start-up, and that key, value and fix are named, cannot be seen here: the simulation puts an engine
+together from parts and reads no settings, and start-up is over before anything happens in an order that a seed could
+draw. That is proved by test_settings and test_index_settings in tests/config (values, names and sources),
+tests/root/test_open_root (the place that they name) and tests/engines/test_refusals (the engine's own).
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -92,9 +99,15 @@ class Checks:
         self._condemned[set_id] += 1
         self._removing[process] = set_id
 
-    def reprieve(self, set_id: int) -> None:
+    def reprieve(self, process: Process | None, set_id: int) -> None:
         """Its evictor was refused."""
         self._condemned[set_id] -= 1
+        self._removing.pop(process, None)
+
+    def look_at_unlink(self, process: Process | None, set_id: int) -> None:
+        """First out of the index, then off the disk: who is killed in between leaves nothing visible that is gone."""
+        if self._removing.get(process) == set_id:
+            self._violate(f"the files of set {set_id:016x} go before the index forgets them (I1)")
 
     def _look_at_token(self, set_id: int, process: Process) -> None:
         """One evictor at a time: who was taken for dead removes nothing more."""
@@ -240,7 +253,8 @@ class Checks:
 @contextmanager
 def watching(checks: Checks) -> Iterator[None]:
     """Knows who evicts, and what was evicted, while it lasts."""
-    runtime, plain_evict, plain_remove = checks._place.runtime, Evictor._remove, Remover.remove
+    runtime = checks._place.runtime
+    plain_evict, plain_remove, plain_unlink = Evictor._remove, Remover.remove, Remover._unlink
 
     def evict(evictor: Evictor, victims: Sequence[SetInfo], state: State, token: int) -> Evicted:
         process = runtime.process
@@ -257,11 +271,18 @@ def watching(checks: Checks) -> Iterator[None]:
         try:
             return plain_remove(remover, info, token)
         except StaleLease:
-            checks.reprieve(info.set_id)
+            checks.reprieve(runtime.process, info.set_id)
             raise
 
-    evict_here, remove_here = for_own_thread(evict, plain_evict), for_own_thread(remove, plain_remove)
-    with patch.object(Evictor, "_remove", evict_here), patch.object(Remover, "remove", remove_here):
+    def unlink(remover: Remover, set_id: int, namespace: bytes) -> int:
+        checks.look_at_unlink(runtime.process, set_id)
+        return plain_unlink(remover, set_id, namespace)
+
+    with ExitStack() as stack:
+        watched = ((Evictor, "_remove", evict), (Remover, "remove", remove), (Remover, "_unlink", unlink))
+        for target, name, stand_in in watched:
+            chosen = for_own_thread(stand_in, getattr(target, name))
+            stack.enter_context(patch.object(target, name, chosen))
         yield
 
 

@@ -139,8 +139,11 @@ class SimOs:
         return os.preadv(fd, buffers, offset)
 
     def listdir(self, path: str | Path | int) -> list[str]:
+        """In an order of the seed's: file systems have one each."""
         self._disk.meet("listdir")
-        return os.listdir(path)
+        names = sorted(os.listdir(path))
+        self._disk.runtime.rng.shuffle(names)
+        return names
 
     def statvfs(self, path: str | Path) -> SimpleNamespace:
         self._disk.meet("statvfs")

@@ -14,7 +14,7 @@ from kvtier.codecs.base import slab_bytes
 from kvtier.codecs.raw import RawCodec
 from kvtier.connectors.bridge import Faults, SchedulerBridge, WorkerBridge
 from kvtier.connectors.requests import ChunkShape
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.eviction.lru import Lru
 from kvtier.eviction.s3fifo import S3Fifo
 from kvtier.evictor import Evictor
@@ -92,13 +92,16 @@ def shares_of(cut: tuple[int, int]) -> list[RankShare]:
 
 
 class StrictFaults(Faults):
-    """Whatever is no fault of the tier that it names itself is a bug (I9)."""
+    """Whatever is no fault of the tier that it names itself is a bug (I9), and so is a setting that is found wrong
+    while the engine serves (I8)."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(lambda: place.runtime.now_s)
         self._place = place
 
     def _note(self, what: str, fault: Exception) -> None:
+        if isinstance(fault, ConfigError):
+            self._place.runtime.violate(f"{what}: found wrong after start-up (I8): {fault}", fault)
         if not isinstance(fault, KVTierError | OSError):
             self._place.runtime.violate(f"{what}: {type(fault).__name__}: {fault} (I9)", fault)
         super()._note(what, fault)

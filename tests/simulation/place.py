@@ -4,8 +4,10 @@ put on that place's threads, time and system calls for as long as it is there.""
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,11 +18,15 @@ from unittest.mock import patch
 import kvtier.fetch
 import kvtier.housekeeping
 import kvtier.index.guard
+import kvtier.index.lmdb_env
+import kvtier.index.locks
 import kvtier.keeper
 import kvtier.load_walk
 import kvtier.loads
 import kvtier.lookups
+import kvtier.once
 import kvtier.own_segments
+import kvtier.plain_files
 import kvtier.reports
 import kvtier.saves
 import kvtier.sets
@@ -37,7 +43,7 @@ from kvtier.tiers.segments import SegmentFiles
 from tests.simulation.disk import Disk, SimOs, meeting
 from tests.simulation.index import SharedIndex
 from tests.simulation.own_thread import OwnThread, for_own_thread
-from tests.simulation.primitives import SimEvent, SimThreading, SimTicker, SimTime
+from tests.simulation.primitives import SimEvent, SimMachine, SimThreading, SimTicker, SimTime
 from tests.simulation.runtime import Runtime
 from tests.simulation.truth import Truth
 
@@ -46,8 +52,12 @@ THREADED = (
     kvtier.own_segments, kvtier.saves, kvtier.sets, kvtier.tiers.arena, kvtier.tiers.descriptors,
     kvtier.tiers.segments, kvtier.worker,
 )  # fmt: skip
-TIMED = (kvtier.loads, kvtier.saves, kvtier.tiers.arena, kvtier.transfer)
+TIMED = (
+    kvtier.index.lmdb_env, kvtier.index.locks, kvtier.loads, kvtier.once, kvtier.plain_files, kvtier.saves,
+    kvtier.tiers.arena, kvtier.transfer,
+)  # fmt: skip
 TICKING = (kvtier.index.guard, kvtier.keeper, kvtier.transfer)
+ON_MACHINE = ((kvtier.once, "uuid", uuid), (kvtier.reports, "os", os), (kvtier.reports, "socket", socket))
 ON_DISK = (kvtier.housekeeping, kvtier.tiers.descriptors, kvtier.tiers.segments)
 LOCAL_DISK = FileSystem("ext4", False, "/")
 
@@ -73,7 +83,7 @@ class Place:
 @contextmanager
 def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
     """The library's modules run on these while it lasts, as far as the calling thread runs them."""
-    threads, clock, calls = SimThreading(runtime), SimTime(runtime), SimOs(disk)
+    threads, clock, calls, machine = SimThreading(runtime), SimTime(runtime), SimOs(disk), SimMachine(runtime)
     question = kvtier.lookups._Question
 
     def ask(keys: Any, asked_s: float) -> Any:  # its own event was made for threads when its module was imported
@@ -95,6 +105,8 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
             put_function(module, "Ticker", partial(SimTicker, runtime))
         for module in ON_DISK:
             put(module, "os", OwnThread(calls, os))
+        for module, name, real in ON_MACHINE:
+            put(module, name, OwnThread(machine, real))
         put_function(SegmentFiles, "unlink", meeting(disk, SegmentFiles.unlink))
         put_function(kvtier.tiers.segments, "file_system_of", lambda path: LOCAL_DISK)
         put_function(kvtier.lookups, "_Question", ask)

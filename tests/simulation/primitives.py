@@ -4,6 +4,7 @@ the simulation, so that the library's own code is what runs."""
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import deque
 from collections.abc import Callable
 
@@ -120,6 +121,22 @@ class SimTime:
 
     def sleep(self, seconds: float) -> None:
         self._runtime.sleep(seconds)
+
+
+class SimMachine:
+    """What modules under test ask a machine that is not time: who they are, and what nobody can guess."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def gethostname(self) -> str:
+        return "simulated"
+
+    def getpid(self) -> int:
+        return 1
+
+    def uuid4(self) -> uuid.UUID:
+        return uuid.UUID(int=self._runtime.rng.getrandbits(128), version=4)
 
 
 class SimJobs:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from kvtier.slots import SlotTable
 from kvtier.tiers.segments import SegmentFiles
 from tests.simulation.__main__ import command, folder
+from tests.simulation.entropy import watching_calls
 from tests.simulation.recipes import recipe_for
 from tests.simulation.world import World, play
 
@@ -53,6 +60,51 @@ def test_threads_of_others_change_nothing(tmp_path: Path) -> None:
     assert looks[0] > 20
     assert alone.trace.digest() == beside.trace.digest()
     assert alone.told == beside.told
+
+
+@pytest.mark.parametrize(
+    ("seed", "recipe"),
+    [(1, "killed_evictors"), (4, "restart_in_mid_save"), (7, "power_loss"), (9, "random"), (2, "index_amnesia")],
+)
+def test_a_run_asks_nobody_for_what_differs(seed: int, recipe: str) -> None:
+    """No clock, no randomness, no name of a machine or process, no order of a folder, but those of the seed."""
+    with folder() as place, watching_calls() as found:
+        play(Path(place), seed, 120, recipe_for(recipe, seed))
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (time.time, "time"), (time.monotonic, "monotonic"), (lambda: time.sleep(0), "sleep"),
+        (lambda: os.urandom(8), "urandom"), (uuid.uuid4, "urandom"), (os.getpid, "getpid"), (random.random, "random"),
+        (random.SystemRandom().random, "urandom"), (lambda: torch.rand(1), "torch.random"),
+        (lambda: os.listdir("/"), "listdir"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_noticed(ask: Callable[[], object], told: str) -> None:
+    reserve = SlotTable.reserve
+
+    def asking(table: SlotTable[object]) -> int | None:
+        ask()
+        return reserve(table)
+
+    with folder() as place, patch.object(SlotTable, "reserve", asking), watching_calls() as found:
+        play(Path(place), 1, 40, recipe_for("calm", 1))
+    assert {name for _, name in found} == {told}
+
+
+def test_a_run_that_ends_early_leaves_no_task(tmp_path: Path) -> None:
+    """One that waits would be unwound when it is collected, on another run's disk."""
+    world = World(tmp_path, 2, recipe_for("killed_evictors", 2))
+    for _ in range(10):
+        world.step()
+        world.sweep()
+        world.nap()
+    assert sum(bool(process.tasks) for process in world._processes) > 1
+    world.close()
+    assert not any(process.tasks for process in world._processes)
+    assert not world.place.disk.descriptors
 
 
 @pytest.mark.parametrize(

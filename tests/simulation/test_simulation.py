@@ -58,9 +58,3 @@ def test_nothing_is_lost_and_nothing_is_wrong(group: int) -> None:
 def test_every_named_recipe_is_among_the_seeds() -> None:
     names = Counter(recipe_for("mixed", seed).name for seed in range(SEEDS))
     assert set(names) == {"random", *NAMED} and min(names.values()) >= 3
-
-
-def test_a_chunk_whose_set_was_about_to_go_is_no_loss() -> None:
-    """It is answered saved after its evictor chose the set in which one of its records lies, and before the set goes:
-    the run's check took that for a loss. See test_checks."""
-    played(43, 60, "killed_evictors")

@@ -1,6 +1,6 @@
 """`make soak`: one million operations over 1,000 seeds, and every planted bug.
 
-With SIMULATION_RESULT=FILE, how often each fault was tried and what came of it is written there, as
+With SIMULATION_RESULT=FILE, how often each fault was tried so far and what came of it is written there, as
 benchmarks/results/faults_simulation.json has it.
 """
 
@@ -35,9 +35,15 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.soak
 def test_one_million_operations(capsys: pytest.CaptureFixture[str]) -> None:
-    tally = Tally()
+    tally, result = Tally(), os.environ.get("SIMULATION_RESULT")
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+        if result:  # what a soak that is stopped has done by then, too
+            tally.write(Path(result), "make soak (tests/simulation/test_soak.py)")
+
     with capsys.disabled():
-        count = with_progress(tally, SEEDS, lambda line: print(line, flush=True))
+        count = with_progress(tally, SEEDS, tell)
         for seed in range(FIRST, FIRST + SEEDS):
             recipe = recipe_for("mixed", seed)
             with folder() as place:
@@ -47,8 +53,6 @@ def test_one_million_operations(capsys: pytest.CaptureFixture[str]) -> None:
                     print(f"VIOLATION: {fault}\n  again: {command(seed, STEPS, recipe.name)}", flush=True)
             count()
         print(*tally.told(), sep="\n", flush=True)
-    if os.environ.get("SIMULATION_RESULT"):
-        tally.write(Path(os.environ["SIMULATION_RESULT"]), "make soak (tests/simulation/test_soak.py)")
     assert not tally.violations
     assert tally.operations == SEEDS * STEPS
 
