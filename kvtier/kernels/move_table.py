@@ -41,7 +41,8 @@ class PageTable:
         moves: one or more, all of as many blocks. Raises ValueError for slabs that are not contiguous bytes on the
         pages' device, and for blocks that the pages do not have.
         """
-        device, words = self._device, []
+        device = self._device
+        words: list[int] = []
         for move in moves:
             address, _, _ = plain_slabs(move.slabs, device)
             words += (address + move.skip_bytes, move.first_block if to_pages else 0, *move.block_ids)
