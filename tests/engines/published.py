@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +72,17 @@ class Published:
         finally:
             index.close()
         return sorted((at.set_id, at.rank, at.slot) for value in entries for at in entry.locations_of(value))
+
+    def pin(self, chunks: Iterable[Chunks], was_pinned: set[int]) -> set[int]:
+        """Keeps the sets that hold these from being evicted, and those no more that were pinned before. Returns them."""
+        wanted = {place[0] for one in chunks for places in one for place in places}
+        index = RedisIndex(self._settings.index)
+        try:
+            for set_id in wanted | was_pinned:
+                index.pin_set(set_id, set_id in wanted)
+        finally:
+            index.close()
+        return wanted
 
     def path(self, segment: Segment) -> Path:
         return self._folder / segment_name(*segment)
