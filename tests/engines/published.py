@@ -74,7 +74,7 @@ class Published:
         return sorted((at.set_id, at.rank, at.slot) for value in entries for at in entry.locations_of(value))
 
     def pin(self, chunks: Iterable[Chunks], was_pinned: set[int]) -> set[int]:
-        """Keeps the sets that hold these from being evicted, and those no more that were pinned before. Returns them."""
+        """Keeps the sets that hold these from being evicted, and no more those that were before. Returns them."""
         wanted = {place[0] for one in chunks for places in one for place in places}
         index = RedisIndex(self._settings.index)
         try:
