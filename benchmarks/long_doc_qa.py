@@ -40,6 +40,8 @@ SETTINGS = ("document_length", "num_documents", "output_len", "repeat_count", "r
 """Flags that two systems must have in common to be compared."""
 EOS_BIAS = -100
 ERRORS_SHOWN = 3
+COUNTED_S = 0.25
+"""vLLM counts a step right after its tokens were sent."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -119,13 +121,12 @@ class Rounds:
         """A round's answers and its figures. Times are of those that succeeded."""
         before = counters.look(self._endpoint.url)
         answers, seconds = self.ask(name, prompts)
-        after = counters.look(self._endpoint.url)
         good = [answer for answer in answers if answer.successful]
         figures: dict[str, Any] = {
             "round_time": seconds, "prompt_count": len(answers), "successful_prompt_count": len(good),
             "ttft": result.spread([answer.ttft for answer in good]),
             "request_time": result.spread([answer.request_end - answer.request_start for answer in good]),
-            "tokens": after.since(before) if before is not None and after is not None else None,
+            "tokens": self._tokens_since(before),
             "errors": sorted({answer.error for answer in answers if answer.error})[:ERRORS_SHOWN],
         }  # fmt: skip
         if any(answer.is_miss for answer in good):
@@ -138,9 +139,13 @@ class Rounds:
         self.ask("floor, its document", [prompt], inflight=1)
         before = counters.look(self._endpoint.url)
         answers, _ = self.ask("floor", [prompt] * count, inflight=1)
+        ttft = result.spread([answer.ttft for answer in answers if answer.successful])
+        return {"ttft": ttft, "tokens": self._tokens_since(before)}
+
+    def _tokens_since(self, before: counters.Counters | None) -> dict[str, int] | None:
+        time.sleep(COUNTED_S)
         after = counters.look(self._endpoint.url)
-        tokens = after.since(before) if before is not None and after is not None else None
-        return {"ttft": result.spread([answer.ttft for answer in answers if answer.successful]), "tokens": tokens}
+        return after.since(before) if before is not None and after is not None else None
 
 
 def measure(options: argparse.Namespace, endpoint: Endpoint) -> tuple[dict[str, Any], dict[str, list[Answer]]]:

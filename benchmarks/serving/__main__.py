@@ -92,7 +92,6 @@ def main(words: Sequence[str]) -> int:
     names, common = chosen(options), setup(options)
     out = (options.out or common.work / f"{options.benchmark}.json").absolute()
     out.unlink(missing_ok=True)
-    signal.signal(signal.SIGTERM, _interrupt)
     statuses = []
     for name in names:
         if SYSTEMS[name].has_tier and not SYSTEMS[name].keeps:
@@ -110,6 +109,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         sys.exit(main(sys.argv[1:]))
     except ServerFailed as failed:

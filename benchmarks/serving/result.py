@@ -42,6 +42,11 @@ def commit() -> str | None:
     return os.environ.get("COMMIT") or ran.stdout.strip() or None
 
 
+def cpu() -> str | None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
 def all_versions() -> dict[str, str]:
     found = versions()
     for name in ("kvtier", "httpx"):
@@ -63,8 +68,8 @@ def add(path: Path, question: str, settings: dict[str, Any], system: str, found:
         raise SystemExit(f"{path} holds a measurement with other settings: remove it, or give another --out")
     date = time.strftime("%Y-%m-%d %H:%M:%S")
     head = {
-        "question": question, "machine": machine(), "versions": all_versions(), "date": date, "commit": commit(),
-        "settings": settings,
+        "question": question, "machine": machine() | {"cpu": cpu()}, "versions": all_versions(), "date": date,
+        "commit": commit(), "settings": settings,
     }  # fmt: skip
     one = {"command": " ".join(sys.argv), "date": date, **found}
     whole = head | {"systems": known.get("systems", {}) | {system: one}}
