@@ -174,7 +174,8 @@ def slab_seeds(keys: bytes, first_head: int, n_heads: int, first_layer: int) -> 
     heads = np.arange(first_head + 1, first_head + n_heads + 1, dtype=np.uint64)
     low, high = np.frombuffer(keys, dtype="<u8").reshape(-1, 2).T
     inner = _mix64(low[:, None] + _GOLDEN64 * heads)
-    return _mix64(inner ^ (high ^ _GOLDEN64 * np.uint64(first_layer + 1))[:, None])
+    of_layer = _GOLDEN64 * np.array([first_layer + 1], dtype=np.uint64)  # of scalars, numpy tells that they overflow
+    return _mix64(inner ^ (high ^ of_layer)[:, None])
 
 
 def _slab_table(described: Sequence[_Described]) -> npt.NDArray[np.int64]:
