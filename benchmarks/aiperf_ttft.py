@@ -19,9 +19,11 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,15 +97,15 @@ def run(words: Sequence[str], folder: Path) -> dict[str, Any]:
     log = folder / "aiperf.log"
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     with log.open("w") as out:  # with HF_HUB_OFFLINE it does not take a tokenizer from a folder
-        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:
             status = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise AiperfFailed(f"{shlex.join(words)}\nis not done after {TIMEOUT_S:.0f} s; {log}") from None
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            with suppress(ProcessLookupError):  # it starts many processes; none is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if status != 0 or not (folder / EXPORT).exists():
         raise AiperfFailed(f"{shlex.join(words)}\nended with status {status}\n{log.read_text()[-3000:]}")
     return parse(json.loads((folder / EXPORT).read_text()))

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,12 @@ class Wrapper:
         return [json.loads(line) for line in self._engines.read_text().splitlines()] if self._engines.exists() else []
 
     def wait_for(self, line: object) -> None:
+        self.wait_until(lambda: line in self.engines())
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
-        while line not in self.engines():
-            assert time.monotonic() < deadline, f"no {line!r} among {self.engines()}"
+        while not is_so():
+            assert time.monotonic() < deadline, f"engines: {self.engines()}"
             time.sleep(0.05)
 
     def engine_pid(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from benchmarks import aiperf_ttft
 from benchmarks.aiperf_ttft import AiperfFailed, Cell, Server, command, parse, parser
-from tests.benchmarks.rounds import Wrapper
+from tests.benchmarks.rounds import Wrapper, is_gone
 
 HERE = Path(__file__).parent
 
@@ -104,6 +105,16 @@ def test_the_sweep_over_recorded_runs(aiperf: Path, tmp_path: Path) -> None:
         words = json.loads((folder / "arguments.json").read_text())
         assert words[words.index("--concurrency") + 1] == "2" and words[words.index("--model") + 1] == "a-model"
     assert "nocache CONC=1" in printed and (tmp_path / "result.svg").read_text().startswith("<svg")
+
+
+def test_interrupted_nothing_of_aiperf_is_left(aiperf: Path, tmp_path: Path) -> None:
+    wrapper, left = Wrapper(tmp_path), tmp_path / "pid"
+    flags = [*SWEEP, "--aiperf", str(aiperf)]
+    process = wrapper.start("aiperf_ttft", ["--systems", "nocache"], flags, RECORDED_AIPERF_WAITS=str(left))
+    wrapper.wait_until(lambda: left.exists() and left.read_text() != "")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=300)
+    assert process.returncode == 1 and is_gone(int(left.read_text())) and is_gone(wrapper.engine_pid())
 
 
 def test_aiperf_that_fails_or_is_not_there_fails_the_sweep(aiperf: Path, tmp_path: Path) -> None:
