@@ -28,8 +28,9 @@ ARENA_GOAL_S = 0.34
 TRANSFER_GOAL_PERCENT = 85.0
 DISK_GOAL_TIMES = 1.15
 ARENA, HBM_ARENA = "kvtier, host arena", "kvtier, hbm arena"
-CEILINGS = ("ceilings",)
-OTHER_HOSTS = ("ttft_tmpfs_first_host", "ttft_tmpfs_third_host")
+CEILINGS = ("ceilings", "ceilings_again")
+OTHER_HOSTS = ("ttft_tmpfs_first_host", "ttft_tmpfs_third_host", "ttft_tmpfs_fourth_host")
+DISK_RUNS = ("ttft_disk", "ttft_disk_short")
 Rows = dict[int, dict[str, dict[str, Any]]]
 
 
@@ -139,7 +140,7 @@ def _other_hosts() -> list[str]:
         rows.append([made(result), *columns, shares])
     titles = ["code and day", "computed", "floor", "kvtier from tmpfs", "host arena", "transfer, of pinned copies"]
     tokens = " / ".join(f"{tokens:,}" for tokens in by_length(read(OTHER_HOSTS[0])))
-    return ["", f"The same on two other machines lent ({tokens} tokens, ms):", "", *table(titles, rows)]
+    return ["", f"The same on {len(rows)} other machines lent ({tokens} tokens, ms):", "", *table(titles, rows)]
 
 
 def goals_of(lengths: Rows) -> list[tuple[bool, str]]:
@@ -171,11 +172,31 @@ def _slower(lengths: Rows, others: list[str]) -> str:
     return f" **kvtier was slower than {', '.join(found)}.**" if found else ""
 
 
+def disk_rows() -> Rows:
+    """Of each length the run that asked for most prompts: a disk's rate wanders, and one prompt says little."""
+    best: Rows = {}
+    for name in DISK_RUNS:
+        for tokens, of in by_length(read(name)).items() if has(name) else ():
+            if tokens not in best or len(of["kvtier"]["all_s"]) > len(best[tokens]["kvtier"]["all_s"]):
+                best[tokens] = of
+    return dict(sorted(best.items()))
+
+
 def disk() -> list[str]:
-    result = read("ttft_disk")
+    found = [_disk_run(read(name)) for name in DISK_RUNS if has(name)]
+    goals = [(of["kvtier"]["times_limit"] <= DISK_GOAL_TIMES,
+              f"{tokens:,} tokens {of['kvtier']['times_limit']:.2f} (goal {DISK_GOAL_TIMES}; median of "
+              f"{len(of['kvtier']['all_s'])})") for tokens, of in disk_rows().items()]  # fmt: skip
+    return [
+        *(line for lines in found for line in [*lines, ""]),
+        f"Of each length the run of most prompts: {judged(goals)}",
+    ]
+
+
+def _disk_run(result: dict[str, Any]) -> list[str]:
     lengths = by_length(result)
     others = [name for name in PEERS if name in lengths[min(lengths)]]
-    rows, goals, again = [], [], []
+    rows, again = [], []
     for tokens, of in lengths.items():
         row = of["kvtier"]
         reads = [value / 1e9 for value in row["all_read_bytes_s"]]
@@ -184,8 +205,6 @@ def disk() -> list[str]:
                      f"{row['load_bytes_s'] / 1e9:.2f} GB/s, {row['load_percent_of_limit']:.0f}%",
                      f"{row['read_bytes_s'] / 1e9:.2f} ({min(reads):.2f}-{max(reads):.2f}) GB/s",
                      f"{row['times_limit']:.2f} ({times})"])  # fmt: skip
-        goals.append((row["times_limit"] <= DISK_GOAL_TIMES, f"{tokens:,} tokens {row['times_limit']:.2f} (goal "
-                      f"{DISK_GOAL_TIMES})"))  # fmt: skip
     for row in result["results"]["kvtier"]["reload"]["first_tokens"]:
         again += [read_["again_bytes_s"] / read_["bytes_s"] for read_ in row["reads"]]
     return [
@@ -195,7 +214,7 @@ def disk() -> list[str]:
                 "transfer, and share of direct reads", "direct reads around the reload",
                 "time over the floor / (bytes at the direct rate), each"], rows),
         "",
-        f"{judged(goals)} The disk's rate wanders, so it is taken right before and right after each reload, and the "
+        f"The disk's rate wanders, so it is taken right before and right after each reload, and the "
         f"mean of both counts: direct reads of {result['probe_tokens']:,} tokens' records each, which kvtier wrote to "
         "the same disk for prompts that nobody asks for (16 threads, 1 MiB a read). The same bytes read once more came "
         f"{median(again):.2f} times as fast.{_slower(lengths, others)}",
@@ -219,6 +238,6 @@ def two_ttft() -> list[str]:
 
 
 SECTIONS: tuple[Callable[[], list[str]], ...] = (
-    machine, ttft, disk, two_ttft, tables_gpu_checks.kernels, tables_gpu_checks.saving,
+    machine, ttft, disk, two_ttft, tables_gpu_checks.kernels, tables_gpu_checks.verification, tables_gpu_checks.saving,
     tables_gpu_checks.equality, tables_gpu_checks.two_gpus, tables_gpu_checks.load_mix, tables_gpu_checks.demo,
 )  # fmt: skip

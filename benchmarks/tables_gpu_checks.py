@@ -92,6 +92,20 @@ def decoding(result: dict[str, Any]) -> tuple[list[str], str]:
     return row, text + within + noise
 
 
+def verification() -> list[str]:
+    if not has("verification"):
+        return []
+    found = read("verification")
+    goal, cost = found["goal_percent"], found["cost_percent"]
+    return [
+        f"**What verification costs** (`benchmarks/gpu/verification.py`, {made(found)}): {found['tokens']:,} tokens "
+        f"reloaded from tmpfs, with the look at all checksums and without it, in turns, {found['pairs']} pairs in one "
+        f"process: {1000 * found['with_s']:.0f} and {1000 * found['without_s']:.0f} ms to the first token, "
+        f"{cost:+.1f}% (median of the pairs; goal {goal:.0f}%: {verdict(cost <= goal)}). There is no setting that leaves it out; "
+        "the benchmark replaces a method."
+    ]  # fmt: skip
+
+
 def equality() -> list[str]:
     """One paragraph for each model that was run."""
     names = [name for name in EQUALITY_MODELS if has(name)]

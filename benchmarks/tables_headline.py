@@ -123,8 +123,7 @@ def _quality() -> list[str]:
 
 
 def _disk() -> str:
-    result = read("ttft_disk")
-    rows = [row for row in result["rows"] if row["system"] == "kvtier"]
+    rows = [of["kvtier"] for of in tables_gpu.disk_rows().values()]
     shares = [row["load_percent_of_limit"] for row in rows]
     times, goal_times = [row["times_limit"] for row in rows], tables_gpu.DISK_GOAL_TIMES
     return (
