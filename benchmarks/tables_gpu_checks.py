@@ -101,8 +101,8 @@ def verification() -> list[str]:
         f"**What verification costs** (`benchmarks/gpu/verification.py`, {made(found)}): {found['tokens']:,} tokens "
         f"reloaded from tmpfs, with the look at all checksums and without it, in turns, {found['pairs']} pairs in one "
         f"process: {1000 * found['with_s']:.0f} and {1000 * found['without_s']:.0f} ms to the first token, "
-        f"{cost:+.1f}% (median of the pairs; goal {goal:.0f}%: {verdict(cost <= goal)}). There is no setting that leaves it out; "
-        "the benchmark replaces a method."
+        f"{cost:+.1f}% (median of the pairs; goal {goal:.0f}%: {verdict(cost <= goal)}). There is no "
+        "setting that leaves it out; the benchmark replaces a method."
     ]  # fmt: skip
 
 
