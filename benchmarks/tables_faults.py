@@ -17,7 +17,7 @@ def engines() -> list[str]:
         return []
     result = read("faults_engines")
     return [
-        f"**Real engines** (`make soak`: {result['command']}; {result['minutes']:.0f} minutes, {result['requests']:,} "
+        f"**Real engines** (`make soak`, {result['minutes']:.0f} minutes, {result['requests']:,} "
         f"requests, {result['machine']}; {made(result)}):",
         "",
         *table(COLUMNS, rows(result)),
