@@ -192,11 +192,12 @@ class Checks:
                     yield "a queue is longer than it may be (I4)", str(len(jobs._queue))
 
     def look_at_budget(self, late_bytes: int) -> None:
-        """Files never take more than the budget, but for `late_bytes`: what writes that outlived their deadline may add
-        to segments that were cut meanwhile, until the next sweep."""
+        """Segments never take more than the budget, but for `late_bytes`: what writes that outlived their deadline may
+        add to segments that were cut meanwhile, until the next sweep. (A namespace's file of a few hundred bytes is in
+        no budget.)"""
         place = self._place
-        if place.disk.used_bytes() > place.capacity_bytes + late_bytes:
-            self._violate(f"files take {place.disk.used_bytes()} bytes of {place.capacity_bytes}")
+        if place.disk.segments_bytes() > place.capacity_bytes + late_bytes:
+            self._violate(f"segments take {place.disk.segments_bytes()} bytes of {place.capacity_bytes}")
 
     # --- at the end ---
 

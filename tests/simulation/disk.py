@@ -69,6 +69,9 @@ class Disk:
     def used_bytes(self) -> int:
         return sum(entry.stat().st_blocks * 512 for folder in self.folders() for entry in os.scandir(folder))
 
+    def segments_bytes(self) -> int:
+        return sum(path.stat().st_blocks * 512 for path, _ in self.segments())
+
     def folders(self) -> list[str]:
         return [entry.path for entry in os.scandir(self.folder) if entry.is_dir()]
 

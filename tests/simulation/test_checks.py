@@ -13,6 +13,8 @@ from kvtier.evictor import Evictor
 from kvtier.geometry import Extent
 from kvtier.index.base import EVICT_LEASE, Location, NewRecord, SetInfo
 from kvtier.removal import Remover
+from kvtier.root import open_namespace
+from kvtier.tiers.segments import segment_name
 from tests.simulation.engine import namespace_of
 from tests.simulation.index import IndexWeather, SimIndex
 from tests.simulation.recipes import Recipe
@@ -78,6 +80,19 @@ def test_what_a_killed_evictor_chose_is_evicted_by_who_comes_next(world: World) 
     assert not world.place.index.real.resolve([KEY])
     world.checks.look_at_claims()
     assert world._runtime.violations == []
+
+
+def test_the_budget_is_that_of_segments(world: World) -> None:
+    """Seed 10024 of lost_answers was within a page of it, and had two namespaces."""
+    place = world.place
+    folder = open_namespace(place.root, namespace_of("w0"))
+    (folder / segment_name(OLD, 0)).write_bytes(bytes(8192))
+    place.capacity_bytes = 8192
+    world.checks.look_at_budget(0)
+    assert world._runtime.violations == []
+    place.capacity_bytes = 4096
+    world.checks.look_at_budget(0)
+    assert world._runtime.violations == ["segments take 8192 bytes of 4096"]
 
 
 def test_a_set_that_nobody_chose_is_lost(world: World) -> None:

@@ -66,10 +66,10 @@ class World:
         capacity_bytes = recipe.sets * SET_BYTES
         disk = Disk(self._runtime, folder / "v1", 2 * capacity_bytes + (1 << 20))
         disk.folder.mkdir()
+        self._stack.enter_context(installed(self._runtime, disk))
         kind = rng.choice(recipe.kinds)
         index = SharedIndex(self._runtime, partial(self._new_index, kind, folder), kind == "remote")
         self.place = Place(self._runtime, Root(folder, disk.folder, None), disk, index, capacity_bytes)
-        self._stack.enter_context(installed(self._runtime, disk))
         self.checks = Checks(self.place)
         self._stack.enter_context(watching(self.checks))
         self._vandal = Vandal(disk)
