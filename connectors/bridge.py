@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier.breakeven import LoadLimit
-from kvtier.connectors.requests import Answer, ChunkShape, Offer, RequestView, TrackedRequest
+from kvtier.connectors.requests import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
+from kvtier.lookups import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.store import Store, WantedChunk
 from kvtier.transfer import Transfer
@@ -255,7 +256,8 @@ class SchedulerBridge:
             return 0
         entries = self._find(request, first, end)
         if entries is None:
-            if self._clock() - (request.asked_since_s or 0.0) < self._answer_timeout_s:
+            assert request.question is not None
+            if self._clock() - request.question.since_s < self._answer_timeout_s:
                 return None
             request.may_load = False
             self._store.gave_up(end - first)
@@ -268,17 +270,21 @@ class SchedulerBridge:
 
     def _find(self, request: TrackedRequest, first: int, end: int) -> tuple[bytes, ...] | None:
         """Entries of the leading chunks of [first, end); None while a remote index has not answered."""
-        now, last = self._clock(), request.answer
-        if last is not None and (last.first_chunk, last.end_chunk) == (first, end) and now - last.at_s < ANSWER_GOOD_S:
-            return last.entries
-        keys = request.keys_to(end, self._shape.chunk_tokens)[first:]
+        now, last, asked = self._clock(), request.answer, request.question
+        if last is not None and last.tells_of(first, end) and now - last.at_s < ANSWER_GOOD_S:
+            return last.entries[first - last.first_chunk :]
+        is_same = asked is not None and asked.first_chunk <= first and asked.end_chunk == end
+        begin = asked.first_chunk if asked is not None and is_same else first
+        keys = request.keys_to(end, self._shape.chunk_tokens)[begin:]
         entries = self._store.lookup(keys, request.view.request_id)
         if entries is None:
-            request.asked_since_s = now if request.asked_since_s is None else request.asked_since_s
+            # After so long an answer is not kept: it came, and nobody for it, so the index has its time once more.
+            is_late = asked is not None and now - asked.at_s <= ANSWER_KEPT_S
+            request.question = Question(begin, end, asked.since_s if asked is not None and is_late else now, now)
             return None
-        if request.asked_since_s is not None:
-            request.asked_since_s, request.answer = None, Answer(first, end, tuple(entries), now)
-        return tuple(entries)
+        if asked is not None:
+            request.question, request.answer = None, Answer(begin, end, tuple(entries), now)
+        return tuple(entries)[first - begin :]
 
     def _plan_load(self, request: TrackedRequest, offer: Offer, block_ids: Sequence[int]) -> LoadPlan:
         shape = self._shape

@@ -55,6 +55,23 @@ class Answer:
     entries: tuple[bytes, ...]
     at_s: float
 
+    def tells_of(self, first: int, end: int) -> bool:
+        return self.first_chunk <= first and self.end_chunk == end
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a remote index is asked, of chunks [first_chunk, end_chunk). It stays the same until it is answered, though
+    the engine's own hit may grow meanwhile: another one would not be answered yet, either.
+
+    since_s: the answer is waited for. at_s: when it was looked for last.
+    """
+
+    first_chunk: int
+    end_chunk: int
+    since_s: float
+    at_s: float
+
 
 @dataclass(slots=True)
 class TrackedRequest:
@@ -65,7 +82,7 @@ class TrackedRequest:
     load_blocks: blocks of the load that is on its way; None when there is none.
     computed_tokens: what the engine had by itself when it last asked for a hit.
     own_tokens: that, and what it was then to wait for from us.
-    asked_since_s: when an answer to a lookup was first waited for; answer: the last one that was.
+    question: to a remote index, while its answer is waited for; answer: the last one that was.
     """
 
     view: RequestView
@@ -78,7 +95,7 @@ class TrackedRequest:
     load_blocks: frozenset[int] | None = None
     computed_tokens: int = 0
     own_tokens: int = 0
-    asked_since_s: float | None = None
+    question: Question | None = None
     answer: Answer | None = None
 
     def keys_to(self, chunk: int, chunk_tokens: int) -> list[bytes]:

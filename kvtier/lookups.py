@@ -93,13 +93,18 @@ class InBackground:
                 return Found([], 0.0, is_answer=False)
             self._questions[name] = question
             self._questions.move_to_end(name)
-            if len(self._questions) > QUESTIONS_MAX:
-                self._questions.popitem(last=False)
+            self._forget_some()
             if self._is_quick and not question.is_answered.wait(WAIT_S):
                 self._is_quick = False
-        if question.is_answered.is_set():
+        found = question.found  # once: it may come between two looks, and would be given twice
+        if found is not None:
             self._questions.pop(name, None)
-        return question.found
+        return found
+
+    def _forget_some(self) -> None:
+        """Of those that nobody came back for: their requests ended, or gave up."""
+        while len(self._questions) > QUESTIONS_MAX or self._is_old(next(iter(self._questions.values()))):
+            self._questions.popitem(last=False)
 
     def _is_old(self, question: _Question) -> bool:
         return question.is_answered.is_set() and self._clock() - question.answered_s > ANSWER_KEPT_S
@@ -108,6 +113,7 @@ class InBackground:
         try:
             found = self._in_place.resolve(question.keys)
         except BaseException:
+            question.answered_s = self._clock()
             question.found = Found([], self._clock() - question.asked_s, is_answer=False)
             question.is_answered.set()
             raise

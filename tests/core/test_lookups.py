@@ -103,25 +103,69 @@ def test_an_answer_is_given_once_and_not_when_it_is_old() -> None:
     assert lookups.resolve(KEYS) == Found(KEYS, 0.5)
 
 
+class Asking:
+    """A request of four chunks, whose lookups are answered when `jobs` are run."""
+
+    def __init__(self) -> None:
+        self.index, self.clock, self.jobs, self.store = SlowIndex(), Clock(), ManualJobs(100), FakeStore()
+        self.index.may_answer.set()
+        lookups = InBackground(self.index, self.jobs, self.clock)
+
+        def lookup(keys: Sequence[bytes], asker: str) -> list[bytes] | None:
+            found = lookups.resolve(keys, asker)
+            return None if found is None else found.entries
+
+        self.store.lookup = lookup  # type: ignore[method-assign]
+        store, shape = self.store, ChunkShape(64, 16)
+        self.bridge = SchedulerBridge(store, shape, FixedLimit(64), 0.5, Faults(), self.clock)  # type: ignore[arg-type]
+        self.bridge.track(RequestView("r", list(range(300)), 300, {}, True, True))
+
+    def hit_tokens(self, now_s: float, computed_tokens: int = 0) -> int | None:
+        self.clock.now_s = now_s
+        return self.bridge.hit_tokens("r", computed_tokens)
+
+    def answer(self, now_s: float) -> None:
+        self.clock.now_s = now_s
+        self.jobs.run()
+
+
 def test_an_answer_waits_for_an_engine_whose_step_takes_seconds() -> None:
     """Asked for again after the deadline of lookups, it is there: the engine was slow, and the index was not."""
-    index, clock, jobs = SlowIndex(), Clock(), ManualJobs(100)
-    index.may_answer.set()
-    store = FakeStore()
-    lookups = InBackground(index, jobs, clock)
+    asking = Asking()
+    assert asking.hit_tokens(0.0) is None
+    asking.answer(0.003)
+    assert asking.hit_tokens(5.0) == 256 and asking.index.asked == 1 and not asking.store.given_up
 
-    def lookup(keys: Sequence[bytes], asker: str) -> list[bytes] | None:
-        found = lookups.resolve(keys, asker)
-        return None if found is None else found.entries
 
-    store.lookup = lookup  # type: ignore[method-assign]
-    bridge = SchedulerBridge(store, ChunkShape(64, 16), FixedLimit(64), 0.5, Faults(), clock)  # type: ignore[arg-type]
-    bridge.track(RequestView("r", list(range(300)), 300, {}, True, True))
-    assert bridge.hit_tokens("r", 0) is None
-    clock.now_s = 0.003
-    jobs.run()
-    clock.now_s = 5.0
-    assert bridge.hit_tokens("r", 0) == 256 and index.asked == 1 and not store.given_up
+def test_a_request_that_the_engine_comes_back_to_after_long_asks_anew_and_waits_anew() -> None:
+    """Behind others' prefills, say: the index answered in time, only nobody came for that."""
+    asking = Asking()
+    assert asking.hit_tokens(0.0) is None
+    asking.answer(0.003)
+    later_s = ANSWER_KEPT_S + 10
+    assert asking.hit_tokens(later_s) is None and not asking.store.given_up
+    asking.answer(later_s + 0.003)
+    assert asking.hit_tokens(later_s + 5) == 256 and asking.index.asked == 2
+
+
+def test_what_the_engine_computes_meanwhile_for_others_changes_no_question() -> None:
+    """Its own hit grows from step to step, and each was another question, not answered yet: given up."""
+    asking = Asking()
+    assert asking.hit_tokens(0.0) is None
+    asking.answer(0.003)
+    assert asking.hit_tokens(5.0, 64) == 192 and asking.index.asked == 1
+    offer = asking.bridge._requests["r"].offer
+    assert offer is not None and offer.first_chunk == 1
+    assert list(offer.entries) == asking.bridge._requests["r"].keys_to(4, 64)[1:], "of the chunks behind it"
+    assert asking.hit_tokens(5.5, 128) == 128 and asking.index.asked == 1
+    assert asking.hit_tokens(5.6, 0) is not None, "what the engine lost again is known too"
+
+
+def test_an_index_that_stays_silent_is_given_up_whatever_the_engine_computes() -> None:
+    asking = Asking()
+    assert asking.hit_tokens(0.0) is None and asking.hit_tokens(0.4, 64) is None
+    assert asking.hit_tokens(0.6, 64) == 0 and asking.store.given_up == [3]
+    assert asking.hit_tokens(0.7) == 0 and asking.jobs.pending() == 1
 
 
 def test_what_came_too_late_for_one_request_is_not_told_another() -> None:
@@ -156,6 +200,27 @@ def test_questions_nobody_comes_back_for_are_bounded() -> None:
     for number in range(3 * QUESTIONS_MAX):
         lookups.resolve([number.to_bytes(4, "big")])
     assert len(lookups._questions) == QUESTIONS_MAX
+
+
+def test_answers_that_nobody_comes_for_go_in_time() -> None:
+    index, clock, jobs = SlowIndex(), Clock(), ManualJobs(100)
+    index.may_answer.set()
+    lookups = InBackground(index, jobs, clock)
+    for number in range(5):
+        lookups.resolve(KEYS, f"ended {number}")
+    jobs.drain(0.0)
+    clock.now_s = ANSWER_KEPT_S + 0.1
+    lookups.resolve(KEYS, "asks later")
+    assert [name[0] for name in lookups._questions] == ["asks later"]
+
+
+def test_an_answer_that_comes_while_one_looks_is_not_given_again() -> None:
+    lookups = InBackground(SlowIndex(), ManualJobs(100), Clock())
+    assert lookups.resolve(KEYS) is None
+    (question,) = lookups._questions.values()
+    question.found = Found(KEYS, 0.0)  # the next thing that its thread does is to say so
+    assert lookups.resolve(KEYS) == Found(KEYS, 0.0)
+    assert lookups.resolve(KEYS) is None, "the next one asks anew"
 
 
 def test_a_request_that_waits_for_blocks_does_not_ask_again() -> None:
