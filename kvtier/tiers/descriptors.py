@@ -37,12 +37,12 @@ class OpenSegment:
     def release(self) -> None:
         self._release(self)
 
-    def is_unlinked(self) -> bool:
-        """False where the storage does not tell: who reads or writes then finds out what is wrong with it."""
+    def is_unlinked(self) -> bool | None:
+        """None where the storage does not tell."""
         try:
             return os.fstat(self.fd).st_nlink == 0
         except OSError as fault:
-            return fault.errno in GONE
+            return True if fault.errno in GONE else None
 
 
 class Descriptors:
@@ -57,8 +57,8 @@ class Descriptors:
         """The segment, open; None when it is gone. Whatever `open_file` raises."""
         segment = self._take(name)
         if segment is not None:
-            if not segment.is_unlinked():
-                return segment
+            if segment.is_unlinked() is False:
+                return segment  # else its mount may have been made anew, and this would never be of use again
             self._forget(name, segment)
             segment.release()
         found = self._open_file(name)
@@ -74,7 +74,7 @@ class Descriptors:
 
     def close_unlinked(self) -> None:
         """Lets go of files that were evicted: as long as they are open, they keep their space on the disk."""
-        self._forget_those(OpenSegment.is_unlinked)
+        self._forget_those(lambda segment: segment.is_unlinked() is True)
 
     def close(self) -> None:
         """Closes what is not in use; what is, is closed by its last release."""

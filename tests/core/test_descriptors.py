@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import TierUnavailable
 from kvtier.geometry import Extent
 from kvtier.record import SegmentHeader
 from kvtier.tiers.descriptors import Descriptors
@@ -46,10 +47,20 @@ def test_a_segment_that_another_node_unlinked_is_opened_anew(
         fstat(opened[1])
 
 
-def test_storage_that_does_not_tell_takes_no_descriptor_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EIO, or ENOTCONN of a FUSE server that died: housekeeping goes on, and closes it when it is asked to."""
+def test_storage_that_does_not_tell_is_left_alone_by_housekeeping_and_opened_anew_by_who_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EIO, or ENOTCONN of a FUSE server that died. It is mounted again below the same path, where the file is; the
+    descriptor will never work again."""
     header = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
-    files = Descriptors(lambda name: (os.open(tmp_path, os.O_RDONLY), header))
+    is_mounted = True
+
+    def open_file(name: tuple[int, int]) -> tuple[int, SegmentHeader]:
+        if not is_mounted:
+            raise TierUnavailable("not connected")
+        return os.open(tmp_path, os.O_RDONLY), header
+
+    files = Descriptors(open_file)
     first, fstat = files.lease((1, 0)), os.fstat
     assert first is not None
     dead = first.fd
@@ -61,10 +72,16 @@ def test_storage_that_does_not_tell_takes_no_descriptor_away(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "fstat", answer)
     files.close_unlinked()
+    assert not first.is_forgotten
+    is_mounted = False
+    with pytest.raises(TierUnavailable):
+        files.lease((1, 0))
+    is_mounted = True
     second = files.lease((1, 0))
-    assert second is first
-    for segment in (first, second):
+    assert second is not None and second.fd != dead and second is files.lease((1, 0))
+    for segment in (first, second, second):
         segment.release()
     files.close()
-    with pytest.raises(OSError):
-        fstat(dead)
+    for fd in (dead, second.fd):
+        with pytest.raises(OSError):
+            fstat(fd)
