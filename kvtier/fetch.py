@@ -174,6 +174,10 @@ class Fetcher:
         if cached is not None:  # else it was pushed out already
             keeper.keep(cached[0], key, cached[1], partial(arena.release, cached[0], key))
 
+    def retract_gone(self, namespace: bytes, chunks: Sequence[LoadChunk]) -> None:
+        """See FileReader."""
+        self._files.retract_gone(namespace, chunks)
+
     def abandon(self, fetch: Fetch) -> None:
         """Lets go of a chunk that is not used. Reads that are under way keep their slot until they return."""
         slot, fetch.slot = fetch.slot, -1

@@ -28,6 +28,10 @@ class FetchFailed(Exception):
     """This chunk can't be had; the request is recomputed from here on. Never leaves kvtier.loads."""
 
 
+class SegmentGone(FetchFailed):
+    """The file is not there any more, so nothing in it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileReads:
     """The reads of one chunk, a run of slabs of a record each, on their way into a slot since `begun_s`. In a signed
@@ -111,6 +115,22 @@ class FileReader:
             for location in located:
                 self.retract(chunk.key, location)
 
+    def retract_gone(self, namespace: bytes, chunks: Sequence[LoadChunk]) -> None:
+        """After SegmentGone: those of the chunks behind it whose segments are gone too. A load ends at the first one,
+        so a long prompt would else be recomputed once for each of them. Without the folder, as on a mount that is away,
+        it is not the segments that are gone. Raises TierUnavailable, Corrupt, OSError."""
+        files = self._worker.files(namespace)
+        if not files.folder.is_dir():
+            return
+        there: dict[tuple[int, int], bool] = {}
+        for chunk in chunks:
+            for location in entries.locations_of(chunk.entry):
+                segment = (location.set_id, location.rank)
+                if segment not in there:
+                    there[segment] = files.exists(*segment)
+                if not there[segment]:
+                    self.retract(chunk.key, location)
+
     def retract(self, key: bytes, location: Location) -> None:
         """What is bad or gone is not offered again (compare-and-delete: never another writer's record)."""
         try:
@@ -126,7 +146,7 @@ class FileReader:
             raise
         if segment is None:
             self.retract(key, location)
-            raise FetchFailed(f"segment {location.set_id:016x}-{location.rank:04d} is gone")
+            raise SegmentGone(f"segment {location.set_id:016x}-{location.rank:04d} is gone")
         held.callback(segment.release)
         header = segment.header
         is_alike = (header.slab_bytes, header.extent) == (location.slab_bytes, location.extent)

@@ -7,12 +7,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 from kvtier import metrics as names
-from kvtier.errors import TierUnavailable
+from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.fetch import Fetcher
-from kvtier.fetch_files import FetchFailed
+from kvtier.fetch_files import FetchFailed, SegmentGone
 from kvtier.jobs import Jobs
 from kvtier.load_walk import LoadWalk
 from kvtier.plan import LoadDone, LoadPlan
@@ -97,6 +98,9 @@ class Loader:
         if failure is not None:
             log.warning("request %s: recomputed from chunk %d of its load on: %s",
                         load.plan.request_id, load.n_chunks, failure)  # fmt: skip
+        if isinstance(failure, SegmentGone):
+            with suppress(Corrupt, TierUnavailable, OSError):  # whoever is offered one of them finds out then
+                self._fetcher.retract_gone(load.plan.namespace, load.plan.chunks[load.n_chunks :])
         self._worker.metrics.add(names.LOAD_REQUESTS)
         self._worker.metrics.add(names.LOAD_TOKENS, load.n_tokens)
         self._worker.metrics.add(names.LOAD_BYTES, load.n_bytes)

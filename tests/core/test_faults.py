@@ -163,6 +163,43 @@ def test_what_lies_before_a_lost_chunk_is_loaded(tmp_path: Path, how: str, arena
     reader.close()
 
 
+def test_a_lost_segment_is_found_out_about_once(tmp_path: Path) -> None:
+    """All of a prompt that lay in it is saved anew by the request that misses it: it is not one chunk a request."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    keys = writer.keys(TOKENS)
+    writer.close()
+    (path,) = segments(tmp_path)
+    path.unlink()
+    reader = Engine(tmp_path)
+    index = reader.store._keeper._index
+    n_chunks, (answer,) = reader.load(TOKENS, TARGET)
+    assert n_chunks == 5 and answer.failed_blocks == frozenset(TARGET)
+    deadline = time.monotonic() + 10
+    while any(index.resolve([key]) for key in keys):  # after the answer, which does not wait for it
+        assert time.monotonic() < deadline, "the others are still offered"
+        time.sleep(0.01)
+    reader.close()
+
+
+def test_a_folder_that_is_away_takes_no_more_than_one_chunk_along(tmp_path: Path) -> None:
+    """As when a mount is gone for a moment: what lies there is not lost."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    keys = writer.keys(TOKENS)
+    writer.close()
+    reader = Engine(tmp_path)
+    entries_before = reader.store.lookup(keys)
+    assert entries_before is not None and len(entries_before) == 5
+    folder = segments(tmp_path)[0].parent
+    folder.rename(folder.with_suffix(".away"))
+    chunks = reader.store.plan_load("r", keys, entries_before, TARGET, 0).chunks
+    reader.transfers[0]._loader._fetcher.retract_gone(reader.store.namespace_id, chunks)
+    assert all(reader.store._keeper._index.resolve([key]) for key in keys)
+    folder.with_suffix(".away").rename(folder)
+    reader.close()
+
+
 @pytest.mark.parametrize("how", ["zeroed header", "truncated to nothing", "unlinked", "replaced by a link"])
 def test_lost_segment_is_a_miss(tmp_path: Path, how: str) -> None:
     writer = Engine(tmp_path / "root")
