@@ -78,6 +78,7 @@ class Housekeeper:
         self._owner = owner
         self._remover = Remover(index, folder)
         self._renew_s = 0.0
+        self._held_until_s = 0.0
         self._looked_to = -1
         self.clock = clock
 
@@ -187,8 +188,16 @@ class Housekeeper:
 
     def _hold_sweep_lease(self) -> bool:
         """Takes the lease, or renews it; False when others have it."""
-        self._renew_s = self.clock() + LEASE_RENEWAL_S
-        return self._index.acquire_lease(SWEEP_LEASE, self._owner, self.clock(), LEASE_TTL_S) is not None
+        asked_s = self.clock()
+        self._renew_s = asked_s + LEASE_RENEWAL_S
+        is_held = self._index.acquire_lease(SWEEP_LEASE, self._owner, asked_s, LEASE_TTL_S) is not None
+        self._held_until_s = asked_s + LEASE_TTL_S if is_held else 0.0
+        return is_held
+
+    def _holds_sweep_lease(self) -> bool:
+        """Whether nobody else can have it by now. Looked at right before a segment is cut or read back, without asking
+        the index: in a sweep that was held up for longer, another may have read back what this one would cut."""
+        return self.clock() < self._held_until_s
 
     def _renew_sweep_lease(self) -> None:
         """Now and then: it is called for each of maybe very many sets."""
@@ -244,6 +253,9 @@ class Housekeeper:
                 self._index.retract(key, place)
         for known in members:
             records.pop(known, None)
+        if not self._holds_sweep_lease():  # somebody may have cut it since
+            faults.update((rank, TierUnavailable("others may have swept while it was read")) for rank in found)
+            return 0
         is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
         taken = self._publish(self._set_info(files, header) if is_whole else None, list(records.values()))
         if not all(files.exists(set_id, rank) for rank in found):
@@ -283,6 +295,7 @@ class Housekeeper:
         """The record headers of a segment that are whole and lie in their own place."""
         name = f"{files.folder.name}/{segment_name(header.set_id, header.rank)}"
         for slot, page in files.pages(header.set_id, header.rank):
+            self._renew_sweep_lease()
             if is_blank(page):
                 continue
             try:
@@ -324,6 +337,8 @@ class Housekeeper:
             self._remover.remove(info)
             return
         if info.is_open:
+            if not self._holds_sweep_lease():
+                return  # the next sweep closes it
             log.info("closing segment set %016x of a writer that is gone", info.set_id)
             n_bytes = self._trim(info, [location for _, location in members])
         if info.is_open or n_bytes != info.n_bytes:
