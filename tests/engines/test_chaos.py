@@ -30,8 +30,8 @@ from tests.redis_server import has_redis, standalone
 pytestmark = has_redis
 
 SEED = 20261122
-DISK_BYTES = 3 << 30
-SETTINGS = {"capacity_bytes": "2500MiB", "io": {"timeout_s": 1.0}, "writer_lease_s": 10.0, "touch_interval_s": 2.0}
+DISK_BYTES = 6 << 30
+SETTINGS = {"capacity_bytes": "5500MiB", "io": {"timeout_s": 1.0}, "writer_lease_s": 10.0, "touch_interval_s": 2.0}
 LONG_FORM_ONLY = ("every file operation hangs", "reads fail (EIO)")
 PATIENCE_MS = 1000.0
 """Of the index: Redis shares this machine's cores with all engines."""
