@@ -190,7 +190,8 @@ class _Verifier:
                 self._unfinished += 1
             return
         except (Corrupt, TierUnavailable) as fault:
-            self._bad.append(Finding(*place, None, str(fault)))
+            if files.exists(set_id, rank):  # else its namespace was erased since
+                self._bad.append(Finding(*place, None, str(fault)))
             return
         self._bad += [Finding(*place, slot, "the file has nothing there") for slot in sorted(expected)]
 

@@ -89,9 +89,10 @@ class SegmentFiles:
         _write_page(fd, header.pack())
 
     def lease(self, set_id: int, rank: int) -> OpenSegment | None:
-        """The segment, open for reading and writing, until its `release`; None when there is no such segment.
+        """The segment, open for reading and writing, until its `release`; None when its folder has no such segment.
 
-        Raises Corrupt when the file is not the segment that its name says.
+        Raises Corrupt when the file is not the segment that its name says; TierUnavailable also without the folder, as
+        on a mount that is away: what lies there is not gone.
         """
         return self._descriptors.lease((set_id, rank))
 
@@ -202,11 +203,12 @@ class SegmentFiles:
         path = self.folder / segment_name(*name)
         try:
             with folder_within(self.folder) as folder:
-                if not is_plain(os.stat(path.name, dir_fd=folder, follow_symlinks=False)):
-                    raise Corrupt(f"{path}: is not a plain file")
-                fd = _open_to_write_or_read(path.name, folder, self._flags)
-        except FileNotFoundError:
-            return None
+                try:
+                    if not is_plain(os.stat(path.name, dir_fd=folder, follow_symlinks=False)):
+                        raise Corrupt(f"{path}: is not a plain file")
+                    fd = _open_to_write_or_read(path.name, folder, self._flags)
+                except FileNotFoundError:
+                    return None
         except OSError as fault:
             raise _unavailable(path, fault) from fault
         try:

@@ -12,6 +12,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.geometry import Extent
 from kvtier.record import SegmentHeader
 from kvtier.tiers.descriptors import Descriptors
+from tests.core.rig import Engine
 
 
 @pytest.mark.parametrize("gone", [errno.ESTALE, errno.ENOENT])
@@ -85,3 +86,24 @@ def test_storage_that_does_not_tell_is_left_alone_by_housekeeping_and_opened_ane
     for fd in (dead, second.fd):
         with pytest.raises(OSError):
             fstat(fd)
+
+
+def test_a_folder_that_is_away_is_no_reason_to_forget_what_lies_there(tmp_path: Path) -> None:
+    """A mount that is gone leaves an empty folder. The segments are not gone, and other nodes load from them: an index
+    that all share must not lose a chunk with each load that is tried here."""
+    tokens, target = list(range(64 * 3)), list(range(100, 112))
+    writer = Engine(tmp_path)
+    writer.save(tokens, list(range(12)))
+    keys = writer.keys(tokens)
+    writer.close()
+    reader = Engine(tmp_path)
+    folder = next(tmp_path.glob("v1/*/*.kvseg")).parent
+    folder.rename(tmp_path / "away")
+    for _ in range(2):
+        n_chunks, (answer,) = reader.load(tokens, target)
+        assert n_chunks == 3 and answer.failed_blocks == frozenset(target)
+    (tmp_path / "away").rename(folder)
+    assert all(reader.store._keeper._index.resolve([key]) for key in keys)
+    n_chunks, (answer,) = reader.load(tokens, target)
+    assert n_chunks == 3 and not answer.failed_blocks
+    reader.close()
