@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -93,9 +94,16 @@ class ServerFailed(Exception):
     """The server ended or did not come up; the text has the end of its log."""
 
 
+PORTS = (10_000, 30_000)
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """Below those that systems give to connections: between now and the server's start, one of them may get such a one
+    (vLLM's own processes connect to each other meanwhile)."""
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @contextmanager

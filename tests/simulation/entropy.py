@@ -38,9 +38,13 @@ ALLOWED = frozenset(
         ("kvtier.housekeeping", "listdir"),  # asks whether there is any
     }
 )
-"""Who may call what; logging may call anything, for nobody reads its lines. Not looked at: the state of files that the
+"""Who may call what. Not looked at: the state of files that the
 tier does not write (`stat`), ids of threads, which say only whose a call is, and where things lie in memory (`id`,
 `hash`), for which test_replay has processes of their own."""
+
+
+UNREAD = ("logging", "hypothesis")
+"""Nobody reads their lines; and Hypothesis, once it was used in a process, times each garbage collection."""
 
 
 @contextmanager
@@ -52,7 +56,7 @@ def watching_calls() -> Iterator[set[tuple[str, str]]]:
     def look(frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call" and _is_forbidden(called):
             asked = (_asker(frame), called.__name__)
-            if asked[0] != "logging" and asked not in ALLOWED:
+            if asked[0] not in UNREAD and asked not in ALLOWED:
                 found.add(asked)
 
     plain_spawn, before, generators = Runtime.spawn, sys.getprofile(), _generators()
@@ -83,10 +87,13 @@ def _is_forbidden(called: Any) -> bool:
 
 
 def _asker(frame: FrameType | None) -> str:
-    """The nearest of our own modules, or logging."""
+    """The nearest of our own modules, or one of UNREAD."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if name == "logging" or name.startswith(("kvtier", "tests")):
+        root = name.partition(".")[0]
+        if root in UNREAD:
+            return root
+        if root in ("kvtier", "tests"):
             return name
         frame = frame.f_back
     return ""
