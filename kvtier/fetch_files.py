@@ -71,10 +71,10 @@ class FileReader:
             wanted_bytes = self._slab_bytes(location.extent)
             if location.slab_bytes != wanted_bytes:
                 self.retract(chunk.key, location)
-                what = f"{location.extent} is not of this model"
-                if wanted_bytes is not None:
-                    what = f"slabs of {location.slab_bytes} bytes are not of this codec"
-                raise FetchFailed(f"{place_of(location)}: {what}")
+                is_of_model = wanted_bytes is not None
+                what = f"slabs of {location.slab_bytes} bytes" if is_of_model else str(location.extent)
+                whose = "codec" if is_of_model else "model"
+                raise FetchFailed(f"{place_of(location)}: {what}: not of this {whose}")
         sources = sources_of(located, self._worker.share.reads, self.arena.slot_bytes)
         if sources is None:
             self._retract_all(chunk, located)

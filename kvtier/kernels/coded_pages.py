@@ -5,7 +5,7 @@ A codec's mover (kvtier.codecs.base) hands over what launches its kernels; verdi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvtier.codecs.base import Verdict
 from kvtier.geometry import Extent, padded
 from kvtier.kernels.device_checksum import slab_seeds
 from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
-from kvtier.kernels.move_table import PageTable
+from kvtier.kernels.move_table import PageTable, alike
 from kvtier.kernels.paged import Move, PagedKV, Patch
 
 _ALIGNMENT = 16
@@ -148,36 +148,26 @@ class CodedPages:
         first = self.first_layer(patch)
         return self._slabs.n_bytes(range(first - patch.slab_layer, first + patch.n_layers))
 
-    def _groups(self, moves: Sequence[Move]) -> Iterable[Group]:
-        """Moves that one launch can do together."""
-        groups: dict[tuple[Patch, int], Group] = {}
-        group: Group | None = None
-        for place, move in enumerate(moves):
-            patch, slab_bytes = move.patch, move.slabs.shape[-1]
-            # Neighbours mostly are alike, and comparing is cheaper than hashing.
-            if group is None or slab_bytes != group.slab_bytes or patch != group.patch:
-                if (patch, slab_bytes) not in groups:
-                    groups[patch, slab_bytes] = Group(patch, slab_bytes, self._start(patch), [])
-                group = groups[patch, slab_bytes]
-            group.places.append(place)
-        return groups.values()
+    def _groups(self, moves: Sequence[Move]) -> list[Group]:
+        n_blocks = self._slabs.tokens // self._pages.block_tokens
+        groups = []
+        for each in alike(moves):
+            if each.n_blocks != n_blocks:
+                raise ValueError(f"{each.n_blocks} blocks are out of range: chunks have {n_blocks}")
+            if each.shape[0] != each.patch.n_heads:
+                raise ValueError(f"{each.patch} is out of range of slabs {tuple(each.shape)}")
+            groups.append(Group(each.patch, each.shape[-1], self._start(each.patch), each.places))
+        return groups
 
     def _rows_of(self, group: Group, all_moves: Sequence[Move], with_seeds: bool) -> npt.NDArray[np.int64]:
         """(moves, 2 + n_blocks [+ heads]), as the kernels read it."""
-        patch, n_blocks = group.patch, self._slabs.tokens // self._pages.block_tokens
+        patch = group.patch
         if not self._table.holds(patch) or self._end(patch) > group.slab_bytes:
             raise ValueError(f"{patch} is out of range of pages or of slabs of {group.slab_bytes} bytes")
         moves = [all_moves[place] for place in group.places]
-        for move in moves:
-            if len(move.block_ids) != n_blocks:
-                raise ValueError(f"{len(move.block_ids)} blocks are out of range: chunks have {n_blocks}")
-            if move.slabs.shape[0] != patch.n_heads:
-                raise ValueError(f"{patch} is out of range of slabs {tuple(move.slabs.shape)}")
         table = self._table.rows(moves, not with_seeds)
         if (int(np.bitwise_or.reduce(table[:, 0])) | group.slab_bytes) % _ALIGNMENT:
-            raise ValueError(
-                f"slabs of {group.slab_bytes} bytes are not aligned to {_ALIGNMENT} bytes, not all of them"
-            )
+            raise ValueError(f"not all slabs, of {group.slab_bytes} bytes, are aligned to {_ALIGNMENT} bytes")
         if not with_seeds:
             return table
         begin, head = self.first_layer(patch) - patch.slab_layer, self._held.first_head + patch.page_head

@@ -11,8 +11,7 @@ Programs next to each other share a block, so that its pages are read (written) 
 # Triton has no types.
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ import triton.language as tl
 
 from kvtier.geometry import PAGE_BYTES
 from kvtier.kernels.launch import on_device, pin_tables, to_device
-from kvtier.kernels.move_table import PageTable
+from kvtier.kernels.move_table import Alike, PageTable, alike
 from kvtier.kernels.paged import Move, PagedKV, Patch
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -149,16 +148,6 @@ def _move(
                    V_ROW, BLOCK_TOKENS, WORD, WORD_BYTES, VECTOR, TO_PAGES, TILE)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Moves of one launch."""
-
-    patch: Patch
-    shape: torch.Size  # of the slabs of each move
-    n_blocks: int
-    moves: list[Move] = field(default_factory=list)
-
-
 class DevicePages:
     """The planes of a PagedKV in device memory. Keeps the tensors alive. Thread-safe.
 
@@ -202,25 +191,25 @@ class DevicePages:
         self._move(moves, to_pages=True)
 
     def _move(self, moves: Sequence[Move], to_pages: bool) -> None:
-        tables = [(group, self._rows_of(group, to_pages)) for group in _groups(moves)]
+        tables = [(group, self._rows_of(group, moves, to_pages)) for group in alike(moves)]
         with on_device(self._device):
             for group, table in tables:
                 bits = self._bits | group.shape[1] | int(np.bitwise_or.reduce(table[:, 0], initial=0))
-                n_moves = len(group.moves)
-                self._launch(group, to_device(table.reshape(-1), self._device), n_moves, bits, to_pages)
+                self._launch(group, to_device(table.reshape(-1), self._device), bits, to_pages)
 
-    def _rows_of(self, group: _Group, to_pages: bool) -> npt.NDArray[np.int64]:
+    def _rows_of(self, group: Alike, all_moves: Sequence[Move], to_pages: bool) -> npt.NDArray[np.int64]:
         """(moves, 2 + n_blocks), as the kernel reads it."""
         patch, n_blocks = group.patch, group.n_blocks
+        moves = [all_moves[place] for place in group.places]
         end = (patch.slab_layer + patch.n_layers) * n_blocks * self._pages.block_tokens * sum(self._rows)
-        end += max(move.skip_bytes for move in group.moves)
+        end += max(move.skip_bytes for move in moves)
         fits = self._table.holds(patch) and len(group.shape) == 2
-        fits = fits and min(move.skip_bytes for move in group.moves) >= 0
+        fits = fits and min(move.skip_bytes for move in moves) >= 0
         if not fits or patch.n_heads != group.shape[0] or end > group.shape[1]:
             raise ValueError(f"{patch} of {n_blocks} blocks is out of range of pages or of slabs {tuple(group.shape)}")
-        return self._table.rows(group.moves, to_pages)
+        return self._table.rows(moves, to_pages)
 
-    def _launch(self, group: _Group, table: torch.Tensor, n_moves: int, bits: int, to_pages: bool) -> None:
+    def _launch(self, group: Alike, table: torch.Tensor, bits: int, to_pages: bool) -> None:
         """bits: all addresses, strides and sizes, one upon the other, which says what they are multiples of."""
         alignment = _alignment(bits)
         word_bytes = min(alignment, 8)
@@ -228,7 +217,7 @@ class DevicePages:
         patch, tokens, (tile, warps) = group.patch, self._pages.block_tokens, self._tiling
         tiles = -(-patch.n_heads * tokens * max(k_row, v_row) // tile)
         planes = 2 if v_row else 1
-        _move[(tiles * planes * group.n_blocks, patch.n_layers, n_moves)](
+        _move[(tiles * planes * group.n_blocks, patch.n_layers, len(group.places))](
             self._planes, table, patch.page_layer, patch.slab_layer, patch.page_head, patch.n_heads, group.n_blocks,
             group.shape[1], k_row, v_row, tokens, _WORDS[word_bytes], word_bytes, alignment // word_bytes,
             to_pages, tile, num_warps=warps,
@@ -238,10 +227,10 @@ class DevicePages:
         """Compiles and loads both kernels, by launches of nothing: neither is for an engine's thread between forwards.
 
         Waits for the table of planes, because others than the current stream will read it."""
-        nothing = _Group(Patch(0, 0, 0, 0, 0), torch.Size((0, PAGE_BYTES)), 0)
+        nothing = Alike(Patch(0, 0, 0, 0, 0), torch.Size((0, PAGE_BYTES)), 0, [])
         with on_device(self._device):
             for to_pages in (False, True):
-                self._launch(nothing, self._planes, 0, self._bits | PAGE_BYTES, to_pages)
+                self._launch(nothing, self._planes, self._bits | PAGE_BYTES, to_pages)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
 
@@ -249,15 +238,3 @@ class DevicePages:
 def _alignment(bits: int) -> int:
     """The greatest power of two, at most _VECTOR_BYTES, that divides all numbers whose bits these are."""
     return min(bits & -bits, _VECTOR_BYTES)
-
-
-def _groups(moves: Sequence[Move]) -> Iterable[_Group]:
-    """Moves that one launch can do together. Neighbours mostly are alike, and comparing is cheaper than hashing."""
-    groups: dict[tuple[Patch, torch.Size, int], _Group] = {}
-    group: _Group | None = None
-    for move in moves:
-        patch, shape, n_blocks = move.patch, move.slabs.shape, len(move.block_ids)
-        if group is None or n_blocks != group.n_blocks or shape != group.shape or patch != group.patch:
-            group = groups.setdefault((patch, shape, n_blocks), _Group(patch, shape, n_blocks))
-        group.moves.append(move)
-    return groups.values()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -155,7 +156,7 @@ def slab_checksums(runs: Sequence[SlabRun], walk: Walk = WALKS[0]) -> PendingSum
     ordered = [described[number] for number in order]
     starts = [0, *accumulate(each.n_slabs for each in ordered)]
     places = [0] * len(runs)
-    for number, start in zip(order, starts, strict=False):
+    for number, start in zip(order, starts[:-1], strict=True):
         places[number] = start
     with on_device(device):
         return PendingSums(_launch(ordered, starts, walk, device), runs, places)
@@ -181,8 +182,8 @@ def slab_seeds(keys: bytes, first_head: int, n_heads: int, first_layer: int) -> 
 def _slab_table(described: Sequence[_Described]) -> npt.NDArray[np.int64]:
     """(slabs of all runs, 2), run after run: where each slab lies, and its seed."""
     parts = []
-    of_heads = lambda each: (each.run.first_head, each.n_slabs, each.run.first_layer, each.slab_bytes)  # noqa: E731
-    for (head, n_slabs, layer, size), alike in groupby(described, of_heads):
+    what_seeds_share = attrgetter("run.first_head", "n_slabs", "run.first_layer", "slab_bytes")
+    for (head, n_slabs, layer, size), alike in groupby(described, what_seeds_share):
         found = list(alike)
         table = np.empty((len(found), n_slabs, 2), dtype=np.uint64)
         first = np.array([each.address for each in found], dtype=np.uint64)

@@ -6,13 +6,36 @@ Kernels check nothing. What is out of range of pages is found here, before anyth
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvtier.kernels.paged import Move, PagedKV, Patch, plain_slabs
+
+
+class Alike(NamedTuple):
+    """Moves that one launch can do together, by their places among all. shape: of the slabs of each."""
+
+    patch: Patch
+    shape: torch.Size
+    n_blocks: int
+    places: list[int]
+
+
+def alike(moves: Sequence[Move]) -> Iterable[Alike]:
+    """All moves, those of one patch, shape and number of blocks together."""
+    groups: dict[tuple[Patch, torch.Size, int], Alike] = {}
+    group: Alike | None = None
+    for place, move in enumerate(moves):
+        patch, shape, n_blocks = move.patch, move.slabs.shape, len(move.block_ids)
+        # Neighbours mostly are alike, and comparing is cheaper than hashing.
+        if group is None or n_blocks != group.n_blocks or shape != group.shape or patch != group.patch:
+            group = groups.setdefault((patch, shape, n_blocks), Alike(patch, shape, n_blocks, []))
+        group.places.append(place)
+    return groups.values()
 
 
 class PageTable:
