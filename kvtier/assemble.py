@@ -110,11 +110,12 @@ def signer_of(settings: Settings, namespace: Namespace, shares: Sequence[RankSha
 
 
 def open_store(
-    settings: Settings, namespace: Namespace, shares: Sequence[RankShare], about: About | None = None
-) -> Store:
-    """The deciding half, in the engine's scheduler process. `shares`: of all ranks; `about`: for its reports. Raises
-    ConfigError."""
-    codec = make_codec(settings)
+    settings: Settings, namespace: Namespace, shares: Sequence[RankShare], about: About | None = None,
+    codec: Codec | None = None,
+) -> Store:  # fmt: skip
+    """The deciding half, in the engine's scheduler process. `shares`: of all ranks; `about`: for its reports; `codec`:
+    None for the settings' own. Raises ConfigError."""
+    codec = codec or make_codec(settings)
     codec.check(namespace.geometry)
     signer_of(settings, namespace, shares)
     root = open_root(settings)
@@ -140,11 +141,13 @@ def open_store(
 
 
 def open_transfer(
-    settings: Settings, namespace: Namespace, share: RankShare, pages: PagedKV, step_tokens: int = STEP_TOKENS
-) -> Transfer:
+    settings: Settings, namespace: Namespace, share: RankShare, pages: PagedKV, step_tokens: int = STEP_TOKENS,
+    codec: Codec | None = None,
+) -> Transfer:  # fmt: skip
     """The moving half, in each worker. Raises ConfigError.
 
-    pages: the engine's KV cache on this rank. step_tokens: what the engine computes in one step at most.
+    pages: the engine's KV cache on this rank. step_tokens: what the engine computes in one step at most. codec: None
+    for the settings' own.
     """
     settings.check_block(pages.block_tokens)
     device = pages.layers[0].k.device
@@ -153,7 +156,7 @@ def open_transfer(
         fix = f"KV is moved to and from {where} only; run the engine there, or without the kvtier connector"
         raise ConfigError("device", device.type, fix)
     settings.check_device(has_gpu=device.type == "cuda")
-    codec, geometry = make_codec(settings), namespace.geometry
+    codec, geometry = codec or make_codec(settings), namespace.geometry
     codec.check(geometry)
     root = open_root(settings)
     slot_bytes = arena_slot_bytes(geometry, codec, share)

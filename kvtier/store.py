@@ -98,9 +98,7 @@ class Store:
         if found is None:
             return None
         if found.is_answer:
-            now = self._clock()
-            for key in keys[len(found.entries) :]:
-                self._forget_lost(key, now)
+            self.forget_lost(keys[len(found.entries) :])
         else:
             self.metrics.add(names.INDEX_ERRORS)
         self.metrics.add(names.LOOKUPS)
@@ -211,6 +209,12 @@ class Store:
         self.namespace_id = self._keeper.begin_epoch()
         self._known.clear()
         self._refused_until_s.clear()
+
+    def forget_lost(self, keys: Sequence[bytes]) -> None:
+        """The index said that it does not have these: what was stored of them may be saved again."""
+        now = self._clock()
+        for key in keys:
+            self._forget_lost(key, now)
 
     def close(self) -> None:
         """Ends the background duties. Every wait in it is bounded (I10)."""

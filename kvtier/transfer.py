@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kvtier.admission import Admissions
@@ -102,6 +102,13 @@ class Transfer:
         """Queues the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
         self._upkeep.make_way()
         self._loader.load(plan)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """What arenas hold of these chunks is not used any more: others may come under their keys."""
+        arenas = [arena for arena in (self._worker.arena, self._worker.host) if arena is not None]
+        for key in keys:
+            for arena in arenas:
+                arena.drop(key)
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
         """What ended since the last poll; with `timeout_s`, waits so long at most for a load to end."""

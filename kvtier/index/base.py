@@ -89,6 +89,10 @@ class Index(Protocol):
         """
         ...
 
+    def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The entry of each of `keys`, which need not be of one prompt; None where it is not complete. As `resolve`."""
+        ...
+
     def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
         """Makes records visible, atomically for each key; returns how many were taken. One that is visible already
         counts.

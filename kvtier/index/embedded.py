@@ -109,6 +109,9 @@ class LmdbIndex:
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
         return self._shared.read(lambda view: view.leading("entries", keys, entry.is_complete))
 
+    def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return self._shared.read(lambda view: [entry.if_complete(view.get("entries", key)) for key in keys])
+
     def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
         taken = 0
         for first in range(0, len(records), _RECORDS_PER_TRANSACTION):

@@ -47,6 +47,11 @@ def is_complete(value: bytes) -> bool:
     return value[:1] == b"\x01"
 
 
+def if_complete(value: bytes | None) -> bytes | None:
+    """The value, if its chunk may be loaded."""
+    return value if value is not None and is_complete(value) else None
+
+
 def first_set(value: bytes) -> int:
     """Set id of the first record, without the cost of `unpack`. Raises Corrupt when there is none."""
     if len(value) < _HEAD.size + _RECORD.size:

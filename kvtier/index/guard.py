@@ -151,6 +151,9 @@ class GuardedIndex:
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
         return self._call(lambda: self._index.resolve(keys))
 
+    def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return self._call(lambda: self._index.find(keys))
+
     def retract(self, key: bytes, location: Location) -> bool:
         return self._call(lambda: self._index.retract(key, location))
 

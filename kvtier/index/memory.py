@@ -52,6 +52,10 @@ class MemoryIndex:
                 found.append(value)
         return found
 
+    def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        with self._lock:
+            return [entry.if_complete(self._entries.get(key)) for key in keys]
+
     def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
         with self._lock:
             return sum(self._publish_one(record, from_files) for record in records)

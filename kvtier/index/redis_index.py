@@ -57,6 +57,9 @@ class RedisIndex:
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
         return list(takewhile(entry.is_complete, (value or b"" for value in self._entries.get(keys))))
 
+    def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return [entry.if_complete(value) for value in self._entries.get(keys)]
+
     # --- records ---
 
     def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:

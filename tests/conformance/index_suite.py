@@ -65,6 +65,13 @@ class IndexSuite:
         assert index.resolve(keys([2, 0])) == []
         assert len(index.resolve(keys([3, 0, 1]))) == 3
 
+    def test_find_gives_the_entry_of_each_key(self, index: Index) -> None:
+        put_set(index, 1, [0, 3])
+        assert index.publish([record(1, at(1, 1, LOWER, rank=1))]) == 1
+        found = index.find(keys([2, 3, 1, 0, 3]))
+        assert [entry.locations_of(value) for value in found] == [[], [at(1, 1)], [], [at(1, 0)], [at(1, 1)]]
+        assert found[2] is None and index.find([]) == []
+
     def test_a_chunk_is_found_when_all_its_heads_are_there(self, index: Index) -> None:
         put_set(index, 1)
         assert index.publish([record(0, at(1, 0, LOWER, rank=0))]) == 1

@@ -1,0 +1,228 @@
+"""A shelf: objects of another host that take equally many pages, in a namespace of their own. One Store decides for
+them and one Transfer moves them, as for an engine's chunks; here calls that wait are made of the two."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from kvtier.assemble import open_store, open_transfer
+from kvtier.config import HostSettings, Settings
+from kvtier.connectors.object_codec import ObjectCodec, Octets, stand_in_pages
+from kvtier.geometry import share_of_rank
+from kvtier.identity import Namespace
+from kvtier.plan import SaveOutcome
+from kvtier.reports import About
+from kvtier.store import WantedChunk
+from kvtier.worker import arena_slot_bytes
+
+ARENA_BYTES, ARENA_SLOTS = 256 << 20, 16
+"""What objects pass through, where the settings do not say: this, or so many slots where that is more."""
+PLAN_OBJECTS, PLAN_BYTES = 16, 64 << 20
+"""Of one plan: many small ones are published together; of large ones the first is written while others are copied."""
+POLL_S = 0.001
+"""How often who waits looks for answers."""
+STORED = (SaveOutcome.SAVED, SaveOutcome.PRESENT)
+
+
+class Wanted(NamedTuple):
+    """An object by its key in the index, and the host's memory that it is in, or is to come to. tenant: a label."""
+
+    key: bytes
+    memory: Octets
+    tenant: str = ""
+
+
+class Found(NamedTuple):
+    """An object that is wanted, and its entry in the index."""
+
+    wanted: Wanted
+    entry: bytes
+
+
+class _Begun(Enum):
+    """Of an object that is put. OURS: its answer is to be waited for. THERE: it is stored already, or on its way."""
+
+    OURS = 0
+    THERE = 1
+    NO_PLACE = 2
+
+
+class Shelf:
+    """Thread-safe; each call waits until all of it is done, or its time is over, and touches the memory no later.
+
+    The lock makes of many callers the one thread that Store and Transfer want.
+    """
+
+    def __init__(
+        self, settings: Settings, namespace: Namespace, about: About, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises ConfigError."""
+        self.namespace = namespace
+        self.codec = ObjectCodec()
+        self._clock = clock
+        self._timeout_s = settings.io.timeout_s
+        self._drain_s = settings.shutdown_drain_s
+        share = share_of_rank(namespace.geometry, 0, 1, 0, range(1))
+        slot_bytes = arena_slot_bytes(namespace.geometry, self.codec, share)
+        host = settings.host
+        arena_bytes = host.arena_bytes or max(ARENA_BYTES, ARENA_SLOTS * slot_bytes)
+        admit = host.admit or "never"  # the host has caches of its own above this
+        settings = settings.model_copy(update={
+            "chunk_tokens": namespace.geometry.chunk_tokens,
+            "host": HostSettings(arena_bytes=arena_bytes, admit=admit),
+        })  # fmt: skip
+        self._store = open_store(settings, namespace, [share], about, self.codec)
+        try:
+            self._transfer = open_transfer(settings, namespace, share, stand_in_pages(), codec=self.codec)
+        except BaseException:
+            self._store.close()
+            raise
+        # A save holds a slot until it is answered, and half of them stay for loads (kvtier.memory).
+        self._room = min(settings.queues.save_chunks_max, max(1, arena_bytes // slot_bytes // 2))
+        self._plan_objects = max(1, min(PLAN_OBJECTS, PLAN_BYTES // slot_bytes))
+        self._lock = threading.Lock()
+        self._outcomes: dict[bytes, SaveOutcome | None] = {}
+        self._failed: dict[str, frozenset[int]] = {}
+
+    def put(self, objects: Sequence[Wanted], absent: Sequence[bytes]) -> list[bool]:
+        """Whether each is stored, or on its way for another caller.
+
+        absent: keys of which the index has just said that it has nothing.
+        """
+        deadline_s = self._clock() + self._timeout_s
+        with self._lock:
+            self._store.forget_lost(absent)
+        is_stored = [False] * len(objects)
+        ours: list[int] = []
+        first = 0
+        while first < len(objects) and self._clock() < deadline_s:
+            begun = self._begin_put(objects[first : first + self._plan_objects])
+            for number, how in enumerate(begun, first):
+                is_stored[number] = how is _Begun.THERE
+                if how is _Begun.OURS:
+                    ours.append(number)
+            first += len(begun)
+            if not begun:
+                self._collect()
+        for number in ours:
+            is_stored[number] = self._outcome(objects[number].key, deadline_s) in STORED
+        return is_stored
+
+    def get(self, objects: Sequence[Found]) -> tuple[list[Wanted], list[Found]]:
+        """(those whose memory holds now what was put under their key, those that are objects of other lengths). The
+        memory of all others means nothing."""
+        deadline_s = self._clock() + self._timeout_s
+        got: list[Wanted] = []
+        others: list[Found] = []
+        waiting = list(objects)
+        while waiting and self._clock() < deadline_s:
+            landed, lengths = self._load(waiting)
+            got += [found.wanted for found, is_other in zip(landed, lengths, strict=True) if not is_other]
+            others += [found for found, is_other in zip(landed, lengths, strict=True) if is_other]
+            waiting = waiting[len(landed) + 1 :]  # a load ends at the first that it cannot have
+        return got, others
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """They were taken out of the index."""
+        with self._lock:
+            self._store.forget_lost(keys)
+            self._transfer.forget(keys)
+
+    def counters(self) -> dict[str, float]:
+        """See kvtier.metrics; both halves'. A token is an object."""
+        both = self._store.metrics.total()
+        for name, value in self._transfer.metrics.total().items():
+            both[name] = both.get(name, 0) + value
+        return both
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits for what is on its way; False when `timeout_s` was not enough."""
+        return self._transfer.drain(timeout_s)
+
+    def close(self) -> None:
+        """Every wait in it is bounded. No call may be under way."""
+        self._transfer.drain(self._drain_s)
+        self._transfer.close()
+        self._collect()
+        self._store.close()
+
+    def _begin_put(self, batch: Sequence[Wanted]) -> list[_Begun]:
+        """Has the first of the batch copied, as many as there is room for; empty: not now."""
+        with self._lock:
+            if any(self._waits_for_set(wanted) for wanted in batch):
+                return []
+            batch = batch[: self._room]
+            there = {wanted.key for wanted in batch if self._store.is_known(wanted.key)}
+            numbers = [self.codec.hold(wanted.memory) for wanted in batch]
+            try:
+                ours = self._save([
+                    WantedChunk(wanted.key, self.namespace.id, (number,), wanted.tenant)
+                    for wanted, number in zip(batch, numbers, strict=True)
+                ])  # fmt: skip
+            finally:
+                for number in numbers:
+                    self.codec.let_go(number)
+        begun = []
+        for wanted in batch:
+            if wanted.key in ours and wanted.key not in there:
+                begun.append(_Begun.OURS)
+                there.add(wanted.key)  # if it is in the batch once more
+            else:
+                begun.append(_Begun.THERE if wanted.key in there else _Begun.NO_PLACE)
+        return begun
+
+    def _waits_for_set(self, wanted: Wanted) -> bool:
+        if self._store.is_known(wanted.key) or not self._store.is_set_coming(wanted.tenant):
+            return False
+        self._store.expect(wanted.tenant)
+        return True
+
+    def _save(self, chunks: Sequence[WantedChunk]) -> set[bytes]:
+        """The keys of those whose answers are to be waited for."""
+        plan = self._store.plan_save(chunks)
+        if plan is None:
+            return set()
+        keys = {chunk.key for chunk in plan.chunks}
+        self._room -= len(keys)
+        self._outcomes.update(dict.fromkeys(keys))
+        self._transfer.save(plan)
+        return keys
+
+    def _outcome(self, key: bytes, deadline_s: float) -> SaveOutcome | None:
+        """None: it did not come in time."""
+        while self._outcomes[key] is None and self._clock() < deadline_s:
+            self._collect()
+        with self._lock:
+            return self._outcomes.pop(key)
+
+    def _load(self, objects: Sequence[Found]) -> tuple[list[Found], list[bool]]:
+        """One plan: the first of `objects`, as far as they were good, and of each whether its length is another."""
+        numbers = [self.codec.hold(found.wanted.memory) for found in objects]
+        request = uuid.uuid4().hex
+        keys = [found.wanted.key for found in objects]
+        with self._lock:
+            self._transfer.load(self._store.plan_load(request, keys, [found.entry for found in objects], numbers, 0))
+        while request not in self._failed:
+            self._collect()
+        with self._lock:
+            failed = self._failed.pop(request)
+        is_other = [self.codec.let_go(number) for number in numbers]
+        n_landed = next((place for place, number in enumerate(numbers) if number in failed), len(numbers))
+        return list(objects[:n_landed]), is_other[:n_landed]
+
+    def _collect(self) -> None:
+        """Takes what was answered meanwhile, whoever waits for it."""
+        progress = self._transfer.poll(POLL_S)
+        with self._lock:
+            self._store.saved(progress.saves)
+            self._room += len(progress.saves)
+            for save in progress.saves:
+                if save.key in self._outcomes:
+                    self._outcomes[save.key] = save.outcome
+            for load in progress.loads:
+                self._failed[load.request_id] = load.failed_blocks

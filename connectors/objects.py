@@ -1,0 +1,259 @@
+"""Opaque objects of another host, kept as an engine's KV is: in segments, with checksums, quotas, eviction, signatures.
+
+    namespaces   one for each number of pages that objects take; none of an engine, for codec and family differ
+    key          blake3-128(family id || the host's key); the family id is that of a namespace for no pages at all
+    found by     the key alone: its entry in the index says how large the slab is, and so which namespace it is in
+    length       under the slab's checksum (object_codec); an object of another length than is asked for is a miss, and
+                 makes way for the one that the host will put
+
+The first object under a key stays until it is deleted, evicted or found to be of another length: hosts hash contents
+into their keys. A deleted one is a miss at once; its room comes back with its segment set, and an index that is read
+back from the segments knows it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from kvtier.config import Settings
+from kvtier.connectors.object_codec import CODEC_ID, object_geometry, octets, slab_bytes_of
+from kvtier.connectors.object_shelf import Found, Shelf, Wanted
+from kvtier.errors import ConfigError, IndexResting, IndexUnavailable
+from kvtier.identity import ID_BYTES, Namespace
+from kvtier.index import entry as entries
+from kvtier.indexes import open_index
+from kvtier.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics
+from kvtier.reports import About
+from kvtier.root import open_root, read_namespace
+from kvtier.tenants import Tenants
+
+log = logging.getLogger("kvtier")
+
+SHELVES_MAX = 8
+"""Sizes in pages that one process keeps objects of: each has threads and memory of its own."""
+
+
+class Object(NamedTuple):
+    """key: the host's own. memory: contiguous; to read from, or to write to. salt: by whose label it is accounted."""
+
+    key: bytes
+    memory: memoryview
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectHost:
+    """Whose objects they are.
+
+    family: of hosts that may read each other's, "lmcache". identity: what else must be equal before they may, and what
+    their keys do not say (kvtier.identity.canonical_text); "" for nothing. version, model: for reports.
+    """
+
+    family: str
+    identity: str = ""
+    version: str = ""
+    model: str = ""
+
+
+class ObjectTier:
+    """Thread-safe. Calls wait for the storage, for `io.timeout_s` and a little more, and touch memory no later.
+
+    Storage or an index that fails is a miss. `put` and `get` raise ConfigError where objects of that size cannot be
+    kept at all, which `prepare` finds at start; and ValueError for memory that is not contiguous.
+    """
+
+    def __init__(self, settings: Settings, host: ObjectHost) -> None:
+        """Raises ConfigError."""
+        if settings.codec != "raw":
+            raise ConfigError("codec", settings.codec, f"objects of {host.family} are kept as they are: set it to raw")
+        settings.check_device(has_gpu=False)
+        self._settings = settings
+        self._host = host
+        signer = settings.signing.signer()
+        self._signing = "" if signer is None else signer.fingerprint
+        self._tenants = Tenants(settings.capacity.tenants)
+        self._family_id = self._namespace(0).id
+        self._root = open_root(settings)
+        self._metrics = Metrics()
+        self._index = open_index(settings, self._root, self._metrics)
+        self._lock = threading.Lock()
+        self._shelves: dict[int, Shelf] = {}
+        self._refused: dict[int, ConfigError] = {}
+        self._is_own: dict[bytes, bool] = {}
+
+    def prepare(self, object_bytes: int) -> None:
+        """Opens the tier for objects of this size, which else the first of them does. Raises ConfigError."""
+        self._shelf(slab_bytes_of(object_bytes))
+
+    def put(self, objects: Sequence[Object]) -> list[bool]:
+        """Whether each is stored, now or before, or on its way for another caller."""
+        wanted = [self._wanted(item) for item in objects]
+        answer = self._find([item.key for item in wanted])
+        found = answer or [None] * len(wanted)
+        is_stored = [False] * len(wanted)
+        by_size: dict[int, list[int]] = {}
+        for number, (item, entry) in enumerate(zip(wanted, found, strict=True)):
+            slab_bytes = slab_bytes_of(item.memory.size)
+            is_stored[number] = entry is not None and _slab_bytes(entry) == slab_bytes
+            if is_stored[number]:
+                continue
+            if entry is not None:
+                self._drop([item.key], [entry])
+            by_size.setdefault(slab_bytes, []).append(number)
+        for slab_bytes, numbers in by_size.items():
+            these = [wanted[number] for number in numbers]
+            kept = self._shelf(slab_bytes).put(these, [item.key for item in these] if answer is not None else [])
+            for number, is_kept in zip(numbers, kept, strict=True):
+                is_stored[number] = is_kept
+        return is_stored
+
+    def get(self, objects: Sequence[Object]) -> list[bool]:
+        """Whether the memory of each holds now what was put under its key; that of the others may hold anything."""
+        wanted = [self._wanted(item) for item in objects]
+        by_size: dict[int, list[Found]] = {}
+        others: list[Found] = []
+        for item, entry in zip(wanted, self._find([item.key for item in wanted]) or [], strict=False):
+            if entry is not None:
+                slab_bytes = slab_bytes_of(item.memory.size)
+                mine = by_size.setdefault(slab_bytes, []) if _slab_bytes(entry) == slab_bytes else others
+                mine.append(Found(item, entry))
+        got: set[int] = set()
+        for slab_bytes, these in by_size.items():
+            these.sort(key=_place)  # where they lie together they are read together; and no two loads wait in a circle
+            here, others_too = self._shelf(slab_bytes).get(these)
+            got.update(id(item) for item in here)
+            others += others_too
+        if others:
+            self._metrics.add(LOAD_FAILURES, len(others))
+            self._drop([found.wanted.key for found in others], [found.entry for found in others])
+        return [id(item) in got for item in wanted]
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether there is an object, of any length, for each key. A hint: it may be gone, or bad, when asked for."""
+        found = self._find([self._key(key) for key in keys]) or [None] * len(keys)
+        return [entry is not None for entry in found]
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each was there, and is not any more."""
+        own = [self._key(key) for key in keys]
+        return self._drop(own, self._find(own) or [None] * len(own))
+
+    def usage_bytes(self) -> dict[str, int]:
+        """What the segment sets of this family take, of all hosts on the root, by the tenant's label; "" for objects of
+        nobody in particular. Raises IndexUnavailable."""
+        used: dict[str, int] = {}
+        for info in self._index.sets():
+            if self._is_of_family(info.namespace):
+                used[info.tenant] = used.get(info.tenant, 0) + info.n_bytes
+        return used
+
+    def counters(self) -> dict[str, float]:
+        """Sums since the start (kvtier.metrics); what they call a token is an object."""
+        total = self._metrics.total()
+        for shelf in self._open_shelves():
+            for name, value in shelf.counters().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits for what is on its way; False when `timeout_s` was not enough for one of the sizes."""
+        return sum(not shelf.flush(timeout_s) for shelf in self._open_shelves()) == 0
+
+    def close(self) -> None:
+        """No call may be under way. Every wait in it is bounded."""
+        with self._lock:
+            shelves, self._shelves = self._shelves, {}
+        for shelf in shelves.values():
+            shelf.close()
+        self._index.close()
+
+    def _namespace(self, slab_bytes: int) -> Namespace:
+        settings = self._settings
+        return Namespace(
+            engine=self._host.family, weights=settings.model_tag or "", geometry=object_geometry(slab_bytes),
+            model_dtype="", quantization="", positions="", hf_overrides="", codec=CODEC_ID, draft="",
+            epoch=str(settings.epoch), settings=self._host.identity, signing=self._signing,
+        )  # fmt: skip
+
+    def _shelf(self, slab_bytes: int) -> Shelf:
+        """Raises ConfigError, at once if it did so before."""
+        with self._lock:
+            refusal = self._refused.get(slab_bytes)
+            if refusal is not None:
+                raise refusal
+            shelf = self._shelves.get(slab_bytes)
+            if shelf is None:
+                try:
+                    shelf = self._shelves[slab_bytes] = self._open_shelf(slab_bytes)
+                except ConfigError as fault:
+                    self._refused[slab_bytes] = fault
+                    raise
+            return shelf
+
+    def _open_shelf(self, slab_bytes: int) -> Shelf:
+        if len(self._shelves) == SHELVES_MAX:
+            sizes = ", ".join(map(str, sorted(self._shelves)))
+            fix = f"a process keeps objects of {SHELVES_MAX} sizes in pages ({sizes}); give this one another process"
+            raise ConfigError("object_bytes", slab_bytes, fix)
+        about = About(1, self._host.family, self._host.version, self._host.model)
+        return Shelf(self._settings, self._namespace(slab_bytes), about)
+
+    def _open_shelves(self) -> list[Shelf]:
+        with self._lock:
+            return list(self._shelves.values())
+
+    def _key(self, key: bytes) -> bytes:
+        return blake3(self._family_id + key).digest(length=ID_BYTES)
+
+    def _wanted(self, item: Object) -> Wanted:
+        return Wanted(self._key(item.key), octets(item.memory), self._tenants.label(item.salt))
+
+    def _find(self, keys: Sequence[bytes]) -> list[bytes | None] | None:
+        """None: the index does not answer."""
+        try:
+            return self._index.find(keys)
+        except IndexUnavailable as fault:
+            self._metrics.add(INDEX_ERRORS)
+            if not isinstance(fault, IndexResting):
+                log.warning("objects are not looked up: %s", fault)
+            return None
+
+    def _drop(self, keys: Sequence[bytes], found: Sequence[bytes | None]) -> list[bool]:
+        """Takes these entries out of the index; whether there was one of each."""
+        was_there = []
+        for key, entry in zip(keys, found, strict=True):
+            try:
+                gone = [self._index.retract(key, location) for location in entries.locations_of(entry)]
+            except IndexUnavailable:
+                self._metrics.add(INDEX_ERRORS)
+                gone = []
+            was_there.append(any(gone))
+        for shelf in self._open_shelves():
+            shelf.forget(keys)
+        return was_there
+
+    def _is_of_family(self, namespace_id: bytes) -> bool:
+        if namespace_id not in self._is_own:
+            try:
+                found = read_namespace(self._root.folder / namespace_id.hex())
+            except ConfigError:
+                return False  # it cannot be read: nobody's
+            self._is_own[namespace_id] = (found.engine, found.codec) == (self._host.family, CODEC_ID)
+        return self._is_own[namespace_id]
+
+
+def _slab_bytes(entry: bytes) -> int:
+    """Of the object; 0 where the entry is damaged."""
+    located = entries.locations_of(entry)
+    return located[0].slab_bytes if located else 0
+
+
+def _place(found: Found) -> entries.Place:
+    located = entries.locations_of(found.entry)
+    return entries.place(located[0]) if located else (0, 0, 0)

@@ -1,0 +1,73 @@
+"""What tests of objects share: settings of a small tier, objects whose bytes tell them apart, and damage to files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtier.config import Settings
+from kvtier.connectors.objects import Object, ObjectHost, ObjectTier
+from kvtier.geometry import PAGE_BYTES
+
+HOST = ObjectHost("host")
+
+
+def settings(root: Path, **changes: object) -> Settings:
+    values: dict[str, object] = {
+        "root": str(root), "capacity_bytes": "64MiB", "segment_bytes": "2MiB", "host": {"arena_bytes": "1MiB"},
+        "io": {"threads": 2, "timeout_s": 20.0}, "writer_lease_s": 2.0, "touch_interval_s": 0.2,
+    }  # fmt: skip
+    return Settings.load(values | changes)
+
+
+@contextmanager
+def tier_at(root: Path, host: ObjectHost = HOST, **changes: object) -> Iterator[ObjectTier]:
+    tier = ObjectTier(settings(root, **changes), host)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def content(seed: object, size: int) -> bytes:
+    return random.Random(repr(seed)).randbytes(size)
+
+
+def put(tier: ObjectTier, keys: Sequence[bytes], size: int = 5000, salt: str = "") -> list[bool]:
+    """What is put under a key depends on key and size."""
+    return tier.put([Object(key, memoryview(content(key, size)), salt) for key in keys])
+
+
+def get(tier: ObjectTier, keys: Sequence[bytes], size: int = 5000) -> list[bytes | None]:
+    """None: a miss."""
+    memory = [bytearray(b"\xa5" * size) for _ in keys]
+    got = tier.get([Object(key, memoryview(into)) for key, into in zip(keys, memory, strict=True)])
+    return [bytes(into) if is_here else None for into, is_here in zip(memory, got, strict=True)]
+
+
+def expected(keys: Sequence[bytes], size: int = 5000) -> list[bytes]:
+    return [content(key, size) for key in keys]
+
+
+def names(n: int, of: str = "k") -> list[bytes]:
+    return [f"{of}{number}".encode() for number in range(n)]
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("v1/*/*.kvseg"))
+
+
+def flip_byte_of(root: Path, wanted: bytes) -> None:
+    """One bit in the middle of the record that holds these bytes."""
+    for path in segments(root):
+        data = path.read_bytes()
+        at = data.find(wanted[:64], PAGE_BYTES)
+        if at >= 0:
+            at += len(wanted) // 2
+            with open(path, "r+b") as file:
+                file.seek(at)
+                file.write(bytes([data[at] ^ 0x10]))
+            return
+    raise AssertionError("no segment holds it")
