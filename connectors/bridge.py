@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier.breakeven import LoadLimit
+from kvtier.connectors.announcements import Unwatched, Watcher
 from kvtier.connectors.requests import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
 from kvtier.lookups import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
@@ -105,6 +106,7 @@ class SchedulerBridge:
         self._answer_timeout_s = answer_timeout_s
         self._faults = faults
         self._clock = clock
+        self.watcher: Watcher = Unwatched()
         self._requests: dict[str, TrackedRequest] = {}
         self._is_stopped = False
         self._has_old_blocks = False
@@ -207,6 +209,7 @@ class SchedulerBridge:
 
     def saved(self, done: Sequence[SaveDone]) -> None:
         self._faults.guard("taking the answers to saves", lambda: self._store.saved(done), None)
+        self.watcher.saved(done)
 
     def has_pending_gathers(self) -> bool:
         """Whether chunks of ended requests wait for a step that takes them to the workers."""
@@ -245,6 +248,7 @@ class SchedulerBridge:
 
     def _begin_epoch(self) -> bool:
         self._store.reset()
+        self.watcher.forget()
         return True
 
     def _look_up(self, request: TrackedRequest, computed_tokens: int) -> int | None:
@@ -284,6 +288,7 @@ class SchedulerBridge:
             return None
         if asked is not None:
             request.question, request.answer = None, Answer(begin, end, tuple(entries), now)
+        self.watcher.found(request.view.request_id, begin, keys, entries)
         return tuple(entries)[first - begin :]
 
     def _plan_load(self, request: TrackedRequest, offer: Offer, block_ids: Sequence[int]) -> LoadPlan:
@@ -301,6 +306,8 @@ class SchedulerBridge:
         if wanted is None:
             request.may_save = False
             return []
+        first = request.saved_chunks - len(wanted)
+        self.watcher.wanted(request.view.request_id, first, [chunk.key for chunk in wanted])
         return wanted
 
     def _is_set_coming(self, tenant: str) -> bool:

@@ -12,7 +12,7 @@ it zeroes before that are left), so that no request's blocks are held back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -108,7 +108,10 @@ class KVTierConnector(KVConnectorBase_V1):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.has_pending_gathers()
+        return self._scheduler.needs_a_step()
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
         return self._scheduler.reset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvtier.assemble import load_limit, open_store
 from kvtier.config import Settings
-from kvtier.connectors import vllm_platforms
+from kvtier.connectors import dynamo, vllm_platforms
+from kvtier.connectors.announcements import Announcements, ChunkBlocks
 from kvtier.connectors.bridge import Faults, SchedulerBridge, Step
 from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.connectors.step_times import StepTimes
@@ -67,13 +68,10 @@ class SchedulerHalf:
         about = About(len(identity.shares), "vllm", vllm.__version__, str(label), str(model.tokenizer))
         self._store = open_store(settings, identity.namespace, identity.shares, about)
         self._step_times = StepTimes(self._saw_step)
+        shape = ChunkShape(settings.chunk_tokens, spec.block_size)
         self._bridge = SchedulerBridge(
-            self._store,
-            ChunkShape(settings.chunk_tokens, spec.block_size),
-            self._limit,
-            settings.index.answer_timeout_s,
-            self._faults,
-        )
+            self._store, shape, self._limit, settings.index.answer_timeout_s, self._faults
+        )  # fmt: skip
         items_are_hashed = hashes_items(vllm_config)
         if not items_are_hashed:
             log.warning(
@@ -88,6 +86,14 @@ class SchedulerHalf:
         self._tables: dict[str, list[int]] = {}
         self._reached: dict[str, int] = {}
         self._is_closed = False
+        self._events: dynamo.TierEvents | None = None
+        if self._loads and dynamo.wants_events(vllm_config):  # who only saves gains nothing from being sent prompts
+            hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or spec.block_size
+            describe = partial(self._describe, shape=shape, hash_tokens=hash_tokens)
+            writers = sum(share.writes is not None for share in identity.shares)
+            self._bridge.watcher = announcements = Announcements(describe, self._store.index, shape.blocks, writers)
+            self._events = dynamo.TierEvents(announcements, spec)
+            announcements.start()
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How much of a waiting request can be loaded, and whether it is loaded in the background (always)."""
@@ -112,12 +118,13 @@ class SchedulerHalf:
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """A request ended, however it did; its blocks are free from the next step on, after that step's `before`."""
-        if self._requests.pop(request.request_id, None) is None:
+        if request.request_id not in self._requests:
             return
         self._tables.pop(request.request_id, None)
         reached = self._reached.pop(request.request_id, 0)
         frontier = min(final_frontier(request, self._save_generated), reached) if self._saves else 0
         self._bridge.finish(request.request_id, frontier, block_ids)
+        del self._requests[request.request_id]  # now: what is still to be saved of it has been described
 
     def take_output(self, output: Any) -> None:
         """What the workers answered in a step."""
@@ -133,8 +140,14 @@ class SchedulerHalf:
             if report.figures is not None:
                 self._store.reporter.add(report.figures)
 
-    def has_pending_gathers(self) -> bool:
-        return self._bridge.has_pending_gathers()
+    def take_events(self) -> Iterable[Any]:
+        """KV events of the tier, for vLLM to publish with its own."""
+        events = self._events
+        return () if events is None else self._faults.guard("making KV events", events.take, [])
+
+    def needs_a_step(self) -> bool:
+        """Whether gathers or events wait for a step although vLLM has nothing to compute."""
+        return self._bridge.has_pending_gathers() or (self._events is not None and self._events.has_waiting)
 
     def take_stats(self) -> KVTierStats | None:
         return stats_of(self._store.metrics.take(), self._faults.take(), is_first_rank=True)
@@ -147,11 +160,20 @@ class SchedulerHalf:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            if self._events is not None:
+                self._events.announcements.close()
             self._faults.guard("closing the store", self._store.close, None)
 
     def _saw_step(self, tokens: int, seconds: float) -> None:
         self._limit.saw_step(tokens, seconds)
         self._store.reporter.saw_step(tokens, seconds)
+
+    def _describe(self, request_id: str, chunk: int, shape: ChunkShape, hash_tokens: int) -> ChunkBlocks | None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        work = partial(dynamo.chunk_blocks, request, chunk, shape, hash_tokens)
+        return self._faults.guard("describing a chunk in KV events", work, None)
 
     def _track(self, request: Any) -> None:
         if request.request_id not in self._requests:

@@ -184,6 +184,11 @@ class Keeper:
             log.warning("%s is put off: %s", duty, fault)
 
     @property
+    def index(self) -> Index:
+        """For who may wait for it: not the scheduler's thread."""
+        return self._index
+
+    @property
     def supplies(self) -> Supplies:
         return self._epoch[1]
 

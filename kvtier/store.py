@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier import metrics as names
+from kvtier.index.base import Index
 from kvtier.keeper import Keeper
 from kvtier.lookups import Lookups
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
@@ -86,6 +87,11 @@ class Store:
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()
+
+    @property
+    def index(self) -> Index:
+        """For who may wait for it: not the scheduler's thread."""
+        return self._keeper.index
 
     def lookup(self, keys: Sequence[bytes], asker: str = "") -> list[bytes] | None:
         """Index entries of the longest prefix of `keys` that is stored whole; empty on any trouble (I5). None: ask

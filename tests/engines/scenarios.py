@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
+from events_log import EventsLog
 from vllm import SamplingParams
 
 from kvtier.connectors.vllm_worker import FIGURES_INTERVAL_S
@@ -362,3 +363,45 @@ def after_kills(engine: Engine, kills: int) -> dict[str, Any]:
     seeds = [30, *(1000 * (number + 1) + seed for number in range(kills) for seed in range(3))]
     prompts = [prompt for seed in seeds for prompt in prompts_of(seed, ENDLESS_LENGTHS)]
     return compared(engine.ask(prompts, 4), engine.recompute(prompts, 4))
+
+
+def kv_events(engine: Engine, is_last: bool) -> dict[str, Any]:
+    """What the publisher sends: of prompts as they come, once more as they come again, and when sets are evicted."""
+    log = EventsLog(engine.llm.llm_engine.vllm_config.kv_events_config.replay_endpoint)
+    lengths = (300, 200, 640)
+    plain = prompts_of(40, lengths)
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in plain]
+    prompts[1]["cache_salt"] = "tenant-1"
+    sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+    results: dict[str, Any] = {}
+
+    def until(is_enough: Any, phase: str) -> None:
+        """What is saved in the background is answered in a later step, and an idle engine makes none."""
+        events: list[dict[str, Any]] = []
+        deadline = time.monotonic() + 30
+        while not is_enough(events) and time.monotonic() < deadline:
+            engine.settle()
+            engine.ask([[5, 6, 7]], 1)
+            time.sleep(0.2)  # the publisher sends on a thread of its own
+            events += log.take()
+        results[phase] = events
+
+    def n_blocks(events: list[dict[str, Any]], kind: str) -> int:
+        mine = [event for event in events if (event["type"], event["medium"]) == (kind, "STORAGE")]
+        return sum(len(event["block_hashes"]) for event in mine)
+
+    whole_tokens = sum(map(whole_chunks, lengths))
+    outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
+    until(lambda events: n_blocks(events, "BlockStored") == whole_tokens // BLOCK_TOKENS, "computed")
+    engine.forget()
+    engine.llm.generate(prompts, sampling, use_tqdm=False)
+    until(lambda events: any(event["medium"] == "GPU" for event in events if "medium" in event), "again")
+    if is_last:
+        index = engine.scheduler_half._store.index
+        for info in index.sets():
+            index.remove_set(info.set_id)
+        until(lambda events: n_blocks(events, "BlockRemoved") == whole_tokens // BLOCK_TOKENS, "evicted")
+    return results | {
+        "cached": sum(output.num_cached_tokens or 0 for output in outputs),
+        "whole_tokens": whole_tokens, "whole_blocks": whole_tokens // BLOCK_TOKENS,
+    }  # fmt: skip

@@ -1,0 +1,159 @@
+"""KV events of the tier, for Dynamo's KV router: credit for prompts that a worker can load instead of computing them.
+
+    --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:20080"}'
+
+turns them on, beside those of vLLM's own cache: vLLM publishes with them what its connector's `take_events` returns
+after a step. Without it nothing here is made. Each worker tells of what it saved and of what it found, for the tier is
+shared, but the router knows prompts only by what a worker tells of them. What Dynamo 1.6.1 makes of an event:
+
+- Medium STORAGE is its tier Disk: a block there counts 0.25 of one in the GPU (`--router-disk-cache-hit-weight`).
+- It places blocks by `block_hashes` and `parent_block_hash`, and knows a prompt's by its own hash of `token_ids` and
+  `extra_keys`, a block at a time. So all are those that vLLM gives the same blocks of its own cache, in its block size.
+- Events without token_ids are dropped, and so are those of media FS, OBJ and SHARED_STORAGE or locality REMOTE.
+
+An engine that has nothing to do publishes nothing: what was evicted meanwhile is told with its next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core import kv_cache_utils
+
+from kvtier.connectors.announcements import Added, Announcements, Change, ChunkBlocks, Removed
+from kvtier.connectors.requests import ChunkShape
+
+log = logging.getLogger("kvtier")
+
+TESTED_VERSIONS = ("1.6.1",)
+"""Of ai-dynamo, with vLLM 0.32.0."""
+MEDIUM = "STORAGE"
+GROUP = 0
+"""kvtier stores models with one KV-cache group."""
+CHANGES_AT_ONCE = 256
+"""Chunks told of in one step: of 256 tokens each, a message of about 0.5 MB. The rest goes with the next steps."""
+NEEDED_FIELDS = ("block_hashes", "token_ids", "extra_keys", "group_idx", "kv_cache_spec_kind", "medium")
+
+
+def wants_events(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events, and can carry the tier's."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    if config is None or not config.enable_kv_cache_events or config.publisher == "null":
+        return False
+    lacking = [name for name in NEEDED_FIELDS if name not in BlockStored.__struct_fields__]
+    if lacking:
+        log.warning("no KV events of the tier: those of this vLLM have no %s; 0.27.1 and later do", lacking[0])
+    return not lacking
+
+
+class TierEvents:
+    """The tier's changes as vLLM's events. spec: of the layers of the only KV-cache group, as vLLM has it."""
+
+    def __init__(self, announcements: Announcements, spec: Any) -> None:
+        self.announcements = announcements
+        self._block_tokens = int(spec.block_size)
+        self._kind = _kind_of(spec)
+
+    @property
+    def has_waiting(self) -> bool:
+        return self.announcements.has_waiting
+
+    def take(self) -> list[KVCacheEvent]:
+        """What became known since the last take, in order."""
+        if not self.announcements.has_waiting:
+            return []
+        return events_of(self.announcements.take(CHANGES_AT_ONCE), self._block_tokens, self._kind)
+
+
+def chunk_blocks(request: Any, chunk: int, shape: ChunkShape, hash_tokens: int) -> ChunkBlocks | None:
+    """A chunk of a vLLM Request as vLLM's prefix cache names its blocks; None where vLLM has not hashed them all.
+
+    hash_tokens: of one of the request's own hashes; vLLM may make them finer than blocks.
+    """
+    hashes = request.block_hashes
+    if hash_tokens != shape.block_tokens:
+        hashes = kv_cache_utils.resolve_block_hashes(hashes, hash_tokens, shape.block_tokens)
+    first = chunk * shape.blocks
+    own = tuple(hashes[number] for number in range(first, min(first + shape.blocks, len(hashes))))
+    if len(own) < shape.blocks:
+        return None
+    lora = request.lora_request
+    return ChunkBlocks(
+        hashes=own,
+        parent=hashes[first - 1] if first else None,
+        tokens=tuple(request.all_token_ids[chunk * shape.chunk_tokens : (chunk + 1) * shape.chunk_tokens]),
+        extras=tuple(
+            _extras(request, block * shape.block_tokens, shape.block_tokens)
+            for block in range(first, first + shape.blocks)
+        ),
+        lora=None if lora is None else (lora.adapter_id, lora.name),
+    )
+
+
+def events_of(changes: Sequence[Change], block_tokens: int, kind: str | None) -> list[KVCacheEvent]:
+    """In the order of the changes; consecutive chunks of a prompt are one event, and so are removals in a row."""
+    events: list[KVCacheEvent] = []
+    for change in changes:
+        last = events[-1] if events else None
+        if isinstance(change, Removed):
+            hashes = [kv_cache_utils.maybe_convert_block_hash(name) for name in change.hashes]
+            if isinstance(last, BlockRemoved):
+                last.block_hashes += hashes
+            else:
+                events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=GROUP))
+            continue
+        stored = _stored(change, block_tokens, kind)
+        if isinstance(last, BlockStored) and _continues(last, stored):
+            last.block_hashes += stored.block_hashes
+            last.token_ids += stored.token_ids
+            last.extra_keys = (last.extra_keys or []) + (stored.extra_keys or [])
+        else:
+            events.append(stored)
+    return events
+
+
+def _stored(change: Added, block_tokens: int, kind: str | None) -> BlockStored:
+    blocks = change.blocks
+    number, name = blocks.lora or (None, None)
+    parent = blocks.parent
+    return BlockStored(
+        block_hashes=[kv_cache_utils.maybe_convert_block_hash(own) for own in blocks.hashes],
+        parent_block_hash=None if parent is None else kv_cache_utils.maybe_convert_block_hash(parent),
+        token_ids=list(blocks.tokens),
+        block_size=block_tokens,
+        lora_id=number,
+        medium=MEDIUM,
+        lora_name=name,
+        extra_keys=_published(blocks.extras),
+        group_idx=GROUP,
+        kv_cache_spec_kind=kind,
+    )
+
+
+def _continues(last: BlockStored, following: BlockStored) -> bool:
+    """Extra keys need not be compared: hashes that chain are of one prompt."""
+    return following.parent_block_hash is not None and last.block_hashes[-1] == following.parent_block_hash
+
+
+def _extras(request: Any, start: int, block_tokens: int) -> tuple[Any, ...] | None:
+    keys: tuple[Any, ...] | None = kv_cache_utils.generate_block_hash_extra_keys(
+        request, start, start + block_tokens, 0
+    )[0]
+    return keys
+
+
+def _published(extras: Sequence[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None]:
+    """Since 0.32 vLLM hashes extra keys with a tag before each, and publishes them without."""
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    return list(extras) if untagged is None else list(untagged(extras))
+
+
+def _kind_of(spec: Any) -> str | None:
+    try:
+        from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+    except ImportError:
+        return None
+    return str(get_kv_cache_spec_kind(spec).value)
