@@ -114,7 +114,7 @@ class Chaos:
         tally.tried += 1
         tally.met += max(0, self._met() - met)  # an engine that was killed takes its counters with it
         self._judge_all(harm.name, tally)
-        for engine in self.engines:
+        for engine in {one.name: one for one in (*self.engines, self.judge.alone)}.values():
             self.watch.look(engine.name, engine.process.pid)
         whole_s = time.monotonic() - began
         print(f"{harm.name}: hits after {hit_s:.1f} s, all whole after {whole_s:.1f} s; {tally}", flush=True)

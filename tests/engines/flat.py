@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MEMORY_MIB = 48.0
-"""What an engine's own memory may grow by, in the median, after its warm-up: Python's and malloc's fragments, and the
-test's own notes of what was saved and loaded (about 10 MiB in half an hour)."""
+"""What an engine's own memory may grow by, in the median, after its warm-up, beyond what that of the control grows by,
+an engine that computes the same prompts without the tier: malloc's fragments, and the test's own notes of what was
+saved and loaded (about 10 MiB in half an hour)."""
+CONTROL = "alone"
 DESCRIPTORS = 8
 """The same of descriptors that are not of segments: connections and files that come and go."""
 WARM_UP = 1 / 3
@@ -68,13 +70,18 @@ class Watch:
 
 def grown(figures: dict[str, dict[str, Any]]) -> list[str]:
     """What is not flat; [] is what must be."""
-    bounds = {"memory_mib": MEMORY_MIB, "descriptors": DESCRIPTORS}
+    control_mib = max(0.0, _growth(figures[CONTROL], "memory_mib")) if CONTROL in figures else 0.0
+    bounds = {"memory_mib": MEMORY_MIB + control_mib, "descriptors": DESCRIPTORS}
     return [
         f"{name}: {what} from {one[what]['first']:.0f} to {one[what]['last']:.0f}"
         for name, one in figures.items()
         for what, bound in bounds.items()
-        if one[what]["last"] - one[what]["first"] > bound
+        if name != CONTROL and _growth(one, what) > bound
     ]
+
+
+def _growth(figures: dict[str, Any], what: str) -> float:
+    return float(figures[what]["last"] - figures[what]["first"])
 
 
 def _halves(values: Sequence[float]) -> dict[str, float]:

@@ -152,7 +152,7 @@ class Judge:
     """Holds answers against those of an engine that computes them without the tier."""
 
     def __init__(self, alone: Member) -> None:
-        self._alone = alone
+        self.alone = alone
         self._tokens: dict[Prompt, list[int]] = {}
         self.n_unsure = 0
 
@@ -166,7 +166,7 @@ class Judge:
         missing = sorted({_prompt(answer) for answer in answers} - self._tokens.keys())
         wanted = [[number, list(after)] if after else number for number, after in missing]
         for first in range(0, len(wanted), REFERENCES):
-            for known in self._alone.ask("reference", numbers=wanted[first : first + REFERENCES]):
+            for known in self.alone.ask("reference", numbers=wanted[first : first + REFERENCES]):
                 self._tokens[_prompt(known)] = known["tokens"] if known["margin"] > MARGIN else []
         self.n_unsure += sum(not self._tokens[_prompt(answer)] for answer in answers)
         failed = [answer for answer in answers if answer.get("reason") != "length"]

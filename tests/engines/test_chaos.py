@@ -21,7 +21,7 @@ import pytest
 from tests.engines.chaos import Chaos, table, to_json
 from tests.engines.conftest import HERE
 from tests.engines.disk import disk
-from tests.engines.flat import grown
+from tests.engines.flat import CONTROL, grown
 from tests.engines.fleet import ENGINES, START_TIMEOUT_S, Judge, Member, index_of, settings_file
 from tests.engines.harms import ON_REDIS, possible
 from tests.engines.test_real_engine import assert_loads_equal_saves
@@ -61,7 +61,7 @@ def chaos_of(folder: Path, model: Path, n_engines: int, has_alone: bool, pause_s
 
         try:
             engines = [begin(place, f"engine-{place}") for place in range(n_engines)]
-            alone = Member(folder, "alone", model, None, {"num_gpu_blocks_override": BLOCKS}) if has_alone else None
+            alone = Member(folder, CONTROL, model, None, {"num_gpu_blocks_override": BLOCKS}) if has_alone else None
             members += [alone] if alone else []
             for member in members:
                 ready(member)

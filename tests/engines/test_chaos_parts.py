@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.engines.chaos import Tally, table
 from tests.engines.disk import FLAGS, disk
-from tests.engines.flat import DESCRIPTORS, LOOKS_MIN, MEMORY_MIB, Look, Watch, grown, look
+from tests.engines.flat import CONTROL, DESCRIPTORS, LOOKS_MIN, MEMORY_MIB, Look, Watch, grown, look
 from tests.engines.published import Damage
 
 
@@ -23,16 +23,21 @@ def test_what_is_left_of_a_prompt_ends_where_the_damage_begins() -> None:
 
 
 def test_growth_is_seen_and_a_warm_up_is_none() -> None:
-    def figures(last_mib: float, last_others: int) -> list[str]:
+    def figures(last_mib: float, last_others: int, control_mib: float | None = None) -> list[str]:
         watch = Watch()
-        looks = watch._looks.setdefault("engine", [])
-        looks += [Look(10.0 * number, 1, 10) for number in range(LOOKS_MIN)]
-        looks += [Look(200.0, 1, 20)] * LOOKS_MIN + [Look(last_mib, 90, last_others)] * LOOKS_MIN
+        for name, last in (("engine", Look(last_mib, 90, last_others)), (CONTROL, Look(control_mib or 0.0, 0, 90))):
+            if name != CONTROL or control_mib is not None:
+                looks = watch._looks.setdefault(name, [])
+                looks += [Look(10.0 * number, 1, 10) for number in range(LOOKS_MIN)]
+                looks += [Look(200.0, 1, 20)] * LOOKS_MIN + [last] * LOOKS_MIN
         return grown(watch.figures())
 
     assert figures(200.0 + MEMORY_MIB, 20 + DESCRIPTORS) == []
     assert figures(201.0 + MEMORY_MIB, 20) == ["engine: memory_mib from 200 to 249"]
     assert figures(200.0, 21 + DESCRIPTORS) == ["engine: descriptors from 20 to 29"]
+    assert figures(230.0 + MEMORY_MIB, 20, control_mib=230.0) == [], "the engine itself grows, without the tier"
+    assert figures(231.0 + MEMORY_MIB, 20, control_mib=230.0) == ["engine: memory_mib from 200 to 279"]
+    assert figures(249.0, 20, control_mib=150.0) == ["engine: memory_mib from 200 to 249"]
 
 
 def test_a_process_is_looked_at(tmp_path: Path) -> None:
