@@ -22,7 +22,7 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE=os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
 )
