@@ -8,14 +8,14 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvtier.config_index import IndexSettings
+from tests.waiting import wait_until
 
 START_TIMEOUT_S = 30.0
 GENEROUS_MS = 10_000.0
@@ -79,13 +79,6 @@ class Server:
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
-
-
-def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from kvtier.root import find_root
 from kvtier.store import WantedChunk
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine, geometry, namespace, settings, shares
+from tests.waiting import wait_until
 
 BLOCKS = list(range(20))
 TARGET = list(range(100, 120))
@@ -46,13 +47,6 @@ def tiny(root: Path, sets: int = 3, **changes: object) -> Engine:
     """Sets of 8 chunks, and a capacity of `sets` of them."""
     segment = 4096 + 8 * RECORD_BYTES
     return Engine(root, changes={"segment_bytes": segment, "capacity_bytes": sets * segment} | changes)
-
-
-def wait_until(true: object, timeout_s: float = 8.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("touch_interval_s", [0.05, 1000.0])  # what is evicted never depends on it
@@ -170,7 +164,7 @@ def test_a_root_full_of_what_dead_writers_left_open_is_used_again_soon(tmp_path:
 
     for number in range(20, 24):
         engine.store.plan_save([WantedChunk(key, bytes(16), (0, 1, 2, 3)) for key in engine.keys(tokens_of(number))])
-    wait_until(saves, 10.0)
+    wait_until(saves)
     engine.close()
 
 
@@ -249,7 +243,7 @@ def test_a_full_quota_rests_saving_and_makes_room(tmp_path: Path, monkeypatch: p
 
     wait_until(lambda: not saves_again())
     assert engine.transfers[0].metrics.total()["skipped_chunks_no_space"] > 0
-    wait_until(saves_again, 20.0)
+    wait_until(saves_again)
     assert engine.store._keeper._index.counts().sets > sets // 3
     engine.close()
 

@@ -30,7 +30,8 @@ from kvtier.sets import TENANT_IDLE_S
 from kvtier.store import WantedChunk
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
-from tests.core.test_capacity import BLOCKS, RECORD_BYTES, TARGET, small_disk, tiny, tokens_of, wait_until
+from tests.core.test_capacity import BLOCKS, RECORD_BYTES, TARGET, small_disk, tiny, tokens_of
+from tests.waiting import wait_until
 
 SPACE = bytes(16)
 

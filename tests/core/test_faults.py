@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from kvtier.record import SegmentHeader
 from kvtier.root import find_root
 from kvtier.tiers.segments import SegmentFiles, segment_name
 from tests.core.rig import Engine
+from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
 BLOCKS = list(range(20))
@@ -155,11 +155,13 @@ def test_what_lies_before_a_lost_chunk_is_loaded(tmp_path: Path, how: str, arena
     loaded = reader.blocks(target[:36])
     reader.prefill(tokens, target)
     assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(target[:36]), strict=True))
-    arena, deadline = reader.transfers[0]._worker.arena, time.monotonic() + 10
-    while arena._table.available < arena.n_slots:  # what was read ahead in vain has still to return
-        assert time.monotonic() < deadline, "a slot was lost"
+    arena = reader.transfers[0]._worker.arena
+
+    def has_all() -> bool:
         reader.transfers[0].tidy()
-        time.sleep(0.01)
+        return arena._table.available == arena.n_slots
+
+    wait_until(has_all, "a slot that what was read ahead in vain returns")
     reader.close()
 
 
@@ -175,10 +177,8 @@ def test_a_lost_segment_is_found_out_about_once(tmp_path: Path) -> None:
     index = reader.store._keeper._index
     n_chunks, (answer,) = reader.load(TOKENS, TARGET)
     assert n_chunks == 5 and answer.failed_blocks == frozenset(TARGET)
-    deadline = time.monotonic() + 10
-    while any(index.resolve([key]) for key in keys):  # after the answer, which does not wait for it
-        assert time.monotonic() < deadline, "the others are still offered"
-        time.sleep(0.01)
+    # After the answer, which does not wait for it.
+    wait_until(lambda: not any(index.resolve([key]) for key in keys), "an offer of the others is taken back")
     reader.close()
 
 

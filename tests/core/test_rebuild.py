@@ -16,7 +16,7 @@ from kvtier.inspect import stats, verify
 from kvtier.root import find_root
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
-from tests.core.test_capacity import wait_until
+from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
 BLOCKS = list(range(20))

@@ -14,7 +14,8 @@ from kvtier import metrics as names
 from kvtier.errors import ConfigError
 from kvtier.index.guard import GuardedIndex
 from tests.core.rig import Engine
-from tests.redis_server import Server, free_port, has_redis, standalone, wait_until
+from tests.redis_server import Server, free_port, has_redis, standalone
+from tests.waiting import wait_until
 
 pytestmark = has_redis
 

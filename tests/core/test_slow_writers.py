@@ -17,8 +17,8 @@ from kvtier.plan import SaveOutcome
 from kvtier.removal import Remover
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
-from tests.core.test_capacity import wait_until
 from tests.core.test_trimming import RECORD_BYTES, engine_of
+from tests.waiting import wait_until
 
 BLOCKS = list(range(20))
 TARGET = list(range(100, 120))

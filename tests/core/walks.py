@@ -14,7 +14,7 @@ import torch
 from kvtier.plan import LoadDone, SaveDone, SavePlan
 from kvtier.store import WantedChunk
 from tests.core.lazy import LazyEngine, Left
-from tests.redis_server import wait_until
+from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
 BLOCKS = list(range(20))

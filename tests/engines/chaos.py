@@ -15,7 +15,8 @@ from tests.engines.flat import Watch
 from tests.engines.fleet import Judge, Member, hit_ratio
 from tests.engines.fleet_prompts import CHUNK_TOKENS, whole_tokens
 from tests.engines.published import Chunks, Damage, Published
-from tests.redis_server import Server, wait_until
+from tests.redis_server import Server
+from tests.waiting import wait_until
 
 POOL = list(range(16))
 ARCHIVE = list(range(1000, 1008))

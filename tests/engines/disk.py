@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.engines.conftest import HERE
-from tests.redis_server import wait_until
+from tests.waiting import wait_until
 
 FLAGS = ("reads hang", "all hangs", "read-only", "reads fail")
 """In the order of faulty_fs.c."""

@@ -28,7 +28,8 @@ from tests.engines.fleet import (
 )
 from tests.engines.fleet_prompts import CHUNK_TOKENS, whole_tokens
 from tests.engines.test_real_engine import assert_loads_equal_saves
-from tests.redis_server import Server, free_port, has_redis, standalone, wait_until
+from tests.redis_server import Server, free_port, has_redis, standalone
+from tests.waiting import wait_until
 
 pytestmark = has_redis
 
