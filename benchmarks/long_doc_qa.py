@@ -34,9 +34,9 @@ from benchmarks.serving.documents import MODES, PYTHON, Source, documents, repea
 from benchmarks.serving.progress import Bar
 
 QUESTION = "how much sooner comes the first token of a long document whose KV is stored"
-SETTINGS = ("document_length", "num_documents", "output_len", "repeat_count", "repeat_mode", "shuffle_seed",
-            "max_inflight_requests", "completions", "hit_miss_ratio", "text", "eos_token_id", "ignore_eos",
-            "sleep_time_after_warmup", "floor")  # fmt: skip
+SETTINGS = ("document_length", "num_documents", "first_document", "output_len", "repeat_count", "repeat_mode",
+            "shuffle_seed", "max_inflight_requests", "completions", "hit_miss_ratio", "text", "eos_token_id",
+            "ignore_eos", "sleep_time_after_warmup", "floor")  # fmt: skip
 """Flags that two systems must have in common to be compared."""
 EOS_BIAS = -100
 ERRORS_SHOWN = 3
@@ -78,6 +78,7 @@ def of_rounds(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group("the rounds").add_argument
     add("--document-length", type=int, default=20000, help='words; of "hi", a word is about a token')
     add("--num-documents", type=int, default=8)
+    add("--first-document", type=int, default=0, help="its number, so that two runs have no document in common")
     add("--output-len", type=int, default=100, help="tokens of each answer")
     add("--repeat-count", type=int, default=2, help="how often the query round asks each document")
     add("--repeat-mode", choices=MODES, default="random")
@@ -151,7 +152,8 @@ class Rounds:
 def measure(options: argparse.Namespace, endpoint: Endpoint) -> tuple[dict[str, Any], dict[str, list[Answer]]]:
     rng = random.Random(options.shuffle_seed)
     source = Source.of(options.text)
-    once = documents(source, options.num_documents, options.document_length)
+    first = options.first_document
+    once = documents(source, options.num_documents, options.document_length, first)
     queries = with_misses(repeated(once, options.repeat_count, options.repeat_mode, rng), options.hit_miss_ratio, rng)
     rounds = Rounds(endpoint, options.max_inflight_requests)
     rounds.ask("before the rounds", warming(options.document_length))
@@ -163,7 +165,7 @@ def measure(options: argparse.Namespace, endpoint: Endpoint) -> tuple[dict[str, 
     found["cache_tokens"] = counters.cache_tokens(endpoint.url)
     if options.floor:
         found["floor"] = rounds.floor(
-            documents(source, 1, options.document_length, first=options.num_documents)[0], options.floor
+            documents(source, 1, options.document_length, first + options.num_documents)[0], options.floor
         )
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)

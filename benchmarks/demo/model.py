@@ -7,6 +7,7 @@ output; weights near zero (vLLM's `dummy` format) would not. float32, so that eq
 from __future__ import annotations
 
 import pydoc_data.topics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,10 +51,8 @@ def text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def make_model(folder: Path, size: Size) -> None:
-    """Writes model and tokenizer; a folder that has them is left as it is."""
-    if (folder / "model.safetensors").exists():
-        return
+def make_tokenizer(folder: Path, texts: Sequence[str]) -> None:
+    """Trained on these texts, with a template for chats. Token 0 begins a text, 1 ends it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -62,12 +61,19 @@ def make_model(folder: Path, size: Size) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([text()], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1], pad_token=special[2]
     )
     fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
     fast.save_pretrained(folder)
+
+
+def make_model(folder: Path, size: Size) -> None:
+    """Writes model and tokenizer; a folder that has them is left as it is."""
+    if (folder / "model.safetensors").exists():
+        return
+    make_tokenizer(folder, [text()])
     disable_progress_bar()
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -102,7 +102,7 @@ def _by_kvikio(path: Path, target: torch.Tensor, threads: int, task: int) -> lis
     import kvikio
     import kvikio.defaults
 
-    _preload_cufile()
+    preload_cufile()
     kvikio.defaults.set({"num_threads": threads, "task_size": task, "bounce_buffer_size": max(task, 16 * MIB),
                          "auto_direct_io_read": True})  # fmt: skip
     times: list[float] = []
@@ -123,7 +123,7 @@ def _by_kvikio(path: Path, target: torch.Tensor, threads: int, task: int) -> lis
     return times
 
 
-def _preload_cufile() -> None:
+def preload_cufile() -> None:
     """Makes libcufile.so.0 of the nvidia wheels known to the loader, where it is not in a system folder."""
     import importlib.util
 

@@ -54,7 +54,7 @@ DIMENSIONS = {
     "70b": Dimensions(80, 8192, 28672, 64, 8, 128, 128256, 131072),
     "small": Dimensions(8, 1024, 2816, 16, 8, 128, 4096, 32768, is_saved=True),
     "mla": Dimensions(4, 1024, 2816, 16, 16, 128, 4096, 32768, is_saved=True, latent=Latent()),
-    "tiny": Dimensions(2, 128, 256, 4, 2, 32, 512, 8192, is_saved=True),
+    "tiny": Dimensions(2, 128, 256, 4, 2, 64, 512, 8192, is_saved=True),
 }
 """tiny: for a CPU, to try the scripts."""
 
@@ -69,7 +69,7 @@ def make_model(kind: str, folder: Path) -> Path:
     if size.is_saved:
         _save_weights(size, made)
     else:
-        (made / "config.json").write_text(json.dumps(_config(size), indent=1))
+        (made / "config.json").write_text(json.dumps(config_of(size), indent=1))
     try:
         made.rename(target)
     except OSError:  # another lane of the same run was quicker
@@ -77,7 +77,8 @@ def make_model(kind: str, folder: Path) -> Path:
     return target
 
 
-def _config(size: Dimensions) -> dict[str, object]:
+def config_of(size: Dimensions) -> dict[str, object]:
+    """Of a Llama; config.json as transformers has it."""
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
     return {

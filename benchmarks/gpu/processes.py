@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +23,69 @@ class EngineFailed(Exception):
     """The process ended badly or not in time; the text says where its log is and how it ends."""
 
 
+class EngineProcess:
+    """One engine (`benchmarks.gpu.engine`), started. It does not outlive this process. Whoever made it calls
+    `results`, or `stop`."""
+
+    def __init__(self, name: str, job: dict[str, Any], out: Path, timeout_s: float) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        job_path, self._result_path, self._log_path = (out / f"{name}{end}" for end in (".job", ".result", ".log"))
+        job_path.write_text(json.dumps(job))
+        self._result_path.unlink(missing_ok=True)
+        self.name = name
+        self._started_s = time.monotonic()
+        environment = os.environ | environment_of(job["system"], Path(job["folder"])) | job.get("environment", {})
+        words = [sys.executable, "-m", "benchmarks.gpu.engine", str(job_path), str(self._result_path), str(timeout_s)]
+        self._process = launch(words, self._log_path, environment)
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def results(self, timeout_s: float) -> dict[str, Any]:
+        """Step -> what it returned, once the process has ended. Raises EngineFailed."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            raise EngineFailed(f"{self.name}: not done after {timeout_s:.0f} s\n{tail(self._log_path)}") from None
+        except BaseException:
+            self.stop()
+            raise
+        seconds = time.monotonic() - self._started_s
+        if self._process.returncode != 0 or not self._result_path.exists():
+            status = self._process.returncode
+            raise EngineFailed(f"{self.name}: exit status {status} after {seconds:.0f} s\n{tail(self._log_path)}")
+        print(f"  {self.name}: {seconds:.0f} s", flush=True)
+        found: dict[str, Any] = json.loads(self._result_path.read_text())
+        return found | {"process_s": round(seconds, 1)}
+
+    def stop(self) -> None:
+        stop(self._process)
+
+
 def run_engine(name: str, job: dict[str, Any], out: Path, timeout_s: float) -> dict[str, Any]:
-    """Results of one engine (`benchmarks.gpu.engine`): step -> what it returned. Raises EngineFailed."""
-    out.mkdir(parents=True, exist_ok=True)
-    job_path, result_path, log_path = (out / f"{name}{end}" for end in (".job", ".result", ".log"))
-    job_path.write_text(json.dumps(job))
-    result_path.unlink(missing_ok=True)
-    environment = os.environ | environment_of(job["system"], Path(job["folder"])) | job.get("environment", {})
-    command = [sys.executable, "-m", "benchmarks.gpu.engine", str(job_path), str(result_path), str(timeout_s)]
-    started = time.monotonic()
+    """Results of one engine: step -> what it returned. Raises EngineFailed."""
+    return EngineProcess(name, job, out, timeout_s).results(timeout_s)
+
+
+def launch(words: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """In a session of its own, ended with this process."""
     with log_path.open("w") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+        return subprocess.Popen(
+            words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
             preexec_fn=_die_with_parent,
         )  # fmt: skip
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise EngineFailed(f"{name}: not done after {timeout_s:.0f} s\n{_tail(log_path)}") from None
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    seconds = time.monotonic() - started
-    if process.returncode != 0 or not result_path.exists():
-        raise EngineFailed(f"{name}: exit status {process.returncode} after {seconds:.0f} s\n{_tail(log_path)}")
-    print(f"  {name}: {seconds:.0f} s", flush=True)
-    results: dict[str, Any] = json.loads(result_path.read_text())
-    return results | {"process_s": round(seconds, 1)}
 
 
-def _tail(log_path: Path) -> str:
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Kills it and all that it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def tail(log_path: Path) -> str:
     return f"the end of {log_path}:\n" + log_path.read_text(errors="replace")[-LOG_TAIL:]
 
 

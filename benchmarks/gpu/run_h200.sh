@@ -21,10 +21,16 @@
 #   where        calls of a reload of 8,192 tokens, in their order                     60   200
 #   save         what saving costs, durable rate                                      260   400
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
-#   two-ttft     two GPUs: 70B's dimensions at TP=2                                   280   450
+#   two-ttft     two GPUs: 70B's dimensions at TP=2; with ONE=1 in one process (85)     280   450
+#   versus-tmpfs kvtier raw and k4v4, vLLM's tiering, no tier, ceilings, KvikIO alone  340   560
+#   versus-lmcache  LMCache in its two ways, from tmpfs                                 270   560
+#   versus-disk  k4v4 and vLLM's tiering                                              300   560
+#   long-doc-qa  20 documents of 20,000 tokens over HTTP, one and two in flight        280   560
 #   quality      a small model trained here, its KV through each codec (MINUTES)      480   590
 #
-# ttft-tmpfs and ttft-disk take a codec: ttft-tmpfs@k4v4 has kvtier alone, also from an hbm arena, in ttft_tmpfs_k4v4.json.
+# ttft-tmpfs, ttft-disk and two-ttft take a codec: ttft-tmpfs@k4v4 has kvtier alone, also from an hbm arena, in
+# ttft_tmpfs_k4v4.json. The versus stages write to one file, versus.json, and go on with it while the machine is held:
+# run one again for what it left out.
 #
 # Several at once on a machine of several GPUs, each lane on its own (CUDA_VISIBLE_DEVICES) and with its own folders, for
 # what is not timed, or is timed on its GPU alone:
@@ -38,7 +44,9 @@
 # BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
 # ceilings, kernels, doctor and demo). ARENA (empty: none) and NAME (of the JSON) are for ttft in two calls on one machine:
 # SYSTEMS=none,kvtier first, then SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers. HBM_ARENA: also from an hbm arena of
-# that size (with EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). LANE: set by lanes.
+# that size (with EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions),
+# TOGETHER (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. ONE (any text): two-ttft has one
+# process that computes, saves and reloads. LANE: set by lanes.
 set -uo pipefail
 OUT=${OUT:-/tmp/bench/out}
 BUNDLE=${BUNDLE:-/tmp/bundle}
@@ -123,8 +131,59 @@ ttft() {
     --ceilings "$WORK/ceilings.json" ${LENGTHS:+--lengths "$LENGTHS"} "$@"
 }
 
+versus() {
+  local place=$1 folder=$2 systems=$3 limit=${LIMIT_S:-480}
+  shift 3
+  [ -z "${TINY:-}" ] || systems=none,kvtier,kvtier-k4v4 # the others want a GPU
+  timeout -k 10 $((limit + 80)) python3 -m benchmarks.versus ${TINY:+--tiny} --place "$place" --folder "$folder" \
+    --systems "${SYSTEMS:-$systems}" --out "$WORK/versus.json" --logs "$WORK/logs" --seconds "$limit" --extra "$EXTRA" \
+    --repetitions "${REPEAT:-3}" --together "${TOGETHER:-3}" ${LENGTHS:+--lengths "$LENGTHS"} "$@"
+  local code=$?
+  cp "$WORK/versus.json" "$OUT/"
+  return $code
+}
+
+# The engine's own KV cache holds three of the documents (8 GiB of the 8B model's KV).
+long_doc_qa() {
+  local model=$WORK/models/8b-text limit=${LIMIT_S:-500} systems=prefix,native,kvtier-k4v4
+  local vllm="--load-format dummy --dtype bfloat16 --max-model-len 24576 --kv-cache-memory-bytes 8589934592 --max-num-seqs 8"
+  local tier="{\"root\": \"$MEMORY\", \"capacity_bytes\": \"105GiB\", \"model_tag\": \"llama-8b-dummy\"}"
+  local asked="--num-documents ${DOCUMENTS:-20} --document-length ${WORDS:-20000} --repeat-count 1 --repeat-mode tile"
+  if [ -n "${TINY:-}" ]; then
+    model=$WORK/models/tiny-text systems=prefix,kvtier
+    vllm="--load-format dummy --dtype float32 --block-size 32 --max-model-len 1024 --num-gpu-blocks-override 48 --max-num-seqs 4"
+    tier="{\"root\": \"$MEMORY\", \"capacity_bytes\": \"1GiB\", \"model_tag\": \"tiny\", \"chunk_tokens\": 64, \
+      \"min_load_tokens\": 64, \"segment_bytes\": \"16MiB\", \"host\": {\"arena_bytes\": \"64MiB\"}}"
+    asked="--num-documents 6 --document-length 300 --repeat-count 1 --repeat-mode tile"
+  fi
+  python3 -m benchmarks.versus.text_model "$model" ${TINY:+--model tiny} || return 1
+  timeout -k 30 "$limit" python3 -m benchmarks.serving long_doc_qa --systems "${SYSTEMS:-$systems}" --model "$model" \
+    --work "$WORK/serving" --out "$OUT/${NAME:-long_doc_qa}.json" --tier "$tier" --start-timeout 150 \
+    --native '{"cpu_bytes_to_use": 17179869184}' --vllm "--enforce-eager --gpu-memory-utilization 0.5 $vllm" \
+    -- $asked --output-len 8 --ignore-eos --floor 2 --max-inflight-requests 1 \
+    -- $asked --output-len 8 --ignore-eos --floor 2 --max-inflight-requests 2 --first-document 100
+  local code=$?
+  cp "$WORK"/serving/server-*.log "$WORK/logs/"
+  rm -rf "$MEMORY/benchmark-tier"
+  return $code
+}
+
 stage() {
   case $1 in
+    two-ttft@*)
+      (
+        codec=${1#*@}
+        EXTRA="{\"codec\": \"$codec\"}" NAME="two_gpus_ttft_$codec" SYSTEMS=kvtier
+        stage two-ttft
+      ) ;;
+    versus-tmpfs)
+      versus tmpfs "$MEMORY" none,kvtier,kvtier-k4v4,native ;;
+    versus-lmcache)
+      versus tmpfs "$MEMORY" lmcache,lmcache-mp --no-alone ;;
+    versus-disk)
+      versus disk "$DISK" kvtier-k4v4,native ;;
+    long-doc-qa)
+      long_doc_qa ;;
     ttft-*@*)
       local stage=${1%@*} codec=${1#*@} arena=""
       [ "$stage" = ttft-disk ] || [ -n "${TINY:-}" ] || arena=${HBM_ARENA:-4GiB}
@@ -178,8 +237,8 @@ stage() {
     two-equal | two-ttft)
       local part=${1#two-} seconds=330
       [ "$part" = equal ] || seconds=450
-      bench two_gpus $seconds --folder "$MEMORY" --out "$OUT/two_gpus_$part.json" --logs "$WORK/logs" --extra "$EXTRA" \
-        --parts "$part" --count "${COUNT:-2}" --systems "${SYSTEMS:-none,kvtier}" ;;
+      bench two_gpus $seconds --folder "$MEMORY" --out "$OUT/${NAME:-two_gpus_$part}.json" --logs "$WORK/logs" --extra "$EXTRA" \
+        --parts "$part" --count "${COUNT:-2}" --systems "${SYSTEMS:-none,kvtier}" ${ONE:+--one-process} ;;
     quality)
       timeout -k 10 590 python3 -m benchmarks.quality --out "$OUT/quality.json" --minutes "${MINUTES:-5}" ;;
     *)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.engine import Engine
@@ -11,6 +12,7 @@ from benchmarks.gpu.stored import direct_read
 
 STORE_PASSES = 3
 NO_TIER = {"kvtier_load": False, "kvtier_save": False}
+TURN_POLL_S = 0.02
 
 
 def warm_up(engine: Engine, n_tokens: int) -> list[dict[str, Any]]:
@@ -26,6 +28,17 @@ def warm_up(engine: Engine, n_tokens: int) -> list[dict[str, Any]]:
         done.append(engine.first_token(tokens))
     engine.idle_steps()
     return done
+
+
+def take_turn(engine: Engine, ready: str, go: str, timeout_s: float) -> dict[str, float]:
+    """Says that this engine is ready and waits until it may go on: others are measured meanwhile."""
+    started = time.monotonic()
+    Path(ready).touch()
+    while not Path(go).exists():
+        if time.monotonic() - started > timeout_s:
+            raise TimeoutError(f"no turn within {timeout_s:.0f} s")
+        time.sleep(TURN_POLL_S)
+    return {"waited_s": time.monotonic() - started}
 
 
 def store(engine: Engine, lengths: list[int], count: int) -> list[dict[str, Any]]:
@@ -70,6 +83,21 @@ def computed_and_own(engine: Engine, lengths: list[int], count: int) -> dict[str
             computed.append(engine.first_token(tokens))
             own += [engine.first_token(tokens) for _ in range(2)]
     return {"computed": computed, "own": own}
+
+
+def all_in_one(engine: Engine, lengths: list[int], reloads: int) -> dict[str, list[dict[str, Any]]]:
+    """One prompt of each length: computed and saved, twice from vLLM's own prefix cache, then `reloads` times from the
+    tier, vLLM's cache emptied each time. Rows that had to wait for nothing but themselves; by kind."""
+    rows: dict[str, list[dict[str, Any]]] = {"computed": [], "own": [], "reloaded": []}
+    for n_tokens in lengths:
+        tokens = timed_prompt(n_tokens, 0, engine.vocabulary)
+        rows["computed"].append(_store_whole(engine, tokens))
+        rows["own"] += [engine.first_token(tokens) for _ in range(2)]
+        for _ in range(reloads):
+            engine.settle()
+            engine.forget()
+            rows["reloaded"].append(engine.first_token(tokens))
+    return rows
 
 
 def from_arena(engine: Engine, n_tokens: int, count: int) -> list[dict[str, Any]]:

@@ -41,12 +41,16 @@ class Setup:
     timeout_s: float
     environment: dict[str, str]
 
-    def run(self, name: str, system: str, steps: list[list[Any]], extra: dict[str, Any] | None = None) -> Any:
-        job = {
+    def job(self, system: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
+        """Of an engine, without its steps."""
+        return {
             "model": str(self.model), "vocabulary": DIMENSIONS[self.kind].vocabulary, "system": system,
-            "folder": str(self.folder), "extra": (self.extra | (extra or {})) if system == "kvtier" else {},
-            "llm": self.llm, "steps": steps, "environment": self.environment,
+            "folder": str(folder), "extra": extra, "llm": self.llm, "environment": self.environment,
         }  # fmt: skip
+
+    def run(self, name: str, system: str, steps: list[list[Any]], extra: dict[str, Any] | None = None) -> Any:
+        of_system = (self.extra | (extra or {})) if system == "kvtier" else {}
+        job = self.job(system, self.folder, of_system) | {"steps": steps}
         return run_engine(name, job, self.logs, self.timeout_s)
 
 
@@ -230,6 +234,8 @@ def encoded_token_bytes(results: dict[str, Any]) -> int | None:
 
 def _row(name: str, measured: list[dict[str, Any]], expected: list[int] | None) -> dict[str, Any]:
     tokens = [row["token"] for row in measured]
+    if expected is not None and len(expected) == 1:  # one prompt, asked again and again
+        expected = expected * len(tokens)
     return {
         "system": name, "tokens": measured[0]["tokens"], "hit_tokens": min(row["hit_tokens"] for row in measured),
         "ttft_s": median([row["ttft_s"] for row in measured]), "all_s": [row["ttft_s"] for row in measured],

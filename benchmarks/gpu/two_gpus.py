@@ -4,8 +4,9 @@
 
 equal: saved random weights; stored at TP=2 and loaded at TP=1, and the other way. Blocks are compared head by head.
 Tokens may differ without a wrong bit, because another TP sums in another order: beside them stands a control that
-computes the same questions at the other TP. ttft: the dimensions of a 70B model at TP=2. In both, whether each process
-keeps to one GPU (contexts.py).
+computes the same questions at the other TP. ttft: the dimensions of a 70B model at TP=2; with --one-process all of it,
+computed (and saved) and reloaded from the folder --count times, in one process, because its start takes most of the
+time. In both, whether each process keeps to one GPU (contexts.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from benchmarks.gpu.equality import job_of
 from benchmarks.gpu.models import DIMENSIONS
 from benchmarks.gpu.processes import run_engine
 from benchmarks.gpu.tiny import TINY_TIER
-from benchmarks.gpu.ttft import Asked, measure, print_summary, setup_of, summary
+from benchmarks.gpu.ttft import (
+    WARM_UP_TOKENS,
+    Asked,
+    encoded_token_bytes,
+    measure,
+    print_summary,
+    setup_of,
+    summary,
+)
 from benchmarks.gpu.watch import compare
 
 EAGER = {"enforce_eager": True}
@@ -74,6 +83,32 @@ def contexts_of(results: dict[str, Any]) -> list[list[list[int]]]:
     return [engine["contexts"] for engine in engines if engine and "contexts" in engine]
 
 
+FILES_ALONE: dict[str, Any] = {"host": {"admit": "never"}}
+"""So that a process reloads from the folder what it has just saved, and not from its host arena."""
+
+
+def ttft(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What goes into the result file, and `results` of each engine."""
+    setup = setup_of(arguments)
+    lengths = [300, 600] if arguments.tiny else [int(part) for part in arguments.lengths.split(",")]
+    if arguments.one_process:
+        steps = [["warm_up", min(WARM_UP_TOKENS, lengths[0])], ["all_in_one", lengths, arguments.count]]
+        found = setup.run("two-all-in-one", "kvtier", steps, FILES_ALONE)
+        rows = found["all_in_one"]
+        results = {"none": {"computed_and_own": rows},
+                   "kvtier": {"store": found, "reload": {"first_tokens": rows["reloaded"]}}}  # fmt: skip
+        shutil.rmtree(setup.folder / "kvtier", ignore_errors=True)
+    else:
+        results = measure(setup, arguments.systems.split(","), Asked(lengths, arguments.count, 1))
+    # One rank's bytes: what passes through its PCIe. (The counters are sums over ranks, of bytes and tokens alike.)
+    token_bytes = DIMENSIONS[setup.kind].token_bytes() // arguments.tp
+    if setup.extra.get("codec", "raw") != "raw":
+        token_bytes = encoded_token_bytes(results) or token_bytes
+    rows = summary(results, lengths, token_bytes)
+    return {"model": setup.kind, "folder": str(setup.folder), "extra": setup.extra, "rows": rows, "results": results,
+            "one_process": arguments.one_process}  # fmt: skip
+
+
 def parse(text: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.two_gpus", description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True)
@@ -86,6 +121,7 @@ def parse(text: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=2)
     parser.add_argument("--systems", default="none,kvtier")
     parser.add_argument("--extra", default="{}", help="more settings of kvtier for ttft, as JSON")
+    parser.add_argument("--one-process", action="store_true", help="ttft in one process, kvtier alone")
     parser.add_argument("--gpu-memory", type=float, default=0.85)
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds for one engine's process")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
@@ -107,14 +143,9 @@ def main() -> int:
         good = all(is_equal(result) for result in content["equal"])
         by_rank += [engine for result in content["equal"] for engine in result["contexts"]]
     if "ttft" in arguments.parts:
-        setup = setup_of(arguments)
-        lengths = [300, 600] if arguments.tiny else [int(part) for part in arguments.lengths.split(",")]
-        results = measure(setup, arguments.systems.split(","), Asked(lengths, arguments.count, 1))
-        good = good and not any("failed" in result for result in results.values())
-        by_rank += contexts_of(results)
-        # One rank's bytes: what passes through its PCIe.
-        rows = summary(results, lengths, DIMENSIONS[setup.kind].token_bytes() // arguments.tp)
-        content |= {"model": setup.kind, "folder": str(setup.folder), "rows": rows, "results": results}
+        content |= ttft(arguments)
+        good = good and not any("failed" in result for result in content["results"].values())
+        by_rank += contexts_of(content["results"])
     content["contexts"] = contexts.judge(watch.seen(), by_rank)
     good = good and (contexts.is_good(content["contexts"]) or arguments.tiny)
     report.write(arguments.out, "two GPUs: across tensor-parallel sizes, and TTFT at TP=2", content)

@@ -4,7 +4,8 @@
     python -m benchmarks.serving aiperf_ttft [--model FOLDER] [--out RESULT.json] [-- --isl 1024,32768 ...]
     python -m benchmarks.serving capacity [--model FOLDER] [--out RESULT.json] [-- --documents 2,4,8 ...]
 
-What follows -- is the benchmark's own. Without --model a small model with random weights is made, as the demo has it.
+What follows -- is the benchmark's own; what follows one more -- is asked of the same server after that, and goes into
+RESULT-2.json (give it other documents). Without --model a small model with random weights is made, as the demo has it.
 Ctrl-C stops the server in order. The tier lies in a folder of its own, benchmark-tier in --work or in the root that
 --tier names, which is emptied before each system that does not go on with what another one stored.
 """
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--systems", help=f"with commas between; {systems}")
     made.add_argument("--model", help="what vLLM is to serve (default: a small model that is made in --work)")
     made.add_argument("--tier", type=json.loads, help='kvtier\'s settings as JSON, such as {"root": ..., "codec": ...}')
+    made.add_argument("--native", type=json.loads, help="settings of vLLM's own tiering as JSON")
     made.add_argument("--vllm", help="more arguments of vLLM's, as one text")
     made.add_argument("--program", default=f"{sys.executable} -m {MODULE}", help="what becomes the server")
     made.add_argument("--start-timeout", type=float, default=1800.0, help="seconds until a server must be up")
@@ -65,7 +67,7 @@ def setup(options: argparse.Namespace) -> Setup:
         raise SystemExit("--tier: a JSON object is wanted")
     model = options.model or str(_small_model(work))
     return Setup(model, work, tier | (options.tier or {}), arguments, shlex.split(options.program),
-                 options.start_timeout)  # fmt: skip
+                 options.start_timeout, options.native or {})  # fmt: skip
 
 
 def _small_model(work: Path) -> Path:
@@ -86,21 +88,47 @@ def chosen(options: argparse.Namespace) -> list[str]:
     return names
 
 
+def runs_of(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The wrapper's own words, and the benchmark's for each time that it is run."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == "--":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts[0], parts[1:] or [[]]
+
+
+def out_of(out: Path, number: int) -> Path:
+    return out if number == 0 else out.with_name(f"{out.stem}-{number + 1}{out.suffix}")
+
+
+def empty(root: Path) -> None:
+    """The folder stays: a server that runs may hold it."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in root.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def main(words: Sequence[str]) -> int:
-    own = words[: words.index("--")] if "--" in words else words
+    own, runs = runs_of(words)
     options = parser().parse_args(own)
     names, common = chosen(options), setup(options)
     out = (options.out or common.work / f"{options.benchmark}.json").absolute()
-    out.unlink(missing_ok=True)
+    for number in range(len(runs)):
+        out_of(out, number).unlink(missing_ok=True)
     statuses = []
     for name in names:
-        if SYSTEMS[name].has_tier and not SYSTEMS[name].keeps:
-            shutil.rmtree(common.root, ignore_errors=True)
-            common.root.mkdir(parents=True)
-        print(f"\n##### {name}: {SYSTEMS[name].what}", flush=True)
+        system = SYSTEMS[name]
+        if system.tier and not system.keeps:
+            empty(common.root)
+        print(f"\n##### {name}: {system.what}", flush=True)
         with running(common, name) as url:
-            asked = ["--out", str(out), "--system", name, URL_FLAGS[options.benchmark], url]
-            statuses.append(MAINS[options.benchmark]([*asked, *words[len(own) + 1 :]]))
+            for number, flags in enumerate(runs):
+                if number and system.tier == "native":
+                    empty(common.root)  # it evicts nothing, and nothing is asked again of what the run before stored
+                asked = ["--out", str(out_of(out, number)), "--system", name, URL_FLAGS[options.benchmark], url]
+                statuses.append(MAINS[options.benchmark]([*asked, *flags]))
     return max(statuses)
 
 

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 
 import httpx
 
+from benchmarks.gpu.systems import kvtier_transfer, native_transfer
+
 ROOT_NAME = "benchmark-tier"
 MODULE = "vllm.entrypoints.openai.api_server"
 SHUTDOWN_TIMEOUT_S = 15
@@ -36,23 +38,25 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class System:
-    """has_tier: kvtier is connected. has_prefix_cache: vLLM keeps its own KV for the next request. keeps: the tier's
-    root is left as the system before it left it. extra: kvtier's settings that make the difference."""
+    """tier: what is connected, "kvtier", "native" (vLLM's own tiering) or nothing. has_prefix_cache: vLLM keeps its own
+    KV for the next request. keeps: the tier's root is left as the system before it left it. extra: the tier's settings
+    that make the difference."""
 
     what: str
-    has_tier: bool
+    tier: str
     has_prefix_cache: bool
     keeps: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 SYSTEMS = {
-    "nocache": System("every prompt computed", has_tier=False, has_prefix_cache=False),
-    "prefix": System("vLLM's own prefix cache, no tier", has_tier=False, has_prefix_cache=True),
-    "cache": System("kvtier alone", has_tier=True, has_prefix_cache=False),
-    "kvtier": System("kvtier below vLLM's own prefix cache", has_tier=True, has_prefix_cache=True),
-    "restarted": System("another process on what kvtier stored", has_tier=True, has_prefix_cache=True, keeps=True),
-    "kvtier-k4v4": System("kvtier with codec k4v4", True, True, extra={"codec": "k4v4"}),
+    "nocache": System("every prompt computed", "", has_prefix_cache=False),
+    "prefix": System("vLLM's own prefix cache, no tier", "", has_prefix_cache=True),
+    "cache": System("kvtier alone", "kvtier", has_prefix_cache=False),
+    "kvtier": System("kvtier below vLLM's own prefix cache", "kvtier", has_prefix_cache=True),
+    "restarted": System("another process on what kvtier stored", "kvtier", has_prefix_cache=True, keeps=True),
+    "kvtier-k4v4": System("kvtier with codec k4v4", "kvtier", True, extra={"codec": "k4v4"}),
+    "native": System("vLLM's own tiering, on GPUs alone", "native", True),
 }
 
 
@@ -60,8 +64,8 @@ SYSTEMS = {
 class Setup:
     """What all systems of a comparison have in common.
 
-    program: the command that becomes the server. arguments: more of vLLM's. tier: kvtier's settings. work: for logs,
-    and for the tier's root where its settings name none.
+    program: the command that becomes the server. arguments: more of vLLM's. tier: kvtier's settings; native: those of
+    vLLM's own tiering. work: for logs, and for the tier's root where kvtier's settings name none.
     """
 
     model: str
@@ -70,6 +74,7 @@ class Setup:
     arguments: Sequence[str] = ()
     program: Sequence[str] = (sys.executable, "-m", MODULE)
     start_timeout_s: float = 1800.0
+    native: dict[str, Any] = field(default_factory=dict)
 
     @property
     def root(self) -> Path:
@@ -80,14 +85,14 @@ class Setup:
         caching = "--enable-prefix-caching" if system.has_prefix_cache else "--no-enable-prefix-caching"
         words = [*self.program, "--model", self.model, "--host", "127.0.0.1", "--port", str(port), caching,
                  "--enable-prompt-tokens-details", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]  # fmt: skip
-        if system.has_tier:
-            transfer = {
-                "kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
-                "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": self.tier | system.extra | {"root": str(self.root)},
-            }  # fmt: skip
-            words += ["--kv-transfer-config", json.dumps(transfer)]
+        if system.tier:
+            words += ["--kv-transfer-config", json.dumps(self.transfer(system))]
         return [*words, *self.arguments]
+
+    def transfer(self, system: System) -> dict[str, Any]:
+        if system.tier == "native":
+            return native_transfer(self.root, self.native | system.extra)
+        return kvtier_transfer(self.tier | system.extra | {"root": str(self.root)})
 
 
 class ServerFailed(Exception):

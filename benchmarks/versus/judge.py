@@ -1,0 +1,167 @@
+"""What the entries say: a cell for each place, length and system, who is ahead, and whether the goals are met."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.versus.contestants import CONTESTANTS
+
+OURS = ("kvtier", "kvtier-k4v4")
+PEERS = ("native", "lmcache", "lmcache-mp")
+SHORT_TOKENS = 256
+"""A hit that lacks this much of its prompt is not whole."""
+
+GOALS = [("tmpfs", "kvtier", 2.0), ("tmpfs", "kvtier-k4v4", 4.0), ("disk", "kvtier-k4v4", 4.0)]
+"""Place, system, and how many times as fast as vLLM's own tiering at the largest length."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system at one length. Times in seconds, one of each repetition, to the first token; rates in bytes a second.
+
+    rate: bytes of the engine's KV over the time above the floor. ceiling: the smaller of pinned copies and of direct
+    reads around the repetitions. cold: to the first token while it stores. stored: bytes of all lengths together.
+    """
+
+    place: str
+    tokens: int
+    system: str
+    times: list[float]
+    hit_tokens: int
+    computed: float | None
+    floor: float | None
+    cold: float | None
+    kv_bytes: int
+    ceiling: float | None
+    stored: int | None
+    boots: frozenset[str]
+
+    @property
+    def ttft(self) -> float:
+        return median(self.times)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.hit_tokens > self.tokens - SHORT_TOKENS
+
+    @property
+    def rate(self) -> float | None:
+        return None if self.floor is None or self.ttft <= self.floor else self.kv_bytes / (self.ttft - self.floor)
+
+    @property
+    def of_ceiling(self) -> float | None:
+        return self.rate / self.ceiling if self.rate and self.ceiling else None
+
+    @property
+    def cold_cost(self) -> float | None:
+        """What storing adds to the time that computing takes, as a share of it."""
+        return self.cold / self.computed - 1 if self.cold and self.computed else None
+
+
+class Entries:
+    """runs: of a result file. token_bytes: KV of a token, of all layers and heads."""
+
+    def __init__(self, runs: list[dict[str, Any]], token_bytes: int) -> None:
+        self._runs = [run for run in runs if "failed" not in run]
+        self.failed = [run for run in runs if "failed" in run]
+        self._token_bytes = token_bytes
+
+    def places(self) -> list[str]:
+        return list(dict.fromkeys(run["place"] for run in self._of("reload")))
+
+    def lengths(self, place: str) -> list[int]:
+        return sorted({row["tokens"] for run in self._of("reload", place) for row in run["rows"]})
+
+    def cells(self) -> dict[tuple[str, int, str], Cell]:
+        found = {}
+        for place in self.places():
+            systems = {run["system"] for run in self._of("reload", place)}
+            for tokens in self.lengths(place):
+                for system in (name for name in CONTESTANTS if name in systems):
+                    if (cell := self._cell(place, tokens, system)) is not None:
+                        found[place, tokens, system] = cell
+        return found
+
+    def kvikio(self, place: str) -> dict[int, list[float]]:
+        """Tokens -> seconds of each repetition, of as many bytes."""
+        found: dict[int, list[float]] = {}
+        for run in self._of("alone", place):
+            for n_bytes, seconds in run.get("kvikio_s", {}).items():
+                found.setdefault(int(n_bytes) // self._token_bytes, []).extend(seconds)
+        return found
+
+    def bare(self, tokens: int, boots: frozenset[str] = frozenset()) -> tuple[float | None, float | None]:
+        """Computed, and the floor (vLLM's own prefix hit): of the same machine where it was measured there too."""
+        runs = [run for run in self._of("bare") if run["boot"] in boots] or self._of("bare")
+        computed = [row["ttft_s"] for run in runs for row in run["computed"] if row["tokens"] == tokens]
+        own = [row["ttft_s"] for run in runs for row in run["own"] if row["tokens"] == tokens][1::2]
+        return (median(computed) if computed else None), (median(own) if own else None)
+
+    def copies(self, boots: frozenset[str] = frozenset()) -> float | None:
+        """Pinned copies to the GPU, bytes a second."""
+        runs = [run for run in self._of("alone") if run["boot"] in boots] or self._of("alone")
+        rates = [run["copies"]["h2d_bytes_s"] for run in runs if run.get("copies")]
+        return median(rates) if rates else None
+
+    def reads(self, place: str, system: str | None = None) -> list[float]:
+        """Direct reads right before and after the repetitions, bytes a second."""
+        runs = [run for run in self._of("reload", place) if system in (None, run["system"])]
+        return [rate for run in runs for rate in run.get("read_bytes_s", [])]
+
+    def _of(self, kind: str, place: str | None = None) -> list[dict[str, Any]]:
+        return [run for run in self._runs if run["kind"] == kind and place in (None, run["place"])]
+
+    def _cell(self, place: str, tokens: int, system: str) -> Cell | None:
+        runs = [run for run in self._of("reload", place) if run["system"] == system]
+        rows = [row for run in runs for row in run["rows"] if row["tokens"] == tokens]
+        if not rows:
+            return None
+        boots = frozenset(run["boot"] for run in runs)
+        computed, floor = self.bare(tokens, boots)
+        stored = [run for run in self._of("store", place) if run["system"] == system]
+        cold = [row["ttft_s"] for run in stored for row in run["rows"] if row["tokens"] == tokens]
+        reads = self.reads(place, system)
+        limits = [rate for rate in (self.copies(boots), sum(reads) / len(reads) if reads else None) if rate]
+        hit = min(row["hit_tokens"] for row in rows)
+        return Cell(
+            place, tokens, system, [row["ttft_s"] for row in rows], hit, computed, floor,
+            median(cold) if cold else None, hit * self._token_bytes, min(limits) if limits else None,
+            stored[-1]["stored_bytes"] if stored else None, boots,
+        )  # fmt: skip
+
+
+Cells = dict[tuple[str, int, str], Cell]
+
+
+def losses(cells: Cells) -> list[tuple[Cell, Cell]]:
+    """Every pair of one of ours and of a peer that is ahead of it, or level, in the same place and at the same length.
+
+    A peer that did not hit the whole prompt has computed the rest, and counts with the time that it took.
+    """
+    return [
+        (cells[place, tokens, name], peer)
+        for (place, tokens, system), peer in cells.items() if system in PEERS
+        for name in OURS if (place, tokens, name) in cells and cells[place, tokens, name].ttft >= peer.ttft
+    ]  # fmt: skip
+
+
+def slower_than_computing(cells: Cells) -> list[Cell]:
+    return [cell for cell in cells.values() if cell.system in OURS and cell.computed and cell.ttft >= cell.computed]
+
+
+def goals(cells: Cells) -> list[tuple[bool, str]]:
+    """Of GOALS whose both sides were measured: whether it is met, and which it is."""
+    found = []
+    for place, system, times in GOALS:
+        pairs = [(cell, cells.get((place, tokens, "native"))) for (at, tokens, name), cell in sorted(cells.items())
+                 if (at, name) == (place, system)]  # fmt: skip
+        if not pairs or pairs[-1][1] is None:
+            continue
+        cell, native = pairs[-1]
+        assert native is not None
+        ratio = native.ttft / cell.ttft
+        found.append((ratio >= times, f"{CONTESTANTS[system].title} from {place}, {cell.tokens:,} tokens: "
+                      f"{ratio:.1f}x vLLM's own tiering (goal {times:g}x)"))  # fmt: skip
+    return found

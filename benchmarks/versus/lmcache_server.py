@@ -1,0 +1,53 @@
+"""LMCache's own server (`lmcache server`), with files below its host memory.
+
+Each engine gets a fresh one: what is asked is a reload from the files, and a server that runs on would answer from
+its memory. Of its two adapters for file systems this is the native one, the faster, with the threads that its
+documents advise for shared file systems; host memory is pinned at the start and not step by step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.processes import launch, stop
+from benchmarks.gpu.systems import environment_of
+from benchmarks.serving.server import free_port
+
+HOST = "127.0.0.1"
+MEMORY_GB = 32.0
+FILE_THREADS = 32
+
+
+def arguments(files: Path, is_direct: bool, memory_gb: float = MEMORY_GB) -> list[str]:
+    """Without its ports. is_direct: past the page cache."""
+    adapter = {"type": "fs_native", "base_path": str(files), "num_workers": FILE_THREADS, "use_odirect": is_direct}
+    return ["--host", HOST, "--http-host", HOST, "--chunk-size", "256", "--l1-size-gb", str(memory_gb),
+            "--no-l1-use-lazy", "--eviction-policy", "LRU", "--disable-metrics",
+            "--l2-adapter", json.dumps(adapter)]  # fmt: skip
+
+
+class Server:
+    """Starts at once and is up after some seconds; connectors wait for it."""
+
+    def __init__(self, words: Sequence[str], log_path: Path) -> None:
+        ports = [free_port(), free_port()]
+        command = [sys.executable, "-m", "lmcache.cli.main", "server", *words]
+        command += ["--port", str(ports[0]), "--http-port", str(ports[1])]
+        self.port = ports[0]
+        self._process: subprocess.Popen[bytes] = launch(
+            command, log_path, os.environ | environment_of("lmcache-mp", log_path.parent)
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the connector in the engine."""
+        return {"lmcache.mp.host": f"tcp://{HOST}", "lmcache.mp.port": self.port}
+
+    def stop(self) -> None:
+        stop(self._process)
