@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvtier.config import Settings
@@ -166,6 +168,13 @@ def _label_hits() -> None:
     KVTierConnector._cache_hit_source = CacheHitSource.DISK
 
 
+def _register() -> None:
+    """vLLM's front end looks for the children of a MultiConnector by name alone when it adds up what they counted, and
+    ends if one is not known so."""
+    with suppress(ValueError):  # it is, from an earlier import
+        KVConnectorFactory.register_connector(KVTierConnector.__name__, __name__, KVTierConnector.__name__)
+
+
 def _join_log() -> None:
     """Lets kvtier's lines appear as vLLM's own do, unless the caller has arranged for logging."""
     if not log.handlers and not logging.getLogger().handlers:
@@ -186,3 +195,4 @@ def check_release() -> None:
 
 
 _label_hits()
+_register()

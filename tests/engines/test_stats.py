@@ -8,6 +8,7 @@ pytest.importorskip("vllm")
 
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvtier import metrics as names
 from kvtier.connectors.vllm import KVTierConnector
@@ -66,3 +67,10 @@ def test_prometheus_text() -> None:
     assert 'vllm:kvtier_hit_tokens_total{engine="1",model_name="m"} 128.0' in text
     assert 'vllm:kvtier_hit_tokens_total{engine="0",model_name="m"} 0.0' in text
     assert 'vllm:kvtier_faults_total{engine="1",model_name="m"} 0.0' in text
+
+
+def test_as_a_child_of_a_multi_connector_its_counts_are_put_together_by_name() -> None:
+    """In vLLM's front end, where they come as plain mappings; a class that is not found there ends it."""
+    both = MultiConnector.build_kv_connector_stats({"KVTierConnector": {names.LOAD_TOKENS: 64.0}})
+    assert both is not None and both["KVTierConnector"].data == {names.LOAD_TOKENS: 64.0}
+    assert isinstance(both["KVTierConnector"], KVTierStats)
