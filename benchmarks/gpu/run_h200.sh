@@ -181,7 +181,7 @@ stage() {
     versus-lmcache)
       versus tmpfs "$MEMORY" lmcache,lmcache-mp --no-alone ;;
     versus-disk)
-      versus disk "$DISK" kvtier-k4v4,native ;;
+      versus disk "$DISK" none,kvtier-k4v4,native ;;
     long-doc-qa)
       long_doc_qa ;;
     ttft-*@*)

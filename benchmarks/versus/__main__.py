@@ -60,6 +60,7 @@ class Piece:
         self.left_out: list[str] = []
 
     def run(self) -> None:
+        self.place.setup.folder.mkdir(parents=True, exist_ok=True)
         self.alone()
         self.bare_and_store()
         done = [self.repetition(number) for number in range(1, self._options.repetitions + 1)]

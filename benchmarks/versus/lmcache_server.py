@@ -22,6 +22,8 @@ from benchmarks.serving.server import free_port
 HOST = "127.0.0.1"
 MEMORY_GB = 32.0
 FILE_THREADS = 32
+WAIT_S = 100.0
+"""Engines wait so long for an answer, the server's start included; its default is 300."""
 
 
 def arguments(files: Path, is_direct: bool, memory_gb: float = MEMORY_GB) -> list[str]:
@@ -47,7 +49,11 @@ class Server:
     @property
     def settings(self) -> dict[str, Any]:
         """Of the connector in the engine."""
-        return {"lmcache.mp.host": f"tcp://{HOST}", "lmcache.mp.port": self.port}
+        return {"lmcache.mp.host": f"tcp://{HOST}", "lmcache.mp.port": self.port, "lmcache.mp.mq_timeout": WAIT_S}
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
 
     def stop(self) -> None:
         stop(self._process)

@@ -36,6 +36,12 @@ class _Started:
     process: EngineProcess
     ready: Path
     go: Path
+    server: Server | None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is ready, or will never be."""
+        return self.ready.exists() or self.process.is_over or (self.server is not None and self.server.is_over)
 
 
 def in_turns(members: Sequence[Member], logs: Path, start_s: float, turn_s: float) -> list[dict[str, Any]]:
@@ -44,7 +50,7 @@ def in_turns(members: Sequence[Member], logs: Path, start_s: float, turn_s: floa
     with ExitStack() as ends:
         engines = [_start(member, logs, start_s + len(members) * turn_s, ends) for member in members]
         deadline = time.monotonic() + start_s
-        while not all(one.ready.exists() or one.process.is_over for one in engines) and time.monotonic() < deadline:
+        while not all(one.is_settled for one in engines) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         for one in engines:
             if not one.ready.exists():
@@ -65,10 +71,11 @@ def _start(member: Member, logs: Path, timeout_s: float, ends: ExitStack) -> _St
     for path in (ready, go):
         path.unlink(missing_ok=True)
     job = member.job | {"steps": [*member.before, ["take_turn", str(ready), str(go), timeout_s], *member.steps]}
+    server = None
     if member.server is not None:
         server = Server(member.server, logs / f"{member.name}-server.log")
         ends.callback(server.stop)
         job["extra"] = job["extra"] | server.settings
     process = EngineProcess(member.name, job, logs, timeout_s)
     ends.callback(process.stop)
-    return _Started(process, ready, go)
+    return _Started(process, ready, go, server)
