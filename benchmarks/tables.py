@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks import (
     tables_codecs,
+    tables_common,
     tables_cpu,
     tables_eviction,
     tables_faults,
@@ -19,6 +20,7 @@ from benchmarks import (
     tables_headline,
     tables_quality,
     tables_redis,
+    tables_versus,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,22 +48,43 @@ def files() -> dict[Path, tuple[tuple[tuple[str, str], Sections], ...]]:
         ROOT / "tests" / "README.md": ((CPU_MARKS, tables_faults.SECTIONS),),
         ROOT / "benchmarks" / "README.md": (
             (CPU_MARKS, (*tables_cpu.SECTIONS, tables_eviction.eviction, tables_redis.redis_index)),
-            (GPU_MARKS, (tables_headline.others, *tables_gpu.SECTIONS, *tables_codecs.SECTIONS, *quality)),
+            (
+                GPU_MARKS,
+                (
+                    tables_headline.others,
+                    *tables_versus.SECTIONS,
+                    *tables_gpu.SECTIONS,
+                    *tables_codecs.SECTIONS,
+                    *quality,
+                ),
+            ),
         ),
     }
 
 
+def drawings() -> dict[Path, str]:
+    """Plots that belong to the tables."""
+    drawn = tables_versus.drawing()
+    return {} if drawn is None else {tables_common.RESULTS / tables_versus.PLOT: drawn}
+
+
 def main() -> int:
+    is_check = "--check" in sys.argv[1:]
     stale = []
+    for path, drawn in drawings().items():
+        if not path.exists() or path.read_text() != drawn:
+            stale.append(path)
+            if not is_check:
+                path.write_text(drawn)
     for path, parts in files().items():
         text = new = path.read_text()
         for marks, sections in parts:
             new = between(new, marks, sections)
         if new != text:
             stale.append(path)
-            if "--check" not in sys.argv[1:]:
+            if not is_check:
                 path.write_text(new)
-    return int(bool(stale) and "--check" in sys.argv[1:])
+    return int(bool(stale) and is_check)
 
 
 if __name__ == "__main__":

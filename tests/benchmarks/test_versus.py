@@ -1,0 +1,182 @@
+"""benchmarks/versus over made-up entries: who is ahead, what is gone on with, and that engines have their turns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import tables_common, tables_versus
+from benchmarks.gpu import processes
+from benchmarks.versus import __main__ as versus
+from benchmarks.versus import show, turns
+from benchmarks.versus.judge import Entries, goals, losses, slower_than_computing
+from benchmarks.versus.record import Records, Run, merged, short
+from benchmarks.versus.turns import Member
+
+TOKEN_BYTES = 1_000_000
+LENGTHS = (1_000, 2_000)
+
+
+def entry(kind: str, place: str, system: str, repetition: int = 0) -> dict[str, Any]:
+    return {"kind": kind, "place": place, "system": system, "repetition": repetition, "boot": "one"}
+
+
+def row(tokens: int, ttft_s: float, hit_tokens: int | None = None) -> dict[str, Any]:
+    return {"tokens": tokens, "hit_tokens": tokens if hit_tokens is None else hit_tokens, "ttft_s": ttft_s}
+
+
+def reload(place: str, system: str, times: dict[int, list[float]]) -> list[dict[str, Any]]:
+    """times: of each length, one of each repetition."""
+    return [
+        entry("reload", place, system, number)
+        | {"read_bytes_s": [4e9, 6e9], "rows": [row(tokens, seconds[number]) for tokens, seconds in times.items()]}
+        for number in range(len(next(iter(times.values()))))
+    ]
+
+
+def made(**times: dict[int, list[float]]) -> list[dict[str, Any]]:
+    """A machine that copies 10 GB/s and computes 1,000 tokens in a second; floors of 0.1 s."""
+    runs = [
+        entry("alone", "tmpfs", "none")
+        | {"copies": {"h2d_bytes_s": 10e9}, "kvikio_s": {"1000000000": [0.5, 0.4, 0.3]}},
+        entry("bare", "", "none") | {
+            "computed": [row(tokens, tokens / 1000, 0) for tokens in LENGTHS],
+            "own": [row(tokens, seconds) for tokens in LENGTHS for seconds in (9.0, 0.1)],
+        },
+    ]  # fmt: skip
+    for name, of in times.items():
+        system = name.replace("_", "-")
+        stored = {"rows": [row(tokens, tokens / 1000 * 1.5, 0) for tokens in LENGTHS], "stored_bytes": 3_000_000_000}
+        runs += [entry("store", "tmpfs", system) | stored, *reload("tmpfs", system, of)]
+    return runs
+
+
+def test_a_cell_is_the_median_over_the_floor_and_the_ceiling() -> None:
+    cells = Entries(made(kvtier={1_000: [0.5, 0.2, 0.3]}), TOKEN_BYTES).cells()
+    cell = cells["tmpfs", 1_000, "kvtier"]
+    assert (cell.ttft, cell.floor, cell.computed) == (0.3, 0.1, 1.0), "of a pair of own hits the second"
+    assert cell.rate == pytest.approx(1e9 / 0.2) and cell.ceiling == 5e9, "the disk's mean is below the copies"
+    assert cell.of_ceiling == pytest.approx(1.0) and cell.cold_cost == pytest.approx(0.5)
+
+
+def test_a_peer_that_is_ahead_is_named_at_its_length_alone() -> None:
+    runs = made(kvtier={1_000: [0.4] * 3, 2_000: [0.5] * 3}, native={1_000: [0.3] * 3, 2_000: [2.0] * 3})
+    cells = Entries(runs, TOKEN_BYTES).cells()
+    assert [(mine.system, peer.system, peer.tokens) for mine, peer in losses(cells)] == [("kvtier", "native", 1_000)]
+    assert goals(cells) == [(True, "kvtier from tmpfs, 2,000 tokens: 4.0x vLLM's own tiering (goal 2x)")]
+    text = "\n".join(show.lines(runs, TOKEN_BYTES))
+    assert "LOST: tmpfs, 1,000 tokens: kvtier 400 ms, vLLM's own tiering 300 ms" in text and "met: kvtier" in text
+
+
+@pytest.mark.parametrize(("native_s", "is_met"), [(1.99, False), (2.0, True)])
+def test_a_goal_is_of_the_largest_length(native_s: float, is_met: bool) -> None:
+    runs = made(kvtier_k4v4={1_000: [0.1], 2_000: [0.5]}, native={1_000: [9.0], 2_000: [native_s]})
+    assert [met for met, _ in goals(Entries(runs, TOKEN_BYTES).cells())] == [is_met]
+
+
+def test_slower_than_computing_is_said_of_ours() -> None:
+    runs = made(kvtier={1_000: [1.2]}, native={1_000: [5.0]})
+    assert [cell.system for cell in slower_than_computing(Entries(runs, TOKEN_BYTES).cells())] == ["kvtier"]
+
+
+def test_what_failed_is_in_no_cell_and_is_named() -> None:
+    runs = [*made(kvtier={1_000: [0.2]}), entry("reload", "tmpfs", "lmcache", 1) | {"failed": "why", "rows": []}]
+    entries = Entries(runs, TOKEN_BYTES)
+    assert {system for _, _, system in entries.cells()} == {"kvtier"}
+    assert "FAILED: reload tmpfs lmcache 1" in show.lines(runs, TOKEN_BYTES)
+
+
+def test_the_readmes_tables_and_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = made(kvtier={1_000: [0.4], 2_000: [0.5]}, native={1_000: [0.3], 2_000: [2.0]})
+    content = {"date": "2026-01-01", "commit": "c0ffee", "versions": {"vllm": "0"}, "runs": runs,
+               "settings": {"token_bytes": TOKEN_BYTES, "tmpfs: native": {"cpu_bytes_to_use": 1}}}  # fmt: skip
+    (tmp_path / "versus.json").write_text(json.dumps(content))
+    monkeypatch.setattr(tables_common, "RESULTS", tmp_path)
+    text = "\n".join(tables_versus.versus())
+    assert "| 1,000 | 1,000 | 100 | 400 | 300 | 400 (300-500) |" in text, "computed, floor, kvtier, native, KvikIO"
+    assert "to a peer in 1 of 2 comparisons (kvtier from tmpfs at 1,000 tokens 400 ms" in text
+    assert '"cpu_bytes_to_use": 1' in text
+    drawn = tables_versus.drawing()
+    assert drawn is not None and drawn.count("<polyline") == 3
+    assert tables_versus.long_documents() == [], "was not run"
+
+
+def test_entries_are_gone_on_with_and_put_together(tmp_path: Path) -> None:
+    first, run = Records(tmp_path / "a.json", {"token_bytes": 1}), Run("reload", "tmpfs", "kvtier", 1)
+    first.add(run, {"failed": "why"})
+    assert first.find(run) is None, "what failed is tried again"
+    first.add(run, {"rows": short([row(10, 0.5) | {"counted": {"load_bytes": 3.0, "rchar": 9.0}, "number": 0}])})
+    again = Records(tmp_path / "a.json", {})
+    found = again.find(run)
+    assert len(again.entries) == 1 and found is not None and found["rows"] == [row(10, 0.5) | {"load_bytes": 3.0}]
+    other = Records(tmp_path / "b.json", {"more": 2})
+    other.add(run, {"rows": []})
+    other.add(Run("reload", "disk", "kvtier", 1), {"rows": []})
+    settings, entries = merged([tmp_path / "a.json", tmp_path / "b.json"])
+    assert settings == {"token_bytes": 1, "more": 2}
+    assert [(one["place"], one["rows"]) for one in entries] == [("tmpfs", []), ("disk", [])], "the later one's"
+
+
+STAND_IN = """
+import json, sys, time
+from pathlib import Path
+job = json.loads(Path(sys.argv[1]).read_text())
+(turn,) = [step for step in job["steps"] if step[0] == "take_turn"]
+if job["fails"] == "hangs":
+    time.sleep(600)
+if job["fails"]:
+    sys.exit("cannot start")
+Path(turn[1]).touch()
+while not Path(turn[2]).exists():
+    time.sleep(0.01)
+began = time.time()
+time.sleep(0.2)
+Path(sys.argv[2]).write_text(json.dumps({"turn": [began, time.time()]}))
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of an engine: waits for its turn and says when it had it."""
+    script = tmp_path / "engine.py"
+    script.write_text(STAND_IN)
+    launch = processes.launch
+
+    def launched(words: list[str], log_path: Path, environment: dict[str, str]) -> Any:
+        return launch([sys.executable, str(script), *words[3:]], log_path, environment)
+
+    monkeypatch.setattr(processes, "launch", launched)
+
+
+def member(name: str, fails: str = "") -> Member:
+    return Member(name, {"system": "none", "folder": "/nowhere", "extra": {}, "fails": fails}, [], [["work"]])
+
+
+def test_engines_that_start_together_work_one_after_another(tmp_path: Path, stand_in: None) -> None:
+    found = turns.in_turns([member("a"), member("broken", fails="at once"), member("b")], tmp_path, 60.0, 60.0)
+    assert "exit status 1" in found[1]["failed"] and "cannot start" in found[1]["failed"]
+    assert found[0]["turn"][1] <= found[2]["turn"][0], "the first is over before the last begins"
+
+
+def test_an_engine_that_is_never_ready_is_stopped(tmp_path: Path, stand_in: None) -> None:
+    """The others have their turns all the same."""
+    found = turns.in_turns([member("stuck", fails="hangs"), member("a")], tmp_path, 3.0, 60.0)
+    assert "exit status -9" in found[0]["failed"] and "turn" in found[1]
+
+
+def test_nothing_is_begun_for_which_there_is_no_time(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path / "out.json"), "--folder", str(tmp_path), "--models", str(tmp_path),
+             "--systems", "kvtier", "--seconds", "1"]  # fmt: skip
+    piece = versus.Piece(versus.parse(words))
+    done: list[str] = []
+    assert not piece.in_time("a round", lambda: done.append("done"))
+    assert done == [] and piece.left_out == ["a round"]
+
+
+def test_unknown_systems_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        versus.parse(["--out", str(tmp_path / "out.json"), "--systems", "nosuch"])
