@@ -24,6 +24,8 @@ ARENA_BYTES, ARENA_SLOTS = 256 << 20, 16
 """What objects pass through, where the settings do not say: this, or so many slots where that is more."""
 PLAN_OBJECTS, PLAN_BYTES = 16, 64 << 20
 """Of one plan: many small ones are published together; of large ones the first is written while others are copied."""
+SPARE_SETS = 2
+"""Segment sets that are ready, beside the one being filled: there may be many shelves, and who puts waits for a set."""
 POLL_S = 0.001
 """How often who waits looks for answers."""
 STORED = (SaveOutcome.SAVED, SaveOutcome.PRESENT)
@@ -76,7 +78,7 @@ class Shelf:
             "chunk_tokens": namespace.geometry.chunk_tokens,
             "host": HostSettings(arena_bytes=arena_bytes, admit=admit),
         })  # fmt: skip
-        self._store = open_store(settings, namespace, [share], about, self.codec)
+        self._store = open_store(settings, namespace, [share], about, self.codec, SPARE_SETS)
         try:
             self._transfer = open_transfer(settings, namespace, share, stand_in_pages(), codec=self.codec)
         except BaseException:

@@ -28,7 +28,7 @@ from kvtier.index.guard import GuardedIndex
 from kvtier.indexes import open_index, open_lookups
 from kvtier.io.filesystem import file_system_of
 from kvtier.jobs import ThreadJobs
-from kvtier.keeper import Keeper, KeeperPlan
+from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.kernels.paged import PagedKV
 from kvtier.memory import cuda_memory, host_memory
 from kvtier.metrics import Metrics
@@ -111,10 +111,10 @@ def signer_of(settings: Settings, namespace: Namespace, shares: Sequence[RankSha
 
 def open_store(
     settings: Settings, namespace: Namespace, shares: Sequence[RankShare], about: About | None = None,
-    codec: Codec | None = None,
+    codec: Codec | None = None, spares_max: int = SPARES_MAX,
 ) -> Store:  # fmt: skip
     """The deciding half, in the engine's scheduler process. `shares`: of all ranks; `about`: for its reports; `codec`:
-    None for the settings' own. Raises ConfigError."""
+    None for the settings' own; `spares_max`: segment sets kept ready at most. Raises ConfigError."""
     codec = codec or make_codec(settings)
     codec.check(namespace.geometry)
     signer_of(settings, namespace, shares)
@@ -128,6 +128,7 @@ def open_store(
     plan = KeeperPlan(
         owner, shape.slots, shape.set_bytes, settings.capacity_bytes, settings.writer_lease_s,
         settings.touch_interval_s, lambda space: open_namespace(root, space), about or About(len(shares)),
+        spares_max,
     )  # fmt: skip
     evictor = make_evictor(settings, index, root, owner)
     keeper = Keeper(namespace, plan, index, Housekeeper(index, root.folder, owner), evictor, random.SystemRandom())

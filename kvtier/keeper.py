@@ -62,7 +62,7 @@ class KeeperPlan:
     set_bytes: of one segment set of `slots` slots, over all ranks.
     writer_lease_s: how long the engine is believed to live without a sign of it.
     make_folder: makes a namespace's folder, if it is not there.
-    about: what the engine reports of itself.
+    about: what the engine reports of itself. spares_max: sets kept ready at most.
     """
 
     owner: str
@@ -73,11 +73,12 @@ class KeeperPlan:
     touch_interval_s: float
     make_folder: Callable[[Namespace], object]
     about: About = About()
+    spares_max: int = SPARES_MAX
 
     @property
     def spares(self) -> int:
         """Sets kept ready: enough for a long prompt, and not more than an eighth of the capacity, but one."""
-        return max(1, min(SPARES_MAX, self.capacity_bytes // self.set_bytes // 8))
+        return max(1, min(self.spares_max, self.capacity_bytes // self.set_bytes // 8))
 
 
 @dataclass(slots=True)

@@ -272,3 +272,11 @@ def test_with_an_index_in_redis(tmp_path: Path) -> None:
             wait_until(lambda: get(one, keys) == [None] * 20, "it is a miss without the index", 20.0)
     finally:
         server.kill()
+
+
+def test_a_size_takes_little_of_the_capacity_before_it_is_used(tmp_path: Path) -> None:
+    """The default's eighth of the capacity for each of eight sizes would leave no room."""
+    with tier_at(tmp_path, capacity_bytes="256MiB") as tier:
+        for pages in range(SHELVES_MAX):
+            tier.prepare(pages * 4096)
+            wait_until(lambda n=pages: len(tier._index.sets()) == 2 * (n + 1), "sets are made ready", 20.0)  # type: ignore[misc]
