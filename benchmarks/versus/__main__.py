@@ -121,9 +121,10 @@ class Piece:
         steps = {name: ["store", lengths, 1] for name in group} | {"none": ["computed_and_own", lengths, options.bare]}
         members = [self.place.member(name, "store", [steps[name]], lengths[0]) for name in group]
         for name, found in zip(group, self._in_turns(members), strict=True):
+            shown: dict[str, Any]
             if name == "none":
-                run, rows = Run("bare", "", name), found.get("computed_and_own", {})
-                shown = {kind: short(of) for kind, of in rows.items()}
+                run, kinds = Run("bare", "", name), found.get("computed_and_own", {})
+                shown = {kind: short(rows) for kind, rows in kinds.items()}
             else:
                 run, shown = Run("store", self.place.name, name), {"rows": short(found.get("store", []))}
                 shown["stored_bytes"] = stored_bytes(self.place.data(name) / CONTESTANTS[name].system)
