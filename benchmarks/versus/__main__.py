@@ -93,8 +93,14 @@ class Piece:
         words = ["--folder", str(self.place.setup.folder), "--out", str(out), "--bytes",
                  ",".join(str(n_tokens * self.token_bytes) for n_tokens in lengths)]  # fmt: skip
         words += ["--no-gpu"] if self._options.tiny else []
-        ran = subprocess.run([sys.executable, "-m", "benchmarks.versus.alone", *words], timeout=self.place.turn_s)
-        self.records.add(run, {"failed": ran.returncode} if ran.returncode else json.loads(out.read_text()))
+        try:
+            command = [sys.executable, "-m", "benchmarks.versus.alone", *words]
+            subprocess.run(command, timeout=self.place.turn_s, check=True)
+        except subprocess.SubprocessError as failure:
+            print(f"FAILED {failure}", flush=True)
+            self.records.add(run, {"failed": str(failure)})
+            return
+        self.records.add(run, json.loads(out.read_text()))
 
     def bare_and_store(self) -> None:
         missing = [name for name in self.systems if not self._is_stored(name)]
