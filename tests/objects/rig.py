@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,3 +72,10 @@ def flip_byte_of(root: Path, wanted: bytes) -> None:
                 file.write(bytes([data[at] ^ 0x10]))
             return
     raise AssertionError("no segment holds it")
+
+
+def put_for_ever(root: str) -> None:
+    """A process of its own, to be killed."""
+    with tier_at(Path(root)) as tier:
+        for number in itertools.count():
+            put(tier, names(8, f"{number}-"), 30_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvtier.connectors.object_codec import object_geometry, slab_bytes_of
 from kvtier.connectors.objects import SHELVES_MAX, Object, ObjectHost, ObjectTier
 from kvtier.errors import ConfigError, IndexUnavailable
 from tests.core.rig import Engine
-from tests.objects.rig import content, expected, flip_byte_of, get, names, put, segments, tier_at
+from tests.objects.rig import content, expected, flip_byte_of, get, names, put, put_for_ever, segments, tier_at
 from tests.redis_server import Server, has_redis, wait_until
 
 SIZES = (0, 1, 4087, 4088, 4089, 5000, 12_280)
@@ -280,3 +281,17 @@ def test_a_size_takes_little_of_the_capacity_before_it_is_used(tmp_path: Path) -
         for pages in range(SHELVES_MAX):
             tier.prepare(pages * 4096)
             wait_until(lambda n=pages: len(tier._index.sets()) == 2 * (n + 1), "sets are made ready", 20.0)  # type: ignore[misc]
+
+
+def test_what_a_killed_process_left_is_whole_or_a_miss(tmp_path: Path) -> None:
+    writer = multiprocessing.get_context("spawn").Process(target=put_for_ever, args=(str(tmp_path),))
+    writer.start()
+    with tier_at(tmp_path) as tier:
+        wait_until(lambda: tier.exists([b"9-0"]) == [True], "objects of the other process", 60.0)
+        writer.kill()
+        writer.join(20)
+        keys = [name for number in range(200) for name in names(8, f"{number}-")]
+        found = get(tier, keys, 30_000)
+        here = [(got, want) for got, want in zip(found, expected(keys, 30_000), strict=True) if got is not None]
+        assert len(here) > 70 and all(got == want for got, want in here)
+        assert put(tier, keys[:8], 30_000) == [True] * 8 and get(tier, keys[:8], 30_000) == expected(keys[:8], 30_000)
