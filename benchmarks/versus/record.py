@@ -57,14 +57,15 @@ class Records:
         self.boot = self._machine["boot"]
 
     def find(self, run: Run) -> dict[str, Any] | None:
-        """Of this machine since it was started; failures count as nothing."""
+        """Of this machine since it was started, over the same lengths; failures count as nothing."""
         wanted = (run.kind, run.place, run.system, run.repetition, self.boot)
         found = next((entry for entry in self.entries if key_of(entry) == wanted), None)
-        return None if found is None or "failed" in found else found
+        is_good = found is not None and "failed" not in found and found["lengths"] == self._settings.get("lengths")
+        return found if is_good else None
 
     def add(self, run: Run, shown: dict[str, Any]) -> None:
         head = {"kind": run.kind, "place": run.place, "system": run.system, "repetition": run.repetition,
-                "boot": self.boot, "commit": os.environ.get("COMMIT"), "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+                "boot": self.boot, "lengths": self._settings.get("lengths"), "commit": os.environ.get("COMMIT"), "date": time.strftime("%Y-%m-%d %H:%M:%S"),
                 "gpus": self._machine["gpus"], "cores": self._machine["cores"]}  # fmt: skip
         self.entries = [*(one for one in self.entries if key_of(one) != key_of(head)), head | shown]
         self.write()

@@ -112,6 +112,7 @@ def test_entries_are_gone_on_with_and_put_together(tmp_path: Path) -> None:
     first.add(run, {"rows": short([row(10, 0.5) | {"counted": {"load_bytes": 3.0, "rchar": 9.0}, "number": 0}])})
     again = Records(tmp_path / "a.json", {})
     found = again.find(run)
+    assert Records(tmp_path / "a.json", {"lengths": [20]}).find(run) is None, "other lengths are another question"
     assert len(again.entries) == 1 and found is not None and found["rows"] == [row(10, 0.5) | {"load_bytes": 3.0}]
     other = Records(tmp_path / "b.json", {"more": 2})
     other.add(run, {"rows": []})
