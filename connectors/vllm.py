@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvtier.config import Settings
 from kvtier.connectors.bridge import Step
+from kvtier.connectors.vllm_log import join_log
 from kvtier.connectors.vllm_report import ReportMetadata
 from kvtier.connectors.vllm_scheduler import SchedulerHalf, StepMetadata
 from kvtier.connectors.vllm_stats import KVTierPromMetrics, KVTierStats
@@ -42,7 +43,7 @@ class KVTierConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _join_log()
+        join_log()
         check_release()
         settings = Settings.load(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler_half: SchedulerHalf | None = None
@@ -173,14 +174,6 @@ def _register() -> None:
     ends if one is not known so."""
     with suppress(ValueError):  # it is, from an earlier import
         KVConnectorFactory.register_connector(KVTierConnector.__name__, __name__, KVTierConnector.__name__)
-
-
-def _join_log() -> None:
-    """Lets kvtier's lines appear as vLLM's own do, unless the caller has arranged for logging."""
-    if not log.handlers and not logging.getLogger().handlers:
-        log.handlers = list(logging.getLogger("vllm").handlers)
-        log.setLevel(logging.getLogger("vllm").level)
-        log.propagate = False
 
 
 def check_release() -> None:
