@@ -1,0 +1,90 @@
+"""Rows are shared by engines whose rows mean the same, and by no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.kv_offload.config import OffloadingGroupConfig
+
+from kvtier.config import Settings
+from kvtier.connectors import tiering_identity
+from kvtier.connectors.tiering_identity import host_of
+from kvtier.errors import ConfigError
+from tests.tiering.rig import ROOM, ROW_BYTES, expected, keys, offloader, offloading_config, tier_config
+
+GROUP = OffloadingGroupConfig(16, ("model.layers.0.self_attn.attn",), 0)
+OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "dtype": {"dtype": "fp8"},
+    "layout": {"kv_cache_layout": "BLHNC"},
+    "canonical": {"canonical_layout": True},
+    "replicated": {"replicated_layout": True},
+    "layers": {"groups": (OffloadingGroupConfig(16, ("model.layers.1.self_attn.attn",), 0),)},
+    "groups": {"groups": (GROUP, OffloadingGroupConfig(16, ("model.layers.1.mixer",), 1))},
+    "block size": {"groups": (OffloadingGroupConfig(32, GROUP.layer_names, 0),)},
+    "chunk": {"blocks_per_chunk": 1, "worker_kv_bytes_per_block": 12_000},
+    "tensor parallel size": {"tp_size": 4},
+}
+
+
+def identity(settings: Mapping[str, Any] = ROOM, row_bytes: int = ROW_BYTES, **changes: Any) -> str:
+    loaded = Settings.load({"root": "/nowhere"} | dict(settings))
+    return host_of(offloading_config({}, **changes), loaded, row_bytes).identity
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_decides_where_bytes_lie_keeps_engines_apart(other: str) -> None:
+    assert identity() == identity()
+    assert identity(**OTHERS[other]) != identity()
+
+
+def test_bytes_of_a_row_and_releases_keep_engines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert identity(row_bytes=2 * ROW_BYTES) != identity()
+    here = identity()
+    monkeypatch.setattr(tiering_identity.vllm, "__version__", "0.33.0")
+    assert identity() != here
+
+
+def test_canonical_rows_of_any_parallel_size_are_one() -> None:
+    portable = {"canonical_layout": True, "is_parallelism_agnostic": True}
+    assert identity(tp_size=2, **portable) == identity(tp_size=4, **portable)
+    assert identity(tp_size=2, is_parallelism_agnostic=True) != identity(tp_size=4, is_parallelism_agnostic=True)
+
+
+def test_weights_are_those_in_the_folder_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiering_identity, "FINGERPRINTS", tmp_path / "fingerprints")
+    folders = [tmp_path / name for name in ("one", "same", "other")]
+    for folder, weight in zip(folders, (1.0, 1.0, 2.0), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        save_file({"weight": torch.full((4,), weight)}, folder / "model.safetensors")
+    untagged = {name: value for name, value in ROOM.items() if name != "model_tag"}
+    one, same, other = (identity(untagged, name=str(folder)) for folder in folders)
+    assert one == same != other
+    assert identity(name=str(folders[0])) == identity(name=str(folders[2])), "a tag stands for them"
+
+
+def test_a_model_of_a_hub_needs_a_tag() -> None:
+    untagged = {name: value for name, value in ROOM.items() if name != "model_tag"}
+    with pytest.raises(ConfigError, match="model_tag = None: .*'org/model' is no folder"):
+        identity(untagged)
+
+
+def test_engines_with_another_dtype_find_nothing_of_each_other(tmp_path: Path) -> None:
+    init_none_hash(sha256)
+    names = keys(range(3))
+    with offloader(tier_config(tmp_path)) as one, offloader(tier_config(tmp_path), dtype="fp8") as other:
+        one.store(names)
+        assert other.load(names) == [None] * 3
+        other.store(names)
+        for engine in (one, other):
+            engine.empty_cpu_tier()
+            assert engine.load(names) == expected(names)
+    with offloader(tier_config(tmp_path, model_tag="another")) as third:
+        assert third.load(names) == [None] * 3
