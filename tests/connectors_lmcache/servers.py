@@ -107,8 +107,9 @@ class Server:
 
 
 @contextmanager
-def server_on(root: Path, programs: Path, folder: Path, name: str) -> Iterator[Server]:
-    server = Server(programs, adapter(root), folder, name)
+def server_on(root: Path, programs: Path, folder: Path, name: str, spec: str = "") -> Iterator[Server]:
+    """spec: of its adapter; "": the usual one."""
+    server = Server(programs, spec or adapter(root), folder, name)
     try:
         server.wait_until_up()
         yield server

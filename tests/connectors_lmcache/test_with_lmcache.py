@@ -16,9 +16,12 @@ import pytest
 from benchmarks.lmcache_environment import OUTSIDE, VERSIONS, environment
 from kvtier.config import Settings
 from kvtier.indexes import open_index
+from kvtier.record import is_blank
 from kvtier.root import open_root
+from kvtier.tiers.segments import SegmentFiles
 from tests.connectors_lmcache.host import ROOM
 from tests.connectors_lmcache.servers import CHUNKS, Request, Server, adapter, server_on
+from tests.connectors_lmcache.servers import OBJECT_BYTES as SERVER_OBJECT_BYTES
 from tests.objects.rig import segments
 from tests.redis_server import wait_until
 
@@ -89,6 +92,27 @@ def flip_a_byte(root: Path) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
+
+
+def test_what_the_server_evicts_is_deleted_in_the_tier(programs: Path, tmp_path: Path) -> None:
+    root = tmp_path / "tier"
+    # Room for five of the client's twelve chunks.
+    limits = {"max_capacity_gb": 5 * SERVER_OBJECT_BYTES / (1 << 30), "eviction": {"eviction_policy": "LRU"}}
+    spec = json.dumps(json.loads(adapter(root)) | limits)
+    with server_on(root, programs, tmp_path, "evicting", spec) as server:
+        server.ask(0, 3)
+        wait_until(lambda: records_at(root) == 3 * CHUNKS, "all of it was stored once", 60.0)
+        wait_until(lambda: 0 < chunks_at(root) <= 5, "what is too much is deleted", 60.0)
+
+
+def records_at(root: Path) -> int:
+    """In the segments, whatever became of them in the index."""
+    folders = {path.parent for path in segments(root)}
+    files = [SegmentFiles(folder, direct=False) for folder in folders]
+    found = [page for one in files for at in one.ids() for _, page in one.pages(*at)]
+    for one in files:
+        one.close()
+    return sum(not is_blank(page) for page in found)
 
 
 def test_a_wrong_setting_stops_the_server(programs: Path, tmp_path: Path) -> None:
