@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import report
+from benchmarks.gpu import options, report
 from benchmarks.gpu.cases import cases
 from benchmarks.gpu.models import DIMENSIONS, make_model
 from benchmarks.gpu.processes import run_engine
@@ -73,16 +72,11 @@ def is_good(result: dict[str, Any]) -> bool:
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.equality", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
-    parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
+    options.of_runs(parser, timeout_s=150.0)
     parser.add_argument("--model", choices=("small", "mla"), default="small", help="mla: a latent instead of heads")
     parser.add_argument("--kv-cache-dtype", default="auto", help="the engine's own, as vLLM takes it")
     parser.add_argument("--skip-layers", nargs="*", default=[], help="that vLLM leaves out of --kv-cache-dtype")
-    parser.add_argument("--timeout", type=float, default=150.0, help="seconds for one engine's process")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
     return parser.parse_args(text)
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import report
+from benchmarks.gpu import options, report
 from benchmarks.gpu.load_judge import CONTROLS, faults, judge, more_memory, parts
 from benchmarks.gpu.models import DIMENSIONS, make_model
 from benchmarks.gpu.processes import run_engine
@@ -50,15 +49,10 @@ def job_of(arguments: argparse.Namespace, system: str, steps: list[list[Any]]) -
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.load_mix", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
-    parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
+    options.of_runs(parser, timeout_s=100.0)
+    options.of_kvtier(parser)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--extra", default="{}", help="more settings of kvtier, as JSON")
-    parser.add_argument("--timeout", type=float, default=100.0, help="seconds for one engine's process")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
     return parser.parse_args(text)
 
 

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ceilings, report
+from benchmarks.gpu import ceilings, options, report
 from benchmarks.gpu.report import median, ms
 from benchmarks.gpu.ttft import setup_of
 
@@ -95,21 +95,14 @@ def print_summary(found: dict[str, Any]) -> None:
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.save_cost", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
-    parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
-    parser.add_argument("--model", default="8b")
+    options.of_runs(parser, timeout_s=385.0)
+    options.of_kvtier(parser)
+    options.of_timed_engines(parser, 0.7)
     parser.add_argument("--parts", default="ttft,decode,burst")
     parser.add_argument("--length", type=int, default=None, help="tokens of the long prompts")
     parser.add_argument("--pairs", type=int, default=3, help="of cold prompts")
     parser.add_argument("--decode-pairs", type=int, default=5, help="of windows of the decoding batch")
     parser.add_argument("--eager", action="store_true", help="decoding too without CUDA graphs")
-    parser.add_argument("--extra", default="{}", help="more settings of kvtier, as JSON")
-    parser.add_argument("--gpu-memory", type=float, default=0.7)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=385.0, help="seconds for the engine's process")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
     arguments = parser.parse_args(text)
     arguments.length = arguments.length or (700 if arguments.tiny else 100_000)
     return arguments

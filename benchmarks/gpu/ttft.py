@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import report
+from benchmarks.gpu import options, report
 from benchmarks.gpu.models import DIMENSIONS, make_model
 from benchmarks.gpu.processes import EngineFailed, run_engine
 from benchmarks.gpu.report import median, ms
@@ -258,11 +258,9 @@ def print_summary(rows: list[dict[str, Any]]) -> None:
 
 def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.ttft", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where the systems store; its file system counts")
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
-    parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
-    parser.add_argument("--model", choices=sorted(DIMENSIONS), default="8b")
+    options.of_runs(parser, timeout_s=240.0)
+    options.of_kvtier(parser)
+    options.of_timed_engines(parser, 0.6)
     parser.add_argument("--systems", default="none,kvtier,native,lmcache")
     parser.add_argument("--lengths", default=None, help="tokens, divided by commas")
     parser.add_argument("--count", type=int, default=3, help="prompts of each length")
@@ -271,11 +269,6 @@ def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arena", default=None, help="also from a host arena of this size")
     parser.add_argument("--hbm-arena", default=None, help="also from an hbm arena of this size")
     parser.add_argument("--ceilings", type=Path, default=None, help="JSON of a `ceilings` run on this machine")
-    parser.add_argument("--extra", default="{}", help="more settings of kvtier, as JSON")
-    parser.add_argument("--gpu-memory", type=float, default=0.6)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one engine's process")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
     arguments = parser.parse_args(text)
     default = "300,600" if arguments.tiny else "8192,32768,100000"
     arguments.lengths = [int(part) for part in (arguments.lengths or default).split(",")]

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import contexts, report
+from benchmarks.gpu import contexts, options, report
 from benchmarks.gpu.cases import cases
 from benchmarks.gpu.equality import job_of
 from benchmarks.gpu.models import DIMENSIONS
@@ -111,22 +110,15 @@ def ttft(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.two_gpus", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
-    parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
-    parser.add_argument("--model", default="70b")
+    options.of_runs(parser, timeout_s=280.0)
+    options.of_kvtier(parser)
+    options.of_timed_engines(parser, 0.85, "70b", 2)
     parser.add_argument("--parts", default="equal,ttft")
     parser.add_argument("--lengths", default="32768,100000")
     parser.add_argument("--count", type=int, default=2)
     parser.add_argument("--systems", default="none,kvtier")
-    parser.add_argument("--extra", default="{}", help="more settings of kvtier for ttft, as JSON")
     parser.add_argument("--one-process", action="store_true", help="ttft in one process, kvtier alone")
-    parser.add_argument("--gpu-memory", type=float, default=0.85)
-    parser.add_argument("--timeout", type=float, default=280.0, help="seconds for one engine's process")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
     arguments = parser.parse_args(text)
-    arguments.tp = 2
     return arguments
 
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu import report
+from benchmarks.gpu import options, report
 from benchmarks.gpu.ttft import setup_of
 
 GOAL_PERCENT = 2.0
@@ -25,18 +24,11 @@ GOAL_PERCENT = 2.0
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.verification", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
-    parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
-    parser.add_argument("--model", default="8b")
+    options.of_runs(parser, timeout_s=170.0)
+    options.of_kvtier(parser, usual='{"host": {"admit": "never"}}')
+    options.of_timed_engines(parser, 0.6)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--extra", default='{"host": {"admit": "never"}}', help="more settings of kvtier, as JSON")
-    parser.add_argument("--gpu-memory", type=float, default=0.6)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=170.0, help="seconds for each engine's process")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
     return parser.parse_args()
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import report
+from benchmarks.gpu import options, report
 from benchmarks.gpu.ttft import setup_of
 
 SHORTEST_S = 0.0002
@@ -25,19 +24,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.where_time_goes", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
-    parser.add_argument("--models", type=Path, default=Path("/tmp/bench/models"))
-    parser.add_argument("--model", default="8b")
+    options.of_runs(parser, timeout_s=120.0)
+    options.of_kvtier(parser)
+    options.of_timed_engines(parser, 0.6)
     parser.add_argument("--lengths", default="8192")
     parser.add_argument("--count", type=int, default=4)
     parser.add_argument("--show", type=int, default=2, help="so many of the last reloads are printed")
-    parser.add_argument("--extra", default="{}", help="more settings of kvtier, as JSON")
-    parser.add_argument("--gpu-memory", type=float, default=0.6)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each engine's process")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
     return parser.parse_args()
 
 

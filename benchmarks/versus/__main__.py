@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import options as shared
 from benchmarks.gpu.ceilings import direct_writes
 from benchmarks.gpu.models import DIMENSIONS
 from benchmarks.gpu.systems import stored_bytes
@@ -177,8 +178,7 @@ def about(found: dict[str, Any]) -> dict[str, Any]:
 
 def room_of(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments that let several engines lie in one GPU's memory: KV for the largest prompt, and not more."""
-    return {"kv_cache_memory_bytes": int(options.kv_gib * (1 << 30)), "gpu_memory_utilization": 0.2,
-            "max_model_len": max(options.lengths) + 256}  # fmt: skip
+    return {"kv_cache_memory_bytes": int(options.kv_gib * (1 << 30)), "max_model_len": max(options.lengths) + 256}
 
 
 def groups(names: Sequence[str], size: int) -> list[list[str]]:
@@ -189,6 +189,9 @@ def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.versus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    shared.of_scripts(made)
+    shared.of_kvtier(made)
+    shared.of_timed_engines(made, gpu_memory=0.2)
     add = made.add_argument
     add("--out", type=Path, required=True, help="the JSON file, which is gone on with")
     add("--merge", type=Path, nargs="+", help="puts these together into --out, and runs nothing")
@@ -205,15 +208,10 @@ def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
     add("--turn-seconds", type=float, default=150.0, help="of one process's turn")
     add("--no-alone", action="store_true", help="no ceilings, no KvikIO")
     add("--keep", action="store_true", help="what is stored stays")
-    add("--logs", type=Path, default=Path("/tmp/bench/logs"))
-    add("--models", type=Path, default=Path("/tmp/bench/models"))
-    add("--model", choices=sorted(DIMENSIONS), default="8b")
-    add("--extra", default="{}", help="more settings of kvtier, as JSON")
-    add("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
     options = made.parse_args(text)
     default = "300,600" if options.tiny else "8192,32768,65536,100000"
     options.lengths = [int(part) for part in (options.lengths or default).split(",")]
-    options.gpu_memory, options.tp, options.timeout = 0.2, 1, options.turn_seconds
+    options.timeout = options.turn_seconds
     for name in options.systems.split(","):
         if name and name not in CONTESTANTS:
             made.error(f"--systems: there is no {name!r}; there are {', '.join(CONTESTANTS)}")
