@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from kvtier.index import entry as entries
 from kvtier.indexes import open_index
 from kvtier.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics
 from kvtier.reports import About
-from kvtier.root import open_root, read_namespace
+from kvtier.root import namespace_folders, open_root, read_namespace
 from kvtier.tenants import Tenants
 
 log = logging.getLogger("kvtier")
@@ -86,6 +87,7 @@ class ObjectTier:
         self._shelves: dict[int, Shelf] = {}
         self._refused: dict[int, ConfigError] = {}
         self._is_own: dict[bytes, bool] = {}
+        self._open_known_sizes()
 
     def prepare(self, object_bytes: int) -> None:
         """Opens the tier for objects of this size, which else the first of them does. Raises ConfigError."""
@@ -195,6 +197,21 @@ class ObjectTier:
                     self._refused[slab_bytes] = fault
                     raise
             return shelf
+
+    def _open_known_sizes(self) -> None:
+        """Those that are on the root already: a shelf's keeper is who reads an index back that was lost, which is to be
+        before anybody asks for what it knew."""
+        for folder in namespace_folders(self._root.folder):
+            with suppress(ConfigError):  # it is unreadable, and so nobody's
+                found = read_namespace(folder)
+                if found == self._namespace(found.geometry.k_head_size):
+                    self._try_to_open(found.geometry.k_head_size)
+
+    def _try_to_open(self, slab_bytes: int) -> None:
+        try:
+            self._shelf(slab_bytes)
+        except ConfigError as fault:  # what is stored now may have other sizes
+            log.warning("objects that are stored already are left alone: %s", fault)
 
     def _open_shelf(self, slab_bytes: int) -> Shelf:
         if len(self._shelves) == SHELVES_MAX:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvtier.commands.status import OK
 from kvtier.connectors.object_codec import object_geometry, slab_bytes_of
 from kvtier.connectors.objects import SHELVES_MAX, Object, ObjectHost, ObjectTier
 from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.root import find_root
 from tests.core.rig import Engine
 from tests.objects.rig import content, expected, flip_byte_of, get, names, put, put_for_ever, segments, tier_at
 from tests.redis_server import Server, has_redis, wait_until
@@ -112,6 +114,19 @@ def test_a_lost_segment_is_a_miss(tmp_path: Path) -> None:
         path.unlink()
     with tier_at(tmp_path) as tier:
         assert get(tier, names(3)) == [None] * 3
+
+
+def test_an_index_that_was_lost_is_read_back_before_anything_is_put(tmp_path: Path) -> None:
+    with tier_at(tmp_path) as tier:
+        put(tier, names(3))
+        put(tier, names(3, "large"), 50_000)
+    shutil.rmtree(find_root(tmp_path).index_path or tmp_path)
+    with tier_at(tmp_path) as tier:
+        wanted = [*names(3), *names(3, "large")]
+        wait_until(lambda: tier.exists(wanted) == [True] * 6, "the segments are read", 20.0)
+        assert get(tier, names(3)) == expected(names(3))
+    with tier_at(tmp_path, segment_bytes="32KiB") as tier:
+        assert get(tier, names(3)) == expected(names(3)), "sizes that do not fit any more are left alone"
 
 
 def test_many_callers_at_once(tier: ObjectTier) -> None:
