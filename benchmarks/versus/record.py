@@ -60,7 +60,7 @@ class Records:
         """Of this machine since it was started, over the same lengths; failures count as nothing."""
         wanted = (run.kind, run.place, run.system, run.repetition, self.boot)
         found = next((entry for entry in self.entries if key_of(entry) == wanted), None)
-        is_good = found is not None and "failed" not in found and found["lengths"] == self._settings.get("lengths")
+        is_good = found is not None and "failed" not in found and found.get("lengths") == self._settings.get("lengths")
         return found if is_good else None
 
     def add(self, run: Run, shown: dict[str, Any]) -> None:
