@@ -192,7 +192,8 @@ stage() {
         stage "$stage"
       ) ;;
     smoke)
-      LENGTHS=${LENGTHS:-2048,8192} ttft smoke "$MEMORY" 150 --model small --systems kvtier --count 2 --timeout 70 ;;
+      [ -n "${TINY:-}" ] || LENGTHS=${LENGTHS:-2048,8192}
+      ttft smoke "$MEMORY" 150 --model small --systems kvtier --count 2 --timeout 70 ;;
     doctor)
       for folder in "$MEMORY" "$DISK"; do timeout -k 5 30 python3 -m kvtier.cli doctor "$folder"; done ;;
     ceilings)
