@@ -282,7 +282,7 @@ def test_the_end_leaves_nothing_behind(tmp_path: Path) -> None:
         region = Path(engine.manager.primary_tier._mmap_region.mmap_path)
         assert region.exists()
         engine.store(KEYS)
-    assert not region.exists()
+    assert not region.exists() and region.name not in Path("/proc/self/maps").read_text()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-tiering-")]
 
 
@@ -315,6 +315,15 @@ def test_a_vllm_without_tiers_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert source is not None and source.loader is not None
     with pytest.raises(ConfigError, match="vllm = '.*': this is a tier as vLLM has them from 0.32.0 on"):
         source.loader.exec_module(importlib.util.module_from_spec(source))
+
+
+def test_an_untested_release_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for release, warns in (("0.32.0+cpu", False), ("0.33.0", True)):
+        monkeypatch.setattr(vllm_tiering.vllm, "__version__", release)
+        with offloader_at(tmp_path):
+            assert (f"vLLM {release} is not tested as a host of tiers" in caplog.text) is warns
 
 
 def test_vllm_knows_each_metric_before_it_comes(tmp_path: Path) -> None:
