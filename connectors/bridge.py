@@ -209,7 +209,7 @@ class SchedulerBridge:
 
     def saved(self, done: Sequence[SaveDone]) -> None:
         self._faults.guard("taking the answers to saves", lambda: self._store.saved(done), None)
-        self.watcher.saved(done)
+        self._faults.guard("telling what was saved", lambda: self.watcher.saved(done), None)
 
     def has_pending_gathers(self) -> bool:
         """Whether chunks of ended requests wait for a step that takes them to the workers."""

@@ -17,7 +17,7 @@ An engine that has nothing to do publishes nothing: what was evicted meanwhile i
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -77,7 +77,7 @@ def chunk_blocks(request: Any, chunk: int, shape: ChunkShape, hash_tokens: int) 
     if hash_tokens != shape.block_tokens:
         hashes = kv_cache_utils.resolve_block_hashes(hashes, hash_tokens, shape.block_tokens)
     first = chunk * shape.blocks
-    own = tuple(hashes[number] for number in range(first, min(first + shape.blocks, len(hashes))))
+    own = tuple(hashes[first : first + shape.blocks])
     if len(own) < shape.blocks:
         return None
     lora = request.lora_request
@@ -85,10 +85,7 @@ def chunk_blocks(request: Any, chunk: int, shape: ChunkShape, hash_tokens: int) 
         hashes=own,
         parent=hashes[first - 1] if first else None,
         tokens=tuple(request.all_token_ids[chunk * shape.chunk_tokens : (chunk + 1) * shape.chunk_tokens]),
-        extras=tuple(
-            _extras(request, block * shape.block_tokens, shape.block_tokens)
-            for block in range(first, first + shape.blocks)
-        ),
+        extras=tuple(_extras(request, first, shape)),
         lora=None if lora is None else (lora.adapter_id, lora.name),
     )
 
@@ -96,37 +93,47 @@ def chunk_blocks(request: Any, chunk: int, shape: ChunkShape, hash_tokens: int) 
 def events_of(changes: Sequence[Change], block_tokens: int, kind: str | None) -> list[KVCacheEvent]:
     """In the order of the changes; consecutive chunks of a prompt are one event, and so are removals in a row."""
     events: list[KVCacheEvent] = []
+    name = _naming()
     for change in changes:
         last = events[-1] if events else None
         if isinstance(change, Removed):
-            hashes = [kv_cache_utils.maybe_convert_block_hash(name) for name in change.hashes]
+            hashes = [name(each) for each in change.hashes]
             if isinstance(last, BlockRemoved):
                 last.block_hashes += hashes
             else:
                 events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=GROUP))
             continue
-        stored = _stored(change, block_tokens, kind)
+        stored = _stored(change, name, block_tokens, kind)
         if isinstance(last, BlockStored) and _continues(last, stored):
             last.block_hashes += stored.block_hashes
             last.token_ids += stored.token_ids
-            last.extra_keys = (last.extra_keys or []) + (stored.extra_keys or [])
+            last.extra_keys += stored.extra_keys
         else:
             events.append(stored)
     return events
 
 
-def _stored(change: Added, block_tokens: int, kind: str | None) -> BlockStored:
+def _naming() -> Callable[[bytes], bytes | int]:
+    """As vLLM publishes hashes: whole, or the last 64 bits as a number. Its own function looks an environment variable
+    up each time, which took 8 us a block."""
+    if isinstance(kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(bytes(8))), int):
+        return lambda own: int.from_bytes(own[-8:], "big")
+    return lambda own: own
+
+
+def _stored(
+    change: Added, name: Callable[[bytes], bytes | int], block_tokens: int, kind: str | None
+) -> BlockStored:  # fmt: skip
     blocks = change.blocks
-    number, name = blocks.lora or (None, None)
-    parent = blocks.parent
+    lora_number, lora_name = blocks.lora or (None, None)
     return BlockStored(
-        block_hashes=[kv_cache_utils.maybe_convert_block_hash(own) for own in blocks.hashes],
-        parent_block_hash=None if parent is None else kv_cache_utils.maybe_convert_block_hash(parent),
+        block_hashes=[name(own) for own in blocks.hashes],
+        parent_block_hash=None if blocks.parent is None else name(blocks.parent),
         token_ids=list(blocks.tokens),
         block_size=block_tokens,
-        lora_id=number,
+        lora_id=lora_number,
         medium=MEDIUM,
-        lora_name=name,
+        lora_name=lora_name,
         extra_keys=_published(blocks.extras),
         group_idx=GROUP,
         kv_cache_spec_kind=kind,
@@ -138,11 +145,16 @@ def _continues(last: BlockStored, following: BlockStored) -> bool:
     return following.parent_block_hash is not None and last.block_hashes[-1] == following.parent_block_hash
 
 
-def _extras(request: Any, start: int, block_tokens: int) -> tuple[Any, ...] | None:
-    keys: tuple[Any, ...] | None = kv_cache_utils.generate_block_hash_extra_keys(
-        request, start, start + block_tokens, 0
-    )[0]
-    return keys
+def _extras(request: Any, first_block: int, shape: ChunkShape) -> list[tuple[Any, ...] | None]:
+    """What the hash of each block of a chunk depends on besides its tokens, as vLLM says; most requests have nothing of
+    the kind, which one question tells."""
+    ask = kv_cache_utils.generate_block_hash_extra_keys
+    if ask(request, 0, len(request.all_token_ids), 0)[0] is None:
+        return [None] * shape.blocks
+    starts = range(
+        first_block * shape.block_tokens, (first_block + shape.blocks) * shape.block_tokens, shape.block_tokens
+    )
+    return [ask(request, start, start + shape.block_tokens, 0)[0] for start in starts]
 
 
 def _published(extras: Sequence[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None]:
