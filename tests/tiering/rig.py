@@ -6,6 +6,7 @@ What a worker would copy from its GPU is written into the rows of the region her
 from __future__ import annotations
 
 import itertools
+import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -34,6 +37,7 @@ ROOM: dict[str, Any] = {
     "capacity_bytes": "64MiB", "segment_bytes": "2MiB", "host": {"arena_bytes": "1MiB"},
     "io": {"threads": 2, "timeout_s": 20.0}, "writer_lease_s": 2.0, "touch_interval_s": 0.2, "model_tag": "tiny",
 }  # fmt: skip
+UNTAGGED = {name: value for name, value in ROOM.items() if name != "model_tag"}
 ROW_BYTES = 24_576
 """Two workers' 6,000 bytes a block, two blocks a chunk, in whole pages."""
 ROWS = 24
@@ -59,11 +63,22 @@ def offloading_config(tier: Mapping[str, Any], **changes: Any) -> OffloadingConf
     return OffloadingConfig(**values | changes)
 
 
-def tier_config(root: Path, **settings: Any) -> dict[str, Any]:
+def tier_config(root: Path, room: Mapping[str, Any] = ROOM, **settings: Any) -> dict[str, Any]:
     return {
         "type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm_tiering",
-        "settings": {"root": str(root)} | ROOM | settings,
+        "settings": {"root": str(root)} | dict(room) | settings,
     }  # fmt: skip
+
+
+def write_model(folder: Path, weight: float) -> None:
+    """A model's folder, as far as vLLM's configuration and fingerprints look at it: three layers, two heads of 32."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_hidden_layers": 3, "intermediate_size": 64, "vocab_size": 512,
+        "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"weight": torch.full((4,), weight)}, folder / "model.safetensors")
 
 
 def key(number: int, of: str = "chunk") -> OffloadKey:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
@@ -17,7 +15,17 @@ from kvtier.config import Settings
 from kvtier.connectors import tiering_identity
 from kvtier.connectors.tiering_identity import host_of
 from kvtier.errors import ConfigError
-from tests.tiering.rig import ROOM, ROW_BYTES, expected, keys, offloader, offloading_config, tier_config
+from tests.tiering.rig import (
+    ROOM,
+    ROW_BYTES,
+    UNTAGGED,
+    expected,
+    keys,
+    offloader,
+    offloading_config,
+    tier_config,
+    write_model,
+)
 
 GROUP = OffloadingGroupConfig(16, ("model.layers.0.self_attn.attn",), 0)
 OTHERS: Mapping[str, Mapping[str, Any]] = {
@@ -62,18 +70,15 @@ def test_weights_are_those_in_the_folder_whatever_its_name(tmp_path: Path, monke
     folders = [tmp_path / name for name in ("one", "same", "other")]
     for folder, weight in zip(folders, (1.0, 1.0, 2.0), strict=True):
         folder.mkdir()
-        (folder / "config.json").write_text('{"model_type": "llama"}')
-        save_file({"weight": torch.full((4,), weight)}, folder / "model.safetensors")
-    untagged = {name: value for name, value in ROOM.items() if name != "model_tag"}
-    one, same, other = (identity(untagged, name=str(folder)) for folder in folders)
+        write_model(folder, weight)
+    one, same, other = (identity(UNTAGGED, name=str(folder)) for folder in folders)
     assert one == same != other
     assert identity(name=str(folders[0])) == identity(name=str(folders[2])), "a tag stands for them"
 
 
 def test_a_model_of_a_hub_needs_a_tag() -> None:
-    untagged = {name: value for name, value in ROOM.items() if name != "model_tag"}
     with pytest.raises(ConfigError, match="model_tag = None: .*'org/model' is no folder"):
-        identity(untagged)
+        identity(UNTAGGED)
 
 
 def test_engines_with_another_dtype_find_nothing_of_each_other(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """kvtier as a tier of vLLM 0.32's own TieringOffloadingManager: what is promoted is what was stored, or it is computed.
 
-OffloadingConnector itself needs a GPU; all that it has in the scheduler is real here, from its spec to the region.
+OffloadingConnector's workers need a GPU; its manager and what is below are real here, from the spec to the region.
 """
 
 from __future__ import annotations
