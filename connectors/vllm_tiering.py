@@ -3,8 +3,9 @@
     "secondary_tiers": [{"type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm_tiering",
                          "config": "/etc/kvtier/kvtier.yaml"}]
 
-Tested with vLLM 0.32.0, which calls this interface experimental; a release without it is refused. Where one can choose,
-kvtier.connectors.vllm is the shorter way: there KV goes from storage to the GPU past a CPU tier, and keys are kvtier's.
+Tested with vLLM 0.32.0 and 0.33.0, which call this interface experimental; a release without it is refused. Where one
+can choose, kvtier.connectors.vllm is the shorter way: there KV goes from storage to the GPU past a CPU tier, and keys
+are kvtier's.
 
 One object is one row of the CPU tier, under vLLM's own block hash and group, behind the hash that all of vLLM's chains
 begin with. That hash tells algorithm and seed: engines share where both are equal, so with xxhash, which vLLM seeds at
@@ -45,12 +46,13 @@ try:
     from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingCounterMetadata, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 except ImportError as lacking:
-    fix = f"this is a tier as vLLM has them from 0.32.0 on; use kvtier.connectors.vllm before ({lacking})"
+    fix = f"its tiers are not those of 0.32.0; use that or a later one, or kvtier.connectors.vllm ({lacking})"
     raise ConfigError("vllm", vllm.__version__, fix) from None
 
 log = logging.getLogger("kvtier")
 
-TESTED_VERSIONS = ("0.32.0",)
+TESTED_VERSIONS = ("0.32.0", "0.33.0")
+"""Their scheduler's half, without a GPU: 0.32.0 by the tests, 0.33.0 once by hand with the same tests."""
 LOAD_THREADS, SAVE_THREADS = 4, 2
 TASKS_MAX = 1024
 """That wait, of each kind; a further one fails at once. vLLM makes one of all that a request loads in a step."""

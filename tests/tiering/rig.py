@@ -171,6 +171,12 @@ class Offloader:
         self.manager.primary_tier.reset_cache()
         self.rows[:] = 0x5A
 
+    def reset(self) -> None:
+        """As before new weights. From 0.33 on, vLLM promotes nothing until its workers say that they hold nothing."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):
+            self.manager.on_reset_flushed()
+
     def exported(self) -> dict[str, float]:
         """What vLLM would add to its metrics since the last call, without labels."""
         stats = self.manager.get_stats()

@@ -55,7 +55,7 @@ def test_what_decides_where_bytes_lie_keeps_engines_apart(other: str) -> None:
 def test_bytes_of_a_row_and_releases_keep_engines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert identity(row_bytes=2 * ROW_BYTES) != identity()
     here = identity()
-    monkeypatch.setattr(tiering_identity.vllm, "__version__", "0.33.0")
+    monkeypatch.setattr(tiering_identity.vllm, "__version__", "0.99.0")
     assert identity() != here
 
 
