@@ -5,6 +5,9 @@
 #
 #   pip install lmcache==0.5.6 ./kvtier
 #
+# pip resolves that (Python 3.11, November 2026). Tests run LMCache's server and client on a CPU, without the packages of
+# its CUDA build.
+#
 # A setting that is wrong, or a root that can't be written, stops the server's start; LMCache's log says which and why.
 # kvtier evicts by its own capacity and quotas, so LMCache is given neither "max_capacity_gb" nor "eviction"; with both,
 # LMCache deletes by what it counts itself, which starts at nothing with each server.
