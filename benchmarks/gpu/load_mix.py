@@ -28,8 +28,8 @@ TIER: dict[str, Any] = {
 }  # fmt: skip
 """Of float32, 64 KiB a token: the shared prefix takes 512 MiB, another one 128 MiB, and 15 of them 2.3 GiB.
 min_load_tokens: left to itself, kvtier finds that so small a model computes faster than it loads."""
-TINY_LIMITS: dict[str, Any] = {"capacity_bytes": "3MiB", "segment_bytes": "256KiB", "touch_interval_s": 0.2,
-                               "host": {"arena_bytes": "1MiB"}}  # fmt: skip
+TINY_LIMITS: dict[str, Any] = {"capacity_bytes": "6MiB", "segment_bytes": "512KiB", "touch_interval_s": 0.2,
+                               "host": {"arena_bytes": "2MiB"}}  # fmt: skip
 ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 16384, "gpu_memory_utilization": 0.4,
                           "max_num_seqs": 64}  # fmt: skip
 ANSWER_TOKENS = 16
@@ -114,7 +114,7 @@ def main() -> int:
     kind, element_bytes = ("tiny", 4) if arguments.tiny else ("small", 4 if arguments.dtype == "float32" else 2)
     limits = {
         "shared_tokens": shape["shared"], "token_bytes": DIMENSIONS[kind].token_bytes(element_bytes),
-        "capacity_bytes": 3 << 20 if arguments.tiny else 1536 << 20,
+        "capacity_bytes": 6 << 20 if arguments.tiny else 1536 << 20,
     }  # fmt: skip
     result = judge(stored, loaded, bare, limits)
     bad = faults(result)
