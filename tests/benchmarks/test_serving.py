@@ -64,6 +64,28 @@ def test_a_codec_is_a_system_of_its_own(tmp_path: Path) -> None:
     assert extra == {"codec": "k4v4", "chunk_tokens": 64, "root": str(tmp_path / "benchmark-tier")}
 
 
+def test_vllms_own_tiering_lies_in_the_same_root(tmp_path: Path) -> None:
+    setup = Setup("m", tmp_path, {"root": str(tmp_path / "kv")}, native={"cpu_bytes_to_use": 7})
+    words = setup.command(SYSTEMS["native"], 1)
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector"] == "OffloadingConnector"
+    extra = transfer["kv_connector_extra_config"]
+    assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": str(tmp_path / "kv" / "benchmark-tier")}]
+    assert extra["cpu_bytes_to_use"] == 7
+
+
+def test_one_server_is_asked_more_than_once(tmp_path: Path) -> None:
+    """Each time for other documents, with a result of its own."""
+    wrapper = Wrapper(tmp_path)
+    two = [*FLAGS, "--", *FLAGS, "--max-inflight-requests", "1", "--first-document", "9"]
+    status, printed = wrapper.run("long_doc_qa", ["--systems", "prefix,native"], two)
+    assert status == 0, printed
+    assert wrapper.engines()[1::2] == ["interrupted"] * 2 and len(wrapper.engines()) == 4, "a server for each system"
+    results = [json.loads((tmp_path / name).read_text()) for name in ("result.json", "result-2.json")]
+    assert [found["settings"]["first_document"] for found in results] == [0, 9]
+    assert all(list(found["systems"]) == ["prefix", "native"] for found in results)
+
+
 @pytest.mark.parametrize(("systems", "why"), [("restarted", "goes on with"), ("prefix,nosuch", "there is no 'nosuch'")])
 def test_systems_that_cannot_be(systems: str, why: str, tmp_path: Path) -> None:
     status, printed = Wrapper(tmp_path).run("long_doc_qa", ["--systems", systems], FLAGS)
