@@ -25,8 +25,10 @@ from vllm.v1.request import Request
 
 from kvtier.connectors import dynamo
 from kvtier.connectors.announcements import Added, ChunkBlocks, Removed
+from kvtier.connectors.bridge import Faults
 from kvtier.connectors.dynamo import chunk_blocks, events_of, wants_events
 from kvtier.connectors.requests import ChunkShape
+from kvtier.connectors.vllm_scheduler import SchedulerHalf
 
 BLOCK, CHUNK = 16, 64
 SHAPE = ChunkShape(CHUNK, BLOCK)
@@ -141,6 +143,25 @@ def test_a_vllm_whose_events_lack_a_field_is_said_so(
     config = SimpleNamespace(kv_events_config=KVEventsConfig(enable_kv_cache_events=True))
     assert not wants_events(config)
     assert "no KV events of the tier" in caplog.text and "a_field_that_never_was" in caplog.text
+
+
+def test_without_events_nothing_is_kept_or_asked_for() -> None:
+    half = SchedulerHalf.__new__(SchedulerHalf)
+    half._events = None
+    half._bridge = SimpleNamespace(has_pending_gathers=lambda: False)  # type: ignore[assignment]
+    assert list(half.take_events()) == [] and not half.needs_a_step()
+
+
+def test_events_that_wait_ask_for_a_step_and_a_fault_in_them_ends_nothing() -> None:
+    def fail() -> list[Any]:
+        raise ValueError("a field is gone")
+
+    half = SchedulerHalf.__new__(SchedulerHalf)
+    half._faults = Faults()
+    half._events = SimpleNamespace(has_waiting=True, take=fail)  # type: ignore[assignment]
+    half._bridge = SimpleNamespace(has_pending_gathers=lambda: False)  # type: ignore[assignment]
+    assert half.needs_a_step()
+    assert list(half.take_events()) == [] and half._faults.take() == 1
 
 
 # --- a real engine ---
