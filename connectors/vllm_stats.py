@@ -95,7 +95,7 @@ class KVTierStats(KVConnectorStats):
         }
         troubles = (
             names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.INDEX_ERRORS, FAULTS,
-            names.SKIPPED_QUEUE_FULL, names.SKIPPED_NO_SPACE, names.SKIPPED_FAILED,
+            names.SKIPPED_QUEUE_FULL, names.SKIPPED_NO_SPACE, names.SKIPPED_FAILED, names.SKIPPED_REFUSED,
         )  # fmt: skip
         return shown | {name.replace("_", " "): int(self.data[name]) for name in troubles if self.data.get(name)}
 

@@ -33,6 +33,7 @@ from kvtier.order import Mark
 from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.record import RecordHeader, SegmentHeader, record_bytes
+from kvtier.refusals import Refusals
 from kvtier.sources import Source
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.worker import Worker
@@ -86,6 +87,7 @@ class Saver:
         self._in_flight = 0
         self._n_held = 0
         self._disk = Backoff()
+        self._refusals = Refusals(worker.codec.name)
         self._slots_used: dict[tuple[bytes, int], tuple[int, int]] = {}
 
     def save(self, plan: SavePlan) -> None:
@@ -216,7 +218,9 @@ class Saver:
         verdicts = gathered.encoded.wait()
         for item in staged:
             item.checksums = verdicts[item.place].sums
-        return [item for item in staged if verdicts[item.place].is_refused]
+        refused = [item for item in staged if verdicts[item.place].is_refused]
+        self._refusals.add(len(refused))
+        return refused
 
     def _slab_bytes(self, writes: Extent) -> int:
         return slab_bytes(self._worker.codec, self._worker.geometry, writes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from kvtier import metrics as names
 from kvtier import store as store_module
 from kvtier.plan import SaveOutcome, SavePlan
+from kvtier.refusals import Refusals
 from kvtier.store import REFUSED_S, WantedChunk
 from tests.core.rig import Engine, geometry
 
@@ -80,3 +82,20 @@ def test_no_more_are_remembered_than_the_bound(engine: Engine, monkeypatch: pyte
         engine.pages[-1].layers[0].planes[0][BLOCKS[block], 0, -1, 0] = float("inf")
     assert save(engine) == [REFUSED] * 3
     assert save(engine) == [REFUSED], "the first was pushed out"
+
+
+def test_that_chunks_are_refused_is_told(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    spoil(engine, float("nan"))
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        save(engine)
+    (line,) = [record.getMessage() for record in caplog.records if "cannot keep" in record.getMessage()]
+    assert "codec fp8 cannot keep the KV of 1 chunks so far" in line and "codec: raw" in line
+
+
+def test_refusals_are_told_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals("k4v4")
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        for count in (0, 1, 3, 5, 1, 0, 90, 1):
+            refusals.add(count)
+    told = [int(record.getMessage().partition("KV of ")[2].partition(" ")[0]) for record in caplog.records]
+    assert told == [1, 10, 100]
