@@ -32,8 +32,8 @@ LAYERS = (
      "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.plain_files",
      "kvtier.fingerprint", "kvtier.machine", "kvtier.reports"),
     ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
-     "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.refusals", "kvtier.capacity", "kvtier.model_config",
-     "kvtier.model_parameters", "kvtier.model_weights", "kvtier.entry", "kvtier.sizes",
+     "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.refusals", "kvtier.capacity",
+     "kvtier.model_config", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.entry", "kvtier.sizes",
      "kvtier.config_types", "kvtier.config_server", "kvtier.config_index", "kvtier.config_capacity", "kvtier.tenants",
      "kvtier.signing", "kvtier.config_signing"),
 )  # fmt: skip
