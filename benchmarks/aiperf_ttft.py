@@ -137,8 +137,7 @@ def sweep(server: Server, options: argparse.Namespace, folder: Path) -> list[dic
     for done, cell in enumerate(cells, start=1):
         before = counters.look(server.url)
         row = run(command(program, server, cell, options, folder / cell.name), folder / cell.name)
-        after = counters.look(server.url)
-        tokens = after.since(before) if before is not None and after is not None else None
+        tokens = counters.since(server.url, before)
         rows.append({"isl": cell.isl, "concurrency": cell.concurrency, **row, "tokens": tokens})
         bar.show(done)
     return rows

@@ -7,6 +7,7 @@ another tier; kvtier's own counters say from which of its tiers. A server withou
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,12 +17,14 @@ SAMPLE = re.compile(r"^(vllm:[a-z0-9_]+)(?:\{(.*)\})? ([-+0-9.eE]+|NaN|[-+]?Inf)
 BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
 BLOCK_TOKENS = re.compile(r'(?<!_)block_size="(\d+)"')
 TIMEOUT_S = 10.0
+COUNTED_S = 0.25
 
 PREFIX_HITS, PREFIX_QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 EXTERNAL_HITS, EXTERNAL_QUERIES = "vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"
 PROMPT = "vllm:prompt_tokens_total"
 BYTES = {"file_read_bytes": "vllm:kvtier_file_read_bytes_total", "saved_bytes": "vllm:kvtier_save_bytes_total"}
 FAILED_LOADS = "vllm:kvtier_load_failures_total"
+SKIPPED = "vllm:kvtier_skipped_chunks_"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Counters:
             **{short: grown[name] for short, name in BYTES.items() if name in grown},
             **({"failed_loads": grown[FAILED_LOADS]} if FAILED_LOADS in grown else {}),
         }  # fmt: skip
+        if skipped := [value for name, value in grown.items() if name.startswith(SKIPPED)]:
+            tokens["skipped_chunks"] = sum(skipped)
         return {name: round(value) for name, value in tokens.items()}
 
 
@@ -63,6 +68,13 @@ def look(url: str) -> Counters | None:
     text = page(url)
     found = None if text is None else Counters.parse(text)
     return found if found is not None and PROMPT in found.values else None
+
+
+def since(url: str, before: Counters | None) -> dict[str, int] | None:
+    """Counters.since of now. Waits a little: vLLM counts a step right after its tokens were sent."""
+    time.sleep(COUNTED_S)
+    after = look(url)
+    return after.since(before) if before is not None and after is not None else None
 
 
 def cache_tokens(url: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import random
@@ -78,6 +79,8 @@ def test_counters_are_sums_over_engines() -> None:
     ])  # fmt: skip
     tokens = Counters.parse(page).since(Counters({"vllm:prompt_tokens_total": 1000.0}))
     assert tokens == {"prompt_tokens": 1000, "prefix_hit_tokens": 64, "external_hit_tokens": 256}
+    page += "vllm:kvtier_skipped_chunks_refused_total 7.0\nvllm:kvtier_skipped_chunks_failed_total 2.0\n"
+    assert Counters.parse(page).since(Counters({}))["skipped_chunks"] == 9
 
 
 @pytest.mark.parametrize(
@@ -167,3 +170,13 @@ def test_failed_requests_and_a_gain_that_is_missed_are_the_status(tmp_path: Path
     assert wrapper.result()["systems"]["prefix"]["query_round"]["successful_prompt_count"] == 0
     status, printed = wrapper.run("long_doc_qa", ["--systems", "prefix"], [*FLAGS, "--expected-ttft-gain", "1e9"])
     assert status == 1 and "NOT GOOD: ttft_gain" in printed
+
+
+@pytest.mark.parametrize(("saved", "hits", "is_good"), [(0, 0, False), (1, 0, True), (0, 1, True)])
+def test_a_tier_that_does_nothing_is_not_good(saved: int, hits: int, is_good: bool) -> None:
+    part = {"prompt_count": 1, "successful_prompt_count": 1}
+    stored = {**part, "tokens": {"saved_bytes": saved, "skipped_chunks": 12}}
+    asked = {**part, "tokens": {"external_hit_tokens": hits}}
+    options = argparse.Namespace(expected_ttft_gain=None, expected_latency_gain=None)
+    said = long_doc_qa.faults(options, {"warmup_round": stored, "query_round": asked})
+    assert said == ([] if is_good else ["kvtier is there, and stored and found nothing; it skipped 12 chunks"])
