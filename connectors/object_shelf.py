@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from enum import Enum
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.assemble import open_store, open_transfer
@@ -46,12 +46,15 @@ class Found(NamedTuple):
     entry: bytes
 
 
-class _Begun(Enum):
-    """Of an object that is put. OURS: its answer is to be waited for. THERE: it is stored already, or on its way."""
+@dataclass(slots=True)
+class _Answer:
+    """To one attempt at storing an object, for who began it; outcome: None until it has come."""
 
-    OURS = 0
-    THERE = 1
-    NO_PLACE = 2
+    outcome: SaveOutcome | None = None
+
+
+_Place = tuple[bytes, int, int]
+"""Key, set and slot: one that was deleted may be on its way once more before the first answer is looked at."""
 
 
 class Shelf:
@@ -88,7 +91,7 @@ class Shelf:
         self._room = min(settings.queues.save_chunks_max, max(1, arena_bytes // slot_bytes // 2))
         self._plan_objects = max(1, min(PLAN_OBJECTS, PLAN_BYTES // slot_bytes))
         self._lock = threading.Lock()
-        self._outcomes: dict[bytes, SaveOutcome | None] = {}
+        self._awaited: dict[_Place, _Answer] = {}
         self._failed: dict[str, frozenset[int]] = {}
 
     def put(self, objects: Sequence[Wanted], absent: Sequence[bytes]) -> list[bool]:
@@ -100,19 +103,20 @@ class Shelf:
         with self._lock:
             self._store.forget_lost(absent)
         is_stored = [False] * len(objects)
-        ours: list[int] = []
+        ours: dict[int, _Answer] = {}
         first = 0
         while first < len(objects) and self._clock() < deadline_s:
             begun = self._begin_put(objects[first : first + self._plan_objects])
             for number, how in enumerate(begun, first):
-                is_stored[number] = how is _Begun.THERE
-                if how is _Begun.OURS:
-                    ours.append(number)
+                if isinstance(how, _Answer):
+                    ours[number] = how
+                else:
+                    is_stored[number] = how
             first += len(begun)
             if not begun:
                 self._collect()
-        for number in ours:
-            is_stored[number] = self._outcome(objects[number].key, deadline_s) in STORED
+        for number, answer in ours.items():
+            is_stored[number] = self._outcome(answer, deadline_s) in STORED
         return is_stored
 
     def get(self, objects: Sequence[Found]) -> tuple[list[Wanted], list[Found]]:
@@ -153,8 +157,9 @@ class Shelf:
         self._collect()
         self._store.close()
 
-    def _begin_put(self, batch: Sequence[Wanted]) -> list[_Begun]:
-        """Has the first of the batch copied, as many as there is room for; empty: not now."""
+    def _begin_put(self, batch: Sequence[Wanted]) -> list[_Answer | bool]:
+        """Has the first of the batch copied, as many as there is room for; empty: not now. Of each: the answer that is
+        to be waited for, or whether it is stored already or on its way for another."""
         with self._lock:
             if any(self._waits_for_set(wanted) for wanted in batch):
                 return []
@@ -169,13 +174,12 @@ class Shelf:
             finally:
                 for number in numbers:
                     self.codec.let_go(number)
-        begun = []
+        begun: list[_Answer | bool] = []
         for wanted in batch:
-            if wanted.key in ours and wanted.key not in there:
-                begun.append(_Begun.OURS)
+            answer = ours.pop(wanted.key, None)
+            if answer is not None:
                 there.add(wanted.key)  # if it is in the batch once more
-            else:
-                begun.append(_Begun.THERE if wanted.key in there else _Begun.NO_PLACE)
+            begun.append(answer or wanted.key in there)
         return begun
 
     def _waits_for_set(self, wanted: Wanted) -> bool:
@@ -184,23 +188,22 @@ class Shelf:
         self._store.expect(wanted.tenant)
         return True
 
-    def _save(self, chunks: Sequence[WantedChunk]) -> set[bytes]:
-        """The keys of those whose answers are to be waited for."""
+    def _save(self, chunks: Sequence[WantedChunk]) -> dict[bytes, _Answer]:
+        """By their keys, those whose answers are to be waited for."""
         plan = self._store.plan_save(chunks)
         if plan is None:
-            return set()
-        keys = {chunk.key for chunk in plan.chunks}
-        self._room -= len(keys)
-        self._outcomes.update(dict.fromkeys(keys))
+            return {}
+        ours = {chunk.key: _Answer() for chunk in plan.chunks}
+        self._room -= len(ours)
+        self._awaited.update(((chunk.key, chunk.set_id, chunk.slot), ours[chunk.key]) for chunk in plan.chunks)
         self._transfer.save(plan)
-        return keys
+        return ours
 
-    def _outcome(self, key: bytes, deadline_s: float) -> SaveOutcome | None:
+    def _outcome(self, answer: _Answer, deadline_s: float) -> SaveOutcome | None:
         """None: it did not come in time."""
-        while self._outcomes[key] is None and self._clock() < deadline_s:
+        while answer.outcome is None and self._clock() < deadline_s:
             self._collect()
-        with self._lock:
-            return self._outcomes.pop(key)
+        return answer.outcome
 
     def _load(self, objects: Sequence[Found]) -> tuple[list[Found], list[bool]]:
         """One plan: the first of `objects`, as far as they were good, and of each whether its length is another."""
@@ -224,7 +227,8 @@ class Shelf:
             self._store.saved(progress.saves)
             self._room += len(progress.saves)
             for save in progress.saves:
-                if save.key in self._outcomes:
-                    self._outcomes[save.key] = save.outcome
+                answer = self._awaited.pop((save.key, save.set_id, save.slot), None)
+                if answer is not None:
+                    answer.outcome = save.outcome
             for load in progress.loads:
                 self._failed[load.request_id] = load.failed_blocks

@@ -1,0 +1,59 @@
+"""Objects that several callers put, get and delete at once, and what one process may open: answers stay apart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.object_shelf import Shelf
+from kvtier.connectors.objects import ObjectTier
+from tests.objects.rig import expected, get, names, put, tier_at
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[ObjectTier]:
+    with tier_at(tmp_path) as tier:
+        yield tier
+
+
+class Caller(threading.Thread):
+    """Keeps what a call answers, or raises."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self.answer: Any = None
+
+    def run(self) -> None:
+        try:
+            self.answer = self._call()
+        except Exception as fault:
+            self.answer = fault
+
+
+def test_who_looks_late_still_finds_the_answer_to_what_it_put(
+    tier: ObjectTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object was stored, deleted, and put again by another before the first caller looked."""
+    key, waits, may_look, look = names(1), threading.Event(), threading.Event(), Shelf._outcome
+
+    def look_late(shelf: Shelf, *what: Any) -> Any:
+        if threading.current_thread() is first:
+            waits.set()
+            may_look.wait(20)
+        return look(shelf, *what)
+
+    monkeypatch.setattr(Shelf, "_outcome", look_late)
+    first = Caller(lambda: put(tier, key))
+    first.start()
+    assert waits.wait(20) and tier.flush(20)
+    assert put(tier, names(1, "other")) == [True]
+    assert tier.delete(key) == [True] and put(tier, key) == [True]
+    may_look.set()
+    first.join(20)
+    assert first.answer == [True]
+    assert get(tier, key) == expected(key)
