@@ -87,7 +87,7 @@ class ObjectTier:
         self._shelves: dict[int, Shelf] = {}
         self._refused: dict[int, ConfigError] = {}
         self._is_own: dict[bytes, bool] = {}
-        self._open_known_sizes()
+        self._open_a_known_size()
 
     def prepare(self, object_bytes: int) -> None:
         """Opens the tier for objects of this size, which else the first of them does. Raises ConfigError."""
@@ -198,20 +198,23 @@ class ObjectTier:
                     raise
             return shelf
 
-    def _open_known_sizes(self) -> None:
-        """Those that are on the root already: a shelf's keeper is who reads an index back that was lost, which is to be
-        before anybody asks for what it knew."""
+    def _open_a_known_size(self) -> None:
+        """One that is on the root already: a shelf's keeper is who reads an index back that was lost, of all sizes,
+        which is to be before anybody asks for what it knew. No more: there may be many that only others use."""
         for folder in namespace_folders(self._root.folder):
             with suppress(ConfigError):  # it is unreadable, and so nobody's
                 found = read_namespace(folder)
-                if found == self._namespace(found.geometry.k_head_size):
-                    self._try_to_open(found.geometry.k_head_size)
+                is_own = found == self._namespace(found.geometry.k_head_size)
+                if is_own and self._try_to_open(found.geometry.k_head_size):
+                    return
 
-    def _try_to_open(self, slab_bytes: int) -> None:
+    def _try_to_open(self, slab_bytes: int) -> bool:
         try:
             self._shelf(slab_bytes)
         except ConfigError as fault:  # what is stored now may have other sizes
             log.warning("objects that are stored already are left alone: %s", fault)
+            return False
+        return True
 
     def _open_shelf(self, slab_bytes: int) -> Shelf:
         if len(self._shelves) == SHELVES_MAX:

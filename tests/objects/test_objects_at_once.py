@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.object_shelf import Shelf
-from kvtier.connectors.objects import ObjectTier
+from kvtier.connectors.objects import SHELVES_MAX, ObjectTier
 from tests.objects.rig import expected, get, names, put, tier_at
 
 
@@ -57,3 +57,14 @@ def test_who_looks_late_still_finds_the_answer_to_what_it_put(
     first.join(20)
     assert first.answer == [True]
     assert get(tier, key) == expected(key)
+
+
+def test_sizes_of_before_take_no_place_of_those_that_come(tmp_path: Path) -> None:
+    """Engines of other models, and of other chunks, may have left any number of sizes on the root."""
+    with tier_at(tmp_path) as before:
+        for pages in range(SHELVES_MAX):
+            put(before, names(1, str(pages)), pages * 4096)
+    with tier_at(tmp_path) as tier:
+        keys, size = names(3, "new"), SHELVES_MAX * 4096
+        assert put(tier, keys, size) == [True] * 3 and get(tier, keys, size) == expected(keys, size)
+        assert get(tier, names(1, "7"), 7 * 4096) == expected(names(1, "7"), 7 * 4096)
