@@ -25,7 +25,7 @@ from blake3 import blake3
 from kvtier.config import Settings
 from kvtier.connectors.object_codec import CODEC_ID, object_geometry, octets, slab_bytes_of
 from kvtier.connectors.object_shelf import Found, Shelf, Wanted
-from kvtier.errors import ConfigError, IndexResting, IndexUnavailable
+from kvtier.errors import ConfigError, IndexResting, IndexUnavailable, TierUnavailable
 from kvtier.identity import ID_BYTES, Namespace
 from kvtier.index import entry as entries
 from kvtier.indexes import open_index
@@ -87,6 +87,7 @@ class ObjectTier:
         self._shelves: dict[int, Shelf] = {}
         self._refused: dict[int, ConfigError] = {}
         self._is_own: dict[bytes, bool] = {}
+        self._is_closed = False
         self._open_a_known_size()
 
     def prepare(self, object_bytes: int) -> None:
@@ -168,8 +169,10 @@ class ObjectTier:
         return sum(not shelf.flush(timeout_s) for shelf in self._open_shelves()) == 0
 
     def close(self) -> None:
-        """No call may be under way. Every wait in it is bounded."""
+        """No call may be under way; one that is ends by itself, as a miss or with TierUnavailable. Every wait in it is
+        bounded."""
         with self._lock:
+            self._is_closed = True
             shelves, self._shelves = self._shelves, {}
         for shelf in shelves.values():
             shelf.close()
@@ -184,8 +187,10 @@ class ObjectTier:
         )  # fmt: skip
 
     def _shelf(self, slab_bytes: int) -> Shelf:
-        """Raises ConfigError, at once if it did so before."""
+        """Raises ConfigError, at once if it did so before; TierUnavailable after the end."""
         with self._lock:
+            if self._is_closed:
+                raise TierUnavailable("the tier of objects is closed")
             refusal = self._refused.get(slab_bytes)
             if refusal is not None:
                 raise refusal

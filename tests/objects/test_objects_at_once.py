@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.connectors.object_shelf import Shelf
 from kvtier.connectors.objects import SHELVES_MAX, ObjectTier
+from kvtier.errors import TierUnavailable
 from tests.objects.rig import expected, get, names, put, tier_at
 
 
@@ -68,3 +69,13 @@ def test_sizes_of_before_take_no_place_of_those_that_come(tmp_path: Path) -> Non
         keys, size = names(3, "new"), SHELVES_MAX * 4096
         assert put(tier, keys, size) == [True] * 3 and get(tier, keys, size) == expected(keys, size)
         assert get(tier, names(1, "7"), 7 * 4096) == expected(names(1, "7"), 7 * 4096)
+
+
+def test_a_call_that_comes_after_the_end_opens_nothing(tmp_path: Path) -> None:
+    """Hosts do not wait for ever for their tasks; one that goes on would leave an engine that never ends."""
+    with tier_at(tmp_path) as tier:
+        put(tier, names(3))
+    with pytest.raises(TierUnavailable, match="closed"):
+        put(tier, names(3))
+    assert get(tier, names(3)) == [None] * 3 and tier.exists(names(3)) == [False] * 3
+    assert tier._shelves == {}
