@@ -8,7 +8,8 @@ vLLM says that these do not depend on them. (Rows of the direct layout are not t
 vLLM's own file tier would.)
 
 Weights are fingerprinted in the model's folder. A model that vLLM was given by its name on a hub has none here, for a
-tier hears neither the revision nor where the files lie: it needs a `model_tag`.
+tier hears neither the revision nor where the files lie: it needs a `model_tag`. So does one whose rotary embedding
+looks at the engine's --max-model-len (longrope): that is not heard, either.
 
 What can't be told apart, since vLLM gives a tier its OffloadingConfig and no more: how the same folder is read
 (`load_format`, quantization while loading, `hf_overrides`, rope settings, a dtype of activations besides the KV's),
@@ -19,7 +20,9 @@ that differ in these need a `model_tag` each, or a root each.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from vllm.platforms import current_platform
 
 from kvtier.config import Settings
 from kvtier.connectors.objects import ObjectHost
-from kvtier.connectors.vllm_identity import FINGERPRINTS
+from kvtier.connectors.vllm_identity import FINGERPRINTS, LENGTH_DEPENDENT_ROPES
 from kvtier.errors import ConfigError
 from kvtier.fingerprint import weights_fingerprint
 from kvtier.identity import canonical_text
@@ -74,4 +77,17 @@ def _weights(name: str) -> str:
     if not os.path.isdir(name):
         fix = f"vLLM tells its tiers a model's name and no revision, and {name!r} is no folder whose weights could be"
         raise ConfigError("model_tag", None, f"{fix} fingerprinted; set it to a name that changes when the weights do")
-    return weights_fingerprint(Path(name), FINGERPRINTS)
+    fingerprint = weights_fingerprint(Path(name), FINGERPRINTS)
+    config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+    for kind in LENGTH_DEPENDENT_ROPES.intersection(_ropes(config)):
+        fix = f"positions of this model ({kind}) depend on --max-model-len, which vLLM does not tell its tiers"
+        raise ConfigError("model_tag", None, f"{fix}; set it to a name that changes with that and with the weights")
+    return fingerprint
+
+
+def _ropes(config: Any, is_rope: bool = False) -> Iterator[str]:
+    """Kinds of rotary embeddings that a model's config.json names, for all of the model or for a part of it."""
+    for name, value in config.items() if isinstance(config, dict) else ():
+        if is_rope and name in ("rope_type", "type"):
+            yield str(value)
+        yield from _ropes(value, is_rope or name in ("rope_scaling", "rope_parameters"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,24 @@ def test_weights_are_those_in_the_folder_whatever_its_name(tmp_path: Path, monke
 def test_a_model_of_a_hub_needs_a_tag() -> None:
     with pytest.raises(ConfigError, match="model_tag = None: .*'org/model' is no folder"):
         identity(UNTAGGED)
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+    {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}},
+])  # fmt: skip
+def test_positions_that_depend_on_the_engines_longest_prompt_need_a_tag(
+    rope: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of one folder compute other KV with another --max-model-len, of which a tier is not told."""
+    monkeypatch.setattr(tiering_identity, "FINGERPRINTS", tmp_path / "fingerprints")
+    write_model(tmp_path, 1.0)
+    assert identity(UNTAGGED, name=str(tmp_path))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(rope)))
+    with pytest.raises(ConfigError, match="model_tag = None: .*longrope.*max-model-len"):
+        identity(UNTAGGED, name=str(tmp_path))
+    assert identity(name=str(tmp_path)), "a tag stands for it"
 
 
 def test_engines_with_another_dtype_find_nothing_of_each_other(tmp_path: Path) -> None:
