@@ -306,8 +306,8 @@ class SchedulerBridge:
         if wanted is None:
             request.may_save = False
             return []
-        first = request.saved_chunks - len(wanted)
-        self.watcher.wanted(request.view.request_id, first, [chunk.key for chunk in wanted])
+        name, first, keys = request.view.request_id, request.saved_chunks - len(wanted), [c.key for c in wanted]
+        self._faults.guard("telling what is to be saved", lambda: self.watcher.wanted(name, first, keys), None)
         return wanted
 
     def _is_set_coming(self, tenant: str) -> bool:

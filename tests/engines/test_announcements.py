@@ -331,6 +331,27 @@ def test_the_bridge_tells_chunks_by_their_number_in_the_prompt(computed: int) ->
     ]  # fmt: skip
 
 
+def test_a_watcher_that_fails_ends_no_request() -> None:
+    """It is our bug then, on the engine's scheduler thread, where nothing may be raised (I9)."""
+
+    class Failing(Recorder):
+        def _fail(self, *what: Any) -> None:
+            raise RuntimeError("a bug")
+
+        found = wanted = saved = _fail
+
+    store, faults = FakeStore(), Faults()
+    bridge = SchedulerBridge(store, ChunkShape(64, 16), FixedLimit(64), 2.0, faults)  # type: ignore[arg-type]
+    bridge.watcher = Failing()
+    bridge.track(RequestView("r", list(range(300)), 300, {}, may_load=True, may_save=True))
+    assert bridge.hit_tokens("r", 0) == 0
+    bridge.advance("r", 140, list(range(20)))
+    bridge.finish("r", 300, list(range(20)))
+    bridge.saved([])
+    step = bridge.take_step()
+    assert faults.take() == 4 and step.before is not None and step.after is not None
+
+
 def test_one_record_more_than_the_set_had_is_found_too() -> None:
     """A set that is still being filled: chunks of it are told as they come."""
     telling = Telling()
