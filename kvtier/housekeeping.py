@@ -16,10 +16,11 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, TierUnavailable
-from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo
+from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo, slots_used
 from kvtier.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.removal import Remover
 from kvtier.root import NAMESPACE_FILE, namespace_folders, read_namespace, remove_leftovers
@@ -170,16 +171,10 @@ class Housekeeper:
         sets = [(files, *found) for files in self._namespaces() for found in files.sets()]
         total = sum(len(ranks) for _, _, ranks in sets)
         unreadable: list[str] = []
-        done = records = 0
+        seen, records = count(), 0
         for files, set_id, ranks in sets:
             faults: dict[int, KVTierError] = {}
-            first = done
-
-            def tell(n_read: int, first: int = first) -> None:
-                progress(first + n_read, total)
-
-            records += self._read_set(files, set_id, ranks, faults, tell)
-            done += len(ranks)
+            records += self._read_set(files, set_id, ranks, faults, lambda _: progress(next(seen), total))
             for rank, fault in faults.items():
                 if not isinstance(fault, NeverBegun):  # it is swept with its set
                     unreadable.append(f"{files.folder.name}/{segment_name(set_id, rank)}: {fault}")
@@ -251,28 +246,41 @@ class Housekeeper:
         for key, place in members:
             if place.rank in found and (key, place) not in records:
                 self._index.retract(key, place)
-        for known in members:
-            records.pop(known, None)
         if not self._holds_sweep_lease():  # somebody may have cut it since
             faults.update((rank, TierUnavailable("others may have swept while it was read")) for rank in found)
             return 0
         is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
-        taken = self._publish(self._set_info(files, header) if is_whole else None, list(records.values()))
+        taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
+        if taken is None:
+            taken = self._add_missing(set_id, list(records.values()), members)
         if not all(files.exists(set_id, rank) for rank in found):
             self._index.remove_set(set_id)  # it was evicted while it was read
             return 0
         return taken
 
-    def _publish(self, info: SetInfo | None, records: list[NewRecord]) -> int:
-        """Publishes what was read of one set; how many were taken. `info`: of a set that may come into the index."""
-        if info is None or not self._index.create_set(info, records[:ADOPTED_MAX]):
-            return self._index.publish(records, from_files=True)
+    def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
+        """A set with all that was read of it, also what the index knew before: it may have been lost since. How many
+        records were taken; None when it knows the set. Each rank's last ones come first, for nothing before them is
+        cut."""
+        records.sort(key=lambda record: -record.location.slot)
+        if not self._index.create_set(info, records[:ADOPTED_MAX]):
+            return None
         try:
             self._index.publish(records[ADOPTED_MAX:], from_files=True)
             return len(self._index.members(info.set_id))
         except IndexUnavailable:
             self._index.remove_set(info.set_id)  # it comes in again, with the records that are missing now
             raise
+
+    def _add_missing(self, set_id: int, records: list[NewRecord], members: list[tuple[bytes, Location]]) -> int:
+        """To a set that the index knows, of which it had `members`; how many records were taken. Of one that was taken
+        over, none behind those: its writer was refused them, and cuts them off without the lease (own_segments)."""
+        known = set(members)
+        used = slots_used(record.location for record in records if (record.key, record.location) in known)
+        missing = [record for record in records if (record.key, record.location) not in known]
+        if missing and any(info.owner == NOBODY for info in self._index.some_sets([set_id])):
+            missing = [record for record in missing if record.location.slot < used.get(record.location.rank, 0)]
+        return self._index.publish(missing, from_files=True) if missing and self._holds_sweep_lease() else 0
 
     def _read_segment(
         self, files: SegmentFiles, set_id: int, rank: int
@@ -305,11 +313,10 @@ class Housekeeper:
                 continue
             if (record.set_id, record.slot, record.namespace) != (header.set_id, slot, header.namespace):
                 log.warning("%s slot %d holds another slot's record", name, slot)
-                continue
-            if (record.extent, record.slab_bytes) != (header.extent, header.slab_bytes):
+            elif (record.extent, record.slab_bytes) != (header.extent, header.slab_bytes):
                 log.warning("%s slot %d holds a record of another cut than its segment", name, slot)
-                continue
-            yield slot, record
+            else:
+                yield slot, record
 
     def _is_written(self, info: SetInfo) -> bool:
         """Whether a living engine may still add records to the set."""
@@ -355,9 +362,7 @@ class Housekeeper:
 
     def _trim(self, info: SetInfo, locations: list[Location]) -> int:
         files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
-        used: dict[int, int] = {}
-        for location in locations:
-            used[location.rank] = max(used.get(location.rank, 0), location.slot + 1)
+        used = slots_used(locations)
         for set_id, rank in files.ids():
             if set_id == info.set_id:
                 try:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.geometry import Extent
-from kvtier.index.base import NOBODY
+from kvtier.index.base import NOBODY, slots_used
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.record import SegmentHeader, record_bytes
 from kvtier.tiers.descriptors import OpenSegment
@@ -91,9 +91,9 @@ class OwnSegments:
 
     def _cut(self, files: SegmentFiles, set_id: int) -> None:
         rank = self._worker.share.rank
-        places = [place for _, place in self._worker.index.members(set_id)]
+        used = slots_used(place for _, place in self._worker.index.members(set_id))
         try:
-            files.trim(set_id, rank, max((place.slot + 1 for place in places if place.rank == rank), default=0))
+            files.trim(set_id, rank, used.get(rank, 0))
         except (Corrupt, TierUnavailable) as fault:
             log.warning("segment set %016x is not trimmed: %s", set_id, fault)
 

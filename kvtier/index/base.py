@@ -7,7 +7,7 @@ Times are seconds since the epoch and passed in (I6).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -29,6 +29,14 @@ class Location(NamedTuple):
     extent: Extent
     checksums: tuple[int, ...]
     """One a head of `extent`, in head order."""
+
+
+def slots_used(places: Iterable[Location]) -> dict[int, int]:
+    """By rank: the slots of a set up to the last of `places`. What is behind them may be cut."""
+    used: dict[int, int] = {}
+    for place in places:
+        used[place.rank] = max(used.get(place.rank, 0), place.slot + 1)
+    return used
 
 
 class NewRecord(NamedTuple):
