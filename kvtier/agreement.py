@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
+from kvtier.geometry import Extent, covers
 from kvtier.index import entry
 from kvtier.index.base import Index, Location, SetInfo
 from kvtier.record import RecordHeader, is_blank
@@ -39,7 +40,8 @@ class Disagreement(NamedTuple):
 @dataclass(slots=True)
 class Agreement:
     """records: in files that have a readable header. indexed: of them, those that the index names. second: those of
-    chunks that the index knows from another record, which was first. unpublished: in sets that are still written."""
+    chunks, or of a part of one, that the index knows from another record, which was first. unpublished: in sets that
+    are still written."""
 
     sets: int = 0
     segments: int = 0
@@ -70,6 +72,7 @@ class _Check:
         self._index = index
         self._wait = wait
         self._found = Agreement()
+        self._parts: dict[bytes, list[Extent]] = {}
 
     def run(self, progress: Progress) -> Agreement:
         found = self._found
@@ -111,14 +114,18 @@ class _Check:
         }
 
     def _located(self) -> Counter[int]:
-        """How many records the entries name in each set."""
+        """How many records the entries name in each set. Notes what there is of chunks that are not complete."""
+        self._parts.clear()
         named: Counter[int] = Counter()
         seen: set[bytes] = set()
         for key, value in self._index.entries():
             if key not in seen:
                 seen.add(key)
                 try:
-                    named.update(location.set_id for location in entry.unpack(value))
+                    locations = entry.unpack(value)
+                    named.update(location.set_id for location in locations)
+                    if not entry.is_complete(value):
+                        self._parts[key] = [location.extent for location in locations]
                 except Corrupt as fault:
                     self._note(self._found, Disagreement("", "", None, f"chunk {key.hex()}: {fault}"))
         self._found.chunks = len(seen)
@@ -185,7 +192,7 @@ class _Check:
                 part.indexed += 1
             else:
                 self._note(part, Disagreement(*place, "is not the record that the index names there"))
-        elif self._index.resolve([header.key]):
+        elif covers(self._parts.get(header.key, ()), header.extent) or self._index.resolve([header.key]):
             part.second += 1
         elif info is not None and info.is_open:
             part.unpublished += 1
