@@ -53,7 +53,7 @@ def evicting(world: World, name: str = "admin-1") -> Process:
 
     place.index.weather.slow = 1.0
     world._runtime.spawn(process, "admin", evict)
-    assert world._runtime.run_until(lambda: world.checks._condemned[OLD] > 0, 60.0)
+    assert world._runtime.run_until(lambda: OLD in world.checks._condemned, 60.0)
     assert place.index.real.resolve([KEY])
     return process
 
