@@ -137,6 +137,7 @@ class Announcements:
         self._doubted: OrderedDict[bytes, ChunkBlocks | None] = OrderedDict()
         self._waiting: deque[Change] = deque()
         self._checked_to = 0
+        self._epoch = 0
         self._ticker: Ticker | None = None
 
     def start(self) -> None:
@@ -198,6 +199,7 @@ class Announcements:
 
     def forget(self) -> None:
         with self._lock:
+            self._epoch += 1
             for key in list(self._told):
                 self._take_back(key)
             self._expected.clear()
@@ -221,7 +223,7 @@ class Announcements:
         """Asks the index for some of the sets that are told of, and for what is in doubt. An index that does not
         answer changes nothing; what was in doubt then is so again when a lookup misses it."""
         with self._lock:
-            asked = self._some_sets()
+            epoch, asked = self._epoch, self._some_sets()
             doubts = [self._doubted.popitem(last=False) for _ in range(min(DOUBTS_AT_ONCE, len(self._doubted)))]
         try:
             there = {info.set_id for info in self._index.some_sets(asked)} if asked else set()
@@ -230,6 +232,8 @@ class Announcements:
         except KVTierError:
             return
         with self._lock:
+            if epoch != self._epoch:
+                return
             for set_id in asked:
                 if set_id not in there:
                     for key in list(self._of_set.get(set_id, ())):

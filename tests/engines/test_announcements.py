@@ -133,6 +133,22 @@ def test_another_engine_was_quicker_to_save_it() -> None:
     assert telling.take() == removed(0)
 
 
+def test_what_the_index_says_of_an_epoch_that_ended_meanwhile_is_not_told() -> None:
+    """No lookup asks for it again, so nothing would take it back before its set is evicted."""
+    telling = Telling()
+    telling.save([0], PRESENT)
+    put_set(telling.index, 7, [0])
+    find = telling.index.find
+
+    def find_late(asked: Sequence[bytes]) -> list[bytes | None]:
+        telling.told.forget()
+        return find(asked)
+
+    telling.index.find = find_late  # type: ignore[method-assign]
+    telling.told.check()
+    assert telling.take() == []
+
+
 def test_an_evicted_set_takes_back_what_lay_in_it_and_nothing_else() -> None:
     telling = Telling()
     put_set(telling.index, 1, [0, 1])
