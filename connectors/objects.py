@@ -63,8 +63,8 @@ class ObjectHost:
 
 
 class ObjectTier:
-    """Thread-safe. Calls wait for the storage, for `io.timeout_s` and a little more, and touch memory no later. (A `get`
-    whose loads fail one after the other waits for up to twice that; sizes are done in turn.)
+    """Thread-safe. Calls wait for the storage, for `io.timeout_s` and a little more, and touch memory no later. (A
+    `get` whose loads fail one after the other waits for up to twice that; sizes are done in turn.)
 
     Storage or an index that fails is a miss. `put` and `get` raise ConfigError where objects of that size cannot be
     kept at all, which `prepare` finds at start; and ValueError for memory that is not contiguous.
