@@ -121,7 +121,8 @@ class KVTierConnector:
         self._faults.guard("closing the tier", self._tier.close, None)
         with self._lock:  # a task that hangs may still end, and the number of the descriptor be another's by then
             event_fd, self._event_fd = self._event_fd, -1
-        os.close(event_fd)
+        if event_fd >= 0:  # closed only once, however often it is asked for
+            os.close(event_fd)
 
     def _begin(
         self, jobs: ThreadJobs, what: str, n_keys: int, work: Callable[[], list[bool]], may_lack: bool = False

@@ -48,6 +48,8 @@ def stand_in_pages() -> PagedKV:
 
 def octets(memory: memoryview) -> Octets:
     """The memory as bytes, not copied. Raises ValueError where it is not contiguous."""
+    if not memory.contiguous:
+        raise ValueError("memory of an object that is not contiguous")
     return np.frombuffer(memory, dtype=np.uint8) if memory.nbytes else np.empty(0, dtype=np.uint8)
 
 

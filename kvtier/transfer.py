@@ -104,7 +104,8 @@ class Transfer:
         self._loader.load(plan)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """What arenas hold of these chunks is not used any more: others may come under their keys."""
+        """What arenas hold of these chunks is not used any more. A load that is under way may still put one back: this
+        is for keys under which the same bytes come again, or none."""
         arenas = [arena for arena in (self._worker.arena, self._worker.host) if arena is not None]
         for key in keys:
             for arena in arenas:

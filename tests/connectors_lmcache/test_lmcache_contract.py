@@ -156,6 +156,7 @@ def test_salts_are_accounted_by_the_tenants_of_the_settings(tmp_path: Path) -> N
         assert host.get(KEYS) == expected(KEYS), "what is above the quota goes from the tenant's own"
     finally:
         connector.close()
+        connector.close()  # a second time it does nothing
 
 
 def test_a_fault_fails_its_task_and_no_other(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
