@@ -156,10 +156,10 @@ class Housekeeper:
 
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt | None:
         """Makes the index agree with the files, from header pages alone; entries without a file go. None, and nothing
-        is done, while others sweep or rebuild: a sweep cuts segments behind what the index knows of them.
+        is done, while others sweep or rebuild: a sweep cuts segments behind what the index knows of them. A chunk that
+        was saved twice is the newer one's: the older may have been found bad, which no header says.
 
-        progress: called with (segments read, segments in all).
-        """
+        progress: called with (segments read, segments in all)."""
         if not self._hold_sweep_lease():
             return None
         try:
@@ -168,7 +168,7 @@ class Housekeeper:
             self._index.release_lease(SWEEP_LEASE, self._owner)
 
     def _rebuild(self, progress: Callable[[int, int], None]) -> Rebuilt:
-        sets = [(files, *found) for files in self._namespaces() for found in files.sets()]
+        sets = [(files, *found) for files in self._namespaces() for found in reversed(files.sets())]
         total = sum(len(ranks) for _, _, ranks in sets)
         unreadable: list[str] = []
         seen, records = count(), 0
@@ -375,7 +375,7 @@ class Housekeeper:
     def _settle_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
         """A segment in no index was being evicted when its evictor died, or was unreadable when the index was made
         anew. What can be read is taken in (and evicted in its turn); what is no segment at all goes."""
-        for set_id, ranks in files.sets():
+        for set_id, ranks in reversed(files.sets()):
             if set_id in known or min(files.age_s(set_id, rank, self.clock()) for rank in ranks) < ORPHAN_GRACE_S:
                 continue
             faults: dict[int, KVTierError] = {}
