@@ -17,8 +17,9 @@ DESCRIPTORS = 8
 """The same of descriptors that are not of segments: connections and files that come and go."""
 WARM_UP = 1 / 3
 """Of an engine's looks, so many do not count: arenas and caches are touched for the first time."""
-LOOKS_MIN = 12
-"""An engine that was looked at less often lived too short to say anything."""
+LOOKS_MIN = 40
+"""An engine that was looked at less often lived too short to say anything: ten minutes, for within the first ones it
+grows by 100 MiB."""
 
 
 class Look(NamedTuple):
