@@ -1,0 +1,295 @@
+"""KVTierHiCache: kvtier as the storage below SGLang's HiCache, its backend `dynamic` (configs/sglang/).
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvtier",
+        "module_path": "kvtier.connectors.sglang", "class_name": "KVTierHiCache", "interface_v1": 1,
+        "config": "/etc/kvtier/kvtier.yaml"}'
+
+Tested with SGLang 0.5.23, without an engine: its factory, abstract class and host pools, on a CPU. This module needs no
+SGLang; its factory takes only what inherits from its own abstract class, which this does where that can be imported.
+
+One object is one page of one rank, K and V together, as the host pool makes it flat: a load that fails has written to
+no page of the pool. SGLang's key is a chained hash of the tokens, of `extra_key` (adapters) and of the cache salt. What
+else has to be equal before a page may be read: SGLang's release; `model_tag` and `epoch`; all that HiCacheStorageConfig
+says of model and ranks, but which replica this is; kind, layout, dtype and dimensions of the host pool. Of MLA all TP
+ranks have the same pages: SGLang lets one of them write, and all read that.
+
+What SGLang tells no backend: the model's folder and revision, quantization, how weights are read, rope settings, the
+weights of a draft model whose layers lie in the same pages, and which fp8 a pool of bytes holds. So `model_tag` is
+required, and has to differ where any of these does. Weights that change in place (update_weights) are not told, either:
+such an engine needs a restart with another `epoch`. Nor is who asks for what: no page belongs to a tenant.
+
+Refused at start: models with host pools besides that of their KV (hybrid ones, indexers, draft models apart), which
+need `batch_*_v2`; pools other than SGLang's plain ones of MHA and MLA, or with different head sizes of K and V;
+`tp_lcm_size`; context parallel decoding. SGLang's storage metrics are left empty.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from kvtier.config import Settings
+from kvtier.connectors.bridge import Faults
+from kvtier.connectors.objects import Object, ObjectHost, ObjectTier
+from kvtier.errors import ConfigError
+from kvtier.identity import canonical_text
+
+try:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage  # type: ignore[import-not-found,unused-ignore]
+except ImportError:
+    HiCacheStorage = object
+
+log = logging.getLogger("kvtier")
+T = TypeVar("T")
+
+TESTED = "0.5.23"
+FAMILY = "sglang-hicache"
+OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")
+"""Keys of the extra config that SGLang itself reads; it takes those of its prefetching out before."""
+OWN = ("config", "settings")
+NOT_OF_IDENTITY = ("extra_config", "enable_storage_metrics", "dp_rank", "dp_size")
+"""Of HiCacheStorageConfig. Any other field counts, those of later releases too."""
+OF_REPLICAS = ("tp_rank", "tp_size")
+"""Of no weight where all TP ranks have the same pages."""
+POOL_FACTS = (
+    "layout", "page_size", "dtype", "layer_num", "target_layer_num", "head_num", "head_dim", "v_head_dim",
+    "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "dsa_kv_cache_store_fp8", "start_layer", "end_layer",
+    "head_group_num", "storage_format_tag",
+)  # fmt: skip
+KV_POOL = "kv"
+POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+"""Whose pages POOL_FACTS describe; of others there may be more to know."""
+
+
+class _Page(NamedTuple):
+    """A flat page of a host pool. elements: of dtype; n_bytes: of them all."""
+
+    elements: int
+    dtype: torch.dtype
+    n_bytes: int
+
+
+class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
+    """Thread-safe, which SGLang's threads for loads and stores need. Calls wait for the storage, as ObjectTier's do.
+
+    Nothing raises once SGLang runs: it does not start a thread again that an exception ended. What fails is a miss.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        """storage_config: SGLang's HiCacheStorageConfig. kwargs: what else its factory was given; nothing so far.
+
+        The extra config may have config: a YAML file of kvtier's settings; settings: these, which win over that file
+        and the environment. Raises ConfigError; more can be wrong when the host pool is known (register_mem_pool_host).
+        """
+        extra = _checked(storage_config)
+        given = {"config": extra["config"]} if "config" in extra else {}
+        self._settings = Settings.load(dict(extra.get("settings", {})) | given)
+        if self._settings.model_tag is None:
+            fix = "SGLang tells its storage no more of a model than the name it is served under; set it to a name that"
+            raise ConfigError("model_tag", None, f"{fix} changes with the weights and how they and the KV are kept")
+        self._storage_config = storage_config
+        self._faults = Faults()
+        self._epoch = b""
+        self._tier: ObjectTier | None = None
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Opens the tier for this pool's pages. Raises ConfigError, which ends SGLang's start."""
+        page = _page_of(mem_pool_host)
+        identity = canonical_text(_config_facts(self._storage_config) | _pool_facts(mem_pool_host, page))
+        model = str(self._storage_config.model_name or "")
+        self.close()
+        tier = ObjectTier(self._settings, ObjectHost(FAMILY, identity, _sglang_version(), model))
+        try:
+            tier.prepare(page.n_bytes)
+        except ConfigError:
+            tier.close()
+            raise
+        self.mem_pool_host, self._page, self._tier = mem_pool_host, page, tier
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """Raises ConfigError for a pool that is not the KV's: pages without theirs are no use."""
+        name = str(getattr(host_pool_name, "value", host_pool_name))
+        if name != KV_POOL:
+            fix = "kvtier keeps the KV pool's pages only, not those of hybrid, sparse or draft models; start without it"
+            raise ConfigError("host_pool", name, fix)
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """The page, in `target_location` where one is given: contiguous, in host memory, of a page's bytes. None is a
+        miss; `target_location` means nothing then."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Of each key as `get`."""
+        targets = [None] * len(keys) if target_locations is None else target_locations
+
+        def load() -> list[torch.Tensor | None]:
+            pages = [self._new_page() if target is None else target for target in targets]
+            return [page if is_here else None for page, is_here in zip(pages, self._load(keys, pages), strict=True)]
+
+        return self._guard("loading", load, [None] * len(keys))
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Loads into the pool's pages that begin at every page_size-th of host_indices, (n_keys * page_size,). Whether
+        each came; pages of the others are as they were."""
+
+        def load() -> list[bool]:
+            places = self._places(keys, host_indices)
+            pages = [self._new_page() for _ in keys]
+            got = self._load(keys, pages)
+            for place, page, is_here in zip(places, pages, got, strict=True):
+                if is_here:
+                    self.mem_pool_host.set_from_flat_data_page(place, page)
+            return got
+
+        return self._guard("loading", load, [False] * len(keys))
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Whether the page is stored, now or before. value: its tensor, in host memory."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Whether all are stored."""
+        return self._guard("storing", lambda: all(self._store(keys, values)), False)
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Stores the pool's pages, which are named as for batch_get_v1. Whether each is stored, now or before."""
+
+        def store() -> list[bool]:
+            places = self._places(keys, host_indices)
+            return self._store(keys, [self.mem_pool_host.get_data_page(place, flat=True) for place in places])
+
+        return self._guard("storing", store, [False] * len(keys))
+
+    def exists(self, key: str) -> bool:
+        """A hint: the page may be gone, or bad, when it is asked for."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """How many of the first keys there are before one that is not."""
+        found = self._guard("a lookup", lambda: self._opened().exists(self._own(keys)), [False] * len(keys))
+        return next((number for number, is_there in enumerate(found) if not is_there), len(keys))
+
+    def clear(self) -> None:
+        """From here on this process neither finds what there was nor leaves anything where it was. Nothing is deleted:
+        others use it, and an engine that is started later finds it again (raise `epoch` if it must not). With MLA on
+        several ranks there are no hits any more until a restart, for each rank begins an epoch of its own."""
+        self._epoch = uuid.uuid4().bytes
+
+    def counters(self) -> dict[str, float]:
+        """See kvtier.metrics."""
+        return {} if self._tier is None else self._tier.counters()
+
+    def close(self) -> None:
+        """Every wait in it is bounded. Calls after it are misses."""
+        tier, self._tier = self._tier, None
+        if tier is not None:
+            self._faults.guard("closing the tier", tier.close, None)
+
+    def _guard(self, what: str, work: Callable[[], T], fallback: T) -> T:
+        if self._tier is None:
+            return fallback
+        return self._faults.guard(f"{what} of SGLang's pages", work, fallback)
+
+    def _opened(self) -> ObjectTier:
+        """Raises ValueError when it was closed meanwhile."""
+        tier = self._tier
+        if tier is None:
+            raise ValueError("the tier is closed")
+        return tier
+
+    def _load(self, keys: Sequence[str], pages: Sequence[Any]) -> list[bool]:
+        views = [self._memory(page) for page in pages]
+        return self._opened().get([Object(*both) for both in zip(self._own(keys), views, strict=True)])
+
+    def _store(self, keys: Sequence[str], pages: Sequence[Any]) -> list[bool]:
+        views = [self._memory(page.contiguous()) for page in pages]
+        return self._opened().put([Object(*both) for both in zip(self._own(keys), views, strict=True)])
+
+    def _own(self, keys: Sequence[str]) -> list[bytes]:
+        before = bytes([len(self._epoch)]) + self._epoch
+        return [before + key.encode() for key in keys]
+
+    def _new_page(self) -> torch.Tensor:
+        return torch.empty(self._page.elements, dtype=self._page.dtype)
+
+    def _memory(self, page: Any) -> memoryview:
+        """Not copied. Raises ValueError for what is no page of the pool's: asked for in another length, a stored object
+        would make way."""
+        if not isinstance(page, torch.Tensor) or page.nbytes != self._page.n_bytes:
+            raise ValueError(f"no tensor of the {self._page.n_bytes} bytes of a page")
+        if page.device.type != "cpu" or not page.is_contiguous():
+            raise ValueError("a page that is not contiguous in host memory")
+        return page.detach().reshape(-1).view(torch.uint8).numpy().data
+
+    def _places(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[int]:
+        """Where the page of each key begins in the pool, in tokens. Raises ValueError."""
+        page_tokens = self.mem_pool_host.page_size
+        if len(host_indices) != len(keys) * page_tokens:
+            raise ValueError(f"{len(host_indices)} places for {len(keys)} pages of {page_tokens} tokens")
+        return [int(place) for place in host_indices[::page_tokens]]
+
+
+def _checked(storage_config: Any) -> Mapping[str, Any]:
+    """The extra config. Raises ConfigError for what it or the other settings ask for in vain."""
+    extra: Mapping[str, Any] = storage_config.extra_config or {}
+    for name in extra.keys() - {*OF_SGLANG, *OWN}:
+        fix = "unknown key of --hicache-storage-backend-extra-config; kvtier's settings go under settings"
+        raise ConfigError(name, extra[name], f"{fix}, or into the file that config names")
+    if not isinstance(extra.get("settings", {}), Mapping):
+        raise ConfigError("settings", extra["settings"], 'must be an object, such as {"root": "/mnt/kv/kvtier"}')
+    if getattr(storage_config, "tp_lcm_size", None):
+        fix = "kvtier does not cut SGLang's pages, so ranks of other TP sizes can't read them; leave it out"
+        raise ConfigError("tp_lcm_size", storage_config.tp_lcm_size, fix)
+    if getattr(storage_config, "dcp_size", 1) > 1:
+        raise ConfigError("dcp_size", storage_config.dcp_size, "context parallel decoding is not supported here")
+    return extra
+
+
+def _page_of(pool: Any) -> _Page:
+    """Raises ConfigError."""
+    kind = type(pool).__name__
+    if kind not in POOLS:
+        raise ConfigError("host_pool", kind, f"kvtier knows the pages of {' and '.join(POOLS)} only; start without it")
+    if getattr(pool, "_layer_shard_enabled", False):
+        raise ConfigError("host_pool", kind, "its layers are shared out to ranks, which kvtier can't tell apart here")
+    try:
+        page = pool.get_dummy_flat_data_page()
+    except NotImplementedError as lacking:
+        raise ConfigError("host_pool", kind, f"it makes no flat pages ({lacking})") from None
+    return _Page(page.numel(), page.dtype, page.nbytes)
+
+
+def _config_facts(storage_config: Any) -> dict[str, Any]:
+    left_out = {*NOT_OF_IDENTITY, *(OF_REPLICAS if storage_config.is_mla_model else ())}
+    facts = {name: _plain(value) for name, value in vars(storage_config).items() if name not in left_out}
+    return facts | {"sglang": _sglang_version()}
+
+
+def _pool_facts(pool: Any, page: _Page) -> dict[str, Any]:
+    facts = {name: _plain(getattr(pool, name, None)) for name in POOL_FACTS}
+    return {"pool": type(pool).__name__, "pool_facts": facts, "page": [page.elements, str(page.dtype)]}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; what it lacks by its text, which of an unknown kind is nobody else's."""
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
+def _sglang_version() -> str:
+    """ "" where the package is not installed."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        return ""
+    if found != TESTED:
+        log.warning("SGLang is %s; kvtier was tested with %s", found, TESTED)
+    return found
