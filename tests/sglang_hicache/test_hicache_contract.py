@@ -49,8 +49,8 @@ OVERRIDDEN = {
     "register_mem_host_pool_v2": ["host_pool", "host_pool_name"],
     "clear": [],
 }
-"""These two: methods of HiCacheStorage and their parameters, in SGLang 0.5.23's wheel, srt/mem_cache/hicache_storage.py.
-All that are abstract there, and others; test_with_sglang.py compares them with an SGLang that is installed."""
+"""Methods of HiCacheStorage and their parameters, in SGLang 0.5.23's wheel, srt/mem_cache/hicache_storage.py. All that
+are abstract there, and others; test_with_sglang.py compares them with an SGLang that is installed."""
 
 
 @pytest.fixture(params=[True, False], ids=["v1", "generic"])
