@@ -241,9 +241,10 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
 def _checked(storage_config: Any) -> Mapping[str, Any]:
     """The extra config. Raises ConfigError for what it or the other settings ask for in vain."""
     extra: Mapping[str, Any] = storage_config.extra_config or {}
-    for name in extra.keys() - {*OF_SGLANG, *OWN}:
-        fix = "unknown key of --hicache-storage-backend-extra-config; kvtier's settings go under settings"
-        raise ConfigError(name, extra[name], f"{fix}, or into the file that config names")
+    unknown = sorted(extra.keys() - {*OF_SGLANG, *OWN})
+    if unknown:
+        fix = "unknown keys of --hicache-storage-backend-extra-config; kvtier's settings go under settings"
+        raise ConfigError("extra_config", unknown, f"{fix}, or into the file that config names")
     if not isinstance(extra.get("settings", {}), Mapping):
         raise ConfigError("settings", extra["settings"], 'must be an object, such as {"root": "/mnt/kv/kvtier"}')
     if getattr(storage_config, "tp_lcm_size", None):
