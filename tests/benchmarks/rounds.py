@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,8 +33,9 @@ class Wrapper:
                  "--work", str(self.folder), "--out", str(self.out), *own, "--", *flags]  # fmt: skip
         variables = os.environ | {"FAKE_ENGINE_LOG": str(self._engines)} | environment
         return subprocess.Popen(
-            words, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+            words, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
+        )  # fmt: skip
 
     def run(
         self, benchmark: str, own: Sequence[str] = (), flags: Sequence[str] = (), **environment: str

@@ -149,11 +149,16 @@ def test_killed_after_each_step(recorded: Recorded, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("with_index", [False, True], ids=["rebuilt", "kept"])
 def test_power_is_lost(recorded: Recorded, tmp_path: Path, with_index: bool) -> None:
-    rng = random.Random(SEED)
-    lengths = rng.sample(telling(recorded.steps, 100), 45)
-    found = [check_power_loss(recorded, tmp_path, n, rng, with_index) for n in lengths]
-    assert sum(len(one.loaded) for one in found) >= 10 and sum(one.bad for one in found) >= 20
-    assert sum(len(one.lost) for one in found) >= 10, "next to nothing was lost; the test proves nothing"
+    rng, found = random.Random(SEED), list[Found]()
+    lengths = telling(recorded.steps, 100)
+    # The record's steps are those of threads, in an order of their own each time: of some records more has to be seen.
+    for n in rng.sample(lengths, len(lengths)):
+        found.append(check_power_loss(recorded, tmp_path, n, rng, with_index))
+        loaded, lost = sum(len(one.loaded) for one in found), sum(len(one.lost) for one in found)
+        if len(found) >= 45 and min(loaded, lost) >= 10 and sum(one.bad for one in found) >= 20:
+            break
+    else:
+        pytest.fail(f"{loaded} chunks were there and {lost} lost in {len(found)} images; the test proves nothing")
 
 
 @pytest.mark.soak
