@@ -36,7 +36,7 @@ class Case:
     layout: str = "NHD"
     dtype: torch.dtype = torch.bfloat16
     size: int = 128
-    chunks: int = 64
+    chunks: int = 128
     layers: int = 32
     heads: int = 8
 

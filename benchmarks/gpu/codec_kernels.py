@@ -3,8 +3,9 @@
     python3 -m benchmarks.gpu.codec_kernels --out codec_kernels.json [--tune]
 
 Rates are bytes of the engine's KV over time. Bound by bytes: all that must be read and written, at the rate of torch's
-copy of one large buffer to another in the same run. 64 chunks of 256 tokens, blocks shuffled over the cache; two caches
-take turns, each many times what the L2 holds. `verify + decode` is the two launches of a load; the comparison between
+copy of one large buffer to another in the same run. 128 chunks of 256 tokens, blocks shuffled over the cache; two
+caches take turns, each many times what the L2 holds. (With 64 chunks the host's part of a launch takes as long as the
+device's, and now this, now that was measured.) `verify + decode` is the two launches of a load; the comparison between
 them, on the CPU, is not in it.
 
 Before anything is timed, chunks of fresh random data, plain and awkward, are encoded and decoded by the kernels and by
