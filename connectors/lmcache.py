@@ -20,9 +20,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-from kvtier.config import Settings
 from kvtier.connectors.bridge import Faults
-from kvtier.connectors.objects import Object, ObjectHost, ObjectTier
+from kvtier.connectors.objects import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
 from kvtier.jobs import ThreadJobs
 
@@ -61,14 +60,8 @@ class KVTierConnector:
             others are when the first of them comes. LMCache's are a chunk's KV on one rank.
         """
         of_lmcache = _lmcache_version()
-        given = dict(settings or {}) | ({} if config is None else {"config": config})
-        self._tier = ObjectTier(Settings.load(given), ObjectHost("lmcache", version=of_lmcache))
-        try:
-            for n_bytes in _checked_sizes(object_bytes):
-                self._tier.prepare(n_bytes)
-        except ConfigError:
-            self._tier.close()
-            raise
+        given, host = settings_of(config, settings), ObjectHost("lmcache", version=of_lmcache)
+        self._tier = ObjectTier.opened(given, host, _checked_sizes(object_bytes))
         self._faults = Faults()
         self._lock = threading.Lock()
         self._last_id = 0

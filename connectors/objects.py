@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
@@ -62,6 +62,12 @@ class ObjectHost:
     model: str = ""
 
 
+def settings_of(config: str | None, settings: Mapping[str, Any] | None) -> Settings:
+    """As hosts are told of them. config: a YAML file of kvtier's settings. settings: these, which win over that file
+    and the environment. Raises ConfigError."""
+    return Settings.load(dict(settings or {}) | ({} if config is None else {"config": config}))
+
+
 class ObjectTier:
     """Thread-safe. Calls wait for the storage, for `io.timeout_s` and a little more, and touch memory no later. (A
     `get` whose loads fail one after the other waits for up to twice that; sizes are done in turn.)
@@ -90,6 +96,18 @@ class ObjectTier:
         self._is_own: dict[bytes, bool] = {}
         self._is_closed = False
         self._open_a_known_size()
+
+    @classmethod
+    def opened(cls, settings: Settings, host: ObjectHost, sizes: Sequence[int]) -> ObjectTier:
+        """One that is prepared for objects of these sizes, in bytes. Raises ConfigError, and then nothing is open."""
+        tier = cls(settings, host)
+        try:
+            for object_bytes in sizes:
+                tier.prepare(object_bytes)
+        except ConfigError:
+            tier.close()
+            raise
+        return tier
 
     def prepare(self, object_bytes: int) -> None:
         """Opens the tier for objects of this size, which else the first of them does. Raises ConfigError."""

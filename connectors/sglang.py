@@ -33,9 +33,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from kvtier.config import Settings
 from kvtier.connectors.bridge import Faults
-from kvtier.connectors.objects import Object, ObjectHost, ObjectTier
+from kvtier.connectors.objects import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
 from kvtier.identity import canonical_text
 
@@ -87,8 +86,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         and the environment. Raises ConfigError; more can be wrong when the host pool is known (register_mem_pool_host).
         """
         extra = _checked(storage_config)
-        given = {"config": extra["config"]} if "config" in extra else {}
-        self._settings = Settings.load(dict(extra.get("settings", {})) | given)
+        self._settings = settings_of(extra.get("config"), extra.get("settings"))
         if self._settings.model_tag is None:
             fix = "SGLang tells its storage no more of a model than the name it is served under; set it to a name that"
             raise ConfigError("model_tag", None, f"{fix} changes with the weights and how they and the KV are kept")
@@ -103,12 +101,8 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         identity = canonical_text(_config_facts(self._storage_config) | _pool_facts(mem_pool_host, page))
         model = str(self._storage_config.model_name or "")
         self.close()
-        tier = ObjectTier(self._settings, ObjectHost(FAMILY, identity, _sglang_version(), model))
-        try:
-            tier.prepare(page.n_bytes)
-        except ConfigError:
-            tier.close()
-            raise
+        host = ObjectHost(FAMILY, identity, _sglang_version(), model)
+        tier = ObjectTier.opened(self._settings, host, [page.n_bytes])
         self.mem_pool_host, self._page, self._tier = mem_pool_host, page, tier
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:

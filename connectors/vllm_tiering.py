@@ -31,9 +31,8 @@ import numpy as np
 import vllm
 
 from kvtier import metrics
-from kvtier.config import Settings
 from kvtier.connectors.bridge import Faults
-from kvtier.connectors.objects import Object, ObjectTier
+from kvtier.connectors.objects import Object, ObjectTier, settings_of
 from kvtier.connectors.tiering_identity import host_of
 from kvtier.connectors.tiering_lookups import StepLookups
 from kvtier.connectors.vllm_log import join_log
@@ -104,13 +103,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
         release = vllm.__version__.split("+")[0]
         if release not in TESTED_VERSIONS:
             log.warning("vLLM %s is not tested as a host of tiers (tested: %s)", release, ", ".join(TESTED_VERSIONS))
-        given = Settings.load(dict(settings or {}) | ({} if config is None else {"config": config}))
-        self._tier = ObjectTier(given, host_of(offloading_spec.config, given, self.block_size_bytes))
-        try:
-            self._tier.prepare(self.block_size_bytes)
-        except ConfigError:
-            self._tier.close()
-            raise
+        given = settings_of(config, settings)
+        host = host_of(offloading_spec.config, given, self.block_size_bytes)
+        self._tier = ObjectTier.opened(given, host, [self.block_size_bytes])
         self._rows = np.asarray(primary_kv_view)
         self._faults = Faults()
         self._saves = ThreadJobs("tiering-save", SAVE_THREADS, TASKS_MAX)
