@@ -17,13 +17,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from kvtier.connectors.bridge import Faults
 from kvtier.connectors.objects import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
 from kvtier.jobs import ThreadJobs
+from kvtier.releases import installed
 
 log = logging.getLogger("kvtier")
 
@@ -162,12 +162,9 @@ def _salt(key: str) -> str:
 
 def _lmcache_version() -> str:
     """ "" where the package is not installed."""
-    try:
-        found = version("lmcache")
-    except PackageNotFoundError:
-        return ""
+    found = installed("lmcache")
     first, last = (".".join(map(str, tested)) for tested in TESTED)
-    if not TESTED[0] <= _release(found) <= TESTED[1]:
+    if found and not TESTED[0] <= _release(found) <= TESTED[1]:
         log.warning("LMCache is %s; kvtier was tested with %s and %s", found, first, last)
     return found
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -37,6 +36,7 @@ from kvtier.connectors.bridge import Faults
 from kvtier.connectors.objects import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
 from kvtier.identity import canonical_text
+from kvtier.releases import installed
 
 try:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage  # type: ignore[import-not-found,unused-ignore]
@@ -98,10 +98,11 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Opens the tier for this pool's pages. Raises ConfigError, which ends SGLang's start."""
         page = _page_of(mem_pool_host)
-        identity = canonical_text(_config_facts(self._storage_config) | _pool_facts(mem_pool_host, page))
+        release = _sglang_version()
+        identity = canonical_text(_config_facts(self._storage_config, release) | _pool_facts(mem_pool_host, page))
         model = str(self._storage_config.model_name or "")
         self.close()
-        host = ObjectHost(FAMILY, identity, _sglang_version(), model)
+        host = ObjectHost(FAMILY, identity, release, model)
         tier = ObjectTier.opened(self._settings, host, [page.n_bytes])
         self.mem_pool_host, self._page, self._tier = mem_pool_host, page, tier
 
@@ -263,10 +264,10 @@ def _page_of(pool: Any) -> _Page:
     return _Page(page.numel(), page.dtype, page.nbytes)
 
 
-def _config_facts(storage_config: Any) -> dict[str, Any]:
+def _config_facts(storage_config: Any, release: str) -> dict[str, Any]:
     left_out = {*NOT_OF_IDENTITY, *(OF_REPLICAS if storage_config.is_mla_model else ())}
     facts = {name: _plain(value) for name, value in vars(storage_config).items() if name not in left_out}
-    return facts | {"sglang": _sglang_version()}
+    return facts | {"sglang": release}
 
 
 def _pool_facts(pool: Any, page: _Page) -> dict[str, Any]:
@@ -281,10 +282,7 @@ def _plain(value: Any) -> Any:
 
 def _sglang_version() -> str:
     """ "" where the package is not installed."""
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        return ""
-    if found != TESTED:
+    found = installed("sglang")
+    if found not in ("", TESTED):
         log.warning("SGLang is %s; kvtier was tested with %s", found, TESTED)
     return found

@@ -27,7 +27,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvtier.commands import bench, evict, lookup, pins, quotas, stats, verify
@@ -39,6 +38,7 @@ from kvtier.commands.plan import add_options, run_plan
 from kvtier.commands.status import INTERRUPTED, MEANINGS, NOT_DONE, OK
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.releases import installed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     about = "Looks after the folder of a KV cache tier."
     parser = argparse.ArgumentParser(prog="kvtier", description=about, epilog=MEANINGS)
-    parser.add_argument("--version", action="version", version=f"kvtier {_version()}")
+    parser.add_argument("--version", action="version", version=f"kvtier {installed('kvtier', 'of a checkout')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     index = commands.add_parser("index", help="work on the index").add_subparsers(required=True, metavar="COMMAND")
     for name, description, add, act in (
@@ -129,13 +129,6 @@ def _serve(options: argparse.Namespace) -> int:
         fix = f"the package {missing.name} is not installed: pip install './kvtier[server]' beside its checkout"
         raise ConfigError("serve", str(options.path or ""), fix) from None
     return run_serve(settings)
-
-
-def _version() -> str:
-    try:
-        return version("kvtier")
-    except PackageNotFoundError:  # a checkout that was never installed
-        return "of a checkout"
 
 
 if __name__ == "__main__":

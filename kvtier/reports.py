@@ -16,7 +16,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvtier import metrics as names
 from kvtier.errors import Corrupt
 from kvtier.metrics import Metrics
+from kvtier.releases import installed
 
 NOTE_PREFIX = "worker/"
 REPORT_BYTES_MAX = 16 << 10
@@ -307,7 +307,4 @@ def _sum_arenas(arenas: Iterable[ArenaFill]) -> tuple[ArenaFill, ...]:
 
 
 def _own_version() -> str:
-    try:
-        return version("kvtier")
-    except PackageNotFoundError:  # a checkout that was never installed
-        return ""
+    return installed("kvtier")

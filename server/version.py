@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from kvtier.releases import installed
 
-try:
-    VERSION = version("kvtier")
-except PackageNotFoundError:  # a checkout that was never installed
-    VERSION = "0"
+VERSION = installed("kvtier", "0")

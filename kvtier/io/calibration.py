@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,6 +29,7 @@ from kvtier.io.filesystem import file_system_of
 from kvtier.io.ring import sizes_for
 from kvtier.once import read_small, replace_small
 from kvtier.owner import private_folder
+from kvtier.releases import installed
 
 log = logging.getLogger("kvtier")
 
@@ -240,12 +240,9 @@ def _host() -> str:
 def _key(ask: Ask) -> dict[str, Any]:
     """All that a calibration depends on."""
     mount = file_system_of(ask.folder)
-    try:
-        own_version = version("kvtier")
-    except PackageNotFoundError:
-        own_version = "?"
     return {
-        "host": socket.gethostname(), "version": own_version, "file_system": mount.kind, "mount": mount.mount_point,
+        "host": socket.gethostname(), "version": installed("kvtier", "?"),
+        "file_system": mount.kind, "mount": mount.mount_point,
         "device": ask.device, "on_device": ask.target.ordinal is not None, "direct": ask.direct,
         "engines": list(ask.engines), "threads": ask.threads, "piece_bytes": ask.piece_bytes,
         "processors": os.cpu_count(),

@@ -222,7 +222,7 @@ def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
 def test_an_untested_release_is_named(
     found: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lmcache, "version", lambda name: found)
+    monkeypatch.setattr(lmcache, "installed", lambda name: found)
     assert lmcache._lmcache_version() == found
     assert (f"LMCache is {found}; kvtier was tested with 0.5.3 and 0.5.6" in caplog.text) is warns
 

@@ -145,7 +145,7 @@ def test_what_differs_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 setattr(pool, name, value)
                 other.backend.register_mem_pool_host(pool)
                 assert other.backend.batch_exists(KEYS[:1]) == 0, name
-        monkeypatch.setattr(sglang, "version", lambda name: "0.5.24")
+        monkeypatch.setattr(sglang, "installed", lambda name: "0.5.24")
         with engine_at(tmp_path) as other:
             assert other.load(KEYS[:1]) == [None]
 
@@ -277,11 +277,14 @@ def test_pools_that_cannot_be_kept_stop_the_start(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(("found", "warns"), [("0.5.23", False), ("0.5.24", True)])
 def test_an_untested_release_is_named(
-    found: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    found: str, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sglang, "version", lambda name: found)
+    monkeypatch.setattr(sglang, "installed", lambda name: found)
     assert sglang._sglang_version() == found
     assert (f"SGLang is {found}; kvtier was tested with 0.5.23" in caplog.text) is warns
+    caplog.clear()
+    made_with(Config(extra_config=extra(tmp_path)))
+    assert caplog.text.count(f"SGLang is {found}") == int(warns), "once a start"
 
 
 def test_the_example_makes_a_backend(tmp_path: Path) -> None:
