@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks.gpu.report import ms
 from benchmarks.serving import plot
 from benchmarks.tables_common import code_of, has, judged, read, table
 from benchmarks.versus.contestants import CONTESTANTS
@@ -39,7 +40,7 @@ def _times(entries: Entries, cells: dict[tuple[str, int, str], Cell], place: str
     for tokens in entries.lengths(place):
         of = {name: cells[place, tokens, name] for name in names if (place, tokens, name) in cells}
         first = next(iter(of.values()))
-        row = [f"{tokens:,}", _ms(first.computed), _ms(first.floor), *(_cell(of.get(name)) for name in names)]
+        row = [f"{tokens:,}", ms(first.computed, ""), ms(first.floor, ""), *(_cell(of.get(name)) for name in names)]
         rows.append(row + ([_spread(kvikio[tokens]) if tokens in kvikio else ""] if kvikio else []))
     columns = ["tokens", "computed", "floor: vLLM's own prefix hit", *(CONTESTANTS[name].title for name in names)]
     return [f"From {place}:", "", *table(columns + (["KvikIO alone, raw bytes"] if kvikio else []), rows)]
@@ -76,8 +77,8 @@ def _losses(cells: dict[tuple[str, int, str], Cell]) -> list[str]:
         (place, tokens, name) in cells for place, tokens, system in cells if system in PEERS for name in OURS
     )
     behind = "; ".join(
-        f"{CONTESTANTS[mine.system].title} from {mine.place} at {mine.tokens:,} tokens {_ms(mine.ttft)} ms, "
-        f"{CONTESTANTS[peer.system].title} {_ms(peer.ttft)} ms" for mine, peer in lost
+        f"{CONTESTANTS[mine.system].title} from {mine.place} at {mine.tokens:,} tokens {ms(mine.ttft)} ms, "
+        f"{CONTESTANTS[peer.system].title} {ms(peer.ttft)} ms" for mine, peer in lost
     )  # fmt: skip
     slow = "; ".join(f"{CONTESTANTS[cell.system].title} from {cell.place} at {cell.tokens:,} tokens" for cell in late)
     return [
@@ -118,7 +119,7 @@ def long_documents() -> list[str]:
             tokens = query["tokens"] or {}
             share = tokens.get("external_hit_tokens", 0) / tokens["prompt_tokens"] if tokens.get("prompt_tokens") else 0
             rows.append([
-                inflight, name, _ms(warmup["ttft"].get("mean")), _ms(query["ttft"].get("mean")),
+                inflight, name, ms(warmup["ttft"].get("mean"), ""), ms(query["ttft"].get("mean"), ""),
                 f"{found['ttft_gain']:.1f}x" if "ttft_gain" in found else "", f"{warmup['round_time']:.1f} s",
                 f"{query['round_time']:.1f} s", f"{100 * share:.0f}%",
             ])  # fmt: skip
@@ -166,11 +167,7 @@ def _cell(cell: Cell | None) -> str:
 def _spread(seconds: list[float]) -> str:
     ordered = sorted(seconds)
     middle = (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2
-    return _ms(middle) + (f" ({_ms(ordered[0])}-{_ms(ordered[-1])})" if len(ordered) > 1 else "")
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1000 * seconds:,.0f}"
+    return ms(middle) + (f" ({ms(ordered[0])}-{ms(ordered[-1])})" if len(ordered) > 1 else "")
 
 
 SECTIONS = (versus, long_documents)

@@ -42,12 +42,14 @@ def write(path: Path, question: str, content: dict[str, Any]) -> None:
     print(f"written: {path}", flush=True)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     cells = [[str(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    sys.stdout.flush()
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    print(*table_lines(columns, rows), sep="\n", flush=True)
 
 
 def median(values: Sequence[float]) -> float:
@@ -56,5 +58,5 @@ def median(values: Sequence[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:,.0f}"
+def ms(seconds: float | None, nothing: str = "-") -> str:
+    return nothing if seconds is None else f"{seconds * 1e3:,.0f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.gpu.report import ms, table_lines
 from benchmarks.versus.contestants import CONTESTANTS
 from benchmarks.versus.judge import Cell, Entries, goals, losses
 
@@ -13,18 +14,16 @@ COLUMNS = ("place", "tokens", "system", "TTFT ms", "all", "x computed", "GB/s", 
 def lines(runs: list[dict[str, Any]], token_bytes: int) -> list[str]:
     entries = Entries(runs, token_bytes)
     cells = entries.cells()
-    rows = [COLUMNS, *(row_of(cell) for cell in cells.values())]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
-    text = ["  ".join(word.rjust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
+    text = table_lines(COLUMNS, [row_of(cell) for cell in cells.values()])
     lengths = sorted({tokens for _, tokens, _ in cells})
     for tokens in lengths:
         computed, floor = entries.bare(tokens)
-        text.append(f"{tokens:,} tokens: computed {_ms(computed)} ms, vLLM's own prefix hit {_ms(floor)} ms")
+        text.append(f"{tokens:,} tokens: computed {ms(computed)} ms, vLLM's own prefix hit {ms(floor)} ms")
     for place in entries.places():
         for tokens, seconds in entries.kvikio(place).items():
-            text.append(f"KvikIO alone, {place}, bytes of {tokens:,} tokens: {' '.join(map(_ms, seconds))} ms")
-    text += [f"LOST: {mine.place}, {mine.tokens:,} tokens: {CONTESTANTS[mine.system].title} {_ms(mine.ttft)} ms, "
-             f"{CONTESTANTS[peer.system].title} {_ms(peer.ttft)} ms" for mine, peer in losses(cells)]  # fmt: skip
+            text.append(f"KvikIO alone, {place}, bytes of {tokens:,} tokens: {' '.join(map(ms, seconds))} ms")
+    text += [f"LOST: {mine.place}, {mine.tokens:,} tokens: {CONTESTANTS[mine.system].title} {ms(mine.ttft)} ms, "
+             f"{CONTESTANTS[peer.system].title} {ms(peer.ttft)} ms" for mine, peer in losses(cells)]  # fmt: skip
     text += [f"{'met' if is_met else 'MISSED'}: {what}" for is_met, what in goals(cells)]
     text += [f"FAILED: {run['kind']} {run['place']} {run['system']} {run['repetition']}" for run in entries.failed]
     return text
@@ -32,13 +31,9 @@ def lines(runs: list[dict[str, Any]], token_bytes: int) -> list[str]:
 
 def row_of(cell: Cell) -> tuple[str, ...]:
     return (
-        cell.place, f"{cell.tokens:,}", cell.system, _ms(cell.ttft), " ".join(map(_ms, cell.times)),
+        cell.place, f"{cell.tokens:,}", cell.system, ms(cell.ttft), " ".join(map(ms, cell.times)),
         f"{cell.computed / cell.ttft:.1f}" if cell.computed else "-",
         f"{cell.rate / 1e9:.1f}" if cell.rate else "-", f"{100 * cell.of_ceiling:.0f}" if cell.of_ceiling else "-",
         f"{100 * cell.cold_cost:+.1f}%" if cell.cold_cost is not None else "-",
         f"{cell.stored / 1e9:.1f}" if cell.stored else "-", "whole" if cell.is_whole else f"{cell.hit_tokens:,}",
     )  # fmt: skip
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:,.0f}"
