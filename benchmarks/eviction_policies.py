@@ -160,7 +160,7 @@ def simulate(run: Run, requests: Sequence[Request]) -> list[int]:
     rng = random.Random(run.seed)
     with tempfile.TemporaryDirectory() as folder:
         shared = (MemoryIndex(), Clock())
-        shared[0].rebuilt()
+        shared[0].rebuilt(shared[0].loss())
         engines = [Engine(n, Path(folder), run.make_policy(), run.sets * SET_BYTES, shared) for n in range(ENGINES)]
         hits = []
         for request in requests:

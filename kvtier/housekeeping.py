@@ -1,4 +1,5 @@
-"""Keeping a root in order: what dead writers left, and the index made anew from files. Room is made by the Evictor.
+"""Keeping a root in order: what dead writers left, and the index made anew (kvtier.read_back). Room is made by the
+Evictor.
 
 Works on a whole root (all namespaces), from any engine or from the command line. Whatever removes something does so
 under a lease in the index, so that many processes never do it twice, and in an order that is safe to be killed in (see
@@ -14,34 +15,27 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, TierUnavailable
-from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo, slots_used
-from kvtier.record import RecordHeader, SegmentHeader, is_blank
+from kvtier.errors import Corrupt, KVTierError, TierUnavailable
+from kvtier.index.base import Index, Location, SetInfo, slots_used
+from kvtier.read_back import HeldUp, ReadBack
 from kvtier.removal import Remover
-from kvtier.root import NAMESPACE_FILE, namespace_folders, read_namespace, remove_leftovers
+from kvtier.root import NAMESPACE_FILE, namespace_folders, remove_leftovers
+from kvtier.sweep_lease import Clock, SweepLease
 from kvtier.tiers.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 
 log = logging.getLogger("kvtier")
 
-SWEEP_LEASE = "sweep"
 SWEPT_NOTE = "swept"
 _TIME = struct.Struct("<d")
-LEASE_TTL_S = 5.0
-"""Renewed while a sweep or rebuild goes on; so long, nobody sweeps after one that was killed."""
-LEASE_RENEWAL_S = 1.0
 LOOKED_INTO_MAX = 1024
 """Closed sets in one sweep."""
 ORPHAN_GRACE_S = 600.0
 """A segment in no index is left alone for this long: its writer may be about to register it."""
-ADOPTED_MAX = 512
-"""Records that become visible in one step with the set that they lie in, when that is read back."""
-
-Clock = Callable[[], float]
 
 
 def writer_lease(owner: str) -> str:
@@ -76,17 +70,16 @@ class Housekeeper:
     def __init__(self, index: Index, folder: Path, owner: str, clock: Clock = time.time) -> None:
         self._index = index
         self._folder = folder
-        self._owner = owner
         self._remover = Remover(index, folder)
-        self._renew_s = 0.0
-        self._held_until_s = 0.0
         self._looked_to = -1
         self.clock = clock
+        self._lease = SweepLease(index, owner, lambda: self.clock())
+        self._read_back = ReadBack(index, self._lease, lambda: self.clock())
 
     def sweep(self) -> None:
         """Closes the sets of dead writers, drops the empty ones, books what files really take, and takes care of
         segments in no index."""
-        if not self._hold_sweep_lease():
+        if not self._lease.take():
             return
         try:
             self._remover.finish(self.clock())
@@ -97,13 +90,13 @@ class Housekeeper:
                 self._settle_orphans(files, known)
             looked_into = self._next_closed(known)
             for info in known.values():
-                self._renew_sweep_lease()
+                self._lease.renew()
                 if info.is_open or info.set_id in looked_into or on_disk.get(info.set_id, 0) != info.n_bytes:
                     self._settle(info, on_disk.get(info.set_id, 0))
             remove_leftovers(self._folder, self.clock() - ORPHAN_GRACE_S)
             self._index.put_note(SWEPT_NOTE, _TIME.pack(self.clock()), None)
         finally:
-            self._index.release_lease(SWEEP_LEASE, self._owner)
+            self._lease.release()
 
     def swept_s(self) -> float:
         """When a sweep by anybody came to its end, seconds since the epoch; 0 when none is known of."""
@@ -156,48 +149,34 @@ class Housekeeper:
 
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt | None:
         """Makes the index agree with the files, from header pages alone; entries without a file go. None, and nothing
-        is done, while others sweep or rebuild: a sweep cuts segments behind what the index knows of them. A chunk that
-        was saved twice is the newer one's: the older may have been found bad, which no header says.
+        is done, while others sweep or rebuild: a sweep cuts segments behind what the index knows of them. None, too,
+        when they may have done so meanwhile: then some segments are still to be read.
 
         progress: called with (segments read, segments in all)."""
-        if not self._hold_sweep_lease():
+        if not self._lease.take():
             return None
         try:
             return self._rebuild(progress)
         finally:
-            self._index.release_lease(SWEEP_LEASE, self._owner)
+            self._lease.release()
 
-    def _rebuild(self, progress: Callable[[int, int], None]) -> Rebuilt:
+    def _rebuild(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
+        # The newest come first: of a chunk that was found bad and saved again, the newer record is the good one.
         sets = [(files, *found) for files in self._namespaces() for found in reversed(files.sets())]
         total = sum(len(ranks) for _, _, ranks in sets)
         unreadable: list[str] = []
-        seen, records = count(), 0
+        seen, records, was_held_up = count(), 0, False
         for files, set_id, ranks in sets:
             faults: dict[int, KVTierError] = {}
-            records += self._read_set(files, set_id, ranks, faults, lambda _: progress(next(seen), total))
+            records += self._read_back.read_set(files, set_id, ranks, faults, lambda _: progress(next(seen), total))
             for rank, fault in faults.items():
+                was_held_up = was_held_up or isinstance(fault, HeldUp)
                 if not isinstance(fault, NeverBegun):  # it is swept with its set
                     unreadable.append(f"{files.folder.name}/{segment_name(set_id, rank)}: {fault}")
+        if was_held_up:
+            return None
         progress(total, total)
         return Rebuilt(total, records, tuple(unreadable), self._remove_lost())
-
-    def _hold_sweep_lease(self) -> bool:
-        """Takes the lease, or renews it; False when others have it."""
-        asked_s = self.clock()
-        self._renew_s = asked_s + LEASE_RENEWAL_S
-        is_held = self._index.acquire_lease(SWEEP_LEASE, self._owner, asked_s, LEASE_TTL_S) is not None
-        self._held_until_s = asked_s + LEASE_TTL_S if is_held else 0.0
-        return is_held
-
-    def _holds_sweep_lease(self) -> bool:
-        """Whether nobody else can have it by now. Looked at right before a segment is cut or read back, without asking
-        the index: in a sweep that was held up for longer, another may have read back what this one would cut."""
-        return self.clock() < self._held_until_s
-
-    def _renew_sweep_lease(self) -> None:
-        """Now and then: it is called for each of maybe very many sets."""
-        if self.clock() >= self._renew_s:
-            self._hold_sweep_lease()
 
     def _remove_lost(self) -> int:
         """Takes sets without files out of the index; how many."""
@@ -214,123 +193,14 @@ class Housekeeper:
         """The sets that have a segment."""
         return {set_id for files in self._namespaces() for set_id, _ in files.ids()}
 
-    def _read_set(
-        self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError],
-        progress: Callable[[int], None] = lambda n_read: None,
-    ) -> int:  # fmt: skip
-        """Publishes what the header pages of a set's segments say; returns how many records the index did not know.
-
-        A set that the index does not know comes into it with all its segments or, where one can't be read for now, not
-        at all, to be taken in by a later sweep: of a set that it knows, nobody would look at that one again.
-
-        faults: gets why a segment could not be read, by rank. progress: called with the segments read.
-        """
-        # Before the pages are read: what is published meanwhile, by a writer that lives, is in no page that was read.
-        members = self._index.members(set_id)
-        found: dict[int, list[NewRecord]] = {}
-        header = None
-        for n_read, rank in enumerate(ranks):
-            progress(n_read)
-            self._renew_sweep_lease()
-            try:
-                segment = self._read_segment(files, set_id, rank)
-            except (ConfigError, Corrupt, TierUnavailable) as fault:
-                faults[rank] = fault
-                continue
-            if segment is not None:
-                header, found[rank] = segment
-        files.close()
-        if header is None:
-            return 0
-        records = {(record.key, record.location): record for rank in found for record in found[rank]}
-        for key, place in members:
-            if place.rank in found and (key, place) not in records:
-                self._index.retract(key, place)
-        if not self._holds_sweep_lease():  # somebody may have cut it since
-            faults.update((rank, TierUnavailable("others may have swept while it was read")) for rank in found)
-            return 0
-        is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
-        taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
-        if taken is None:
-            taken = self._add_missing(set_id, list(records.values()), members)
-        if not all(files.exists(set_id, rank) for rank in found):
-            self._index.remove_set(set_id)  # it was evicted while it was read
-            return 0
-        return taken
-
-    def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
-        """A set with all that was read of it, also what the index knew before: it may have been lost since. How many
-        records were taken; None when it knows the set. Each rank's last ones come first, for nothing before them is
-        cut."""
-        records.sort(key=lambda record: -record.location.slot)
-        if not self._index.create_set(info, records[:ADOPTED_MAX]):
-            return None
-        try:
-            self._index.publish(records[ADOPTED_MAX:], from_files=True)
-            return len(self._index.members(info.set_id))
-        except IndexUnavailable:
-            self._index.remove_set(info.set_id)  # it comes in again, with the records that are missing now
-            raise
-
-    def _add_missing(self, set_id: int, records: list[NewRecord], members: list[tuple[bytes, Location]]) -> int:
-        """To a set that the index knows, of which it had `members`; how many records were taken. Of one that was taken
-        over, none behind those: its writer was refused them, and cuts them off without the lease (own_segments)."""
-        known = set(members)
-        used = slots_used(record.location for record in records if (record.key, record.location) in known)
-        missing = [record for record in records if (record.key, record.location) not in known]
-        if missing and any(info.owner == NOBODY for info in self._index.some_sets([set_id])):
-            missing = [record for record in missing if record.location.slot < used.get(record.location.rank, 0)]
-        return self._index.publish(missing, from_files=True) if missing and self._holds_sweep_lease() else 0
-
-    def _read_segment(
-        self, files: SegmentFiles, set_id: int, rank: int
-    ) -> tuple[SegmentHeader, list[NewRecord]] | None:
-        """Its header and records; None when it is gone. Raises ConfigError, Corrupt, TierUnavailable."""
-        segment = files.lease(set_id, rank)
-        if segment is None:
-            return None
-        header = segment.header
-        segment.release()
-        whole = read_namespace(files.folder).geometry.whole
-        return header, [
-            NewRecord(
-                record.key, Location(set_id, rank, slot, record.slab_bytes, record.extent, record.checksums), whole
-            )
-            for slot, record in self._records(files, header)
-        ]
-
-    def _records(self, files: SegmentFiles, header: SegmentHeader) -> Iterator[tuple[int, RecordHeader]]:
-        """The record headers of a segment that are whole and lie in their own place."""
-        name = f"{files.folder.name}/{segment_name(header.set_id, header.rank)}"
-        for slot, page in files.pages(header.set_id, header.rank):
-            self._renew_sweep_lease()
-            if is_blank(page):
-                continue
-            try:
-                record = RecordHeader.unpack(page)
-            except Corrupt as fault:
-                log.warning("%s slot %d: %s", name, slot, fault)
-                continue
-            if (record.set_id, record.slot, record.namespace) != (header.set_id, slot, header.namespace):
-                log.warning("%s slot %d holds another slot's record", name, slot)
-            elif (record.extent, record.slab_bytes) != (header.extent, header.slab_bytes):
-                log.warning("%s slot %d holds a record of another cut than its segment", name, slot)
-            else:
-                yield slot, record
-
     def _is_written(self, info: SetInfo) -> bool:
         """Whether a living engine may still add records to the set."""
         return info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
 
-    def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
-        created_s = min(header.created_ms / 1000, self.clock())  # one from the future would never be evicted
-        n_bytes = files.set_bytes_of(header.set_id)
-        return SetInfo(header.set_id, header.namespace, NOBODY, n_bytes, created_s, created_s, is_open=False,
-                       tenant=header.tenant)  # fmt: skip
-
     def _settle(self, info: SetInfo, n_bytes: int) -> None:
         if self._is_written(info):
             return
+        lapses = self._lease.lapses
         members = [] if info.is_open else self._index.members(info.set_id)
         if not members and not info.is_open and self._may_come(info):
             return
@@ -344,7 +214,7 @@ class Housekeeper:
             self._remover.remove(info)
             return
         if info.is_open:
-            if not self._holds_sweep_lease():
+            if not self._lease.is_held_since(lapses):
                 return  # the next sweep closes it
             log.info("closing segment set %016x of a writer that is gone", info.set_id)
             n_bytes = self._trim(info, [location for _, location in members])
@@ -379,7 +249,7 @@ class Housekeeper:
             if set_id in known or min(files.age_s(set_id, rank, self.clock()) for rank in ranks) < ORPHAN_GRACE_S:
                 continue
             faults: dict[int, KVTierError] = {}
-            taken = self._read_set(files, set_id, ranks, faults)
+            taken = self._read_back.read_set(files, set_id, ranks, faults)
             if taken:
                 log.info("segment set %016x was in no index: %d records are taken in", set_id, taken)
             for rank, fault in faults.items():

@@ -242,12 +242,13 @@ class Keeper:
             log.warning("%d segment sets of this engine are no longer its own; it goes on in new ones", lost)
 
     def _rebuild_lost_index(self, now: float) -> None:
-        if self._index.was_reset:
+        loss = self._index.loss()
+        if loss is not None:
             self._due.beat_s = 0.0  # this index knows of no sign of life
             rebuilt = self._housekeeper.rebuild(lambda done, total: self._beat(self._housekeeper.clock()))
             if rebuilt is None:
                 return  # another engine is at it
-            self._index.rebuilt()
+            self._index.rebuilt(loss)
             self._leave_lost_sets()
             for fault in rebuilt.unreadable:
                 log.warning("not read back into the index: %s", fault)

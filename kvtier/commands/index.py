@@ -15,10 +15,11 @@ from kvtier.commands.place import add_place, find_place
 from kvtier.commands.progress import progress
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.housekeeping import SWEEP_LEASE, Rebuilt
+from kvtier.housekeeping import Rebuilt
 from kvtier.index.base import Index
 from kvtier.indexes import open_redis_to_mend
 from kvtier.root import Root, open_root
+from kvtier.sweep_lease import SWEEP_LEASE
 
 OTHERS_TIMEOUT_S = 60.0
 """A rebuild waits so long for an engine's sweep; a killed engine's lease runs out sooner."""
@@ -38,10 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run_rebuild(options: argparse.Namespace) -> int:
     with _index_of(options) as (root, index, where):
-        _ = index.was_reset  # marks it: if it is emptied meanwhile, it is not rebuilt
+        loss = index.loss()
         rebuilt = _rebuild(index, root)
         removed_records = drop_lost(index)
-        index.rebuilt()
+        index.rebuilt(loss)
     if options.json:
         path = None if root.index_path is None else str(root.index_path)
         head = {"root": str(root.path), "index_path": path, "index": where}

@@ -17,6 +17,8 @@ NOBODY = ""
 """Owner of a set that was read back from its files, or taken over from a writer that gave no sign of life."""
 EVICT_LEASE = "evict"
 """Who holds it may remove sets to make room; its fencing token goes with each removal."""
+Loss = tuple[bytes, ...]
+"""Tells one loss of an index's content from the next: a mark for each part that may be lost by itself."""
 
 
 class Location(NamedTuple):
@@ -195,13 +197,18 @@ class Index(Protocol):
         """(key, entry) of every chunk, in no order; some may come twice. For checks: it reads the whole index."""
         ...
 
-    @property
-    def was_reset(self) -> bool:
-        """True when the index lost its content (another boot, a damaged file): it is to be rebuilt from segments."""
+    def loss(self) -> Loss | None:
+        """None as long as the index has its content. Else (another boot, a damaged file) it is to be rebuilt from
+        segments."""
         ...
 
-    def rebuilt(self) -> None:
-        """The content is whole again."""
+    @property
+    def was_reset(self) -> bool:
+        """Whether there is a loss."""
+        ...
+
+    def rebuilt(self, loss: Loss | None) -> None:
+        """The content is whole again, unless it was lost once more since this loss was found."""
         ...
 
     def clear(self) -> None:

@@ -8,6 +8,7 @@ Named databases:
     leases    name, UTF-8                                   -> fencing token u64, expires f64, owner in UTF-8
     notes     name, UTF-8                                   -> kvtier.index.note
     meta      "rebuilt"                                     -> empty; absent: nobody has filled this index yet
+              "loss"                                        -> 16 bytes: mark of who first found it so
               "root"                                        -> the folder of segments that this is the index of
 
 Every check and its change stand in one write transaction.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import os
 import struct
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +26,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, Corrupt, StaleLease
 from kvtier.index import entry, lmdb_env, note, set_info
-from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, NewRecord, SetInfo, Use
+from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.lmdb_env import View
 from kvtier.io.filesystem import file_system_of
 
@@ -32,7 +34,7 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 _FORMAT_VERSION = 2
 _DATABASES = ("entries", "sets", "members", "leases", "notes", "meta")
-_REBUILT, _ROOT = b"rebuilt", b"root"
+_REBUILT, _LOSS, _ROOT = b"rebuilt", b"loss", b"root"
 _RECORDS_PER_TRANSACTION = 512  # bounds how long other writers wait: about 5 ms on 2 cores of a 2.x GHz Xeon
 
 _SET_ID = struct.Struct(">Q")
@@ -97,14 +99,30 @@ class LmdbIndex:
             )
             raise ConfigError("index.path", self._path, fix)
 
+    def loss(self) -> Loss | None:
+        """It began empty and nobody has called `rebuilt` since: what lies in the root is unknown to it."""
+
+        def mark(view: View) -> Loss:
+            found = view.get("meta", _LOSS)
+            if found is None:
+                found = uuid.uuid4().bytes
+                view.put("meta", _LOSS, found)
+            return (found,)
+
+        return self._shared.write(mark) if self.was_reset else None
+
     @property
     def was_reset(self) -> bool:
-        """It began empty and nobody has called `rebuilt` since: what lies in the root is unknown to it."""
         return self._shared.read(lambda view: view.get("meta", _REBUILT) is None)
 
-    def rebuilt(self) -> None:
+    def rebuilt(self, loss: Loss | None) -> None:
         """What lies in the root was published: other processes need not do it."""
-        self._shared.write(lambda view: view.put("meta", _REBUILT, b""))
+
+        def end(view: View) -> None:
+            if loss == (view.get("meta", _LOSS),):
+                view.put("meta", _REBUILT, b"")
+
+        self._shared.write(end)
 
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
         return self._shared.read(lambda view: view.leading("entries", keys, entry.is_complete))

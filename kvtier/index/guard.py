@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from kvtier import metrics as names
 from kvtier.errors import IndexRefused, IndexResting, IndexUnavailable, KVTierError
-from kvtier.index.base import Index, IndexCounts, Location, NewRecord, SetInfo, Use
+from kvtier.index.base import Index, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.breaker import Breaker
 from kvtier.jobs import Ticker
 from kvtier.metrics import Metrics
@@ -208,12 +208,15 @@ class GuardedIndex:
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         return self._call(self._index.entries)
 
+    def loss(self) -> Loss | None:
+        return self._call(self._index.loss)
+
     @property
     def was_reset(self) -> bool:
         return self._call(lambda: self._index.was_reset)
 
-    def rebuilt(self) -> None:
-        self._call(self._index.rebuilt)
+    def rebuilt(self, loss: Loss | None) -> None:
+        self._call(lambda: self._index.rebuilt(loss))
 
     def clear(self) -> None:
         self._call(self._index.clear)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import threading
+import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.errors import StaleLease
 from kvtier.index import entry
-from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, NewRecord, SetInfo, Use
+from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 
 
 @dataclass(slots=True)
@@ -32,15 +33,19 @@ class MemoryIndex:
         self._members: dict[int, dict[tuple[int, int], bytes]] = {}
         self._leases: dict[str, _Lease] = {}
         self._notes: dict[str, tuple[bytes, float]] = {}  # value, and when it expires
-        self._was_reset = True
+        self._loss: Loss | None = (uuid.uuid4().bytes,)
+
+    def loss(self) -> Loss | None:
+        """It began empty and nobody has called `rebuilt` since: what lies in the root is unknown to it."""
+        return self._loss
 
     @property
     def was_reset(self) -> bool:
-        """It began empty and nobody has called `rebuilt` since: what lies in the root is unknown to it."""
-        return self._was_reset
+        return self._loss is not None
 
-    def rebuilt(self) -> None:
-        self._was_reset = False
+    def rebuilt(self, loss: Loss | None) -> None:
+        if loss == self._loss:
+            self._loss = None
 
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
         found: list[bytes] = []

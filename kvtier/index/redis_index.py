@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from kvtier.config_index import IndexSettings
 from kvtier.index import entry
-from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, NewRecord, SetInfo, Use
+from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.redis_binding import Binding
 from kvtier.index.redis_clock import Clock, ServerClock
 from kvtier.index.redis_entries import BATCH_KEYS, Caller, EntryTable, adding, taking_out
@@ -52,7 +52,6 @@ class RedisIndex:
         self._notes = NoteTable(caller, keys)
         self._clock = ServerClock(self._wire, keys.leases, clock)
         self._binding = Binding(caller, self._wire, keys.meta, settings)
-        self._seen: dict[bytes, bytes] = {}
 
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
         return list(takewhile(entry.is_complete, (value or b"" for value in self._entries.get(keys))))
@@ -215,30 +214,29 @@ class RedisIndex:
         """(key, entry) of every chunk; some may come twice. For checks: it reads the whole index."""
         return self._entries.all()
 
-    @property
-    def was_reset(self) -> bool:
+    def loss(self) -> Loss | None:
         """Some shard knows nothing of this index, or nobody has filled it yet."""
         meta = self._keys.meta
         asking = [Request(name, ("HGET", name, MADE)) for name in self._mark_of_each_shard()]
         root_id, *marks = self._caller.run([Request(meta, ("HGET", meta, "root")), *asking])
         self._binding.check(root_id)
         if all(mark == DONE for mark in marks):
-            return False
+            return None
         self._binding.renew()
         mine, names = uuid.uuid4().bytes, self._marks()
         self._caller.run([Request(name, ("HSETNX", name, MADE, mine)) for name in names])
-        found = self._caller.run([Request(name, ("HGET", name, MADE)) for name in names])
-        self._seen = dict(zip(names, found, strict=True))
-        return True
+        return tuple(self._caller.run([Request(name, ("HGET", name, MADE)) for name in names]))
 
-    def rebuilt(self) -> None:
-        """Where a shard lost its memory again since `was_reset` was asked for, it stays reset."""
-        seen = self._seen or dict.fromkeys(self._marks(), b"")
+    @property
+    def was_reset(self) -> bool:
+        return self.loss() is not None
+
+    def rebuilt(self, loss: Loss | None) -> None:
+        names = self._marks() if loss else []
         self._caller.run(
-            [Request(name, MARK_MADE.call([name], [mark, DONE]) if mark else ("HSET", name, MADE, DONE))
-             for name, mark in seen.items()]
+            [Request(name, MARK_MADE.call([name], [mark, DONE])) for name, mark in zip(names, loss or (), strict=True)
+             if mark]
         )  # fmt: skip
-        self._seen = {}
 
     def _marks(self) -> list[bytes]:
         return [self._keys.meta, *(self._keys.counts(tag) for tag in range(self._keys.tags))]

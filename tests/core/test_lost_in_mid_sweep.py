@@ -41,5 +41,5 @@ def test_sets_that_a_lost_index_knew_keep_their_segments(tmp_path: Path) -> None
     ForgetsMeanwhile(index, tmp_path / "v1", "sweeper").sweep()  # type: ignore[arg-type]
     assert sorted(tmp_path.glob("v1/*/*.kvseg")) == segments and segments
     Housekeeper(index, tmp_path / "v1", "sweeper").rebuild()  # type: ignore[arg-type]
-    index.rebuilt()  # type: ignore[operator]
+    index.rebuilt(index.loss())  # type: ignore[operator]
     assert index.counts().chunks == 5  # type: ignore[operator]

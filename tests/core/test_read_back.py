@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import cli, housekeeping
+from kvtier import cli, read_back
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.housekeeping import ORPHAN_GRACE_S, SWEEP_LEASE, Housekeeper
+from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import IndexCounts, NewRecord
 from kvtier.index.embedded import LmdbIndex
+from kvtier.read_back import ReadBack
+from kvtier.sweep_lease import SWEEP_LEASE
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.test_slow_writers import before, by_hand, once
@@ -42,7 +44,7 @@ def lost(root: Path, ranks: int = 1) -> tuple[list[Path], list[bytes]]:
 def opened(root: Path) -> LmdbIndex:
     index = LmdbIndex(str(root / "v1" / "index"))
     index.bind(root / "v1")
-    index.rebuilt()
+    index.rebuilt(index.loss())
     return index
 
 
@@ -132,15 +134,15 @@ def test_a_sweep_beside_a_rebuild_removes_no_segment_that_is_still_to_be_read(
     os.truncate(paths[0], HEADER_BYTES)
     index = opened(tmp_path)
     rebuilding, sweeper = Housekeeper(index, tmp_path / "v1", "cli"), Housekeeper(index, tmp_path / "v1", "engine")
-    read = Housekeeper._read_segment
+    read = ReadBack._read_segment
 
-    def sweep_before_the_second(self: Housekeeper, files: SegmentFiles, set_id: int, rank: int) -> object:
+    def sweep_before_the_second(self: ReadBack, files: SegmentFiles, set_id: int, rank: int) -> object:
         if rank == 1:
             index.release_lease(SWEEP_LEASE, "cli")  # as if it had run out
             sweeper.sweep()
         return read(self, files, set_id, rank)
 
-    monkeypatch.setattr(Housekeeper, "_read_segment", sweep_before_the_second)
+    monkeypatch.setattr(ReadBack, "_read_segment", sweep_before_the_second)
     rebuilding.rebuild()
     assert paths[1].exists() and index.counts().records == 5
     index.close()
@@ -151,7 +153,7 @@ def test_a_set_that_came_in_by_half_comes_in_again(tmp_path: Path, monkeypatch: 
     """Its first records came with it, then the index refused: the others stayed unknown, for the set was known."""
     _, keys = lost(tmp_path)
     index = opened(tmp_path)
-    monkeypatch.setattr(housekeeping, "ADOPTED_MAX", 2)
+    monkeypatch.setattr(read_back, "ADOPTED_MAX", 2)
 
     def refuse(records: list[NewRecord], from_files: bool = False) -> int:
         monkeypatch.undo()
@@ -196,7 +198,8 @@ def test_one_at_a_time_looks_after_a_roots_files(tmp_path: Path, monkeypatch: py
     def look() -> None:
         outcomes.append((index.lease_owner(SWEEP_LEASE, time.time()), second.rebuild()))
 
-    monkeypatch.setattr(first, "_read_segment", before(first._read_segment, once(look)))
+    reading = first._read_back
+    monkeypatch.setattr(reading, "_read_segment", before(reading._read_segment, once(look)))
     done = first.rebuild()
     assert outcomes == [("first", None)] and done is not None and done.records == 5
     assert index.lease_owner(SWEEP_LEASE, time.time()) is None

@@ -29,10 +29,11 @@ def test_a_set_whose_records_were_forgotten_while_it_was_read_comes_in_with_them
     segments = sorted(tmp_path.glob("v1/*/*.kvseg"))
     index = Forgetful(LmdbIndex(str(tmp_path / "v1" / "index")))
     keeper = Housekeeper(index, tmp_path / "v1", "me")  # type: ignore[arg-type]
-    monkeypatch.setattr(keeper, "_read_segment", before(keeper._read_segment, once(index.forget)))
+    reading = keeper._read_back
+    monkeypatch.setattr(reading, "_read_segment", before(reading._read_segment, once(index.forget)))
     rebuilt = keeper.rebuild()
     assert rebuilt is not None and rebuilt.records == 5
-    index.rebuilt()  # type: ignore[operator]
+    index.rebuilt(index.loss())  # type: ignore[operator]
     keeper.sweep()
     assert index.counts().chunks == 5  # type: ignore[operator]
     assert sorted(tmp_path.glob("v1/*/*.kvseg")) == segments and segments
@@ -55,7 +56,8 @@ def test_what_a_writer_was_refused_is_not_read_back_while_it_cuts_that_off(
         rebuilding = housekeeper(writer, "rebuilding")
         cut = once(lambda: left.append(leave(namespace, set_ids)))
         with monkeypatch.context() as patched:
-            patched.setattr(rebuilding, "_add_missing", before(rebuilding._add_missing, cut))
+            reading = rebuilding._read_back
+            patched.setattr(reading, "_add_missing", before(reading._add_missing, cut))
             rebuilding.rebuild()
         return left[0]
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.housekeeping import SWEEP_LEASE, Housekeeper, writer_lease
+from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.keeper import Keeper
 from kvtier.plan import SaveOutcome
+from kvtier.read_back import ReadBack
 from kvtier.removal import Remover
+from kvtier.sweep_lease import SWEEP_LEASE
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.test_trimming import RECORD_BYTES, engine_of
@@ -241,7 +243,7 @@ def test_an_engine_gives_signs_of_life_while_it_rebuilds(tmp_path: Path, monkeyp
             silent.append(now_s[0])
 
     monkeypatch.setattr(keeper._housekeeper, "clock", lambda: now_s[0])
-    monkeypatch.setattr(Housekeeper, "_read_segment", before(Housekeeper._read_segment, read_slowly))
+    monkeypatch.setattr(ReadBack, "_read_segment", before(ReadBack._read_segment, read_slowly))
     shutil.rmtree(tmp_path / "v1" / "index")
     keeper.tick()
     assert not silent and not index.was_reset
@@ -252,7 +254,7 @@ def test_what_is_published_while_an_index_is_rebuilt_stays(tmp_path: Path, monke
     """It was in no page that was read, and taken for an entry without a record."""
     writer = engine_of(tmp_path, 6)
     writer.save(tokens_of(1), BLOCKS)
-    read = Housekeeper._records
+    read = ReadBack._records
 
     def fill_and_close() -> None:
         assert told(writer, tokens_of(2, 4)) == {SaveOutcome.SAVED}
@@ -260,7 +262,7 @@ def test_what_is_published_while_an_index_is_rebuilt_stays(tmp_path: Path, monke
         wait_until(lambda: not keeper.supply._full and not keeper._done_with.to_close)
 
     then = once(fill_and_close)
-    monkeypatch.setattr(Housekeeper, "_records", lambda *args: (list(read(*args)), then())[0])
+    monkeypatch.setattr(ReadBack, "_records", lambda *args: (list(read(*args)), then())[0])
     housekeeper(writer).rebuild()
     writer.close()
     assert loads(tmp_path, tokens_of(2, 4)) == 4
@@ -301,8 +303,8 @@ def test_what_is_evicted_while_an_index_is_rebuilt_is_offered_by_neither(
         monkeypatch.setattr(SegmentFiles, "unlink_set", before(SegmentFiles.unlink_set, rebuild))
         evicting.remove(lost)
     else:
-        read, evict = Housekeeper._records, once(lambda: evicting.remove(lost))
-        monkeypatch.setattr(Housekeeper, "_records", lambda *args: (list(read(*args)), evict())[0])
+        read, evict = ReadBack._records, once(lambda: evicting.remove(lost))
+        monkeypatch.setattr(ReadBack, "_records", lambda *args: (list(read(*args)), evict())[0])
         rebuilding.rebuild()
     assert lost.set_id not in {info.set_id for info in index.sets()}
     assert told(other, tokens_of(1)) == {SaveOutcome.SAVED}

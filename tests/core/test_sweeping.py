@@ -35,12 +35,12 @@ class Cluster:
         self.now_s = 1e9
         self.sweeps: list[tuple[str, float]] = []
         self.index = MemoryIndex()
-        self.index.rebuilt()
+        self.index.rebuilt(self.index.loss())
         self.keepers = [self._keeper(f"engine-{n}", self.index, folder) for n in range(ENGINES)]
         sweep = Housekeeper.sweep
 
         def noted(housekeeper: Housekeeper) -> None:
-            self.sweeps.append((housekeeper._owner, self.now_s))
+            self.sweeps.append((housekeeper._lease.owner, self.now_s))
             sweep(housekeeper)
 
         monkeypatch.setattr(Housekeeper, "sweep", noted)

@@ -132,7 +132,7 @@ def test_a_set_of_which_nobody_knows_whether_it_is_there_is_dropped(
 ) -> None:
     """Each stayed as long as its engine lived, open and without a file, and took its bytes of the budget."""
     index, now = HalfDone(), [1e9]
-    index.rebuilt()
+    index.rebuilt(index.loss())
     plan = KeeperPlan("me", 4, 100, 100_000, 1e9, 5.0, lambda space: None)
     housekeeper = Housekeeper(index, tmp_path, "me", lambda: now[0])
     evictor = Evictor(index, tmp_path, "me", clock=lambda: now[0])

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 def open_filled(folder: Path, boot_id: str | None = None) -> LmdbIndex:
     index = LmdbIndex(str(folder), MAP_BYTES, boot_id=boot_id)
     fill(index, 1, range(10))
-    index.rebuilt()
+    index.rebuilt(index.loss())
     return index
 
 
@@ -70,8 +70,22 @@ def test_a_new_index_wants_a_rebuild_until_one_was_made(folder: Path) -> None:
     index.close()
     index = LmdbIndex(str(folder), MAP_BYTES)
     assert index.was_reset, "whoever opened it first may have died before it rebuilt"
-    index.rebuilt()
+    index.rebuilt(index.loss())
     assert not index.was_reset
+    index.close()
+
+
+def test_who_rebuilds_an_index_that_is_lost_meanwhile_has_not_rebuilt_it(folder: Path) -> None:
+    index = LmdbIndex(str(folder), MAP_BYTES, boot_id="boot-1")
+    loss = index.loss()
+    assert loss is not None and index.loss() == loss
+    index.close()
+    index = LmdbIndex(str(folder), MAP_BYTES, boot_id="boot-2")
+    assert index.was_reset
+    index.rebuilt(loss)
+    assert index.was_reset and index.loss() not in (None, loss)
+    index.rebuilt(index.loss())
+    assert not index.was_reset and index.loss() is None
     index.close()
 
 
@@ -158,7 +172,7 @@ try:
 except IndexUnavailable as fault:
     print("unavailable")
 assert index.was_reset and index.resolve(keys) == []
-index.rebuilt()
+index.rebuilt(index.loss())
 assert not index.was_reset
 """
 

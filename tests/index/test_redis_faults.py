@@ -101,7 +101,7 @@ def test_an_emptied_redis_is_noticed_on_a_live_connection(server: Server) -> Non
     index = RedisIndex(index_settings(server.url, own_prefix()))
     index.bind("a root")
     assert index.was_reset and index.was_reset
-    index.rebuilt()
+    index.rebuilt(index.loss())
     assert not index.was_reset
     server.cli("flushall")
     assert index.was_reset
@@ -111,12 +111,13 @@ def test_an_emptied_redis_is_noticed_on_a_live_connection(server: Server) -> Non
 def test_who_rebuilds_an_index_that_is_emptied_meanwhile_has_not_rebuilt_it(server: Server) -> None:
     settings = index_settings(server.url, own_prefix())
     index, other = RedisIndex(settings), RedisIndex(settings)
-    assert index.was_reset
+    loss = index.loss()
     server.cli("flushall")
     assert other.was_reset, "which marks it for another"
-    index.rebuilt()
+    assert index.was_reset, "and another thread of this one asks, too"
+    index.rebuilt(loss)
     assert index.was_reset and other.was_reset
-    other.rebuilt()
+    other.rebuilt(other.loss())
     assert not index.was_reset
     index.close()
     other.close()
@@ -129,7 +130,7 @@ def test_one_emptied_shard_of_three_is_noticed_and_made_whole_again(tmp_path: Pa
         assert index.was_reset
         for set_id in range(8):
             fill(index, wanted[10 * set_id : 10 * set_id + 10], set_id)
-        index.rebuilt()
+        index.rebuilt(index.loss())
         assert not index.was_reset
         for lost in servers:
             lost.cli("flushall")
@@ -140,7 +141,7 @@ def test_one_emptied_shard_of_three_is_noticed_and_made_whole_again(tmp_path: Pa
                 records = [record(slot, set_id, slot)._replace(key=wanted[10 * set_id + slot]) for slot in range(10)]
                 if not index.create_set(info, records):
                     assert index.publish(records, from_files=True) == 10
-            index.rebuilt()
+            index.rebuilt(index.loss())
             assert not index.was_reset
             assert len(index.resolve(wanted)) == 80
             assert index.counts() == IndexCounts(80, 80, 8, 8 << 20)

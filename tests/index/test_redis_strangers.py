@@ -90,12 +90,12 @@ def test_an_emptied_redis_that_became_another_roots_is_left_alone(server: Server
     """Both roots were given the same prefix. What this one would sweep or evict there is the other's."""
     ours = opened(server)
     assert ours.was_reset
-    ours.rebuilt()
+    ours.rebuilt(ours.loss())
     assert not ours.was_reset and ours.create_set(set_info(1)) and ours.publish([record(1, 1, 0)]) == 1
     server.cli("flushall")
     theirs = opened(server, "another root")
     assert theirs.was_reset
-    theirs.rebuilt()
+    theirs.rebuilt(theirs.loss())
     assert theirs.create_set(set_info(2)) and theirs.publish([record(1, 2, 0)]) == 1
     with pytest.raises(IndexUnavailable, match="another root"):
         _ = ours.was_reset
@@ -129,7 +129,7 @@ def test_an_index_whose_prefix_goes_on_where_another_ends_is_left_alone(server: 
     outer, inner = (RedisIndex(index_settings(server.url, prefix)) for prefix in ("x", f"x:{more}"))
     for number, index in enumerate((outer, inner)):
         index.bind(f"root {number}")
-        index.rebuilt()
+        index.rebuilt(index.loss())
         assert index.create_set(set_info(1)) and index.publish([record(1, 1, 0)]) == 1
         assert index.acquire_lease(EVICT_LEASE, "me", 10.0, 5.0) is not None
         index.put_note("pin/mine", b"it", None)

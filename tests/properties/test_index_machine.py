@@ -142,8 +142,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def rebuilt(self) -> None:
-        self.index.rebuilt()
-        self.model.rebuilt()
+        self.index.rebuilt(self.index.loss())
+        self.model.rebuilt(self.model.loss())
 
     @rule()
     def reopen(self) -> None:

@@ -106,7 +106,7 @@ def serving(filled: Filled, tokens: Tokens = TOKENS, **server: object) -> Iterat
     root = open_root(settings)
     index = Switch()
     assert Housekeeper(index, root.folder, "test").rebuild() is not None
-    index.rebuilt()
+    index.rebuilt(index.loss())
     report_of_an_engine(index, filled.namespace, time.time())
 
     def open_it() -> Opened:

@@ -10,7 +10,7 @@ from tests.server.serving import fill, serving
 
 def test_a_root_is_to_be_rebuilt_when_segments_lie_in_it_that_the_index_does_not_know(tmp_path: Path) -> None:
     with serving(fill(tmp_path)) as served:
-        served.index._was_reset = True
+        served.index._loss = (b"lost",)
         for segments, state in ((True, "to be rebuilt"), (False, "ok")):
             if not segments:
                 for path in tmp_path.glob("v1/*/*.kvseg"):

@@ -45,7 +45,7 @@ class SharedIndex:
 
     def __post_init__(self) -> None:
         self.real = self.make()
-        self.real.rebuilt()
+        self.real.rebuilt(self.real.loss())
         self.evict_token = 0
         self.on_publish: Callable[[Sequence[NewRecord], bool], None] = lambda records, from_files: None
         self.removing: Callable[[int, Process], AbstractContextManager[None]] = lambda set_id, process: nullcontext()

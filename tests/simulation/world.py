@@ -381,7 +381,7 @@ class World:
             if self.place.index.real.was_reset:
                 self.rebuild()
                 self._runtime.run(100_000, 30.0)
-                self.place.index.real.rebuilt()
+                self.place.index.real.rebuilt(self.place.index.real.loss())
             self.sweep()
             self._runtime.run(100_000, 30.0)
         self.checks.look_at_index(may_be_gone=False)

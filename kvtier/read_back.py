@@ -1,0 +1,162 @@
+"""Reading segments back into an index that does not know them, from header pages.
+
+Of a chunk that lies there twice, one may have been found bad once, which no header says. So the one that the index has
+already is read and summed before the other is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, TierUnavailable
+from kvtier.index import entry
+from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo, slots_used
+from kvtier.record import RecordHeader, SegmentHeader, is_blank
+from kvtier.root import read_namespace
+from kvtier.sweep_lease import Clock, SweepLease
+from kvtier.tiers.read_record import is_as_summed
+from kvtier.tiers.segments import SegmentFiles, segment_name
+
+log = logging.getLogger("kvtier")
+
+ADOPTED_MAX = 512
+"""Records that become visible in one step with the set that they lie in, when that is read back."""
+
+
+class HeldUp(TierUnavailable):
+    """Others may have had the lease meanwhile, and may have swept what was read."""
+
+
+class ReadBack:
+    """Of one process, which holds `lease`."""
+
+    def __init__(self, index: Index, lease: SweepLease, clock: Clock) -> None:
+        self._index = index
+        self._lease = lease
+        self._clock = clock
+
+    def read_set(
+        self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError],
+        progress: Callable[[int], None] = lambda n_read: None,
+    ) -> int:  # fmt: skip
+        """Publishes what the header pages of a set's segments say; returns how many records the index did not know.
+
+        A set that the index does not know comes into it with all its segments or, where one can't be read for now, not
+        at all, to be taken in by a later sweep: of a set that it knows, nobody would look at that one again.
+
+        faults: gets why a segment could not be read, by rank. progress: called with the segments read.
+        """
+        lapses = self._lease.lapses
+        # Before the pages are read: what is published meanwhile, by a writer that lives, is in no page that was read.
+        members = self._index.members(set_id)
+        found: dict[int, list[NewRecord]] = {}
+        header = None
+        for n_read, rank in enumerate(ranks):
+            progress(n_read)
+            self._lease.renew()
+            try:
+                segment = self._read_segment(files, set_id, rank)
+            except (ConfigError, Corrupt, TierUnavailable) as fault:
+                faults[rank] = fault
+                continue
+            if segment is not None:
+                header, found[rank] = segment
+        if header is None:
+            files.close()
+            return 0
+        records = {(record.key, record.location): record for rank in found for record in found[rank]}
+        for key, place in members:
+            if place.rank in found and (key, place) not in records:
+                self._index.retract(key, place)
+        missing = [record for place, record in records.items() if place not in members]
+        self._make_way(files, missing)
+        files.close()
+        if not self._lease.is_held_since(lapses):  # somebody may have cut it since
+            faults.update((rank, HeldUp("others may have swept while it was read")) for rank in found)
+            return 0
+        is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
+        taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
+        if taken is None:
+            taken = self._add_missing(set_id, missing, members, lapses)
+        if not all(files.exists(set_id, rank) for rank in found):
+            self._index.remove_set(set_id)  # it was evicted while it was read
+            return 0
+        return taken
+
+    def _make_way(self, files: SegmentFiles, records: Sequence[NewRecord]) -> None:
+        """Takes what is bad of the chunks of these records out of the index, where it stands in the way of theirs.
+        Before they are published: of a set that is in the index, a late writer may cut what it does not see there."""
+        for record, value in zip(records, self._index.find([record.key for record in records]), strict=True):
+            for location in entry.locations_of(value):
+                self._lease.renew()
+                if not is_as_summed(files, record.key, location):
+                    log.info("slot %d of %s is bad, and another record of its chunk is read back",
+                             location.slot, segment_name(location.set_id, location.rank))  # fmt: skip
+                    self._index.retract(record.key, location)
+
+    def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
+        """A set with all that was read of it, also what the index knew before: it may have been lost since. How many
+        records were taken; None when it knows the set. Each rank's last ones come first, for nothing before them is
+        cut."""
+        records.sort(key=lambda record: -record.location.slot)
+        if not self._index.create_set(info, records[:ADOPTED_MAX]):
+            return None
+        try:
+            self._index.publish(records[ADOPTED_MAX:], from_files=True)
+            return len(self._index.members(info.set_id))
+        except IndexUnavailable:
+            self._index.remove_set(info.set_id)  # it comes in again, with the records that are missing now
+            raise
+
+    def _add_missing(
+        self, set_id: int, missing: list[NewRecord], members: list[tuple[bytes, Location]], lapses: int
+    ) -> int:
+        """To a set that the index knows, of which it had `members`; how many records were taken. Of one that was taken
+        over, none behind those: its writer was refused them, and cuts them off without the lease (own_segments)."""
+        if missing and any(info.owner == NOBODY for info in self._index.some_sets([set_id])):
+            used = slots_used(location for _, location in members)
+            missing = [record for record in missing if record.location.slot < used.get(record.location.rank, 0)]
+        return self._index.publish(missing, from_files=True) if missing and self._lease.is_held_since(lapses) else 0
+
+    def _read_segment(
+        self, files: SegmentFiles, set_id: int, rank: int
+    ) -> tuple[SegmentHeader, list[NewRecord]] | None:
+        """Its header and records; None when it is gone. Raises ConfigError, Corrupt, TierUnavailable."""
+        segment = files.lease(set_id, rank)
+        if segment is None:
+            return None
+        header = segment.header
+        segment.release()
+        whole = read_namespace(files.folder).geometry.whole
+        return header, [
+            NewRecord(
+                record.key, Location(set_id, rank, slot, record.slab_bytes, record.extent, record.checksums), whole
+            )
+            for slot, record in self._records(files, header)
+        ]
+
+    def _records(self, files: SegmentFiles, header: SegmentHeader) -> Iterator[tuple[int, RecordHeader]]:
+        """The record headers of a segment that are whole and lie in their own place."""
+        name = f"{files.folder.name}/{segment_name(header.set_id, header.rank)}"
+        for slot, page in files.pages(header.set_id, header.rank):
+            self._lease.renew()
+            if is_blank(page):
+                continue
+            try:
+                record = RecordHeader.unpack(page)
+            except Corrupt as fault:
+                log.warning("%s slot %d: %s", name, slot, fault)
+                continue
+            if (record.set_id, record.slot, record.namespace) != (header.set_id, slot, header.namespace):
+                log.warning("%s slot %d holds another slot's record", name, slot)
+            elif (record.extent, record.slab_bytes) != (header.extent, header.slab_bytes):
+                log.warning("%s slot %d holds a record of another cut than its segment", name, slot)
+            else:
+                yield slot, record
+
+    def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
+        created_s = min(header.created_ms / 1000, self._clock())  # one from the future would never be evicted
+        n_bytes = files.set_bytes_of(header.set_id)
+        return SetInfo(header.set_id, header.namespace, NOBODY, n_bytes, created_s, created_s, is_open=False,
+                       tenant=header.tenant)  # fmt: skip
