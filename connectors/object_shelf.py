@@ -15,6 +15,7 @@ from kvtier.config import HostSettings, Settings
 from kvtier.connectors.object_codec import ObjectCodec, Octets, stand_in_pages
 from kvtier.geometry import share_of_rank
 from kvtier.identity import Namespace
+from kvtier.metrics import summed
 from kvtier.plan import SaveOutcome
 from kvtier.reports import About
 from kvtier.store import WantedChunk
@@ -141,10 +142,7 @@ class Shelf:
 
     def counters(self) -> dict[str, float]:
         """See kvtier.metrics; both halves'. A token is an object."""
-        both = self._store.metrics.total()
-        for name, value in self._transfer.metrics.total().items():
-            both[name] = both.get(name, 0) + value
-        return both
+        return summed([self._store.metrics.total(), self._transfer.metrics.total()])
 
     def flush(self, timeout_s: float) -> bool:
         """Waits for what is on its way; False when `timeout_s` was not enough."""

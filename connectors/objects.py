@@ -29,7 +29,7 @@ from kvtier.errors import ConfigError, IndexResting, IndexUnavailable, TierUnava
 from kvtier.identity import ID_BYTES, Namespace
 from kvtier.index import entry as entries
 from kvtier.indexes import open_index
-from kvtier.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics
+from kvtier.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics, summed
 from kvtier.reports import About
 from kvtier.root import namespace_folders, open_root, read_namespace
 from kvtier.tenants import Tenants
@@ -177,11 +177,7 @@ class ObjectTier:
 
     def counters(self) -> dict[str, float]:
         """Sums since the start (kvtier.metrics); what they call a token is an object."""
-        total = self._metrics.total()
-        for shelf in self._open_shelves():
-            for name, value in shelf.counters().items():
-                total[name] = total.get(name, 0) + value
-        return total
+        return summed([self._metrics.total(), *(shelf.counters() for shelf in self._open_shelves())])
 
     def flush(self, timeout_s: float) -> bool:
         """Waits for what is on its way; False when `timeout_s` was not enough for one of the sizes."""

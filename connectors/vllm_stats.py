@@ -78,8 +78,7 @@ class KVTierStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVTierStats:
-        for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
+        self.data.update(names.summed([self.data, other.data]))
         return self
 
     def reduce(self) -> dict[str, int | float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 LOOKUPS = "lookups"
 LOOKUP_SECONDS = "lookup_seconds"
@@ -80,3 +81,12 @@ class Metrics:
             since = {name: value - self._taken[name] for name, value in self._total.items()}
             self._taken = Counter(self._total)
         return {name: value for name, value in since.items() if value}
+
+
+def summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Counters of several, by name."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0) + value
+    return total

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.gpu import inside
 from benchmarks.gpu.systems import prepare, stored_bytes, transfer_of
+from kvtier.metrics import summed
 
 SETTLE_TIMEOUT_S = 120.0
 QUIET_S = 2.0
@@ -109,11 +110,7 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """kvtier's counters since the start, of the scheduler's half and summed over the workers."""
-        total: dict[str, float] = {}
-        for found in (*self.llm.collective_rpc(inside.counters), self._scheduler_counters()):
-            for name, value in found.items():
-                total[name] = total.get(name, 0) + value
-        return total
+        return summed([*self.llm.collective_rpc(inside.counters), self._scheduler_counters()])
 
     def close(self) -> None:
         self.core.shutdown()
