@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.gpu.systems import environment_of
 
@@ -70,12 +71,20 @@ def run_engine(name: str, job: dict[str, Any], out: Path, timeout_s: float) -> d
 
 
 def launch(words: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """In a session of its own, ended with this process."""
+    """In a session of its own, killed with this process."""
     with log_path.open("w") as log:
-        return subprocess.Popen(
-            words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )  # fmt: skip
+        return start(words, log, environment, signal.SIGKILL)
+
+
+def start(
+    words: Sequence[str], log: IO[str], environment: Mapping[str, str], last_signal: signal.Signals
+) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that Ctrl-C on the terminal does not reach it. last_signal: what it gets when this
+    process ends."""
+    return subprocess.Popen(
+        words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+        preexec_fn=partial(_end_with_parent, last_signal),
+    )  # fmt: skip
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -85,9 +94,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def tail(log_path: Path) -> str:
-    return f"the end of {log_path}:\n" + log_path.read_text(errors="replace")[-LOG_TAIL:]
+def tail(log_path: Path, n_chars: int = LOG_TAIL) -> str:
+    return f"the end of {log_path}:\n" + log_path.read_text(errors="replace")[-n_chars:]
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _end_with_parent(last_signal: signal.Signals) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, last_signal)

@@ -6,7 +6,6 @@ the server in order: what kvtier has on its way is stored. It does not outlive a
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from benchmarks.gpu.processes import start, tail
 from benchmarks.gpu.systems import kvtier_transfer, native_transfer
 
 ROOT_NAME = "benchmark-tier"
@@ -33,7 +33,6 @@ SHUTDOWN_TIMEOUT_S = 15
 STOP_TIMEOUT_S = SHUTDOWN_TIMEOUT_S + 45.0
 POLL_S = 0.1
 LOG_TAIL = 3000
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -137,14 +136,7 @@ class Process(Protocol):
 def launch(command: Sequence[str], log: Path) -> Process:
     with log.open("w") as out:
         print(f"$ {shlex.join(command)}", file=out, flush=True)
-        return subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-            env=os.environ | environment(),
-        )
+        return start(command, out, os.environ | environment(), signal.SIGTERM)
 
 
 def environment() -> dict[str, str]:
@@ -172,20 +164,12 @@ def _wait_until_up(process: Process, url: str, log: Path, timeout_s: float) -> N
     deadline = time.monotonic() + timeout_s
     while True:
         if process.poll() is not None:
-            raise ServerFailed(f"the server ended with status {process.poll()}\n{tail(log)}")
+            raise ServerFailed(f"the server ended with status {process.poll()}\n{tail(log, LOG_TAIL)}")
         try:
             if httpx.get(f"{url}/health", timeout=POLL_S * 20).status_code == httpx.codes.OK:
                 return
         except httpx.HTTPError:
             pass
         if time.monotonic() > deadline:
-            raise ServerFailed(f"the server is not up after {timeout_s:.0f} s\n{tail(log)}")
+            raise ServerFailed(f"the server is not up after {timeout_s:.0f} s\n{tail(log, LOG_TAIL)}")
         time.sleep(POLL_S)
-
-
-def tail(log: Path) -> str:
-    return f"the end of {log}:\n{log.read_text(errors='replace')[-LOG_TAIL:]}"
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
