@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import kvtier.fetch
 import kvtier.housekeeping
+import kvtier.index.embedded
 import kvtier.index.guard
 import kvtier.index.lmdb_env
 import kvtier.index.locks
@@ -32,6 +33,7 @@ import kvtier.saves
 import kvtier.sets
 import kvtier.tiers.arena
 import kvtier.tiers.descriptors
+import kvtier.tiers.read_record
 import kvtier.tiers.segments
 import kvtier.transfer
 import kvtier.worker
@@ -57,8 +59,13 @@ TIMED = (
     kvtier.tiers.arena, kvtier.transfer,
 )  # fmt: skip
 TICKING = (kvtier.index.guard, kvtier.keeper, kvtier.transfer)
-ON_MACHINE = ((kvtier.once, "uuid", uuid), (kvtier.reports, "os", os), (kvtier.reports, "socket", socket))
-ON_DISK = (kvtier.housekeeping, kvtier.tiers.descriptors, kvtier.tiers.segments)
+ON_MACHINE = (
+    (kvtier.once, "uuid", uuid),
+    (kvtier.index.embedded, "uuid", uuid),
+    (kvtier.reports, "os", os),
+    (kvtier.reports, "socket", socket),
+)
+ON_DISK = (kvtier.housekeeping, kvtier.tiers.descriptors, kvtier.tiers.read_record, kvtier.tiers.segments)
 LOCAL_DISK = FileSystem("ext4", False, "/")
 
 
