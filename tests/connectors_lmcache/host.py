@@ -8,12 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvtier.connectors.lmcache import Completion, KVTierConnector
-from tests.objects.rig import content
+from tests.objects.rig import SMALL, content
 
-ROOM: dict[str, object] = {
-    "capacity_bytes": "64MiB", "segment_bytes": "2MiB", "host": {"arena_bytes": "1MiB"}, "io": {"threads": 2},
-    "writer_lease_s": 2.0,
-}  # fmt: skip
 REQUIRED = ("event_fd", "submit_batch_get", "submit_batch_set", "submit_batch_exists", "drain_completions", "close")
 """What LMCache 0.5.3 and 0.5.6 look for; `submit_batch_delete` is looked for, too, and may lack."""
 
@@ -23,7 +19,7 @@ def key(number: int, salt: str = "", model: str = "org/model") -> str:
 
 
 def connector_at(root: Path, **changes: object) -> KVTierConnector:
-    return KVTierConnector(settings={"root": str(root)} | ROOM | changes)
+    return KVTierConnector(settings={"root": str(root), **SMALL, **changes})
 
 
 class Host:

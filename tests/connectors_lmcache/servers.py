@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lmcache_environment import OUTSIDE
-from tests.connectors_lmcache.host import ROOM
-from tests.redis_server import free_port, wait_until
+from tests.objects.rig import SMALL
+from tests.redis_server import free_port
+from tests.waiting import wait_until
 
 START_TIMEOUT_S, BENCH_TIMEOUT_S, STOP_TIMEOUT_S = 180.0, 240.0, 60.0
 CHUNKS = 4
@@ -28,11 +29,10 @@ _MOVED = re.compile(r"\[seq (\d+)/(cold|warm)\] (STORE|RETRIEVE): (\w+) ")
 
 
 def adapter(root: Path) -> str:
-    settings = ROOM | {"root": str(root), "capacity_bytes": "512MiB", "segment_bytes": "32MiB",
-                       "host": {"arena_bytes": "32MiB"}}  # fmt: skip
+    room = {"capacity_bytes": "512MiB", "segment_bytes": "32MiB", "host": {"arena_bytes": "32MiB"}}
     return json.dumps({
         "type": "native_plugin", "module_path": "kvtier.connectors.lmcache", "class_name": "KVTierConnector",
-        "adapter_params": {"settings": settings, "object_bytes": [OBJECT_BYTES]},
+        "adapter_params": {"settings": {"root": str(root), **SMALL, **room}, "object_bytes": [OBJECT_BYTES]},
     })  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from kvtier import metrics
 from kvtier.connectors import lmcache
 from kvtier.connectors.lmcache import Completion, KVTierConnector
 from kvtier.errors import ConfigError
-from tests.connectors_lmcache.host import REQUIRED, ROOM, Host, connector_at, expected, key
-from tests.objects.rig import content, flip_byte_of
+from tests.connectors_lmcache.host import REQUIRED, Host, connector_at, expected, key
+from tests.objects.rig import SMALL, content, flip_byte_of
 
 ROOT = Path(__file__).parents[2]
 KEYS = [key(number) for number in range(12)]
@@ -200,7 +200,7 @@ def made_with(**parameters: Any) -> None:
 
 
 def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
-    room = {"root": str(tmp_path / "root")} | ROOM
+    room = {"root": str(tmp_path / "root"), **SMALL}
     with pytest.raises(TypeError, match="unexpected keyword argument 'capacity_bytes'"):
         made_with(settings=room, capacity_bytes="1GiB")
     with pytest.raises(ConfigError, match="root = None: not set"):
@@ -236,4 +236,4 @@ def test_the_example_makes_a_connector(tmp_path: Path) -> None:
     assert adapter == {} and parameters.keys() == {"config"}
     example = ROOT / "configs" / "lmcache" / Path(parameters["config"]).name
     quotas = {"capacity": {"tenants": []}}  # those of the example are larger than this test's capacity
-    made_with(config=str(example), settings={"root": str(tmp_path)} | ROOM | quotas)
+    made_with(config=str(example), settings={"root": str(tmp_path), **SMALL, **quotas})

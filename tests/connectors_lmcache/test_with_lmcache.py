@@ -19,11 +19,10 @@ from kvtier.indexes import open_index
 from kvtier.record import is_blank
 from kvtier.root import open_root
 from kvtier.tiers.segments import SegmentFiles
-from tests.connectors_lmcache.host import ROOM
 from tests.connectors_lmcache.servers import CHUNKS, Request, Server, adapter, server_on
 from tests.connectors_lmcache.servers import OBJECT_BYTES as SERVER_OBJECT_BYTES
-from tests.objects.rig import segments
-from tests.redis_server import wait_until
+from tests.objects.rig import SMALL, segments
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.soak
 HERE = Path(__file__).parent
@@ -36,7 +35,7 @@ def programs(request: pytest.FixtureRequest) -> Path:
 
 
 def chunks_at(root: Path) -> int:
-    settings = Settings.load({"root": str(root)} | ROOM)
+    settings = Settings.load({"root": str(root), **SMALL})
     index = open_index(settings, open_root(settings))
     try:
         return index.counts().chunks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,14 +13,15 @@ from kvtier.connectors.objects import Object, ObjectHost, ObjectTier
 from kvtier.geometry import PAGE_BYTES
 
 HOST = ObjectHost("host")
+SMALL: Mapping[str, object] = {
+    "capacity_bytes": "64MiB", "segment_bytes": "2MiB", "host": {"arena_bytes": "1MiB"},
+    "io": {"threads": 2, "timeout_s": 20.0}, "writer_lease_s": 2.0,
+}  # fmt: skip
+"""Settings of a tier; a root belongs to them."""
 
 
 def settings(root: Path, **changes: object) -> Settings:
-    values: dict[str, object] = {
-        "root": str(root), "capacity_bytes": "64MiB", "segment_bytes": "2MiB", "host": {"arena_bytes": "1MiB"},
-        "io": {"threads": 2, "timeout_s": 20.0}, "writer_lease_s": 2.0, "touch_interval_s": 0.2,
-    }  # fmt: skip
-    return Settings.load(values | changes)
+    return Settings.load({"root": str(root), **SMALL, "touch_interval_s": 0.2} | changes)
 
 
 @contextmanager

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 
 from kvtier.connectors.sglang import KVTierHiCache
-from tests.objects.rig import content
+from tests.objects.rig import SMALL, content
 
 PAGE_TOKENS = 16
 POOL_PAGES = 16
-ROOM: dict[str, object] = {
-    "capacity_bytes": "64MiB", "segment_bytes": "2MiB", "host": {"arena_bytes": "1MiB"},
-    "io": {"threads": 2, "timeout_s": 20.0}, "writer_lease_s": 2.0, "model_tag": "weights-1",
-}  # fmt: skip
+ROOM: dict[str, object] = {**SMALL, "model_tag": "weights-1"}
 
 
 @dataclass

@@ -30,14 +30,11 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier.connectors.vllm_tiering import KVTierSecondaryTier
-from tests.objects.rig import content
+from tests.objects.rig import SMALL, content
 from tests.waiting import wait_until
 
-ROOM: dict[str, Any] = {
-    "capacity_bytes": "64MiB", "segment_bytes": "2MiB", "host": {"arena_bytes": "1MiB"},
-    "io": {"threads": 2, "timeout_s": 20.0}, "writer_lease_s": 2.0, "touch_interval_s": 0.2, "model_tag": "tiny",
-}  # fmt: skip
-UNTAGGED = {name: value for name, value in ROOM.items() if name != "model_tag"}
+UNTAGGED: dict[str, Any] = {**SMALL, "touch_interval_s": 0.2}
+ROOM: dict[str, Any] = {**UNTAGGED, "model_tag": "tiny"}
 ROW_BYTES = 24_576
 """Two workers' 6,000 bytes a block, two blocks a chunk, in whole pages."""
 ROWS = 24
