@@ -172,6 +172,10 @@ class Chaos:
             if lost == 0 or time.monotonic() > deadline:
                 tally.lost += lost
                 self.complaints += [f"lost: {missed} of {wanted}, asked {engine.name}"] * (lost > 0)
+                self.complaints += [
+                    trace for number, n in missed.items() if n > 0
+                    for trace in self.published.traces(number, before[number])
+                ]  # fmt: skip
                 return
             time.sleep(0.5)
 

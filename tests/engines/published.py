@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.config import Settings
+from kvtier.errors import Corrupt
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import chunk_keys
 from kvtier.index import entry
+from kvtier.index.base import Location
 from kvtier.index.redis_index import RedisIndex
-from kvtier.record import SegmentHeader
-from kvtier.tiers.segments import segment_name
+from kvtier.record import RecordHeader, SegmentHeader
+from kvtier.tiers.read_record import is_as_summed
+from kvtier.tiers.segments import SegmentFiles, segment_name
 from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt
 
 Segment = tuple[int, int]
@@ -64,6 +67,40 @@ class Published:
         finally:
             index.close()
         return found
+
+    def traces(self, number: int, chunks: Chunks) -> list[str]:
+        """Of a prompt's chunks that the index does not have whole any more: where each lay, where the index says now
+        that it lies, and which of these records are as they were summed. To find out why a chunk is lost."""
+        keys = chunk_keys(bytes.fromhex(self._folder.name), prompt(number), CHUNK_TOKENS, {})
+        files, index = SegmentFiles(self._folder, direct=False), RedisIndex(self._settings.index)
+        found = []
+        try:
+            known = {info.set_id: info for info in index.sets()}
+            for key, places, value in zip(keys, chunks, index.find(keys), strict=False):
+                now = {(at.set_id, at.rank, at.slot): at for at in entry.locations_of(value)}
+                was = [f"{segment_name(*at[:2])} slot {at[2]}: {self._state_of(files, key, at)}, "
+                       f"set {known.get(at[0])}" for at in places]  # fmt: skip
+                good = {at: is_as_summed(files, key, location) for at, location in now.items()}
+                if not good or not all(good.values()):
+                    found.append(f"{key.hex()} was at {was}; is at {good}")
+        finally:
+            files.close()
+            index.close()
+        return found
+
+    def _state_of(self, files: SegmentFiles, key: bytes, slot: Slot) -> str:
+        """What the file has in a slot that was the chunk's."""
+        if not files.exists(*slot[:2]):
+            return "no such file"
+        for at, page in files.pages(*slot[:2]):
+            if at == slot[2]:
+                try:
+                    header = RecordHeader.unpack(page)
+                except Corrupt as fault:
+                    return f"no header: {fault}"
+                where = Location(*slot, header.slab_bytes, header.extent, header.checksums)
+                return f"its record: {header.key == key}, good: {is_as_summed(files, key, where)}"
+        return "nothing there"
 
     def all(self) -> list[Slot]:
         index = RedisIndex(self._settings.index)
