@@ -7,9 +7,7 @@ wrong token, no failed request, nothing lost that was published and not itself d
 from __future__ import annotations
 
 import os
-import platform
 import random
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +17,12 @@ from typing import Any
 import pytest
 
 from tests.engines.chaos import Chaos, table, to_json
-from tests.engines.conftest import HERE
 from tests.engines.disk import disk
 from tests.engines.flat import CONTROL, grown
 from tests.engines.fleet import ENGINES, START_TIMEOUT_S, Judge, Member, index_of, settings_file
 from tests.engines.harms import ON_REDIS, possible
 from tests.engines.test_real_engine import assert_loads_equal_saves
+from tests.measured import about
 from tests.redis_server import has_redis, standalone
 
 pytestmark = has_redis
@@ -123,15 +121,5 @@ def test_half_an_hour_of_faults(lab: Any, tmp_path: Path) -> None:
 def write_result(chaos: Chaos, minutes: float, left_out: list[str]) -> None:
     result = os.environ.get("CHAOS_RESULT")
     if result:
-        Path(result).write_text(to_json(chaos, about(minutes), left_out))
-
-
-def about(minutes: float) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}", "minutes": round(minutes, 1),
-        "command": "pytest -m soak tests/engines/test_chaos.py",
-    }  # fmt: skip
+        head = about("pytest -m soak tests/engines/test_chaos.py") | {"minutes": round(minutes, 1)}
+        Path(result).write_text(to_json(chaos, head, left_out))

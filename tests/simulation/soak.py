@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.measured import about
 from tests.simulation.recipes import Recipe
 from tests.simulation.world import Violation, World
 
-ROOT = Path(__file__).resolve().parents[2]
 LOST, FAILED_REQUESTS, WRONG = "lost", "failed_requests", "wrong"
 
 
@@ -58,19 +55,12 @@ class Tally:
 
     def result(self, command: str) -> dict[str, Any]:
         """As benchmarks/results/faults_simulation.json has it. A violation counts against every fault of its run."""
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
         faults = [
             {"fault": fault, "tried": tried}
             | {kind: self.came_of[fault, kind] for kind in (WRONG, FAILED_REQUESTS, LOST)}
             for fault, tried in sorted(self.tried.items())
         ]
-        return {
-            "commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}", "command": command,
-            "operations": self.operations, "seeds": self.seeds, "faults": faults,
-        }  # fmt: skip
+        return about(command) | {"operations": self.operations, "seeds": self.seeds, "faults": faults}
 
     def write(self, path: Path, command: str) -> None:
         path.write_text(json.dumps(self.result(command), indent=1) + "\n")
