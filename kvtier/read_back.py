@@ -70,7 +70,7 @@ class ReadBack:
             if place.rank in found and (key, place) not in records:
                 self._index.retract(key, place)
         missing = [record for place, record in records.items() if place not in members]
-        self._make_way(files, missing)
+        self._make_way(files, sorted({record.key for record in missing}))
         files.close()
         if not self._lease.is_held_since(lapses):  # somebody may have cut it since
             faults.update((rank, HeldUp("others may have swept while it was read")) for rank in found)
@@ -84,16 +84,16 @@ class ReadBack:
             return 0
         return taken
 
-    def _make_way(self, files: SegmentFiles, records: Sequence[NewRecord]) -> None:
-        """Takes what is bad of the chunks of these records out of the index, where it stands in the way of theirs.
-        Before they are published: of a set that is in the index, a late writer may cut what it does not see there."""
-        for record, value in zip(records, self._index.find([record.key for record in records]), strict=True):
+    def _make_way(self, files: SegmentFiles, keys: Sequence[bytes]) -> None:
+        """Takes what is bad of these chunks out of the index, where it stands in the way of records that were read.
+        Before those are published: of a set that is in the index, a late writer may cut what it does not see there."""
+        for key, value in zip(keys, self._index.find(keys), strict=True):
             for location in entry.locations_of(value):
                 self._lease.renew()
-                if not is_as_summed(files, record.key, location):
+                if not is_as_summed(files, key, location):
                     log.info("slot %d of %s is bad, and another record of its chunk is read back",
                              location.slot, segment_name(location.set_id, location.rank))  # fmt: skip
-                    self._index.retract(record.key, location)
+                    self._index.retract(key, location)
 
     def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
         """A set with all that was read of it, also what the index knew before: it may have been lost since. How many
