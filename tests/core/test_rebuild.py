@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvtier import cli
 from kvtier.errors import ConfigError, TierUnavailable
@@ -17,7 +16,6 @@ from kvtier.inspect import stats, verify
 from kvtier.root import find_root
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
-from tests.core.test_faults import flip_payload
 from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
@@ -46,28 +44,6 @@ def test_a_damaged_index_file_is_thrown_away(tmp_path: Path) -> None:
     data.write_bytes(b"\xa5" * data.stat().st_size)
     reader = Engine(tmp_path)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
-    reader.close()
-
-
-def test_of_a_chunk_that_was_saved_twice_the_newer_one_is_read_back(tmp_path: Path) -> None:
-    """The older one was found bad. Its header page is as good as ever, so it came back first, and stood in the way."""
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
-    (path,) = tmp_path.glob("v1/*/*.kvseg")
-    flip_payload(path, 1)
-    writer = Engine(tmp_path)
-    assert writer.load(TOKENS, TARGET)[1][0].failed_blocks
-    wait_until(lambda: writer.load(TOKENS, TARGET)[0] == 1, "what is bad is not offered again")
-    writer.save(TOKENS, BLOCKS)
-    expected = writer.blocks(BLOCKS)
-    writer.close()
-    shutil.rmtree(tmp_path / "v1" / "index")
-    reader = Engine(tmp_path)
-    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
-    n_chunks, (answer,) = reader.load(TOKENS, TARGET)
-    assert n_chunks == 5 and answer.failed_blocks == frozenset()
-    assert all(torch.equal(a, b) for a, b in zip(reader.blocks(TARGET), expected, strict=True))
     reader.close()
 
 

@@ -4,6 +4,7 @@ the rebuild looks at what is below it before it lets that stand in the good one'
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,24 @@ def saved_again_in_an_older_set(root: Path) -> list[torch.Tensor]:
     return expected
 
 
-def test_the_good_one_comes_back_though_its_set_is_older(tmp_path: Path) -> None:
-    expected = saved_again_in_an_older_set(tmp_path)
+def saved_again_in_a_newer_set(root: Path) -> list[torch.Tensor]:
+    writer = Engine(root)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    (path,) = root.glob("v1/*/*.kvseg")
+    flip_payload(path, BAD)
+    writer = Engine(root)
+    assert writer.load(TOKENS, TARGET)[1][0].failed_blocks
+    wait_until(lambda: writer.load(TOKENS, TARGET)[0] == BAD, "what is bad is not offered again")
+    writer.save(TOKENS, BLOCKS)
+    expected = writer.blocks(BLOCKS)
+    writer.close()
+    return expected
+
+
+@pytest.mark.parametrize("save", [saved_again_in_a_newer_set, saved_again_in_an_older_set])
+def test_the_good_one_comes_back(tmp_path: Path, save: Callable[[Path], list[torch.Tensor]]) -> None:
+    expected = save(tmp_path)
     shutil.rmtree(tmp_path / "v1" / "index")
     reader = Engine(tmp_path)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
