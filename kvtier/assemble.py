@@ -12,6 +12,7 @@ import socket
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.admission import Admission, Admissions
 from kvtier.breakeven import BreakEven, FixedLimit, LoadCost, LoadLimit
@@ -170,7 +171,8 @@ def open_transfer(
     io = open_io(settings, root, direct, memory.arena, device)
     engines = io.engines._replace(signer=signer_of(settings, namespace, [share]))
     metrics = Metrics()
-    files = SegmentFolders(root.folder, direct, lambda named: check_namespace(root, namespace, named))
+    check = partial(check_namespace, root, namespace)
+    files = SegmentFolders(root.folder, direct, check, engines.ring.forget)
     worker = Worker(
         geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, engines,
         open_index(settings, root, metrics), files, Quarantine(), metrics, settings.io.timeout_s,

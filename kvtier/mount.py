@@ -12,7 +12,7 @@ from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import Geometry, RankShare
-from kvtier.io import bounce
+from kvtier.io import memory_reads
 from kvtier.io.calibrate import calibrate
 from kvtier.io.calibration import Ask, Calibration, calibrated, default_choice, engines_for, last_level_cache_bytes
 from kvtier.io.engines import Choice, Engines, Target, open_engine
@@ -41,11 +41,10 @@ def open_io(settings: Settings, root: Root, direct: bool, arena: ChunkArena, dev
     in_memory = file_system_of(root.folder).kind in IN_MEMORY
     if not arena.is_device:
         sizes = sizes_for(in_memory, settings.io.threads, settings.io.piece_bytes)
-        bounce_reads = in_memory and bounce.pays(root.folder, sizes)
-        log.info("%s: ring of %d threads, reads of %d KiB%s, writes of %d KiB", root.path, sizes.threads,
-                 sizes.piece_bytes >> 10, " through bounce buffers" if bounce_reads else "",
-                 sizes.write_piece_bytes >> 10)  # fmt: skip
-        ring = _ring(sizes, in_memory, bounce_reads)
+        reads = memory_reads.measured(root.folder, sizes) if in_memory else None
+        log.info("%s: ring of %d threads, writes of %d KiB, reads of %d KiB%s", root.path, sizes.threads,
+                 sizes.write_piece_bytes >> 10, sizes.piece_bytes >> 10, f" {reads.said}" if reads else "")  # fmt: skip
+        ring = _ring(sizes, reads.how if reads else None)
         return MountIo(Engines(ring, ring), None)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
@@ -93,12 +92,11 @@ def _open(settings: Settings, choice: Choice, ask: Ask) -> Engines:
         raise ConfigError("io.engine", settings.io.engine, str(fault)) from fault
     if isinstance(reader, Ring):
         return Engines(reader, reader)
-    return Engines(reader, _ring(sizes_for(ask.in_memory), ask.in_memory))
+    return Engines(reader, _ring(sizes_for(ask.in_memory), InMemory() if ask.in_memory else None))
 
 
-def _ring(sizes: RingSizes, in_memory: bool, bounce_reads: bool = False) -> Ring:
+def _ring(sizes: RingSizes, how: InMemory | None) -> Ring:
     """Between files and host memory."""
-    how = InMemory(bounce_reads=bounce_reads) if in_memory else None
     return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, in_memory=how)
 
 

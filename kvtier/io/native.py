@@ -44,6 +44,8 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("kvtier_reads_issued", c.c_uint64, []),
         ("kvtier_ring_open", c.c_int, [c.c_char_p, c.POINTER(handle), c.c_char_p, c.c_size_t]),
         ("kvtier_ring_close", c.c_int, [handle, c.c_int64]),
+        ("kvtier_ring_forget", None, [handle, c.c_int]),
+        ("kvtier_ring_still_maps", c.c_int, [handle]),
         ("kvtier_submit", c.c_int, [handle, c.c_char_p, c.c_size_t, c.c_char_p, c.POINTER(handle)]),
         ("kvtier_batch_wait", c.c_int, [handle, c.c_int64]),
         ("kvtier_batch_cancel", None, [handle]),

@@ -13,6 +13,7 @@ import array
 import contextlib
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import struct
@@ -24,6 +25,8 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.native import Message, library, quick
+
+log = logging.getLogger("kvtier")
 
 THREADS, PIECE_BYTES = 16, 1 << 20
 WRITE_PIECES = 4
@@ -43,7 +46,7 @@ DEVICE_PIECE_BYTES, DEVICE_SLOTS = 4 << 20, 2
 once the buffers of all threads outgrow the last-level cache (300 MiB there). A prototype's figures: DESIGN 7."""
 
 _OP = struct.Struct("=iiqQQIIII16s")
-_OPTIONS = struct.Struct("=IIQQiIQII")
+_OPTIONS = struct.Struct("=IIQQiIQIIII")
 _READ, _WRITE = 0, 1
 _VERIFY, _ON_DEVICE = 1, 2
 _HUGE_PAGE_BYTES = 2 << 20
@@ -147,11 +150,18 @@ class InMemory(NamedTuple):
 
     touch_written: each page is read once when it has been written, so that the first load is as fast as later ones.
     bounce_reads: into host memory, through a buffer of each thread's own as large as a piece; the copy from there is
-        summed in the same pass. Where `bounce.pays` says so.
+        summed in the same pass.
+    map_reads: into host memory, from mapped files, copied and summed in one pass: what is mapped of a file stays so
+        until `Ring.forget`. What cannot be mapped is read as the others are. The first such ring of a process takes
+        over SIGBUS, for files that are cut meanwhile (`native/bus_guard.h`); where somebody else takes it over
+        afterwards, nothing is mapped any more.
+
+    `memory_reads.measured` says which pays.
     """
 
     touch_written: bool = True
     bounce_reads: bool = False
+    map_reads: bool = False
 
 
 class Ring:
@@ -192,7 +202,7 @@ class Ring:
             raise ValueError(described)
         try:
             options = _OPTIONS.pack(
-                threads, queued_ops_max, piece_bytes, write_bytes, *on_device, *(in_memory or (False, False))
+                threads, queued_ops_max, piece_bytes, write_bytes, *on_device, *(in_memory or (False,) * 3), 0
             )
         except struct.error:
             raise ValueError(described) from None
@@ -207,6 +217,7 @@ class Ring:
         self._handle: ctypes.c_void_p | None = handle
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._maps = in_memory is not None and in_memory.map_reads
 
     def submit(self, ops: Sequence[ReadOp | WriteOp]) -> Batch:
         """Start the operations, or none of them.
@@ -222,6 +233,10 @@ class Ring:
             if self._pid != os.getpid():
                 raise RuntimeError("a ring was carried across a fork: the child makes its own")
             error = quick.kvtier_submit(self._handle, packed, len(ops), expected, ctypes.byref(batch))
+            if self._maps and not quick.kvtier_ring_still_maps(self._handle):
+                self._maps = False
+                log.warning("files in memory are no longer mapped, so reading them takes longer: that needs a handler "
+                            "of SIGBUS, and something else in this process has replaced kvtier's")  # fmt: skip
         if error == errno.EINVAL:
             raise ValueError("an operation is not whole, aligned pages")
         if error == errno.ENODEV:
@@ -229,6 +244,13 @@ class Ring:
         if error:
             raise TierUnavailable(f"I/O queue: {os.strerror(error)}")
         return Batch(batch, slabs_of_ops)
+
+    def forget(self, fd: int) -> None:
+        """Call this before closing a descriptor that was read through this ring, and when no read of it is under way:
+        else its file may stay mapped, and keep its memory after it was unlinked. Never waits."""
+        with self._lock:
+            if self._handle is not None and self._pid == os.getpid():
+                quick.kvtier_ring_forget(self._handle, fd)
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Cancel what is queued and end the threads. False: some hang in the kernel and were left behind."""

@@ -46,10 +46,16 @@ class OpenSegment:
 
 
 class Descriptors:
-    """Thread-safe. `open_file` opens a segment and reads its header; None when there is no such file."""
+    """Thread-safe. `open_file` opens a segment and reads its header; None when there is no such file. `before_close` is
+    told of each descriptor that somebody had, and must not wait."""
 
-    def __init__(self, open_file: Callable[[Name], tuple[int, SegmentHeader] | None]) -> None:
+    def __init__(
+        self,
+        open_file: Callable[[Name], tuple[int, SegmentHeader] | None],
+        before_close: Callable[[int], None] = lambda fd: None,
+    ) -> None:
         self._open_file = open_file
+        self._before_close = before_close
         self._open: OrderedDict[Name, OpenSegment] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -112,7 +118,7 @@ class Descriptors:
             segment.users -= 1
             is_last = segment.is_forgotten and segment.users == 0
         if is_last:
-            os.close(segment.fd)
+            self._close_all([segment])
 
     def _excess(self) -> list[OpenSegment]:
         """The longest unused descriptors beyond the bound, forgotten here and now."""
@@ -124,7 +130,7 @@ class Descriptors:
                 segment.is_forgotten = True
             return closing
 
-    @staticmethod
-    def _close_all(segments: list[OpenSegment]) -> None:
+    def _close_all(self, segments: list[OpenSegment]) -> None:
         for segment in segments:
+            self._before_close(segment.fd)
             os.close(segment.fd)

@@ -50,13 +50,13 @@ class NeverBegun(Corrupt):
 class SegmentFiles:
     """Segments in one folder. Thread-safe; descriptors are shared, counted, and closed when long unused.
 
-    Raises TierUnavailable where the file system refuses (full, read-only, gone).
+    Raises TierUnavailable where the file system refuses (full, read-only, gone). before_close: see Descriptors.
     """
 
-    def __init__(self, folder: Path, direct: bool) -> None:
+    def __init__(self, folder: Path, direct: bool, before_close: Callable[[int], None] = lambda fd: None) -> None:
         self.folder = folder
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
-        self._descriptors = Descriptors(self._open_file)
+        self._descriptors = Descriptors(self._open_file, before_close)
 
     def create(self, header: SegmentHeader) -> None:
         """Makes a whole segment of empty slots. Already there is fine if it was made by this very header.
@@ -234,10 +234,18 @@ class SegmentFolders:
     """Namespace id -> its segments, made at first use. Thread-safe.
 
     check: raises TierUnavailable when a namespace is none that may be used here; asked until it does not.
+    before_close: see Descriptors.
     """
 
-    def __init__(self, folder: Path, direct: bool, check: Callable[[bytes], None] = lambda namespace: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        direct: bool,
+        check: Callable[[bytes], None] = lambda namespace: None,
+        before_close: Callable[[int], None] = lambda fd: None,
+    ) -> None:
         self._folder = folder
+        self._before_close = before_close
         self._direct = direct
         self._check = check
         self._known: dict[bytes, SegmentFiles] = {}
@@ -250,7 +258,8 @@ class SegmentFolders:
             return known
         self._check(namespace)
         with self._lock:
-            return self._known.setdefault(namespace, SegmentFiles(self._folder / namespace.hex(), self._direct))
+            made = SegmentFiles(self._folder / namespace.hex(), self._direct, self._before_close)
+            return self._known.setdefault(namespace, made)
 
     def close_unlinked(self) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import Extent
 from kvtier.record import SegmentHeader
+from kvtier.tiers import descriptors
 from kvtier.tiers.descriptors import Descriptors
 from tests.core.rig import Engine
 
@@ -86,6 +87,34 @@ def test_storage_that_does_not_tell_is_left_alone_by_housekeeping_and_opened_ane
     for fd in (dead, second.fd):
         with pytest.raises(OSError):
             fstat(fd)
+
+
+def test_who_else_knows_a_descriptor_is_told_before_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be another file's a moment later."""
+    header = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
+    told: list[int] = []
+
+    def before_close(fd: int) -> None:
+        os.fstat(fd)  # it is still open
+        told.append(fd)
+
+    monkeypatch.setattr(descriptors, "OPEN_FILES_MAX", 1)
+    files = Descriptors(lambda name: (os.open(tmp_path, os.O_RDONLY), header), before_close)
+    opened: list[int] = []
+    for number in range(3):
+        segment = files.lease((number, 0))
+        assert segment is not None
+        opened.append(segment.fd)
+        segment.release()
+    assert told == opened[:2]  # beyond the bound
+    segment = files.lease((2, 0))
+    assert segment is not None and segment.fd == opened[2]
+    files.close()
+    assert told == opened[:2]
+    segment.release()
+    assert told == opened
 
 
 def test_a_folder_that_is_away_is_no_reason_to_forget_what_lies_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from kvtier import mount
-from kvtier.io import bounce
+from kvtier.io import memory_reads
 from kvtier.io.calibration import Ask, Calibration, engines_for
 from kvtier.io.engines import Choice, Target
 from kvtier.io.filesystem import FileSystem
+from kvtier.io.memory_reads import MemoryReads
 from kvtier.io.ring import InMemory, RingSizes, sizes_for
 from kvtier.root import open_root
 from tests.core.rig import settings
@@ -65,27 +67,32 @@ def test_a_mount_is_measured_anew_when_kvikio_comes_or_goes_and_else_once_a_day(
     assert machine.asked[2:] == [("ring",)]
 
 
-@pytest.mark.parametrize(("kind", "bounces", "asked"), [("tmpfs", True, 1), ("tmpfs", False, 1), ("ext4", False, 0)])
-def test_reads_of_a_file_system_in_memory_bounce_where_that_pays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, bounces: bool, asked: int
+@pytest.mark.parametrize("how", [InMemory(), InMemory(bounce_reads=True), InMemory(map_reads=True), None])
+def test_a_file_system_in_memory_is_read_as_was_measured_and_the_log_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: InMemory | None
 ) -> None:
+    """None: on a device, where nothing is measured."""
     root, rings, folders = open_root(settings(tmp_path)), [], []
 
-    def pays(folder: Path, sizes: RingSizes) -> bool:
+    def measured(folder: Path, sizes: RingSizes) -> MemoryReads:
         folders.append((folder, sizes))
-        return bounces
+        assert how is not None
+        return MemoryReads(how, "in whichever way (for a reason)")
 
     def ring(threads: int, piece_bytes: int, **options: Any) -> Any:
         rings.append(options)
         return SimpleNamespace(close=lambda timeout_s=1.0: True)
 
+    kind = "ext4" if how is None else "tmpfs"
     monkeypatch.setattr(mount, "file_system_of", lambda path: FileSystem(kind, False, "/"))
-    monkeypatch.setattr(bounce, "pays", pays)
+    monkeypatch.setattr(memory_reads, "measured", measured)
     monkeypatch.setattr(mount, "Ring", ring)
     arena: Any = SimpleNamespace(is_device=False)
-    mount.open_io(settings(tmp_path), root, True, arena, torch.device("cpu")).engines.close()
-    assert folders == [(root.folder, sizes_for(True))] * asked
-    assert [options["in_memory"] for options in rings] == [InMemory(True, bounces) if asked else None]
+    with caplog.at_level(logging.INFO, "kvtier"):
+        mount.open_io(settings(tmp_path), root, True, arena, torch.device("cpu")).engines.close()
+    assert folders == ([] if how is None else [(root.folder, sizes_for(True))])
+    assert [options["in_memory"] for options in rings] == [how]
+    assert ("reads of 256 KiB in whichever way (for a reason)" in caplog.text) == (how is not None)
 
 
 @pytest.mark.parametrize("has_kvikio", [True, False])

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import InMemory, Ring
 
 from cuda_double import CudaDouble, build
 from records import PIECE_BYTES, open_file
 
+SHM = Path("/dev/shm")
 
-@pytest.fixture(name="ring", params=["in place", "bounced"])
+
+@pytest.fixture(name="ring", params=["in place", "bounced", "mapped"])
 def _ring(request: pytest.FixtureRequest) -> Iterator[Ring]:
-    with Ring(4, PIECE_BYTES, in_memory=InMemory(bounce_reads=request.param == "bounced")) as ring:
+    way = InMemory(bounce_reads=request.param == "bounced", map_reads=request.param == "mapped")
+    with Ring(4, PIECE_BYTES, in_memory=way) as ring:
         yield ring
 
 
-@pytest.fixture(name="fd", params=["direct", "buffered"])
-def _fd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
+@pytest.fixture(name="tmpfs")
+def _tmpfs() -> Iterator[Path | None]:
+    """A folder of a file system in memory; None: there is none."""
+    if not SHM.is_dir() or file_system_of(SHM).kind not in IN_MEMORY or not os.access(SHM, os.W_OK):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="kvtier-test-", dir=SHM) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(name="fd", params=["direct", "buffered", "in memory"])
+def _fd(request: pytest.FixtureRequest, tmp_path: Path, tmpfs: Path | None) -> Iterator[int]:
+    if request.param == "in memory":
+        if tmpfs is None:
+            pytest.skip("no file system in memory here")
+        (tmp_path / "segment").symlink_to(tmpfs / "segment")
     fd = open_file(tmp_path / "segment", request.param == "direct")
     yield fd
     os.close(fd)

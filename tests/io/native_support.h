@@ -74,3 +74,6 @@ void neighbours_race(Engine& engine, uint32_t flags);
 
 // In native_device_test.cpp; `driver`: the double of CUDA's driver.
 void device_stage_is_clean(const std::string& driver);
+
+// In native_mapped_test.cpp; `tmpfs`: a folder in memory, or none. From then on SIGBUS is not the engine's any more.
+void mapped_files_are_read(const std::string& tmpfs);

@@ -191,7 +191,7 @@ void neighbours_from_many_threads(bool bounces) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CHECK(argc == 3);
+  CHECK(argc == 4);
   folder = argv[1];
   sums_agree();
   copies_are_summed();
@@ -207,6 +207,7 @@ int main(int argc, char** argv) {
   }
   neighbours_are_read_together();
   device_stage_is_clean(argv[2]);
+  mapped_files_are_read(argv[3]);
   std::puts("passed");
   return 0;
 }

@@ -12,10 +12,10 @@ import pytest
 
 NATIVE = Path(__file__).parents[2] / "kvtier" / "io" / "native"
 SOURCES = [
-    "batch.cpp", "checksum.cpp", "crc32.cpp", "cuda_driver.cpp", "device_stage.cpp", "engine.cpp", "landing.cpp",
-    "neighbours.cpp", "pinned.cpp", "transfer.cpp",
+    "batch.cpp", "bus_guard.cpp", "checksum.cpp", "crc32.cpp", "cuda_driver.cpp", "device_stage.cpp", "engine.cpp",
+    "landing.cpp", "mapped.cpp", "neighbours.cpp", "pinned.cpp", "transfer.cpp",
 ]  # fmt: skip
-TESTS = ["native_test.cpp", "native_neighbours_test.cpp", "native_device_test.cpp"]
+TESTS = ["native_test.cpp", "native_neighbours_test.cpp", "native_device_test.cpp", "native_mapped_test.cpp"]
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
@@ -38,7 +38,7 @@ def _build(command: list[str]) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_native_code_is_clean(sanitizer: str, tmp_path: Path) -> None:
+def test_native_code_is_clean(sanitizer: str, tmp_path: Path, tmpfs: Path | None) -> None:
     assert COMPILER is not None
     if not _has_sanitizer(COMPILER, sanitizer, tmp_path):
         pytest.skip(f"{COMPILER} has no runtime for -fsanitize={sanitizer} here")
@@ -51,7 +51,6 @@ def test_native_code_is_clean(sanitizer: str, tmp_path: Path) -> None:
     _build([*command, f"-I{NATIVE}", *sources, "-ldl", "-o", str(program)])
     _build([*command, "-fPIC", "-shared", str(HERE / "fake_cuda.cpp"), "-o", str(double)])
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    run = subprocess.run(
-        [program, str(tmp_path), str(double)], capture_output=True, text=True, check=False, timeout=300, env=environment
-    )
+    command = [str(program), str(tmp_path), str(double), str(tmpfs or "")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert run.returncode == 0 and run.stdout == "passed\n", run.stderr[-5000:]

@@ -94,6 +94,12 @@ EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
   return ended;
 }
 
+// Before a descriptor is closed that reads came through: what is mapped of its file goes.
+EXPORT void kvtier_ring_forget(kvtier_ring* ring, int fd) { ring->engine->forget(fd); }
+
+// 0: the ring was to read from mappings, and has stopped doing so, because its handler of SIGBUS was replaced.
+EXPORT int kvtier_ring_still_maps(kvtier_ring* ring) { return ring->engine->still_maps(); }
+
 // 0 or errno; EINVAL: an operation is not whole aligned pages; ENODEV: it is for a device, and the ring has none.
 // `expected`: one checksum a slab of the batch.
 EXPORT int kvtier_submit(kvtier_ring* ring, const OpSpec* specs, size_t n_ops, const uint64_t* expected,

@@ -85,14 +85,17 @@ uint64_t sum_by_pages(uint8_t* target, const uint8_t* data, size_t bytes, uint64
   uint64_t head = (kPagePairs - first_pair % kPagePairs) % kPagePairs;
   if (head > pairs) head = pairs;
   const uint64_t pages = (pairs - head) / kPagePairs, tail = pairs - head - pages * kPagePairs;
+  uint8_t* const pages_target = target != nullptr ? target + head * 8 : nullptr;
+  uint64_t sum = 0;
+  if (pages != 0) sum += kPages(pages_target, data + head * 8, pages, seed, (first_pair + head) / kPagePairs);
+  const uint8_t* ends = data;
   if (target != nullptr) {
     std::memcpy(target, data, head * 8);
     std::memcpy(target + (pairs - tail) * 8, data + (pairs - tail) * 8, tail * 8);
+    ends = target;  // what was stored is summed
   }
-  uint64_t sum = sum_pairs(data, head, seed, first_pair);
-  uint8_t* const pages_target = target != nullptr ? target + head * 8 : nullptr;
-  if (pages != 0) sum += kPages(pages_target, data + head * 8, pages, seed, (first_pair + head) / kPagePairs);
-  return sum + sum_pairs(data + (pairs - tail) * 8, tail, seed, first_pair + pairs - tail);
+  return sum + sum_pairs(ends, head, seed, first_pair) +
+         sum_pairs(ends + (pairs - tail) * 8, tail, seed, first_pair + pairs - tail);
 }
 
 template <bool kCopy>
@@ -101,12 +104,14 @@ uint64_t pages_scalar(uint8_t* target, const uint8_t* data, size_t pages, uint64
   fill_table(table, seed);
   uint64_t sum = 0;
   for (size_t j = 0; j < pages; j++, data += 8 * kPagePairs) {
-    if constexpr (kCopy) std::memcpy(target + j * 8 * kPagePairs, data, 8 * kPagePairs);
+    const uint8_t* words_of = data;
+    if constexpr (kCopy)  // what was stored is summed: the source may be a file that somebody writes
+      words_of = static_cast<const uint8_t*>(std::memcpy(target + j * 8 * kPagePairs, data, 8 * kPagePairs));
     const uint64_t page_key =
         key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
     for (uint32_t l = 0; l < kPagePairs; l++) {
       uint32_t words[2];
-      std::memcpy(words, data + 8 * l, 8);
+      std::memcpy(words, words_of + 8 * l, 8);
       const uint64_t key = table[l] ^ page_key;
       sum += static_cast<uint64_t>(words[0] + static_cast<uint32_t>(key)) *
              static_cast<uint64_t>(words[1] + static_cast<uint32_t>(key >> 32));

@@ -19,10 +19,11 @@ constexpr uint32_t kReadsPerWrite = 8;
 // So many batches are looked at for neighbours of a read: loads come a batch a chunk, those of several requests mixed.
 constexpr size_t kLookAhead = 32;
 
-// Signals are the application's own threads' business.
+// Signals are the application's own threads' business, but for what a copy here may meet: see BusGuard.
 void become_worker() {
   sigset_t all;
   sigfillset(&all);
+  sigdelset(&all, SIGBUS);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   pthread_setname_np(pthread_self(), "kvtier-io");
 }
@@ -40,16 +41,18 @@ Engine::Engine(const EngineOptions& options)
 
 std::shared_ptr<Engine> Engine::start(const EngineOptions& options) {
   std::shared_ptr<Engine> engine(new Engine(options));
+  if (options.map_reads && !catch_bus_errors()) engine->mappings_.stop();
   std::vector<std::unique_ptr<DeviceStage>> stages(options.threads);
   if (options.has_device())
     stages = open_stages(options.device_ordinal, options.threads, options.device_slots, options.device_piece_bytes);
   try {
     for (uint32_t i = 0; i < options.threads; i++) {
       // Reads of a run are no larger than a piece, gaps and all.
-      auto landing = std::make_unique<Landing>(options.bounce_reads ? options.read_piece_bytes : 0);
+      auto landing = std::make_unique<Landing>(options.bounce_reads ? options.read_piece_bytes : 0,
+                                               options.map_reads ? &engine->mappings_ : nullptr);
       std::lock_guard<std::mutex> lock(engine->mutex_);
       std::thread([engine, stage = std::move(stages[i]), landing = std::move(landing)]() mutable {
-        engine->work(std::move(stage), *landing);
+        engine->work(std::move(stage), std::move(landing));
       }).detach();
       engine->threads_alive_++;
     }
@@ -104,7 +107,17 @@ void Engine::drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* 
   }
 }
 
+void Engine::forget(int fd) {
+  std::shared_ptr<const Mapping> mapping = mappings_.take_out(fd);
+  if (!mapping) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (stop_) return;
+  forgotten_.push_back(std::move(mapping));
+  work_or_stop_.notify_one();
+}
+
 bool Engine::close(std::chrono::nanoseconds timeout) {
+  mappings_.clear();
   std::unique_lock<std::mutex> lock(mutex_);
   stop_ = true;
   for (auto& lane : lanes_) {
@@ -120,12 +133,16 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   return thread_ended_.wait_for(lock, timeout, [this] { return threads_alive_ == 0; });
 }
 
-void Engine::work(std::unique_ptr<DeviceStage> stage, Landing& landing) {
+void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> landing) {
   become_worker();
   if (stage) stage->enter();
   Writer writer;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
+    if (!forgotten_.empty()) {
+      let_go_of_one(lock);
+      continue;
+    }
     const int kind = choose();
     const bool copying = stage && !stage->empty();
     if (kind < 0 && !copying) {
@@ -144,7 +161,7 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, Landing& landing) {
     Run run = take(kind);
     lock.unlock();
     if (copying) report_landed(*stage, writer);
-    perform(std::move(run), stage.get(), landing, writer);
+    perform(std::move(run), stage.get(), *landing, writer);
     lock.lock();
     if (kind == kWrite) {
       writing_--;
@@ -157,6 +174,14 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, Landing& landing) {
   stage.reset();
   lock.lock();
   if (--threads_alive_ == 0) thread_ended_.notify_all();
+}
+
+void Engine::let_go_of_one(std::unique_lock<std::mutex>& lock) {
+  std::shared_ptr<const Mapping> mapping = std::move(forgotten_.back());
+  forgotten_.pop_back();
+  lock.unlock();
+  mapping.reset();
+  lock.lock();
 }
 
 int Engine::choose() {
@@ -250,8 +275,7 @@ void Engine::finish_oldest(DeviceStage& stage, Writer& writer) {
 
 void Engine::land(const Run& run, Landing& landing) {
   landing.read(run);
-  for (const Piece& piece : run.pieces)
-    if (piece.op->error.load(std::memory_order_relaxed) == 0) sum(piece, landing.bytes_of(piece, run));
+  landing.take(run, [this](const Piece& piece, const uint8_t* bytes) { sum(piece, bytes); });
 }
 
 void Engine::store(const Piece& piece, Writer& writer) {

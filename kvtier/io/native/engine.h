@@ -2,7 +2,7 @@
 //
 // An operation is cut into pieces small enough that a piece is still in a core's L2 cache when it is summed: a read
 // piece is summed as soon as it has landed, a write piece just before it goes out. Where reads are copies by the
-// processor they may land in a bounce buffer of the thread's own first: see Landing. A read for a device goes through
+// processor they may land in a bounce buffer of the thread's own first, or be copied out of a mapping: see Landing. A read for a device goes through
 // the thread's DeviceStage, in pieces of its own size, and is summed by the device. Reads that are smaller are taken
 // together with their neighbours in the file, as far as these are waiting too, up to the size of a piece.
 //
@@ -32,10 +32,12 @@ struct EngineOptions {
   uint64_t device_piece_bytes = 0;
   uint32_t touch_written = 0;   // of a file system in memory: see touch_pages()
   uint32_t bounce_reads = 0;    // into host memory: see Landing
+  uint32_t map_reads = 0;       // likewise, where the file can be mapped; else as the others are read
+  uint32_t unused = 0;
 
   bool has_device() const { return device_ordinal >= 0; }
 };
-static_assert(sizeof(EngineOptions) == 48, "the layout is part of the C interface");
+static_assert(sizeof(EngineOptions) == 56, "the layout is part of the C interface");
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -48,6 +50,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Drops the pieces that nobody has taken; their operations end with ECANCELED once those in flight have returned.
   void cancel(const std::shared_ptr<Batch>& batch);
 
+  // The caller is about to close this descriptor, and no read of it is under way: what is mapped of its file is let go
+  // of, by a thread of the engine, because that takes a while (40 ns a page).
+  void forget(int fd);
+
+  // False when reads were to come from mappings, and do so no longer: SIGBUS is somebody else's.
+  bool still_maps() const { return !mappings_.has_stopped(); }
+
   // Cancels everything queued and waits for the threads, but no longer than `timeout`: a thread that hangs in the
   // kernel is left behind (it holds its own reference to the engine). True when all have ended.
   bool close(std::chrono::nanoseconds timeout);
@@ -56,7 +65,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   explicit Engine(const EngineOptions& options);
-  void work(std::unique_ptr<DeviceStage> stage, Landing& landing);
+  void work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> landing);
+  void let_go_of_one(std::unique_lock<std::mutex>& lock);  // of forgotten_, which is not empty
   int choose();                                    // kind of the next run, -1: none. Under mutex_
   Run take(int kind);                              // under mutex_
   void take_neighbours(Run& run, const std::shared_ptr<Batch>& batch);  // under mutex_
@@ -76,9 +86,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const EngineOptions options_;
   const SumFunction sum_;
   const CopyAndSumFunction copy_and_sum_;
+  Mappings mappings_;
   std::mutex mutex_;
   std::condition_variable work_or_stop_, thread_ended_;
   std::deque<std::shared_ptr<Batch>> lanes_[2];  // batches with pieces of that kind to give out
+  std::vector<std::shared_ptr<const Mapping>> forgotten_;
   size_t queued_ops_ = 0;
   uint32_t threads_alive_ = 0;
   uint32_t idle_ = 0;           // threads that wait for work
