@@ -30,6 +30,7 @@ from benchmarks.gpu.ttft import check_room, setup_of
 from benchmarks.versus import show
 from benchmarks.versus.alone import probe
 from benchmarks.versus.contestants import CONTESTANTS, Place
+from benchmarks.versus.judge import Entries
 from benchmarks.versus.record import Records, Run, merged, short
 from benchmarks.versus.turns import in_turns
 
@@ -233,7 +234,8 @@ def main() -> int:
     for what in piece.left_out:
         print(f"LEFT OUT for want of time: {what}")
     mine = [piece.records.find(piece._reload(name, options.repetitions)) for name in piece.tiered]
-    return int(bool(piece.left_out) or not all(mine))
+    are_whole = all(cell.is_whole for cell in Entries(piece.records.entries, piece.token_bytes).cells().values())
+    return int(bool(piece.left_out) or not all(mine) or not are_whole)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ class Server:
         command = [sys.executable, "-m", "lmcache.cli.main", "server", *words]
         command += ["--port", str(ports[0]), "--http-port", str(ports[1])]
         self.port = ports[0]
+        self._others_pools = pools()
         self._process: subprocess.Popen[bytes] = launch(
             command, log_path, os.environ | environment_of("lmcache-mp", log_path.parent)
         )
@@ -57,4 +58,13 @@ class Server:
         return self._process.poll() is not None
 
     def stop(self) -> None:
+        """And gives back its host memory, which it leaves in shared memory: on a machine whose tmpfs is measured, what
+        is stored next would not fit."""
         stop(self._process)
+        for pool in pools() - self._others_pools:
+            pool.unlink(missing_ok=True)
+
+
+def pools(folder: Path = Path("/dev/shm")) -> set[Path]:
+    """Host memory of LMCache's servers, those that ended included."""
+    return set(folder.glob("lmcache_l1_pool_*"))

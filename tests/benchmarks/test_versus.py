@@ -12,10 +12,11 @@ import pytest
 from benchmarks import tables_common, tables_versus
 from benchmarks.gpu import processes
 from benchmarks.versus import __main__ as versus
-from benchmarks.versus import show, turns
+from benchmarks.versus import lmcache_server, show, turns
 from benchmarks.versus.judge import Entries, goals, losses, slower_than_computing
 from benchmarks.versus.record import Records, Run, merged, short
 from benchmarks.versus.turns import Member
+from tests.waiting import wait_until
 
 TOKEN_BYTES = 1_000_000
 LENGTHS = (1_000, 2_000)
@@ -70,6 +71,29 @@ def test_a_peer_that_is_ahead_is_named_at_its_length_alone() -> None:
     assert goals(cells) == [(True, "kvtier from tmpfs, 2,000 tokens: 4.0x vLLM's own tiering (goal 2x)")]
     text = "\n".join(show.lines(runs, TOKEN_BYTES))
     assert "LOST: tmpfs, 1,000 tokens: kvtier 400 ms, vLLM's own tiering 300 ms" in text and "met: kvtier" in text
+
+
+def test_a_reload_that_was_no_whole_hit_is_named() -> None:
+    """A tmpfs was full, and what one system had stored was evicted for another's: its times were those of computing."""
+    runs = made(kvtier={1_000: [0.4] * 3}, native={1_000: [0.9] * 3})
+    assert "NOT WHOLE" not in "\n".join(show.lines(runs, TOKEN_BYTES))
+    (short_hit,) = [run for run in runs if run["kind"] == "reload" and run["system"] == "kvtier"][-1]["rows"]
+    short_hit["hit_tokens"] = 300
+    assert "NOT WHOLE: tmpfs, 1,000 tokens: kvtier hit 300" in show.lines(runs, TOKEN_BYTES)
+
+
+def test_a_server_of_lmcache_leaves_none_of_its_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, others = tmp_path / "shm", tmp_path / "shm" / "lmcache_l1_pool_1"
+    memory.mkdir()
+    others.touch()
+    own = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    command = [sys.executable, "-c", own, str(memory / "lmcache_l1_pool_2")]
+    monkeypatch.setattr(lmcache_server.pools, "__defaults__", (memory,))
+    monkeypatch.setattr(lmcache_server, "launch", lambda words, *rest: processes.launch(command, *rest))
+    server = lmcache_server.Server([], tmp_path / "server.log")
+    wait_until(lambda: len(list(memory.iterdir())) == 2)
+    server.stop()
+    assert list(memory.iterdir()) == [others]
 
 
 @pytest.mark.parametrize(("native_s", "is_met"), [(1.99, False), (2.0, True)])
