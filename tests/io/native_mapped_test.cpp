@@ -2,6 +2,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 
 #include <algorithm>
 #include <atomic>
@@ -124,7 +125,9 @@ void a_file_that_was_cut_is_short() {
   CHECK(error_of_read(*engine, fd, 1, memory.data) == ENODATA);
   CHECK(error_of_read(*engine, fd, 0, memory.data) == 0 && landed(memory.data, 0));
   fill(fd, 3 * kRecord, 9);  // larger than what is mapped
+  const uint64_t before = reads_issued();
   for (uint64_t number : {2, 0}) CHECK(error_of_read(*engine, fd, number, memory.data) == 0);
+  CHECK(reads_issued() == before);
   CHECK(landed(memory.data, 0, 9));
   CHECK(engine->close(5s));
   ::close(fd);
@@ -164,8 +167,57 @@ void copies_end_where_the_file_does() {
   ::close(fd);
 }
 
+// Whether a child in which this happens dies of it.
+template <typename Happens>
+bool is_deadly(Happens happens) {
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    ::close(STDERR_FILENO);  // what a sanitizer has to say of it
+    happens();
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  return status != 0;
+}
+
+void faults_beside_a_copy_are_not_caught() {
+  const int fd = memory_file("beside");
+  fill(fd, 3 * kPageBytes);
+  void* const mapped = mmap(nullptr, 3 * kPageBytes, PROT_READ, MAP_SHARED, fd, 0);
+  CHECK(mapped != MAP_FAILED);
+  const auto* pages = static_cast<const uint8_t*>(mapped);
+  const auto touch = [&](int page) { return *static_cast<const volatile uint8_t*>(pages + page * kPageBytes); };
+  CHECK(ftruncate(fd, 0) == 0);
+  const auto touch_in_copy_of = [&](int page, int touched) {  // by the child's own guard
+    BusGuard guard;
+    return guard.run(pages + page * kPageBytes, kPageBytes, [&] { touch(touched); });
+  };
+  CHECK(!is_deadly([&] { CHECK(touch_in_copy_of(1, 1) == ENODATA); }));
+  CHECK(is_deadly([&] { touch_in_copy_of(1, 0); }));
+  CHECK(is_deadly([&] { touch_in_copy_of(1, 2); }));
+  CHECK(is_deadly([&] {
+    BusGuard guard;
+    guard.run(pages, kPageBytes, [] {});
+    touch(0);
+  }));
+  // In another thread than the one whose copy it is.
+  CHECK(is_deadly([&] {
+    BusGuard guard;
+    guard.run(pages, kPageBytes, [&] { std::thread([&] { touch(0); }).join(); });
+  }));
+  munmap(mapped, 3 * kPageBytes);
+  ::close(fd);
+}
+
+// Until a few copies met the cut, by threads of one that blocks the signal itself.
 void cuts_race_with_reads() {
+  sigset_t all, before;
+  sigfillset(&all);
+  CHECK(pthread_sigmask(SIG_SETMASK, &all, &before) == 0);
   auto engine = mapping_engine(3);
+  CHECK(pthread_sigmask(SIG_SETMASK, &before, nullptr) == 0);
   const int fd = memory_file("race");
   fill(fd, kRecords * kRecord);
   std::atomic<bool> over{false};
@@ -175,7 +227,10 @@ void cuts_race_with_reads() {
       fill(fd, kRecords * kRecord);
     }
   });
-  for (int round = 0; round < 60; round++) {
+  const uint64_t enough = copies_ended_early() + 3;
+  const auto deadline = std::chrono::steady_clock::now() + 60s;
+  for (int round = 0; round < 20 || copies_ended_early() < enough; round++) {
+    CHECK(std::chrono::steady_clock::now() < deadline);
     Pages arena(kRecords * kSlabs * kSlab);
     std::vector<OpSpec> specs;
     for (uint64_t number = 0; number < kRecords; number++)
@@ -282,6 +337,7 @@ void mapped_files_are_read(const std::string& tmpfs) {
   holes_are_left_to_the_kernel();
   a_file_that_was_cut_is_short();
   copies_end_where_the_file_does();
+  faults_beside_a_copy_are_not_caught();
   cuts_race_with_reads();
   what_is_forgotten_is_unmapped();
   a_number_of_another_file_is_another_mapping();

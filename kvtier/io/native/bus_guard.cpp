@@ -10,6 +10,7 @@ namespace kvtier {
 namespace {
 
 std::atomic<BusGuard::Place*> places{nullptr};
+std::atomic<uint64_t> n_ended_early{0};
 struct sigaction before;  // what was there; set before the handler is
 
 pid_t this_thread() { return static_cast<pid_t>(syscall(SYS_gettid)); }
@@ -24,6 +25,7 @@ void on_bus_error(int signal, siginfo_t* info, void*) {
       if (address < place->begin.load(std::memory_order_relaxed)) continue;
       if (address >= place->end.load(std::memory_order_relaxed)) continue;
       place->unwatch();
+      n_ended_early.fetch_add(1, std::memory_order_relaxed);
       place->error = info->si_code == BUS_ADRERR ? ENODATA : EIO;
       // It is blocked while its handler runs, which does not return; to save the mask with each copy is a system call.
       sigset_t bus_error;
@@ -56,6 +58,8 @@ bool are_bus_errors_caught() {
   struct sigaction now {};
   return sigaction(SIGBUS, nullptr, &now) == 0 && (now.sa_flags & SA_SIGINFO) != 0 && now.sa_sigaction == on_bus_error;
 }
+
+uint64_t copies_ended_early() { return n_ended_early.load(std::memory_order_relaxed); }
 
 BusGuard::BusGuard() {
   const pid_t thread = this_thread();

@@ -22,6 +22,9 @@ bool catch_bus_errors();
 // Whether the handler is (still) in place: one system call.
 bool are_bus_errors_caught();
 
+// Copies that ended so, in this process.
+uint64_t copies_ended_early();
+
 // One thread's copies. Made, used and destroyed on that thread, which must not block SIGBUS.
 class BusGuard {
  public:

@@ -95,7 +95,12 @@ EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
 }
 
 // Before a descriptor is closed that reads came through: what is mapped of its file goes.
-EXPORT void kvtier_ring_forget(kvtier_ring* ring, int fd) { ring->engine->forget(fd); }
+EXPORT void kvtier_ring_forget(kvtier_ring* ring, int fd) {
+  try {
+    ring->engine->forget(fd);
+  } catch (const std::bad_alloc&) {  // it went all the same, only on this thread
+  }
+}
 
 // 0: the ring was to read from mappings, and has stopped doing so, because its handler of SIGBUS was replaced.
 EXPORT int kvtier_ring_still_maps(kvtier_ring* ring) { return ring->engine->still_maps(); }

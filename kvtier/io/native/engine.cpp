@@ -24,7 +24,7 @@ void become_worker() {
   sigset_t all;
   sigfillset(&all);
   sigdelset(&all, SIGBUS);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);
   pthread_setname_np(pthread_self(), "kvtier-io");
 }
 
@@ -117,7 +117,7 @@ void Engine::forget(int fd) {
 }
 
 bool Engine::close(std::chrono::nanoseconds timeout) {
-  mappings_.clear();
+  mappings_.stop();
   std::unique_lock<std::mutex> lock(mutex_);
   stop_ = true;
   for (auto& lane : lanes_) {
@@ -130,7 +130,11 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
     }
   }
   work_or_stop_.notify_all();
-  return thread_ended_.wait_for(lock, timeout, [this] { return threads_alive_ == 0; });
+  const bool ended = thread_ended_.wait_for(lock, timeout, [this] { return threads_alive_ == 0; });
+  const auto gone = std::move(forgotten_);  // batches may keep the engine for long, but no file's memory
+  lock.unlock();
+  mappings_.clear();
+  return ended;
 }
 
 void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> landing) {
