@@ -1,4 +1,4 @@
-// Reads from mapped files, which others cut, unlink and leave holes in; and SIGBUS, which is somebody else's in the end.
+// Reads from mapped files, which others cut, unlink and leave holes in; and SIGBUS, which may be somebody else's.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>

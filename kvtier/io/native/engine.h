@@ -2,9 +2,10 @@
 //
 // An operation is cut into pieces small enough that a piece is still in a core's L2 cache when it is summed: a read
 // piece is summed as soon as it has landed, a write piece just before it goes out. Where reads are copies by the
-// processor they may land in a bounce buffer of the thread's own first, or be copied out of a mapping: see Landing. A read for a device goes through
-// the thread's DeviceStage, in pieces of its own size, and is summed by the device. Reads that are smaller are taken
-// together with their neighbours in the file, as far as these are waiting too, up to the size of a piece.
+// processor they may land in a bounce buffer of the thread's own first, or be copied out of a mapping: see Landing. A
+// read for a device goes through the thread's DeviceStage, in pieces of its own size, and is summed by the device.
+// Reads that are smaller are taken together with their neighbours in the file, as far as these are waiting too, up to
+// the size of a piece.
 //
 // Nothing is started when the library is loaded; an engine belongs to the process that made it.
 #pragma once
