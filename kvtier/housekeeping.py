@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 from pathlib import Path
 
 from kvtier.errors import Corrupt, KVTierError, TierUnavailable
@@ -81,6 +81,7 @@ class Housekeeper:
         segments in no index."""
         if not self._lease.take():
             return
+        self._read_back.begin()
         try:
             self._remover.finish(self.clock())
             known = {info.set_id: info for info in self._index.sets()}
@@ -155,6 +156,7 @@ class Housekeeper:
         progress: called with (segments read, segments in all)."""
         if not self._lease.take():
             return None
+        self._read_back.begin()
         try:
             return self._rebuild(progress)
         finally:
@@ -165,10 +167,12 @@ class Housekeeper:
         sets = [(files, *found) for files in self._namespaces() for found in reversed(files.sets())]
         total = sum(len(ranks) for _, _, ranks in sets)
         unreadable: list[str] = []
-        seen, records, was_held_up = count(), 0, False
+        seen, records, was_held_up = 0, 0, False
         for files, set_id, ranks in sets:
             faults: dict[int, KVTierError] = {}
-            records += self._read_back.read_set(files, set_id, ranks, faults, lambda _: progress(next(seen), total))
+            tell = partial(_tell, progress, seen, total)
+            records += self._read_back.read_set(files, set_id, ranks, faults, tell)
+            seen += len(ranks)
             for rank, fault in faults.items():
                 was_held_up = was_held_up or isinstance(fault, HeldUp)
                 if not isinstance(fault, NeverBegun):  # it is swept with its set
@@ -268,3 +272,7 @@ class Housekeeper:
 
     def _namespaces(self) -> list[SegmentFiles]:
         return [SegmentFiles(folder, direct=False) for folder in namespace_folders(self._folder)]
+
+
+def _tell(progress: Callable[[int, int], None], before: int, total: int, n_read: int) -> None:
+    progress(before + n_read, total)

@@ -7,7 +7,7 @@ already is read and summed before the other is refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, TierUnavailable
 from kvtier.index import entry
@@ -22,6 +22,10 @@ log = logging.getLogger("kvtier")
 
 ADOPTED_MAX = 512
 """Records that become visible in one step with the set that they lie in, when that is read back."""
+KEYS_AT_ONCE = 512
+"""Looked up in one step: engines' lookups wait for it."""
+
+Progress = Callable[[int], None]
 
 
 class HeldUp(TierUnavailable):
@@ -35,18 +39,35 @@ class ReadBack:
         self._index = index
         self._lease = lease
         self._clock = clock
+        self._good: set[tuple[bytes, Location]] = set()
+
+    def begin(self) -> None:
+        """A sweep or rebuild begins: what was seen to be good before may be bad by now."""
+        self._good.clear()
 
     def read_set(
         self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError],
-        progress: Callable[[int], None] = lambda n_read: None,
+        progress: Progress = lambda n_read: None,
     ) -> int:  # fmt: skip
         """Publishes what the header pages of a set's segments say; returns how many records the index did not know.
 
         A set that the index does not know comes into it with all its segments or, where one can't be read for now, not
         at all, to be taken in by a later sweep: of a set that it knows, nobody would look at that one again.
 
-        faults: gets why a segment could not be read, by rank. progress: called with the segments read.
+        faults: gets why a segment could not be read, by rank. progress: called with the segments read, again and again
+            while that takes long.
         """
+        try:
+            return self._read_set(files, set_id, ranks, faults, progress)
+        except HeldUp as fault:
+            faults.update({rank: fault for rank in ranks if rank not in faults})
+            return 0
+        finally:
+            files.close()
+
+    def _read_set(
+        self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError], progress: Progress
+    ) -> int:
         lapses = self._lease.lapses
         # Before the pages are read: what is published meanwhile, by a writer that lives, is in no page that was read.
         members = self._index.members(set_id)
@@ -63,37 +84,47 @@ class ReadBack:
             if segment is not None:
                 header, found[rank] = segment
         if header is None:
-            files.close()
             return 0
         records = {(record.key, record.location): record for rank in found for record in found[rank]}
-        for key, place in members:
-            if place.rank in found and (key, place) not in records:
-                self._index.retract(key, place)
-        missing = [record for place, record in records.items() if place not in members]
-        self._make_way(files, sorted({record.key for record in missing}))
-        files.close()
-        if not self._lease.is_held_since(lapses):  # somebody may have cut it since
-            faults.update((rank, HeldUp("others may have swept while it was read")) for rank in found)
-            return 0
+        gone = {member for member in members if member[1].rank in found and member not in records}
+        for key, place in gone:
+            self._index.retract(key, place)
+        known = set(members) - gone
+        missing = [record for member, record in records.items() if member not in known]
+        self._make_way(files, sorted({record.key for record in missing}), lambda: progress(len(ranks)))
+        self._check_held(lapses)  # somebody may have cut it since
         is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
         taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
         if taken is None:
-            taken = self._add_missing(set_id, missing, members, lapses)
+            taken = self._add_missing(set_id, missing, known, lapses)
         if not all(files.exists(set_id, rank) for rank in found):
             self._index.remove_set(set_id)  # it was evicted while it was read
             return 0
         return taken
 
-    def _make_way(self, files: SegmentFiles, keys: Sequence[bytes]) -> None:
+    def _check_held(self, lapses: int) -> None:
+        if not self._lease.is_held_since(lapses):
+            raise HeldUp("others may have swept while it was read")
+
+    def _make_way(self, files: SegmentFiles, keys: Sequence[bytes], progress: Callable[[], None]) -> None:
         """Takes what is bad of these chunks out of the index, where it stands in the way of records that were read.
         Before those are published: of a set that is in the index, a late writer may cut what it does not see there."""
-        for key, value in zip(keys, self._index.find(keys), strict=True):
-            for location in entry.locations_of(value):
-                self._lease.renew()
-                if not is_as_summed(files, key, location):
-                    log.info("slot %d of %s is bad, and another record of its chunk is read back",
-                             location.slot, segment_name(location.set_id, location.rank))  # fmt: skip
-                    self._index.retract(key, location)
+        for first in range(0, len(keys), KEYS_AT_ONCE):
+            some = keys[first : first + KEYS_AT_ONCE]
+            for key, value in zip(some, self._index.find(some), strict=True):
+                for location in entry.locations_of(value):
+                    if (key, location) not in self._good:
+                        progress()
+                        self._lease.renew()
+                        self._look_at(files, key, location)
+
+    def _look_at(self, files: SegmentFiles, key: bytes, location: Location) -> None:
+        if is_as_summed(files, key, location):
+            self._good.add((key, location))
+            return
+        name = segment_name(location.set_id, location.rank)
+        log.info("slot %d of %s is bad, and another record of its chunk is read back", location.slot, name)
+        self._index.retract(key, location)
 
     def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
         """A set with all that was read of it, also what the index knew before: it may have been lost since. How many
@@ -110,14 +141,17 @@ class ReadBack:
             raise
 
     def _add_missing(
-        self, set_id: int, missing: list[NewRecord], members: list[tuple[bytes, Location]], lapses: int
+        self, set_id: int, missing: list[NewRecord], known: Collection[tuple[bytes, Location]], lapses: int
     ) -> int:
-        """To a set that the index knows, of which it had `members`; how many records were taken. Of one that was taken
-        over, none behind those: its writer was refused them, and cuts them off without the lease (own_segments)."""
+        """To a set that the index knows, with `known` in it; how many records were taken. Of one that was taken over,
+        none behind those: its writer was refused them, and cuts them off without the lease (own_segments)."""
         if missing and any(info.owner == NOBODY for info in self._index.some_sets([set_id])):
-            used = slots_used(location for _, location in members)
+            used = slots_used(location for _, location in known)
             missing = [record for record in missing if record.location.slot < used.get(record.location.rank, 0)]
-        return self._index.publish(missing, from_files=True) if missing and self._lease.is_held_since(lapses) else 0
+        if not missing:
+            return 0
+        self._check_held(lapses)
+        return self._index.publish(missing, from_files=True)
 
     def _read_segment(
         self, files: SegmentFiles, set_id: int, rank: int

@@ -109,6 +109,7 @@ def _rebuild(index: Index, root: Root) -> Rebuilt:
     while (rebuilt := keeping.rebuild(progress("rebuilding", "segments"))) is None:
         if time.monotonic() > deadline:
             other = index.lease_owner(SWEEP_LEASE, time.time())
-            raise IndexUnavailable(f"{root.path}: {other} is sweeping it or rebuilding its index already; try again")
+            why = f"{other} is sweeping it or rebuilding its index already" if other else "reading it was held up"
+            raise IndexUnavailable(f"{root.path}: {why}; try again")
         time.sleep(0.1)
     return rebuilt

@@ -59,7 +59,17 @@ def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) ->
     total = 0
     for done in range(0, n_bytes, buffer.n_bytes):
         piece = min(buffer.n_bytes, n_bytes - done)
-        if os.preadv(fd, [buffer.view[:piece]], start + done) != piece:
+        if not _read_fully(fd, buffer.view[:piece], start + done):
             return None
         total += checksum(buffer.address, piece, seed, done // _PAIR_BYTES)
     return total % (1 << 64)
+
+
+def _read_fully(fd: int, view: memoryview, offset: int) -> bool:
+    """False where the file ends before. A read may give less than it was asked for, and the rest when asked again."""
+    while view:
+        n_read = os.preadv(fd, [view], offset)
+        if n_read == 0:
+            return False
+        view, offset = view[n_read:], offset + n_read
+    return True

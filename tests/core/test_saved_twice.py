@@ -3,6 +3,8 @@ the rebuild looks at what is below it before it lets that stand in the good one'
 
 from __future__ import annotations
 
+import mmap
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -125,3 +127,24 @@ def test_a_record_is_compared_with_its_sums(
     files.close()
     shutil.move(path.parent, path.parent.with_name("away"))
     assert is_as_summed(files, key, location), "of a mount that is away nothing is known"
+
+
+def test_a_read_that_gives_less_goes_on(
+    saved: tuple[SegmentFiles, Path, bytes, Location], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A good record was taken out for it."""
+    files, _, key, location = saved
+    plain, sizes = os.preadv, []
+
+    def short(fd: int, buffers: list[mmap.mmap] | list[memoryview], offset: int) -> int:
+        (buffer,) = buffers
+        if isinstance(buffer, mmap.mmap):  # of a header page
+            return plain(fd, buffers, offset)
+        sizes.append(len(buffer))
+        return plain(fd, [buffer[:4096]], offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", short)
+        assert is_as_summed(files, key, location)
+    assert max(sizes) > 4096
+    files.close()
