@@ -1,4 +1,4 @@
-"""A rebuild that takes long, or fails half way: it says that it is not done, gives signs of life, leaves no file open."""
+"""A rebuild that takes long or fails half way says that it is not done, gives signs of life, and leaves no file open."""
 
 from __future__ import annotations
 
@@ -89,9 +89,7 @@ def test_who_reads_what_lies_there_twice_gives_signs_of_life_and_reads_it_once(
     monkeypatch.setattr(read_back, "is_as_summed", look)
     keeper = Housekeeper(index, tmp_path / "v1", "me")
     assert keeper.rebuild(lambda done, total: told.append((done, total))) is not None
-    assert told_before == [3] and told == [(0, 2), (1, 2), (2, 2), (2, 2)], (
-        "a call for each segment, look, and at the end"
-    )
+    assert told_before == [3] and told == [(0, 2), (1, 2), (2, 2), (2, 2)], "each segment, the look, the end"
     name = parse_segment_name(older.name)
     assert name is not None and keeper._lease.take()
     assert keeper._read_back.read_set(SegmentFiles(older.parent, direct=False), name[0], [0], {}) == 0
