@@ -1,4 +1,4 @@
-"""A rebuild that takes long or fails half way says that it is not done, gives signs of life, and leaves no file open."""
+"""A rebuild that takes long or fails half way says that it is not done, shows signs of life, leaves no file open."""
 
 from __future__ import annotations
 
