@@ -2,8 +2,8 @@
 //
 // read(2) copies there, too, but slowly, and the sum then fetches the same bytes again. A mapping costs page faults the
 // first time its bytes are read, and some work at its end, so it is kept as long as its file is in use. (Processor time
-// of two busy cores of a Xeon with AVX-512, records of 4 MiB in pieces of 256 KiB: 510 us a record; 640 the first time,
-// and 45 to unmap it; through a bounce buffer 830, in place 820, fio's way without sums 690.) Not so on every machine:
+// of two busy cores of a Xeon with AVX-512, records of 4 MiB in pieces of 256 KiB: 530 us a record; 880 the first time,
+// and 45 to unmap it; through a bounce buffer 1000, in place 980, fio's way without sums 800.) Not so on every machine:
 // kvtier/io/memory_reads.py measures.
 #pragma once
 #include <sys/stat.h>
