@@ -81,7 +81,8 @@ def _seconds_of(ways: list[InMemory], folder: Path, sizes: RingSizes, clock: Cal
         target = aligned_buffer(FILE_BYTES)
         for start in range(0, FILE_BYTES, SLAB_BYTES):
             os.pwrite(file.fileno(), target.view[start : start + SLAB_BYTES], start)
-        rings += [Ring(sizes.threads, sizes.piece_bytes, in_memory=way) for way in ways]
+        for way in ways:  # one by one: those before one that fails are closed, too
+            rings.append(Ring(sizes.threads, sizes.piece_bytes, in_memory=way))
         rounds = [[_seconds(ring, file, target, clock) for ring in rings] for _ in range(ROUNDS)]
     finally:
         closed = [ring.close() for ring in rings]
