@@ -17,7 +17,7 @@ from kvtier.index.base import Location
 from kvtier.io.engines import Reads
 from kvtier.io.ring import AlignedBuffer, ReadOp, aligned_buffer
 from kvtier.plan import LoadChunk
-from kvtier.record import tags_in
+from kvtier.record import record_bytes, tags_in
 from kvtier.sources import Source, sources_of
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import SegmentFiles
@@ -29,7 +29,7 @@ class FetchFailed(Exception):
 
 
 class SegmentGone(FetchFailed):
-    """The file is not there any more, so nothing in it is."""
+    """The file, or its end, is not there any more, so nothing in it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class FileReader:
             raise FetchFailed(f"{place_of(location)}: {errno.errorcode.get(error, error)}")
         self.retract(reads.key, location)
         self._worker.metrics.add(names.CHECKSUM_FAILURES)
-        raise FetchFailed(f"{place_of(location)}: {what}")
+        raise (SegmentGone if error else FetchFailed)(f"{place_of(location)}: {what}")
 
     def _retract_all(self, chunk: LoadChunk, located: Sequence[Location]) -> None:
         """Records that overlap, being of unlike cuts, and so do not fit the slot together, all go: nobody saves the
@@ -116,19 +116,21 @@ class FileReader:
                 self.retract(chunk.key, location)
 
     def retract_gone(self, namespace: bytes, chunks: Sequence[LoadChunk]) -> None:
-        """After SegmentGone: those of the chunks behind it whose segments are gone too. A load ends at the first one,
-        so a long prompt would else be recomputed once for each of them. Without the folder, as on a mount that is away,
-        it is not the segments that are gone. Raises TierUnavailable, Corrupt, OSError."""
+        """After SegmentGone: those of the chunks behind it whose segments are gone too, or end before them. A load ends
+        at the first one, so a long prompt would else be recomputed once for each of them. Without the folder, as on a
+        mount that is away, it is not the segments that are gone. Raises TierUnavailable, Corrupt, OSError."""
         files = self._worker.files(namespace)
         if not files.folder.is_dir():
             return
-        there: dict[tuple[int, int], bool] = {}
+        there: dict[tuple[int, int], int] = {}
         for chunk in chunks:
             for location in entries.locations_of(chunk.entry):
                 segment = (location.set_id, location.rank)
                 if segment not in there:
-                    there[segment] = files.exists(*segment)
-                if not there[segment]:
+                    there[segment] = files.file_bytes(*segment)
+                # Slots are as large as their records.
+                end = PAGE_BYTES + (location.slot + 1) * record_bytes(location.extent, location.slab_bytes)
+                if there[segment] < end:
                     self.retract(chunk.key, location)
 
     def retract(self, key: bytes, location: Location) -> None:

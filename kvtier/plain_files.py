@@ -10,7 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger("kvtier")
@@ -37,6 +37,15 @@ def folder_within(folder: Path, depth: int = BELOW_ROOT) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def make_private(path: str) -> None:
+    """A folder, with those above it that are missing, all for their user alone: os.makedirs takes what the umask leaves
+    for those above. Raises OSError."""
+    if not os.path.isdir(path):
+        make_private(os.path.dirname(path))
+        with suppress(FileExistsError):  # another process was quicker; if it is no folder, its use says so
+            os.mkdir(path, 0o700)
 
 
 def is_plain(status: os.stat_result) -> bool:

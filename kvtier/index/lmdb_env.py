@@ -31,7 +31,7 @@ import lmdb
 
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.locks import file_lock, held
-from kvtier.plain_files import remove_strange
+from kvtier.plain_files import make_private, remove_strange
 
 log = logging.getLogger("kvtier")
 
@@ -277,7 +277,7 @@ class SharedEnvironment:
         return status.st_dev, status.st_ino
 
     def _open(self, deadline: float) -> Opened:
-        os.makedirs(self.path, mode=0o700, exist_ok=True)
+        make_private(self.path)
         if os.stat(self.path).st_mode & 0o077:
             os.chmod(self.path, 0o700)
         remove_strange(self.path, _FILES)

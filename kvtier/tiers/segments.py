@@ -152,6 +152,11 @@ class SegmentFiles:
         status = self._status(set_id, rank)
         return 0.0 if status is None else now_s - status.st_mtime
 
+    def file_bytes(self, set_id: int, rank: int) -> int:
+        """How long the file is; 0 when it is gone."""
+        status = self._status(set_id, rank)
+        return 0 if status is None else status.st_size
+
     def _status(self, set_id: int, rank: int) -> os.stat_result | None:
         """None when it is gone. Through no descriptor of the folder: sizes and times tell nobody what is in a file."""
         try:

@@ -182,6 +182,26 @@ def test_a_lost_segment_is_found_out_about_once(tmp_path: Path) -> None:
     reader.close()
 
 
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_all_that_a_segment_ends_before_is_missed_at_once(tmp_path: Path, kept: int) -> None:
+    """It was found out about one chunk at a time: a prompt of 390 was recomputed in part 390 times."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    keys = writer.keys(TOKENS)
+    writer.close()
+    (path,) = segments(tmp_path)
+    os.truncate(path, header_of(path).slot_offset(kept) + 2 * PAGE_BYTES)
+    reader = Engine(tmp_path)
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks
+    index = reader.store._keeper._index
+    wait_until(lambda: [bool(index.resolve([key])) for key in keys] == [True] * kept + [False] * (5 - kept))
+    assert reader.load(TOKENS, TARGET)[0] == kept
+    reader.save(TOKENS, BLOCKS)
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
+    reader.close()
+
+
 def test_a_folder_that_is_away_takes_no_more_than_one_chunk_along(tmp_path: Path) -> None:
     """As when a mount is gone for a moment: what lies there is not lost."""
     writer = Engine(tmp_path)

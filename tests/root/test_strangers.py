@@ -4,6 +4,7 @@ hang, crash, or read and write where no record is, and what kvtier makes is its 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,6 +28,7 @@ from kvtier.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.root import NAMESPACE_FILE, find_root, namespace_folders, open_namespace, open_root, segments_bytes
 from kvtier.tiers.segments import SegmentFiles, direct_io_works, parse_segment_name, segment_name
 from tests.core.rig import Engine, geometry, namespace, settings
+from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 3))
 BLOCKS, TARGET = list(range(12)), list(range(100, 112))
@@ -74,6 +76,20 @@ def test_all_that_is_made_is_its_users_alone(tmp_path: Path, monkeypatch: pytest
     assert {path.suffix for path in seen} >= {".kvseg", ".json", ".mdb", ""}
     for path, status in seen.items():
         assert stat.S_IMODE(status.st_mode) == (0o700 if stat.S_ISDIR(status.st_mode) else 0o600), path
+
+
+def test_what_is_made_again_of_a_root_that_vanished_is_its_users_alone(tmp_path: Path) -> None:
+    """By the index of an engine that runs: above its own folder, it took what the umask left."""
+    before = os.umask(0o022)
+    try:
+        engine = Engine(tmp_path / "deep" / "kv")
+        shutil.rmtree(tmp_path / "deep")
+        wait_until(lambda: (tmp_path / "deep/kv/v1/index").exists(), timeout_s=20)
+        engine.close()
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "deep", tmp_path / "deep/kv", tmp_path / "deep/kv/v1", tmp_path / "deep/kv/v1/index"):
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o700, path
 
 
 def test_the_users_own_folder_that_was_made_too_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
