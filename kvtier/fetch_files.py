@@ -17,8 +17,8 @@ from kvtier.index.base import Location
 from kvtier.io.engines import Reads
 from kvtier.io.ring import AlignedBuffer, ReadOp, aligned_buffer
 from kvtier.plan import LoadChunk
-from kvtier.record import record_bytes, tags_in
-from kvtier.sources import Source, sources_of
+from kvtier.record import tags_in
+from kvtier.sources import Source, place_in_file, sources_of
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import SegmentFiles
 from kvtier.worker import Worker
@@ -128,9 +128,7 @@ class FileReader:
                 segment = (location.set_id, location.rank)
                 if segment not in there:
                     there[segment] = files.file_bytes(*segment)
-                # Slots are as large as their records.
-                end = PAGE_BYTES + (location.slot + 1) * record_bytes(location.extent, location.slab_bytes)
-                if there[segment] < end:
+                if there[segment] < place_in_file(location).stop:
                     self.retract(chunk.key, location)
 
     def retract(self, key: bytes, location: Location) -> None:
@@ -150,9 +148,7 @@ class FileReader:
             self.retract(key, location)
             raise SegmentGone(f"segment {location.set_id:016x}-{location.rank:04d} is gone")
         held.callback(segment.release)
-        header = segment.header
-        is_alike = (header.slab_bytes, header.extent) == (location.slab_bytes, location.extent)
-        if not is_alike or location.slot >= header.slots:
+        if not segment.header.has_slot(location.slot, location.extent, location.slab_bytes):
             self.retract(key, location)
             raise FetchFailed(f"{place_of(location)}: that segment has no such records")
         return segment

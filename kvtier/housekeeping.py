@@ -149,8 +149,8 @@ class Housekeeper:
         return disk.f_bavail * disk.f_frsize
 
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt | None:
-        """Makes the index agree with the files, from header pages alone; entries without a file go. None, and nothing
-        is done, while others sweep or rebuild: a sweep cuts segments behind what the index knows of them. None, too,
+        """Makes the index agree with the files (kvtier.read_back); entries without a file go. None, and nothing is
+        done, while others sweep or rebuild: a sweep cuts segments behind what the index knows of them. None, too,
         when they may have done so meanwhile: then some segments are still to be read.
 
         progress: called with (segments read, segments in all)."""
@@ -163,7 +163,8 @@ class Housekeeper:
             self._lease.release()
 
     def _rebuild(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
-        # The newest come first: of a chunk that was found bad and saved again, the newer record is the good one.
+        # The newest come first: of a chunk that was found bad and saved again, the newer record mostly is the good one,
+        # and the bad one never comes in.
         sets = [(files, *found) for files in self._namespaces() for found in reversed(files.sets())]
         total = sum(len(ranks) for _, _, ranks in sets)
         unreadable: list[str] = []

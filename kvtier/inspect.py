@@ -19,12 +19,11 @@ from kvtier.record import RecordHeader, SegmentHeader, is_blank, tags_in
 from kvtier.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
 from kvtier.signing import Signer
 from kvtier.tiers.descriptors import OpenSegment
+from kvtier.tiers.read_record import RECORD_BYTES_MAX
 from kvtier.tiers.segments import NeverBegun, SegmentFiles, segment_name
 
 IO_THREADS = 8
 IN_FLIGHT_BYTES = 64 << 20
-RECORD_BYTES_MAX = 4 << 30
-"""A record is read whole. One of 256 tokens of the largest models takes 1 GiB; a file with holes may claim any size."""
 CUT_OFF = "the file ends before its last slab"
 
 Progress = Callable[[int, int], None]

@@ -247,7 +247,7 @@ class Keeper:
             self._due.beat_s = 0.0  # this index knows of no sign of life
             rebuilt = self._housekeeper.rebuild(lambda done, total: self._beat(self._housekeeper.clock()))
             if rebuilt is None:
-                return  # another engine is at it
+                return  # another engine is at it, or may have been meanwhile
             self._index.rebuilt(loss)
             self._leave_lost_sets()
             for fault in rebuilt.unreadable:

@@ -1,4 +1,4 @@
-"""Reading segments back into an index that does not know them, from header pages.
+"""Reading segments back into an index that does not know what lies in them, from header pages.
 
 Of a chunk that lies there twice, one may have been found bad once, which no header says. So the one that the index has
 already is read and summed before the other is refused.

@@ -71,6 +71,10 @@ class SegmentHeader:
     def slot_offset(self, slot: int) -> int:
         return PAGE_BYTES + slot * self.slot_bytes
 
+    def has_slot(self, slot: int, extent: Extent, slab_bytes: int) -> bool:
+        """Whether a record of this cut can lie in that slot."""
+        return (self.extent, self.slab_bytes) == (extent, slab_bytes) and slot < self.slots
+
     @property
     def file_bytes(self) -> int:
         return PAGE_BYTES + self.slots * self.slot_bytes

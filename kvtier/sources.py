@@ -34,7 +34,7 @@ class Source:
     @property
     def header_offset(self) -> int:
         """Byte of the segment file at which the record's header page starts."""
-        return PAGE_BYTES + self.location.slot * record_bytes(self.location.extent, self.location.slab_bytes)
+        return place_in_file(self.location).start
 
     @property
     def first_slab(self) -> int:
@@ -59,6 +59,13 @@ class Source:
             page_head=self.wanted.first_head - held.first_head,
             n_heads=self.wanted.n_heads,
         )
+
+
+def place_in_file(location: Location) -> range:
+    """Bytes of the segment file that the record takes, from its header page on: slots are as large as their records."""
+    n_bytes = record_bytes(location.extent, location.slab_bytes)
+    start = PAGE_BYTES + location.slot * n_bytes
+    return range(start, start + n_bytes)
 
 
 def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> tuple[Source, ...] | None:

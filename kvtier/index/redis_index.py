@@ -232,11 +232,8 @@ class RedisIndex:
         return self.loss() is not None
 
     def rebuilt(self, loss: Loss | None) -> None:
-        names = self._marks() if loss else []
-        self._caller.run(
-            [Request(name, MARK_MADE.call([name], [mark, DONE])) for name, mark in zip(names, loss or (), strict=True)
-             if mark]
-        )  # fmt: skip
+        marks = zip(self._marks(), loss or (), strict=False)
+        self._caller.run([Request(name, MARK_MADE.call([name], [mark, DONE])) for name, mark in marks if mark])
 
     def _marks(self) -> list[bytes]:
         return [self._keys.meta, *(self._keys.counts(tag) for tag in range(self._keys.tags))]

@@ -16,7 +16,7 @@ from kvtier.tiers.segments import SegmentFiles
 
 PIECE_BYTES = 4 << 20
 RECORD_BYTES_MAX = 4 << 30
-"""A file with holes may claim any size: what is larger is not read."""
+"""One of 256 tokens of the largest models takes 1 GiB; a file with holes may claim any size, and is not read."""
 _PAIR_BYTES = 8
 
 
@@ -41,7 +41,7 @@ def is_as_summed(files: SegmentFiles, key: bytes, location: Location) -> bool:
 
 def _is_as_summed(segment: OpenSegment, key: bytes, location: Location) -> bool:
     header, extent = segment.header, location.extent
-    if (header.extent, header.slab_bytes) != (extent, location.slab_bytes) or location.slot >= header.slots:
+    if not header.has_slot(location.slot, extent, location.slab_bytes):
         return False
     if record_bytes(extent, header.slab_bytes) > RECORD_BYTES_MAX:
         return True
