@@ -174,3 +174,11 @@ class Engine:
             transfer.drain(5)
             transfer.close()
         self.store.close()
+
+
+def reader_of_saved(root: Path, tokens: Sequence[int], block_ids: Sequence[int]) -> Engine:
+    """An engine that reads from files, each time, what another one saved there."""
+    writer = Engine(root)
+    writer.save(tokens, block_ids)
+    writer.close()
+    return Engine(root, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}})

@@ -16,7 +16,7 @@ from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.memory_reads import MemoryReads
 from kvtier.io.native import reads_issued
 from kvtier.io.ring import InMemory
-from tests.core.rig import Engine
+from tests.core.rig import Engine, reader_of_saved
 
 SHM = Path("/dev/shm")
 TOKENS, SAVED, TARGET = list(range(64 * 3)), list(range(12)), list(range(100, 112))
@@ -34,10 +34,7 @@ def _root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(name="reader")
 def _reader(root: Path) -> Iterator[Engine]:
     """Of what another engine saved."""
-    writer = Engine(root)
-    writer.save(TOKENS, SAVED)
-    writer.close()
-    reader = Engine(root, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}})
+    reader = reader_of_saved(root, TOKENS, SAVED)
     reader.prefill(TOKENS, SAVED)  # what is expected
     yield reader
     reader.close()

@@ -14,7 +14,7 @@ from kvtier.fetch_files import FetchFailed
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, ReadOp, Ring, WriteOp
 from kvtier.plan import LoadChunk
-from tests.core.rig import Engine
+from tests.core.rig import Engine, reader_of_saved
 
 TOKENS = list(range(1000, 1064))
 BLOCKS = list(range(4))
@@ -69,10 +69,7 @@ class Readers:
 
 @pytest.fixture(name="readers")
 def _readers(tmp_path: Path) -> Iterator[Readers]:
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
-    engine = Engine(tmp_path, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}})
+    engine = reader_of_saved(tmp_path, TOKENS, BLOCKS)
     yield Readers(engine)
     engine.close()
 
