@@ -57,6 +57,11 @@ def code_of(result: dict[str, Any]) -> str:
     return note if note.startswith("kvtier at ") else f"kvtier at {result.get('commit') or 'a commit not written down'}"
 
 
+def forwards(settings: dict[str, Any]) -> str:
+    """How an engine with these arguments launched its forwards. Results that say nothing are of eager engines."""
+    return "eager" if settings.get("enforce_eager", not settings) else "compiled and with CUDA graphs (vLLM's default)"
+
+
 SHARED = ", on a machine of four GPUs while other experiments ran on the other ones"
 """Their kernels were not disturbed by that; what a CPU or the host's memory has part in was: the floor, which is
 vLLM's alone, took twice as long there."""

@@ -15,6 +15,7 @@ from benchmarks.tables_common import (
     PEERS,
     RESULTS,
     by_length,
+    forwards,
     has,
     judged,
     made,
@@ -67,8 +68,8 @@ def machine() -> list[str]:
     code = "" if commit is None else f" All with kvtier at {commit}."
     return [
         f"One {gpu} in a virtual machine ({what}); the reloads from tmpfs on {result['date']}. "
-        "Times to the first token: Llama-3.1-8B's dimensions, bf16, eager, one request at a time, a fresh process that "
-        "reloads what another one saved; "
+        f"Times to the first token: Llama-3.1-8B's dimensions, bf16, {forwards(result.get('llm', {}))}, one request at "
+        "a time, a fresh process that reloads what another one saved; "
         "milliseconds, the median and in brackets the fastest and the slowest. A table holds one run; runs differ in "
         f"{differ}, so compare within a table only.{code}"
     ]

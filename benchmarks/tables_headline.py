@@ -11,6 +11,7 @@ from benchmarks.tables_common import (
     NAMES,
     PEERS,
     by_length,
+    forwards,
     has,
     judged,
     made,
@@ -36,8 +37,9 @@ def reloads() -> list[str]:
     gpu = result["machine"]["gpus"][0].split(",")[0]
     return [
         f"**Time to the first token of a stored prompt, ms** (one {gpu}, vLLM {result['versions']['vllm']}, "
-        f"Llama-3.1-8B's dimensions in bf16, eager, one request at a time; a fresh process that reloads what another "
-        f"one saved; median of {len(lengths[min(lengths)]['kvtier']['all_s'])}; {made(result)}):",
+        f"Llama-3.1-8B's dimensions in bf16, {forwards(result.get('llm', {}))}, one request at a time; a fresh process "
+        f"that reloads what another one saved; median of {len(lengths[min(lengths)]['kvtier']['all_s'])}; "
+        f"{made(result)}):",
         "",
         *table(["tokens", "computed", "floor: hit in vLLM's own cache", "kvtier from tmpfs",
                 "kvtier from the host arena", *(NAMES[name] for name in beside)], rows),

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.report import ms
 from benchmarks.serving import plot
-from benchmarks.tables_common import code_of, has, judged, read, table
+from benchmarks.tables_common import code_of, forwards, has, judged, read, table
 from benchmarks.versus.contestants import CONTESTANTS
 from benchmarks.versus.judge import OURS, PEERS, Cell, Entries, goals, losses, slower_than_computing
 
@@ -24,7 +24,8 @@ def versus() -> list[str]:
     cells = entries.cells()
     text = [
         f"**kvtier and its peers, side by side** (`python -m benchmarks.versus`, {code_of(result)}, {result['date']}; "
-        f"vLLM {result['versions'].get('vllm')}; Llama-3.1-8B's dimensions; the same prompts, the systems in turn, a "
+        f"vLLM {result['versions'].get('vllm')}; Llama-3.1-8B's dimensions, "
+        f"{forwards(result['settings'].get('llm', {}))}; the same prompts, the systems in turn, a "
         "fresh process for each repetition that reloads all lengths; ms to the first token, the median and in "
         f"brackets the fastest and the slowest; [plot](results/gpu/{PLOT})).",
     ]

@@ -32,8 +32,9 @@ def of_kvtier(parser: argparse.ArgumentParser, usual: str = "{}") -> None:
 def of_timed_engines(
     parser: argparse.ArgumentParser, gpu_memory: float, model: str = "8b", tensor_parallel_size: int = 1
 ) -> None:
-    """A model whose output means nothing, and how it lies on the GPUs."""
+    """A model whose output means nothing, how it lies on the GPUs, and how its forwards are launched."""
     add = parser.add_argument
     add("--model", choices=sorted(DIMENSIONS), default=model)
     add("--gpu-memory", type=float, default=gpu_memory, help="share of each GPU's memory")
     add("--tp", type=int, default=tensor_parallel_size, help="tensor parallel size")
+    add("--eager", action="store_true", help="without vLLM's default of compiling and CUDA graphs")

@@ -46,7 +46,8 @@
 # SYSTEMS=none,kvtier first, then SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers. HBM_ARENA: also from an hbm arena of
 # that size (with EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions),
 # TOGETHER (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. ONE (any text): two-ttft has one
-# process that computes, saves and reloads. LANE: set by lanes.
+# process that computes, saves and reloads. EAGER (any text): engines that are timed run without compiling and CUDA
+# graphs, which are vLLM's default. LANE: set by lanes.
 set -uo pipefail
 OUT=${OUT:-/tmp/bench/out}
 BUNDLE=${BUNDLE:-/tmp/bundle}
@@ -128,7 +129,7 @@ ttft() {
   local name=$1 folder=$2 seconds=$3
   shift 3
   bench ttft "$seconds" --folder "$folder" --out "$OUT/$name.json" --logs "$WORK/logs" --extra "$EXTRA" \
-    --ceilings "$WORK/ceilings.json" ${LENGTHS:+--lengths "$LENGTHS"} "$@"
+    --ceilings "$WORK/ceilings.json" ${LENGTHS:+--lengths "$LENGTHS"} ${EAGER:+--eager} "$@"
 }
 
 versus() {
@@ -137,7 +138,7 @@ versus() {
   [ -z "${TINY:-}" ] || systems=none,kvtier,kvtier-k4v4 # the others want a GPU
   timeout -k 10 $((limit + 80)) python3 -m benchmarks.versus ${TINY:+--tiny} --place "$place" --folder "$folder" \
     --systems "${SYSTEMS:-$systems}" --out "$WORK/versus.json" --logs "$WORK/logs" --seconds "$limit" --extra "$EXTRA" \
-    --repetitions "${REPEAT:-3}" --together "${TOGETHER:-3}" ${LENGTHS:+--lengths "$LENGTHS"} "$@"
+    --repetitions "${REPEAT:-3}" --together "${TOGETHER:-3}" ${LENGTHS:+--lengths "$LENGTHS"} ${EAGER:+--eager} "$@"
   local code=$?
   cp "$WORK/versus.json" "$OUT/"
   return $code
@@ -149,6 +150,8 @@ long_doc_qa() {
   local model=$WORK/models/8b-text limit=${LIMIT_S:-500} systems=prefix,native,kvtier-k4v4
   local vllm="--load-format dummy --dtype bfloat16 --max-model-len 24576 --kv-cache-memory-bytes 8589934592 --max-num-seqs 8"
   local tier="{\"root\": \"$MEMORY\", \"capacity_bytes\": \"105GiB\", \"model_tag\": \"llama-8b-dummy\"}"
+  local forwards="--compilation-config '{\"cudagraph_capture_sizes\": [1, 2, 4, 8, 16, 32, 64, 128, 256]}'"
+  [ -z "${EAGER:-}${TINY:-}" ] || forwards=--enforce-eager
   local asked="--text python --num-documents ${DOCUMENTS:-20} --document-length ${WORDS:-13500} --repeat-count 1 --repeat-mode tile"
   if [ -n "${TINY:-}" ]; then
     model=$WORK/models/tiny-text systems=prefix,kvtier
@@ -160,7 +163,7 @@ long_doc_qa() {
   python3 -m benchmarks.versus.text_model "$model" ${TINY:+--model tiny} || return 1
   timeout -k 30 "$limit" python3 -m benchmarks.serving long_doc_qa --systems "${SYSTEMS:-$systems}" --model "$model" \
     --work "$WORK/serving" --out "$OUT/${NAME:-long_doc_qa}.json" --tier "$tier" --start-timeout 150 \
-    --native '{"cpu_bytes_to_use": 17179869184}' --vllm "--enforce-eager --gpu-memory-utilization 0.5 $vllm" \
+    --native '{"cpu_bytes_to_use": 17179869184}' --vllm "$forwards --gpu-memory-utilization 0.5 $vllm" \
     -- $asked --output-len 8 --ignore-eos --floor 2 --max-inflight-requests 1 \
     -- $asked --output-len 8 --ignore-eos --floor 2 --max-inflight-requests 2 --first-document 100
   local code=$?
@@ -229,10 +232,10 @@ stage() {
       ttft "${NAME:-ttft_disk}" "$DISK" 540 --systems "${SYSTEMS:-none,kvtier,native}" --count "${COUNT:-2}" \
         --peer-count "${PEER_COUNT:-1}" --probe-tokens $probe --timeout 170 ;;
     verify-cost)
-      bench verification 300 --folder "$MEMORY" --out "$OUT/verification.json" --logs "$WORK/logs" ;;
+      bench verification 300 --folder "$MEMORY" --out "$OUT/verification.json" --logs "$WORK/logs" ${EAGER:+--eager} ;;
     where)
       bench where_time_goes 200 --folder "$MEMORY" --out "$OUT/where_time_goes.json" --logs "$WORK/logs" \
-        --lengths "${LENGTHS:-8192}" --extra "$EXTRA" ;;
+        --lengths "${LENGTHS:-8192}" --extra "$EXTRA" ${EAGER:+--eager} ;;
     save)
       bench save_cost 400 --folder "$DISK" --out "$OUT/save_cost.json" --logs "$WORK/logs" --extra "$EXTRA" \
         --pairs "${COUNT:-3}" --decode-pairs "${PAIRS:-5}" ;;
@@ -240,7 +243,8 @@ stage() {
       local part=${1#two-} seconds=330
       [ "$part" = equal ] || seconds=450
       bench two_gpus $seconds --folder "$MEMORY" --out "$OUT/${NAME:-two_gpus_$part}.json" --logs "$WORK/logs" --extra "$EXTRA" \
-        --parts "$part" --count "${COUNT:-2}" --systems "${SYSTEMS:-none,kvtier}" ${ONE:+--one-process} ;;
+        --parts "$part" --count "${COUNT:-2}" --systems "${SYSTEMS:-none,kvtier}" ${ONE:+--one-process} \
+        ${EAGER:+--eager} ;;
     quality)
       timeout -k 10 590 python3 -m benchmarks.quality --out "$OUT/quality.json" --minutes "${MINUTES:-5}" ;;
     *)

@@ -22,8 +22,8 @@ from benchmarks.gpu.ttft import setup_of
 DECODE_BATCH, TINY_DECODE_BATCH = 32, 4
 WINDOW_LIMIT_S = 24.0
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
-"""Steps that only decode run as one graph, or the pace of Python decides how many there are; a prefill runs eagerly, as
-elsewhere, and nothing is compiled."""
+"""Steps that only decode run as one graph, or the pace of Python decides how many there are; a prefill runs
+eagerly, and nothing is compiled."""
 
 
 def parts_of(arguments: argparse.Namespace) -> list[list[Any]]:
@@ -102,7 +102,6 @@ def parse(text: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=None, help="tokens of the long prompts")
     parser.add_argument("--pairs", type=int, default=3, help="of cold prompts")
     parser.add_argument("--decode-pairs", type=int, default=5, help="of windows of the decoding batch")
-    parser.add_argument("--eager", action="store_true", help="decoding too without CUDA graphs")
     arguments = parser.parse_args(text)
     arguments.length = arguments.length or (700 if arguments.tiny else 100_000)
     return arguments

@@ -104,8 +104,8 @@ def ttft(arguments: argparse.Namespace) -> dict[str, Any]:
     if setup.extra.get("codec", "raw") != "raw":
         token_bytes = encoded_token_bytes(results) or token_bytes
     rows = summary(results, lengths, token_bytes)
-    return {"model": setup.kind, "folder": str(setup.folder), "extra": setup.extra, "rows": rows, "results": results,
-            "one_process": arguments.one_process}  # fmt: skip
+    return {"model": setup.kind, "folder": str(setup.folder), "extra": setup.extra, "llm": setup.llm, "rows": rows,
+            "results": results, "one_process": arguments.one_process}  # fmt: skip
 
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
