@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.engine import Engine
@@ -24,6 +27,8 @@ WATCHED = (
     ("kvtier.fetch", "Fetcher", ("check",)),
 )  # fmt: skip
 
+SHOWN_MS = 0.2
+
 
 class Timeline:
     """Every call of what is watched: name, thread, begin and end in seconds. Methods are replaced for good."""
@@ -35,6 +40,8 @@ class Timeline:
             for method in methods:
                 if hasattr(owner, method):
                     setattr(owner, method, self._watched(getattr(owner, method), f"{kind}.{method}"))
+        self._collecting_s = 0.0
+        gc.callbacks.append(self._collects)
 
     def _watched(self, method: Any, name: str) -> Any:
         @functools.wraps(method)
@@ -47,6 +54,33 @@ class Timeline:
 
         return call
 
+    def _collects(self, phase: str, about: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._collecting_s = now
+        else:
+            name = f"garbage of generation {about['generation']}"
+            self.calls.append((name, threading.current_thread().name, self._collecting_s, now))
+
+
+def thread_times() -> dict[int, tuple[str, int]]:
+    """Of each thread of this process: its name, and the nanoseconds for which it has run (Linux, schedstat)."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found = {}
+    for folder in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            number, ran_ns = int(folder.name), int((folder / "schedstat").read_text().split()[0])
+            found[number] = (names.get(number) or (folder / "comm").read_text().strip(), ran_ns)
+    return found
+
+
+def busy_ms(before: dict[int, tuple[str, int]], after: dict[int, tuple[str, int]]) -> dict[str, float]:
+    """Milliseconds for which the threads of each name ran in between; those that hardly did are left out."""
+    grown: dict[str, float] = {}
+    for number, (name, ran_ns) in after.items():
+        grown[name] = grown.get(name, 0.0) + 1e-6 * (ran_ns - before.get(number, ("", 0))[1])
+    return {name: round(ran_ms, 1) for name, ran_ms in grown.items() if ran_ms >= SHOWN_MS}
+
 
 def timelines(engine: Engine, lengths: list[int], count: int, again: int) -> list[dict[str, Any]]:
     """Each prompt as it comes from storage, and `again` times from vLLM's own prefix cache."""
@@ -57,8 +91,18 @@ def timelines(engine: Engine, lengths: list[int], count: int, again: int) -> lis
             tokens = timed_prompt(n_tokens, number, engine.vocabulary)
             for kind in ("reloaded", *["own hit"] * again):
                 timeline.calls.clear()
+                before = thread_times()
                 asked = time.perf_counter()
                 row = engine.first_token(tokens)
+                busy = busy_ms(before, thread_times())
                 calls = [(name, thread, began - asked, ended - asked) for name, thread, began, ended in timeline.calls]
-                rows.append(row | {"kind": kind, "number": number, "calls": sorted(calls, key=lambda call: call[2])})
+                rows.append(
+                    row
+                    | {
+                        "kind": kind,
+                        "number": number,
+                        "busy_ms": busy,
+                        "calls": sorted(calls, key=lambda call: call[2]),
+                    }
+                )
     return rows

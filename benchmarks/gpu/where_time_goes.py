@@ -35,6 +35,7 @@ def parse() -> argparse.Namespace:
 
 def show(row: dict[str, Any]) -> None:
     print(f"{row['tokens']:,} tokens, {row['kind']}: {1e3 * row['ttft_s']:.1f} ms, counted {row['counted']}")
+    print(f"  milliseconds of threads: {row['busy_ms']}")
     for name, thread, began, ended in row["calls"]:
         if ended - began >= SHORTEST_S:
             print(f"  {1e3 * began:8.2f} {1e3 * (ended - began):8.2f}  {thread[:16]:16} {name}")
