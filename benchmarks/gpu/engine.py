@@ -166,10 +166,11 @@ def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
         steps_equality,
         steps_load,
         steps_timeline,
+        steps_turns,
         steps_verification,
     )
 
-    modules = (steps, steps_decode, steps_equality, steps_load, steps_timeline, steps_verification)
+    modules = (steps, steps_decode, steps_equality, steps_load, steps_timeline, steps_turns, steps_verification)
     known = {name: step for module in modules for name, step in vars(module).items()}
     job = json.loads(job_path.read_text())
     engine = Engine(job)

@@ -1,15 +1,17 @@
 """The load walk without an engine: how fast chunks come from files, verified, into paged KV on a GPU.
 
-    python -m benchmarks.gpu.load_rate --folder /dev/shm/kv [--out OUT.json] [--chunks 32,128,390] [--repeats 8]
+    python -m benchmarks.gpu.load_rate --folder /dev/shm/kv [--out OUT.json] [--chunks 32,128,390] [--pauses 0.3]
 
 Llama-3.1-8B's dimensions: 32 MiB a chunk. Each load follows a pause, as a request follows an engine's quiet time, and
 begins with empty blocks; afterwards all of them are compared with what was saved. Nothing stays in the host arena, so
-that every load comes from the files. The ceiling is a pinned copy.
+that every load comes from the files. The ceiling is a pinned copy; beside each load stands one of as many bytes that
+follows as long a pause, for a machine that slept is slow at first.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import time
@@ -37,7 +39,7 @@ SHAPE = Geometry(layers=32, kv_heads=8, k_head_size=128, v_head_size=128, dtype=
 BLOCK_TOKENS = 16
 CHUNK_BLOCKS = SHAPE.chunk_tokens // BLOCK_TOKENS
 CHUNKS_A_SAVE = 32
-PAUSE_S = 0.3
+COPY_PIECE_BYTES = 64 << 20
 
 
 @dataclass
@@ -57,12 +59,12 @@ class Rig:
         assert len(entries) == n_chunks, f"{len(entries)} of {n_chunks} chunks are stored"
         return self.store.plan_load(name, keys, entries, list(range(n_chunks * CHUNK_BLOCKS)), 0)
 
-    def load(self, name: str, n_chunks: int) -> float:
+    def load(self, name: str, n_chunks: int, pause_s: float) -> float:
         """Seconds from asking to the answer; raises when anything of it is wrong."""
         for layer in self.layers:
             layer.zero_()
         torch.cuda.synchronize()
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
         plan = self.plan(name, n_chunks)
         started = time.perf_counter()
         self.transfer.load(plan)
@@ -109,38 +111,62 @@ def _save(rig: Rig) -> None:
             rig.store.saved(rig.transfer.poll().saves)
 
 
+class PinnedCopy:
+    """Copies to the GPU of pinned memory, piece after piece."""
+
+    def __init__(self) -> None:
+        self._host = torch.randint(0, 255, (COPY_PIECE_BYTES,), dtype=torch.uint8).pin_memory()
+        self._device = torch.empty(COPY_PIECE_BYTES, dtype=torch.uint8, device="cuda")
+
+    def seconds(self, n_bytes: int, pause_s: float) -> float:
+        torch.cuda.synchronize()
+        time.sleep(pause_s)
+        started = time.perf_counter()
+        for _ in range(-(-n_bytes // COPY_PIECE_BYTES)):
+            self._device.copy_(self._host, non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+
 def main(text: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.load_rate", description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--chunks", default="32,128,390")
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--pauses", default="0.3", help="seconds before each load, divided by commas")
     parser.add_argument("--extra", default="{}", help="more settings of kvtier, as JSON")
     arguments = parser.parse_args(text)
     sizes = [int(part) for part in arguments.chunks.split(",")]
+    pauses = [float(part) for part in arguments.pauses.split(",")]
     root = arguments.folder / "load-rate"
     shutil.rmtree(root, ignore_errors=True)
     rig = make_rig(root, max(sizes), json.loads(arguments.extra))
     limit, _ = rates()
+    copy = PinnedCopy()
     rows = []
-    for n_chunks in sizes:
-        times = [rig.load(f"{n_chunks}-{number}", n_chunks) for number in range(arguments.repeats + 1)][1:]
+    for n_chunks, pause_s in itertools.product(sizes, pauses):
         n_bytes = n_chunks * SHAPE.chunk_tokens * SHAPE.token_bytes
-        rate = n_bytes / median(times)
-        rows.append({"chunks": n_chunks, "bytes": n_bytes, "all_s": times, "bytes_s": rate,
-                     "percent": 100 * rate / limit})  # fmt: skip
+        times, copies = [], []
+        for number in range(arguments.repeats + 1):
+            times.append(rig.load(f"{n_chunks}-{pause_s}-{number}", n_chunks, pause_s))
+            copies.append(copy.seconds(n_bytes, pause_s))
+        rate = n_bytes / median(times[1:])
+        rows.append({"chunks": n_chunks, "pause_s": pause_s, "bytes": n_bytes, "all_s": times[1:], "bytes_s": rate,
+                     "percent": 100 * rate / limit, "copy_s": median(copies[1:])})  # fmt: skip
     rig.transfer.close()
     rig.store.close()
     shutil.rmtree(root, ignore_errors=True)
     if arguments.out is not None:
         report.write(arguments.out, "verified loads without an engine", {"pinned_bytes_s": limit, "rows": rows})
     cells = [
-        (row["chunks"], f"{1e3 * median(row['all_s']):.1f}", f"{row['bytes_s'] / 1e9:.1f}", f"{row['percent']:.0f}",
+        (row["chunks"], f"{row['pause_s']:g}", f"{1e3 * row['copy_s']:.1f}", f"{1e3 * median(row['all_s']):.1f}",
+         f"{row['bytes_s'] / 1e9:.1f}", f"{row['percent']:.0f}",
          " ".join(f"{1e3 * s:.1f}" for s in row["all_s"]))
         for row in rows
     ]  # fmt: skip
     print(f"pinned copies {limit / 1e9:.1f} GB/s")
-    report.table(("chunks", "ms", "GB/s", "% of pinned", "all"), cells)
+    report.table(("chunks", "pause s", "copy ms", "ms", "GB/s", "% of pinned", "all"), cells)
     return 0
 
 

@@ -10,7 +10,8 @@
 #   ceilings     copies, storage, reads into the GPU by ring and KvikIO                50   150
 #   kernels      gather, scatter, checksum                                             60   120
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
-#   rate         verified loads without an engine                                      25   120
+#   rate         verified loads without an engine, after pauses (PAUSES)               45   120
+#   in-turns     constants of kvtier's (CONSTANTS, divided by blanks), reloads of TOKENS  110 200
 #   codecs       the codecs' kernels (TUNE: other tilings too)                           90   200
 #   equality     blocks and tokens, CUDA graphs on; of each of MODELS                 150   280 each
 #   load         32 requests at capacity                                              110   330
@@ -40,7 +41,7 @@
 # Among the stages, NAME=VALUE sets a variable of those below for the stages after it.
 #
 # Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS,
-# SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
+# SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, FOLDERS (of ceilings), MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
 # BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
 # ceilings, kernels, doctor and demo). ARENA (empty: none) and NAME (of the JSON) are for ttft in two calls on one machine:
 # SYSTEMS=none,kvtier first, then SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers. HBM_ARENA: also from an hbm arena of
@@ -201,7 +202,7 @@ stage() {
     doctor)
       for folder in "$MEMORY" "$DISK"; do timeout -k 5 30 python3 -m kvtier.cli doctor "$folder"; done ;;
     ceilings)
-      TINY="" bench ceilings 150 --folders "$MEMORY,$DISK" --out "$WORK/ceilings.json" --reads &&
+      TINY="" bench ceilings 150 --folders "${FOLDERS:-$MEMORY,$DISK}" --out "$WORK/ceilings.json" --reads &&
         cp "$WORK/ceilings.json" "$OUT/" ;;
     kernels)
       TINY="" bench kernels 120 --out "$OUT/kernels.json" ;;
@@ -209,7 +210,11 @@ stage() {
       (cd "$TREE" && timeout -k 10 240 python3 -m pytest -q -p no:cacheprovider -n 4 --dist loadfile --rootdir "$TREE" \
         tests/kernels tests/gpu tests/io) ;;
     rate)
-      TINY="" bench load_rate 120 --folder "$MEMORY" --extra "$EXTRA" --out "$OUT/load_rate.json" ;;
+      TINY="" bench load_rate 120 --folder "$MEMORY" --extra "$EXTRA" --out "$OUT/load_rate.json" \
+        --chunks "${CHUNKS:-32,128,390}" --pauses "${PAUSES:-0.3}" ;;
+    in-turns)
+      bench in_turns 200 --folder "$MEMORY" --out "$OUT/in_turns.json" --logs "$WORK/logs" --tokens "${TOKENS:-8192}" \
+        ${EAGER:+--eager} $(printf -- '--constant %s ' $CONSTANTS) ;;
     codecs)
       TINY="" bench codec_kernels 200 --out "$OUT/codec_kernels.json" ${TUNE:+--tune} ;;
     equality)
