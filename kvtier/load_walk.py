@@ -22,11 +22,6 @@ from kvtier.worker import Worker
 TOGETHER = 2
 """Half of what may be coming is scattered together: a launch a chunk takes longer than reading it, and after all of
 it storage would idle. When nothing waits to be read any more, all that is here."""
-TOGETHER_AT_LEAST = 8
-"""An eighth of what may be coming is waited for, on a device: verifying and launching take Python a millisecond however
-many chunks it is for. A chunk at a time that was as long as its reads took, on processors which reads wanted."""
-GATHER_S = 0.005
-"""But no longer than that: slower storage has chunks come one by one, and launches are nothing beside its reads."""
 TOGETHER_MAX = 64
 """In one launch with those from the arena, which free no slot that storage waits for."""
 
@@ -86,7 +81,6 @@ class LoadWalk:
             self.land(waits=not self._coming)
             self._read_ahead()
             self._complete(self._coming[0])
-            self._let_some_come()
             here = self._here()
             n_good = self._fetcher.check(here)
             if n_good == 0:
@@ -168,19 +162,6 @@ class LoadWalk:
         self.let_go(1)
         if not self._fetcher.complete(namespace, fetch, deadline_s, max(0.0, deadline_s - self._worker.clock())):
             raise FetchFailed("no slot in the arena came free in time")
-
-    def _let_some_come(self) -> None:
-        """Waits a moment for reads of this load's own behind the first chunk, to move them together. (For other loads'
-        reads no one waits who holds a chunk.)"""
-        if not self._worker.arena.is_device:
-            return
-        last: Fetch | None = None
-        for fetch in itertools.islice(self._coming, 1, max(1, self._window() // TOGETHER_AT_LEAST)):
-            if fetch.origin is not Origin.FILES:
-                break
-            last = fetch
-        if last is not None and last.reads is not None:
-            last.reads.batch.wait(min(GATHER_S, max(0.0, self.deadline_s - self._worker.clock())))
 
     def _here(self) -> list[Fetch]:
         """The first chunk, which is complete, and on a device those behind it that are too: moved in one launch. (On
