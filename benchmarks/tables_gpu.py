@@ -30,7 +30,7 @@ TRANSFER_GOAL_PERCENT = 85.0
 DISK_GOAL_TIMES = 1.15
 ARENA, HBM_ARENA = "kvtier, host arena", "kvtier, hbm arena"
 CEILINGS = ("ceilings", "ceilings_again")
-OTHER_HOSTS = ("ttft_tmpfs_first_host", "ttft_tmpfs_third_host", "ttft_tmpfs_fourth_host")
+OTHER_HOSTS = ("ttft_tmpfs_first_host", "ttft_tmpfs_third_host", "ttft_tmpfs_fourth_host", "ttft_tmpfs_fifth_host")
 DISK_RUNS = ("ttft_disk", "ttft_disk_short")
 Rows = dict[int, dict[str, dict[str, Any]]]
 
@@ -138,8 +138,16 @@ def _other_hosts() -> list[str]:
             for system in ("computed", "floor", "kvtier", ARENA)
         ]
         shares = " / ".join(f"{of['kvtier']['load_percent_of_limit']:.0f}%" for of in lengths.values())
-        rows.append([made(result), *columns, shares])
-    titles = ["code and day", "computed", "floor", "kvtier from tmpfs", "host arena", "transfer, of pinned copies"]
+        rows.append([made(result), forwards(result.get("llm", {})), *columns, shares])
+    titles = [
+        "code and day",
+        "forwards",
+        "computed",
+        "floor",
+        "kvtier from tmpfs",
+        "host arena",
+        "transfer, of pinned copies",
+    ]
     tokens = " / ".join(f"{tokens:,}" for tokens in by_length(read(OTHER_HOSTS[0])))
     return ["", f"The same on {len(rows)} other machines lent ({tokens} tokens, ms):", "", *table(titles, rows)]
 
