@@ -37,7 +37,7 @@ from kvtier.mount import cost_of_share, open_io
 from kvtier.policies import make_evictor
 from kvtier.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
 from kvtier.reports import About
-from kvtier.root import Root, check_namespace, check_space, open_namespace, open_root
+from kvtier.root import Root, check_namespace, check_space, open_again, open_namespace, open_root
 from kvtier.saves import SaveBounds
 from kvtier.signing import Signer
 from kvtier.store import Store
@@ -124,11 +124,11 @@ def open_store(
     settings.check_capacity(shape.set_bytes)
     check_space(root.path, shape.set_bytes)
     open_namespace(root, namespace)
-    index = open_index(settings, root)
+    index = open_index(settings, root, reopen=partial(open_again, settings, root))
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     plan = KeeperPlan(
         owner, shape.slots, shape.set_bytes, settings.capacity_bytes, settings.writer_lease_s,
-        settings.touch_interval_s, lambda space: open_namespace(root, space), about or About(len(shares)),
+        settings.touch_interval_s, partial(_make_namespace_folder, settings, root), about or About(len(shares)),
         spares_max,
     )  # fmt: skip
     evictor = make_evictor(settings, index, root, owner)
@@ -140,6 +140,12 @@ def open_store(
              settings.index.kind, namespace.id.hex(), shape.slots, shape.set_bytes >> 20)  # fmt: skip
     writers = sum(share.writes is not None for share in shares)
     return Store(namespace.id, settings.chunk_tokens, writers, open_lookups(index), keeper)
+
+
+def _make_namespace_folder(settings: Settings, root: Root, namespace: Namespace) -> None:
+    """Raises ConfigError, TierUnavailable."""
+    open_again(settings, root)
+    open_namespace(root, namespace)
 
 
 def open_transfer(
@@ -173,9 +179,10 @@ def open_transfer(
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)
     files = SegmentFolders(root.folder, direct, check, engines.ring.forget)
+    index = open_index(settings, root, metrics, partial(open_again, settings, root))
     worker = Worker(
         geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, engines,
-        open_index(settings, root, metrics), files, Quarantine(), metrics, settings.io.timeout_s,
+        index, files, Quarantine(), metrics, settings.io.timeout_s,
     )  # fmt: skip
     queues = settings.queues
     jobs = TransferJobs(

@@ -15,6 +15,7 @@ from kvtier.index.base import Index
 from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.guard import GuardedIndex, QueueBounds
+from kvtier.index.lmdb_env import Reopen
 from kvtier.index.memory import MemoryIndex
 from kvtier.index.seen import Seen
 from kvtier.jobs import ThreadJobs
@@ -36,16 +37,17 @@ _memory_indexes: dict[Path, MemoryIndex] = {}
 _memory_lock = threading.Lock()
 
 
-def open_index(settings: Settings, root: Root, metrics: Metrics | None = None) -> Index:
+def open_index(settings: Settings, root: Root, metrics: Metrics | None = None, reopen: Reopen | None = None) -> Index:
     """The index of a root. One in memory is shared by the halves of an engine that live in one process.
 
-    metrics: gets what a guard around a remote one counts. Raises ConfigError; IndexUnavailable where an embedded one
+    metrics: gets what a guard around a remote one counts. reopen: what an engine does when an embedded one is gone
+    (`root.open_again`); None for those that only look. Raises ConfigError; IndexUnavailable where an embedded one
     does not open. A Redis that does not answer is left to answer later.
     """
     if root.root_id:
         return _open_redis(settings, root, metrics or Metrics())
     if root.index_path is not None:
-        index = LmdbIndex(str(root.index_path), settings.index.map_bytes, timeout_s=settings.index.timeout_s)
+        index = LmdbIndex(str(root.index_path), settings.index.map_bytes, settings.index.timeout_s, reopen=reopen)
         try:
             index.bind(root.folder)
         except ConfigError:

@@ -118,10 +118,12 @@ def claim(folder: Path, mine: Owner) -> None:
     replace_small(path, mine.to_json(folder))
 
 
-def claim_shared(folder: Path) -> str:
-    """Takes `folder` for all nodes, or agrees with whoever did; the root's id. Raises ConfigError, OSError."""
+def claim_shared(folder: Path, root_id: str = "") -> str:
+    """Takes `folder` for all nodes, with that id or a new one, or agrees with whoever did; the root's id. Raises
+    ConfigError, OSError."""
     path = folder / OWNER_FILE
-    theirs = _parse(path, create_once(path, Owner(None, None, uuid.uuid4().hex).to_json(folder)))
+    mine = Owner(None, None, root_id or uuid.uuid4().hex)
+    theirs = _parse(path, create_once(path, mine.to_json(folder)))
     if theirs.node is not None:
         fix = (
             f"root {folder.parent} has an index of its own on node {theirs.node}. To share it through Redis, stop all "

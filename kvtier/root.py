@@ -12,12 +12,13 @@ followed.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import stat
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from kvtier.config import Settings
@@ -29,6 +30,8 @@ from kvtier.once import create_once, read_small
 from kvtier.owner import Owner, claim, claim_shared, default_index_path, read_owner, this_node
 from kvtier.plain_files import folder_within
 from kvtier.record import FORMAT_VERSION
+
+log = logging.getLogger("kvtier")
 
 NAMESPACE_FILE = "namespace.json"
 SEGMENT_SUFFIX = ".kvseg"
@@ -44,16 +47,20 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 @dataclass(frozen=True, slots=True)
 class Root:
     """An opened root. folder: `<root>/v1`; index_path: folder of the embedded index, None for one in memory or in
-    Redis. root_id: of a root with an index in Redis, else ""."""
+    Redis. root_id: of a root with an index in Redis, else "". device: st_dev of the file system that it was on."""
 
     path: Path
     folder: Path
     index_path: Path | None
     root_id: str = ""
+    device: int = field(default=0, compare=False)
 
 
-def open_root(settings: Settings) -> Root:
-    """Creates or checks the root for writing, and claims it for this node. Raises ConfigError."""
+def open_root(settings: Settings, root_id: str = "") -> Root:
+    """Creates or checks the root for writing, and claims it for this node. Raises ConfigError.
+
+    root_id: what a root with an index in Redis gets if it has none; "": a new one.
+    """
     path = settings.root
     if not path.is_absolute():
         raise ConfigError("root", str(path), f"must be an absolute path; try {path.absolute()}")
@@ -65,15 +72,36 @@ def open_root(settings: Settings) -> Root:
         _make_folder(folder)
         _try_to_write(folder)
         check_space(path, settings.segment_bytes)
+        device = os.stat(folder).st_dev
         if settings.index.kind == "redis":
-            return Root(path, folder, None, claim_shared(folder))
+            return Root(path, folder, None, claim_shared(folder, root_id), device)
         index_path = None
         if settings.index.kind == "embedded":
             index_path = settings.index.path or default_index_path(path, folder)
         claim(folder, Owner(this_node(), index_path))
     except OSError as error:
         raise _config_error(path, error, settings.segment_bytes) from None
-    return Root(path, folder, index_path)
+    return Root(path, folder, index_path, device=device)
+
+
+def open_again(settings: Settings, root: Root) -> None:
+    """Before anything is made in a root that was opened long ago. One that is gone is made anew, with all checks of a
+    start; but not in the place of a file system that is not mounted any more: it would fill another disk.
+
+    Raises TierUnavailable there, and where a start would be refused.
+    """
+    try:
+        check_mount(settings)
+        if _is_folder(root.folder):
+            return
+        if os.stat(nearest(root.path)).st_dev != root.device:
+            raise TierUnavailable(f"the root {root.path} is gone, and so is the file system that it was on")
+        found = open_root(settings, root.root_id)
+    except (ConfigError, OSError) as fault:
+        raise TierUnavailable(f"the root is gone: {fault}") from fault
+    if found != root:
+        raise TierUnavailable(f"the root {root.path} is another one by now; start this engine anew")
+    log.warning("the root %s was gone; it was made anew, and is empty", root.path)
 
 
 def find_root(path: Path) -> Root:

@@ -27,7 +27,8 @@ from pathlib import Path
 from kvtier.errors import ConfigError, Corrupt, StaleLease
 from kvtier.index import entry, lmdb_env, note, set_info
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
-from kvtier.index.lmdb_env import View
+from kvtier.index.lmdb_env import Reopen
+from kvtier.index.lmdb_view import View
 from kvtier.io.filesystem import file_system_of
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -51,6 +52,7 @@ class LmdbIndex:
         map_bytes: int = 16 << 30,
         timeout_s: float = 2.0,
         *,
+        reopen: Reopen | None = None,
         boot_id: str | None = None,
         mountinfo: str | None = None,
     ) -> None:
@@ -59,6 +61,7 @@ class LmdbIndex:
         Args:
             map_bytes: address space of the index; a full one is grown to 8 times this, then publishing fails.
             timeout_s: no method waits longer for other threads and processes (I10).
+            reopen: how to look at, and make again, what the folder lies in; see `lmdb_env.attach`.
             boot_id, mountinfo: what to believe instead of /proc.
 
         Raises ConfigError when the path is on a network file system or cannot be written, IndexUnavailable when it
@@ -72,7 +75,7 @@ class LmdbIndex:
                 "memory maps and locks as LMDB needs: name a folder on a local disk",
             )  # fmt: skip
         stamp = f"{_FORMAT_VERSION} {_this_boot() if boot_id is None else boot_id}\n"
-        self._shared = lmdb_env.attach(os.fspath(path), map_bytes, timeout_s, stamp, _DATABASES)
+        self._shared = lmdb_env.attach(os.fspath(path), map_bytes, timeout_s, stamp, _DATABASES, reopen)
         self._path = os.fspath(path)
         self._is_closed = False
 

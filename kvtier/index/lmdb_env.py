@@ -23,21 +23,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import lmdb
 
-from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
+from kvtier.index.lmdb_view import Opened, Work
 from kvtier.index.locks import file_lock, held
 from kvtier.plain_files import make_private, remove_strange
 
 log = logging.getLogger("kvtier")
 
 T = TypeVar("T")
-Work = Callable[["View"], T]
-Database = Any  # py-lmdb does not export the type of its handles
+Reopen = Callable[[], object]
 
 _FILES = _DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP = "data.mdb", "lock.mdb", "lock", "boot-id", "boot-id.new"
 _OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -53,81 +52,13 @@ _BROKEN = (
 _WRONG_PATH = (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)
 
 
-class View:
-    """The named databases as one transaction sees them."""
-
-    __slots__ = ("_databases", "_txn")
-
-    def __init__(self, txn: lmdb.Transaction, databases: dict[str, Database]) -> None:
-        self._txn = txn
-        self._databases = databases
-
-    def get(self, database: str, key: bytes) -> bytes | None:
-        return self._txn.get(key, None, self._databases[database])  # type: ignore[return-value]  # buffers=False
-
-    def leading(self, database: str, keys: Sequence[bytes], wanted: Callable[[bytes], bool]) -> list[bytes]:
-        """Values of `keys` up to the first that is missing or not `wanted`."""
-        get, handle = self._txn.get, self._databases[database]
-        found: list[bytes] = []
-        for key in keys:
-            value: bytes | None = get(key, None, handle)  # type: ignore[assignment]  # buffers=False
-            if value is None or not wanted(value):
-                break
-            found.append(value)
-        return found
-
-    def put(self, database: str, key: bytes, value: bytes) -> None:
-        self._txn.put(key, value, db=self._databases[database])
-
-    def delete(self, database: str, key: bytes) -> None:
-        self._txn.delete(key, db=self._databases[database])
-
-    def scan(self, database: str, prefix: bytes = b"", limit: int | None = None) -> list[tuple[bytes, bytes]]:
-        """(key, value) of the keys that start with `prefix`, in order; at most the first `limit`."""
-        found: list[tuple[bytes, bytes]] = []
-        cursor = self._txn.cursor(self._databases[database])
-        if cursor.set_range(prefix) if prefix else cursor.first():
-            for key, value in islice(cursor, limit):
-                if not bytes(key).startswith(prefix):
-                    break
-                found.append((bytes(key), bytes(value)))
-        return found
-
-    def count(self, database: str) -> int:
-        return int(self._txn.stat(self._databases[database])["entries"])
-
-    def clear(self, database: str) -> None:
-        self._txn.drop(self._databases[database], delete=False)
-
-
-class Opened:
-    """One open environment and its named databases; closed as a whole when the files under it are replaced."""
-
-    def __init__(self, env: lmdb.Environment, identity: tuple[int, int]) -> None:
-        """identity: device and inode of its data file."""
-        self.env = env
-        self.identity = identity
-        self.databases: dict[str, Database] = {}
-
-    def open_databases(self, names: tuple[str, ...]) -> None:
-        """Opens them, creating those that are missing. Needs the writer lock."""
-        with self.env.begin(write=True) as txn:
-            self.databases = {name: self.env.open_db(name.encode(), txn=txn) for name in names}
-
-    def used_bytes(self) -> int:
-        """Length of the data file up to its last page in use."""
-        return int(self.env.info()["last_pgno"] + 1) * int(self.env.stat()["psize"])
-
-    def run(self, work: Work[T], *, write: bool) -> T:
-        with self.env.begin(write=write) as txn:
-            return work(View(txn, self.databases))
-
-
 class SharedEnvironment:
     """All users of one folder in this process share one of these; see `attach`."""
 
-    def __init__(self, path: str, map_bytes: int, timeout_s: float, stamp: str, databases: tuple[str, ...]) -> None:
-        """stamp: what must stand in the file `boot-id` for the files to be trusted."""
+    def __init__(
+        self, path: str, map_bytes: int, timeout_s: float, stamp: str, databases: tuple[str, ...], reopen: Reopen | None
+    ) -> None:
+        """stamp: what must stand in the file `boot-id` for the files to be trusted. reopen: see `attach`."""
         self.path = path
         self.users = 0
         self._map_bytes = map_bytes
@@ -135,6 +66,8 @@ class SharedEnvironment:
         self._timeout_s = timeout_s
         self._stamp = stamp
         self._databases = databases
+        self._reopen = reopen
+        self._was_opened = False
         self._opened: Opened | None = None
         self._lock_file = -1
         # Order: writing, then reading. `reading` guards `_opened` and the map under a read transaction; it is held
@@ -277,7 +210,7 @@ class SharedEnvironment:
         return status.st_dev, status.st_ino
 
     def _open(self, deadline: float) -> Opened:
-        make_private(self.path)
+        self._make_folder()
         if os.stat(self.path).st_mode & 0o077:
             os.chmod(self.path, 0o700)
         remove_strange(self.path, _FILES)
@@ -285,11 +218,28 @@ class SharedEnvironment:
         with file_lock(self._lock_file, deadline):
             self._check_stamp()
             try:
-                return self._open_env()
+                opened = self._open_env()
             except _BROKEN as error:
                 log.warning("the index %s is broken (%s): starting an empty one", self.path, error)
                 self._unlink()
-                return self._open_env()
+                opened = self._open_env()
+        self._was_opened = True
+        return opened
+
+    def _make_folder(self) -> None:
+        """With what is missing above it, at the start. Later that is whoever's who can `reopen` what it lies in: a file
+        system that is not mounted any more must not be taken for an empty one."""
+        if not self._was_opened:
+            make_private(self.path)
+        elif self._reopen is None:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path, 0o700)
+        else:
+            try:
+                self._reopen()
+            except TierUnavailable as fault:
+                raise IndexUnavailable(f"index {self.path}: {fault}") from fault
+            make_private(self.path)
 
     def _check_stamp(self) -> None:
         """Throws away what another boot of this machine, or another format of this index, has left."""
@@ -348,14 +298,22 @@ _registry: dict[str, SharedEnvironment] = {}
 _registry_lock = threading.Lock()
 
 
-def attach(path: str, map_bytes: int, timeout_s: float, stamp: str, databases: tuple[str, ...]) -> SharedEnvironment:
+def attach(
+    path: str, map_bytes: int, timeout_s: float, stamp: str, databases: tuple[str, ...], reopen: Reopen | None = None
+) -> SharedEnvironment:
     """The environment of `path` in this process, opened. Give it back with `detach`.
+
+    reopen: called before files that are gone, or are others by now, are opened: what the folder lies in is to be looked
+    at first, and made if it is missing. It may raise TierUnavailable; then there is no index. None: nothing above the
+    folder is ever made again.
 
     Users after the first get what the first asked for. Raises ConfigError, IndexUnavailable.
     """
     real_path = os.path.realpath(path)
     with _registry_lock:
-        shared = _registry.get(real_path) or SharedEnvironment(real_path, map_bytes, timeout_s, stamp, databases)
+        shared = _registry.get(real_path)
+        if shared is None:
+            shared = SharedEnvironment(real_path, map_bytes, timeout_s, stamp, databases, reopen)
         shared.users += 1
         try:
             shared.open()

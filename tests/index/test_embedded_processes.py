@@ -16,7 +16,7 @@ import pytest
 from kvtier.errors import IndexUnavailable
 from kvtier.index import embedded, entry
 from kvtier.index.embedded import LmdbIndex
-from kvtier.index.lmdb_env import View
+from kvtier.index.lmdb_view import View
 
 from index_data import PROCESS_TIMEOUT_S, SPAWN, check, fill, join, key, record, set_info, wait_for
 

@@ -79,7 +79,7 @@ def test_all_that_is_made_is_its_users_alone(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_is_made_again_of_a_root_that_vanished_is_its_users_alone(tmp_path: Path) -> None:
-    """By the index of an engine that runs: above its own folder, it took what the umask left."""
+    """By an engine that runs. (Above the root it is as the umask has it, as at a start.)"""
     before = os.umask(0o022)
     try:
         engine = Engine(tmp_path / "deep" / "kv")
@@ -88,7 +88,7 @@ def test_what_is_made_again_of_a_root_that_vanished_is_its_users_alone(tmp_path:
         engine.close()
     finally:
         os.umask(before)
-    for path in (tmp_path / "deep", tmp_path / "deep/kv", tmp_path / "deep/kv/v1", tmp_path / "deep/kv/v1/index"):
+    for path in (tmp_path / "deep/kv", tmp_path / "deep/kv/v1", tmp_path / "deep/kv/v1/index"):
         assert stat.S_IMODE(path.lstat().st_mode) == 0o700, path
 
 

@@ -1,0 +1,110 @@
+"""A root that is gone while engines use it: made anew as at a start, but never in the place of its file system."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier import root as root_module
+from kvtier.errors import IndexUnavailable, TierUnavailable
+from kvtier.index.embedded import LmdbIndex
+from kvtier.owner import OWNER_FILE
+from kvtier.root import open_again, open_root
+from tests.core.rig import Engine, settings
+from tests.waiting import wait_until
+
+Mount = Callable[[Path, str], None]
+TOKENS, BLOCKS, TARGET = list(range(64 * 3)), list(range(12)), list(range(100, 112))
+
+
+def test_one_that_was_removed_is_made_anew_by_an_engine(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv")
+    engine.save(TOKENS, BLOCKS)
+    before = (tmp_path / "kv/v1" / OWNER_FILE).read_bytes()
+    shutil.rmtree(tmp_path / "kv")
+    assert engine.load(TOKENS, TARGET)[0] == 0
+    wait_until(lambda: next(tmp_path.glob("kv/v1/*/namespace.json"), None) is not None, timeout_s=20)
+    assert (tmp_path / "kv/v1" / OWNER_FILE).read_bytes() == before
+    wait_until(lambda: bool(engine.save(TOKENS, BLOCKS)), timeout_s=20)
+    n_chunks, (answer,) = engine.load(TOKENS, TARGET)
+    assert (n_chunks, answer.failed_blocks) == (3, frozenset())
+    engine.close()
+
+
+@pytest.mark.parametrize("below", ["nothing", "a root of its own"])
+def test_what_lies_below_a_mount_point_is_not_the_root(tmp_path: Path, mount_tmpfs: Mount, below: str) -> None:
+    """The file system goes while an engine runs, and comes back. Meanwhile all is a miss, and nothing is written."""
+    mount, store = tmp_path / "mnt", tmp_path / "store"
+    for folder in (mount, store):
+        folder.mkdir()
+    if below == "a root of its own":  # of a day when nobody required a mount
+        Engine(mount / "kv").close()
+    seen = sorted(mount.rglob("*"))
+    mount_tmpfs(store, "size=64m")
+    subprocess.run(["mount", "--bind", str(store), str(mount)], check=True)
+    engine = Engine(mount / "kv", changes={"require_mount": below == "a root of its own"})
+    engine.save(TOKENS, BLOCKS)
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+    try:
+        for _ in range(3):
+            n_chunks, answers = engine.load(TOKENS, TARGET)
+            assert n_chunks == 0 or answers[0].failed_blocks == frozenset(TARGET)
+        beats = engine.store.metrics.total().get("index_errors", 0.0)
+        wait_until(lambda: engine.store.metrics.total().get("index_errors", 0.0) > beats + 1, timeout_s=20)
+        assert sorted(mount.rglob("*")) == seen, "something was made in the place of the file system"
+    finally:
+        subprocess.run(["mount", "--bind", str(store), str(mount)], check=True)
+    wait_until(lambda: engine.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), timeout_s=20)
+    engine.close()
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_required_mount_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder below the mount point may be there: it is looked at all the same."""
+    wanted = settings(tmp_path / "kv")
+    root = open_root(wanted)
+    open_again(wanted, root)
+    required = wanted.model_copy(update={"require_mount": True})
+    monkeypatch.setattr(root_module, "MACHINE_ROOT", tmp_path)
+    with pytest.raises(TierUnavailable, match="nothing is mounted there"):
+        open_again(required, root)
+
+
+def test_a_root_of_all_nodes_keeps_its_id(tmp_path: Path) -> None:
+    """The index knows it by that, and has its entries still: each is found to be gone when it is asked for."""
+    shared = settings(tmp_path / "kv", index={"kind": "redis", "url": "redis://127.0.0.1:1/0"})
+    root = open_root(shared)
+    shutil.rmtree(tmp_path / "kv")
+    open_again(shared, root)
+    assert open_root(shared) == root and root.root_id
+
+
+def test_a_root_that_another_has_taken_meanwhile(tmp_path: Path) -> None:
+    wanted = settings(tmp_path / "kv")
+    root = open_root(wanted)
+    owner = tmp_path / "kv/v1" / OWNER_FILE
+    theirs = json.loads(owner.read_text())
+    shutil.rmtree(tmp_path / "kv")
+    owner.parent.mkdir(parents=True)
+    owner.write_text(json.dumps(theirs | {"node": {"host": "other", "machine": "other"}}))
+    open_again(wanted, root)  # it is there: whose it is, a start says
+    shutil.rmtree(tmp_path / "kv")
+    elsewhere = wanted.model_copy(update={"index": wanted.index.model_copy(update={"path": tmp_path / "index"})})
+    with pytest.raises(TierUnavailable, match="is another one by now"):
+        open_again(elsewhere, root)
+
+
+def test_who_only_looks_makes_nothing_above_an_index(tmp_path: Path) -> None:
+    index = LmdbIndex(str(tmp_path / "kv/v1/index"), 1 << 20)
+    shutil.rmtree(tmp_path / "kv")
+    with pytest.raises(IndexUnavailable):
+        index.resolve([bytes(16)])
+    assert not (tmp_path / "kv").exists()
+    (tmp_path / "kv/v1").mkdir(parents=True)
+    assert index.resolve([bytes(16)]) == []
+    index.close()
