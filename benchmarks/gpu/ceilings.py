@@ -22,7 +22,7 @@ from benchmarks.gpu.report import median
 
 THREADS = 16
 PIECE_BYTES = 4 << 20
-READ_GRID = [(16, 4 << 20), (16, 1 << 20), (8, 4 << 20), (8, 1 << 20)]
+READ_GRID = [(16, 4 << 20), (16, 1 << 20), (8, 4 << 20), (8, 1 << 20), (64, 1 << 20)]
 """Threads and bytes of a piece: the storage's rate is the best of these."""
 COPY_PIECE_BYTES = 64 << 20
 REPEATS = 3
