@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvtier.commands.place import refuse_missing_file
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.doctor.report import examine, line
 from kvtier.indexes import look_at_redis
 
 
 def run_doctor(path: Path | None, as_json: bool) -> int:
+    """Raises ConfigError."""
+    refuse_missing_file(path)
     found = []
     for verdict in examine(path, look_at_redis=look_at_redis):
         found.append(verdict)

@@ -24,6 +24,8 @@ from kvtier.config import Settings
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.root import Root, find_root
 
+SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+
 
 class NotDone(KVTierError):
     """A command cannot do what it was asked."""
@@ -44,6 +46,13 @@ def path_argument(text: str) -> Path:
     return Path(text)
 
 
+def refuse_missing_file(path: Path | None) -> None:
+    """Raises ConfigError for what is named like a settings file and is not there: as a root it would be a new one."""
+    if path is not None and path.suffix.lower() in SETTINGS_SUFFIXES and not path.exists():
+        fix = "there is no such file; correct the path, or name the root's folder instead"
+        raise ConfigError("config", str(path), fix)
+
+
 def add_place(parser: argparse.ArgumentParser) -> None:
     text = "the root, or a settings file; left out: the configured root"
     parser.add_argument("path", metavar="PATH", type=path_argument, nargs="?", help=text)
@@ -62,6 +71,7 @@ def find_place(options: argparse.Namespace) -> Place:
     if path is None:
         settings = _load(config, {})
         return Place(settings, find_root(settings.root), False)
+    refuse_missing_file(path)
     root = find_root(path)
     settings = _load(config, {"root": str(root.path)})
     is_bare = config is None and not settings.model_fields_set & {"capacity_bytes", "index"}
