@@ -56,12 +56,14 @@ def is_to_be_rebuilt(index: Index, folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What `Housekeeper.rebuild` did."""
+    """What `Housekeeper.rebuild` did. gone_records, bad_records: taken out of the index, as read_back.TakenOut says."""
 
     segments: int
     records: int
     unreadable: tuple[str, ...]
     removed_sets: int
+    gone_records: int
+    bad_records: int
 
 
 class Housekeeper:
@@ -181,7 +183,8 @@ class Housekeeper:
         if was_held_up:
             return None
         progress(total, total)
-        return Rebuilt(total, records, tuple(unreadable), self._remove_lost())
+        taken_out = self._read_back.taken_out
+        return Rebuilt(total, records, tuple(unreadable), self._remove_lost(), taken_out.gone, taken_out.bad)
 
     def _remove_lost(self) -> int:
         """Takes sets without files out of the index; how many."""

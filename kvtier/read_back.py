@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, TierUnavailable
 from kvtier.index import entry
@@ -32,18 +33,29 @@ class HeldUp(TierUnavailable):
     """Others may have had the lease meanwhile, and may have swept what was read."""
 
 
+@dataclass(slots=True)
+class TakenOut:
+    """Entries of the index that went. gone: their record is not in its file any more, or is another one; bad: its
+    bytes are not what was summed, and stood in the way of another record of the chunk."""
+
+    gone: int = 0
+    bad: int = 0
+
+
 class ReadBack:
-    """Of one process, which holds `lease`."""
+    """Of one process, which holds `lease`. taken_out: since `begin`."""
 
     def __init__(self, index: Index, lease: SweepLease, clock: Clock) -> None:
         self._index = index
         self._lease = lease
         self._clock = clock
         self._good: set[tuple[bytes, Location]] = set()
+        self.taken_out = TakenOut()
 
     def begin(self) -> None:
         """A sweep or rebuild begins: what was seen to be good before may be bad by now."""
         self._good.clear()
+        self.taken_out = TakenOut()
 
     def read_set(
         self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError],
@@ -87,8 +99,7 @@ class ReadBack:
             return 0
         records = {(record.key, record.location): record for rank in found for record in found[rank]}
         gone = {member for member in members if member[1].rank in found and member not in records}
-        for key, place in gone:
-            self._index.retract(key, place)
+        self.taken_out.gone += sum(self._index.retract(key, place) for key, place in gone)
         known = set(members) - gone
         missing = [record for member, record in records.items() if member not in known]
         self._make_way(files, sorted({record.key for record in missing}), lambda: progress(len(ranks)))
@@ -124,7 +135,7 @@ class ReadBack:
             return
         name = segment_name(location.set_id, location.rank)
         log.info("slot %d of %s is bad, and another record of its chunk is read back", location.slot, name)
-        self._index.retract(key, location)
+        self.taken_out.bad += self._index.retract(key, location)
 
     def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
         """A set with all that was read of it, also what the index knew before: it may have been lost since. How many

@@ -14,6 +14,7 @@ from kvtier.commands.embedded import housekeeper, open_embedded
 from kvtier.commands.place import add_place, find_place
 from kvtier.commands.progress import progress
 from kvtier.commands.status import FOUND_BAD, OK, print_json
+from kvtier.commands.tables import counted
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.housekeeping import Rebuilt
 from kvtier.index.base import Index
@@ -50,10 +51,14 @@ def run_rebuild(options: argparse.Namespace) -> int:
         return FOUND_BAD if rebuilt.unreadable else OK
     for fault in rebuilt.unreadable:
         print(f"BAD {fault}")
-    print(
-        f"{root.path}: {rebuilt.records:,} records of {rebuilt.segments:,} segments were added to {where}; "
-        f"{rebuilt.removed_sets} sets without files and {removed_records:,} records without a set were taken out"
+    taken_out = (
+        f"{counted(rebuilt.removed_sets, 'set')} without files",
+        f"{counted(rebuilt.gone_records, 'record')} gone from their files",
+        counted(rebuilt.bad_records, "bad record"),
+        f"{counted(removed_records, 'record')} without a set",
     )
+    added = f"{counted(rebuilt.records, 'record')} of {counted(rebuilt.segments, 'segment')}"
+    print(f"{root.path}: {added} added to {where}; taken out of it: {', '.join(taken_out)}")
     return FOUND_BAD if rebuilt.unreadable else OK
 
 

@@ -109,8 +109,11 @@ def test_an_entry_without_a_record_is_found_and_a_rebuild_takes_it_out(
     assert (status, found["n_disagreements"]) == (1, 1)
     assert "there is none" in found["disagreements"][0]["what"] and found["disagreements"][0]["slot"] == 40
     assert main(["index", "rebuild", *place.words]) == 0
-    capsys.readouterr()
+    assert "1 record gone from their files, 0 bad records" in capsys.readouterr().out
     assert check(place, capsys)[0] == 0
+    assert main(["index", "rebuild", *place.words, "--json"]) == 0
+    again = printed(capsys)
+    assert (again["gone_records"], again["bad_records"]) == (0, 0)
 
 
 def test_a_set_without_files_and_files_without_a_set_are_found(
@@ -124,7 +127,7 @@ def test_a_set_without_files_and_files_without_a_set_are_found(
     assert said.count("the index names a record there, and there is none") == CHUNKS
     assert len(said) == CHUNKS + 1 and "holds segment" in said[0], "nor is the segment what its name says"
     assert main(["index", "rebuild", *place.words]) in (0, 1)
-    assert "1 sets without files" in capsys.readouterr().out
+    assert "1 set without files" in capsys.readouterr().out
 
 
 def test_an_index_that_is_lost_is_made_from_the_segments(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +161,7 @@ def test_a_record_that_a_publisher_left_without_a_set_is_taken_out(
         status, found = check(place, capsys)
         assert status == 1 and "does not list it" in found["disagreements"][0]["what"]
         assert main(["index", "rebuild", *place.words]) == 0
-        assert "1 records without a set were taken out" in capsys.readouterr().out
+        assert "1 record without a set" in capsys.readouterr().out
         assert check(place, capsys)[0] == 0
         index.close()
 

@@ -227,7 +227,7 @@ def test_the_command_waits_for_a_sweep_to_end(tmp_path: Path, capsys: pytest.Cap
     index = opened(tmp_path)
     assert index.acquire_lease(SWEEP_LEASE, "killed", time.time(), 0.5)
     assert cli.main(["index", "rebuild", str(tmp_path)]) == 0
-    assert "5 records of 1 segments" in capsys.readouterr().out
+    assert "5 records of 1 segment added" in capsys.readouterr().out
     index.close()
 
 

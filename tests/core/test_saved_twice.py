@@ -3,6 +3,7 @@ the rebuild looks at what is below it before it lets that stand in the good one'
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtier.cli import main
 from kvtier.index.base import Location
 from kvtier.tiers import read_record
 from kvtier.tiers.read_record import is_as_summed
@@ -89,6 +91,15 @@ def test_of_two_good_ones_the_first_stays(tmp_path: Path) -> None:
     rebuilt = housekeeper(reader).rebuild()
     assert rebuilt is not None and rebuilt.records == 0 and list(index.entries()) == before
     reader.close()
+
+
+def test_a_rebuild_says_how_many_records_it_took_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_again_in_an_older_set(tmp_path)
+    shutil.rmtree(tmp_path / "v1" / "index")
+    for bad_records in (1, 0):
+        assert main(["index", "rebuild", "--json", str(tmp_path)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["gone_records"], found["bad_records"]) == (0, bad_records)
 
 
 @pytest.fixture
