@@ -1,12 +1,14 @@
 """`kvtier plan --model DIR --gpu-memory 141GB`: what KV of a model takes, fits and costs. Computed, nothing measured.
 
-Sizes are as in settings ("141GB" counts in 1000s, "64GiB" in 1024s); rates are sizes a second ("2GB/s").
+Sizes are as in settings ("141GB" counts in 1000s, "64GiB" in 1024s); rates are sizes a second ("2GB/s"), or
+bits ("16Gbit/s").
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +22,7 @@ from kvtier.config_types import parse_bytes
 from kvtier.errors import ConfigError
 
 T = TypeVar("T")
+_RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.IGNORECASE)
 
 LOAD_OVERHEAD_S = 0.02
 """Time to the first token less the bytes at the transfer's rate: 19 ms with 8,192 tokens, 30 with 32,768, 54 with
@@ -46,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--hbm-staging", metavar="SIZE", help="hbm.staging_bytes of the settings (default: as there, by the step)")
     add("--host-memory", metavar="SIZE", help="of the host arena of each rank")
     add("--storage", metavar="SIZE", help="of the root")
-    add("--storage-rate", metavar="RATE", help="at which all ranks together read it, as 2GB/s")
+    add("--storage-rate", metavar="RATE", help="at which all ranks together read it, as 2GB/s or 16Gbit/s")
     add("--pcie-rate", metavar="RATE", help="from host memory to one GPU, as 55GB/s")
     add("--tflops", metavar="F", help="what one GPU achieves in a prefill")
     add("--prefill-rate", metavar="RATE@N", help="instead: tokens a second of a prompt of N tokens, as 40000@8192")
@@ -138,9 +141,18 @@ def _gpu_bytes(option: str, text: str) -> int:
 
 
 def _rate(option: str, text: str) -> float:
-    if not text.endswith("/s"):
-        raise ConfigError(option, text, 'it must be a size a second, such as "2GB/s"')
-    return float(_bytes(option, text.removesuffix("/s")))
+    """Bytes a second; bits are said in full, for "Gb" is written for either."""
+    found = _RATE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(option, text, 'it must be a size a second, such as "2GB/s", or in bits "16Gbit/s"')
+    unit = found["unit"] or ""
+    if unit == "b":
+        raise ConfigError(option, text, 'is that bytes or bits? write "GB/s" for bytes, "Gbit/s" for bits')
+    try:
+        rate = float(_bytes(option, found["size"] + ("B" if unit else "")))
+    except ConfigError as fault:
+        raise ConfigError(option, text, fault.fix) from None
+    return rate / 8 if unit.lower().startswith("bit") else rate
 
 
 def _rate_at(option: str, text: str) -> tuple[float, int]:

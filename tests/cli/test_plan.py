@@ -184,6 +184,14 @@ def test_what_is_not_served_is_named(
     assert said.startswith("kvtier: --model = ") and reason in said
 
 
+@pytest.mark.parametrize("rate", ["16Gbit/s", "16 Gbits/s", "2gB/s", "2 GB/s", "2000000000/s"])
+def test_a_rate_in_bits(rate: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = planned(capsys, "--model", model, "--storage-rate", "2GB/s")
+    assert planned(capsys, "--model", model, "--storage-rate", rate) == expected
+    binary = planned(capsys, "--model", model, "--storage-rate", "8Gibit/s")
+    assert binary == planned(capsys, "--model", model, "--storage-rate", "1GiB/s") != expected
+
+
 BAD_OPTIONS = [
     (("--gpu-memory", "12XB"), "--gpu-memory = '12XB': must be a whole number of bytes"),
     (("--gpu-memory", "141"), "--gpu-memory = '141': that is 141 bytes: give the unit too"),
@@ -193,7 +201,10 @@ BAD_OPTIONS = [
     ((*GPU, "--pipeline-parallel", "33"), "--pipeline-parallel = 33: the model has 32 layers"),
     ((*GPU, "--gpu-memory-utilization", "1.5"), "must be a number above 0, 1 at most"),
     ((*GPU, "--storage-rate", "2GB"), 'a size a second, such as "2GB/s"'),
-    ((*GPU, "--pcie-rate", "0/s"), "it must be above 0"),
+    ((*GPU, "--pcie-rate", "0/s"), "--pcie-rate = '0/s': it must be above 0"),
+    ((*GPU, "--storage-rate", "2Gb/s"), "--storage-rate = '2Gb/s': is that bytes or bits?"),
+    ((*GPU, "--storage-rate", "2Gbps"), '"2GB/s", or in bits "16Gbit/s"'),
+    ((*GPU, "--storage-rate", "2G/s"), "--storage-rate = '2G/s': must be a whole number of bytes or a size"),
     ((*GPU, "--prefill-rate", "40000"), "name the length too"),
     ((*GPU, "--prefill-rate", "40000@8192", "--tflops", "3"), "give one of them"),
     ((*GPU, "--tflops", "nan"), "--tflops = 'nan'"),
