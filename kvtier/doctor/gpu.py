@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvtier.config import Settings
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
@@ -38,7 +39,7 @@ def examine_gpu(host: Host, settings: Settings | None = None) -> Iterator[Verdic
     try:
         version = host.probe("kvtier.doctor.probe", "driver")
         has_driver = version is not None
-        yield _driver(version, names)
+        yield _driver(version, names, len(_pci_gpus(host)))
         if settings is not None:
             settings.check_device(has_driver)
     except ConfigError as fault:
@@ -50,13 +51,21 @@ def examine_gpu(host: Host, settings: Settings | None = None) -> Iterator[Verdic
     yield _pcie(host, has_driver)
 
 
-def _driver(version: int | None, names: list[str]) -> Verdict:
+def _driver(version: int | None, names: list[str], n_on_bus: int) -> Verdict:
+    """names: what the kernel's driver drives; n_on_bus: NVIDIA GPUs that PCI has, with a driver or without."""
     gpus = f"{len(names)} x {names[0]}" if names and len(set(names)) == 1 else ", ".join(names)
     if version is None and names:
         fix = "give the container the driver: --gpus all, NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         return Verdict("bad", "NVIDIA driver", f"the kernel has it ({gpus}), libcuda.so.1 cannot be used", fix)
     if version is None:
-        return Verdict("warn", "NVIDIA driver", "none on this host", "none needed for engines on the CPU")
+        value = "libcuda.so.1 is not here, or too old for kvtier"
+        if n_on_bus:
+            value += f", and the kernel drives none of the {n_on_bus} NVIDIA GPUs on the PCI bus"
+            fix = "install NVIDIA's driver, until nvidia-smi lists them; engines on the CPU need none"
+        else:
+            value += ", and there is no NVIDIA GPU on the PCI bus"
+            fix = "for engines on the CPU nothing is to be done; for a GPU run this where nvidia-smi lists it"
+        return Verdict("warn", "NVIDIA driver", value, fix)
     cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
     return Verdict("ok", "NVIDIA driver", f"{cuda}, {gpus or 'GPUs are not listed in /proc'}")
 
@@ -109,16 +118,21 @@ def _pcie(host: Host, has_driver: bool) -> Verdict:
 def _link(host: Host) -> tuple[str, float]:
     """The widest link of an NVIDIA GPU and its bytes a second; its speed is the possible one, as idle GPUs lower it."""
     best = ("unknown", 0.0)
-    for device in sorted((host.sys / "bus/pci/devices").glob("*")):
-        is_gpu = host.text(device / "class").startswith("0x03")
-        if host.text(device / "vendor") != "0x10de" or not is_gpu:
-            continue
+    for device in _pci_gpus(host):
         speed = host.text(device / "max_link_speed").split(" ")[0]
         width = host.text(device / "current_link_width")
         rate = _LANE_BYTES_S.get(speed, 0.0) * int(width) if width.isdigit() else 0.0
         if rate > best[1]:
             best = (f"{speed} GT/s x{width}", rate)
     return best
+
+
+def _pci_gpus(host: Host) -> list[Path]:
+    """NVIDIA's, in sysfs."""
+    return [
+        device for device in sorted((host.sys / "bus/pci/devices").glob("*"))
+        if host.text(device / "vendor") == "0x10de" and host.text(device / "class").startswith("0x03")
+    ]  # fmt: skip
 
 
 def examine_memory(host: Host, arena_bytes: int | None) -> Iterator[Verdict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -166,6 +167,18 @@ def test_gpu_memory_where_there_is_no_gpu(host: Host) -> None:
     with_gpu(host)
     found = by_name(list(examine_gpu(probed(host, {"driver": 13000, "cufile": GDS, "pcie": PCIE}), settings)))
     assert "settings" not in found
+
+
+def test_no_driver_says_what_was_looked_for(host: Host) -> None:
+    (verdict,) = [line for line in examine_gpu(probed(host, {"driver": None})) if line.what == "NVIDIA driver"]
+    assert verdict.level == "warn" and "nothing is to be done" in verdict.fix and "nvidia-smi" in verdict.fix
+    assert verdict.value == "libcuda.so.1 is not here, or too old for kvtier, and there is no NVIDIA GPU on the PCI bus"
+    with_gpu(host)
+    shutil.rmtree(host.proc / "driver")
+    (verdict,) = [line for line in examine_gpu(probed(host, {"driver": None})) if line.what == "NVIDIA driver"]
+    assert (
+        verdict.value.endswith("none of the 1 NVIDIA GPUs on the PCI bus") and "install NVIDIA's driver" in verdict.fix
+    )
 
 
 def test_a_container_without_the_driver(host: Host) -> None:
