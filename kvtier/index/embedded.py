@@ -128,7 +128,8 @@ class LmdbIndex:
         self._shared.write(end)
 
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
-        return self._shared.read(lambda view: view.leading("entries", keys, entry.is_complete))
+        # The engine's own thread asks this.
+        return self._shared.read(lambda view: view.leading("entries", keys, entry.is_complete), at_once=True)
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return self._shared.read(lambda view: [entry.if_complete(view.get("entries", key)) for key in keys])

@@ -8,8 +8,9 @@ Holds no knowledge of what is stored. Five things stand between a caller and LMD
   example behind a stopped process (I10). The kernel drops it when its owner is killed; LMDB's mutex is robust too.
 - Quiet at fork: `os.register_at_fork` waits for running transactions, and the child closes what it inherited.
 - Throwing away: the files are written without fsync, so those of another boot are not trusted, nor those that LMDB
-  calls corrupt. Whoever throws them away unlinks them under the writer lock; the others see that the file under the
-  path is not the one they have open, and open the new one.
+  calls corrupt, nor data without the locks that it was used with: who has it open may have those still. Whoever throws
+  them away unlinks them under the writer lock; the others see that the files under the path are not those that they
+  have open, and open the new ones.
 - A reserve: LMDB writes new pages even to remove, so on a full disk nothing could be evicted any more. What adds
   keeps some allocated bytes behind the pages in use, for what does not.
 
@@ -29,7 +30,7 @@ from typing import TypeVar
 import lmdb
 
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
-from kvtier.index.lmdb_view import Opened, Work
+from kvtier.index.lmdb_view import Identity, Opened, Work
 from kvtier.index.locks import file_lock, held
 from kvtier.plain_files import make_private, remove_strange
 
@@ -66,6 +67,7 @@ class SharedEnvironment:
         self._timeout_s = timeout_s
         self._stamp = stamp
         self._databases = databases
+        self._shared_paths = [os.path.join(path, name) for name in (_DATA, _LMDB_LOCK, _LOCK)]
         self._reopen = reopen
         self._was_opened = False
         self._opened: Opened | None = None
@@ -91,11 +93,15 @@ class SharedEnvironment:
         except (lmdb.Error, OSError) as error:
             raise self._unavailable(None, error) from error
 
-    def read(self, work: Work[T]) -> T:
-        """Runs `work` in a read transaction. Raises IndexUnavailable."""
+    def read(self, work: Work[T], *, at_once: bool = False) -> T:
+        """Runs `work` in a read transaction. Raises IndexUnavailable.
+
+        at_once: never waits for what the folder lies in, whose file system may take longer than any timeout of ours:
+        where files that are gone would be opened anew behind `reopen`, that is left to others.
+        """
         deadline, opened = self._deadline(), None
         try:
-            self._ready(deadline)
+            self._ready(deadline, at_once)
             with held(self._reading, deadline):
                 opened = self._opened
                 if opened is None:
@@ -185,38 +191,52 @@ class SharedEnvironment:
             finally:
                 os.close(descriptor)
 
-    def _ready(self, deadline: float) -> None:
+    def _ready(self, deadline: float, at_once: bool = False) -> None:
         """Opens what lies under the path, unless that is what is open. Needs no lock, takes both when it opens."""
-        if self._opened is None or self._opened.identity != self._identity():
+        if not self._is_current():
+            if at_once and self._reopen is not None:
+                raise IndexUnavailable(f"index {self.path}: it is gone, and will be opened anew in the background")
             with held(self._writing, deadline):
                 self._current(deadline)
 
+    def _is_current(self) -> bool:
+        opened = self._opened
+        return opened is not None and opened.identity == self._identity()
+
     def _current(self, deadline: float) -> Opened:
-        """What is open, if its file is still the one under the path; else opens that. Needs `writing`: the lock file
+        """What is open, if its files are still those under the path; else opens those. Needs `writing`: the lock file
         is reopened too, which drops this process's lock on it."""
-        if self._opened is None or self._opened.identity != self._identity():
+        if self._opened is None or not self._is_current():
             with held(self._reading, deadline):
                 self.close()
-                if not self.users:
-                    raise IndexUnavailable(f"index {self.path}: closed")
+            if not self.users:
+                raise IndexUnavailable(f"index {self.path}: closed")
+            self._make_folder()  # may take long: nobody who reads waits for it
+            with held(self._reading, deadline):
                 self._opened = self._open(deadline)
         return self._opened
 
-    def _identity(self) -> tuple[int, int] | None:
+    def _identity(self) -> Identity | None:
+        """Of the files that all must share: with other locks than theirs nobody is kept out. None: one is missing."""
         try:
-            status = os.stat(os.path.join(self.path, _DATA))
+            found = [os.stat(path) for path in self._shared_paths]
         except FileNotFoundError:
             return None
-        return status.st_dev, status.st_ino
+        return tuple((status.st_dev, status.st_ino) for status in found)
+
+    def _has(self, name: str) -> bool:
+        return os.path.lexists(os.path.join(self.path, name))
 
     def _open(self, deadline: float) -> Opened:
-        self._make_folder()
         if os.stat(self.path).st_mode & 0o077:
             os.chmod(self.path, 0o700)
         remove_strange(self.path, _FILES)
         self._lock_file = os.open(os.path.join(self.path, _LOCK), _OPENING | os.O_RDWR | os.O_CREAT, 0o600)
         with file_lock(self._lock_file, deadline):
             self._check_stamp()
+            if self._has(_DATA) and not self._has(_LMDB_LOCK):
+                log.warning("the index %s has lost its locks: starting an empty one", self.path)
+                self._unlink()
             try:
                 opened = self._open_env()
             except _BROKEN as error:
@@ -251,7 +271,7 @@ class SharedEnvironment:
             stamp = ""
         if stamp == self._stamp:
             return
-        if self._identity() is not None:
+        if self._has(_DATA):
             log.warning("the index %s is of another boot or format: starting an empty one", self.path)
             self._unlink()
         new_path = os.path.join(self.path, _NEW_STAMP)
@@ -267,7 +287,8 @@ class SharedEnvironment:
         try:
             env.reader_check()
             identity = self._identity()
-            assert identity is not None, "LMDB has created it"
+            if identity is None:
+                raise IndexUnavailable(f"index {self.path}: somebody removes its files")
             opened = Opened(env, identity)
             # A file that was cut off would be a SIGBUS on the first page that is missing.
             data_bytes = os.stat(os.path.join(self.path, _DATA)).st_size

@@ -10,6 +10,7 @@ import lmdb
 
 T = TypeVar("T")
 Work = Callable[["View"], T]
+Identity = tuple[tuple[int, int], ...]
 Database = Any  # py-lmdb does not export the type of its handles
 
 
@@ -63,8 +64,8 @@ class View:
 class Opened:
     """One open environment and its named databases; closed as a whole when the files under it are replaced."""
 
-    def __init__(self, env: lmdb.Environment, identity: tuple[int, int]) -> None:
-        """identity: device and inode of its data file."""
+    def __init__(self, env: lmdb.Environment, identity: Identity) -> None:
+        """identity: device and inode of its files."""
         self.env = env
         self.identity = identity
         self.databases: dict[str, Database] = {}
