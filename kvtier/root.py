@@ -27,7 +27,7 @@ from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace
 from kvtier.io.filesystem import file_system_of
 from kvtier.once import create_once, read_small
-from kvtier.owner import Owner, claim, claim_shared, default_index_path, read_owner, this_node
+from kvtier.owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
 from kvtier.plain_files import folder_within
 from kvtier.record import FORMAT_VERSION
 
@@ -47,19 +47,22 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 @dataclass(frozen=True, slots=True)
 class Root:
     """An opened root. folder: `<root>/v1`; index_path: folder of the embedded index, None for one in memory or in
-    Redis. root_id: of a root with an index in Redis, else "". device: st_dev of the file system that it was on."""
+    Redis. root_id: of a root with an index in Redis, else "". device, inode: of `folder`, when it was opened. node: who
+    opened it."""
 
     path: Path
     folder: Path
     index_path: Path | None
     root_id: str = ""
     device: int = field(default=0, compare=False)
+    inode: int = field(default=0, compare=False)
+    node: Node | None = field(default=None, compare=False)
 
 
-def open_root(settings: Settings, root_id: str = "") -> Root:
+def open_root(settings: Settings, again: Root | None = None) -> Root:
     """Creates or checks the root for writing, and claims it for this node. Raises ConfigError.
 
-    root_id: what a root with an index in Redis gets if it has none; "": a new one.
+    again: the one that was opened here before; if nobody has claimed it meanwhile, it is claimed as it was.
     """
     path = settings.root
     if not path.is_absolute():
@@ -72,36 +75,49 @@ def open_root(settings: Settings, root_id: str = "") -> Root:
         _make_folder(folder)
         _try_to_write(folder)
         check_space(path, settings.segment_bytes)
-        device = os.stat(folder).st_dev
-        if settings.index.kind == "redis":
-            return Root(path, folder, None, claim_shared(folder, root_id), device)
-        index_path = None
-        if settings.index.kind == "embedded":
-            index_path = settings.index.path or default_index_path(path, folder)
-        claim(folder, Owner(this_node(), index_path))
+        return _claim(settings, folder, again)
     except OSError as error:
         raise _config_error(path, error, settings.segment_bytes) from None
-    return Root(path, folder, index_path, device=device)
+
+
+def _claim(settings: Settings, folder: Path, again: Root | None) -> Root:
+    """Raises ConfigError, OSError."""
+    path, found = settings.root, os.stat(folder)
+    if settings.index.kind == "redis":
+        root_id = claim_shared(folder, again.root_id if again else "")
+        return Root(path, folder, None, root_id, found.st_dev, found.st_ino)
+    index_path = None
+    if settings.index.kind == "embedded":
+        index_path = settings.index.path or default_index_path(path, folder)
+    node = again.node if again and again.node else this_node()  # its name may change while an engine runs
+    claim(folder, Owner(node, index_path))
+    return Root(path, folder, index_path, "", found.st_dev, found.st_ino, node)
 
 
 def open_again(settings: Settings, root: Root) -> None:
     """Before anything is made in a root that was opened long ago. One that is gone is made anew, with all checks of a
-    start; but not in the place of a file system that is not mounted any more: it would fill another disk.
+    start, and one that nobody owns any more is claimed again; but nothing is made in the place of a file system that is
+    not mounted any more: it would fill another disk.
 
-    Raises TierUnavailable there, and where a start would be refused.
+    Raises TierUnavailable there, where a start would be refused, and where the root is another one by now. Waits for
+    the root's file system as long as that takes.
     """
     try:
         check_mount(settings)
-        if _is_folder(root.folder):
-            return
-        if os.stat(nearest(root.path)).st_dev != root.device:
-            raise TierUnavailable(f"the root {root.path} is gone, and so is the file system that it was on")
-        found = open_root(settings, root.root_id)
+        is_gone = not _is_folder(root.folder)
+        place = os.stat(nearest(root.path) if is_gone else root.folder)
+        # Of the same file system, mounted once more, the device may be another, but the folder is not.
+        if place.st_dev != root.device and (is_gone or place.st_ino != root.inode):
+            what = "gone, and so is" if is_gone else "another one by now, not on"
+            fix = "mount that again, or start this engine anew"
+            raise TierUnavailable(f"the root {root.path} is {what} the file system that it was on; {fix}")
+        found = open_root(settings, root) if is_gone else _claim(settings, root.folder, root)
     except (ConfigError, OSError) as fault:
-        raise TierUnavailable(f"the root is gone: {fault}") from fault
+        raise TierUnavailable(f"the root cannot be used any more: {fault}") from fault
     if found != root:
         raise TierUnavailable(f"the root {root.path} is another one by now; start this engine anew")
-    log.warning("the root %s was gone; it was made anew, and is empty", root.path)
+    if is_gone:
+        log.warning("the root %s was gone; it was made anew, and is empty", root.path)
 
 
 def find_root(path: Path) -> Root:

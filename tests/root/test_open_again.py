@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def test_one_that_was_removed_is_made_anew_by_an_engine(tmp_path: Path) -> None:
     assert engine.load(TOKENS, TARGET)[0] == 0
     wait_until(lambda: next(tmp_path.glob("kv/v1/*/namespace.json"), None) is not None, timeout_s=20)
     assert (tmp_path / "kv/v1" / OWNER_FILE).read_bytes() == before
+    assert engine.load(TOKENS, TARGET)[0] == 0, "the index answers, and knows nothing"
     wait_until(lambda: bool(engine.save(TOKENS, BLOCKS)), timeout_s=20)
     n_chunks, (answer,) = engine.load(TOKENS, TARGET)
     assert (n_chunks, answer.failed_blocks) == (3, frozenset())
@@ -59,7 +61,7 @@ def test_what_lies_below_a_mount_point_is_not_the_root(tmp_path: Path, mount_tmp
         assert sorted(mount.rglob("*")) == seen, "something was made in the place of the file system"
     finally:
         subprocess.run(["mount", "--bind", str(store), str(mount)], check=True)
-    wait_until(lambda: engine.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), timeout_s=20)
+    wait_until(lambda: [done.failed_blocks for done in engine.load(TOKENS, TARGET)[1]] == [frozenset()], timeout_s=20)
     engine.close()
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
@@ -92,11 +94,58 @@ def test_a_root_that_another_has_taken_meanwhile(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "kv")
     owner.parent.mkdir(parents=True)
     owner.write_text(json.dumps(theirs | {"node": {"host": "other", "machine": "other"}}))
-    open_again(wanted, root)  # it is there: whose it is, a start says
+    for _ in range(2):
+        with pytest.raises(TierUnavailable, match="it belongs to node other"):
+            open_again(wanted, root)
     shutil.rmtree(tmp_path / "kv")
     elsewhere = wanted.model_copy(update={"index": wanted.index.model_copy(update={"path": tmp_path / "index"})})
-    with pytest.raises(TierUnavailable, match="is another one by now"):
-        open_again(elsewhere, root)
+    for _ in range(2):  # the first one made it
+        with pytest.raises(TierUnavailable, match="is another one by now"):
+            open_again(elsewhere, root)
+
+
+def test_a_root_of_all_nodes_that_a_start_has_made_anew(tmp_path: Path) -> None:
+    """It got another id, so another index: two must not keep one root in order, each by what it knows of it."""
+    shared = settings(tmp_path / "kv", index={"kind": "redis", "url": "redis://127.0.0.1:1/0"})
+    root = open_root(shared)
+    shutil.rmtree(tmp_path / "kv")
+    assert open_root(shared) != root
+    with pytest.raises(TierUnavailable, match="is another one by now; start this engine anew"):
+        open_again(shared, root)
+
+
+def test_an_owner_that_alone_was_removed_is_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or another node would take the root, beside this one. It says what it said, whatever this node is called now."""
+    wanted = settings(tmp_path / "kv")
+    root = open_root(wanted)
+    owner = tmp_path / "kv/v1" / OWNER_FILE
+    before = owner.read_bytes()
+    owner.unlink()
+    monkeypatch.setattr("socket.gethostname", lambda: "as-dhcp-has-it")
+    open_again(wanted, root)
+    assert owner.read_bytes() == before
+
+
+def test_a_root_below_the_one_that_was_opened_is_not_it(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    """Where no mount is required, an engine that started too early has left one there."""
+    wanted = settings(tmp_path / "mnt/kv")
+    open_root(wanted)
+    mount_tmpfs(tmp_path / "mnt", "size=64m")
+    root = open_root(wanted)
+    open_again(wanted, root)
+    open_again(wanted, replace(root, device=root.device + 1))  # mounted once more, as another device
+    subprocess.run(["mount", "--move", str(tmp_path / "mnt"), str(make(tmp_path / "away"))], check=True)
+    try:
+        with pytest.raises(TierUnavailable, match="not on the file system that it was on; mount that again"):
+            open_again(wanted, root)
+    finally:
+        subprocess.run(["mount", "--move", str(tmp_path / "away"), str(tmp_path / "mnt")], check=True)
+    open_again(wanted, root)
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def test_who_only_looks_makes_nothing_above_an_index(tmp_path: Path) -> None:
