@@ -69,10 +69,13 @@ class _YamlLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} stands twice", node.start_mark)
+        keys = [key for key, _ in node.value]
+        names = [self.construct_object(key, deep=True) for key in keys]
+        for number, name in enumerate(names):
+            first = names.index(name)
+            if first < number:
+                what = f"key {name!r} stands twice, in line {keys[first].start_mark.line + 1} and"
+                raise yaml.constructor.ConstructorError(None, None, what, keys[number].start_mark)
         return super().construct_mapping(node, deep)
 
 

@@ -167,8 +167,11 @@ def test_misspelt_environment_variable(name: str, near: str, monkeypatch: pytest
 
 
 def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
-    error = refusal({"config": yaml_file(tmp_path, "root: /x\nio: {threads: 3}\nio: {direct: never}\n")})
-    assert error.key == "config" and "'io' stands twice" in error.fix
+    path = yaml_file(tmp_path, "root: /x\nio: {threads: 3}\n\nio: {direct: never}\n")
+    error = refusal({"config": path})
+    assert error.key == "config" and f"'io' stands twice, in line 2 and in \"{path}\", line 4" in error.fix
+    error = refusal({"config": yaml_file(tmp_path, "&a root: /x\n*a : /y\n")})
+    assert "'root' stands twice" in error.fix
 
 
 # --- bad values ---
