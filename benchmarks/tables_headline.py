@@ -58,8 +58,8 @@ def from_disk() -> list[str]:
     return [
         f"**From a disk** that reads {span(rates, 1)} GB/s ({made(result)}), {' / '.join(f'{n:,}' for n in lengths)} "
         f"tokens took {times['kvtier']} ms, where computing took {times['computed']}: slower in {slower} of "
-        f"{len(lengths)}. `min_load_tokens: auto` leaves such hits to be computed as soon as the engine has seen a "
-        "prefill; a fresh process, as these were, has seen none."
+        f"{len(lengths)}. What is timed is loaded all the same; by itself (`min_load_tokens: auto`) an engine leaves "
+        "such hits to be computed, from its first request on if one like it has computed before."
     ]
 
 

@@ -10,11 +10,14 @@ nothing is known, and start-up is refused.
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from kvtier.connectors.vllm_forms import is_slot
 from kvtier.errors import ConfigError
+
+log = logging.getLogger("kvtier")
 
 FAMILY = "vllm"
 
@@ -43,6 +46,17 @@ def packing_of(spec: Any, vllm_config: Any) -> Packing:
     if type(spec).__name__ == "MLAAttentionSpec":
         return Packing(f"{FAMILY}-cpu-mla", False)
     return Packing(f"{FAMILY}-cpu-{_cpu_packing(spec, vllm_config)}-b{spec.block_size}", True)
+
+
+def device_name() -> str:
+    """What vLLM computes on here, as its maker calls it. Uses no GPU."""
+    from vllm.platforms import current_platform
+
+    try:
+        return str(current_platform.get_device_name())
+    except (AttributeError, NotImplementedError, RuntimeError) as fault:
+        log.info("the device has no name here (%s)", fault)
+        return type(current_platform).__name__
 
 
 def check_continuation(vllm_config: Any) -> None:

@@ -17,6 +17,7 @@ from kvtier.config import Settings
 from kvtier.connectors import dynamo, vllm_platforms
 from kvtier.connectors.announcements import Announcements, ChunkBlocks
 from kvtier.connectors.bridge import Faults, SchedulerBridge, Step
+from kvtier.connectors.load_costs import LoadCosts
 from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm_adapters import Adapters
@@ -62,15 +63,18 @@ class SchedulerHalf:
         # A draft model's own KV of a token may be written one step after the target's: its chunks wait for that.
         self._waits_a_step = bool(identity.namespace.draft)
         self._faults = Faults()
-        self._limit = load_limit(settings)
         model = vllm_config.model_config
         label = getattr(model, "served_model_name", None) or model.model
-        about = About(len(identity.shares), "vllm", vllm.__version__, str(label), str(model.tokenizer))
+        about = About(
+            len(identity.shares), "vllm", vllm.__version__, str(label), str(model.tokenizer),
+            vllm_platforms.device_name(),
+        )  # fmt: skip
         self._store = open_store(settings, identity.namespace, identity.shares, about)
+        self._costs = LoadCosts(load_limit(settings), self._store.costs)
         self._step_times = StepTimes(self._saw_step)
         shape = ChunkShape(settings.chunk_tokens, spec.block_size)
         self._bridge = SchedulerBridge(
-            self._store, shape, self._limit, settings.index.answer_timeout_s, self._faults
+            self._store, shape, self._costs.limit, settings.index.answer_timeout_s, self._faults
         )  # fmt: skip
         items_are_hashed = hashes_items(vllm_config)
         if not items_are_hashed:
@@ -133,9 +137,9 @@ class SchedulerHalf:
         if isinstance(report, ReportMetadata):
             self._bridge.saved(report.saves)
             if report.cost is not None:
-                self._limit.calibrate(report.cost)
+                self._costs.calibrate(report.cost)
             for tokens, seconds in report.timings:
-                self._limit.saw_load(tokens, seconds)
+                self._costs.saw_load(tokens, seconds)
                 self._store.reporter.saw_load(tokens, seconds)
             if report.figures is not None:
                 self._store.reporter.add(report.figures)
@@ -165,7 +169,7 @@ class SchedulerHalf:
             self._faults.guard("closing the store", self._store.close, None)
 
     def _saw_step(self, tokens: int, seconds: float) -> None:
-        self._limit.saw_step(tokens, seconds)
+        self._costs.saw_step(tokens, seconds)
         self._store.reporter.saw_step(tokens, seconds)
 
     def _describe(self, request_id: str, chunk: int, shape: ChunkShape, hash_tokens: int) -> ChunkBlocks | None:

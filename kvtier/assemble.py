@@ -11,7 +11,7 @@ import random
 import socket
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvtier.admission import Admission, Admissions
@@ -30,6 +30,7 @@ from kvtier.indexes import open_index, open_lookups
 from kvtier.io.filesystem import file_system_of
 from kvtier.jobs import ThreadJobs
 from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
+from kvtier.kept_costs import KeptCosts, note_name
 from kvtier.kernels.paged import PagedKV
 from kvtier.memory import cuda_memory, host_memory
 from kvtier.metrics import Metrics
@@ -126,11 +127,14 @@ def open_store(
     open_namespace(root, namespace)
     index = open_index(settings, root, reopen=partial(open_again, settings, root))
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    about = about or About(len(shares))
+    costs = KeptCosts(index, note_name(namespace.id, about)) if about.device else None
     plan = KeeperPlan(
         owner, shape.slots, shape.set_bytes, settings.capacity_bytes, settings.writer_lease_s,
-        settings.touch_interval_s, partial(_make_namespace_folder, settings, root), about or About(len(shares)),
-        spares_max,
+        settings.touch_interval_s, partial(_make_namespace_folder, settings, root), about, spares_max,
     )  # fmt: skip
+    if costs is not None:
+        plan = replace(plan, with_beat=costs.refresh)
     evictor = make_evictor(settings, index, root, owner)
     keeper = Keeper(namespace, plan, index, Housekeeper(index, root.folder, owner), evictor, random.SystemRandom())
     if isinstance(index, GuardedIndex):
@@ -139,7 +143,9 @@ def open_store(
     log.info("tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB", root.path,
              settings.index.kind, namespace.id.hex(), shape.slots, shape.set_bytes >> 20)  # fmt: skip
     writers = sum(share.writes is not None for share in shares)
-    return Store(namespace.id, settings.chunk_tokens, writers, open_lookups(index), keeper)
+    store = Store(namespace.id, settings.chunk_tokens, writers, open_lookups(index), keeper)
+    store.costs = costs
+    return store
 
 
 def _make_namespace_folder(settings: Settings, root: Root, namespace: Namespace) -> None:

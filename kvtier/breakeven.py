@@ -5,7 +5,8 @@
 
 A loaded request needs a step of its own after the load, so what a hit of n tokens saves is at the least
 n x prefill_s_per_token - step_s; a hit is worth it when its load takes no longer than that. Until a prefill has been
-measured, hits of 256 tokens and more are taken.
+measured, what an engine like this one saw before counts (`kept_costs`); without that, hits of 256 tokens and more are
+taken.
 """
 
 from __future__ import annotations
@@ -55,6 +56,14 @@ class LoadCost:
         return self.fixed_s + tokens * self.token_s
 
 
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that computing a token takes, and what a load should cost on an idle machine."""
+
+    prefill_token_s: float
+    load: LoadCost
+
+
 class LoadLimit(Protocol):
     """From how many tokens on a hit is loaded."""
 
@@ -73,6 +82,14 @@ class LoadLimit(Protocol):
         """What loads should cost on an idle machine."""
         ...
 
+    def expect(self, costs: Costs) -> None:
+        """What an engine like this one saw: it counts until this one has measured."""
+        ...
+
+    def costs(self) -> Costs | None:
+        """What the next engine like this one may expect; None before both were measured."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FixedLimit:
@@ -88,6 +105,12 @@ class FixedLimit:
 
     def calibrate(self, cost: LoadCost) -> None:
         pass
+
+    def expect(self, costs: Costs) -> None:
+        pass
+
+    def costs(self) -> Costs | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +155,25 @@ class BreakEven:
         self._seen_s = clock()
         self._token_s: float | None = None
         self._step_s = STEP_S
+        self._expected_token_s: float | None = None
+        self._is_calibrated = False
         self._lock = threading.Lock()
 
     def calibrate(self, cost: LoadCost) -> None:
         with self._lock:
-            self._prior, self._seen = cost, _Fit()
+            self._prior, self._seen, self._is_calibrated = cost, _Fit(), True
+
+    def expect(self, costs: Costs) -> None:
+        with self._lock:
+            self._expected_token_s = costs.prefill_token_s
+            if not self._is_calibrated:
+                self._prior = costs.load
+
+    def costs(self) -> Costs | None:
+        with self._lock:
+            if self._token_s is None or not self._is_calibrated:
+                return None
+            return Costs(self._token_s, self._prior)
 
     def saw_step(self, tokens: int, seconds: float) -> None:
         """One step of the engine that computed `tokens` tokens in all."""
@@ -168,10 +205,11 @@ class BreakEven:
     def min_tokens(self) -> int:
         """Hits of fewer tokens are computed instead; NEVER where no length pays."""
         with self._lock:
-            if self._token_s is None:
+            token_s = self._expected_token_s if self._token_s is None else self._token_s
+            if token_s is None:
                 return UNMEASURED_MIN_TOKENS
             cost = self._cost()
-            gain_s = self._token_s - cost.token_s
+            gain_s = token_s - cost.token_s
             if gain_s <= 0:
                 return NEVER
             return max(1, math.ceil(min((cost.fixed_s + self._step_s) / gain_s, NEVER)))

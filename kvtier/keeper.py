@@ -62,7 +62,8 @@ class KeeperPlan:
     set_bytes: of one segment set of `slots` slots, over all ranks.
     writer_lease_s: how long the engine is believed to live without a sign of it.
     make_folder: makes a namespace's folder, if it is not there.
-    about: what the engine reports of itself. spares_max: sets kept ready at most.
+    about: what the engine reports of itself. spares_max: sets kept ready at most. with_beat: called with each sign of
+        life and at the end, with the time; it may wait for the index, and raise as that does.
     """
 
     owner: str
@@ -74,6 +75,7 @@ class KeeperPlan:
     make_folder: Callable[[Namespace], object]
     about: About = About()
     spares_max: int = SPARES_MAX
+    with_beat: Callable[[float], object] = lambda now_s: None
 
     @property
     def spares(self) -> int:
@@ -220,6 +222,7 @@ class Keeper:
             self._close_sets(self._housekeeper.clock())
             self._index.release_lease(writer_lease(self._plan.owner), self._plan.owner)
             self._index.drop_note(NOTE_PREFIX + self._plan.owner)
+            self._plan.with_beat(self._housekeeper.clock())
         except (KVTierError, OSError) as fault:
             log.warning("leaving without a word to the index: %s", fault)
 
@@ -230,6 +233,7 @@ class Keeper:
             self._due.beat_s = now + plan.writer_lease_s / 3
             report = self.reporter.report(now, self._epoch[0].id).note()
             self._index.put_note(NOTE_PREFIX + plan.owner, report, now + 2 * plan.writer_lease_s)
+            plan.with_beat(now)
             self._leave_lost_sets()
 
     def _leave_lost_sets(self) -> None:

@@ -154,13 +154,14 @@ class WorkerReport(BaseModel):
 @dataclass(frozen=True, slots=True)
 class About:
     """What an engine says of itself. ranks: its workers. model: as its users know it. tokenizer: its folder, or
-    its name on the hub."""
+    its name on the hub. device: what it computes on, "" where nobody asks what computing takes."""
 
     ranks: int = 1
     engine: str = ""
     engine_version: str = ""
     model: str = ""
     tokenizer: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kvtier import metrics as names
 from kvtier.index.base import Index
 from kvtier.keeper import Keeper
+from kvtier.kept_costs import KeptCosts
 from kvtier.lookups import Lookups
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 
@@ -71,6 +72,9 @@ class Store:
         keeper: gives the sets that saved chunks go to, and takes what was used.
         clock: seconds since the epoch (I6).
     """
+
+    costs: KeptCosts | None = None
+    """What engines like this one saw of loads and prefills; None where nobody asks."""
 
     def __init__(
         self, namespace_id: bytes, chunk_tokens: int, writers: int, lookups: Lookups, keeper: Keeper,

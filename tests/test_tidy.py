@@ -23,7 +23,7 @@ LAYERS = (
     ("kvtier.connectors", "kvtier.server"),
     ("kvtier.assemble", "kvtier.commands", "kvtier.admin", "kvtier.policies"),
     ("kvtier.store", "kvtier.transfer", "kvtier.indexes"),
-    ("kvtier.keeper", "kvtier.lookups", "kvtier.saves", "kvtier.own_segments", "kvtier.lower", "kvtier.loads",
+    ("kvtier.keeper", "kvtier.kept_costs", "kvtier.lookups", "kvtier.saves", "kvtier.own_segments", "kvtier.lower", "kvtier.loads",
      "kvtier.load_walk", "kvtier.fetch", "kvtier.fetch_files", "kvtier.keep", "kvtier.worker", "kvtier.memory",
      "kvtier.mount", "kvtier.housekeeping", "kvtier.read_back", "kvtier.sweep_lease", "kvtier.evictor",
      "kvtier.removal",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.breakeven import FORGET_S, NEVER, STEP_S, UNMEASURED_MIN_TOKENS, BreakEven, LoadCost
+from kvtier.breakeven import FORGET_S, NEVER, STEP_S, UNMEASURED_MIN_TOKENS, BreakEven, Costs, LoadCost
 
 TOKEN_BYTES = st.integers(1024, 1 << 20)
 RATES = st.floats(1e6, 1e12)
@@ -145,3 +145,27 @@ def test_nonsense_is_not_learned() -> None:
         found.saw_load(tokens, seconds)
     assert found.min_tokens == UNMEASURED_MIN_TOKENS
     assert STEP_S > 0
+
+
+def test_what_an_engine_like_it_saw_counts_until_it_has_measured() -> None:
+    """The first request of a fresh process: it was loaded from a disk of 1 GB/s, at 131 us a token, where computing
+    takes 25."""
+    slow, fast = (LoadCost.calibrated(0.002, rate, 131072) for rate in (1e9, 50e9))
+    found = BreakEven(LoadCost.calibrated(None, None, 0))
+    assert found.min_tokens == UNMEASURED_MIN_TOKENS and found.costs() is None
+    found.expect(Costs(25e-6, slow))
+    assert found.min_tokens == NEVER
+    found.calibrate(fast)  # the mount was measured anew
+    assert found.min_tokens < 1000
+    found.saw_step(8192, 8192 * 1e-6)  # and so was this GPU
+    assert found.min_tokens == NEVER
+    assert found.costs() == Costs(1e-6, fast)
+
+
+def test_what_was_expected_does_not_replace_what_was_measured() -> None:
+    found = BreakEven(LoadCost.calibrated(None, None, 0))
+    found.calibrate(LoadCost.calibrated(0.002, 50e9, 131072))
+    found.saw_step(8192, 0.205)
+    before = found.min_tokens
+    found.expect(Costs(1e-9, LoadCost(1.0, 1.0)))
+    assert found.min_tokens == before

@@ -1,0 +1,99 @@
+"""What computing and loading cost an engine, kept in the index for the next one: a note `costs/<digest>`.
+
+A process that has just started has computed nothing: it would load whatever it finds, also from storage that is slower
+than computing. One like it (model, engine, device, ranks, host) has seen both. The note is a prior and no more: what
+the engine measures itself takes its place.
+
+    {"prefill_token_s": 6.5e-05, "load_fixed_s": 0.004, "load_token_s": 2.4e-06}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from contextlib import suppress
+
+from blake3 import blake3
+
+from kvtier.breakeven import Costs, LoadCost
+from kvtier.errors import Corrupt
+from kvtier.identity import canonical_text
+from kvtier.index.base import Index
+from kvtier.reports import About
+
+PREFIX = "costs/"
+KEPT_S = 30 * 86400.0
+CHANGE = 0.1
+"""What differs by less from what is kept is not written again."""
+NOTE_BYTES_MAX = 1024
+
+
+def note_name(namespace_id: bytes, about: About) -> str:
+    """All that costs depend on, but for the load on the machine."""
+    engine = [about.engine, about.engine_version, about.device, about.ranks, socket.gethostname()]
+    return PREFIX + blake3(namespace_id + canonical_text(engine).encode()).hexdigest()[:32]
+
+
+def pack(costs: Costs) -> bytes:
+    values = {
+        "prefill_token_s": costs.prefill_token_s, "load_fixed_s": costs.load.fixed_s, "load_token_s": costs.load.token_s
+    }  # fmt: skip
+    return canonical_text(values).encode()
+
+
+def unpack(note: bytes) -> Costs:
+    """Raises Corrupt: anybody who can write to the index may have written it."""
+    try:
+        if len(note) > NOTE_BYTES_MAX:
+            raise ValueError(f"{len(note)} bytes")
+        values = json.loads(note)
+        prefill, fixed, token = (float(values[name]) for name in ("prefill_token_s", "load_fixed_s", "load_token_s"))
+        if not (0 < prefill < math.inf and 0 <= fixed < math.inf and 0 <= token < math.inf):
+            raise ValueError("no costs")
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as fault:
+        raise Corrupt(f"note of costs: {fault}") from None
+    return Costs(prefill, LoadCost(fixed, token))
+
+
+class KeptCosts:
+    """`refresh` is called from one thread, and waits for the index; the attributes may be used from any.
+
+    expected: what an engine like this one saw; None: none is known. latest: what this one has seen, to be kept.
+    """
+
+    def __init__(self, index: Index, name: str) -> None:
+        self.expected: Costs | None = None
+        self.latest: Costs | None = None
+        self._index = index
+        self._name = name
+        self._kept: Costs | None = None
+        self._was_recalled = False
+
+    def refresh(self, now_s: float) -> None:
+        """Reads what was kept, the first time, and keeps what was seen. Raises IndexUnavailable."""
+        if not self._was_recalled:
+            self._recall(now_s)
+        self._keep(now_s)
+
+    def _recall(self, now_s: float) -> None:
+        note = self._index.notes(self._name, now_s).get(self._name)
+        self._was_recalled = True
+        if note is not None:
+            with suppress(Corrupt):  # it is written anew in time
+                self.expected = self._kept = unpack(note)
+
+    def _keep(self, now_s: float) -> None:
+        latest = self.latest
+        if latest is None or (self._kept is not None and is_close(latest, self._kept)):
+            return
+        self._index.put_note(self._name, pack(latest), now_s + KEPT_S)
+        self._kept = latest
+
+
+def is_close(one: Costs, other: Costs) -> bool:
+    pairs = (
+        (one.prefill_token_s, other.prefill_token_s), (one.load.fixed_s, other.load.fixed_s),
+        (one.load.token_s, other.load.token_s),
+    )  # fmt: skip
+    return all(math.isclose(a, b, rel_tol=CHANGE) for a, b in pairs)
