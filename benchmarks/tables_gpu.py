@@ -272,5 +272,6 @@ def two_ttft() -> list[str]:
 
 SECTIONS: tuple[Callable[[], list[str]], ...] = (
     machine, ttft, disk, two_ttft, tables_gpu_checks.kernels, tables_gpu_checks.verification, tables_gpu_checks.saving,
-    tables_gpu_checks.equality, tables_gpu_checks.two_gpus, tables_gpu_checks.load_mix, tables_gpu_checks.demo,
+    tables_gpu_checks.equality, tables_gpu_checks.two_gpus, tables_gpu_checks.load_mix, tables_gpu_checks.loads_alone,
+    tables_gpu_checks.demo,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from benchmarks.tables_common import has, made, read, span, table, verdict
@@ -228,6 +229,24 @@ def two_gpus() -> list[str]:
     return ["**Two GPUs, across tensor-parallel sizes** (`benchmarks/gpu/two_gpus.py`, random weights, eager; "
             f"{made(result)}):", "",
             *lines, "", _contexts(result["contexts"])]  # fmt: skip
+
+
+def loads_alone() -> list[str]:
+    """The load path without an engine, once that was run."""
+    if not has("load_rate"):
+        return []
+    result = read("load_rate")
+    rows = [
+        [str(row["chunks"]), f"{row['pause_s']:g} s", f"{1000 * row['copy_s']:.1f} ms",
+         f"{1000 * median(row['all_s']):.1f} ms ({1000 * min(row['all_s']):.1f}-{1000 * max(row['all_s']):.1f})",
+         f"{row['bytes_s'] / 1e9:.1f} GB/s, {row['percent']:.0f}%"] for row in result["rows"]
+    ]  # fmt: skip
+    return [
+        f"**Loads from tmpfs without an engine** (`benchmarks/gpu/load_rate.py`, 32 MiB a chunk, verified and "
+        f"compared; {made(result)}; pinned copies {result['pinned_bytes_s'] / 1e9:.1f} GB/s):",
+        "",
+        *table(["chunks", "after a pause of", "a pinned copy of as much", "load", "of pinned copies"], rows),
+    ]  # fmt: skip
 
 
 def _contexts(found: dict[str, Any]) -> str:
