@@ -282,7 +282,9 @@ class Saver:
                     (key, SaveOutcome.NO_SPACE) for key, was in outcomes.items() if was is SaveOutcome.FAILED
                 )
             self._rest(str(fault))
-        except (Corrupt, IndexUnavailable) as fault:
+        except IndexUnavailable as fault:  # nobody would find what is written now
+            self._rest(str(fault))
+        except Corrupt as fault:
             log.warning("a save fails: %s", fault)
         finally:
             self._end_hold(staged, {})
