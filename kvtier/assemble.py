@@ -16,6 +16,7 @@ from functools import partial
 
 from kvtier.admission import Admission, Admissions
 from kvtier.breakeven import BreakEven, FixedLimit, LoadCost, LoadLimit
+from kvtier.capacity_watch import CapacityWatch
 from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.codecs.fp8 import Fp8Codec
 from kvtier.codecs.raw import RawCodec
@@ -37,7 +38,7 @@ from kvtier.metrics import Metrics
 from kvtier.mount import cost_of_share, open_io
 from kvtier.policies import make_evictor
 from kvtier.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
-from kvtier.reports import About
+from kvtier.reports import COUNT_MAX, About
 from kvtier.root import Root, check_namespace, check_space, open_again, open_namespace, open_root
 from kvtier.saves import SaveBounds
 from kvtier.signing import Signer
@@ -127,16 +128,18 @@ def open_store(
     open_namespace(root, namespace)
     index = open_index(settings, root, reopen=partial(open_again, settings, root))
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    about = about or About(len(shares))
+    about = replace(about or About(len(shares)), capacity_bytes=min(settings.capacity_bytes, COUNT_MAX))
     costs = KeptCosts(index, note_name(namespace.id, about)) if about.device else None
     plan = KeeperPlan(
         owner, shape.slots, shape.set_bytes, settings.capacity_bytes, settings.writer_lease_s,
         settings.touch_interval_s, partial(_make_namespace_folder, settings, root), about, spares_max,
     )  # fmt: skip
-    if costs is not None:
-        plan = replace(plan, with_beat=costs.refresh)
-    evictor = make_evictor(settings, index, root, owner)
-    keeper = Keeper(namespace, plan, index, Housekeeper(index, root.folder, owner), evictor, random.SystemRandom())
+    evictor, housekeeper = make_evictor(settings, index, root, owner), Housekeeper(index, root.folder, owner)
+    watch = CapacityWatch(
+        owner, plan.capacity_bytes, index, lambda: housekeeper.free_bytes() - evictor.rules.reserve_bytes
+    )
+    plan = replace(plan, with_beat=partial(_with_beat, watch, costs))
+    keeper = Keeper(namespace, plan, index, housekeeper, evictor, random.SystemRandom())
     if isinstance(index, GuardedIndex):
         index.metrics = keeper.metrics
     keeper.start()
@@ -146,6 +149,12 @@ def open_store(
     store = Store(namespace.id, settings.chunk_tokens, writers, open_lookups(index), keeper)
     store.costs = costs
     return store
+
+
+def _with_beat(watch: CapacityWatch, costs: KeptCosts | None, now_s: float) -> None:
+    watch.look(now_s)
+    if costs is not None:
+        costs.refresh(now_s)
 
 
 def _make_namespace_folder(settings: Settings, root: Root, namespace: Namespace) -> None:

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from kvtier.capacity_words import beyond_capacity, beyond_quota
 from kvtier.errors import StaleLease
 from kvtier.eviction import base, limits, pins
 from kvtier.eviction.base import Policy
@@ -65,20 +67,37 @@ class Evictor:
     def fits(self, need: Need, capacity_bytes: int) -> bool:
         """Whether the set can be made as things are: within the capacity and its tenant's and namespace's quota.
         What is being removed counts until its files are gone."""
+        return self._lacking(need, capacity_bytes) is None
+
+    def why_no_room(self, need: Need, capacity_bytes: int, full_capacity_bytes: int) -> str:
+        """In words, of a set that could not be made: which limit, and what to do. full_capacity_bytes: as configured,
+        where the disk has room for `capacity_bytes` only."""
+        lacking, quotas = self._lacking(need, capacity_bytes), self.quotas()
+        if lacking == "capacity":
+            return beyond_capacity(full_capacity_bytes, capacity_bytes)
+        if lacking == "tenant":
+            key = f"capacity.tenants.{need.tenant}.quota_bytes"
+            return beyond_quota(f"tenant {need.tenant!r}", key, quotas.of_tenant(need.tenant) or 0)
+        if lacking == "namespace":
+            key = "capacity.namespace_quota_bytes"
+            return beyond_quota(f"namespace {need.namespace.hex()}", key, quotas.of_namespace(need.namespace) or 0)
+        return "others took it or made some in the same moment; it is tried again"
+
+    def _lacking(self, need: Need, capacity_bytes: int) -> Literal["capacity", "tenant", "namespace"] | None:
+        """The limit that the set would be above."""
         n_bytes = self._index.counts().n_bytes
         if n_bytes + self._remover.pending_bytes(self._clock()) + need.n_bytes > capacity_bytes:
-            return False
+            return "capacity"
         quotas = self.quotas()
         if quotas.of_tenant(need.tenant) is None and quotas.of_namespace(need.namespace) is None:
-            return True
+            return None
         sets = self._index.sets()
         known = {info.set_id for info in sets}
         begun = self._remover.begun(self._clock())  # asked for after the sets: see Remover.pending_bytes
         used = Used.of([*sets, *(removal for removal in begun if removal.set_id not in known)])
-        return (
-            quotas.tenant_excess(need.tenant, used, need.n_bytes) <= 0
-            and quotas.namespace_excess(need.namespace, used, need.n_bytes) <= 0
-        )
+        if quotas.tenant_excess(need.tenant, used, need.n_bytes) > 0:
+            return "tenant"
+        return "namespace" if quotas.namespace_excess(need.namespace, used, need.n_bytes) > 0 else None
 
     def make_room(self, need: Need, capacity_bytes: int) -> int | None:
         """Evicts until the set fits.

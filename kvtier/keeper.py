@@ -323,9 +323,10 @@ class Keeper:
             self._done_with.to_drop.remove(set_id)
             set_id = None
         if set_id is None:
-            pause_s, whose = side.room.refused(now), f" of tenant {side.tenant!r}" if side.tenant else ""
-            log.warning("no room for another segment set%s; saving rests for %.0f s", whose, pause_s)
             self._due.sweep_s = SWEEP_AT_ONCE  # what dead writers left open may be all that fills the root
+            pause_s, full = side.room.refused(now), self._plan.capacity_bytes
+            why = self._evictor.why_no_room(need, capacity_bytes, full)
+            log.warning("no room for another segment set: %s; saving rests for %.0f s", why, pause_s)
             return False
         side.room.worked()
         self._done_with.to_drop.remove(set_id)

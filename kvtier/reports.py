@@ -40,7 +40,8 @@ WEIGHT = 0.2
 
 What = Literal["lookup", "load", "save"]
 Label = Annotated[str, Field(max_length=LABEL_CHARS_MAX)]
-Count = Annotated[int, Field(ge=0, le=1 << 62)]
+COUNT_MAX = 1 << 62
+Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 HexId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Counters = Annotated[dict[Annotated[str, Field(pattern=r"^[a-z0-9_]{1,40}$")], Amount], Field(max_length=64)]
@@ -103,6 +104,7 @@ class WorkerReport(BaseModel):
     counters: see kvtier.metrics; recent: how much each grew in the last `interval_s` seconds.
     read_ceiling_bytes_s: what the storage gave when it was calibrated; None: not measured (without a GPU it never is).
     prefill_token_s: what computing a token takes, measured from the engine's own steps; None: no long prefill yet.
+    capacity_bytes: of the root, by the engine's settings; None: it does not tell.
     ttft_saved_s: sum over loads of what their tokens would have taken to compute, less what the loads took.
     """
 
@@ -115,6 +117,7 @@ class WorkerReport(BaseModel):
     engine_version: Label
     model: Label
     tokenizer: Label = ""
+    capacity_bytes: Count | None = None
     namespace: HexId
     ranks: Count
     started_s: Amount
@@ -154,7 +157,8 @@ class WorkerReport(BaseModel):
 @dataclass(frozen=True, slots=True)
 class About:
     """What an engine says of itself. ranks: its workers. model: as its users know it. tokenizer: its folder, or
-    its name on the hub. device: what it computes on, "" where nobody asks what computing takes."""
+    its name on the hub. device: what it computes on, "" where nobody asks what computing takes. capacity_bytes: of its
+    settings, COUNT_MAX at most; None where nobody asks."""
 
     ranks: int = 1
     engine: str = ""
@@ -162,6 +166,7 @@ class About:
     model: str = ""
     tokenizer: str = ""
     device: str = ""
+    capacity_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +275,7 @@ class Reporter:
                 owner=self._owner[:LABEL_CHARS_MAX], host=socket.gethostname()[:LABEL_CHARS_MAX], pid=os.getpid(),
                 kvtier_version=_own_version(), engine=about.engine[:LABEL_CHARS_MAX],
                 engine_version=about.engine_version[:LABEL_CHARS_MAX], model=about.model[:LABEL_CHARS_MAX],
-                tokenizer=about.tokenizer[:LABEL_CHARS_MAX],
+                tokenizer=about.tokenizer[:LABEL_CHARS_MAX], capacity_bytes=about.capacity_bytes,
                 namespace=namespace.hex(), ranks=about.ranks,
                 started_s=self._started_s, at_s=now_s, interval_s=max(0.0, now_s - self._last_s),
                 counters=counters, recent={name: value for name, value in recent.items() if value},
@@ -284,7 +289,7 @@ class Reporter:
 
 
 def hit_ratio(counters: Mapping[str, float]) -> float | None:
-    """Tokens handed to a load among those that were looked up; None when none were."""
+    """Tokens handed to a load, whatever came of it, among those that were looked up; None when none were."""
     asked = counters.get(names.LOOKUP_TOKENS, 0.0)
     return min(1.0, counters.get(names.HIT_TOKENS, 0.0) / asked) if asked else None
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvtier import capacity_words
 from kvtier.config import Settings
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.doctor.lustre import examine_efa, examine_lustre
@@ -81,12 +82,7 @@ def beyond_the_disk(place: Path, capacity_bytes: int) -> str:
     room = disk.f_bavail * disk.f_frsize
     if capacity_bytes > room:
         room += segments_bytes(place)  # looked at last: there may be many
-    if capacity_bytes <= room:
-        return ""
-    return (
-        f"capacity_bytes ({size(capacity_bytes)}) is more than the tier can have here ({size(room)}): it would fill "
-        "the disk before it evicts; set it to less"
-    )
+    return capacity_words.beyond_the_disk(capacity_bytes, room)
 
 
 def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | None) -> Iterator[Verdict]:

@@ -1,0 +1,60 @@
+"""CapacityWatch: tells an engine's log what is wrong with its capacity_bytes, each thing once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import suppress
+
+from kvtier.capacity_words import beyond_the_disk, unlike_capacities
+from kvtier.errors import Corrupt
+from kvtier.index.base import Index
+from kvtier.reports import COUNT_MAX, NOTE_PREFIX, WorkerReport
+
+log = logging.getLogger("kvtier")
+
+COMPARE_INTERVAL_S = 600.0
+"""So often the reports of all engines are read, until one of them has another capacity: they are some KiB each."""
+
+
+class CapacityWatch:
+    """Of the engine `owner`, on its keeper's thread. free_bytes: what the root's disk has left for the tier."""
+
+    def __init__(self, owner: str, capacity_bytes: int, index: Index, free_bytes: Callable[[], int]) -> None:
+        self._owner = owner
+        self._capacity_bytes = capacity_bytes
+        self._index = index
+        self._free_bytes = free_bytes
+        self._knows_disk = False
+        self._compare_s = 0.0
+
+    def look(self, now_s: float) -> None:
+        """With each sign of life. Raises IndexUnavailable."""
+        if not self._knows_disk and not self._index.was_reset:  # an index that is to be made anew knows of no segment
+            self._look_at_disk()
+        if now_s >= self._compare_s:
+            self._compare(now_s)
+
+    def _look_at_disk(self) -> None:
+        used_bytes = self._index.counts().n_bytes
+        self._knows_disk = True
+        try:
+            room_bytes = used_bytes + max(0, self._free_bytes())
+        except OSError:  # the root is gone; what saves meet there tells more
+            return
+        if words := beyond_the_disk(self._capacity_bytes, room_bytes):
+            log.warning("%s", words)
+
+    def _compare(self, now_s: float) -> None:
+        self._compare_s = now_s + COMPARE_INTERVAL_S
+        for note in self._index.notes(NOTE_PREFIX, now_s).values():
+            with suppress(Corrupt):
+                report = WorkerReport.read(note)
+                other_bytes = report.capacity_bytes
+                if other_bytes is None or report.owner == self._owner:  # None: it is of a release before this one
+                    continue
+                if other_bytes != min(self._capacity_bytes, COUNT_MAX):
+                    log.warning("%s", unlike_capacities(self._capacity_bytes, other_bytes, f"{report.owner!r}"))
+                    self._compare_s = math.inf
+                    return
