@@ -26,6 +26,7 @@ OF_ALL_RANKS = frozenset(
         names.SAVE_BYTES,
         names.LOAD_FAILURES,
         names.CHECKSUM_FAILURES,
+        names.GONE_CHUNKS,
         names.INDEX_ERRORS,
         FAULTS,
     }
@@ -42,9 +43,9 @@ HELP = {
     names.LOOKUPS: "Prompts that were looked up in the tier.",
     names.LOOKUP_SECONDS: "Seconds spent on lookups in the index.",
     names.LOOKUP_TOKENS: "Tokens that were looked up in the tier.",
-    names.HIT_TOKENS: "Tokens that were found in the tier and handed to a load.",
+    names.HIT_TOKENS: "Tokens that were found in the tier and handed to a load, also where that failed later.",
     names.LOAD_REQUESTS: "Requests for which a load ended.",
-    names.LOAD_TOKENS: "Tokens whose KV was loaded.",
+    names.LOAD_TOKENS: "Tokens whose KV was loaded, without what failed.",
     names.LOAD_BYTES: "Bytes of KV that were loaded, over all ranks.",
     names.LOAD_SECONDS: "Seconds that loads took, summed over requests.",
     names.LOAD_FAILURES: "Loads that failed in part or whole; their requests were recomputed.",
@@ -62,6 +63,7 @@ HELP = {
     names.SKIPPED_FAILED: "Chunks not saved because writing them failed.",
     names.SKIPPED_REFUSED: "Chunks not saved because the codec cannot keep what they hold, such as NaN.",
     names.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
+    names.GONE_CHUNKS: "Chunks whose segment file, or its end, was gone: evicted meanwhile, removed or cut short.",
     names.INDEX_ERRORS: "Operations that the index did not answer.",
     names.EVICTED_BYTES: "Bytes of segment sets that this engine evicted.",
     FAULTS: "Faults of the tier that were turned into misses.",
@@ -93,7 +95,7 @@ class KVTierStats(KVConnectorStats):
             "save GB/s": round(save_bytes / save_s / 1e9, 2) if save_s else 0.0,
         }
         troubles = (
-            names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.INDEX_ERRORS, FAULTS,
+            names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.GONE_CHUNKS, names.INDEX_ERRORS, FAULTS,
             names.SKIPPED_QUEUE_FULL, names.SKIPPED_NO_SPACE, names.SKIPPED_FAILED, names.SKIPPED_REFUSED,
         )  # fmt: skip
         return shown | {name.replace("_", " "): int(self.data[name]) for name in troubles if self.data.get(name)}

@@ -61,6 +61,7 @@ FAULTS = "faults"
 PREFIX = "vllm:kv_offload_kvtier_"
 HELP: Mapping[str, str] = {
     metrics.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
+    metrics.GONE_CHUNKS: "Chunks whose segment file, or its end, was gone: evicted meanwhile, removed or cut short.",
     metrics.LOAD_FAILURES: "Loads from kvtier that failed in part or whole; what was not loaded is computed.",
     metrics.INDEX_ERRORS: "Operations that kvtier's index did not answer.",
     metrics.SKIPPED_NO_SPACE: "Chunks not stored because there was no space.",

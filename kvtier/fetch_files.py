@@ -105,7 +105,8 @@ class FileReader:
         if error not in (0, errno.ENODATA):
             raise FetchFailed(f"{place_of(location)}: {errno.errorcode.get(error, error)}")
         self.retract(reads.key, location)
-        self._worker.metrics.add(names.CHECKSUM_FAILURES)
+        # A file that was cut short says nothing of the storage; bytes that are others do.
+        self._worker.metrics.add(names.GONE_CHUNKS if error else names.CHECKSUM_FAILURES)
         raise (SegmentGone if error else FetchFailed)(f"{place_of(location)}: {what}")
 
     def _retract_all(self, chunk: LoadChunk, located: Sequence[Location]) -> None:
@@ -146,6 +147,7 @@ class FileReader:
             raise
         if segment is None:
             self.retract(key, location)
+            self._worker.metrics.add(names.GONE_CHUNKS)
             raise SegmentGone(f"segment {location.set_id:016x}-{location.rank:04d} is gone")
         held.callback(segment.release)
         if not segment.header.has_slot(location.slot, location.extent, location.slab_bytes):

@@ -13,11 +13,14 @@ LOOKUPS = "lookups"
 LOOKUP_SECONDS = "lookup_seconds"
 LOOKUP_TOKENS = "lookup_tokens"
 HIT_TOKENS = "hit_tokens"
+"""Handed to a load, whatever came of it: as vLLM counts vllm:external_prefix_cache_hits, so that both can be compared.
+What came is LOAD_TOKENS."""
 LOAD_REQUESTS = "load_requests"
 LOAD_TOKENS = "load_tokens"
 LOAD_BYTES = "load_bytes"
 LOAD_SECONDS = "load_seconds"
 LOAD_FAILURES = "load_failures"
+GONE_CHUNKS = "gone_chunks"
 ARENA_HIT_CHUNKS = "arena_hit_chunks"
 HOST_HIT_CHUNKS = "host_hit_chunks"
 FILE_READ_BYTES = "file_read_bytes"
@@ -50,7 +53,7 @@ ERRORS = (LOAD_FAILURES, CHECKSUM_FAILURES, INDEX_ERRORS)
 NAMES = (
     LOOKUPS, LOOKUP_SECONDS, LOOKUP_TOKENS, HIT_TOKENS,
     LOAD_REQUESTS, LOAD_TOKENS, LOAD_BYTES, LOAD_SECONDS, ARENA_HIT_CHUNKS,
-    HOST_HIT_CHUNKS, FILE_READ_BYTES, KVIKIO_READ_BYTES,
+    HOST_HIT_CHUNKS, FILE_READ_BYTES, KVIKIO_READ_BYTES, GONE_CHUNKS,
     SAVE_TOKENS, SAVE_BYTES, SAVE_SECONDS, *UNSAVED, SKIPPED_PRESENT,
     *ERRORS, INDEX_FAST_FAILS, INDEX_PAUSES,
     PUBLISH_QUEUED, PUBLISH_SENT_LATE, PUBLISH_DROPPED, EVICTED_BYTES,

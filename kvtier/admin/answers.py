@@ -53,7 +53,8 @@ class Capacity(BaseModel):
 
 
 class Rates(BaseModel):
-    """Sums over the engines that report, each over its own last interval. hit_ratio: of the tokens looked up."""
+    """Sums over the engines that report, each over its own last interval. hit_ratio: of the tokens looked up, those
+    that were handed to a load, also where it failed later."""
 
     model_config = _ANSWER
     hit_ratio: float | None

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtier.errors import IndexUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
 from kvtier.index import entry as entries
 from kvtier.inspect import verify
+from kvtier.plan import SaveOutcome
 from kvtier.record import SegmentHeader
 from kvtier.root import find_root
 from kvtier.tiers.segments import SegmentFiles, segment_name
@@ -87,7 +89,10 @@ def test_damaged_record_is_a_miss_from_there_on(tmp_path: Path, damage: Callable
     n_chunks, (answer,) = reader.load(TOKENS, TARGET)
     assert n_chunks == 5
     assert answer.failed_blocks == frozenset(TARGET[8:])
-    assert reader.transfers[0].metrics.total()["checksum_failures"] == 1
+    counted = reader.transfers[0].metrics.total()
+    expected = (0, 1) if damage is truncate else (1, 0)
+    assert (counted.get("checksum_failures", 0), counted.get("gone_chunks", 0)) == expected
+    assert counted["load_tokens"] == 2 * 64 < reader.store.metrics.total()["hit_tokens"] == 5 * 64
     assert all(not tensor.any() for tensor in reader.blocks(TARGET[8:])), "bad bytes reached the engine"
     loaded = reader.blocks(TARGET[:8])
     reader.prefill(TOKENS, TARGET)
@@ -238,6 +243,7 @@ def test_lost_segment_is_a_miss(tmp_path: Path, how: str) -> None:
     reader = Engine(tmp_path / "root")
     _, (answer,) = reader.load(TOKENS, TARGET)
     assert answer.failed_blocks == frozenset(TARGET)
+    assert reader.transfers[0].metrics.total().get("gone_chunks", 0) == (how == "unlinked")
     assert verify(find_root(tmp_path / "root"), reader.store._keeper._index).bad or how == "unlinked"
     reader.close()
 
@@ -300,4 +306,19 @@ def test_a_segment_whose_writer_died_before_its_header_is_unfinished_not_bad(tmp
     assert Housekeeper(engine.store._keeper._index, tmp_path / "v1", "me").rebuild().unreadable == ()
     patch(path, 0, bytes(PAGE_BYTES))
     assert verify(find_root(tmp_path), engine.store._keeper._index).bad, "records were there"
+    engine.close()
+
+
+def test_saving_rests_while_the_index_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its folder is gone but segments are still open: each chunk was written for nobody, and logged."""
+    engine = Engine(tmp_path)
+
+    def refuse(records: object, from_files: bool = False) -> int:
+        raise IndexUnavailable("away")
+
+    index = engine.transfers[0]._worker.index
+    monkeypatch.setattr(index, "publish", refuse)
+    assert [done.outcome for done in engine.save(TOKENS[:64], BLOCKS[:4])] == [SaveOutcome.FAILED]
+    engine.store._resume_at_s = 0.0  # it plans on
+    assert [done.outcome for done in engine.save(TOKENS[64:], BLOCKS[4:])] == 4 * [SaveOutcome.RESTING]
     engine.close()

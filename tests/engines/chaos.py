@@ -56,8 +56,8 @@ class Tally:
     met: int = 0
 
 
-MET = ("load_failures", "checksum_failures", "index_errors", "skipped_chunks_failed", "skipped_chunks_no_space",
-       "skipped_chunks_resting")  # fmt: skip
+MET = ("load_failures", "checksum_failures", "gone_chunks", "index_errors", "skipped_chunks_failed",
+       "skipped_chunks_no_space", "skipped_chunks_resting")  # fmt: skip
 
 
 @dataclass

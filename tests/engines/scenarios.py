@@ -272,7 +272,8 @@ def corruption(engine: Engine) -> dict[str, Any]:
         damaged = compared(engine.ask([prompt]), reference)
         after = engine.counters()
         mended()
-        grown = {name: after[name] - before.get(name, 0) for name in ("load_failures", "checksum_failures")}
+        troubles = ("load_failures", "checksum_failures", "gone_chunks")
+        grown = {name: after.get(name, 0) - before.get(name, 0) for name in troubles}
         results[name] = damaged | grown
         engine.settle()
     return results
