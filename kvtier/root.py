@@ -30,6 +30,7 @@ from kvtier.once import create_once, read_small
 from kvtier.owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
 from kvtier.plain_files import folder_within
 from kvtier.record import FORMAT_VERSION
+from kvtier.sizes import exact
 
 log = logging.getLogger("kvtier")
 
@@ -136,11 +137,12 @@ def find_root(path: Path) -> Root:
 
 
 def check_space(path: Path, needed_bytes: int) -> None:
-    """Raises ConfigError unless the disk of the root at `path` has `needed_bytes` (on disk), free or in segments.
+    """Raises ConfigError unless the disk of the root at `path` has `needed_bytes` (on disk), free or in segments. Where
+    there is no root yet, that is the disk on which it would be made.
 
     Segments count, because they can be evicted: a tier that has filled its disk must be able to start again.
     """
-    free_bytes = _free_bytes(path)
+    free_bytes = _free_bytes(nearest(path))
     if free_bytes < needed_bytes and free_bytes + segments_bytes(path) < needed_bytes:
         raise _full(path, free_bytes, needed_bytes)
 
@@ -305,7 +307,7 @@ def _full(path: Path, free_bytes: int, needed_bytes: int) -> ConfigError:
         fix = f"no files can be made there ({file_system_of(path).kind} has no room for any); choose another root"
         return ConfigError("root", str(path), fix)
     fix = (
-        f"its disk is full: {free_bytes} bytes are free, {needed_bytes} are needed; free some space, lower "
+        f"its disk is full: {exact(free_bytes)} are free, {exact(needed_bytes)} are needed; free some space, lower "
         "segment_bytes, or choose another root"
     )
     return ConfigError("root", str(path), fix)

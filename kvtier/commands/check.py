@@ -153,7 +153,7 @@ def _look_at_root(settings: Settings) -> dict[str, str]:
             fix = f"not writable: {folder}; make it writable for this user or choose another root"
             raise ConfigError("root", str(path), fix)
     check_mount(settings)
-    check_space(nearest, settings.segment_bytes)
+    check_space(path, settings.segment_bytes)
     kind = file_system_of(path)
     state = "there" if folder.is_dir() else "to be created"
     return {

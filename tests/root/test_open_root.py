@@ -184,6 +184,8 @@ def test_a_file_system_without_files() -> None:
     """It was called full."""
     with pytest.raises(ConfigError, match=r"root = '/proc': no files can be made there \(proc has no room"):
         check_space(Path("/proc"), 4096)
+    with pytest.raises(ConfigError, match=r"root = '/proc/kv/a': no files can be made there \(proc has no room"):
+        check_space(Path("/proc/kv/a"), 4096)
 
 
 def test_disk_that_is_read_only(tmp_path: Path, mount_tmpfs: Mount) -> None:
@@ -200,7 +202,7 @@ def test_disk_that_is_too_small_for_a_segment(tmp_path: Path, mount_tmpfs: Mount
     mount_tmpfs(tmp_path, "size=1m")
     error = refusal(settings_for(tmp_path, segment_bytes="2MiB", capacity_bytes="8MiB"))
     assert error.key == "root" and error.value == str(tmp_path)
-    assert f"{2 << 20} are needed" in error.fix and "bytes are free" in error.fix and "lower segment_bytes" in error.fix
+    assert "2MiB are needed" in error.fix and "are free" in error.fix and "lower segment_bytes" in error.fix
 
 
 def fill(path: Path) -> None:
@@ -218,7 +220,7 @@ def test_disk_that_is_full(tmp_path: Path, mount_tmpfs: Mount) -> None:
     for root in (tmp_path, tmp_path / "a" / "b"):
         error = refusal(settings_for(root))
         assert error.key == "root" and "its disk is full" in error.fix
-        assert "65536 are needed" in error.fix
+        assert "64KiB are needed" in error.fix
 
 
 def test_disk_that_the_tier_itself_has_filled(tmp_path: Path, mount_tmpfs: Mount) -> None:
