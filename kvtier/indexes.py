@@ -42,10 +42,11 @@ def open_index(settings: Settings, root: Root, metrics: Metrics | None = None, r
 
     metrics: gets what a guard around a remote one counts. reopen: what an engine does when an embedded one is gone
     (`root.open_again`); None for those that only look. Raises ConfigError; IndexUnavailable where an embedded one
-    does not open. A Redis that does not answer is left to answer later.
+    does not open. A Redis that does not answer is left to answer later; an engine's log says so, and who only looks
+    hears it of the first question.
     """
     if root.root_id:
-        return _open_redis(settings, root, metrics or Metrics())
+        return _open_redis(settings, root, metrics or Metrics(), only_looks=reopen is None)
     if root.index_path is not None:
         index = LmdbIndex(str(root.index_path), settings.index.map_bytes, settings.index.timeout_s, reopen=reopen)
         try:
@@ -93,7 +94,7 @@ def _redis(settings: IndexSettings) -> RedisIndex:
     return RedisIndex(settings)
 
 
-def _open_redis(settings: Settings, root: Root, metrics: Metrics) -> Index:
+def _open_redis(settings: Settings, root: Root, metrics: Metrics, only_looks: bool) -> Index:
     own = settings.index
     index = _redis(own)
     try:
@@ -102,7 +103,8 @@ def _open_redis(settings: Settings, root: Root, metrics: Metrics) -> Index:
         index.close()
         raise
     except IndexUnavailable as fault:
-        log.warning("the index does not answer; everything is a miss until it does: %s", fault)
+        if not only_looks:
+            log.warning("the index does not answer; everything is a miss until it does: %s", fault)
     pauses = own.breaker
     plan = BreakerPlan(pauses.failures, pauses.pause_first_ms / 1000, pauses.pause_max_ms / 1000)
     bounds = QueueBounds(own.publish_queue_records, own.publish_queue_bytes)
