@@ -42,6 +42,7 @@ from kvtier.reports import COUNT_MAX, About
 from kvtier.root import Root, check_namespace, check_space, open_again, open_namespace, open_root
 from kvtier.saves import SaveBounds
 from kvtier.signing import Signer
+from kvtier.sizes import exact
 from kvtier.store import Store
 from kvtier.tiers.segments import SegmentFolders, direct_io_works
 from kvtier.transfer import Transfer, TransferJobs, Upkeep
@@ -83,7 +84,7 @@ def set_shape(settings: Settings, geometry: Geometry, codec: Codec, shares: Sequ
             sizes.append(record_bytes(share.writes, slab_bytes(codec, geometry, share.writes)))
     slots = (settings.segment_bytes - PAGE_BYTES) // max(sizes)
     if slots < 1:
-        fix = f"a chunk of this model takes {max(sizes)} bytes a rank; set it to several times that"
+        fix = f"a chunk of this model takes {exact(max(sizes))} a rank; set it to several times that"
         raise ConfigError("segment_bytes", settings.segment_bytes, fix)
     return SetShape(slots, sum(PAGE_BYTES + slots * size for size in sizes))
 

@@ -37,6 +37,7 @@ from kvtier.config_sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged,
 from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, absolute_path, multiple
 from kvtier.errors import ConfigError
 from kvtier.geometry import PAGE_BYTES
+from kvtier.sizes import exact
 
 CONFIG_VARIABLE = "KVTIER_CONFIG"
 CHUNK_TOKENS_UNIT = 16
@@ -220,8 +221,8 @@ class Settings(BaseSettings):
         """Raises ConfigError when not even one segment set (`set_bytes` on disk over all ranks) fits the capacity."""
         if self.capacity_bytes < set_bytes:
             fix = (
-                f"one segment set takes {set_bytes} bytes; raise capacity_bytes to at least that (better, several "
-                f"times that) or lower segment_bytes ({self.segment_bytes})"
+                f"one segment set takes {exact(set_bytes)}; raise capacity_bytes to at least that (better, several "
+                f"times that) or lower segment_bytes ({exact(self.segment_bytes)})"
             )
             raise ConfigError("capacity_bytes", self.capacity_bytes, fix)
         self.capacity.check_sets(set_bytes)
@@ -339,4 +340,10 @@ def _default(settings_cls: type[Settings], path: tuple[str, ...]) -> str:
     field = _field(settings_cls, path)
     if field is None or field.is_required() or isinstance(field.default, BaseModel):
         return ""
-    return f"; the default is {field.default!r}"
+    value = field.default
+    if value is None:
+        return "; it may be left out"
+    if isinstance(value, bool):
+        return f"; the default is {str(value).lower()}"
+    is_size = path[-1].endswith("_bytes") and isinstance(value, int)
+    return f"; the default is {exact(value) if is_size else repr(value)}"

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Seconds, no_bool
 from kvtier.errors import ConfigError
+from kvtier.sizes import exact
 
 TENANT_BYTES_MAX = 32
 """Of a tenant's name in UTF-8: it stands in segment headers."""
@@ -71,7 +72,7 @@ class CapacitySettings(BaseModel):
         for key, quota_bytes in quotas:
             if quota_bytes is not None and quota_bytes < set_bytes:
                 fix = (
-                    f"one segment set takes {set_bytes} bytes, so nothing would ever be stored: raise it to several "
+                    f"one segment set takes {exact(set_bytes)}, so nothing would ever be stored: raise it to several "
                     "times that, or lower segment_bytes"
                 )
                 raise ConfigError(key, quota_bytes, fix)

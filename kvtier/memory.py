@@ -22,6 +22,7 @@ from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import SlabRun
 from kvtier.machine import arena_refused, beyond_available, check_host_arena, memory_here
 from kvtier.order import CudaOrder, HostOrder, Order
+from kvtier.sizes import exact
 from kvtier.tiers.arena import Arena
 from kvtier.worker import ChunkArena
 
@@ -163,7 +164,7 @@ class Pinner:
 def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:
     n_slots = n_bytes // slot_bytes
     if n_slots < ARENA_SLOTS_MIN:
-        fix = f"a chunk takes {slot_bytes} bytes on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
+        fix = f"a chunk takes {exact(slot_bytes)} on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
         raise ConfigError("host.arena_bytes", n_bytes, fix)
     found = memory_here()
     check_host_arena(n_bytes, found)
@@ -201,9 +202,9 @@ class HbmSlots:
         )
         fits = (free_bytes - HBM_SPARE_BYTES) // self.slot_bytes - self.staging
         if fits >= 0:
-            raise ConfigError("hbm.arena_bytes", hbm.arena_bytes, f"{fix}it to at most {fits * self.slot_bytes}")
+            raise ConfigError("hbm.arena_bytes", hbm.arena_bytes, f"{fix}it to at most {exact(fits * self.slot_bytes)}")
         least_bytes = ARENA_SLOTS_MIN * self.slot_bytes
-        fix += f"it to less (at least {least_bytes})" + (" and hbm.arena_bytes to 0" if self.arena else "")
+        fix += f"it to less (at least {exact(least_bytes)})" + (" and hbm.arena_bytes to 0" if self.arena else "")
         raise ConfigError("hbm.staging_bytes", hbm.staging_bytes, fix)
 
 
@@ -212,10 +213,10 @@ def hbm_slots(hbm: HbmSettings, slot_bytes: int, step_chunks: int) -> HbmSlots:
     given = hbm.staging_bytes
     staging = STEPS_IN_FLIGHT * step_chunks + LOAD_SLOTS if given is None else given // slot_bytes
     if staging < ARENA_SLOTS_MIN:
-        fix = f"a chunk takes {slot_bytes} bytes on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
+        fix = f"a chunk takes {exact(slot_bytes)} on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
         raise ConfigError("hbm.staging_bytes", given, fix)
     if 0 < hbm.arena_bytes < slot_bytes:
-        fix = f"a chunk takes {slot_bytes} bytes on this rank; set it to a multiple of that, or to 0"
+        fix = f"a chunk takes {exact(slot_bytes)} on this rank; set it to a multiple of that, or to 0"
         raise ConfigError("hbm.arena_bytes", hbm.arena_bytes, fix)
     return HbmSlots(staging, hbm.arena_bytes // slot_bytes, slot_bytes)
 

@@ -218,6 +218,24 @@ def test_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.Mon
     assert "environment variable KVTIER_QUEUES__LOAD_THREADS" in error.fix and "the default is 2" in error.fix
 
 
+@pytest.mark.parametrize(
+    ("overrides", "default"),
+    [
+        ({"capacity_bytes": "x"}, "the default is 64GiB"),
+        ({"segment_bytes": 1}, "the default is 1GiB"),
+        ({"host": {"arena_bytes": "x"}}, "it may be left out"),
+        ({"require_mount": "x"}, "the default is false"),
+    ],
+)
+def test_defaults_are_said_as_they_are_written(overrides: dict[str, object], default: str) -> None:
+    assert f"; {default} (from" in refusal({"root": "/x", **overrides}).fix
+
+
+def test_sizes_that_do_not_go_together_are_said_in_units() -> None:
+    fix = refusal({"root": "/x", "capacity_bytes": "1MiB"}).fix
+    assert "one segment set takes 1GiB; raise capacity_bytes" in fix and "lower segment_bytes (1GiB)" in fix
+
+
 def test_bad_value_in_yaml_names_the_file(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "root: /x\nepoch: first\n")
     error = refusal({"config": path})
@@ -292,13 +310,13 @@ def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
 def test_capacity_smaller_than_a_segment() -> None:
     error = refusal({"root": "/x", "capacity_bytes": "512MiB"})
     assert error.key == "capacity_bytes" and error.value == 512 << 20
-    assert str(1 << 30) in error.fix and "connector config" in error.fix
+    assert "1GiB" in error.fix and "connector config" in error.fix
 
 
 def test_capacity_smaller_than_one_segment_set() -> None:
     settings = Settings.load({"root": "/x", "capacity_bytes": "4GiB"})
     settings.check_capacity(4 << 30)
-    with pytest.raises(ConfigError, match="capacity_bytes = .*one segment set takes 8589934592 bytes"):
+    with pytest.raises(ConfigError, match="capacity_bytes = .*one segment set takes 8GiB;"):
         settings.check_capacity(8 << 30)
 
 

@@ -16,6 +16,7 @@ from kvtier.kernels.paged import Move, PagedKV
 from kvtier.memory import ARENA_SLOTS_MIN, HBM_SPARE_BYTES, hbm_slots
 from kvtier.order import Mark
 from kvtier.plan import SaveOutcome
+from kvtier.sizes import exact
 from tests.core.lazy import LazyEngine, Left
 from tests.core.walks import (
     TARGET,
@@ -284,7 +285,7 @@ def test_what_does_not_fit_beside_the_engine_is_told_with_the_arithmetic() -> No
         slots.check_fits(hbm, needed - 1, 100 * GIB)
     assert (told.value.key, told.value.value) == ("hbm.arena_bytes", 4 * GIB)
     assert "512 of the hbm arena" in told.value.fix and "are 5.5 GiB" in told.value.fix
-    assert f"at most {511 * SLOT_BYTES}" in told.value.fix and "at most 0.92" in told.value.fix
+    assert f"at most {exact(511 * SLOT_BYTES)}" in told.value.fix and "at most 0.92" in told.value.fix
     hbm_slots(HbmSettings(arena_bytes=511 * SLOT_BYTES), SLOT_BYTES, 32).check_fits(hbm, needed - 1, 100 * GIB)
 
 
@@ -292,11 +293,11 @@ def test_when_not_even_staging_fits_that_is_told() -> None:
     hbm = HbmSettings(arena_bytes=4 * GIB)
     with pytest.raises(ConfigError, match="hbm.arena_bytes to 0") as told:
         hbm_slots(hbm, SLOT_BYTES, 32).check_fits(hbm, GIB, 100 * GIB)
-    assert told.value.key == "hbm.staging_bytes" and str(ARENA_SLOTS_MIN * SLOT_BYTES) in told.value.fix
+    assert told.value.key == "hbm.staging_bytes" and exact(ARENA_SLOTS_MIN * SLOT_BYTES) in told.value.fix
 
 
 def test_an_arena_of_less_than_a_chunk_is_refused() -> None:
     with pytest.raises(ConfigError) as told:
         hbm_slots(HbmSettings(arena_bytes=SLOT_BYTES - 1), SLOT_BYTES, 32)
-    assert told.value.key == "hbm.arena_bytes" and str(SLOT_BYTES) in told.value.fix
+    assert told.value.key == "hbm.arena_bytes" and exact(SLOT_BYTES) in told.value.fix
     assert hbm_slots(HbmSettings(), SLOT_BYTES, 32).arena == 0
