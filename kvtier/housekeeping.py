@@ -67,7 +67,11 @@ class Rebuilt:
 
 
 class Housekeeper:
-    """Thread-safe as far as its index is. `folder`: `<root>/v1`, with one folder a namespace."""
+    """Thread-safe as far as its index is. `folder`: `<root>/v1`, with one folder a namespace.
+
+    look_at_root: called before the folder is believed; raises TierUnavailable where it is not the root's any more. By
+    what lies in another's, or below a mount that is away, sets of all engines would be booked, evicted and taken in.
+    """
 
     def __init__(self, index: Index, folder: Path, owner: str, clock: Clock = time.time) -> None:
         self._index = index
@@ -75,12 +79,14 @@ class Housekeeper:
         self._remover = Remover(index, folder)
         self._looked_to = -1
         self.clock = clock
+        self.look_at_root: Callable[[], object] = lambda: None
         self._lease = SweepLease(index, owner, lambda: self.clock())
         self._read_back = ReadBack(index, self._lease, lambda: self.clock())
 
     def sweep(self) -> None:
         """Closes the sets of dead writers, drops the empty ones, books what files really take, and takes care of
         segments in no index."""
+        self.look_at_root()
         if not self._lease.take():
             return
         self._read_back.begin()
@@ -117,6 +123,7 @@ class Housekeeper:
 
     def close_set(self, set_id: int) -> None:
         """Its writer adds no more: books what its files take, and from now on it may be evicted."""
+        self.look_at_root()
         for info in self._index.some_sets([set_id]):
             files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
             self._index.close_set(set_id, files.set_bytes_of(set_id))
@@ -124,6 +131,7 @@ class Housekeeper:
     def close_early(self, set_id: int) -> None:
         """As `close_set`, of a set that is not full and all of whose records are visible: gives back what is behind
         them."""
+        self.look_at_root()
         for info in self._index.some_sets([set_id]):
             self._index.take_over(set_id)  # a record that waits for the index is in what is cut
             n_bytes = self._trim(info, [location for _, location in self._index.members(set_id)])
@@ -147,6 +155,7 @@ class Housekeeper:
 
     def free_bytes(self) -> int:
         """Space that is left on the root's disk for this user."""
+        self.look_at_root()
         disk = os.statvfs(self._folder)
         return disk.f_bavail * disk.f_frsize
 
@@ -156,6 +165,7 @@ class Housekeeper:
         when they may have done so meanwhile: then some segments are still to be read.
 
         progress: called with (segments read, segments in all)."""
+        self.look_at_root()
         if not self._lease.take():
             return None
         self._read_back.begin()

@@ -61,7 +61,7 @@ class KeeperPlan:
     owner: name of this engine, unique among all that share the root.
     set_bytes: of one segment set of `slots` slots, over all ranks.
     writer_lease_s: how long the engine is believed to live without a sign of it.
-    make_folder: makes a namespace's folder, if it is not there.
+    make_folder: looks at the root, and makes a namespace's folder if it is not there; also from time to time.
     about: what the engine reports of itself. spares_max: sets kept ready at most. with_beat: called with each sign of
         life and at the end, with the time; it may wait for the index, and raise as that does.
     """
@@ -126,6 +126,7 @@ class Keeper:
         self._plan = plan
         self._index = index
         self._housekeeper = housekeeper
+        housekeeper.look_at_root = lambda: plan.make_folder(self._epoch[0])
         self._evictor = evictor
         self._rng = rng
         self._ticker: Ticker | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvtier import root as root_module
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.embedded import LmdbIndex
 from kvtier.owner import OWNER_FILE
+from kvtier.plan import SaveOutcome
 from kvtier.root import open_again, open_root
 from tests.core.rig import Engine, settings
 from tests.waiting import wait_until
@@ -35,6 +37,42 @@ def test_one_that_was_removed_is_made_anew_by_an_engine(tmp_path: Path) -> None:
     wait_until(lambda: bool(engine.save(TOKENS, BLOCKS)), timeout_s=20)
     n_chunks, (answer,) = engine.load(TOKENS, TARGET)
     assert (n_chunks, answer.failed_blocks) == (3, frozenset())
+    engine.close()
+
+
+def test_one_whose_index_lies_elsewhere_is_made_anew_too(tmp_path: Path) -> None:
+    """Nothing was: the index went on, and room for a set was asked of a folder that was not there."""
+    engine = Engine(tmp_path / "kv", changes={"index": {"path": str(tmp_path / "index")}})
+    engine.save(TOKENS, BLOCKS)
+    shutil.rmtree(tmp_path / "kv")
+    others = iter(range(1000, 10_000, 64))
+
+    def is_saved() -> bool:
+        first = next(others)
+        return [done.outcome for done in engine.save(range(first, first + 64), BLOCKS[:4])] == [SaveOutcome.SAVED]
+
+    wait_until(is_saved)
+    assert (tmp_path / "kv/v1" / OWNER_FILE).exists()
+    engine.close()
+
+
+def test_upkeep_leaves_a_root_of_others_alone(tmp_path: Path) -> None:
+    """By what is in it, the sets of all engines would be booked as empty, and others' segments taken in."""
+    engine = Engine(tmp_path / "kv", changes={"index": {"path": str(tmp_path / "index")}})
+    engine.save(TOKENS, BLOCKS)
+    index, upkeep = engine.store._keeper._index, engine.store._keeper._housekeeper
+    engine.store._keeper._ticker.close(10)  # type: ignore[union-attr]
+    before = index.sets()
+    v1 = tmp_path / "kv/v1"
+    theirs = json.loads((v1 / OWNER_FILE).read_text())
+    v1.rename(tmp_path / "away")
+    v1.mkdir()
+    (v1 / OWNER_FILE).write_text(json.dumps(theirs | {"node": {"host": "other", "machine": "other"}}))
+    upkeep.clock = lambda: time.time() + 1e6  # the engine is long gone, by this
+    for duty in (upkeep.sweep, upkeep.rebuild, upkeep.free_bytes, lambda: upkeep.close_set(before[0].set_id)):
+        with pytest.raises(TierUnavailable, match="it belongs to node other"):
+            duty()
+    assert index.sets() == before
     engine.close()
 
 
