@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 
@@ -25,6 +26,9 @@ from kvtier.worker import Worker
 
 log = logging.getLogger("kvtier")
 
+TOLD_MAX = 64
+"""Sets of which it is remembered that it was logged that they are gone."""
+
 
 class OwnSegments:
     """Thread-safe. `writes`: what a record of this rank holds."""
@@ -33,6 +37,7 @@ class OwnSegments:
         self._worker = worker
         self._writes = writes
         self._making = threading.Lock()
+        self._told: deque[int] = deque(maxlen=TOLD_MAX)
 
     def lease(self, plan: SavePlan, chunk: SaveChunk) -> OpenSegment | None:
         """The segment for the chunk, until its release; None when its set is in the index no more.
@@ -98,7 +103,9 @@ class OwnSegments:
             log.warning("segment set %016x is not trimmed: %s", set_id, fault)
 
     def _unlink(self, files: SegmentFiles, set_id: int) -> None:
-        log.warning("segment set %016x was removed while it was filled", set_id)
+        if set_id not in self._told:  # until the engine's next sign of life, each chunk that is saved meets it again
+            self._told.append(set_id)
+            log.warning("segment set %016x was removed while it was filled", set_id)
         try:
             files.unlink(set_id, self._worker.share.rank)
         except TierUnavailable as fault:
