@@ -52,7 +52,7 @@ class LoadCosts:
 
     def _tell(self) -> None:
         shortest, now = self.limit.min_tokens, self._clock()
-        if shortest <= LONG_TOKENS or now < self._told_s + LOG_INTERVAL_S:
+        if not self.limit.is_measured or shortest <= LONG_TOKENS or now < self._told_s + LOG_INTERVAL_S:
             return
         self._told_s = now
         which = "hits" if shortest >= NEVER else f"hits of fewer than {shortest:,} tokens"

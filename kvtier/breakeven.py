@@ -70,6 +70,11 @@ class LoadLimit(Protocol):
     @property
     def min_tokens(self) -> int: ...
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it comes of what was seen; else somebody has set it."""
+        ...
+
     def saw_load(self, tokens: int, seconds: float) -> None:
         """One load of `tokens` tokens, from asking for it to its end."""
         ...
@@ -96,6 +101,10 @@ class FixedLimit:
     """A configured number, whatever is seen."""
 
     min_tokens: int
+
+    @property
+    def is_measured(self) -> bool:
+        return False
 
     def saw_load(self, tokens: int, seconds: float) -> None:
         pass
@@ -197,6 +206,10 @@ class BreakEven:
             seen = self._seen.times((1 - WEIGHT) * self._kept())
             self._seen = seen.plus(fixed / tokens / unit, token / unit, more / unit)
             self._seen_s = self._clock()
+
+    @property
+    def is_measured(self) -> bool:
+        return True
 
     def worth_loading(self, tokens: int) -> bool:
         return tokens >= self.min_tokens

@@ -133,4 +133,5 @@ def test_the_engine_tells_and_learns(caplog: pytest.LogCaptureFixture) -> None:
     costs.saw_step(8192, 0.2)
     assert len(caplog.records) == 2
     LoadCosts(FixedLimit(256), None).saw_step(8192, 0.2)
-    assert len(caplog.records) == 2
+    LoadCosts(FixedLimit(8192), kept).saw_step(8192, 0.2)
+    assert len(caplog.records) == 2, "who has set it knows"
