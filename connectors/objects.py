@@ -18,7 +18,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from blake3 import blake3
@@ -32,7 +31,7 @@ from kvtier.index import entry as entries
 from kvtier.indexes import open_index
 from kvtier.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics, summed
 from kvtier.reports import About
-from kvtier.root import namespace_folders, open_again, open_root, read_namespace
+from kvtier.root import namespace_folders, open_root, read_namespace
 from kvtier.tenants import Tenants
 
 log = logging.getLogger("kvtier")
@@ -90,7 +89,7 @@ class ObjectTier:
         self._family_id = self._namespace(0).id
         self._root = open_root(settings)
         self._metrics = Metrics()
-        self._index = open_index(settings, self._root, self._metrics, partial(open_again, settings, self._root))
+        self._index = open_index(settings, self._root, self._metrics, is_engines=True)
         self._lock = threading.Lock()
         self._shelves: dict[int, Shelf] = {}
         self._refused: dict[int, ConfigError] = {}

@@ -127,7 +127,7 @@ def open_store(
     settings.check_capacity(shape.set_bytes)
     check_space(root.path, shape.set_bytes)
     open_namespace(root, namespace)
-    index = open_index(settings, root, reopen=partial(open_again, settings, root))
+    index = open_index(settings, root, is_engines=True)
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     about = replace(about or About(len(shares)), capacity_bytes=min(settings.capacity_bytes, COUNT_MAX))
     costs = KeptCosts(index, note_name(namespace.id, about)) if about.device else None
@@ -195,7 +195,7 @@ def open_transfer(
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)
     files = SegmentFolders(root.folder, direct, check, engines.ring.forget)
-    index = open_index(settings, root, metrics, partial(open_again, settings, root))
+    index = open_index(settings, root, metrics, is_engines=True)
     worker = Worker(
         geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, engines,
         index, files, Quarantine(), metrics, settings.io.timeout_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,12 @@ from kvtier.index.base import Index
 from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.guard import GuardedIndex, QueueBounds
-from kvtier.index.lmdb_env import Reopen
 from kvtier.index.memory import MemoryIndex
 from kvtier.index.seen import Seen
 from kvtier.jobs import ThreadJobs
 from kvtier.lookups import InBackground, InPlace, Lookups
 from kvtier.metrics import Metrics
-from kvtier.root import Root
+from kvtier.root import Root, open_again
 
 if TYPE_CHECKING:
     from kvtier.index.redis_index import RedisIndex
@@ -37,17 +37,18 @@ _memory_indexes: dict[Path, MemoryIndex] = {}
 _memory_lock = threading.Lock()
 
 
-def open_index(settings: Settings, root: Root, metrics: Metrics | None = None, reopen: Reopen | None = None) -> Index:
+def open_index(settings: Settings, root: Root, metrics: Metrics | None = None, *, is_engines: bool = False) -> Index:
     """The index of a root. One in memory is shared by the halves of an engine that live in one process.
 
-    metrics: gets what a guard around a remote one counts. reopen: what an engine does when an embedded one is gone
-    (`root.open_again`); None for those that only look. Raises ConfigError; IndexUnavailable where an embedded one
-    does not open. A Redis that does not answer is left to answer later; an engine's log says so, and who only looks
-    hears it of the first question.
+    metrics: gets what a guard around a remote one counts. is_engines: an engine's, and not of who only looks: an
+    embedded one that is gone is made anew then, with its root if need be (`root.open_again`). Raises ConfigError;
+    IndexUnavailable where an embedded one does not open. A Redis that does not answer is left to answer later; an
+    engine's log says so, and who only looks hears it of the first question.
     """
     if root.root_id:
-        return _open_redis(settings, root, metrics or Metrics(), only_looks=reopen is None)
+        return _open_redis(settings, root, metrics or Metrics(), is_engines)
     if root.index_path is not None:
+        reopen = partial(open_again, settings, root) if is_engines else None
         index = LmdbIndex(str(root.index_path), settings.index.map_bytes, settings.index.timeout_s, reopen=reopen)
         try:
             index.bind(root.folder)
@@ -94,7 +95,7 @@ def _redis(settings: IndexSettings) -> RedisIndex:
     return RedisIndex(settings)
 
 
-def _open_redis(settings: Settings, root: Root, metrics: Metrics, only_looks: bool) -> Index:
+def _open_redis(settings: Settings, root: Root, metrics: Metrics, is_engines: bool) -> Index:
     own = settings.index
     index = _redis(own)
     try:
@@ -103,7 +104,7 @@ def _open_redis(settings: Settings, root: Root, metrics: Metrics, only_looks: bo
         index.close()
         raise
     except IndexUnavailable as fault:
-        if not only_looks:
+        if is_engines:
             log.warning("the index does not answer; everything is a miss until it does: %s", fault)
     pauses = own.breaker
     plan = BreakerPlan(pauses.failures, pauses.pause_first_ms / 1000, pauses.pause_max_ms / 1000)
