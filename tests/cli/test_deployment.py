@@ -21,6 +21,7 @@ from kvtier.evictor import Evictor
 from kvtier.index.embedded import LmdbIndex
 from kvtier.owner import Owner, this_node
 from kvtier.reports import Latency, TopPrefix, WorkerReport
+from tests.cli.asking import refused
 from tests.core.rig import Engine
 
 CHUNKS = 5
@@ -72,14 +73,6 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0
     capsys.readouterr()
     assert main(list(arguments)) == status
     return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(list(arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and len(captured.err.splitlines()) == 1
-    return captured.err
 
 
 @pytest.fixture

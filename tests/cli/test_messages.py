@@ -10,14 +10,7 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.commands import doctor
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(list(arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and len(captured.err.splitlines()) == 1
-    return captured.err
+from tests.cli.asking import refused
 
 
 @pytest.mark.parametrize("name", ["kvtier.yaml", "kvtier.yml", "kvtier.toml", "kvtier.JSON"])
