@@ -21,6 +21,7 @@
 #   verify-cost  reloads with and without a look at the checksums                      70   300
 #   where        calls of a reload of 8,192 tokens, in their order                     60   200
 #   save         what saving costs, durable rate                                      260   400
+#   at-once      two GPUs: copies and verified loads of each alone, and of both at once  60   200
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
 #   two-ttft     two GPUs: 70B's dimensions at TP=2; with ONE=1 in one process (85)     280   450
 #   versus-tmpfs kvtier raw and k4v4, vLLM's tiering, no tier, ceilings, KvikIO alone  340   560
@@ -41,7 +42,9 @@
 # Among the stages, NAME=VALUE sets a variable of those below for the stages after it.
 #
 # Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS,
-# SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, FOLDERS (of ceilings), MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
+# SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, FOLDERS (of ceilings), MODELS
+# (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), EXTRAS (of at-once: several, each
+# without blanks), COMMIT (to write down),
 # BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
 # ceilings, kernels, doctor and demo). ARENA (empty: none) and NAME (of the JSON) are for ttft in two calls on one machine:
 # SYSTEMS=none,kvtier first, then SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers. HBM_ARENA: also from an hbm arena of
@@ -244,6 +247,8 @@ stage() {
     save)
       bench save_cost 400 --folder "$DISK" --out "$OUT/save_cost.json" --logs "$WORK/logs" --extra "$EXTRA" \
         --pairs "${COUNT:-3}" --decode-pairs "${PAIRS:-5}" ;;
+    at-once)
+      TINY="" bench at_once 200 --folder "$MEMORY" --out "$OUT/at_once.json" $(printf -- '--extra %s ' ${EXTRAS:-{\}}) ;;
     two-equal | two-ttft)
       local part=${1#two-} seconds=330
       [ "$part" = equal ] || seconds=450
