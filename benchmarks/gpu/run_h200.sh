@@ -41,17 +41,17 @@
 #
 # Among the stages, NAME=VALUE sets a variable of those below for the stages after it.
 #
-# Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS,
-# SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, FOLDERS (of ceilings), MODELS
-# (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), EXTRAS (of at-once: several, each
-# without blanks), COMMIT (to write down),
-# BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
-# ceilings, kernels, doctor and demo). ARENA (empty: none) and NAME (of the JSON) are for ttft in two calls on one machine:
-# SYSTEMS=none,kvtier first, then SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers. HBM_ARENA: also from an hbm arena of
-# that size (with EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions),
-# TOGETHER (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. ONE (any text): two-ttft has one
-# process that computes, saves and reloads. EAGER (any text): engines that are timed run without compiling and CUDA
-# graphs, which are vLLM's default. LANE: set by lanes.
+# Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS
+# (empty, for ttft-tmpfs: the arenas alone), SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training),
+# LENGTHS, FOLDERS (of ceilings), MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as
+# JSON), EXTRAS (of at-once: several, each without blanks), COMMIT (to write down), BUNDLE, PARTS, DISK (a folder on the
+# disk), TINY (any text: a tiny model on a CPU, to try this script and all but ceilings, kernels, doctor and demo).
+# ARENA (empty: none) and NAME (of the JSON) are for ttft in two calls on one machine: SYSTEMS=none,kvtier first, then
+# SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers. HBM_ARENA: also from an hbm arena of that size (with
+# EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions), TOGETHER
+# (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. ONE (any text): two-ttft has one process
+# that computes, saves and reloads. EAGER (any text): engines that are timed run without compiling and CUDA graphs,
+# which are vLLM's default. LANE: set by lanes.
 set -uo pipefail
 OUT=${OUT:-/tmp/bench/out}
 BUNDLE=${BUNDLE:-/tmp/bundle}
@@ -232,7 +232,7 @@ stage() {
     demo)
       (cd "$TREE" && timeout -k 10 240 python3 -m benchmarks.demo --output "$DISK/demo" --result "$OUT/demo.json") ;;
     ttft-tmpfs)
-      ttft "${NAME:-ttft_tmpfs}" "$MEMORY" 590 --systems "${SYSTEMS:-none,kvtier,native,lmcache}" --count "${COUNT:-3}" \
+      ttft "${NAME:-ttft_tmpfs}" "$MEMORY" 590 --systems "${SYSTEMS-none,kvtier,native,lmcache}" --count "${COUNT:-3}" \
         --peer-count "${PEER_COUNT:-2}" --arena "${ARENA-16GiB}" --hbm-arena "${HBM_ARENA:-}" --timeout 170 ;;
     ttft-disk)
       local probe=8192

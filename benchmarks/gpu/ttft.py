@@ -266,7 +266,7 @@ def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
     options.of_runs(parser, timeout_s=240.0)
     options.of_kvtier(parser)
     options.of_timed_engines(parser, 0.6)
-    parser.add_argument("--systems", default="none,kvtier,native,lmcache")
+    parser.add_argument("--systems", default="none,kvtier,native,lmcache", help="may be empty: arenas alone")
     parser.add_argument("--lengths", default=None, help="tokens, divided by commas")
     parser.add_argument("--count", type=int, default=3, help="prompts of each length")
     parser.add_argument("--peer-count", type=int, default=1, help="the same for the other systems")
@@ -290,12 +290,14 @@ def check_room(folder: Path, n_bytes: int) -> None:
 def main() -> int:
     arguments = parse()
     setup = setup_of(arguments)
+    if not arguments.tiny:  # as in benchmarks.versus: what vLLM compiled for one of them serves both
+        setup.llm["max_model_len"] = max(arguments.lengths) + 256
     setup.folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(setup.folder / "kvtier", ignore_errors=True)
     asked = Asked(arguments.lengths, arguments.count, arguments.peer_count, arguments.probe_tokens)
     token_bytes = DIMENSIONS[setup.kind].token_bytes(4 if arguments.tiny else 2)
     check_room(setup.folder, asked.stored_tokens * token_bytes)
-    results = measure(setup, arguments.systems.split(","), asked)
+    results = measure(setup, [name for name in arguments.systems.split(",") if name], asked)
     arenas = [(kind, of) for kind, of in ((HOST_ARENA, arguments.arena), (HBM_ARENA, arguments.hbm_arena)) if of]
     for kind, of in arenas:
         results[kind.name] = measure_arena(setup, arguments.lengths[-1], arguments.count, kind, of)
