@@ -44,8 +44,12 @@ def milliseconds(row: dict[str, Any]) -> str:
     return text if len(times) == 1 else f"{text} ({min(times):,.0f}-{max(times):,.0f})"
 
 
-def by_length(result: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
-    found: dict[int, dict[str, dict[str, Any]]] = {}
+Rows = dict[int, dict[str, dict[str, Any]]]
+"""Of benchmarks.gpu.ttft, by length and system."""
+
+
+def by_length(result: dict[str, Any]) -> Rows:
+    found: Rows = {}
     for row in result["rows"]:
         found.setdefault(row["tokens"], {})[row["system"]] = row
     return found

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import tables_codecs, tables_gpu, tables_gpu_checks
+from benchmarks import tables_codecs, tables_gpu, tables_gpu_checks, tables_tmpfs
 from benchmarks.tables_common import (
     MARK,
-    NAMES,
-    PEERS,
+    Rows,
     by_length,
     forwards,
     has,
@@ -21,30 +20,32 @@ from benchmarks.tables_common import (
     table,
     verdict,
 )
-from benchmarks.tables_gpu import ARENA, ARENA_GOAL_S, HBM_ARENA, TTFT_GOALS_S, Rows
+from benchmarks.tables_gpu import HBM_ARENA
+from benchmarks.tables_tmpfs import ARENA, ARENA_GOAL_S, TTFT_GOALS_S
+from benchmarks.versus.contestants import CONTESTANTS
+from benchmarks.versus.judge import PEERS
 
 
 def reloads() -> list[str]:
-    result = read("ttft_tmpfs")
-    lengths, _ = tables_gpu.tmpfs_rows(result)
-    beside = [name for name in PEERS if name in lengths[min(lengths)]]
+    result, lengths = read("versus"), tables_tmpfs.reloads()
+    beside = [name for name in PEERS if any(name in of for of in lengths.values())]
     rows = []
     for tokens, of in lengths.items():
         row = [f"{tokens:,}", *(short(of[name]) for name in ("computed", "floor")),
-               goal(of["kvtier"], TTFT_GOALS_S[tokens]), goal(of.get(ARENA), ARENA_GOAL_S)]  # fmt: skip
+               goal(of["kvtier"], TTFT_GOALS_S.get(tokens)), goal(of.get(ARENA), ARENA_GOAL_S)]  # fmt: skip
         row += [short(of.get(name)) for name in beside]
         rows.append(row)
     gpu = result["machine"]["gpus"][0].split(",")[0]
     return [
         f"**Time to the first token of a stored prompt, ms** (one {gpu}, vLLM {result['versions']['vllm']}, "
-        f"Llama-3.1-8B's dimensions in bf16, {forwards(result.get('llm', {}))}, one request at a time; a fresh process "
-        f"that reloads what another one saved; median of {len(lengths[min(lengths)]['kvtier']['all_s'])}; "
+        f"Llama-3.1-8B's dimensions in bf16, {forwards(result['settings']['llm'])}, one request at a time; a fresh "
+        f"process that reloads what another one saved; median of {len(lengths[min(lengths)]['kvtier']['all_s'])}; "
         f"{made(result)}):",
         "",
         *table(["tokens", "computed", "floor: hit in vLLM's own cache", "kvtier from tmpfs",
-                "kvtier from the host arena", *(NAMES[name] for name in beside)], rows),
+                "kvtier from the host arena", *(CONTESTANTS[name].title for name in beside)], rows),
         "",
-        _judged(tables_gpu.goals_of(lengths)),
+        _judged(tables_tmpfs.goals_of(lengths)),
     ]  # fmt: skip
 
 
@@ -71,9 +72,11 @@ def short(row: dict[str, Any] | None) -> str:
     return "-" if row is None else f"{1000 * row['ttft_s']:,.0f}"
 
 
-def goal(row: dict[str, Any] | None, goal_s: float) -> str:
+def goal(row: dict[str, Any] | None, goal_s: float | None) -> str:
     """A time, and whether it is what it has to be."""
-    return "-" if row is None else f"{short(row)} (goal {1000 * goal_s:,.0f}: {verdict(row['ttft_s'] <= goal_s)})"
+    if row is None or goal_s is None:
+        return short(row)
+    return f"{short(row)} (goal {1000 * goal_s:,.0f}: {verdict(row['ttft_s'] <= goal_s)})"
 
 
 def _judged(goals: list[tuple[bool, str]]) -> str:
@@ -93,7 +96,7 @@ def others() -> list[str]:
         "the codecs' kernels": has("codec_kernels"),
         "an engine with a codec": bool(runs),
         "what the codecs cost in quality": has("quality"),
-        "the hbm arena": any(HBM_ARENA in of for run in ("ttft_tmpfs", *runs) for of in rows_of(run).values()),
+        "the hbm arena": any(HBM_ARENA in of for run in runs for of in rows_of(run).values()),
     }
     lacking = [what for what, is_there in measured.items() if not is_there]
     return [

@@ -9,10 +9,11 @@ from benchmarks.gpu.report import ms
 from benchmarks.serving import plot
 from benchmarks.tables_common import code_of, forwards, has, judged, read, table
 from benchmarks.versus.contestants import CONTESTANTS
-from benchmarks.versus.judge import OURS, PEERS, Cell, Entries, goals, losses, slower_than_computing
+from benchmarks.versus.judge import PEERS, Cell, Entries, compared, goals, losses, slower_than_computing
 
 DOCUMENT_RUNS = ("long_doc_qa", "long_doc_qa-2")
 PLOT = "versus.svg"
+NOTHING = "†"
 COLOURS = {"kvtier": 0, "kvtier-k4v4": 2, "native": 1, "lmcache": 3, "lmcache-mp": 4}
 
 
@@ -31,7 +32,16 @@ def versus() -> list[str]:
     ]
     for place in entries.places():
         text += ["", *_times(entries, cells, place), "", *_rates(entries, cells, place)]
-    return [*text, "", judged(goals(cells)), "", *_losses(cells), *_failures(entries), *_settings(result)]
+    return [
+        *text,
+        "",
+        judged(goals(cells)),
+        "",
+        *_losses(cells),
+        *_loaded_nothing(cells),
+        *_failures(entries),
+        *_settings(result),
+    ]
 
 
 def _times(entries: Entries, cells: dict[tuple[str, int, str], Cell], place: str) -> list[str]:
@@ -74,19 +84,27 @@ def _rates(entries: Entries, cells: dict[tuple[str, int, str], Cell], place: str
 
 def _losses(cells: dict[tuple[str, int, str], Cell]) -> list[str]:
     lost, late = losses(cells), slower_than_computing(cells)
-    compared = sum(
-        (place, tokens, name) in cells for place, tokens, system in cells if system in PEERS for name in OURS
-    )
     behind = "; ".join(
         f"{CONTESTANTS[mine.system].title} from {mine.place} at {mine.tokens:,} tokens {ms(mine.ttft)} ms, "
         f"{CONTESTANTS[peer.system].title} {ms(peer.ttft)} ms" for mine, peer in lost
     )  # fmt: skip
     slow = "; ".join(f"{CONTESTANTS[cell.system].title} from {cell.place} at {cell.tokens:,} tokens" for cell in late)
     return [
-        f"**Where kvtier loses**: to a peer in {len(lost)} of {compared} comparisons"
+        f"**Where kvtier loses**: to a peer in {len(lost)} of {len(compared(cells))} comparisons"
         + (f" ({behind})" if lost else "")
         + (f"; to computing: {slow}." if late else "; to computing nowhere in this table.")
     ]
+
+
+def _loaded_nothing(cells: dict[tuple[str, int, str], Cell]) -> list[str]:
+    cases = [
+        f"{CONTESTANTS[cell.system].title} at {cell.tokens:,} tokens from {cell.place} in {ms(cell.ttft)} ms (at least "
+        f"{ms(cell.least)} ms)" for cell in cells.values() if not cell.has_loaded
+    ]  # fmt: skip
+    if not cases:
+        return []
+    return ["", f"{NOTHING} **Loaded nothing**, so it is compared with nobody: the first token came sooner than the KV "
+            f"can have passed PCIe: {'; '.join(cases)}. Why: [Beside its peers](#beside-its-peers)."]  # fmt: skip
 
 
 def _failures(entries: Entries) -> list[str]:
@@ -148,7 +166,7 @@ def drawing() -> str | None:
     for style, place in enumerate(entries.places()):
         for name in _systems(cells, place):
             points = [(float(tokens), 1e3 * cell.ttft) for (at, tokens, of), cell in cells.items()
-                      if (at, of) == (place, name)]  # fmt: skip
+                      if (at, of) == (place, name) and cell.has_loaded]  # fmt: skip
             drawn.append(plot.Line(f"{CONTESTANTS[name].title}, {place}", points, COLOURS[name], style))
     computed = [(float(tokens), 1e3 * cell.computed) for (_, tokens, _), cell in cells.items() if cell.computed]
     drawn.append(plot.Line("computed", sorted(set(computed)), 5))
@@ -162,7 +180,8 @@ def _systems(cells: dict[tuple[str, int, str], Cell], place: str) -> list[str]:
 def _cell(cell: Cell | None) -> str:
     if cell is None:
         return ""
-    return _spread(cell.times) + ("" if cell.is_whole else f", hits of {cell.hit_tokens:,} tokens alone")
+    mark = "" if cell.has_loaded else f" {NOTHING}"
+    return _spread(cell.times) + mark + ("" if cell.is_whole else f", hits of {cell.hit_tokens:,} tokens alone")
 
 
 def _spread(seconds: list[float]) -> str:

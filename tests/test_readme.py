@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables, tables_codecs, tables_common, tables_cpu, tables_gpu, tables_headline
+from benchmarks import tables, tables_codecs, tables_common, tables_cpu, tables_gpu, tables_headline, tables_tmpfs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,32 +27,39 @@ def test_a_lost_mark_is_an_error() -> None:
         tables.between("no marks here", tables.GPU_MARKS, tables_gpu.SECTIONS)
 
 
-def test_shares_are_not_taken_of_another_runs_ceiling() -> None:
-    result = tables_gpu.read("ttft_tmpfs")
-    ceilings = tables_gpu.ceilings_beside(result)
-    assert tables_gpu.ceiling_of(result, ceilings) == result["limit_bytes_s"]
-    with pytest.raises(ValueError):
-        tables_gpu.ceiling_of(result | {"limit_bytes_s": 1.0}, ceilings)
-
-
 def test_a_goal_that_is_missed_is_named() -> None:
-    text = "\n".join(tables_gpu.ttft())
-    missed, met = text.split("Met: ")
-    for row in tables_gpu.read("ttft_tmpfs")["rows"]:
-        if row["system"] == "kvtier":
-            is_met = row["ttft_s"] <= tables_gpu.TTFT_GOALS_S[row["tokens"]]
-            assert f"{row['tokens']:,} tokens from tmpfs" in (met if is_met else missed.split("Missed: ")[1])
+    missed, met = "\n".join(tables_tmpfs.ttft()).split("Met: ")
+    for tokens, of in tables_tmpfs.reloads().items():
+        if tokens in tables_tmpfs.TTFT_GOALS_S:
+            is_met = of["kvtier"]["ttft_s"] <= tables_tmpfs.TTFT_GOALS_S[tokens]
+            assert f"{tokens:,} tokens from tmpfs" in (met if is_met else missed.split("Missed: ")[1])
 
 
 def test_the_readmes_table_says_of_each_time_whether_its_goal_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = tables_gpu.read("ttft_tmpfs")
-    (row,) = [row for row in result["rows"] if row["system"] == "kvtier" and row["tokens"] == 32_768]
-    reading(monkeypatch, {"ttft_tmpfs": result})
-    row["ttft_s"] = 0.1
-    assert "100 (goal 130: met)" in "\n".join(tables_headline.reloads())
-    row["ttft_s"] = 0.2
-    text = "\n".join(tables_headline.reloads())
-    assert "200 (goal 130: **missed**)" in text and "32,768 tokens from tmpfs 200 ms (goal 130)" in text
+    result = tables_gpu.read("versus")
+    rows = [row for run in result["runs"] if (run["kind"], run["place"], run["system"]) == ("reload", "tmpfs", "kvtier")
+            for row in run["rows"] if row["tokens"] == 32_768]  # fmt: skip
+    reading(monkeypatch, {"versus": result})
+    for seconds, said in ((0.1, "100 (goal 130: met)"), (0.2, "200 (goal 130: **missed**)")):
+        for row in rows:
+            row["ttft_s"] = seconds
+        assert said in "\n".join(tables_headline.reloads())
+    assert "32,768 tokens from tmpfs 200 ms (goal 130)" in "\n".join(tables_headline.reloads())
+
+
+def test_the_share_of_a_transfer_is_of_its_own_runs_ceiling() -> None:
+    result, rows = tables_gpu.read("versus"), tables_tmpfs.reloads()
+    (alone,) = [run for run in result["runs"] if run["kind"] == "alone"]
+    for of in rows.values():
+        ceiling = of["kvtier"]["load_bytes_s"] / of["kvtier"]["load_percent_of_limit"] * 100
+        assert ceiling <= alone["copies"]["h2d_bytes_s"]
+
+
+def test_an_arena_of_another_machine_is_not_beside_these_reloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = tables_gpu.read("ttft_arena")
+    assert "100,000 tokens from the host arena" in "\n".join(tables_tmpfs.ttft())
+    reading(monkeypatch, {"ttft_arena": arena | {"machine": {"boot": "another"}}})
+    assert "100,000 tokens from the host arena" not in "\n".join(tables_tmpfs.ttft())
 
 
 def test_the_readme_says_where_a_reload_was_slower_than_computing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +73,14 @@ def test_the_readme_says_where_a_reload_was_slower_than_computing(monkeypatch: p
     assert "took 200 / 1,300 / 5,900 ms, where computing took 300 / 1,200 / 6,000: slower in 1 of 3." in text
 
 
-def test_other_systems_stand_beside_kvtier_only_if_they_ran_on_the_same_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    peers = tables_gpu.read("ttft_tmpfs_peers")
-    assert "vLLM's own tiering" in "\n".join(tables_headline.reloads())
-    reading(monkeypatch, {"ttft_tmpfs_peers": peers | {"machine": {"boot": "another"}}})
-    assert "vLLM's own tiering" not in "\n".join(tables_headline.reloads())
+def test_what_loaded_nothing_is_not_beside_these_reloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tables_gpu.read("versus")
+    reading(monkeypatch, {"versus": result})
+    assert "native" in tables_tmpfs.reloads()[32_768]
+    for run in result["runs"]:
+        if run["kind"] == "reload" and run["system"] == "native":
+            run["rows"] = [row | {"ttft_s": 0.01} for row in run["rows"]]
+    assert "native" not in tables_tmpfs.reloads()[32_768]
 
 
 def test_what_went_wrong_under_load_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,5 +195,5 @@ def headings(page: Path) -> set[str]:
 def reading(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
     """Lets the tables read these results instead of those on disk."""
     real = tables_common.read
-    for module in (tables_codecs, tables_gpu, tables_headline):
+    for module in (tables_codecs, tables_gpu, tables_headline, tables_tmpfs):
         monkeypatch.setattr(module, "read", lambda name: changed[name] if name in changed else real(name))

@@ -234,8 +234,9 @@ def main() -> int:
     for what in piece.left_out:
         print(f"LEFT OUT for want of time: {what}")
     mine = [piece.records.find(piece._reload(name, options.repetitions)) for name in piece.tiered]
-    are_whole = all(cell.is_whole for cell in Entries(piece.records.entries, piece.token_bytes).cells().values())
-    return int(bool(piece.left_out) or not all(mine) or not are_whole)
+    cells = Entries(piece.records.entries, piece.token_bytes).cells().values()
+    are_loaded = all(cell.is_whole and cell.has_loaded for cell in cells)
+    return int(bool(piece.left_out) or not all(mine) or not are_loaded)
 
 
 if __name__ == "__main__":

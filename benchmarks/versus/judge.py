@@ -13,6 +13,9 @@ PEERS = ("native", "lmcache", "lmcache-mp")
 SHORT_TOKENS = 256
 """A hit that lacks this much of its prompt is not whole."""
 
+NEARLY = 0.95
+"""Pinned copies are timed too, and vary by less than the rest."""
+
 GOALS = [("tmpfs", "kvtier", 2.0), ("tmpfs", "kvtier-k4v4", 4.0), ("disk", "kvtier-k4v4", 4.0)]
 """Place, system, and how many times as fast as vLLM's own tiering at the largest length."""
 
@@ -22,7 +25,8 @@ class Cell:
     """One system at one length. Times in seconds, one of each repetition, to the first token; rates in bytes a second.
 
     rate: bytes of the engine's KV over the time above the floor. ceiling: the smaller of pinned copies and of direct
-    reads around the repetitions. cold: to the first token while it stores. stored: bytes of all lengths together.
+    reads around the repetitions. copies: pinned ones alone. cold: to the first token while it stores. stored: bytes of
+    all lengths together.
     """
 
     place: str
@@ -35,6 +39,7 @@ class Cell:
     cold: float | None
     kv_bytes: int
     ceiling: float | None
+    copies: float | None
     stored: int | None
     boots: frozenset[str]
 
@@ -45,6 +50,17 @@ class Cell:
     @property
     def is_whole(self) -> bool:
         return self.hit_tokens > self.tokens - SHORT_TOKENS
+
+    @property
+    def least(self) -> float | None:
+        """Seconds that the KV needs at least to pass PCIe; None: not known, or encoded, which is fewer bytes."""
+        is_encoded = "codec" in CONTESTANTS[self.system].extra
+        return None if is_encoded or not self.copies else self.kv_bytes / self.copies
+
+    @property
+    def has_loaded(self) -> bool:
+        """False: the first token was there before the KV can have been, so it was computed without it."""
+        return self.least is None or self.ttft > NEARLY * self.least
 
     @property
     def rate(self) -> float | None:
@@ -93,11 +109,21 @@ class Entries:
         return found
 
     def bare(self, tokens: int, boots: frozenset[str] = frozenset()) -> tuple[float | None, float | None]:
-        """Computed, and the floor (vLLM's own prefix hit): of the same machine where it was measured there too."""
+        """Computed, and the floor (vLLM's own prefix hit): medians of `bare_times`."""
+        computed, own = self.bare_times(tokens, boots)
+        return (median(computed) if computed else None), (median(own) if own else None)
+
+    def bare_times(self, tokens: int, boots: frozenset[str] = frozenset()) -> tuple[list[float], list[float]]:
+        """Seconds without a tier, computed and of own hits: of the same machine where that was measured there too."""
         runs = [run for run in self._of("bare") if run["boot"] in boots] or self._of("bare")
         computed = [row["ttft_s"] for run in runs for row in run["computed"] if row["tokens"] == tokens]
-        own = [row["ttft_s"] for run in runs for row in run["own"] if row["tokens"] == tokens][1::2]
-        return (median(computed) if computed else None), (median(own) if own else None)
+        return computed, [row["ttft_s"] for run in runs for row in run["own"] if row["tokens"] == tokens][1::2]
+
+    def transfers(self, place: str, tokens: int, system: str) -> list[float]:
+        """Of each reload that counted them: bytes a second from the start of its load to its last block."""
+        runs = [run for run in self._of("reload", place) if run["system"] == system]
+        rows = [row for run in runs for row in run["rows"] if row["tokens"] == tokens and row.get("load_seconds")]
+        return [row["load_bytes"] / row["load_seconds"] for row in rows]
 
     def copies(self, boots: frozenset[str] = frozenset()) -> float | None:
         """Pinned copies to the GPU, bytes a second."""
@@ -123,11 +149,12 @@ class Entries:
         stored = [run for run in self._of("store", place) if run["system"] == system]
         cold = [row["ttft_s"] for run in stored for row in run["rows"] if row["tokens"] == tokens]
         reads = self.reads(place, system)
-        limits = [rate for rate in (self.copies(boots), sum(reads) / len(reads) if reads else None) if rate]
+        copies = self.copies(boots)
+        limits = [rate for rate in (copies, sum(reads) / len(reads) if reads else None) if rate]
         hit = min(row["hit_tokens"] for row in rows)
         return Cell(
             place, tokens, system, [row["ttft_s"] for row in rows], hit, computed, floor,
-            median(cold) if cold else None, hit * self._token_bytes, min(limits) if limits else None,
+            median(cold) if cold else None, hit * self._token_bytes, min(limits) if limits else None, copies,
             stored[-1]["stored_bytes"] if stored else None, boots,
         )  # fmt: skip
 
@@ -140,10 +167,15 @@ def losses(cells: Cells) -> list[tuple[Cell, Cell]]:
 
     A peer that did not hit the whole prompt has computed the rest, and counts with the time that it took.
     """
+    return [(mine, peer) for mine, peer in compared(cells) if mine.ttft >= peer.ttft]
+
+
+def compared(cells: Cells) -> list[tuple[Cell, Cell]]:
+    """Every pair of one of ours and of a peer, in the same place and at the same length; not of what loaded nothing."""
     return [
         (cells[place, tokens, name], peer)
-        for (place, tokens, system), peer in cells.items() if system in PEERS
-        for name in OURS if (place, tokens, name) in cells and cells[place, tokens, name].ttft >= peer.ttft
+        for (place, tokens, system), peer in cells.items() if system in PEERS and peer.has_loaded
+        for name in OURS if (place, tokens, name) in cells and cells[place, tokens, name].has_loaded
     ]  # fmt: skip
 
 

@@ -25,6 +25,9 @@ def lines(runs: list[dict[str, Any]], token_bytes: int) -> list[str]:
     text += [f"LOST: {mine.place}, {mine.tokens:,} tokens: {CONTESTANTS[mine.system].title} {ms(mine.ttft)} ms, "
              f"{CONTESTANTS[peer.system].title} {ms(peer.ttft)} ms" for mine, peer in losses(cells)]  # fmt: skip
     text += [f"{'met' if is_met else 'MISSED'}: {what}" for is_met, what in goals(cells)]
+    text += [f"LOADED NOTHING: {cell.place}, {cell.tokens:,} tokens: {CONTESTANTS[cell.system].title} answers in "
+             f"{ms(cell.ttft)} ms, its KV needs {ms(cell.least)} over PCIe" for cell in cells.values()
+             if not cell.has_loaded]  # fmt: skip
     text += [f"NOT WHOLE: {cell.place}, {cell.tokens:,} tokens: {CONTESTANTS[cell.system].title} hit "
              f"{cell.hit_tokens:,}" for cell in cells.values() if not cell.is_whole]  # fmt: skip
     text += [f"FAILED: {run['kind']} {run['place']} {run['system']} {run['repetition']}" for run in entries.failed]

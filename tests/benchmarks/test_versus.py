@@ -11,8 +11,10 @@ import pytest
 
 from benchmarks import tables_common, tables_versus
 from benchmarks.gpu import processes
+from benchmarks.gpu.ttft import Setup
 from benchmarks.versus import __main__ as versus
 from benchmarks.versus import lmcache_server, show, turns
+from benchmarks.versus.contestants import Place
 from benchmarks.versus.judge import Entries, goals, losses, slower_than_computing
 from benchmarks.versus.record import Records, Run, merged, short
 from benchmarks.versus.turns import Member
@@ -80,6 +82,39 @@ def test_a_reload_that_was_no_whole_hit_is_named() -> None:
     (short_hit,) = [run for run in runs if run["kind"] == "reload" and run["system"] == "kvtier"][-1]["rows"]
     short_hit["hit_tokens"] = 300
     assert "NOT WHOLE: tmpfs, 1,000 tokens: kvtier hit 300" in show.lines(runs, TOKEN_BYTES)
+
+
+def test_an_answer_sooner_than_its_kv_can_have_come_is_no_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache's connector loaded nothing where a forward was one whole CUDA graph, and was ahead of all by that."""
+    runs = made(kvtier={1_000: [0.4], 2_000: [0.5]}, kvtier_k4v4={1_000: [0.04], 2_000: [0.05]},
+                lmcache={1_000: [0.09], 2_000: [0.6]})  # fmt: skip
+    entries = Entries(runs, TOKEN_BYTES)
+    cells = entries.cells()
+    assert [key for key, cell in cells.items() if not cell.has_loaded] == [("tmpfs", 1_000, "lmcache")], (
+        "a gigabyte takes 100 ms at 10 GB/s; what is encoded is fewer bytes"
+    )
+    assert losses(cells) == []
+    shown = "\n".join(show.lines(runs, TOKEN_BYTES))
+    assert "LOADED NOTHING: tmpfs, 1,000 tokens: LMCache, GDS in the engine's process answers in 90 ms" in shown
+    content = {"date": "", "commit": "", "versions": {}, "runs": runs, "settings": {"token_bytes": TOKEN_BYTES}}
+    (tmp_path / "versus.json").write_text(json.dumps(content))
+    monkeypatch.setattr(tables_common, "RESULTS", tmp_path)
+    text = "\n".join(tables_versus.versus())
+    assert "| 90 † |" in text and "in 90 ms (at least 100 ms)" in text
+    assert "to a peer in 0 of 2 comparisons" in text, "those at 2,000 tokens"
+
+
+def test_a_peer_runs_with_the_one_kind_of_graphs_it_works_with(tmp_path: Path) -> None:
+    compiled = {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}, "max_model_len": 7}
+    for llm, expected in ((compiled, {"cudagraph_capture_sizes": [1, 2], "cudagraph_mode": "PIECEWISE"}),
+                          ({"enforce_eager": True}, None)):  # fmt: skip
+        setup = Setup(tmp_path, "tiny", tmp_path, tmp_path, llm, {}, 1.0, {})
+        place = Place("tmpfs", setup, 1.0, 1.0)
+        assert place.member("lmcache", "store", [], 300).job["llm"].get("compilation_config") == expected
+        assert place.settings("lmcache").get("compilation_config") == expected, "it is printed and written down"
+        assert place.member("kvtier", "store", [], 300).job["llm"] == llm
 
 
 def test_a_server_of_lmcache_leaves_none_of_its_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

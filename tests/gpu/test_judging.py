@@ -71,20 +71,6 @@ def test_the_disks_goal_is_named(seconds: float, verdict: str, results: Path) ->
     assert verdict in "\n".join(tables_gpu.disk())
 
 
-def test_other_systems_stand_beside_kvtier_only_if_they_ran_on_the_same_machine(results: Path) -> None:
-    result = tables_common.read("ttft_tmpfs")
-    machine = result["machine"]
-    ours = [row for row in result["rows"] if row["system"] not in tables_common.PEERS]
-    rows = [row | {"system": "native", "ttft_s": 1e-3} for row in ours if row["system"] == "kvtier"]
-    change(results, "ttft_tmpfs", {"rows": ours})
-    change(results, "ttft_tmpfs", {"machine": machine | {"boot": "a"}})
-    change(results, "ttft_tmpfs_peers", {"rows": rows, "machine": machine | {"boot": "b"}})
-    assert "vLLM's own tiering" not in "\n".join(tables_gpu.ttft())
-    change(results, "ttft_tmpfs_peers", {"machine": machine | {"boot": "a"}})
-    text = "\n".join(tables_gpu.ttft())
-    assert "second call on the same machine" in text and "**kvtier was slower than vLLM's own tiering at 8,192" in text
-
-
 def test_runs_are_said_to_differ_in_the_code_unless_they_do_not(results: Path) -> None:
     for path in results.glob("*.json"):
         change(results, path.stem, {"commit": "abc"})

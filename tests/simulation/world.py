@@ -26,6 +26,7 @@ from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.root import Root
+from kvtier.sweep_lease import SWEEP_LEASE
 from kvtier.transfer import TIDY_INTERVAL_S
 from tests.simulation.checks import Checks, watching
 from tests.simulation.disk import Disk, Vandal
@@ -378,6 +379,7 @@ class World:
             self._end(seat)
         for wait_s in (ORPHANS_S, 60.0):
             self._runtime.run(100_000, wait_s)
+            self._outwait_leases()
             if self.place.index.real.was_reset:
                 self.rebuild()
                 self._runtime.run(100_000, 30.0)
@@ -385,6 +387,11 @@ class World:
             self.sweep()
             self._runtime.run(100_000, 30.0)
         self.checks.look_at_index(may_be_gone=False)
+
+    def _outwait_leases(self) -> None:
+        """Of who was killed while its clock was ahead: nobody sweeps or rebuilds until its time has come."""
+        while self.place.index.real.lease_owner(SWEEP_LEASE, self._runtime.now_s) is not None:
+            self._runtime.run(100_000, ORPHANS_S)
 
 
 def play(folder: Path, seed: int, steps: int, recipe: Recipe) -> World:
