@@ -170,12 +170,12 @@ def at_once() -> list[str]:
         name = f"`{json.dumps(row['extra'])}`" if row["extra"] else "as calibrated"
         each = " and ".join(f"{rate / 1e9:.1f}" for rate in row["each_bytes_s"])
         rows.setdefault(name, [name]).append(each)
+    first = result["rows"][0]["extra"]
     what = [f"{row['what']}: {'GPU ' + str(row['gpus'][0]) + ' alone' if len(row['gpus']) == 1 else 'at once'}"
-            for row in result["rows"] if not row["extra"]]  # fmt: skip
+            for row in result["rows"] if row["extra"] == first]  # fmt: skip
     return [
         f"**Two GPUs at once, without an engine** (`benchmarks/gpu/at_once.py`, {made(result)}; {result['chunks']} "
-        f"chunks of 32 MiB for each GPU, from tmpfs, verified; GB/s; direct reads of one process "
-        f"{result['reads']['bytes_s'] / 1e9:.1f}):",
+        "chunks of 32 MiB for each GPU, from tmpfs, verified; GB/s):",
         "",
         *table(["settings", *what], list(rows.values())),
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvtier.assemble import open_transfer
+from kvtier.assemble import Work, open_transfer
 from kvtier.breakeven import LoadCost
 from kvtier.config import Settings
 from kvtier.connectors import vllm_platforms
@@ -63,7 +63,8 @@ class WorkerHalf:
         check_share(share, self._spec, names, identity.namespace.geometry)
         self._pages = self._engine_pages(kv_caches, names, identity, share)
         step_tokens = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
-        transfer = open_transfer(self._settings, identity.namespace, share, self._pages.pages, step_tokens)
+        work = Work(step_tokens, _ranks_here(self._vllm_config.parallel_config))
+        transfer = open_transfer(self._settings, identity.namespace, share, self._pages.pages, work)
         self._take_metrics = transfer.metrics.take
         self._figures = RankReport(transfer, is_first_rank=self._rank == 0).take
         self._cost = transfer.cost
@@ -163,6 +164,12 @@ def _save_in_kernel_blocks(plan: SavePlan | None, pages: EnginePages) -> SavePla
 
 def _load_in_kernel_blocks(plan: LoadPlan, pages: EnginePages) -> LoadPlan:
     return replace(plan, chunks=tuple(replace(c, block_ids=pages.expand(c.block_ids)) for c in plan.chunks))
+
+
+def _ranks_here(parallel: Any) -> int:
+    """This engine's on this machine: each request is loaded by all of them at once. (Data-parallel engines load each
+    their own, now and then.)"""
+    return max(1, int(parallel.local_world_size))
 
 
 def _rank() -> int:

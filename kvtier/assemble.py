@@ -164,15 +164,24 @@ def _make_namespace_folder(settings: Settings, root: Root, namespace: Namespace)
     open_namespace(root, namespace)
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What there is to do. step_tokens: computed in one step of the engine at most. ranks: workers on this machine that
+    load at once, this one among them."""
+
+    step_tokens: int = STEP_TOKENS
+    ranks: int = 1
+
+
 def open_transfer(
-    settings: Settings, namespace: Namespace, share: RankShare, pages: PagedKV, step_tokens: int = STEP_TOKENS,
+    settings: Settings, namespace: Namespace, share: RankShare, pages: PagedKV, work: Work | None = None,
     codec: Codec | None = None,
 ) -> Transfer:  # fmt: skip
     """The moving half, in each worker. Raises ConfigError.
 
-    pages: the engine's KV cache on this rank. step_tokens: what the engine computes in one step at most. codec: None
-    for the settings' own.
+    pages: the engine's KV cache on this rank. codec: None for the settings' own.
     """
+    work = work or Work()
     settings.check_block(pages.block_tokens)
     device = pages.layers[0].k.device
     if device.type not in HOST_ADMIT:
@@ -187,10 +196,10 @@ def open_transfer(
     if device.type == "cpu":
         memory = host_memory(settings, slot_bytes)
     else:
-        memory = cuda_memory(settings, slot_bytes, -(-step_tokens // geometry.chunk_tokens), device)
+        memory = cuda_memory(settings, slot_bytes, -(-work.step_tokens // geometry.chunk_tokens), device)
     codec.prepare(pages, geometry, share.reads)
     direct = use_direct_io(settings, root)
-    io = open_io(settings, root, direct, memory.arena, device)
+    io = open_io(settings, root, direct, memory.arena, device, work.ranks)
     engines = io.engines._replace(signer=signer_of(settings, namespace, [share]))
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)

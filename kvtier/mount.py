@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import Geometry, RankShare
 from kvtier.io import memory_reads
 from kvtier.io.calibrate import calibrate
-from kvtier.io.calibration import Ask, Calibration, calibrated, default_choice, engines_for, last_level_cache_bytes
+from kvtier.io.calibration import Ask, Calibration, cache_share, calibrated, default_choice, engines_for
 from kvtier.io.engines import Choice, Engines, Target, open_engine
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import InMemory, Ring, RingSizes, sizes_for
@@ -36,8 +36,11 @@ class MountIo(NamedTuple):
     cost: LoadCost | None
 
 
-def open_io(settings: Settings, root: Root, direct: bool, arena: ChunkArena, device: torch.device) -> MountIo:
-    """Measures the mount (with a GPU, unless the settings say otherwise) and starts the engine. Raises ConfigError."""
+def open_io(
+    settings: Settings, root: Root, direct: bool, arena: ChunkArena, device: torch.device, ranks: int = 1
+) -> MountIo:
+    """Measures the mount (with a GPU, unless the settings say otherwise) and starts the engine. ranks: of this machine,
+    which read at once. Raises ConfigError."""
     in_memory = file_system_of(root.folder).kind in IN_MEMORY
     if not arena.is_device:
         sizes = sizes_for(in_memory, settings.io.threads, settings.io.piece_bytes)
@@ -50,10 +53,10 @@ def open_io(settings: Settings, root: Root, direct: bool, arena: ChunkArena, dev
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
     ask = Ask(
         root.folder, target, direct, in_memory, engines_for(settings.io.engine, target),
-        torch.cuda.get_device_name(device), settings.io.threads, settings.io.piece_bytes,
+        torch.cuda.get_device_name(device), settings.io.threads, settings.io.piece_bytes, ranks,
     )  # fmt: skip
     measured = _measure(settings, root, ask, arena)
-    usual = default_choice(ask, last_level_cache_bytes())
+    usual = default_choice(ask, cache_share(ask))
     if measured is None:
         log.info("%s: %s, as it comes (io.calibrate is off)", root.path, usual)
         return MountIo(_open(settings, usual, ask), None)

@@ -1,11 +1,11 @@
-"""What the GPUs of one machine do at once, as tensor-parallel ranks do: pinned copies, and verified loads from files.
+"""What the GPUs of one machine do at once, as tensor-parallel ranks do: pinned copies, reads, verified loads.
 
     python -m benchmarks.gpu.at_once --folder /dev/shm/kv --out OUT/at_once.json [--gpus 2] [--extra '{"io": ...}' ...]
 
 A process for each GPU, as an engine has. First each alone, then all at once: what they lose by each other is the
-machine's, where copies lose as much, and kvtier's, where loads alone do. The ceilings of the loads at once are the
-copies at once, and direct reads of the folder. Loads are those of load_rate.py, of a folder for each GPU, with each
---extra in its turn.
+machine's, where copies and direct reads lose as much, and kvtier's, where loads alone do. The ceilings of the loads at
+once are the copies and the reads at once. Loads are those of load_rate.py, of a folder for each GPU, with each --extra
+in its turn: settings of kvtier, and "ring": [threads, MiB of a piece, slots of a thread], which are not measured then.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.gpu import report
-from benchmarks.gpu.ceilings import direct_reads, direct_writes
+from benchmarks.gpu.ceilings import direct_flags, direct_writes, read_s
 from benchmarks.gpu.report import median
 
-PAUSE_S = 0.3
+PAUSE_S = 0.2
 """Before each copy and load, as a request comes to an engine that is quiet."""
-FILE_BYTES = 8 << 30
+FILE_BYTES = 4 << 30
+READ_THREADS, READ_PIECE_BYTES = 16, 4 << 20
+WHAT = ("copies", "reads", "loads")
 BARRIER_S = 120.0
 
 
@@ -43,23 +47,47 @@ def rank(gpu: int, arguments: argparse.Namespace, barrier: Any, answers: Any) ->
     copy = load_rate.PinnedCopy()
     root = arguments.folder / f"at-once-{gpu}"
     n_bytes = arguments.chunks * load_rate.SHAPE.chunk_tokens * load_rate.SHAPE.token_bytes
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    direct_writes(root, FILE_BYTES, keep=True)
+    flags, _ = direct_flags(root / "ceiling.bin", os.O_RDONLY)
+    file = os.open(root / "ceiling.bin", flags)
     for extra in arguments.extra:
-        shutil.rmtree(root, ignore_errors=True)
-        rig = load_rate.make_rig(root, arguments.chunks, json.loads(extra))
-        for members in phases(arguments.gpus):
-            seconds: dict[str, list[float]] = {"copies": [], "loads": []}
-            for repetition in range(arguments.repeats + 1):
+        settings = json.loads(extra)
+        with forced(settings.pop("ring", None)):
+            rig = load_rate.make_rig(root / "tier", arguments.chunks, settings, arguments.gpus)
+        works: dict[str, tuple[int, Callable[[], float]]] = {
+            "copies": (n_bytes, lambda: copy.seconds(n_bytes, PAUSE_S)),
+            "reads": (FILE_BYTES, lambda: read_s(file, FILE_BYTES, READ_THREADS, READ_PIECE_BYTES)),
+            "loads": (n_bytes, lambda rig=rig: rig.load("r", arguments.chunks, PAUSE_S)),  # type: ignore[misc]
+        }
+        for members, what in itertools.product(phases(arguments.gpus), WHAT):
+            size, work = works[what]
+            seconds = []
+            for _ in range(arguments.repeats + 1):
                 barrier.wait(BARRIER_S)
                 if gpu in members:
-                    seconds["copies"].append(copy.seconds(n_bytes, PAUSE_S))
-                barrier.wait(BARRIER_S)
-                if gpu in members:
-                    seconds["loads"].append(rig.load(f"{members}-{repetition}", arguments.chunks, PAUSE_S))
-            for what, times in seconds.items():
-                if times:
-                    answers.put((extra, members, what, gpu, n_bytes, times[1:]))
+                    seconds.append(work())
+            if seconds:
+                answers.put((extra, members, what, gpu, size, seconds[1:]))
         rig.transfer.close()
         rig.store.close()
+        shutil.rmtree(root / "tier")
+    os.close(file)
+
+
+def forced(ring: Sequence[int] | None) -> AbstractContextManager[object]:
+    """Within, a worker that starts takes this ring instead of the one that it would measure to be the best."""
+    if ring is None:
+        return nullcontext()
+    from kvtier import mount
+    from kvtier.io.calibration import Calibration
+    from kvtier.io.engines import Choice
+
+    threads, piece_mib, slots = ring
+    choice = Choice("ring", threads, piece_mib << 20, slots)
+    found = Calibration(choice, None, None, None, 0.0, ("as it was asked for",))
+    return mock.patch.object(mount, "calibrated", lambda *arguments: found)
 
 
 def run_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -68,7 +96,7 @@ def run_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     ranks = [context.Process(target=rank, args=(gpu, arguments, barrier, answers)) for gpu in range(arguments.gpus)]
     for process in ranks:
         process.start()
-    asked = list(itertools.product(arguments.extra, phases(arguments.gpus), ("copies", "loads")))
+    asked = list(itertools.product(arguments.extra, phases(arguments.gpus), WHAT))
     try:
         found = [answers.get(timeout=BARRIER_S) for _, members, _ in asked for _ in members]
     finally:
@@ -83,14 +111,6 @@ def row_of(key: tuple[str, tuple[int, ...], str], measured: list[tuple[int, int,
     return {"extra": json.loads(extra), "what": what, "gpus": list(members),
             "each_bytes_s": [n_bytes / median(seconds) for _, n_bytes, seconds in measured],
             "all_s": [seconds for _, _, seconds in measured]}  # fmt: skip
-
-
-def reads_of(folder: Path) -> dict[str, Any]:
-    direct_writes(folder, FILE_BYTES, keep=True)
-    try:
-        return direct_reads(folder / "ceiling.bin")
-    finally:
-        (folder / "ceiling.bin").unlink()
 
 
 def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
@@ -114,16 +134,15 @@ def main() -> int:
     finally:
         for gpu in range(arguments.gpus):
             shutil.rmtree(arguments.folder / f"at-once-{gpu}", ignore_errors=True)
-    reads = reads_of(arguments.folder)
     report.write(arguments.out, "what the GPUs of one machine do at once", {
-        "memory_nodes": nodes, "chunks": arguments.chunks, "reads": reads, "rows": rows,
+        "memory_nodes": nodes, "chunks": arguments.chunks, "rows": rows,
     })  # fmt: skip
     cells = [
         (row["what"], ", ".join(map(str, row["gpus"])), " ".join(f"{rate / 1e9:.1f}" for rate in row["each_bytes_s"]),
          f"{sum(row['each_bytes_s']) / 1e9:.1f}", json.dumps(row["extra"]))
         for row in rows
     ]  # fmt: skip
-    print(f"direct reads {reads['bytes_s'] / 1e9:.1f} GB/s; memory nodes: {', '.join(nodes)}")
+    print(f"memory nodes: {', '.join(nodes)}")
     report.table(("what", "GPUs", "GB/s each", "together", "settings"), cells)
     return 0
 

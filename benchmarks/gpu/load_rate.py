@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.gpu import report
 from benchmarks.gpu.report import median
-from kvtier.assemble import open_store, open_transfer
+from kvtier.assemble import Work, open_store, open_transfer
 from kvtier.config import Settings
 from kvtier.geometry import Geometry, share_of_rank
 from kvtier.identity import CodecId, Namespace, chunk_keys
@@ -77,7 +77,7 @@ class Rig:
         return seconds
 
 
-def make_rig(root: Path, n_chunks: int, extra: dict[str, Any]) -> Rig:
+def make_rig(root: Path, n_chunks: int, extra: dict[str, Any], ranks: int = 1) -> Rig:
     settings = Settings.load({"root": str(root), "capacity_bytes": "60GiB", "host": {"admit": "never"}} | extra)
     namespace = Namespace("load-rate", "random", SHAPE, SHAPE.dtype, "", "", "", CodecId("raw", 1, 0), "", "0")
     share = share_of_rank(SHAPE, 0, 1, 0, range(SHAPE.layers))
@@ -87,7 +87,7 @@ def make_rig(root: Path, n_chunks: int, extra: dict[str, Any]) -> Rig:
     views = [tensor.view(torch.bfloat16) for tensor in tensors]
     pages = PagedKV(tuple(PagedLayer(view[0], view[1]) for view in views), BLOCK_TOKENS)
     store = open_store(settings, namespace, [share])
-    transfer = open_transfer(settings, namespace, share, pages)
+    transfer = open_transfer(settings, namespace, share, pages, Work(ranks=ranks))
     keys = chunk_keys(store.namespace_id, list(range(n_chunks * SHAPE.chunk_tokens)), SHAPE.chunk_tokens, {})
     rig = Rig(store, transfer, tensors, [tensor.clone() for tensor in tensors], keys)
     _save(rig)

@@ -21,9 +21,9 @@ from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.io.calibration import (
     Ask,
     Calibration,
+    cache_share,
     default_choice,
     first_round,
-    last_level_cache_bytes,
     pick,
     second_round,
 )
@@ -134,7 +134,7 @@ class _Run:
         self._ask = ask
         self._makers = makers
         self._clock = clock
-        self._cache_bytes = last_level_cache_bytes()
+        self._cache_bytes = cache_share(ask)
         self._until_s = clock() + TOTAL_S
         self._rates: dict[Choice, float] = {}
         self._write_bytes_s: float | None = None

@@ -106,8 +106,8 @@ class FakeReads:
 
 @pytest.fixture(autouse=True)
 def _same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "last_level_cache_bytes", lambda: BIG_CACHE)
-    monkeypatch.setattr(kept, "device_threads", lambda: USUAL.threads)
+    monkeypatch.setattr(kept, "last_level_cache_bytes", lambda: BIG_CACHE)
+    monkeypatch.setattr(kept, "device_threads", lambda ranks: USUAL.threads)
 
 
 def ask_of(folder: Path, **changes: object) -> Ask:

@@ -15,6 +15,7 @@ from kvtier.io import calibration as kept
 from kvtier.io.calibration import (
     Ask,
     Calibration,
+    cache_share,
     default_choice,
     device_threads,
     first_round,
@@ -66,6 +67,17 @@ def test_rings_stay_in_half_the_cache() -> None:
             assert tried and (target.ordinal is None or all(fits(choice, cache_bytes) for choice in tried))
     assert default_choice(Ask(Path("/x"), DEVICE, True, True), BIG_CACHE) == USUAL._replace(threads=device_threads())
     assert default_choice(Ask(Path("/x"), DEVICE, True, True, ("kvikio",)), BIG_CACHE).engine == "kvikio"
+
+
+def test_ranks_of_one_machine_share_its_processors_and_their_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(kept, "last_level_cache_bytes", lambda: 300 * MIB)
+    alone, two = (Ask(Path("/x"), DEVICE, True, True, ranks=ranks) for ranks in (1, 2))
+    assert default_choice(alone, cache_share(alone)) == Choice("ring", 16, 4 * MIB, 2)
+    assert default_choice(two, cache_share(two)) == Choice("ring", 14, 2 * MIB, 2)
+    for choice in first_round(two, cache_share(two)):
+        assert 2 * choice.held_bytes <= 150 * MIB, "the rings of both stay in half of it"
+    assert [device_threads(ranks) for ranks in (1, 2, 4, 8, 64)] == [16, 14, 6, 4, 4]
 
 
 @pytest.mark.parametrize("installed", [True, False])
