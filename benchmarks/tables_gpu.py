@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import tables_gpu_checks, tables_tmpfs
 from benchmarks.tables_common import (
+    CHUNK_TOKENS,
     NAMES,
     PEERS,
     RESULTS,
@@ -143,7 +144,7 @@ def two_ttft() -> list[str]:
             "a fresh process reloaded what another one saved")  # fmt: skip
         text += [
             f"**Two GPUs, times to the first token at TP=2, {codec}** ({made(result)}; Llama-3.1-70B's dimensions, "
-            f"{forwards(result.get('llm', {}))}; from tmpfs; {way}; {_reloads(lengths)}):",
+            f"{forwards(result.get('llm', {}))}; from tmpfs; {way}; {_reloads(lengths)}{_chunks(result['extra'])}):",
             "",
             *table(["tokens", "computed", "floor", "kvtier from tmpfs", "computed / kvtier",
                     "transfer of each GPU"], rows),
@@ -158,6 +159,12 @@ def two_ttft() -> list[str]:
 def _reloads(lengths: Rows) -> str:
     n_times = len(lengths[min(lengths)]["kvtier"]["all_s"])
     return f"{n_times} reload{'s' * (n_times > 1)} of each length"
+
+
+def _chunks(extra: dict[str, Any]) -> str:
+    """What is not as it is by default."""
+    tokens = extra.get("chunk_tokens", CHUNK_TOKENS)
+    return "" if tokens == CHUNK_TOKENS else f"; chunks of {tokens} tokens"
 
 
 def at_once() -> list[str]:

@@ -147,12 +147,18 @@ def long_documents() -> list[str]:
     beyond = f"; vLLM's own KV cache holds {held:,} tokens" if held else ""
     return [
         f"**long_doc_qa** (`python -m benchmarks.serving long_doc_qa`, {code_of(first)}, {first['date'][:10]}; "
-        f"{settings['num_documents']} documents of {settings['document_length']:,} words and tokens{beyond}; "
+        f"{settings['num_documents']} documents of {_document_tokens(first):,} tokens{beyond}; "
         "Llama-3.1-8B's dimensions, from tmpfs; mean ms to the first token):",
         "",
         *table(["in flight", "system", "warm-up", "query", "warm-up / query", "warm-up round", "query round",
                 "of the query's tokens from the tier"], rows),
     ]  # fmt: skip
+
+
+def _document_tokens(result: dict[str, Any]) -> int:
+    """Of each document in the mean, as the server counted."""
+    query = next(iter(result["systems"].values()))["query_round"]
+    return round(query["tokens"]["prompt_tokens"] / result["settings"]["num_documents"])
 
 
 def drawing() -> str | None:

@@ -176,12 +176,16 @@ long_doc_qa() {
   return $code
 }
 
+with_codec() {
+  python3 -c 'import json, sys; print(json.dumps(json.loads(sys.argv[1]) | {"codec": sys.argv[2]}))' "$EXTRA" "$1"
+}
+
 stage() {
   case $1 in
     two-ttft@*)
       (
         codec=${1#*@}
-        EXTRA="{\"codec\": \"$codec\"}" NAME="two_gpus_ttft_$codec" SYSTEMS=kvtier
+        EXTRA=$(with_codec "$codec") NAME="two_gpus_ttft_$codec" SYSTEMS=kvtier
         stage two-ttft
       ) ;;
     versus-tmpfs)
@@ -196,7 +200,7 @@ stage() {
       local stage=${1%@*} codec=${1#*@} arena=""
       [ "$stage" = ttft-disk ] || [ -n "${TINY:-}" ] || arena=${HBM_ARENA:-4GiB}
       (
-        EXTRA="{\"codec\": \"$codec\"}" NAME="${stage/-/_}_$codec" SYSTEMS=kvtier ARENA="" HBM_ARENA=$arena
+        EXTRA=$(with_codec "$codec") NAME="${stage/-/_}_$codec" SYSTEMS=kvtier ARENA="" HBM_ARENA=$arena
         stage "$stage"
       ) ;;
     smoke)
