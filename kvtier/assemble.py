@@ -39,7 +39,7 @@ from kvtier.mount import cost_of_share, open_io
 from kvtier.policies import make_evictor
 from kvtier.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
 from kvtier.reports import COUNT_MAX, About
-from kvtier.root import Root, check_namespace, check_space, open_again, open_namespace, open_root
+from kvtier.root import Root, check_namespace, check_space, is_in_place, open_again, open_namespace, open_root
 from kvtier.saves import SaveBounds
 from kvtier.signing import Signer
 from kvtier.sizes import exact
@@ -203,7 +203,7 @@ def open_transfer(
     engines = io.engines._replace(signer=signer_of(settings, namespace, [share]))
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)
-    files = SegmentFolders(root.folder, direct, check, engines.ring.forget)
+    files = SegmentFolders(root.folder, direct, check, engines.ring.forget, partial(is_in_place, root))
     index = open_index(settings, root, metrics, is_engines=True)
     worker = Worker(
         geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, engines,

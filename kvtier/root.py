@@ -121,6 +121,16 @@ def open_again(settings: Settings, root: Root) -> None:
         log.warning("the root %s was gone; it was made anew, and is empty", root.path)
 
 
+def is_in_place(root: Root) -> bool:
+    """Whether what lies at the root's path is the root that was opened, or made there anew, and not what is below it
+    while its file system is away (`open_again` says the same in words)."""
+    try:
+        place = os.stat(root.folder)
+    except OSError:
+        return False
+    return place.st_dev == root.device or place.st_ino == root.inode
+
+
 def find_root(path: Path) -> Root:
     """An existing root, for looking at; writes nothing. Raises ConfigError when there is none at `path`."""
     folder = path.absolute() / f"v{FORMAT_VERSION}"  # what the owner says of the index is within it

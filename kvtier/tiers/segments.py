@@ -51,10 +51,18 @@ class SegmentFiles:
     """Segments in one folder. Thread-safe; descriptors are shared, counted, and closed when long unused.
 
     Raises TierUnavailable where the file system refuses (full, read-only, gone). before_close: see Descriptors.
+    is_in_place: whether the folder's root is the one that was opened; asked when a segment is missing.
     """
 
-    def __init__(self, folder: Path, direct: bool, before_close: Callable[[int], None] = lambda fd: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        direct: bool,
+        before_close: Callable[[int], None] = lambda fd: None,
+        is_in_place: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.folder = folder
+        self._is_in_place = is_in_place
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
         self._descriptors = Descriptors(self._open_file, before_close)
 
@@ -91,8 +99,8 @@ class SegmentFiles:
     def lease(self, set_id: int, rank: int) -> OpenSegment | None:
         """The segment, open for reading and writing, until its `release`; None when its folder has no such segment.
 
-        Raises Corrupt when the file is not the segment that its name says; TierUnavailable also without the folder, as
-        on a mount that is away: what lies there is not gone.
+        Raises Corrupt when the file is not the segment that its name says; TierUnavailable also without the folder or
+        in another one, as on a mount that is away: what lies there is not gone.
         """
         return self._descriptors.lease((set_id, rank))
 
@@ -213,7 +221,10 @@ class SegmentFiles:
                         raise Corrupt(f"{path}: is not a plain file")
                     fd = _open_to_write_or_read(path.name, folder, self._flags)
                 except FileNotFoundError:
-                    return None
+                    if self._is_in_place():
+                        return None
+                    what = "that is not in the root that was opened; is its file system mounted?"
+                    raise TierUnavailable(f"{path}: {what}") from None
         except OSError as fault:
             raise _unavailable(path, fault) from fault
         try:
@@ -239,7 +250,7 @@ class SegmentFolders:
     """Namespace id -> its segments, made at first use. Thread-safe.
 
     check: raises TierUnavailable when a namespace is none that may be used here; asked until it does not.
-    before_close: see Descriptors.
+    before_close, is_in_place: see SegmentFiles.
     """
 
     def __init__(
@@ -248,8 +259,10 @@ class SegmentFolders:
         direct: bool,
         check: Callable[[bytes], None] = lambda namespace: None,
         before_close: Callable[[int], None] = lambda fd: None,
+        is_in_place: Callable[[], bool] = lambda: True,
     ) -> None:
         self._folder = folder
+        self._is_in_place = is_in_place
         self._before_close = before_close
         self._direct = direct
         self._check = check
@@ -263,7 +276,8 @@ class SegmentFolders:
             return known
         self._check(namespace)
         with self._lock:
-            made = SegmentFiles(self._folder / namespace.hex(), self._direct, self._before_close)
+            folder = self._folder / namespace.hex()
+            made = SegmentFiles(folder, self._direct, self._before_close, self._is_in_place)
             return self._known.setdefault(namespace, made)
 
     def close_unlinked(self) -> None:

@@ -104,6 +104,33 @@ def test_what_lies_below_a_mount_point_is_not_the_root(tmp_path: Path, mount_tmp
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
+def test_what_is_missing_below_a_mount_point_is_not_forgotten(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    """A node that lost the file system for a while takes nothing out of an index that others share."""
+    mount, store = make(tmp_path / "mnt"), make(tmp_path / "store")
+    Engine(mount / "kv").close()  # a root with this very namespace, of a day when nothing was mounted
+    mount_tmpfs(store, "size=64m")
+    subprocess.run(["mount", "--bind", str(store), str(mount)], check=True)
+    changes = {"index": {"path": str(tmp_path / "index")}, "host": {"admit": "never"}, "segment_bytes": 1 << 20}
+    engine = Engine(mount / "kv", changes=changes)
+    engine.save(TOKENS, BLOCKS)
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+    seen = sorted(mount.rglob("*"))
+    try:
+        engine.transfers[0]._worker.files.close()  # type: ignore[attr-defined]
+        for _ in range(3):
+            n_chunks, (answer,) = engine.load(TOKENS, TARGET)
+            assert (n_chunks, answer.failed_blocks) == (3, frozenset(TARGET))
+        (answer,) = engine.save(range(10_000, 10_064), BLOCKS[:4])
+        assert answer.outcome is SaveOutcome.FAILED, "the first of a new set"
+        assert sorted(mount.rglob("*")) == seen, "a segment was made in the place of the file system"
+    finally:
+        subprocess.run(["mount", "--bind", str(store), str(mount)], check=True)
+    n_chunks, (answer,) = engine.load(TOKENS, TARGET)
+    assert (n_chunks, answer.failed_blocks) == (3, frozenset())
+    engine.close()
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
 def test_a_required_mount_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder below the mount point may be there: it is looked at all the same."""
     wanted = settings(tmp_path / "kv")
