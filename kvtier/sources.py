@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.index.base import Location
@@ -69,30 +70,41 @@ def place_in_file(location: Location) -> range:
 
 
 def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> tuple[Source, ...] | None:
-    """Reads that together fill `held`; None when they do not cover it or exceed the slot.
+    """Reads that together fill `held`; None when they do not cover it or exceed the slot."""
+    parts = _parts_of(tuple(location.extent for location in locations), held)
+    if parts is None:
+        return None
+    sources = []
+    offset = PAGE_BYTES
+    for number, wanted in parts:
+        source = Source(locations[number], wanted, offset)
+        offset += source.n_bytes
+        sources.append(source)
+    return tuple(sources) if offset <= slot_bytes else None
+
+
+@lru_cache(maxsize=256)
+def _parts_of(extents: tuple[Extent, ...], held: Extent) -> tuple[tuple[int, Extent], ...] | None:
+    """What to take of which record, by its number; None when they do not cover `held`. Kept, because a load asks it of
+    every chunk, and the chunks of a prompt are cut alike.
 
     Records of most layers are taken first, then those of most heads: a slab is read whole whatever is wanted of it, so
     what several records have would else be read several times, and not fit.
     """
-    if len(locations) == 1 and locations[0].extent == held:  # the usual case, and a load asks it of every chunk
-        source = Source(locations[0], held, PAGE_BYTES)
-        return (source,) if PAGE_BYTES + source.n_bytes <= slot_bytes else None
-    by_share = sorted(locations, key=lambda location: _shared(location.extent, held), reverse=True)
-    sources: list[Source] = []
+    by_share = sorted(range(len(extents)), key=lambda number: _shared(extents[number], held), reverse=True)
+    parts: list[tuple[int, Extent]] = []
     holes = [held]
-    offset = PAGE_BYTES
-    for location in by_share:
+    for number in by_share:
         left: list[Extent] = []
         for hole in holes:
-            wanted = hole.intersect(location.extent)
+            wanted = hole.intersect(extents[number])
             if wanted is None:
                 left.append(hole)
                 continue
-            sources.append(Source(location, wanted, offset))
-            offset += sources[-1].n_bytes
+            parts.append((number, wanted))
             left += hole.minus(wanted)
         holes = left
-    return None if holes or offset > slot_bytes else tuple(sources)
+    return None if holes else tuple(parts)
 
 
 def end_of(sources: Sequence[Source]) -> int:
