@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.tables_common import RESULTS, by_length, has, judged, made, mark, milliseconds, read, table, verdict
+from benchmarks.tables_common import (
+    MARK,
+    RESULTS,
+    by_length,
+    has,
+    judged,
+    made,
+    mark,
+    milliseconds,
+    read,
+    table,
+    verdict,
+)
 from benchmarks.tables_gpu import HBM_ARENA
 from benchmarks.tables_tmpfs import ARENA
 
@@ -87,7 +99,8 @@ def reloads() -> list[str]:
         said = [(row["ttft_s"] <= goal_s, f"{GOAL_TOKENS:,} tokens {place} {1000 * row['ttft_s']:,.0f} ms "
                  f"(goal {1000 * goal_s:,.0f})") for row, goal_s, place in _goals(of)]  # fmt: skip
         counts = ", ".join(f"{'disk' if 'disk' in name else 'tmpfs'} {_prompts(name)}" for name in runs)
-        how = f"{'; '.join(dict.fromkeys(made(read(name)) for name in runs))}; of each length {counts}"
+        whose = "; ".join(f"{'disk' if 'disk' in name else 'tmpfs'}: {made(read(name))}" for name in runs)
+        how = f"{whose}; of each length {counts}"
         text += [
             *([""] if text else []),
             f"**Reloads with codec {codec}** ({how}; time to the first token in ms, and GB/s of encoded bytes):",
@@ -103,13 +116,14 @@ def in_short() -> list[str]:
     lines = []
     for run in codec_runs():
         codec = read(run)["extra"]["codec"]
-        of = _places(run, "from tmpfs")
+        of, marks = _places(run, "from tmpfs"), mark(run)
         if has(f"ttft_disk_{codec}"):
             of |= _places(f"ttft_disk_{codec}", "from the disk")
+            marks = marks or mark(f"ttft_disk_{codec}").replace(MARK, f"{MARK} (the disk)")
         times = [f"{1000 * row['ttft_s']:,.0f} ms {place} (goal {1000 * goal_s:,.0f}: "
                  f"{verdict(row['ttft_s'] <= goal_s)})" for row, goal_s, place in _goals(of)]  # fmt: skip
         if times:
-            lines.append(f"**Codec {codec}**{mark(run)}, {GOAL_TOKENS:,} tokens: {', '.join(times)}.")
+            lines.append(f"**Codec {codec}**{marks}, {GOAL_TOKENS:,} tokens: {', '.join(times)}.")
     if has("codec_kernels"):
         rows = {(row["case"], row["kernel"]): row for row in read("codec_kernels")["rows"]}
         rates = {kernel: [rows[case, kernel]["tb_s"] for case in GOAL_CASES] for kernel in GOAL_KERNELS}

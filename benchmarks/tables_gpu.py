@@ -135,7 +135,7 @@ def two_ttft() -> list[str]:
         for tokens, of in lengths.items():
             cells = [milliseconds(of[kind]) if kind in of else "" for kind in ("computed", "floor", "kvtier")]
             times = f"{of['computed']['ttft_s'] / of['kvtier']['ttft_s']:.1f}x" if "computed" in of else ""
-            rows.append([f"{tokens:,}", *cells, times, f"{of['kvtier']['load_bytes_s'] / 1e9:.1f} GB/s"])
+            rows.append([f"{tokens:,}", *cells, times, _transfer(of["kvtier"]["load_bytes_s"], result)])
         last = lengths[max(lengths)]
         if "computed" in last:
             ratio = last["computed"]["ttft_s"] / last["kvtier"]["ttft_s"]
@@ -144,14 +144,16 @@ def two_ttft() -> list[str]:
             "a fresh process reloaded what another one saved")  # fmt: skip
         text += [
             f"**Two GPUs, times to the first token at TP=2, {codec}** ({made(result)}; Llama-3.1-70B's dimensions, "
-            f"{forwards(result.get('llm', {}))}; from tmpfs; {way}; {_reloads(lengths)}{_chunks(result['extra'])}):",
+            f"{forwards(result.get('llm', {}))}; from tmpfs; {way}; {_machine(result)}; {_reloads(lengths)}, each "
+            f"computed once{_chunks(result['extra'])}):",
             "",
             *table(["tokens", "computed", "floor", "kvtier from tmpfs", "computed / kvtier",
-                    "transfer of each GPU"], rows),
+                    "transfer of each GPU, and share of copies at once"], rows),
             "",
         ]  # fmt: skip
     note = (
-        f"DDN's table of a 405B model with LMCache on its Lustre has {DDN_TIMES}x at 100K tokens, on another machine."
+        f"DDN's slides have {DDN_TIMES}x at 100K tokens, of a 405B model with LMCache on their Lustre: other machines, "
+        "and figures of theirs."
     )
     return [*text, f"{judged(judgements)} {note}"]
 
@@ -159,6 +161,21 @@ def two_ttft() -> list[str]:
 def _reloads(lengths: Rows) -> str:
     n_times = len(lengths[min(lengths)]["kvtier"]["all_s"])
     return f"{n_times} reload{'s' * (n_times > 1)} of each length"
+
+
+def _machine(result: dict[str, Any]) -> str:
+    gpus = result["machine"]["gpus"]
+    return f"{len(gpus)} {gpus[0].split(',')[0]}, {result['machine']['cores']} cores"
+
+
+def _transfer(bytes_s: float, result: dict[str, Any]) -> str:
+    """The ceiling is what each GPU copies while the other does too, if that was measured on the same machine."""
+    text = f"{bytes_s / 1e9:.1f} GB/s"
+    beside = read("at_once") if has("at_once") else None
+    if beside is None or beside["machine"]["boot"] != result["machine"]["boot"]:
+        return text
+    copies = next(row for row in beside["rows"] if row["what"] == "copies" and len(row["gpus"]) > 1)
+    return f"{text}, {100 * bytes_s / min(copies['each_bytes_s']):.0f}%"
 
 
 def _chunks(extra: dict[str, Any]) -> str:

@@ -38,15 +38,30 @@ def reloads() -> list[str]:
     gpu = result["machine"]["gpus"][0].split(",")[0]
     return [
         f"**Time to the first token of a stored prompt, ms** (one {gpu}, vLLM {result['versions']['vllm']}, "
-        f"Llama-3.1-8B's dimensions in bf16, {forwards(result['settings']['llm'])}, one request at a time; a fresh "
-        f"process that reloads what another one saved; median of {len(lengths[min(lengths)]['kvtier']['all_s'])}; "
-        f"{made(result)}):",
+        f"Llama-3.1-8B's dimensions in bf16, {forwards(result['settings']['llm'])}, one request at a time; from tmpfs "
+        f"a fresh process reloads what another one saved, from the arena the one that saved; medians, of "
+        f"{_counts(lengths)}; {made(result)}; -: not run, or it loaded nothing):",
         "",
         *table(["tokens", "computed", "floor: hit in vLLM's own cache", "kvtier from tmpfs",
                 "kvtier from the host arena", *(CONTESTANTS[name].title for name in beside)], rows),
         "",
-        _judged(tables_tmpfs.goals_of(lengths)),
+        f"{_judged(tables_tmpfs.goals_of(lengths))} {_elsewhere()}",
     ]  # fmt: skip
+
+
+def _counts(lengths: Rows) -> str:
+    of = lengths[min(lengths)]
+    return f"{len(of['kvtier']['all_s'])} (computed and floor {len(of['computed']['all_s'])})"
+
+
+def _elsewhere() -> str:
+    """One host is no truth."""
+    others = [by_length(read(name)) for name in tables_tmpfs.OTHER_HOSTS]
+    spans = [span([1000 * of[tokens]["kvtier"]["ttft_s"] for of in others]) for tokens in others[0]]
+    return (
+        f"On {len(others)} other machines lent, with earlier code and mostly eager: {' / '.join(spans)} ms for "
+        f"{' / '.join(f'{tokens:,}' for tokens in others[0])} tokens."
+    )
 
 
 def from_disk() -> list[str]:
@@ -131,10 +146,12 @@ def _disk() -> str:
     rows = [of["kvtier"] for of in tables_gpu.disk_rows().values()]
     shares = [row["load_percent_of_limit"] for row in rows]
     times, goal_times = [row["times_limit"] for row in rows], tables_gpu.DISK_GOAL_TIMES
+    runs = [rows_of(name) for name in tables_gpu.DISK_RUNS]
+    worst = max(time for run in runs for of in run.values() for time in of["kvtier"]["all_times_limit"])
     return (
         f"**From the disk**{mark('ttft_disk')} a reload moves at {span(shares)}% of direct reads and takes over the "
         f"floor {span(times, 2)} times what its bytes take at that rate (goal {goal_times}: "
-        f"{verdict(max(times) <= goal_times)})."
+        f"{verdict(max(times) <= goal_times)}; in single reloads of other runs up to {worst:.2f})."
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.report import ms
 from benchmarks.serving import plot
-from benchmarks.tables_common import code_of, forwards, has, judged, read, table
+from benchmarks.tables_common import code_of, forwards, has, judged, read, span, table
 from benchmarks.versus.contestants import CONTESTANTS
 from benchmarks.versus.judge import PEERS, Cell, Entries, compared, goals, losses, slower_than_computing
 
@@ -28,7 +28,8 @@ def versus() -> list[str]:
         f"vLLM {result['versions'].get('vllm')}; Llama-3.1-8B's dimensions, "
         f"{forwards(result['settings'].get('llm', {}))}; the same prompts, the systems in turn, a "
         "fresh process for each repetition that reloads all lengths; ms to the first token, the median and in "
-        f"brackets the fastest and the slowest; [plot](results/gpu/{PLOT})).",
+        "brackets the fastest and the slowest; computed: 2 prompts, floor: the second hit of each; "
+        f"[plot](results/gpu/{PLOT})).",
     ]
     for place in entries.places():
         text += ["", *_times(entries, cells, place), "", *_rates(entries, cells, place)]
@@ -67,15 +68,15 @@ def _rates(entries: Entries, cells: dict[tuple[str, int, str], Cell], place: str
             continue
         rows.append([
             CONTESTANTS[name].title, str(len(cell.times)), f"{cell.rate / 1e9:.1f} GB/s" if cell.rate else "",
-            f"{100 * cell.of_ceiling:.0f}%" if cell.of_ceiling else "",
+            f"{100 * cell.of_ceiling:.0f}% of {cell.ceiling / 1e9:.1f}" if cell.of_ceiling and cell.ceiling else "",
             f"{100 * cell.cold_cost:+.1f}%" if cell.cold_cost is not None else "",
             f"{cell.stored / 1e9:.1f} GB" if cell.stored else "",
         ])  # fmt: skip
-    limit = f"pinned copies {copies / 1e9:.1f} GB/s, " if copies else ""
+    limit = f"pinned copies, {copies / 1e9:.1f} GB/s, " if copies else ""
     return [
-        f"At {tokens:,} tokens, the engine's KV over the time above the floor (ceiling: the smaller of {limit}and "
-        f"direct reads of the folder around the repetitions, {sum(reads) / len(reads) / 1e9:.1f} GB/s; a codec moves "
-        "fewer bytes than it brings):",
+        f"At {tokens:,} tokens, the engine's KV over the time above the floor (ceiling: the smaller of {limit}and the "
+        f"mean of direct reads of the folder around that system's repetitions, {span([r / 1e9 for r in reads], 1)} "
+        "GB/s, the slowest the first after it was written; a codec moves fewer bytes than it brings):",
         "",
         *table(["", "repetitions", "KV brought", "of the ceiling", "cold time while storing", "stored, all lengths"],
                rows),
@@ -104,7 +105,8 @@ def _loaded_nothing(cells: dict[tuple[str, int, str], Cell]) -> list[str]:
     if not cases:
         return []
     return ["", f"{NOTHING} **Loaded nothing**, so it is compared with nobody: the first token came sooner than the KV "
-            f"can have passed PCIe: {'; '.join(cases)}. Why: [Beside its peers](#beside-its-peers)."]  # fmt: skip
+            f"can have passed PCIe: {'; '.join(cases)}. Why, and what was changed after this run: [Beside its "
+            "peers](#beside-its-peers)."]  # fmt: skip
 
 
 def _failures(entries: Entries) -> list[str]:
@@ -138,7 +140,7 @@ def long_documents() -> list[str]:
             tokens = query["tokens"] or {}
             share = tokens.get("external_hit_tokens", 0) / tokens["prompt_tokens"] if tokens.get("prompt_tokens") else 0
             rows.append([
-                inflight, name, ms(warmup["ttft"].get("mean"), ""), ms(query["ttft"].get("mean"), ""),
+                inflight, name, ms(warmup["ttft"].get("mean"), ""), ms(query["ttft"].get("mean"), ""), _floor(found),
                 f"{found['ttft_gain']:.1f}x" if "ttft_gain" in found else "", f"{warmup['round_time']:.1f} s",
                 f"{query['round_time']:.1f} s", f"{100 * share:.0f}%",
             ])  # fmt: skip
@@ -148,11 +150,16 @@ def long_documents() -> list[str]:
     return [
         f"**long_doc_qa** (`python -m benchmarks.serving long_doc_qa`, {code_of(first)}, {first['date'][:10]}; "
         f"{settings['num_documents']} documents of {_document_tokens(first):,} tokens{beyond}; "
-        "Llama-3.1-8B's dimensions, from tmpfs; mean ms to the first token):",
+        "Llama-3.1-8B's dimensions, from tmpfs; mean ms to the first token; prefix: vLLM's prefix cache alone; native: "
+        "vLLM's own tiering, raw; k4v4 is lossy; raw kvtier and LMCache were not run):",
         "",
-        *table(["in flight", "system", "warm-up", "query", "warm-up / query", "warm-up round", "query round",
-                "of the query's tokens from the tier"], rows),
+        *table(["in flight", "system", "warm-up", "query", "floor: the same again at once", "warm-up / query",
+                "warm-up round", "query round", "of the query's tokens from the tier"], rows),
     ]  # fmt: skip
+
+
+def _floor(found: dict[str, Any]) -> str:
+    return ms(found["floor"]["ttft"].get("mean"), "") if found.get("floor") else ""
 
 
 def _document_tokens(result: dict[str, Any]) -> int:

@@ -168,8 +168,9 @@ def _load_in_kernel_blocks(plan: LoadPlan, pages: EnginePages) -> LoadPlan:
 
 def _ranks_here(parallel: Any) -> int:
     """This engine's on this machine: each request is loaded by all of them at once. (Data-parallel engines load each
-    their own, now and then.)"""
-    return max(1, int(parallel.local_world_size))
+    their own, now and then.) Under Ray vLLM counts those of all machines, but there are no more than GPUs."""
+    n_ranks, n_gpus = max(1, int(parallel.local_world_size)), torch.cuda.device_count()
+    return min(n_ranks, n_gpus) if n_gpus else n_ranks
 
 
 def _rank() -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from kvtier.sizes import exact, size
 
+SEGMENTS_MIN = 4
+"""Of each rank one is being filled and at least one is kept ready (kvtier.keeper): what is less leaves them half."""
+
 
 def beyond_the_disk(capacity_bytes: int, room_bytes: int) -> str:
     """Of a capacity that the root's disk has no room for; "" when it has. room_bytes: what is free there for the tier,
@@ -13,6 +16,17 @@ def beyond_the_disk(capacity_bytes: int, room_bytes: int) -> str:
     return (
         f"capacity_bytes ({exact(capacity_bytes)}) is more than the tier can have here ({size(room_bytes)}): it would "
         "fill the disk before it evicts; set it to less"
+    )
+
+
+def few_segments(capacity_bytes: int, segment_bytes: int) -> str:
+    """Of a capacity that segments which are being filled or kept ready take most of; "" when they don't."""
+    if capacity_bytes >= SEGMENTS_MIN * segment_bytes:
+        return ""
+    return (
+        f"capacity_bytes ({exact(capacity_bytes)}) is less than {SEGMENTS_MIN} times segment_bytes "
+        f"({exact(segment_bytes)}): each GPU fills one segment and keeps one ready, and little is left to be found "
+        "again; raise it, or lower segment_bytes"
     )
 
 

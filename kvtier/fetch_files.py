@@ -121,7 +121,7 @@ class FileReader:
         at the first one, so a long prompt would else be recomputed once for each of them. Without the folder, as on a
         mount that is away, it is not the segments that are gone. Raises TierUnavailable, Corrupt, OSError."""
         files = self._worker.files(namespace)
-        if not files.folder.is_dir():
+        if not files.is_there():
             return
         there: dict[tuple[int, int], int] = {}
         for chunk in chunks:

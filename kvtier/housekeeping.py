@@ -69,8 +69,9 @@ class Rebuilt:
 class Housekeeper:
     """Thread-safe as far as its index is. `folder`: `<root>/v1`, with one folder a namespace.
 
-    look_at_root: called before the folder is believed; raises TierUnavailable where it is not the root's any more. By
-    what lies in another's, or below a mount that is away, sets of all engines would be booked, evicted and taken in.
+    look_at_root: called before the folder is believed, and before what it lacks is; raises TierUnavailable where it is
+    not the root's any more. By what lies in another's, or below a mount that is away, sets of all engines would be
+    booked, evicted and taken in.
     """
 
     def __init__(self, index: Index, folder: Path, owner: str, clock: Clock = time.time) -> None:
@@ -81,7 +82,7 @@ class Housekeeper:
         self.clock = clock
         self.look_at_root: Callable[[], object] = lambda: None
         self._lease = SweepLease(index, owner, lambda: self.clock())
-        self._read_back = ReadBack(index, self._lease, lambda: self.clock())
+        self._read_back = ReadBack(index, self._lease, lambda: self.clock(), lambda: self.look_at_root())
 
     def sweep(self) -> None:
         """Closes the sets of dead writers, drops the empty ones, books what files really take, and takes care of
@@ -97,6 +98,7 @@ class Housekeeper:
             for files in self._namespaces():
                 on_disk.update(files.set_bytes())
                 self._settle_orphans(files, known)
+            self.look_at_root()  # it may have gone while its folders were listed
             looked_into = self._next_closed(known)
             for info in known.values():
                 self._lease.renew()
@@ -200,9 +202,11 @@ class Housekeeper:
         """Takes sets without files out of the index; how many."""
         unwritten = {info.set_id for info in self._index.sets() if not self._is_written(info)}
         missing = unwritten - self._on_disk()  # listed after the sets: a set is registered before it has files
+        self.look_at_root()
         for set_id in missing:
             self._index.take_over(set_id)
         lost = missing - self._on_disk() if missing else missing
+        self.look_at_root()  # after each listing: what is not there because the root has gone is not lost
         for set_id in lost:
             self._index.remove_set(set_id)
         return len(lost)

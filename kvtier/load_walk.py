@@ -72,7 +72,7 @@ class LoadWalk:
     def walk(self) -> None:
         """Keeps chunks coming while it scatters those that are here, in order. Raises FetchFailed, TierUnavailable.
 
-        Whatever it raises: `arrive`, `end`, `let_go` and `free` are still to be called.
+        Whatever it raises: `land`, `end` and `let_go` are still to be called.
         """
         self.is_walking = True
         while self._waiting or self._coming:
@@ -92,13 +92,7 @@ class LoadWalk:
 
     def land(self, *, waits: bool = True) -> None:
         """Frees the slots of chunks that have arrived in the engine's blocks; with `waits`, of all that are moving."""
-        self.free(self.arrive(waits=waits))
-
-    def arrive(self, *, waits: bool = True) -> list[Fetch]:
-        """Counts the chunks that have arrived in the engine's blocks, whose slots are to be freed; with `waits`, waits
-        for all that are moving."""
         order = self._worker.order
-        arrived: list[Fetch] = []
         while self.moving and (waits or order.is_done(self.moving[0].mark)):
             fetches, mark = self.moving[0]
             order.wait(mark)
@@ -106,13 +100,8 @@ class LoadWalk:
                 self.moving.popleft()
                 self.n_chunks += len(fetches)
                 self.n_bytes += sum(source.n_bytes for f in fetches for source in f.sources)
-            arrived.extend(fetches)
-        return arrived
-
-    def free(self, arrived: Sequence[Fetch]) -> None:
-        """Their slots are free, or cache them for others."""
-        for fetch in arrived:
-            self._fetcher.keep_or_free(fetch)
+            for fetch in fetches:
+                self._fetcher.keep_or_free(fetch)
 
     def end(self, *, is_overdue: bool = False) -> frozenset[int] | None:
         """Ends the load, for good: the blocks that did not come. None: it has ended before.

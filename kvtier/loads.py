@@ -12,7 +12,7 @@ from functools import partial
 
 from kvtier import metrics as names
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.fetch import Fetch, Fetcher
+from kvtier.fetch import Fetcher
 from kvtier.fetch_files import FetchFailed, SegmentGone
 from kvtier.jobs import Jobs
 from kvtier.load_walk import LoadWalk
@@ -90,14 +90,11 @@ class Loader:
         except (FetchFailed, TierUnavailable) as fault:
             failure = fault
         finally:
-            arrived: list[Fetch] = []
             try:
-                arrived = load.arrive()
+                load.land()
             finally:
                 self._answer(load)
-                seconds = time.perf_counter() - started
                 load.let_go()
-                load.free(arrived)  # the engine waits for the answer; nobody, as a rule, for these slots
         if failure is not None:
             log.warning("request %s: recomputed from chunk %d of its load on: %s",
                         load.plan.request_id, load.n_chunks, failure)  # fmt: skip
@@ -107,7 +104,7 @@ class Loader:
         self._worker.metrics.add(names.LOAD_REQUESTS)
         self._worker.metrics.add(names.LOAD_TOKENS, load.n_tokens)
         self._worker.metrics.add(names.LOAD_BYTES, load.n_bytes)
-        self._worker.metrics.add(names.LOAD_SECONDS, seconds)
+        self._worker.metrics.add(names.LOAD_SECONDS, time.perf_counter() - started)
 
     def _answer(self, load: LoadWalk, *, is_overdue: bool = False) -> None:
         """Ends the load and tells so, if nobody has yet; one that is overdue, unless its chunks are still moving."""

@@ -43,12 +43,13 @@ class TakenOut:
 
 
 class ReadBack:
-    """Of one process, which holds `lease`. taken_out: since `begin`."""
+    """Of one process, which holds `lease`. taken_out: since `begin`. look_at_root: see Housekeeper."""
 
-    def __init__(self, index: Index, lease: SweepLease, clock: Clock) -> None:
+    def __init__(self, index: Index, lease: SweepLease, clock: Clock, look_at_root: Callable[[], object]) -> None:
         self._index = index
         self._lease = lease
         self._clock = clock
+        self._look_at_root = look_at_root
         self._good: set[tuple[bytes, Location]] = set()
         self.taken_out = TakenOut()
 
@@ -109,6 +110,7 @@ class ReadBack:
         if taken is None:
             taken = self._add_missing(set_id, missing, known, lapses)
         if not all(files.exists(set_id, rank) for rank in found):
+            self._look_at_root()
             self._index.remove_set(set_id)  # it was evicted while it was read
             return 0
         return taken

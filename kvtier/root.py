@@ -123,10 +123,14 @@ def open_again(settings: Settings, root: Root) -> None:
 
 def is_in_place(root: Root) -> bool:
     """Whether what lies at the root's path is the root that was opened, or made there anew, and not what is below it
-    while its file system is away (`open_again` says the same in words)."""
+    while its file system is away. One that several nodes share is known by its id; another one by its file system or
+    its folder, which what a mount of the same disk hid has too."""
     try:
+        if root.root_id:
+            owner = read_owner(root.folder)
+            return owner is not None and owner.root_id == root.root_id
         place = os.stat(root.folder)
-    except OSError:
+    except (ConfigError, OSError):
         return False
     return place.st_dev == root.device or place.st_ino == root.inode
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from kvtier.capacity_words import few_segments
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.config import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed
@@ -121,7 +122,11 @@ def _look_at_rooms(settings: Settings) -> list[str]:
     memory = memory_here()
     n_bytes = settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"]
     check_host_arena(n_bytes, memory)
-    found = (beyond_the_disk(place_of(settings.root), settings.capacity_bytes), beyond_available(n_bytes, memory))
+    found = (
+        few_segments(settings.capacity_bytes, settings.segment_bytes),
+        beyond_the_disk(place_of(settings.root), settings.capacity_bytes),
+        beyond_available(n_bytes, memory),
+    )
     return [warning for warning in found if warning]
 
 

@@ -57,7 +57,7 @@ def has_prompt(options: argparse.Namespace) -> bool:
 def prompt_of(options: argparse.Namespace, opened: Opened, namespace: bytes | None) -> Prompt:
     """Raises NotDone, NoTokenizer."""
     if options.tokens is not None:
-        tokens = _tokens(_read(options.tokens))
+        tokens = _tokens(_read(options.tokens), options.tokens)
     else:
         text = options.prompt if options.prompt is not None else _read(options.prompt_file)
         tokens = Tokenizers().tokens(opened, text, namespace)
@@ -94,11 +94,11 @@ def _read(name: str) -> str:
         raise NotDone(f"{name}: no prompt can be read there: {getattr(fault, 'strerror', None) or fault}") from None
 
 
-def _tokens(text: str) -> list[int]:
+def _tokens(text: str, name: str) -> list[int]:
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(type(token) is int and 0 <= token < 1 << 32 for token in found):
-        raise NotDone("--tokens: it holds something else than token ids: a JSON list, or numbers between blanks")
+        raise NotDone(f"{name}: no token ids: --tokens takes a JSON list, or numbers between blanks")
     return found

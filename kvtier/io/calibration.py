@@ -198,7 +198,10 @@ def first_round(ask: Ask, cache_bytes: int) -> tuple[Choice, ...]:
 def second_round(best: Choice, ask: Ask, cache_bytes: int) -> tuple[Choice, ...]:
     """Numbers of threads, at the best size of pieces."""
     processors = os.cpu_count() or 1
-    threads = (2, processors, 2 * processors) if ask.in_memory and ask.target.ordinal is None else (8, 16, 24, 32)
+    on_host = ask.in_memory and ask.target.ordinal is None
+    threads: tuple[int, ...] = (2, processors, 2 * processors) if on_host else (8, 16, 24, 32)
+    if ask.ranks > 1:  # each measures alone, but all of them read at once
+        threads = tuple(n for n in threads if n <= max(device_threads(ask.ranks), processors // ask.ranks))
     tried = [best._replace(threads=min(n, 256)) for n in threads if n != best.threads]
     return _worth_trying(tried, ask, cache_bytes)
 

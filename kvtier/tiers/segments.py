@@ -104,6 +104,10 @@ class SegmentFiles:
         """
         return self._descriptors.lease((set_id, rank))
 
+    def is_there(self) -> bool:
+        """Whether the folder is, in the root that was opened: else nothing in it is gone."""
+        return self.folder.is_dir() and self._is_in_place()
+
     def close_unlinked(self) -> None:
         """Lets go of segments that were evicted, so that their space becomes free."""
         self._descriptors.close_unlinked()

@@ -188,14 +188,14 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.upper().startswith("KVTIER_")]:
         monkeypatch.delenv(name)
     path = tmp_path / "kvtier.yaml"
-    path.write_text(f"root: {tmp_path / 'kv'}\ncapacity_bytes: 2Gi\nio: {{threads: 3}}\n")
+    path.write_text(f"root: {tmp_path / 'kv'}\ncapacity_bytes: 4Gi\nio: {{threads: 3}}\n")
     return path
 
 
 def test_check_prints_what_would_be_used(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(config)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("root: ") and lines[1:3] == ["capacity_bytes: 2147483648 (2.0 GiB)", "io.threads: 3"]
+    assert lines[0].startswith("root: ") and lines[1:3] == ["capacity_bytes: 4294967296 (4.0 GiB)", "io.threads: 3"]
     assert "codec: raw  (the default)" in lines and not any(line.startswith("epoch") for line in lines)
     assert any(line.startswith("root is: to be created, on ") for line in lines)
     assert any(line.startswith("index is: to be created at ") for line in lines)
@@ -228,6 +228,15 @@ def test_check_of_a_service_that_would_not_start(config: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.startswith("but: kvtier serve would not start: server.host: others could reach it")
     assert main(["check", "--json", str(config)]) == 0
     assert "server.host" in printed_json(capsys)["but"][0]
+
+
+def test_check_of_a_capacity_of_few_segments(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was accepted without a word, and an engine with it stored next to nothing."""
+    config.write_text(f"root: {config.parent}\ncapacity_bytes: 64MiB\nsegment_bytes: 64MiB\n")
+    assert main(["check", str(config)]) == 0
+    assert capsys.readouterr().out.startswith("but: capacity_bytes (64MiB) is less than 4 times segment_bytes (64MiB)")
+    config.write_text(f"root: {config.parent}\ncapacity_bytes: 256MiB\nsegment_bytes: 64MiB\n")
+    assert main(["check", str(config)]) == 0 and "but:" not in capsys.readouterr().out
 
 
 def test_check_of_a_capacity_beyond_the_disk(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

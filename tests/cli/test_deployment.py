@@ -172,7 +172,7 @@ def test_lookup_that_cannot_be_done(config: Path, tmp_path: Path, capsys: pytest
     bad = tmp_path / "bad"
     bad.write_text('["a"]')
     assert "which prompt?" in refused(capsys, "lookup", str(config))
-    assert "something else than token ids" in refused(capsys, "lookup", str(config), "--tokens", str(bad))
+    assert f"{bad}: no token ids" in refused(capsys, "lookup", str(config), "--tokens", str(bad))
     assert "send token ids" in refused(capsys, "lookup", str(config), "--prompt", "a text")
     for namespace in ("ffff", ""):
         text = refused(capsys, "lookup", str(config), "--tokens", str(bad), "--namespace", namespace)

@@ -22,6 +22,7 @@ from kvtier.io.calibration import (
     fits,
     last_level_cache_bytes,
     pick,
+    second_round,
 )
 from kvtier.io.engines import Choice, Target
 
@@ -78,6 +79,7 @@ def test_ranks_of_one_machine_share_its_processors_and_their_cache(monkeypatch: 
     for choice in first_round(two, cache_share(two)):
         assert 2 * choice.held_bytes <= 150 * MIB, "the rings of both stay in half of it"
     assert [device_threads(ranks) for ranks in (1, 2, 4, 8, 64)] == [16, 14, 6, 4, 4]
+    assert {choice.threads for choice in second_round(default_choice(two, BIG_CACHE), two, BIG_CACHE)} == {8, 16}
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -17,7 +17,7 @@ from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.embedded import LmdbIndex
 from kvtier.owner import OWNER_FILE
 from kvtier.plan import SaveOutcome
-from kvtier.root import open_again, open_root
+from kvtier.root import Root, is_in_place, open_again, open_root
 from tests.core.rig import Engine, settings
 from tests.waiting import wait_until
 
@@ -74,6 +74,47 @@ def test_upkeep_leaves_a_root_of_others_alone(tmp_path: Path) -> None:
             duty()
     assert index.sets() == before
     engine.close()
+
+
+@pytest.mark.parametrize("duty", ["sweep", "rebuild"])
+def test_a_root_that_goes_while_upkeep_lists_it_takes_nothing_with_it(tmp_path: Path, duty: str) -> None:
+    engine = Engine(tmp_path / "kv", changes={"index": {"path": str(tmp_path / "index")}})
+    engine.save(TOKENS, BLOCKS)
+    index, upkeep = engine.store._keeper._index, engine.store._keeper._housekeeper
+    engine.store._keeper._ticker.close(10)  # type: ignore[union-attr]
+    before, members = index.sets(), [index.members(info.set_id) for info in index.sets()]
+    v1, looks = tmp_path / "kv/v1", iter(range(9))
+
+    def look_at_root() -> None:
+        if next(looks):
+            raise TierUnavailable("another one lies there now")
+        v1.rename(tmp_path / "away")
+        v1.mkdir()
+
+    upkeep.look_at_root = look_at_root
+    upkeep.clock = lambda: time.time() + 1e6  # the engine is long gone, by this
+    with pytest.raises(TierUnavailable):
+        getattr(upkeep, duty)()
+    assert index.sets() == before and [index.members(info.set_id) for info in before] == members
+    engine.close()
+
+
+def test_a_root_of_several_nodes_is_known_by_its_id(tmp_path: Path) -> None:
+    """Folders on one disk, and file systems that were made alike, have the same numbers."""
+    folder = tmp_path / "kv/v1"
+    folder.mkdir(parents=True)
+    (folder / OWNER_FILE).write_text(json.dumps({"root_id": "ours"}))
+    root = Root(folder.parent, folder, None, "ours", folder.stat().st_dev, folder.stat().st_ino)
+    assert is_in_place(root)
+    (folder / OWNER_FILE).write_text(json.dumps({"root_id": "theirs"}))
+    assert not is_in_place(root)
+    (folder / OWNER_FILE).unlink()
+    assert not is_in_place(root), "nobody has made it a root again"
+    alone = replace(root, root_id="")
+    assert is_in_place(alone) and is_in_place(replace(alone, device=1)) and is_in_place(replace(alone, inode=1))
+    assert not is_in_place(replace(alone, device=1, inode=1))
+    shutil.rmtree(folder)
+    assert not is_in_place(alone)
 
 
 @pytest.mark.parametrize("below", ["nothing", "a root of its own"])

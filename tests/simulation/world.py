@@ -44,6 +44,8 @@ SET_BYTES = 4 * (PAGE_BYTES + 3 * 3 * PAGE_BYTES)
 """More or less."""
 CALM_S = 400.0
 ORPHANS_S = 700.0
+LEASE_WAITS_MAX = 100
+"""Of ORPHANS_S each: more than clocks jump in a run."""
 
 
 class Violation(AssertionError):
@@ -390,8 +392,11 @@ class World:
 
     def _outwait_leases(self) -> None:
         """Of who was killed while its clock was ahead: nobody sweeps or rebuilds until its time has come."""
-        while self.place.index.real.lease_owner(SWEEP_LEASE, self._runtime.now_s) is not None:
+        for _ in range(LEASE_WAITS_MAX):
+            if self.place.index.real.lease_owner(SWEEP_LEASE, self._runtime.now_s) is None:
+                return
             self._runtime.run(100_000, ORPHANS_S)
+        self._runtime.violate("nobody may sweep, and who could is long gone")
 
 
 def play(folder: Path, seed: int, steps: int, recipe: Recipe) -> World:
