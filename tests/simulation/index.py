@@ -104,8 +104,10 @@ class SimIndex:
 
     def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
         def work() -> bool:
-            self._shared.on_publish(records, True)
-            return self._shared.real.create_set(info, records)
+            is_new = self._shared.real.create_set(info, records)
+            if is_new:  # of a set that was known, nothing becomes visible
+                self._shared.on_publish(records, True)
+            return is_new
 
         is_new: bool = self._call("create_set", work)
         return is_new
