@@ -23,7 +23,6 @@ The first byte stands alone so that a lookup is one get and one comparison. Segm
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 
 from kvtier.errors import Corrupt
 from kvtier.geometry import PAGE_BYTES, Extent, covers
@@ -142,21 +141,13 @@ def _parse(value: bytes) -> tuple[list[Location], Extent]:
         raise Corrupt(f"index entry: {len(locations)} records of {whole}")
     if flag == COMPLETE and len(locations) == 1 and locations[0].extent == whole:
         return locations, whole  # nearly always: one rank wrote all; a load asks it of every chunk
-    lie_within, cover = _fit(tuple(location.extent for location in locations), whole)
-    if not lie_within:
+    if not all(whole.contains(location.extent) for location in locations):
         raise Corrupt(f"index entry: a record lies outside of {whole}")
     if len({place(location) for location in locations}) < len(locations):
         raise Corrupt("index entry: a place stands in it twice")
-    if flag != (COMPLETE if cover else PARTIAL):
+    if flag != (COMPLETE if covers((location.extent for location in locations), whole) else PARTIAL):
         raise Corrupt(f"index entry: its first byte, {flag}, contradicts its records")
     return locations, whole
-
-
-@lru_cache(maxsize=256)
-def _fit(extents: tuple[Extent, ...], whole: Extent) -> tuple[bool, bool]:
-    """Whether all lie within `whole`, and whether they cover it. Kept, because a load asks it of every chunk, and the
-    chunks of a prompt are cut alike."""
-    return all(whole.contains(extent) for extent in extents), covers(extents, whole)
 
 
 def _parse_record(value: bytes, offset: int) -> tuple[Location, int]:

@@ -132,7 +132,7 @@ def tokenizer_file(data: bytes, folder: Path) -> None:
 
 def token_list(data: bytes, _: Path) -> None:
     try:
-        found = _tokens(data.decode("utf-8", "replace"))
+        found = _tokens(data.decode("utf-8", "replace"), "input")
     except NotDone:
         return
     assert all(0 <= token < 1 << 32 for token in found)
