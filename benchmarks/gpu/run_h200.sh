@@ -21,7 +21,7 @@
 #   verify-cost  reloads with and without a look at the checksums                      70   300
 #   where        calls of a reload of 8,192 tokens, in their order                     60   200
 #   save         what saving costs, durable rate                                      260   400
-#   at-once      two GPUs: copies and verified loads of each alone, and of both at once  60   200
+#   at-once      two GPUs: copies, reads and verified loads, each alone and both at once  60   200
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
 #   two-ttft     two GPUs: 70B's dimensions at TP=2; with ONE=1 in one process (85)     280   450
 #   versus-tmpfs kvtier raw and k4v4, vLLM's tiering, no tier, ceilings, KvikIO alone  340   560
@@ -46,8 +46,8 @@
 # LENGTHS, FOLDERS (of ceilings), MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as
 # JSON), EXTRAS (of at-once: several, each without blanks), COMMIT (to write down), BUNDLE, PARTS, DISK (a folder on the
 # disk), TINY (any text: a tiny model on a CPU, to try this script and all but ceilings, kernels, doctor and demo).
-# ARENA (empty: none) and NAME (of the JSON) are for ttft in two calls on one machine: SYSTEMS=none,kvtier first, then
-# SYSTEMS=native,lmcache ARENA= NAME=ttft_tmpfs_peers. HBM_ARENA: also from an hbm arena of that size (with
+# ARENA (size; empty: none), NAME (of the JSON): the host arena in the README's table is ttft-tmpfs with SYSTEMS=
+# LENGTHS=100000 NAME=ttft_arena, on the machine of versus-tmpfs. HBM_ARENA: also from an hbm arena of that size (with
 # EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions), TOGETHER
 # (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. ONE (any text): two-ttft has one process
 # that computes, saves and reloads. EAGER (any text): engines that are timed run without compiling and CUDA graphs,
