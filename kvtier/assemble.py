@@ -28,14 +28,16 @@ from kvtier.housekeeping import Housekeeper
 from kvtier.identity import Namespace
 from kvtier.index.guard import GuardedIndex
 from kvtier.indexes import open_index, open_lookups
-from kvtier.io.filesystem import file_system_of
-from kvtier.jobs import ThreadJobs
+from kvtier.io.filesystem import IN_MEMORY, file_system_of
+from kvtier.jobs import Jobs, ThreadJobs
 from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.kept_costs import KeptCosts, note_name
 from kvtier.kernels.paged import PagedKV
-from kvtier.memory import cuda_memory, host_memory
+from kvtier.machine import memory_here
+from kvtier.memory import Memory, cuda_memory, host_memory
 from kvtier.metrics import Metrics
 from kvtier.mount import cost_of_share, open_io
+from kvtier.pinned_segments import PinnedSegments
 from kvtier.policies import make_evictor
 from kvtier.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
 from kvtier.reports import COUNT_MAX, About
@@ -218,10 +220,36 @@ def open_transfer(
     )
     cost = cost_of_share(io.cost, codec, geometry, share)
     bounds = SaveBounds(min(queues.save_chunks_max, memory.save_slots), memory.held_slots)
-    upkeep = Upkeep(lambda: memory.pin(jobs.load), memory.make_way, memory.release)
+    upkeep = _upkeep(settings, root, memory, worker, namespace.id, jobs.load)
     transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, upkeep)
     transfer.start()
     return transfer
+
+
+def _upkeep(
+    settings: Settings, root: Root, memory: Memory, worker: Worker, namespace: bytes, loads: Jobs
+) -> Upkeep:  # fmt: skip
+    """Of what devices copy from: the host arena, and segments where they lie in memory."""
+    in_memory = file_system_of(root.folder).kind in IN_MEMORY
+    budget_bytes = settings.io.pin_bytes
+    if budget_bytes is None:
+        budget_bytes = (memory_here().limit_bytes or 0) // 2
+    is_ring = worker.io.reader is worker.io.ring and worker.io.signer is None  # what is signed lands in host memory
+    if not (worker.arena.is_device and in_memory and is_ring and budget_bytes):
+        return Upkeep(lambda: memory.pin(loads), memory.make_way, release=memory.release)
+    files = partial(worker.files, namespace)
+    pin, reads = worker.io.ring.pin_file, worker.share.reads
+    segments = PinnedSegments(pin, files, reads, budget_bytes, worker.metrics)
+
+    def begin() -> None:
+        memory.pin(loads)
+        segments.start(loads)
+
+    def at_work() -> None:
+        memory.make_way()
+        segments.at_work()
+
+    return Upkeep(begin, at_work, segments.close, memory.release)
 
 
 def _admissions(settings: Settings, device: str) -> Admissions:

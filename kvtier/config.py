@@ -77,13 +77,15 @@ class HbmSettings(BaseModel):
 
 
 class IoSettings(BaseModel):
-    """Reading and writing segments. threads and piece_bytes None: as measured with a GPU, else by the file system."""
+    """Reading and writing segments. threads and piece_bytes None: as measured with a GPU, else by the file system.
+    pin_bytes: of segments in memory, that a GPU copies out of; None: half of the machine's memory."""
 
     model_config = FROZEN
     engine: Literal["auto", "ring", "kvikio"] = "auto"
     calibrate: bool = True
     threads: Annotated[Count, Field(le=256)] | None = None
     piece_bytes: Bytes | None = None
+    pin_bytes: BytesOrZero | None = None
     direct: Literal["auto", "require", "never"] = "auto"
     timeout_s: Seconds = 30.0
 

@@ -45,11 +45,12 @@ class TransferJobs(NamedTuple):
 
 
 class Upkeep(NamedTuple):
-    """Of the arenas' memory. begin: as the engine starts. make_way: from the first save or load on. release: when
-    nothing moves any more."""
+    """Of the memory that devices copy from. begin: as the engine starts. at_work: with each of the engine's steps.
+    stop: before the I/O ends. release: when nothing moves any more."""
 
     begin: Callable[[], None] = lambda: None
-    make_way: Callable[[], None] = lambda: None
+    at_work: Callable[[], None] = lambda: None
+    stop: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
 
 
@@ -95,12 +96,12 @@ class Transfer:
 
     def save(self, plan: SavePlan) -> None:
         """Gathers the plan's chunks before it returns. Each chunk is answered once, in some later `poll`."""
-        self._upkeep.make_way()
+        self._upkeep.at_work()
         self._saver.save(plan)
 
     def load(self, plan: LoadPlan) -> None:
         """Queues the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
-        self._upkeep.make_way()
+        self._upkeep.at_work()
         self._loader.load(plan)
 
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -113,6 +114,7 @@ class Transfer:
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
         """What ended since the last poll; with `timeout_s`, waits so long at most for a load to end."""
+        self._upkeep.at_work()
         done = self._loader.take_done(timeout_s)
         return Progress(done, self._saver.take_done(), self._loader.take_timings())
 
@@ -137,6 +139,7 @@ class Transfer:
         """Ends the background work; what is still queued is dropped. Call `drain` first."""
         if self._ticker is not None:
             self._ticker.close(CLOSE_TIMEOUT_S)
+        self._upkeep.stop()
         for jobs in self._jobs:
             jobs.close()
         if self._jobs.save.pending() == 0:

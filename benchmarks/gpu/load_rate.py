@@ -24,12 +24,14 @@ import torch
 
 from benchmarks.gpu import report
 from benchmarks.gpu.report import median
+from kvtier import metrics as names
 from kvtier.assemble import Work, open_store, open_transfer
 from kvtier.config import Settings
 from kvtier.geometry import Geometry, share_of_rank
 from kvtier.identity import CodecId, Namespace, chunk_keys
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.kernels.pcie import rates
+from kvtier.pinned_segments import LOOK_INTERVAL_S, QUIET_S
 from kvtier.plan import LoadPlan
 from kvtier.store import Store, WantedChunk
 from kvtier.transfer import Transfer
@@ -91,6 +93,7 @@ def make_rig(root: Path, n_chunks: int, extra: dict[str, Any], ranks: int = 1) -
     keys = chunk_keys(store.namespace_id, list(range(n_chunks * SHAPE.chunk_tokens)), SHAPE.chunk_tokens, {})
     rig = Rig(store, transfer, tensors, [tensor.clone() for tensor in tensors], keys)
     _save(rig)
+    _settle(rig)
     return rig
 
 
@@ -109,6 +112,14 @@ def _save(rig: Rig) -> None:
             rig.transfer.save(plan)
             assert rig.transfer.drain(60)
             rig.store.saved(rig.transfer.poll().saves)
+
+
+def _settle(rig: Rig) -> None:
+    """Until no more segments are pinned, which begins when there was nothing to do for a while."""
+    pinned = -1.0
+    while (now := rig.transfer.metrics.total().get(names.PINNED_FILE_BYTES, 0.0)) > pinned:
+        pinned = now
+        time.sleep(QUIET_S + 1.5 * LOOK_INTERVAL_S)
 
 
 class PinnedCopy:

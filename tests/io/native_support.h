@@ -77,3 +77,6 @@ void device_stage_is_clean(const std::string& driver);
 
 // In native_mapped_test.cpp; `tmpfs`: a folder in memory, or none. From then on SIGBUS is not the engine's any more.
 void mapped_files_are_read(const std::string& tmpfs);
+
+// In native_pinned_test.cpp, with both of these.
+void pinned_files_are_copied(const std::string& driver, const std::string& tmpfs);

@@ -207,6 +207,7 @@ int main(int argc, char** argv) {
   }
   neighbours_are_read_together();
   device_stage_is_clean(argv[2]);
+  pinned_files_are_copied(argv[2], argv[3]);
   mapped_files_are_read(argv[3]);
   std::puts("passed");
   return 0;

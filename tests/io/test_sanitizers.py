@@ -13,9 +13,12 @@ import pytest
 NATIVE = Path(__file__).parents[2] / "kvtier" / "io" / "native"
 SOURCES = [
     "batch.cpp", "bus_guard.cpp", "checksum.cpp", "crc32.cpp", "cuda_driver.cpp", "device_stage.cpp", "engine.cpp",
-    "landing.cpp", "mapped.cpp", "neighbours.cpp", "pinned.cpp", "transfer.cpp",
+    "landing.cpp", "mapped.cpp", "neighbours.cpp", "pinned.cpp", "pinned_files.cpp", "transfer.cpp",
 ]  # fmt: skip
-TESTS = ["native_test.cpp", "native_neighbours_test.cpp", "native_device_test.cpp", "native_mapped_test.cpp"]
+TESTS = [
+    "native_test.cpp", "native_neighbours_test.cpp", "native_device_test.cpp", "native_mapped_test.cpp",
+    "native_pinned_test.cpp",
+]  # fmt: skip
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 

@@ -111,6 +111,7 @@ struct Piece {
   int64_t offset() const { return op->slabs_offset() + static_cast<int64_t>(start); }  // in the file
   int64_t end() const { return offset() + static_cast<int64_t>(bytes); }
   uint8_t* memory() const { return op->slabs() + start; }
+  uint64_t target() const { return op->spec.address + start; }  // on a device
 };
 
 }  // namespace kvtier

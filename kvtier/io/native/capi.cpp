@@ -102,6 +102,17 @@ EXPORT void kvtier_ring_forget(kvtier_ring* ring, int fd) {
   }
 }
 
+// Another handle of the same ring, to be closed by kvtier_ring_release: for a call that takes long.
+EXPORT kvtier_ring* kvtier_ring_share(const kvtier_ring* ring) { return new (std::nothrow) kvtier_ring{ring->engine}; }
+
+EXPORT void kvtier_ring_release(kvtier_ring* ring) { delete ring; }
+
+// Registers with CUDA what is not yet registered of a file's bytes before `end`. 0 or errno; EREMOTEIO: `message` tells
+// what CUDA said; EINVAL: the file can't be mapped, or is shorter; ENODEV: the ring has no device.
+EXPORT int kvtier_ring_pin_file(kvtier_ring* ring, int fd, int64_t end, char* message, size_t message_bytes) {
+  return kvtier::without_exceptions(message, message_bytes, [&] { ring->engine->pin_file(fd, end); });
+}
+
 // 0: the ring was to read from mappings, and has stopped doing so, because its handler of SIGBUS was replaced.
 EXPORT int kvtier_ring_still_maps(kvtier_ring* ring) { return ring->engine->still_maps(); }
 

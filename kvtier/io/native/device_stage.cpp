@@ -1,5 +1,6 @@
 #include "device_stage.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <utility>
 
@@ -12,7 +13,7 @@ DeviceStage::DeviceStage(std::shared_ptr<PinnedBuffer> pool, uint8_t* slots, uin
     // Not of the legacy stream's order: a copy must not wait for the model's kernels.
     driver_.check(driver_.cuStreamCreate(&stream_, kCudaNonBlockingStream), "cuStreamCreate");
     for (uint32_t i = 0; i < n_slots; i++) {
-      slots_.push_back({slots + i * slot_bytes, nullptr, {}});
+      slots_.push_back({slots + i * slot_bytes, nullptr, {}, nullptr});
       driver_.check(driver_.cuEventCreate(&slots_.back().event, kCudaBlockingSync | kCudaNoTiming), "cuEventCreate");
     }
   } catch (...) {
@@ -44,17 +45,18 @@ void DeviceStage::enter() {
     broken_ = true;
 }
 
-bool DeviceStage::send(Run& run) {
+bool DeviceStage::send(Run& run, std::shared_ptr<const PinnedFile> file) {
   if (broken_) {
     run.fail(EREMOTEIO);
     return false;
   }
   Slot& slot = slots_[(oldest_ + in_flight_) % slots_.size()];
-  read_run(run, slot.data);
+  slot.file = std::move(file);
+  if (!slot.file) read_run(run, slot.data);
   if (!run.is_wanted()) return false;
   if (!copy(run, slot)) {
     run.fail(EREMOTEIO);
-    settle();
+    settle(slot);
     return false;
   }
   slot.run = std::move(run);
@@ -66,11 +68,25 @@ bool DeviceStage::send(Run& run) {
 bool DeviceStage::copy(const Run& run, const Slot& slot) {
   for (const Piece& piece : run.pieces) {
     if (piece.op->error.load(std::memory_order_relaxed) != 0) continue;
-    const uint64_t target = piece.op->spec.address + piece.start;
-    const uint8_t* source = slot.data + (piece.offset() - run.offset());
-    if (driver_.cuMemcpyHtoDAsync(target, source, piece.bytes, stream_) != 0) return false;
+    const bool sent = slot.file ? copy_pinned(piece, *slot.file)
+                                : copy(piece.target(), slot.data + (piece.offset() - run.offset()), piece.bytes);
+    if (!sent) return false;
   }
   return driver_.cuEventRecord(slot.event, stream_) == 0;
+}
+
+bool DeviceStage::copy_pinned(const Piece& piece, const PinnedFile& file) {
+  for (uint64_t done = 0; done < piece.bytes;) {
+    const auto [source, left] = file.at(piece.offset() + static_cast<int64_t>(done));
+    const uint64_t bytes = std::min(left, piece.bytes - done);
+    if (!copy(piece.target() + done, source, bytes)) return false;
+    done += bytes;
+  }
+  return true;
+}
+
+bool DeviceStage::copy(uint64_t target, const uint8_t* source, uint64_t bytes) {
+  return driver_.cuMemcpyHtoDAsync(target, source, bytes, stream_) == 0;
 }
 
 bool DeviceStage::oldest_is_done() const { return driver_.cuEventQuery(slots_[oldest_].event) != kCudaNotReady; }
@@ -79,8 +95,9 @@ Run DeviceStage::finish_oldest() {
   Slot& slot = slots_[oldest_];
   if (driver_.cuEventSynchronize(slot.event) != 0) {
     slot.run.fail(EREMOTEIO);
-    settle();
+    settle(slot);
   }
+  slot.file.reset();
   oldest_ = (oldest_ + 1) % slots_.size();
   in_flight_--;
   return std::exchange(slot.run, {});
@@ -88,9 +105,11 @@ Run DeviceStage::finish_oldest() {
 
 // After a failed call a copy may or may not be on its way; when the stream has come to rest, none is. A stream that
 // cannot even be waited for is one of a context that CUDA has given up: no kernel will run on it that could take what
-// lands late for KV, and the slots are never touched again.
-void DeviceStage::settle() {
-  if (driver_.cuStreamSynchronize(stream_) != 0) broken_ = true;
+// lands late for KV, and the slots are never touched again, and a pinned file stays pinned.
+void DeviceStage::settle(Slot& slot) {
+  if (driver_.cuStreamSynchronize(stream_) == 0) return slot.file.reset();
+  broken_ = true;
+  if (slot.file) new std::shared_ptr<const PinnedFile>(std::move(slot.file));
 }
 
 std::vector<std::unique_ptr<DeviceStage>> open_stages(int ordinal, uint32_t threads, uint32_t slots,

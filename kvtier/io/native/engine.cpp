@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <system_error>
 #include <thread>
 
 #include "crc32.h"
@@ -37,7 +38,10 @@ bool is_any_bad(const Batch& batch, const Op& op) {
 }  // namespace
 
 Engine::Engine(const EngineOptions& options)
-    : options_(options), sum_(best_instruction_set().sum), copy_and_sum_(best_instruction_set().copy_and_sum) {}
+    : options_(options),
+      sum_(best_instruction_set().sum),
+      copy_and_sum_(best_instruction_set().copy_and_sum),
+      pinned_(options.device_ordinal) {}
 
 std::shared_ptr<Engine> Engine::start(const EngineOptions& options) {
   std::shared_ptr<Engine> engine(new Engine(options));
@@ -108,12 +112,18 @@ void Engine::drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* 
 }
 
 void Engine::forget(int fd) {
-  std::shared_ptr<const Mapping> mapping = mappings_.take_out(fd);
-  if (!mapping) return;
+  std::shared_ptr<const void> mapping = mappings_.take_out(fd), pinned = pinned_.take_out(fd);
+  if (!mapping && !pinned) return;
   std::lock_guard<std::mutex> lock(mutex_);
   if (stop_) return;
-  forgotten_.push_back(std::move(mapping));
+  for (auto* gone : {&mapping, &pinned})
+    if (*gone) forgotten_.push_back(std::move(*gone));
   work_or_stop_.notify_one();
+}
+
+void Engine::pin_file(int fd, int64_t end) {
+  if (!has_device()) throw std::system_error(ENODEV, std::generic_category());
+  pinned_.pin(fd, end);
 }
 
 bool Engine::close(std::chrono::nanoseconds timeout) {
@@ -134,6 +144,7 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   const auto gone = std::move(forgotten_);  // batches may keep the engine for long, but no file's memory
   lock.unlock();
   mappings_.clear();
+  pinned_.clear();
   return ended;
 }
 
@@ -181,10 +192,10 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> l
 }
 
 void Engine::let_go_of_one(std::unique_lock<std::mutex>& lock) {
-  std::shared_ptr<const Mapping> mapping = std::move(forgotten_.back());
+  std::shared_ptr<const void> gone = std::move(forgotten_.back());
   forgotten_.pop_back();
   lock.unlock();
-  mapping.reset();
+  gone.reset();
   lock.lock();
 }
 
@@ -261,7 +272,7 @@ uint64_t Engine::piece_bytes(const Op& op) const {
 void Engine::perform(Run run, DeviceStage* stage, Landing& landing, Writer& writer) {
   if (run.is_wanted()) {
     // On its way to the device, it is reported when its copies have ended.
-    if (run.on_device() && stage->send(run)) return;
+    if (run.on_device() && stage->send(run, pinned_.of(run.fd(), run.end()))) return;
     if (!run.on_device()) run.kind() == kRead ? land(run, landing) : store(run.pieces.front(), writer);
   }
   for (const Piece& piece : run.pieces) piece_done(piece, writer);

@@ -18,6 +18,7 @@
 #include "checksum.h"
 #include "device_stage.h"
 #include "landing.h"
+#include "pinned_files.h"
 #include "transfer.h"
 
 namespace kvtier {
@@ -51,9 +52,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Drops the pieces that nobody has taken; their operations end with ECANCELED once those in flight have returned.
   void cancel(const std::shared_ptr<Batch>& batch);
 
-  // The caller is about to close this descriptor, and no read of it is under way: what is mapped of its file is let go
-  // of, by a thread of the engine, because that takes a while (40 ns a page).
+  // The caller is about to close this descriptor, and no read of it is under way: what is mapped or pinned of its file
+  // is let go of, by a thread of the engine, because that takes a while (40 ns a page).
   void forget(int fd);
+
+  // See PinnedFiles::pin. Throws std::system_error: ENODEV without a device.
+  void pin_file(int fd, int64_t end);
 
   // False when reads were to come from mappings, and do so no longer: SIGBUS is somebody else's.
   bool still_maps() const { return !mappings_.has_stopped(); }
@@ -88,10 +92,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const SumFunction sum_;
   const CopyAndSumFunction copy_and_sum_;
   Mappings mappings_;
+  PinnedFiles pinned_;
   std::mutex mutex_;
   std::condition_variable work_or_stop_, thread_ended_;
   std::deque<std::shared_ptr<Batch>> lanes_[2];  // batches with pieces of that kind to give out
-  std::vector<std::shared_ptr<const Mapping>> forgotten_;
+  std::vector<std::shared_ptr<const void>> forgotten_;  // mappings and pinned files
   size_t queued_ops_ = 0;
   uint32_t threads_alive_ = 0;
   uint32_t idle_ = 0;           // threads that wait for work

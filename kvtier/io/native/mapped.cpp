@@ -21,11 +21,12 @@ bool is_in_memory(int fd) {
 
 }  // namespace
 
-std::shared_ptr<const Mapping> Mapping::make(int fd, const struct stat& file) {
+std::shared_ptr<const Mapping> Mapping::make(int fd, const struct stat& file, Purpose purpose) {
   const size_t bytes = static_cast<size_t>(std::max<off_t>(0, file.st_size));
   if (bytes == 0 || bytes > kMappedBytesMax || !S_ISREG(file.st_mode) || !is_in_memory(fd)) return nullptr;
   if ((fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDWR) return nullptr;
-  void* const data = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
+  const int access = purpose == kToPin ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* const data = mmap(nullptr, bytes, access, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) return nullptr;
   madvise(data, bytes, MADV_DONTFORK);  // a child would keep the file's memory
   madvise(data, bytes, MADV_DONTDUMP);

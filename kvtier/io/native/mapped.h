@@ -22,18 +22,22 @@ namespace kvtier {
 constexpr size_t kMappedBytesMax = size_t{32} << 30;
 constexpr size_t kMappingsMax = 256;
 
-// One file, to read. It keeps the file's memory even when the file has no name any more.
+// One file. It keeps the file's memory even when the file has no name any more.
 class Mapping {
  public:
+  // kToPin: CUDA registers only what may be written, too.
+  enum Purpose { kToRead, kToPin };
+
   // Null where it cannot be: not in memory, empty, not ours to write (of such files the kernel does not tell what is in
   // memory), no room.
-  static std::shared_ptr<const Mapping> make(int fd, const struct stat& file);
+  static std::shared_ptr<const Mapping> make(int fd, const struct stat& file, Purpose purpose = kToRead);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
   bool is_of(const struct stat& file) const { return file.st_dev == device_ && file.st_ino == inode_; }
   size_t bytes() const { return bytes_; }
+  uint8_t* data() const { return data_; }
 
   // Where these bytes are. Null unless they are whole pages with memory behind them: to touch a hole would give it
   // memory. Nobody promises that it stays so: see BusGuard. pages: scratch.

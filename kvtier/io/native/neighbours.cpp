@@ -26,7 +26,7 @@ void read_alone(const Piece& piece, uint8_t* target) {
 
 bool Run::may_take(const Piece& next, uint64_t bytes_max) const {
   const int64_t gap = next.offset() - end();
-  return next.op->spec.fd == pieces.front().op->spec.fd && next.op->on_device() == on_device() && gap >= 0 &&
+  return next.op->spec.fd == fd() && next.op->on_device() == on_device() && gap >= 0 &&
          gap <= static_cast<int64_t>(kGapBytesMax) && pieces.size() < kRunPiecesMax &&
          static_cast<uint64_t>(next.end() - offset()) <= bytes_max;
 }
@@ -51,7 +51,7 @@ void read_run(const Run& run, Gaps& gaps) {
       parts[n++] = {piece.memory(), piece.bytes};
       at = piece.end();
     }
-    come_to += read_once(run.pieces.front().op->spec.fd, parts, n, run.offset());
+    come_to += read_once(run.fd(), parts, n, run.offset());
   }
   for (const Piece& piece : run.pieces)
     if (piece.end() > come_to) read_alone(piece, piece.memory());
@@ -61,7 +61,7 @@ void read_run(const Run& run, uint8_t* buffer) {
   int64_t come_to = run.offset();
   if (!is_single(run)) {
     const iovec whole{buffer, run.bytes()};
-    come_to += read_once(run.pieces.front().op->spec.fd, &whole, 1, run.offset());
+    come_to += read_once(run.fd(), &whole, 1, run.offset());
   }
   for (const Piece& piece : run.pieces)
     if (piece.end() > come_to) read_alone(piece, buffer + (piece.offset() - run.offset()));

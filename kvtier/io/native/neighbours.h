@@ -29,6 +29,7 @@ struct Run {
   int64_t offset() const { return pieces.front().offset(); }
   int64_t end() const { return pieces.back().end(); }
   uint64_t bytes() const { return static_cast<uint64_t>(end() - offset()); }  // gaps too
+  int fd() const { return pieces.front().op->spec.fd; }
   int kind() const { return pieces.front().op->spec.kind; }
   bool on_device() const { return pieces.front().op->on_device(); }
 

@@ -1,0 +1,105 @@
+#include "pinned_files.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#include "batch.h"
+
+namespace kvtier {
+
+class PinnedFile::Part {
+ public:
+  Part(std::shared_ptr<PrimaryContext> context, std::shared_ptr<const Mapping> mapping, int64_t start, int64_t end)
+      : mapping_(std::move(mapping)),
+        end_(end),
+        range_(std::move(context), mapping_->data() + start, static_cast<size_t>(end - start)) {}
+
+  ~Part() {
+    try {
+      range_.release();
+    } catch (const CudaFailed&) {
+      // Still in CUDA's hands: what is mapped there next could not be registered.
+      new std::shared_ptr<const Mapping>(mapping_);
+    }
+  }
+
+  int64_t end() const { return end_; }
+
+ private:
+  const std::shared_ptr<const Mapping> mapping_;
+  const int64_t end_;
+  PinnedRange range_;
+};
+
+PinnedFile::PinnedFile(std::shared_ptr<const Mapping> mapping, std::vector<std::shared_ptr<const Part>> parts)
+    : mapping_(std::move(mapping)), parts_(std::move(parts)) {}
+
+int64_t PinnedFile::end() const { return parts_.empty() ? 0 : parts_.back()->end(); }
+
+std::shared_ptr<const PinnedFile> PinnedFile::grown(const std::shared_ptr<PrimaryContext>& context,
+                                                    int64_t end) const {
+  std::vector<std::shared_ptr<const Part>> parts = parts_;
+  parts.push_back(std::make_shared<const Part>(context, mapping_, this->end(), end));
+  return std::make_shared<const PinnedFile>(mapping_, std::move(parts));
+}
+
+std::pair<const uint8_t*, uint64_t> PinnedFile::at(int64_t offset) const {
+  const auto ends_before = [](int64_t at, const std::shared_ptr<const Part>& part) { return at < part->end(); };
+  const auto part = std::upper_bound(parts_.begin(), parts_.end(), offset, ends_before);
+  return {mapping_->data() + offset, static_cast<uint64_t>((*part)->end() - offset)};
+}
+
+void PinnedFiles::pin(int fd, int64_t end) {
+  struct stat file;
+  if (end <= 0 || end % static_cast<int64_t>(kPageBytes) != 0)
+    throw std::system_error(EINVAL, std::generic_category());
+  if (fstat(fd, &file) != 0) throw std::system_error(errno, std::generic_category());
+  std::shared_ptr<const PinnedFile> known;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = by_fd_.find(fd);
+    if (found != by_fd_.end() && found->second->is_of(file)) known = found->second;
+  }
+  if (!known) {
+    auto mapping = Mapping::make(fd, file, Mapping::kToPin);
+    if (!mapping) throw std::system_error(EINVAL, std::generic_category());
+    known = std::make_shared<const PinnedFile>(std::move(mapping), std::vector<std::shared_ptr<const PinnedFile::Part>>{});
+  }
+  if (end <= known->end()) return;
+  if (end > file.st_size || !known->has_room(end)) throw std::system_error(EINVAL, std::generic_category());
+  auto grown = known->grown(std::make_shared<PrimaryContext>(ordinal_), end);
+  std::lock_guard<std::mutex> lock(mutex_);
+  by_fd_[fd].swap(grown);  // what was there before goes without the lock
+}
+
+std::shared_ptr<const PinnedFile> PinnedFiles::of(int fd, int64_t end) {
+  std::shared_ptr<const PinnedFile> found;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = by_fd_.find(fd);
+    if (known == by_fd_.end() || known->second->end() < end) return nullptr;
+    found = known->second;
+  }
+  struct stat file;
+  return fstat(fd, &file) == 0 && found->is_of(file) && file.st_size >= end ? found : nullptr;
+}
+
+std::shared_ptr<const PinnedFile> PinnedFiles::take_out(int fd) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = by_fd_.find(fd);
+  if (found == by_fd_.end()) return nullptr;
+  auto file = std::move(found->second);
+  by_fd_.erase(found);
+  return file;
+}
+
+void PinnedFiles::clear() {
+  decltype(by_fd_) gone;
+  std::lock_guard<std::mutex> lock(mutex_);
+  gone.swap(by_fd_);
+}
+
+}  // namespace kvtier

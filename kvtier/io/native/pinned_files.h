@@ -1,0 +1,68 @@
+// Files of a file system in memory, registered with CUDA: a device copies right out of their pages, with no copy by the
+// processor before it, which on several GPUs at once is what loads wait for. (H200, tmpfs: 55.4 GB/s, the whole of PCIe,
+// where the ring's slots bring 51; registering takes 0.13 s a GiB, so it is done in the background and in steps.)
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "mapped.h"
+#include "pinned.h"
+
+namespace kvtier {
+
+// What is pinned of one file, from its first byte on: registrations, one behind the other, of one mapping. Immutable.
+//
+// The pages stay, whatever becomes of the file: of one that was cut they hold what was there before. Whoever reads them
+// must ask how long the file is now, and check what it read.
+class PinnedFile {
+ public:
+  class Part;  // one registration
+
+  PinnedFile(std::shared_ptr<const Mapping> mapping, std::vector<std::shared_ptr<const Part>> parts);
+
+  bool is_of(const struct stat& file) const { return mapping_->is_of(file); }
+  int64_t end() const;
+  bool has_room(int64_t end) const { return end <= static_cast<int64_t>(mapping_->bytes()); }
+
+  // This file with all before `end` pinned. Throws CudaFailed.
+  std::shared_ptr<const PinnedFile> grown(const std::shared_ptr<PrimaryContext>& context, int64_t end) const;
+
+  // Where the byte at `offset`, which is before end(), is, and how many from there on are of one registration: no copy
+  // may go from one to the next.
+  std::pair<const uint8_t*, uint64_t> at(int64_t offset) const;
+
+ private:
+  const std::shared_ptr<const Mapping> mapping_;
+  const std::vector<std::shared_ptr<const Part>> parts_;
+};
+
+// One engine's, by descriptor. Thread-safe; nothing is registered or unregistered under the lock.
+class PinnedFiles {
+ public:
+  explicit PinnedFiles(int ordinal) : ordinal_(ordinal) {}
+
+  // Pins what is not yet pinned of the bytes before `end`, whole pages; by one thread at a time. Those must have memory
+  // behind them: holes would be given some. Throws CudaFailed; std::system_error: EINVAL for a file that can't be
+  // mapped or is shorter.
+  void pin(int fd, int64_t end);
+
+  // What is pinned of the file that this descriptor stands for, if that is all of the bytes before `end`, and the file
+  // still has them; else null.
+  std::shared_ptr<const PinnedFile> of(int fd, int64_t end);
+
+  // What was pinned of it, or null: the descriptor is about to be closed.
+  std::shared_ptr<const PinnedFile> take_out(int fd);
+
+  void clear();
+
+ private:
+  const int ordinal_;
+  std::mutex mutex_;
+  std::unordered_map<int, std::shared_ptr<const PinnedFile>> by_fd_;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,156 @@
+"""Segments on tmpfs that a GPU copies out of: registered with CUDA, while nobody waits for the GPU or the storage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvtier import metrics as names
+from kvtier.errors import Corrupt, TierUnavailable
+from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.jobs import Jobs, Ticker
+from kvtier.memory import PIN_BYTES
+from kvtier.metrics import Metrics
+from kvtier.tiers.descriptors import Name, OpenSegment
+from kvtier.tiers.segments import SegmentFiles
+
+log = logging.getLogger("kvtier")
+
+LOOK_INTERVAL_S = 2.0
+"""How long an evicted segment keeps its memory here, about; and how soon a new one is pinned."""
+QUIET_S = 0.5
+"""Without a step of the engine for so long, it has nothing to do."""
+CLOSE_TIMEOUT_S = 1.0
+
+
+@dataclass(slots=True)
+class Pinned:
+    """A segment in use, so that its descriptor stays, and how much of it is pinned, from its start."""
+
+    segment: OpenSegment
+    n_bytes: int = 0
+
+
+class PinnedSegments:
+    """Pins what is written of a namespace's segments, the newest first, and lets go of those that were evicted.
+
+    At full speed while the engine starts; later only while it has nothing to do, because the driver holds locks that
+    launches and copies need (kvtier.memory.PIN_BYTES). What is not pinned is read by the ring as ever.
+
+    Args:
+        pin: `Ring.pin_file`.
+        files: the namespace's. Raises TierUnavailable as long as it has no folder.
+        reads: what this worker loads: segments of other ranks are left alone.
+        budget_bytes: so much at most.
+    """
+
+    def __init__(
+        self, pin: Callable[[int, int], None], files: Callable[[], SegmentFiles], reads: Extent, budget_bytes: int,
+        metrics: Metrics, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._pin = pin
+        self._files = files
+        self._reads = reads
+        self._budget_bytes = budget_bytes
+        self._metrics = metrics
+        self._clock = clock
+        self._held: dict[Name, Pinned] = {}
+        self._of_others: set[Name] = set()
+        self._busy_s = float("-inf")  # when the engine was seen at work last
+        self._is_closed = threading.Event()
+        self._is_refused = False
+        self._loads: Jobs | None = None
+        self._ticker: Ticker | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(held.n_bytes for held in self._held.values())
+
+    def start(self, loads: Jobs) -> None:
+        """Begins, in the background; not beside these jobs."""
+        self._loads = loads
+        self._ticker = Ticker("pin-files", LOOK_INTERVAL_S, self.look)
+
+    def at_work(self) -> None:
+        """The engine has work. Called with each of its steps."""
+        self._busy_s = self._clock()
+
+    def close(self) -> None:
+        """Ends the background work. Before the ring is closed, which lets go of all that is pinned."""
+        self._is_closed.set()
+        has_ended = self._ticker is None or self._ticker.close(CLOSE_TIMEOUT_S)
+        if has_ended:  # else the segments stay open under a call that hangs
+            for name in list(self._held):
+                self._held.pop(name).segment.release()
+
+    def look(self) -> None:
+        """Lets go of what was evicted, and pins what there is, as far as that goes now."""
+        started_s, before_bytes = self._clock(), self.n_bytes
+        with suppress(TierUnavailable, Corrupt, OSError):  # the next look may find the storage better
+            files = self._files()
+            self._let_go(files)
+            for name in self._newest_first(files):
+                with suppress(TierUnavailable, Corrupt, OSError):
+                    self._pin_segment(files, name)
+        if (pinned := self.n_bytes - before_bytes) > 0:
+            log.info("%d MiB of segments are pinned, %d in all, after %.1f s: the GPU copies out of them", pinned >> 20,
+                     self.n_bytes >> 20, self._clock() - started_s)  # fmt: skip
+
+    def _let_go(self, files: SegmentFiles) -> None:
+        for name, held in list(self._held.items()):
+            if held.segment.is_unlinked() is not False:
+                del self._held[name]
+                held.segment.release()
+        files.close_unlinked()
+
+    def _newest_first(self, files: SegmentFiles) -> list[Name]:
+        now_s, names = time.time(), files.ids()
+        self._of_others.intersection_update(names)
+        ours = [name for name in names if name not in self._of_others]
+        return sorted(ours, key=lambda name: files.age_s(name[0], name[1], now_s))
+
+    def _pin_segment(self, files: SegmentFiles, name: Name) -> None:
+        held = self._held.get(name)
+        if held is None and not self._may_pin():
+            return
+        if held is None:
+            segment = files.lease(*name)
+            if segment is None:
+                return
+            if segment.header.extent.intersect(self._reads) is None:
+                self._of_others.add(name)
+                segment.release()
+                return
+            held = self._held[name] = Pinned(segment)
+        size = os.fstat(held.segment.fd).st_size
+        if held.n_bytes >= size:
+            return
+        end = written_up_to(held.segment.fd, held.n_bytes)
+        while held.n_bytes < end and (end == size or end - held.n_bytes >= PIN_BYTES):
+            step = min(PIN_BYTES, end - held.n_bytes)
+            if self.n_bytes + step > self._budget_bytes or not self._may_pin():
+                return
+            try:
+                self._pin(held.segment.fd, held.n_bytes + step)
+            except TierUnavailable as fault:
+                if os.fstat(held.segment.fd).st_size >= end:  # else it was cut just now
+                    self._is_refused = True
+                    log.warning("%d MiB of segments are pinned, and no more will be: %s", self.n_bytes >> 20, fault)
+                raise
+            held.n_bytes += step
+            self._metrics.add(names.PINNED_FILE_BYTES, step)
+
+    def _may_pin(self) -> bool:
+        if self._is_refused or self._is_closed.is_set() or (self._loads is not None and self._loads.pending()):
+            return False
+        return self._clock() - self._busy_s >= QUIET_S
+
+
+def written_up_to(fd: int, start: int) -> int:
+    """Where the first hole behind `start` begins, in whole pages: to pin a hole gives it memory."""
+    return os.lseek(fd, start, os.SEEK_HOLE) // PAGE_BYTES * PAGE_BYTES

@@ -1,0 +1,197 @@
+"""Files in memory that are registered with CUDA, over a double of its driver: copies come right out of their pages."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TierUnavailable
+from kvtier.geometry import PAGE_BYTES
+from kvtier.io import native
+from kvtier.io.ring import AlignedBuffer, DeviceRing, ReadOp, Ring, WriteOp, aligned_buffer
+
+from cuda_double import CudaDouble
+from records import PIECE_BYTES, TIMEOUT_S, Record, finished, written
+
+DEVICE = DeviceRing(0, PIECE_BYTES, 2)
+N_RECORDS = 6
+
+
+@pytest.fixture
+def memory_fd(tmpfs: Path | None) -> Iterator[int]:
+    if tmpfs is None:
+        pytest.skip("no tmpfs that may be written")
+    fd = os.open(tmpfs / "pinned", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def records(memory_fd: int) -> list[Record]:
+    """In the file, one after the other, of two pieces and a half each."""
+    made = [Record(i, 5 * PAGE_BYTES, 8, i * (PAGE_BYTES + 40 * PAGE_BYTES)) for i in range(N_RECORDS)]
+    with Ring(2, PIECE_BYTES) as ring:
+        written(ring, memory_fd, made)
+    return made
+
+
+def read(ring: Ring, fd: int, records: list[Record]) -> tuple[list[int], list[AlignedBuffer], int]:
+    """Errors, where the bytes landed, and how many reads of the file that took."""
+    targets = [aligned_buffer(record.n_bytes) for record in records]
+    ops: list[ReadOp | WriteOp] = [
+        record.read_op(fd, target, None)._replace(on_device=True)
+        for record, target in zip(records, targets, strict=True)
+    ]
+    before = native.reads_issued()
+    results = finished(ring.submit(ops))
+    return [result.error for result in results], targets, native.reads_issued() - before
+
+
+def hold(targets: list[AlignedBuffer], records: list[Record]) -> list[bool]:
+    return [bytes(t.view[: len(r.slabs)]) == r.slabs for t, r in zip(targets, records, strict=True)]
+
+
+def size(fd: int) -> int:
+    return os.fstat(fd).st_size
+
+
+def pages_of(n_bytes: float) -> int:
+    return int(n_bytes) // PAGE_BYTES * PAGE_BYTES
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_what_is_pinned_is_not_read(cuda: CudaDouble, memory_fd: int, records: list[Record], steps: int) -> None:
+    """Also where a piece lies in two registrations: no copy spans them, which the double counts as a fault."""
+    cuda.delay(0.0002)
+    with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
+        for step in range(1, steps + 1):
+            ring.pin_file(memory_fd, pages_of(size(memory_fd) * step / steps))
+        errors, targets, reads = read(ring, memory_fd, records)
+        assert errors == [0] * N_RECORDS and all(hold(targets, records)) and reads == 0
+        assert ring.close(TIMEOUT_S)
+
+
+def test_what_is_not_pinned_is_read(cuda: CudaDouble, memory_fd: int, records: list[Record]) -> None:
+    with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
+        ring.pin_file(memory_fd, records[3].offset + PAGE_BYTES)  # the fourth one's header page
+        errors, targets, reads = read(ring, memory_fd, records)
+        assert errors == [0] * N_RECORDS and all(hold(targets, records)) and reads > 0
+        assert read(ring, memory_fd, records[:3])[2] == 0
+
+
+def test_what_is_written_later_is_seen(cuda: CudaDouble, memory_fd: int, records: list[Record]) -> None:
+    """The pages are the file's own: a slot that was pinned before it was written holds what was written."""
+    with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
+        ring.pin_file(memory_fd, size(memory_fd))
+        new = Record(99, 5 * PAGE_BYTES, 8, records[2].offset)
+        written(ring, memory_fd, [new])
+        errors, targets, reads = read(ring, memory_fd, [new])
+        assert errors == [0] and hold(targets, [new]) == [True] and reads == 0
+
+
+def test_a_file_that_was_cut_is_short(cuda: CudaDouble, memory_fd: int, records: list[Record]) -> None:
+    """Although its pages are still pinned."""
+    with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
+        ring.pin_file(memory_fd, size(memory_fd))
+        os.ftruncate(memory_fd, records[4].offset + 2 * PAGE_BYTES)
+        errors, targets, _ = read(ring, memory_fd, records)
+        assert errors == [0] * 4 + [errno.ENODATA] * 2
+        assert hold(targets, records)[:4] == [True] * 4
+
+
+def test_another_file_behind_the_same_number_is_not_taken_for_it(
+    cuda: CudaDouble, memory_fd: int, records: list[Record], tmpfs: Path
+) -> None:
+    """Somebody closed the descriptor without `forget`: a bug, but no reason for another file's bytes."""
+    other = os.open(tmpfs / "other", os.O_RDWR | os.O_CREAT, 0o600)
+    changed = [Record(50 + i, 5 * PAGE_BYTES, 8, record.offset) for i, record in enumerate(records)]
+    with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
+        written(ring, other, changed)
+        ring.pin_file(memory_fd, size(memory_fd))
+        os.dup2(other, memory_fd)
+        errors, targets, reads = read(ring, memory_fd, changed)
+        assert errors == [0] * N_RECORDS and all(hold(targets, changed)) and reads > 0
+        ring.pin_file(memory_fd, size(memory_fd))
+        errors, targets, reads = read(ring, memory_fd, changed)
+        assert errors == [0] * N_RECORDS and all(hold(targets, changed)) and reads == 0
+    os.close(other)
+
+
+def test_forgetting_unregisters_and_frees_the_memory(cuda: CudaDouble, memory_fd: int, records: list[Record]) -> None:
+    with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
+        before = cuda.outstanding()
+        for part in (0.4, 1):
+            ring.pin_file(memory_fd, pages_of(size(memory_fd) * part))
+        assert cuda.outstanding() > before and is_mapped()
+        assert read(ring, memory_fd, records)[2] == 0
+        ring.forget(memory_fd)
+        errors, targets, reads = read(ring, memory_fd, records)
+        assert errors == [0] * N_RECORDS and all(hold(targets, records)) and reads > 0
+        assert cuda.outstanding() == before and not is_mapped()
+
+
+def test_closing_unregisters(cuda: CudaDouble, memory_fd: int, records: list[Record]) -> None:
+    ring = Ring(2, PIECE_BYTES, device=DEVICE)
+    ring.pin_file(memory_fd, size(memory_fd))
+    assert ring.close(TIMEOUT_S) and not is_mapped()
+    with pytest.raises(TierUnavailable, match="closed"):
+        ring.pin_file(memory_fd, size(memory_fd))
+
+
+def test_what_cannot_be_pinned(cuda: CudaDouble, fd: int, memory_fd: int, records: list[Record], tmpfs: Path) -> None:
+    """Reads go on as before."""
+    os.ftruncate(fd, 1 << 20)
+    with Ring(2, PIECE_BYTES) as of_host, pytest.raises(TierUnavailable, match="No such device"):
+        of_host.pin_file(memory_fd, PAGE_BYTES)
+    read_only = os.open(tmpfs / "pinned", os.O_RDONLY)
+    with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
+        on_disk = [] if os.fstatvfs(fd).f_fsid == os.fstatvfs(memory_fd).f_fsid else [(fd, PAGE_BYTES)]
+        for number, end in [
+            *on_disk, (read_only, PAGE_BYTES), (memory_fd, size(memory_fd) + PAGE_BYTES), (memory_fd, 100),
+            (memory_fd, 0), (memory_fd, -PAGE_BYTES), (-1, PAGE_BYTES),
+        ]:  # fmt: skip
+            with pytest.raises(TierUnavailable, match="cannot be pinned"):
+                ring.pin_file(number, end)
+        cuda.fail("cuMemHostRegister")
+        with pytest.raises(TierUnavailable, match="cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"):
+            ring.pin_file(memory_fd, size(memory_fd))
+        errors, targets, reads = read(ring, memory_fd, records)
+        assert errors == [0] * N_RECORDS and all(hold(targets, records)) and reads > 0
+    os.close(read_only)
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize"])
+def test_a_call_that_fails_is_an_error_of_its_operation_alone(
+    cuda: CudaDouble, memory_fd: int, records: list[Record], call: str
+) -> None:
+    cuda.delay(0.002)
+    with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
+        ring.pin_file(memory_fd, size(memory_fd))
+        cuda.fail(call, after=4)
+        errors, targets, _ = read(ring, memory_fd, records)
+        assert sorted(errors) == [0] * (N_RECORDS - 1) + [errno.EREMOTEIO]
+        assert all(held for held, error in zip(hold(targets, records), errors, strict=True) if not error)
+
+
+def test_a_file_that_a_broken_device_may_read_stays(cuda: CudaDouble, memory_fd: int, records: list[Record]) -> None:
+    with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
+        ring.pin_file(memory_fd, size(memory_fd))
+        cuda.close_gate()
+        cuda.fail("cuEventRecord", "cuStreamSynchronize", times=2)
+        errors, targets, _ = read(ring, memory_fd, records[:1])  # where the copy lands when the gate opens
+        assert errors == [errno.EREMOTEIO] and targets
+        ring.forget(memory_fd)
+        (held,) = hold(targets, records[:1])
+        assert not held and is_mapped()
+        cuda.open_gate()
+        cuda.wait_until_copying(0)
+    assert is_mapped()
+    cuda.left_behind = 3  # the ring's buffers, the file and its context
+
+
+def is_mapped() -> bool:
+    return "/pinned" in Path("/proc/self/maps").read_text()
