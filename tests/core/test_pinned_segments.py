@@ -67,7 +67,7 @@ class Rig:
 
     def pinned(self) -> dict[tuple[int, int], int]:
         """How much, of which file."""
-        return {file: end for file, end in self.asked}
+        return dict(self.asked)
 
 
 def file_of(fd: int) -> tuple[int, int]:

@@ -18,6 +18,12 @@ constexpr size_t kSlabsMax = (kPageBytes - kChecksumsOffset) / 8;
 
 enum Kind : int32_t { kRead = 0, kWrite = 1 };
 
+// What is queued apart: reads and writes, and reads for a device from files that are pinned.
+constexpr int kPinnedRead = 2;
+constexpr int kLanes = 3;
+
+class PinnedFile;
+
 // Bits of OpSpec::flags.
 constexpr uint32_t kVerify = 1;    // compare with the expected checksums; a write that differs gets no header
 constexpr uint32_t kOnDevice = 2;  // read: `address` is device memory; nothing is summed, the device does that
@@ -46,21 +52,24 @@ struct Op {
   uint32_t next_piece = 0; // first piece nobody has taken; guarded by the engine's mutex
   std::atomic<uint32_t> unfinished{0};
   std::atomic<int> error{0};
+  std::shared_ptr<const PinnedFile> pinned;  // of a read for a device: what it is copied out of, until its last piece
 
   bool verify() const { return (spec.flags & kVerify) != 0; }
   bool on_device() const { return (spec.flags & kOnDevice) != 0; }
+  int lane() const { return pinned ? kPinnedRead : spec.kind; }
   uint64_t payload_bytes() const { return spec.slab_bytes * spec.n_slabs; }
   uint8_t* slabs() const {
     return reinterpret_cast<uint8_t*>(spec.address) + (spec.kind == kWrite ? kPageBytes : 0);
   }
   int64_t slabs_offset() const { return spec.offset + (spec.kind == kWrite ? static_cast<int64_t>(kPageBytes) : 0); }
+  int64_t end() const { return slabs_offset() + static_cast<int64_t>(payload_bytes()); }
   void fail(int code) {
     int none = 0;
     error.compare_exchange_strong(none, code);
   }
 };
 
-// Operations of one kind, in order, and the first that still has pieces to give out. Guarded by the engine's mutex.
+// Operations of one lane, in order, and the first that still has pieces to give out. Guarded by the engine's mutex.
 struct Lane {
   std::vector<uint32_t> ops;
   size_t next = 0;
@@ -81,7 +90,8 @@ class Batch {
   size_t size() const { return n_ops_; }
   size_t slabs() const { return sums_.size(); }
   Op& op(size_t i) { return ops_[i]; }
-  Lane& lane(int kind) { return lanes_[kind]; }
+  Lane& lane(int lane) { return lanes_[lane]; }
+  void fill_lanes();  // when it is known what is pinned
   void add_to_sum(size_t slab, uint64_t summand) { sums_[slab].fetch_add(summand, std::memory_order_relaxed); }
   uint64_t sum(size_t slab) const { return sums_[slab].load(std::memory_order_relaxed); }
 
@@ -96,7 +106,7 @@ class Batch {
   std::unique_ptr<Op[]> ops_;
   std::vector<std::atomic<uint64_t>> sums_;
   std::vector<uint64_t> expected_;
-  Lane lanes_[2];
+  Lane lanes_[kLanes];
   std::mutex mutex_;
   std::condition_variable all_done_;
   size_t ops_left_;  // guarded by mutex_

@@ -1,10 +1,24 @@
 #include "device_stage.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <utility>
 
 namespace kvtier {
+namespace {
+
+// A read of pages that were pinned is as short as one of the file is, which somebody may have cut since.
+void end_where_the_file_does(const Run& run) {
+  struct stat file;
+  if (fstat(run.fd(), &file) != 0) return run.fail(errno);
+  if (!run.pieces.front().op->pinned->is_of(file)) return run.fail(EBADF);
+  for (const Piece& piece : run.pieces)
+    if (piece.end() > file.st_size) piece.op->fail(ENODATA);
+}
+
+}  // namespace
 
 DeviceStage::DeviceStage(std::shared_ptr<PinnedBuffer> pool, uint8_t* slots, uint32_t n_slots, uint64_t slot_bytes)
     : pool_(std::move(pool)), driver_(pool_->context().driver) {
@@ -13,7 +27,7 @@ DeviceStage::DeviceStage(std::shared_ptr<PinnedBuffer> pool, uint8_t* slots, uin
     // Not of the legacy stream's order: a copy must not wait for the model's kernels.
     driver_.check(driver_.cuStreamCreate(&stream_, kCudaNonBlockingStream), "cuStreamCreate");
     for (uint32_t i = 0; i < n_slots; i++) {
-      slots_.push_back({slots + i * slot_bytes, nullptr, {}, nullptr});
+      slots_.push_back({slots + i * slot_bytes, nullptr, {}});
       driver_.check(driver_.cuEventCreate(&slots_.back().event, kCudaBlockingSync | kCudaNoTiming), "cuEventCreate");
     }
   } catch (...) {
@@ -45,18 +59,20 @@ void DeviceStage::enter() {
     broken_ = true;
 }
 
-bool DeviceStage::send(Run& run, std::shared_ptr<const PinnedFile> file) {
+bool DeviceStage::send(Run& run) {
   if (broken_) {
     run.fail(EREMOTEIO);
     return false;
   }
   Slot& slot = slots_[(oldest_ + in_flight_) % slots_.size()];
-  slot.file = std::move(file);
-  if (!slot.file) read_run(run, slot.data);
+  if (run.is_pinned())
+    end_where_the_file_does(run);
+  else
+    read_run(run, slot.data);
   if (!run.is_wanted()) return false;
   if (!copy(run, slot)) {
     run.fail(EREMOTEIO);
-    settle(slot);
+    settle(run);
     return false;
   }
   slot.run = std::move(run);
@@ -68,16 +84,16 @@ bool DeviceStage::send(Run& run, std::shared_ptr<const PinnedFile> file) {
 bool DeviceStage::copy(const Run& run, const Slot& slot) {
   for (const Piece& piece : run.pieces) {
     if (piece.op->error.load(std::memory_order_relaxed) != 0) continue;
-    const bool sent = slot.file ? copy_pinned(piece, *slot.file)
-                                : copy(piece.target(), slot.data + (piece.offset() - run.offset()), piece.bytes);
+    const bool sent = run.is_pinned() ? copy_pinned(piece)
+                                      : copy(piece.target(), slot.data + (piece.offset() - run.offset()), piece.bytes);
     if (!sent) return false;
   }
   return driver_.cuEventRecord(slot.event, stream_) == 0;
 }
 
-bool DeviceStage::copy_pinned(const Piece& piece, const PinnedFile& file) {
+bool DeviceStage::copy_pinned(const Piece& piece) {
   for (uint64_t done = 0; done < piece.bytes;) {
-    const auto [source, left] = file.at(piece.offset() + static_cast<int64_t>(done));
+    const auto [source, left] = piece.op->pinned->at(piece.offset() + static_cast<int64_t>(done));
     const uint64_t bytes = std::min(left, piece.bytes - done);
     if (!copy(piece.target() + done, source, bytes)) return false;
     done += bytes;
@@ -95,9 +111,8 @@ Run DeviceStage::finish_oldest() {
   Slot& slot = slots_[oldest_];
   if (driver_.cuEventSynchronize(slot.event) != 0) {
     slot.run.fail(EREMOTEIO);
-    settle(slot);
+    settle(slot.run);
   }
-  slot.file.reset();
   oldest_ = (oldest_ + 1) % slots_.size();
   in_flight_--;
   return std::exchange(slot.run, {});
@@ -106,10 +121,10 @@ Run DeviceStage::finish_oldest() {
 // After a failed call a copy may or may not be on its way; when the stream has come to rest, none is. A stream that
 // cannot even be waited for is one of a context that CUDA has given up: no kernel will run on it that could take what
 // lands late for KV, and the slots are never touched again, and a pinned file stays pinned.
-void DeviceStage::settle(Slot& slot) {
-  if (driver_.cuStreamSynchronize(stream_) == 0) return slot.file.reset();
+void DeviceStage::settle(const Run& run) {
+  if (driver_.cuStreamSynchronize(stream_) == 0) return;
   broken_ = true;
-  if (slot.file) new std::shared_ptr<const PinnedFile>(std::move(slot.file));
+  if (run.is_pinned()) new std::shared_ptr<const PinnedFile>(run.pieces.front().op->pinned);
 }
 
 std::vector<std::unique_ptr<DeviceStage>> open_stages(int ordinal, uint32_t threads, uint32_t slots,

@@ -1,5 +1,5 @@
-// The second half of a read for a device: from a pinned slot to device memory, while the thread reads the next run. Of a
-// file that is pinned itself there is no first half.
+// The second half of a read for a device: from a pinned slot to device memory, while the thread reads the next run. Of
+// a file that is pinned itself there is no first half.
 #pragma once
 #include <memory>
 #include <vector>
@@ -28,10 +28,10 @@ class DeviceStage {
   bool empty() const { return in_flight_ == 0; }
   bool full() const { return in_flight_ == slots_.size(); }
 
-  // Reads a run into a free slot and sends it on, or sends it from `file`, where all of it is pinned: `run` is moved
-  // from. What cannot be read is not sent, its operations have the error. False: nothing of it is on its way, all its
-  // operations have errors. Not when full().
-  bool send(Run& run, std::shared_ptr<const PinnedFile> file = nullptr);
+  // Reads a run into a free slot and sends it on, or sends it from the pages of its file, if that is pinned: `run` is
+  // moved from. What cannot be read is not sent, its operations have the error. False: nothing of it is on its way, all
+  // its operations have errors. Not when full().
+  bool send(Run& run);
 
   // True when finish_oldest() would not have to wait. Not when empty().
   bool oldest_is_done() const;
@@ -44,13 +44,12 @@ class DeviceStage {
     uint8_t* data;
     CuEvent event;
     Run run;
-    std::shared_ptr<const PinnedFile> file;  // that it is copied from, if not from `data`
   };
 
   bool copy(const Run& run, const Slot& slot);
   bool copy(uint64_t target, const uint8_t* source, uint64_t bytes);
-  bool copy_pinned(const Piece& piece, const PinnedFile& file);
-  void settle(Slot& slot);
+  bool copy_pinned(const Piece& piece);
+  void settle(const Run& run);
   void destroy();
 
   const std::shared_ptr<PinnedBuffer> pool_;

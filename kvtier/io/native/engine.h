@@ -72,9 +72,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   explicit Engine(const EngineOptions& options);
   void work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> landing);
   void let_go_of_one(std::unique_lock<std::mutex>& lock);  // of forgotten_, which is not empty
-  int choose();                                    // kind of the next run, -1: none. Under mutex_
-  Run take(int kind);                              // under mutex_
-  void take_neighbours(Run& run, const std::shared_ptr<Batch>& batch);  // under mutex_
+  int choose();                                    // lane of the next run, -1: none. Under mutex_
+  bool may_take_pinned() const;                    // under mutex_
+  Run take(int kind);                              // of a lane; under mutex_
+  void take_neighbours(Run& run, const std::shared_ptr<Batch>& batch, int kind);  // under mutex_
   Piece next_piece(Batch& batch, int kind) const;  // only looked at: without its owner. Under mutex_
   bool give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piece);  // true: its operation's last. Under mutex_
   void drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended);  // under mutex_
@@ -82,6 +83,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void perform(Run run, DeviceStage* stage, Landing& landing, Writer& writer);
   void report_landed(DeviceStage& stage, Writer& writer);
   void finish_oldest(DeviceStage& stage, Writer& writer);
+  void report(const Run& run, Writer& writer);
   void land(const Run& run, Landing& landing);
   void store(const Piece& piece, Writer& writer);
   void sum(const Piece& piece, const uint8_t* bytes);  // which are copied to the piece's memory if they lie elsewhere
@@ -95,11 +97,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   PinnedFiles pinned_;
   std::mutex mutex_;
   std::condition_variable work_or_stop_, thread_ended_;
-  std::deque<std::shared_ptr<Batch>> lanes_[2];  // batches with pieces of that kind to give out
+  std::deque<std::shared_ptr<Batch>> lanes_[kLanes];  // batches with pieces of that kind to give out
   std::vector<std::shared_ptr<const void>> forgotten_;  // mappings and pinned files
   size_t queued_ops_ = 0;
   uint32_t threads_alive_ = 0;
   uint32_t idle_ = 0;           // threads that wait for work
+  std::atomic<uint32_t> pinned_runs_{0};  // on their way
   uint32_t writing_ = 0;        // threads that hold a write piece
   uint32_t reads_in_a_row_ = 0; // runs given out while writes waited
   bool stop_ = false;

@@ -31,6 +31,7 @@ struct Run {
   uint64_t bytes() const { return static_cast<uint64_t>(end() - offset()); }  // gaps too
   int fd() const { return pieces.front().op->spec.fd; }
   int kind() const { return pieces.front().op->spec.kind; }
+  bool is_pinned() const { return pieces.front().op->pinned != nullptr; }
   bool on_device() const { return pieces.front().op->on_device(); }
 
   // Of reads: whether `next` may be read with the others, all together at most `bytes_max` of the file.

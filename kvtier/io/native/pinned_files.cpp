@@ -34,14 +34,14 @@ class PinnedFile::Part {
   PinnedRange range_;
 };
 
-PinnedFile::PinnedFile(std::shared_ptr<const Mapping> mapping, std::vector<std::shared_ptr<const Part>> parts)
+PinnedFile::PinnedFile(std::shared_ptr<const Mapping> mapping, Parts parts)
     : mapping_(std::move(mapping)), parts_(std::move(parts)) {}
 
 int64_t PinnedFile::end() const { return parts_.empty() ? 0 : parts_.back()->end(); }
 
 std::shared_ptr<const PinnedFile> PinnedFile::grown(const std::shared_ptr<PrimaryContext>& context,
                                                     int64_t end) const {
-  std::vector<std::shared_ptr<const Part>> parts = parts_;
+  Parts parts = parts_;
   parts.push_back(std::make_shared<const Part>(context, mapping_, this->end(), end));
   return std::make_shared<const PinnedFile>(mapping_, std::move(parts));
 }
@@ -66,7 +66,7 @@ void PinnedFiles::pin(int fd, int64_t end) {
   if (!known) {
     auto mapping = Mapping::make(fd, file, Mapping::kToPin);
     if (!mapping) throw std::system_error(EINVAL, std::generic_category());
-    known = std::make_shared<const PinnedFile>(std::move(mapping), std::vector<std::shared_ptr<const PinnedFile::Part>>{});
+    known = std::make_shared<const PinnedFile>(std::move(mapping), PinnedFile::Parts{});
   }
   if (end <= known->end()) return;
   if (end > file.st_size || !known->has_room(end)) throw std::system_error(EINVAL, std::generic_category());

@@ -1,6 +1,6 @@
 // Files of a file system in memory, registered with CUDA: a device copies right out of their pages, with no copy by the
-// processor before it, which on several GPUs at once is what loads wait for. (H200, tmpfs: 55.4 GB/s, the whole of PCIe,
-// where the ring's slots bring 51; registering takes 0.13 s a GiB, so it is done in the background and in steps.)
+// processor before it. (H200, tmpfs: 55 GB/s, all of PCIe, where the ring's slots bring 51. Registering takes 0.13 to 0.4
+// s a GiB, so it is done in the background and in steps.)
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -17,12 +17,13 @@ namespace kvtier {
 // What is pinned of one file, from its first byte on: registrations, one behind the other, of one mapping. Immutable.
 //
 // The pages stay, whatever becomes of the file: of one that was cut they hold what was there before. Whoever reads them
-// must ask how long the file is now, and check what it read.
+// asks how long the file is now, and checks what it read.
 class PinnedFile {
  public:
   class Part;  // one registration
+  using Parts = std::vector<std::shared_ptr<const Part>>;
 
-  PinnedFile(std::shared_ptr<const Mapping> mapping, std::vector<std::shared_ptr<const Part>> parts);
+  PinnedFile(std::shared_ptr<const Mapping> mapping, Parts parts);
 
   bool is_of(const struct stat& file) const { return mapping_->is_of(file); }
   int64_t end() const;
@@ -37,7 +38,7 @@ class PinnedFile {
 
  private:
   const std::shared_ptr<const Mapping> mapping_;
-  const std::vector<std::shared_ptr<const Part>> parts_;
+  const Parts parts_;
 };
 
 // One engine's, by descriptor. Thread-safe; nothing is registered or unregistered under the lock.
