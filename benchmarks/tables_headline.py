@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import tables_codecs, tables_gpu, tables_gpu_checks, tables_tmpfs
+from benchmarks.gpu.report import ms
 from benchmarks.tables_common import (
     MARK,
     Rows,
@@ -23,11 +24,11 @@ from benchmarks.tables_common import (
 from benchmarks.tables_gpu import HBM_ARENA
 from benchmarks.tables_tmpfs import ARENA, ARENA_GOAL_S, TTFT_GOALS_S
 from benchmarks.versus.contestants import CONTESTANTS
-from benchmarks.versus.judge import PEERS
+from benchmarks.versus.judge import PEERS, Entries
 
 
 def reloads() -> list[str]:
-    result, lengths = read("versus"), tables_tmpfs.reloads()
+    result, lengths = read(tables_tmpfs.RUN), tables_tmpfs.reloads()
     beside = [name for name in PEERS if any(name in of for of in lengths.values())]
     rows = []
     for tokens, of in lengths.items():
@@ -37,16 +38,36 @@ def reloads() -> list[str]:
         rows.append(row)
     gpu = result["machine"]["gpus"][0].split(",")[0]
     return [
-        f"**Time to the first token of a stored prompt, ms** (one {gpu}, vLLM {result['versions']['vllm']}, "
-        f"Llama-3.1-8B's dimensions in bf16, {forwards(result['settings']['llm'])}, one request at a time; from tmpfs "
-        f"a fresh process reloads what another one saved, from the arena the one that saved; medians, of "
-        f"{_counts(lengths)}; {made(result)}; -: not run, or it loaded nothing):",
+        f"**Time to the first token of a stored prompt, ms** (one {gpu}, {result['machine']['cores']} processors, "
+        f"vLLM {result['versions']['vllm']}, Llama-3.1-8B's dimensions in bf16, {forwards(result['settings']['llm'])}, "
+        "one request at a time; from tmpfs a fresh process reloads what another one saved, from the arena the one that "
+        f"saved; medians, of {_counts(lengths)}; {made(result)}; -: not run, or it loaded nothing):",
         "",
         *table(["tokens", "computed", "floor: hit in vLLM's own cache", "kvtier from tmpfs",
                 "kvtier from the host arena", *(CONTESTANTS[name].title for name in beside)], rows),
         "",
         f"{_judged(tables_tmpfs.goals_of(lengths))} {_elsewhere()}",
+        "",
+        _beside_all_peers(),
     ]  # fmt: skip
+
+
+def _beside_all_peers() -> str:
+    """The comparison before that one, with LMCache in it, on a machine with fewer processors."""
+    result = read("versus")
+    entries = Entries(result["runs"], result["settings"]["token_bytes"])
+    cells, lengths = entries.cells(), entries.lengths(tables_tmpfs.PLACE)
+    times = []
+    for name in ("kvtier", *PEERS):
+        of = [cells.get((tables_tmpfs.PLACE, tokens, name)) for tokens in lengths]
+        if any(of):
+            shown = " / ".join(ms(cell.ttft) if cell and cell.has_loaded else "-" for cell in of)
+            times.append(f"{CONTESTANTS[name].title} {shown}")
+    return (
+        f"**LMCache** was not in that run. Beside it, on a machine with {result['machine']['cores']} processors "
+        f"({made(result)}), from tmpfs, {' / '.join(f'{tokens:,}' for tokens in lengths)} tokens: {'; '.join(times)} "
+        "ms (-: it loaded nothing). [Both tables whole](benchmarks/README.md#beside-its-peers)."
+    )
 
 
 def _counts(lengths: Rows) -> str:

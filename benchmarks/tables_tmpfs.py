@@ -1,4 +1,4 @@
-"""Reloads of raw KV from tmpfs and from the host arena against their goals: results/gpu/versus.json, ttft_arena.json.
+"""Reloads of raw KV from tmpfs and from the host arena against their goals: results/gpu/versus_32, ttft_arena.
 
 Both are of one machine lent, and of the same code; what other machines gave stands below them.
 """
@@ -11,6 +11,8 @@ from typing import Any
 from benchmarks.tables_common import Rows, by_length, forwards, judged, made, milliseconds, read, table
 from benchmarks.versus.judge import PEERS, Entries
 
+RUN = "versus_32"
+"""The latest comparison with other systems, whose runs of kvtier these are."""
 TTFT_GOALS_S = {8192: 0.05, 32768: 0.13, 100_000: 0.36}
 ARENA_GOAL_S = 0.34
 TRANSFER_GOAL_PERCENT = 85.0
@@ -24,7 +26,7 @@ def reloads() -> Rows:
 
     kvtier's rows have the bytes a second of their transfers (medians), and the percentage of the ceiling.
     """
-    result = read("versus")
+    result = read(RUN)
     entries = Entries(result["runs"], result["settings"]["token_bytes"])
     cells = entries.cells()
     rows: Rows = {}
@@ -50,7 +52,7 @@ def _row(system: str, tokens: int, hit_tokens: int, seconds: list[float]) -> dic
 def _arena(rows: Rows) -> Rows:
     """The largest length with the arena's row, where that is of the same machine."""
     tokens, arena = max(rows), read("ttft_arena")
-    if arena["machine"]["boot"] != read("versus")["machine"]["boot"]:
+    if arena["machine"]["boot"] != read(RUN)["machine"]["boot"]:
         return {}
     return {tokens: rows[tokens] | {ARENA: by_length(arena)[tokens][ARENA]}}
 
@@ -72,7 +74,7 @@ def goals_of(rows: Rows) -> list[tuple[bool, str]]:
 
 
 def ttft() -> list[str]:
-    result, rows = read("versus"), reloads()
+    result, rows = read(RUN), reloads()
     n_times = len(rows[min(rows)]["kvtier"]["all_s"])
     lines = []
     for tokens, of in rows.items():

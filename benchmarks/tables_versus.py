@@ -1,4 +1,4 @@
-"""The tables of benchmarks/README.md on kvtier beside its peers: of results/gpu/versus.json and long_doc_qa*.json."""
+"""The tables of benchmarks/README.md on kvtier beside its peers: of results/gpu/versus*.json and long_doc_qa*.json."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from benchmarks.tables_common import code_of, forwards, has, judged, read, span,
 from benchmarks.versus.contestants import CONTESTANTS
 from benchmarks.versus.judge import PEERS, Cell, Entries, compared, goals, losses, slower_than_computing
 
+RUNS = ("versus_32", "versus")
+"""Of two machines, the latest first; the plot is of the one with all peers in it."""
 DOCUMENT_RUNS = ("long_doc_qa", "long_doc_qa-2")
 PLOT = "versus.svg"
 NOTHING = "†"
@@ -18,18 +20,23 @@ COLOURS = {"kvtier": 0, "kvtier-k4v4": 2, "native": 1, "lmcache": 3, "lmcache-mp
 
 
 def versus() -> list[str]:
-    if not has("versus"):
-        return []
-    result = read("versus")
+    texts = [_versus(name) for name in RUNS if has(name)]
+    return [line for text in texts for line in ("", *text)][1:]
+
+
+def _versus(name: str) -> list[str]:
+    result = read(name)
     entries = Entries(result["runs"], result["settings"]["token_bytes"])
     cells = entries.cells()
     text = [
         f"**kvtier and its peers, side by side** (`python -m benchmarks.versus`, {code_of(result)}, {result['date']}; "
-        f"vLLM {result['versions'].get('vllm')}; Llama-3.1-8B's dimensions, "
+        f"one H200 of a machine with {result['machine']['cores']} processors; vLLM {result['versions'].get('vllm')}; "
+        "Llama-3.1-8B's dimensions, "
         f"{forwards(result['settings'].get('llm', {}))}; the same prompts, the systems in turn, a "
         "fresh process for each repetition that reloads all lengths; ms to the first token, the median and in "
-        "brackets the fastest and the slowest; computed: 2 prompts, floor: the second hit of each; "
-        f"[plot](results/gpu/{PLOT})).",
+        f"brackets the fastest and the slowest; computed: 2 prompts, floor: the second hit of each"
+        + (f"; [plot](results/gpu/{PLOT})" if name == RUNS[-1] else "")
+        + ").",
     ]
     for place in entries.places():
         text += ["", *_times(entries, cells, place), "", *_rates(entries, cells, place)]

@@ -237,9 +237,7 @@ def _upkeep(
     is_ring = worker.io.reader is worker.io.ring and worker.io.signer is None  # what is signed lands in host memory
     if not (worker.arena.is_device and in_memory and is_ring and budget_bytes):
         return Upkeep(lambda: memory.pin(loads), memory.make_way, release=memory.release)
-    files = partial(worker.files, namespace)
-    pin, reads = worker.io.ring.pin_file, worker.share.reads
-    segments = PinnedSegments(pin, files, reads, budget_bytes, worker.metrics)
+    segments = PinnedSegments(worker, partial(worker.files, namespace), budget_bytes)
 
     def begin() -> None:
         memory.pin(loads)

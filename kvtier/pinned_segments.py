@@ -12,20 +12,24 @@ from dataclasses import dataclass
 
 from kvtier import metrics as names
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.geometry import PAGE_BYTES
 from kvtier.jobs import Jobs, Ticker
 from kvtier.memory import PIN_BYTES
-from kvtier.metrics import Metrics
+from kvtier.order import Mark
 from kvtier.tiers.descriptors import Name, OpenSegment
 from kvtier.tiers.segments import SegmentFiles
+from kvtier.worker import Worker
 
 log = logging.getLogger("kvtier")
 
 LOOK_INTERVAL_S = 2.0
 """How long an evicted segment keeps its memory here, about; and how soon a new one is pinned."""
 QUIET_S = 0.5
-"""Without a step of the engine for so long, it has nothing to do."""
+"""Without a step of the engine for so long, and with nothing of it left on the GPU, it has nothing to do. (Of a long
+prompt one step takes longer than that.)"""
 CLOSE_TIMEOUT_S = 1.0
+FILES_MAX = 256
+"""A process may have 1,024 files open, by default."""
 
 
 @dataclass(slots=True)
@@ -43,25 +47,19 @@ class PinnedSegments:
     launches and copies need (kvtier.memory.PIN_BYTES). What is not pinned is read by the ring as ever.
 
     Args:
-        pin: `Ring.pin_file`.
+        worker: who loads. What other ranks' segments hold is left alone.
         files: the namespace's. Raises TierUnavailable as long as it has no folder.
-        reads: what this worker loads: segments of other ranks are left alone.
         budget_bytes: so much at most.
     """
 
-    def __init__(
-        self, pin: Callable[[int, int], None], files: Callable[[], SegmentFiles], reads: Extent, budget_bytes: int,
-        metrics: Metrics, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._pin = pin
+    def __init__(self, worker: Worker, files: Callable[[], SegmentFiles], budget_bytes: int) -> None:
+        self._worker = worker
         self._files = files
-        self._reads = reads
         self._budget_bytes = budget_bytes
-        self._metrics = metrics
-        self._clock = clock
         self._held: dict[Name, Pinned] = {}
         self._of_others: set[Name] = set()
         self._busy_s = float("-inf")  # when the engine was seen at work last
+        self._launched: Mark = None  # what it had given the GPU by then
         self._is_closed = threading.Event()
         self._is_refused = False
         self._loads: Jobs | None = None
@@ -77,8 +75,9 @@ class PinnedSegments:
         self._ticker = Ticker("pin-files", LOOK_INTERVAL_S, self.look)
 
     def at_work(self) -> None:
-        """The engine has work. Called with each of its steps."""
-        self._busy_s = self._clock()
+        """The engine has work. Called on its thread with each of its steps."""
+        self._launched = self._worker.order.mark()
+        self._busy_s = self._worker.clock()
 
     def close(self) -> None:
         """Ends the background work. Before the ring is closed, which lets go of all that is pinned."""
@@ -90,16 +89,17 @@ class PinnedSegments:
 
     def look(self) -> None:
         """Lets go of what was evicted, and pins what there is, as far as that goes now."""
-        started_s, before_bytes = self._clock(), self.n_bytes
+        started_s, before_bytes = self._worker.clock(), self.n_bytes
         with suppress(TierUnavailable, Corrupt, OSError):  # the next look may find the storage better
             files = self._files()
             self._let_go(files)
             for name in self._newest_first(files):
                 with suppress(TierUnavailable, Corrupt, OSError):
-                    self._pin_segment(files, name)
+                    if self._pin_segment(files, name):
+                        self._let_go(files)  # after an engine's start a look takes long
         if (pinned := self.n_bytes - before_bytes) > 0:
             log.info("%d MiB of segments are pinned, %d in all, after %.1f s: the GPU copies out of them", pinned >> 20,
-                     self.n_bytes >> 20, self._clock() - started_s)  # fmt: skip
+                     self.n_bytes >> 20, self._worker.clock() - started_s)  # fmt: skip
 
     def _let_go(self, files: SegmentFiles) -> None:
         for name, held in list(self._held.items()):
@@ -114,41 +114,50 @@ class PinnedSegments:
         ours = [name for name in names if name not in self._of_others]
         return sorted(ours, key=lambda name: files.age_s(name[0], name[1], now_s))
 
-    def _pin_segment(self, files: SegmentFiles, name: Name) -> None:
-        held = self._held.get(name)
-        if held is None and not self._may_pin():
-            return
+    def _pin_segment(self, files: SegmentFiles, name: Name) -> bool:
+        """As far as it is written, and as that goes now. False: nothing of it was pinned. Raises TierUnavailable,
+        Corrupt, OSError."""
+        held = self._held.get(name) or self._hold(files, name)
         if held is None:
-            segment = files.lease(*name)
-            if segment is None:
-                return
-            if segment.header.extent.intersect(self._reads) is None:
-                self._of_others.add(name)
-                segment.release()
-                return
-            held = self._held[name] = Pinned(segment)
-        size = os.fstat(held.segment.fd).st_size
+            return False
+        before_bytes, size = held.n_bytes, os.fstat(held.segment.fd).st_size
         if held.n_bytes >= size:
-            return
+            return False
         end = written_up_to(held.segment.fd, held.n_bytes)
         while held.n_bytes < end and (end == size or end - held.n_bytes >= PIN_BYTES):
             step = min(PIN_BYTES, end - held.n_bytes)
             if self.n_bytes + step > self._budget_bytes or not self._may_pin():
-                return
+                break
             try:
-                self._pin(held.segment.fd, held.n_bytes + step)
+                self._worker.io.ring.pin_file(held.segment.fd, held.n_bytes + step)
             except TierUnavailable as fault:
                 if os.fstat(held.segment.fd).st_size >= end:  # else it was cut just now
                     self._is_refused = True
                     log.warning("%d MiB of segments are pinned, and no more will be: %s", self.n_bytes >> 20, fault)
                 raise
             held.n_bytes += step
-            self._metrics.add(names.PINNED_FILE_BYTES, step)
+            self._worker.metrics.add(names.PINNED_FILE_BYTES, step)
+        return held.n_bytes > before_bytes
+
+    def _hold(self, files: SegmentFiles, name: Name) -> Pinned | None:
+        if not self._may_pin() or len(self._held) >= FILES_MAX or self.n_bytes >= self._budget_bytes:
+            return None
+        segment = files.lease(*name)
+        if segment is None:
+            return None
+        if segment.header.extent.intersect(self._worker.share.reads) is None:
+            self._of_others.add(name)
+            segment.release()
+            return None
+        self._held[name] = Pinned(segment)
+        return self._held[name]
 
     def _may_pin(self) -> bool:
         if self._is_refused or self._is_closed.is_set() or (self._loads is not None and self._loads.pending()):
             return False
-        return self._clock() - self._busy_s >= QUIET_S
+        if self._launched is not None and not self._worker.order.is_done(self._launched):
+            self._busy_s = self._worker.clock()
+        return self._worker.clock() - self._busy_s >= QUIET_S
 
 
 def written_up_to(fd: int, start: int) -> int:

@@ -36,10 +36,10 @@ def test_a_goal_that_is_missed_is_named() -> None:
 
 
 def test_the_readmes_table_says_of_each_time_whether_its_goal_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = tables_gpu.read("versus")
+    result = tables_gpu.read(tables_tmpfs.RUN)
     rows = [row for run in result["runs"] if (run["kind"], run["place"], run["system"]) == ("reload", "tmpfs", "kvtier")
             for row in run["rows"] if row["tokens"] == 32_768]  # fmt: skip
-    reading(monkeypatch, {"versus": result})
+    reading(monkeypatch, {tables_tmpfs.RUN: result})
     for seconds, said in ((0.1, "100 (goal 130: met)"), (0.2, "200 (goal 130: **missed**)")):
         for row in rows:
             row["ttft_s"] = seconds
@@ -48,7 +48,7 @@ def test_the_readmes_table_says_of_each_time_whether_its_goal_was_met(monkeypatc
 
 
 def test_the_share_of_a_transfer_is_of_its_own_runs_ceiling() -> None:
-    result, rows = tables_gpu.read("versus"), tables_tmpfs.reloads()
+    result, rows = tables_gpu.read(tables_tmpfs.RUN), tables_tmpfs.reloads()
     (alone,) = [run for run in result["runs"] if run["kind"] == "alone"]
     for of in rows.values():
         ceiling = of["kvtier"]["load_bytes_s"] / of["kvtier"]["load_percent_of_limit"] * 100
@@ -74,8 +74,8 @@ def test_the_readme_says_where_a_reload_was_slower_than_computing(monkeypatch: p
 
 
 def test_what_loaded_nothing_is_not_beside_these_reloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = tables_gpu.read("versus")
-    reading(monkeypatch, {"versus": result})
+    result = tables_gpu.read(tables_tmpfs.RUN)
+    reading(monkeypatch, {tables_tmpfs.RUN: result})
     assert "native" in tables_tmpfs.reloads()[32_768]
     for run in result["runs"]:
         if run["kind"] == "reload" and run["system"] == "native":

@@ -6,17 +6,21 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from kvtier import pinned_segments
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.geometry import PAGE_BYTES, Extent, RankShare
 from kvtier.jobs import ManualJobs
 from kvtier.memory import PIN_BYTES
 from kvtier.metrics import PINNED_FILE_BYTES, Metrics
 from kvtier.pinned_segments import QUIET_S, PinnedSegments
 from kvtier.record import SegmentHeader, record_bytes
 from kvtier.tiers.segments import SegmentFiles, segment_name
+from kvtier.worker import Worker
 
 NAMESPACE = bytes(range(16))
 OURS, OTHERS = Extent(0, 2, 0, 2), Extent(0, 2, 2, 2)
@@ -37,6 +41,7 @@ class Rig:
     asked: list[tuple[tuple[int, int], int]] = field(default_factory=list)
     fault: TierUnavailable | None = None
     metrics: Metrics = field(default_factory=Metrics)
+    is_gpu_busy: bool = False
 
     def pin(self, fd: int, end: int) -> None:
         if self.fault is not None:
@@ -46,7 +51,17 @@ class Rig:
         self.asked.append((file_of(fd), end))
 
     def segments(self, budget_bytes: int = BUDGET_BYTES) -> PinnedSegments:
-        return PinnedSegments(self.pin, lambda: self.files, OURS, budget_bytes, self.metrics, lambda: self.now_s)
+        return PinnedSegments(self.worker(), lambda: self.files, budget_bytes)
+
+    def worker(self) -> Worker:
+        """What of it is looked at."""
+        order = SimpleNamespace(mark=lambda: "launched", is_done=lambda mark: not self.is_gpu_busy)
+        ring = SimpleNamespace(pin_file=lambda fd, end: self.pin(fd, end))
+        worker = SimpleNamespace(
+            io=SimpleNamespace(ring=ring), share=RankShare(0, OURS, OURS), order=order, metrics=self.metrics,
+            clock=lambda: self.now_s,
+        )  # fmt: skip
+        return cast(Worker, worker)
 
     def make(self, set_id: int, slots: int = SLOTS, extent: Extent = OURS, age_s: float = 0.0) -> tuple[int, int]:
         """A segment of which so many slots are written."""
@@ -164,16 +179,46 @@ def test_not_while_the_engine_is_at_work_or_loads_run(rig: Rig) -> None:
     segments.close()
 
 
-def test_work_that_comes_meanwhile_waits_for_one_step_only(rig: Rig) -> None:
+def test_not_during_one_long_step(rig: Rig) -> None:
+    """What the engine launched with it is still on the GPU, long after it was heard of last."""
     rig.make(1)
     segments = rig.segments()
-    pin = segments._pin
+    segments.at_work()
+    rig.is_gpu_busy = True
+    rig.now_s += 10 * QUIET_S
+    segments.look()
+    rig.is_gpu_busy = False
+    segments.look()
+    assert not rig.asked  # it may go on with the next step
+    rig.now_s += QUIET_S
+    segments.look()
+    assert len(rig.asked) == 3
+    segments.close()
+
+
+def test_many_small_segments_do_not_take_all_descriptors(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_segments, "FILES_MAX", 2)
+    for number in range(3):
+        rig.make(number, slots=1, age_s=number)
+    segments = rig.segments()
+    segments.look()
+    assert len(segments._held) == 2
+    rig.files.unlink(0, 0)
+    segments.look()
+    assert set(segments._held) == {(1, 0), (2, 0)}
+    segments.close()
+
+
+def test_work_that_comes_meanwhile_waits_for_one_step_only(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.make(1)
+    segments = rig.segments()
+    pin = rig.pin
 
     def pin_and_get_work(fd: int, end: int) -> None:
         pin(fd, end)
         segments.at_work()
 
-    segments._pin = pin_and_get_work
+    monkeypatch.setattr(rig, "pin", pin_and_get_work)
     segments.look()
     assert len(rig.asked) == 1
     segments.close()
@@ -216,17 +261,17 @@ def test_when_cuda_refuses_it_is_said_once_and_not_tried_again(rig: Rig, caplog:
     segments.close()
 
 
-def test_a_segment_that_is_cut_meanwhile_is_no_refusal(rig: Rig) -> None:
+def test_a_segment_that_is_cut_meanwhile_is_no_refusal(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.make(1, age_s=60)
     rig.make(2)
     segments = rig.segments()
 
     def cut(fd: int, end: int) -> None:
         os.ftruncate(fd, PAGE_BYTES)
-        segments._pin = rig.pin
+        monkeypatch.undo()
         raise TierUnavailable("a file cannot be pinned: Invalid argument")
 
-    segments._pin = cut
+    monkeypatch.setattr(rig, "pin", cut)
     segments.look()
     assert set(rig.pinned().values()) == {SEGMENT_BYTES}
     segments.close()
@@ -242,7 +287,7 @@ def test_a_namespace_without_a_folder_is_looked_at_again(rig: Rig) -> None:
             raise answer
         return answer
 
-    segments = PinnedSegments(rig.pin, files, OURS, BUDGET_BYTES, rig.metrics)
+    segments = PinnedSegments(rig.worker(), files, BUDGET_BYTES)
     segments.look()
     segments.look()
     assert list(rig.pinned()) == [segment]
