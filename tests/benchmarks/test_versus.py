@@ -152,8 +152,9 @@ def test_what_failed_is_in_no_cell_and_is_named() -> None:
 
 def test_the_readmes_tables_and_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = made(kvtier={1_000: [0.4], 2_000: [0.5]}, native={1_000: [0.3], 2_000: [2.0]})
-    content = {"date": "2026-01-01", "commit": "c0ffee", "versions": {"vllm": "0"}, "machine": {"cores": 2}, "runs": runs,
-               "settings": {"token_bytes": TOKEN_BYTES, "tmpfs: native": {"cpu_bytes_to_use": 1}}}  # fmt: skip
+    settings = {"token_bytes": TOKEN_BYTES, "tmpfs: native": {"cpu_bytes_to_use": 1}}
+    content = {"date": "2026-01-01", "commit": "c0ffee", "versions": {"vllm": "0"}, "machine": {"cores": 2},
+               "runs": runs, "settings": settings}  # fmt: skip
     (tmp_path / "versus.json").write_text(json.dumps(content))
     monkeypatch.setattr(tables_common, "RESULTS", tmp_path)
     text = "\n".join(tables_versus.versus())

@@ -23,6 +23,7 @@ Batch::Batch(const OpSpec* specs, size_t n_ops, const uint64_t* expected)
 }
 
 void Batch::fill_lanes() {
+  for (Lane& lane : lanes_) lane = {};
   for (size_t i = 0; i < n_ops_; i++) lanes_[ops_[i].lane()].ops.push_back(static_cast<uint32_t>(i));
 }
 
