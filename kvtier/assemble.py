@@ -33,7 +33,7 @@ from kvtier.jobs import Jobs, ThreadJobs
 from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.kept_costs import KeptCosts, note_name
 from kvtier.kernels.paged import PagedKV
-from kvtier.machine import memory_here
+from kvtier.machine import memory_here, pin_budget
 from kvtier.memory import Memory, cuda_memory, host_memory
 from kvtier.metrics import Metrics
 from kvtier.mount import cost_of_share, open_io
@@ -231,9 +231,7 @@ def _upkeep(
 ) -> Upkeep:  # fmt: skip
     """Of what devices copy from: the host arena, and segments where they lie in memory."""
     in_memory = file_system_of(root.folder).kind in IN_MEMORY
-    budget_bytes = settings.io.pin_bytes
-    if budget_bytes is None:
-        budget_bytes = (memory_here().limit_bytes or 0) // 2
+    budget_bytes = pin_budget(settings.io.pin_bytes, memory_here())
     is_ring = worker.io.reader is worker.io.ring and worker.io.signer is None  # what is signed lands in host memory
     if not (worker.arena.is_device and in_memory and is_ring and budget_bytes):
         return Upkeep(lambda: memory.pin(loads), memory.make_way, release=memory.release)

@@ -45,6 +45,11 @@ def check_host_arena(n_bytes: int, found: Memory) -> None:
         raise arena_refused(n_bytes, f"{size(n_bytes)}, more than {found.limit} ({size(found.limit_bytes)})", found)
 
 
+def pin_budget(pin_bytes: int | None, found: Memory) -> int:
+    """Of segments in memory, how much a worker may pin at most, in bytes; pin_bytes: as in the settings."""
+    return (found.limit_bytes or 0) // 2 if pin_bytes is None else pin_bytes
+
+
 def arena_refused(n_bytes: int, why: str, found: Memory) -> ConfigError:
     """With what to do about it. Each worker has an arena of its own, so half of what there is, is for one worker."""
     fix = "set it to less: each worker on this machine takes so much"

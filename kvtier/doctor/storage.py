@@ -15,7 +15,8 @@ from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.calibration import Calibration
-from kvtier.io.filesystem import FileSystem, file_system_of
+from kvtier.io.filesystem import IN_MEMORY, FileSystem, file_system_of
+from kvtier.machine import memory_here, pin_budget
 from kvtier.owner import check_node
 from kvtier.record import FORMAT_VERSION
 from kvtier.root import check_mount, nearest, segments_bytes
@@ -111,8 +112,19 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
         yield Verdict("ok", "storage rates", f"{rates}{writes}{latency}")
     *tried, why = found.reasons or ("as it comes",)
     yield Verdict("ok", "I/O engine", f"{found.choice}; {why.removeprefix(f'{found.choice} is ')}")
+    if kind.kind in IN_MEMORY and answer["device"] != "cpu" and found.choice.engine == "ring":
+        yield _pinned(host, settings)
     own_rate = re.compile(rf"{found.choice.engine} of .*: (again .* GB/s|[0-9.]+ GB/s|not tried, .*)")
     yield from (Verdict("ok", "I/O tried", reason) for reason in tried if not own_rate.fullmatch(reason))
+
+
+def _pinned(host: Host, settings: Settings | None) -> Verdict:
+    pin_bytes = None if settings is None else settings.io.pin_bytes
+    budget_bytes = pin_budget(pin_bytes, memory_here(host.proc, host.sys))
+    if not budget_bytes:
+        return Verdict("ok", "segments to pin", "none (io.pin_bytes): all is read through the ring")
+    value = f"up to {size(budget_bytes)} for each worker; what is pinned, which its log says, the GPU copies itself"
+    return Verdict("ok", "segments to pin", value)
 
 
 def _direct_io(alignment: int | None, wanted: bool, kind: FileSystem, settings: Settings | None) -> Verdict:
