@@ -1,4 +1,4 @@
-"""Loads on a real GPU out of segments in memory that are registered with CUDA, which others change and cut meanwhile."""
+"""Loads on a GPU out of segments in memory that are registered with CUDA, which others change and cut meanwhile."""
 
 from __future__ import annotations
 
