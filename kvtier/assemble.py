@@ -28,7 +28,7 @@ from kvtier.housekeeping import Housekeeper
 from kvtier.identity import Namespace
 from kvtier.index.guard import GuardedIndex
 from kvtier.indexes import open_index, open_lookups
-from kvtier.io.filesystem import IN_MEMORY, file_system_of
+from kvtier.io.filesystem import file_system_of
 from kvtier.jobs import Jobs, ThreadJobs
 from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.kept_costs import KeptCosts, note_name
@@ -230,10 +230,10 @@ def _upkeep(
     settings: Settings, root: Root, memory: Memory, worker: Worker, namespace: bytes, loads: Jobs
 ) -> Upkeep:  # fmt: skip
     """Of what devices copy from: the host arena, and segments where they lie in memory."""
-    in_memory = file_system_of(root.folder).kind in IN_MEMORY
+    on_tmpfs = file_system_of(root.folder).kind == "tmpfs"  # ramfs does not tell where holes are
     budget_bytes = pin_budget(settings.io.pin_bytes, memory_here())
     is_ring = worker.io.reader is worker.io.ring and worker.io.signer is None  # what is signed lands in host memory
-    if not (worker.arena.is_device and in_memory and is_ring and budget_bytes):
+    if not (worker.arena.is_device and on_tmpfs and is_ring and budget_bytes):
         return Upkeep(lambda: memory.pin(loads), memory.make_way, release=memory.release)
     segments = PinnedSegments(worker, partial(worker.files, namespace), budget_bytes)
 

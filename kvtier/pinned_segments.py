@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ QUIET_S = 0.5
 """Without a step of the engine for so long, and with nothing of it left on the GPU, it has nothing to do. (Of a long
 prompt one step takes longer than that.)"""
 CLOSE_TIMEOUT_S = 1.0
-FILES_MAX = 256
-"""A process may have 1,024 files open, by default."""
+FILES_MAX = 128
+"""Half of what kvtier.tiers.descriptors keeps open."""
 
 
 @dataclass(slots=True)
@@ -56,18 +55,15 @@ class PinnedSegments:
         self._worker = worker
         self._files = files
         self._budget_bytes = budget_bytes
+        self.n_bytes = 0  # pinned
         self._held: dict[Name, Pinned] = {}
-        self._of_others: set[Name] = set()
+        self._left_alone: set[Name] = set()  # of other ranks, or such as can't be pinned
         self._busy_s = float("-inf")  # when the engine was seen at work last
         self._launched: Mark = None  # what it had given the GPU by then
         self._is_closed = threading.Event()
         self._is_refused = False
         self._loads: Jobs | None = None
         self._ticker: Ticker | None = None
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(held.n_bytes for held in self._held.values())
 
     def start(self, loads: Jobs) -> None:
         """Begins, in the background; not beside these jobs."""
@@ -93,7 +89,7 @@ class PinnedSegments:
         with suppress(TierUnavailable, Corrupt, OSError):  # the next look may find the storage better
             files = self._files()
             self._let_go(files)
-            for name in self._newest_first(files):
+            for name in self._newest_first(files) if self._may_pin() else ():
                 with suppress(TierUnavailable, Corrupt, OSError):
                     if self._pin_segment(files, name):
                         self._let_go(files)  # after an engine's start a look takes long
@@ -105,48 +101,57 @@ class PinnedSegments:
         for name, held in list(self._held.items()):
             if held.segment.is_unlinked() is not False:
                 del self._held[name]
+                self.n_bytes -= held.n_bytes
                 held.segment.release()
         files.close_unlinked()
 
     def _newest_first(self, files: SegmentFiles) -> list[Name]:
-        now_s, names = time.time(), files.ids()
-        self._of_others.intersection_update(names)
-        ours = [name for name in names if name not in self._of_others]
-        return sorted(ours, key=lambda name: files.age_s(name[0], name[1], now_s))
+        """By their ids, which begin with the time. (Of what was pinned, the time of the last write is that.)"""
+        names = files.ids()
+        self._left_alone.intersection_update(names)
+        return [name for name in reversed(names) if name not in self._left_alone]
 
     def _pin_segment(self, files: SegmentFiles, name: Name) -> bool:
         """As far as it is written, and as that goes now. False: nothing of it was pinned. Raises TierUnavailable,
         Corrupt, OSError."""
+        if not self._may_pin() or self.n_bytes + PIN_BYTES > self._budget_bytes:
+            return False
         held = self._held.get(name) or self._hold(files, name)
         if held is None:
             return False
-        before_bytes, size = held.n_bytes, os.fstat(held.segment.fd).st_size
-        if held.n_bytes >= size:
+        before_bytes, file = held.n_bytes, os.fstat(held.segment.fd)
+        if held.n_bytes >= file.st_size:
             return False
-        end = written_up_to(held.segment.fd, held.n_bytes)
+        try:
+            self._pin_up_to(held, written_up_to(held.segment.fd, held.n_bytes), file.st_size)
+        except TierUnavailable as fault:
+            self._is_refused = True
+            log.warning("%d MiB of segments are pinned, and no more will be: %s", self.n_bytes >> 20, fault)
+        except OSError:
+            self._left_alone.add(name)  # it was cut just now, or can't be mapped; what is pinned stays so
+        if held.n_bytes > before_bytes:  # upkeep asks how long ago a segment was written
+            os.utime(held.segment.fd, ns=(file.st_atime_ns, file.st_mtime_ns))
+        return held.n_bytes > before_bytes
+
+    def _pin_up_to(self, held: Pinned, end: int, size: int) -> None:
+        """In steps, smaller than a whole one only at the end of a file. Raises TierUnavailable, OSError."""
         while held.n_bytes < end and (end == size or end - held.n_bytes >= PIN_BYTES):
             step = min(PIN_BYTES, end - held.n_bytes)
             if self.n_bytes + step > self._budget_bytes or not self._may_pin():
-                break
-            try:
-                self._worker.io.ring.pin_file(held.segment.fd, held.n_bytes + step)
-            except TierUnavailable as fault:
-                if os.fstat(held.segment.fd).st_size >= end:  # else it was cut just now
-                    self._is_refused = True
-                    log.warning("%d MiB of segments are pinned, and no more will be: %s", self.n_bytes >> 20, fault)
-                raise
+                return
+            self._worker.io.ring.pin_file(held.segment.fd, held.n_bytes + step)
             held.n_bytes += step
+            self.n_bytes += step
             self._worker.metrics.add(names.PINNED_FILE_BYTES, step)
-        return held.n_bytes > before_bytes
 
     def _hold(self, files: SegmentFiles, name: Name) -> Pinned | None:
-        if not self._may_pin() or len(self._held) >= FILES_MAX or self.n_bytes >= self._budget_bytes:
+        if len(self._held) >= FILES_MAX:
             return None
         segment = files.lease(*name)
         if segment is None:
             return None
         if segment.header.extent.intersect(self._worker.share.reads) is None:
-            self._of_others.add(name)
+            self._left_alone.add(name)
             segment.release()
             return None
         self._held[name] = Pinned(segment)

@@ -15,7 +15,7 @@ from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.calibration import Calibration
-from kvtier.io.filesystem import IN_MEMORY, FileSystem, file_system_of
+from kvtier.io.filesystem import FileSystem, file_system_of
 from kvtier.machine import memory_here, pin_budget
 from kvtier.owner import check_node
 from kvtier.record import FORMAT_VERSION
@@ -112,7 +112,7 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
         yield Verdict("ok", "storage rates", f"{rates}{writes}{latency}")
     *tried, why = found.reasons or ("as it comes",)
     yield Verdict("ok", "I/O engine", f"{found.choice}; {why.removeprefix(f'{found.choice} is ')}")
-    if kind.kind in IN_MEMORY and answer["device"] != "cpu" and found.choice.engine == "ring":
+    if kind.kind == "tmpfs" and answer["device"] != "cpu" and found.choice.engine == "ring":
         yield _pinned(host, settings)
     own_rate = re.compile(rf"{found.choice.engine} of .*: (again .* GB/s|[0-9.]+ GB/s|not tried, .*)")
     yield from (Verdict("ok", "I/O tried", reason) for reason in tried if not own_rate.fullmatch(reason))

@@ -263,7 +263,8 @@ class Ring:
         time; the interpreter lock is free meanwhile. Takes 0.13 s a GiB, in which the driver holds locks that launches
         and copies need: pin in small steps.
 
-        Raises TierUnavailable when the file can't be mapped, is shorter, or CUDA refuses (its error is in the message).
+        Raises TierUnavailable when CUDA refuses (its error is in the message) or the ring is closed, and OSError when
+        this file can't be mapped, or is shorter.
         """
         with self._lock:
             if self._handle is None or self._pid != os.getpid():
@@ -276,8 +277,10 @@ class Ring:
             error = library.kvtier_ring_pin_file(shared, fd, end, *message.room)
         finally:
             library.kvtier_ring_release(shared)
-        if error:
+        if error == errno.EREMOTEIO:
             raise TierUnavailable(f"a file cannot be pinned: {message.of(error)}")
+        if error:
+            raise OSError(error, os.strerror(error))
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Cancel what is queued and end the threads. False: some hang in the kernel and were left behind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class Rig:
     now_s: float = 100.0
     closed: list[tuple[int, int]] = field(default_factory=list)
     asked: list[tuple[tuple[int, int], int]] = field(default_factory=list)
-    fault: TierUnavailable | None = None
+    fault: TierUnavailable | OSError | None = None
     metrics: Metrics = field(default_factory=Metrics)
     is_gpu_busy: bool = False
 
@@ -49,6 +50,7 @@ class Rig:
         assert end % PAGE_BYTES == 0 and end <= os.fstat(fd).st_size
         assert not has_hole(fd, end), "memory for a hole"
         self.asked.append((file_of(fd), end))
+        os.utime(fd)  # as the faults of a mapping that may be written do
 
     def segments(self, budget_bytes: int = BUDGET_BYTES) -> PinnedSegments:
         return PinnedSegments(self.worker(), lambda: self.files, budget_bytes)
@@ -143,6 +145,35 @@ def test_what_is_being_written_is_pinned_as_it_grows(rig: Rig) -> None:
     segments.close()
 
 
+def test_the_time_of_the_last_write_stays(rig: Rig) -> None:
+    """Upkeep goes by it."""
+    rig.make(1, age_s=60)
+    path = rig.files.folder / segment_name(1, 0)
+    before = path.stat().st_mtime_ns
+    segments = rig.segments()
+    segments.look()
+    assert rig.asked and path.stat().st_mtime_ns == before
+    segments.close()
+
+
+def test_one_that_cannot_be_mapped_is_left_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = rig.make(1, age_s=60), rig.make(2)
+    pin, tried = rig.pin, []
+
+    def refuse(fd: int, end: int) -> None:
+        if file_of(fd) == new:
+            tried.append(end)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        pin(fd, end)
+
+    monkeypatch.setattr(rig, "pin", refuse)
+    segments = rig.segments()
+    segments.look()
+    segments.look()
+    assert rig.pinned() == {old: SEGMENT_BYTES} and len(tried) == 1
+    segments.close()
+
+
 def test_segments_of_other_ranks_are_left_alone(rig: Rig) -> None:
     ours = rig.make(1)
     rig.make(2, extent=OTHERS)
@@ -154,11 +185,13 @@ def test_segments_of_other_ranks_are_left_alone(rig: Rig) -> None:
 
 
 def test_the_budget_is_kept(rig: Rig) -> None:
+    """And what it has no room for is not even opened, at every look."""
     rig.make(1, age_s=9)
     new = rig.make(2)
     segments = rig.segments(SEGMENT_BYTES + PAGE_BYTES)
-    segments.look()
-    assert rig.pinned() == {new: SEGMENT_BYTES}
+    for _ in range(2):
+        segments.look()
+        assert rig.pinned() == {new: SEGMENT_BYTES} and list(segments._held) == [(2, 0)]
     segments.close()
 
 
@@ -203,9 +236,9 @@ def test_many_small_segments_do_not_take_all_descriptors(rig: Rig, monkeypatch: 
     segments = rig.segments()
     segments.look()
     assert len(segments._held) == 2
-    rig.files.unlink(0, 0)
+    rig.files.unlink(2, 0)
     segments.look()
-    assert set(segments._held) == {(1, 0), (2, 0)}
+    assert set(segments._held) == {(1, 0), (0, 0)}
     segments.close()
 
 
@@ -269,7 +302,7 @@ def test_a_segment_that_is_cut_meanwhile_is_no_refusal(rig: Rig, monkeypatch: py
     def cut(fd: int, end: int) -> None:
         os.ftruncate(fd, PAGE_BYTES)
         monkeypatch.undo()
-        raise TierUnavailable("a file cannot be pinned: Invalid argument")
+        raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(rig, "pin", cut)
     segments.look()

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <future>
 #include <system_error>
 #include <thread>
 
@@ -33,6 +34,22 @@ void become_worker() {
   sigdelset(&all, SIGBUS);
   pthread_sigmask(SIG_SETMASK, &all, nullptr);
   pthread_setname_np(pthread_self(), "kvtier-io");
+}
+
+// To unregister much memory takes seconds. What is left at the deadline goes on beside the caller, or with the process.
+void let_go_until(std::chrono::steady_clock::time_point deadline, PinnedFiles::ByDescriptor files) {
+  if (files.empty()) return;
+  auto gone = std::make_shared<std::promise<void>>();
+  std::future<void> all_gone = gone->get_future();
+  try {
+    std::thread([files = std::move(files), gone]() mutable {
+      files.clear();
+      gone->set_value();
+    }).detach();
+  } catch (const std::system_error&) {
+    return;  // no thread: they went with the function that was to run on it
+  }
+  all_gone.wait_until(deadline);
 }
 
 // Nothing of it is on its way any more.
@@ -141,6 +158,7 @@ void Engine::pin_file(int fd, int64_t end) {
 }
 
 bool Engine::close(std::chrono::nanoseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   mappings_.stop();
   std::unique_lock<std::mutex> lock(mutex_);
   stop_ = true;
@@ -154,11 +172,11 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
     }
   }
   work_or_stop_.notify_all();
-  const bool ended = thread_ended_.wait_for(lock, timeout, [this] { return threads_alive_ == 0; });
+  const bool ended = thread_ended_.wait_until(lock, deadline, [this] { return threads_alive_ == 0; });
   const auto gone = std::move(forgotten_);  // batches may keep the engine for long, but no file's memory
   lock.unlock();
   mappings_.clear();
-  pinned_.clear();
+  let_go_until(deadline, pinned_.take_all());
   return ended;
 }
 
@@ -168,12 +186,13 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> l
   Writer writer;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
-    if (!forgotten_.empty()) {
+    const bool copying = stage && !stage->empty();
+    // One thread at a time, and none that has answers to give: to unregister a file takes long.
+    if (!forgotten_.empty() && !letting_go_ && (!copying || options_.threads == 1)) {
       let_go_of_one(lock);
       continue;
     }
     const int kind = choose();
-    const bool copying = stage && !stage->empty();
     if (kind < 0 && !copying) {
       idle_++;
       work_or_stop_.wait(lock);
@@ -210,13 +229,16 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> l
 void Engine::let_go_of_one(std::unique_lock<std::mutex>& lock) {
   std::shared_ptr<const void> gone = std::move(forgotten_.back());
   forgotten_.pop_back();
+  letting_go_ = true;
   lock.unlock();
   gone.reset();
   lock.lock();
+  letting_go_ = false;
 }
 
 int Engine::choose() {
-  const bool pinned = may_take_pinned(), reads = pinned || !lanes_[kRead].empty(), writes = !lanes_[kWrite].empty();
+  const bool others = !lanes_[kRead].empty(), pinned = may_take_pinned() && !(others && pinned_last_);
+  const bool reads = pinned || others, writes = !lanes_[kWrite].empty();
   const int read = pinned ? kPinnedRead : kRead;
   if (reads && writes) {
     const bool turn = reads_in_a_row_ >= kReadsPerWrite - 1;
@@ -242,6 +264,7 @@ Run Engine::take(int kind) {
   }
   if (kind == kWrite) writing_++;
   if (kind == kPinnedRead) pinned_runs_++;
+  if (kind != kWrite) pinned_last_ = kind == kPinnedRead;
   reads_in_a_row_ = kind != kWrite && !lanes_[kWrite].empty() ? reads_in_a_row_ + 1 : 0;
   return run;
 }

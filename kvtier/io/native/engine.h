@@ -99,10 +99,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::condition_variable work_or_stop_, thread_ended_;
   std::deque<std::shared_ptr<Batch>> lanes_[kLanes];  // batches with pieces of that kind to give out
   std::vector<std::shared_ptr<const void>> forgotten_;  // mappings and pinned files
+  bool letting_go_ = false;                             // a thread is about one of those
   size_t queued_ops_ = 0;
   uint32_t threads_alive_ = 0;
   uint32_t idle_ = 0;           // threads that wait for work
   std::atomic<uint32_t> pinned_runs_{0};  // on their way
+  bool pinned_last_ = false;    // the last read that was taken: the two lanes of reads take turns
   uint32_t writing_ = 0;        // threads that hold a write piece
   uint32_t reads_in_a_row_ = 0; // runs given out while writes waited
   bool stop_ = false;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
+#include <utility>
 
 #include "batch.h"
 
@@ -96,10 +97,9 @@ std::shared_ptr<const PinnedFile> PinnedFiles::take_out(int fd) {
   return file;
 }
 
-void PinnedFiles::clear() {
-  decltype(by_fd_) gone;
+PinnedFiles::ByDescriptor PinnedFiles::take_all() {
   std::lock_guard<std::mutex> lock(mutex_);
-  gone.swap(by_fd_);
+  return std::exchange(by_fd_, {});
 }
 
 }  // namespace kvtier

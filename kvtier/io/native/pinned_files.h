@@ -44,6 +44,8 @@ class PinnedFile {
 // One engine's, by descriptor. Thread-safe; nothing is registered or unregistered under the lock.
 class PinnedFiles {
  public:
+  using ByDescriptor = std::unordered_map<int, std::shared_ptr<const PinnedFile>>;
+
   explicit PinnedFiles(int ordinal) : ordinal_(ordinal) {}
 
   // Pins what is not yet pinned of the bytes before `end`, whole pages; by one thread at a time. Those must have memory
@@ -58,12 +60,12 @@ class PinnedFiles {
   // What was pinned of it, or null: the descriptor is about to be closed.
   std::shared_ptr<const PinnedFile> take_out(int fd);
 
-  void clear();
+  ByDescriptor take_all();
 
  private:
   const int ordinal_;
   std::mutex mutex_;
-  std::unordered_map<int, std::shared_ptr<const PinnedFile>> by_fd_;
+  ByDescriptor by_fd_;
 };
 
 }  // namespace kvtier
