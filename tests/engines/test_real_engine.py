@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 KV_NOISE = 1e-4
 """Float32 sums in another order (another batch, another chunk of a prefill) differ by about 1e-5."""
@@ -194,6 +195,10 @@ def test_speculative_decoding(lab: Any) -> None:
     assert_loads_equal_saves([run])
 
 
+@pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM keeps KV in fp8 on a CPU only with AVX-512 or AMX",
+)
 def test_layers_that_the_engine_does_not_quantize(lab: Any) -> None:
     """fp8 but for the first and last layer: layers of one model differ in bytes. A second process loads them all.
 
