@@ -54,7 +54,7 @@ def reloads() -> list[str]:
 
 def _beside_all_peers() -> str:
     """The comparison before that one, with LMCache in it, on a machine with fewer processors."""
-    result = read("versus")
+    result = read(tables_tmpfs.ALL_PEERS)
     entries = Entries(result["runs"], result["settings"]["token_bytes"])
     cells, lengths = entries.cells(), entries.lengths(tables_tmpfs.PLACE)
     times = []

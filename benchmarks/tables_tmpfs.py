@@ -13,6 +13,8 @@ from benchmarks.versus.judge import PEERS, Entries
 
 RUN = "versus_32"
 """The latest comparison with other systems, whose runs of kvtier these are."""
+ALL_PEERS = "versus"
+"""The latest with LMCache in it."""
 TTFT_GOALS_S = {8192: 0.05, 32768: 0.13, 100_000: 0.36}
 ARENA_GOAL_S = 0.34
 TRANSFER_GOAL_PERCENT = 85.0

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks import tables_tmpfs
 from benchmarks.gpu.report import ms
 from benchmarks.serving import plot
 from benchmarks.tables_common import code_of, forwards, has, judged, read, span, table
+from benchmarks.tables_tmpfs import ALL_PEERS
 from benchmarks.versus.contestants import CONTESTANTS
 from benchmarks.versus.judge import PEERS, Cell, Entries, compared, goals, losses, slower_than_computing
 
-RUNS = ("versus_32", "versus")
-"""Of two machines, the latest first; the plot is of the one with all peers in it."""
+RUNS = (tables_tmpfs.RUN, ALL_PEERS)
+"""Of two machines; the plot is of the latter."""
 DOCUMENT_RUNS = ("long_doc_qa", "long_doc_qa-2")
 PLOT = "versus.svg"
 NOTHING = "†"
@@ -35,7 +37,7 @@ def _versus(name: str) -> list[str]:
         f"{forwards(result['settings'].get('llm', {}))}; the same prompts, the systems in turn, a "
         "fresh process for each repetition that reloads all lengths; ms to the first token, the median and in "
         f"brackets the fastest and the slowest; computed: 2 prompts, floor: the second hit of each"
-        + (f"; [plot](results/gpu/{PLOT})" if name == RUNS[-1] else "")
+        + (f"; [plot](results/gpu/{PLOT})" if name == ALL_PEERS else "")
         + ").",
     ]
     for place in entries.places():
@@ -177,9 +179,9 @@ def _document_tokens(result: dict[str, Any]) -> int:
 
 def drawing() -> str | None:
     """Times over lengths, of tmpfs drawn through, of a disk dashed."""
-    if not has("versus"):
+    if not has(ALL_PEERS):
         return None
-    result = read("versus")
+    result = read(ALL_PEERS)
     entries = Entries(result["runs"], result["settings"]["token_bytes"])
     cells = entries.cells()
     drawn = []

@@ -15,7 +15,7 @@ from kvtier import metrics as names
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.native import reads_issued
 from tests.core.rig import Engine
-from tests.gpu.test_walks import TARGET, expected, is_equal, load_behind, save_late, start
+from tests.gpu.test_walks import TARGET, expected, flip_a_byte, is_equal, load_behind, save_late, start
 
 SHM = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(
@@ -57,11 +57,7 @@ def test_the_gpu_copies_out_of_the_file(root: Path, reader: Engine) -> None:
 
 def test_a_byte_that_is_flipped_afterwards_is_a_miss(root: Path, reader: Engine) -> None:
     (segment,) = root.rglob("*.kvseg")
-    with open(segment, "r+b") as file:
-        file.seek(4096 + 4096 + 12345)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 4]))
+    flip_a_byte(segment)
     assert load_behind(reader) == (5, frozenset(TARGET))
     assert reader.transfers[0].metrics.total()[names.CHECKSUM_FAILURES] == 1
 

@@ -1,64 +1,18 @@
 // The device stage over the double of CUDA's driver: copies that end late, cancels, closing, calls that fail.
-#include <dlfcn.h>
-
 #include <cerrno>
 #include <thread>
 
 #include "cuda_driver.h"
-#include "native_support.h"
+#include "native_cuda_double.h"
 
 namespace {
-
-constexpr uint64_t kSlabsBytes = kSlabs * kSlab;
-
-struct Double {
-  int64_t (*outstanding)();
-  int64_t (*faults)();
-  void (*delay)(int64_t);
-  void (*fail)(const char*, int64_t, int64_t, int);
-
-  explicit Double(const std::string& path) {
-    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    CHECK(library != nullptr);
-    outstanding = reinterpret_cast<int64_t (*)()>(dlsym(library, "fake_outstanding"));
-    faults = reinterpret_cast<int64_t (*)()>(dlsym(library, "fake_faults"));
-    delay = reinterpret_cast<void (*)(int64_t)>(dlsym(library, "fake_delay"));
-    fail = reinterpret_cast<void (*)(const char*, int64_t, int64_t, int)>(dlsym(library, "fake_fail"));
-    CHECK(outstanding && faults && delay && fail);
-  }
-  void check_clean() const { CHECK(outstanding() == 0 && faults() == 0); }
-};
 
 std::shared_ptr<Engine> started(uint32_t threads, uint32_t slots) {
   return Engine::start({threads, 1024, kPiece, kPiece, 0, slots, 2 * kPiece});
 }
 
-OpSpec device_record(int fd, uint64_t number, uint8_t* address) {
-  OpSpec spec = record(kRead, fd, number, address);
-  spec.flags = kOnDevice;
-  return spec;
-}
-
-// A file of `n` records, each full of bytes of its own.
-int records(const std::string& name, uint64_t n) {
-  const int fd = file(name);
-  std::vector<uint8_t> slabs(kSlabsBytes);
-  for (uint64_t number = 0; number < n; number++) {
-    for (size_t i = 0; i < slabs.size(); i++) slabs[i] = static_cast<uint8_t>(i / kPageBytes * 7 + number);
-    CHECK(pwrite(fd, slabs.data(), slabs.size(), static_cast<off_t>(number * kRecord + kPageBytes)) ==
-          static_cast<ssize_t>(slabs.size()));
-  }
-  return fd;
-}
-
-bool landed(const uint8_t* slabs, uint64_t number) {
-  for (size_t i = 0; i < kSlabsBytes; i++)
-    if (slabs[i] != static_cast<uint8_t>(i / kPageBytes * 7 + number)) return false;
-  return true;
-}
-
 void late_copies_land_whole(const Double& cuda) {
-  const int fd = records("device", 24);
+  const int fd = records(file("device"), 24);
   cuda.delay(300);
   for (uint32_t slots = 1; slots <= 3; slots++) {
     auto engine = started(3, slots);
@@ -85,7 +39,7 @@ void late_copies_land_whole(const Double& cuda) {
 }
 
 void cancels_and_closing_race_with_copies(const Double& cuda) {
-  const int fd = records("device-cancel", 8);
+  const int fd = records(file("device-cancel"), 8);
   cuda.delay(100);
   for (int round = 0; round < 40; round++) {
     auto engine = started(2, 2);
@@ -110,7 +64,7 @@ void cancels_and_closing_race_with_copies(const Double& cuda) {
 }
 
 void calls_that_fail_are_that_operations_error(const Double& cuda) {
-  const int fd = records("device-fail", 12);
+  const int fd = records(file("device-fail"), 12);
   cuda.delay(200);
   for (const char* call : {"cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize", "cuEventQuery"}) {
     auto engine = started(2, 2);

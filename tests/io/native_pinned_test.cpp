@@ -1,11 +1,9 @@
 // Pinned files over the double of CUDA's driver: pinning, forgetting and closing race with reads.
-#include <dlfcn.h>
-
 #include <cerrno>
 #include <thread>
 
 #include "cuda_driver.h"
-#include "native_support.h"
+#include "native_cuda_double.h"
 #include "transfer.h"
 
 namespace {
@@ -13,51 +11,20 @@ namespace {
 constexpr uint64_t kRecords = 24;
 constexpr int64_t kFileBytes = static_cast<int64_t>(kRecords * kRecord);
 
-struct Double {
-  int64_t (*outstanding)();
-  int64_t (*faults)();
-  void (*delay)(int64_t);
-
-  explicit Double(const std::string& path) {
-    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    CHECK(library != nullptr);
-    outstanding = reinterpret_cast<int64_t (*)()>(dlsym(library, "fake_outstanding"));
-    faults = reinterpret_cast<int64_t (*)()>(dlsym(library, "fake_faults"));
-    delay = reinterpret_cast<void (*)(int64_t)>(dlsym(library, "fake_delay"));
-    CHECK(outstanding && faults && delay);
-  }
-};
-
-uint8_t byte_at(uint64_t number, size_t i) { return static_cast<uint8_t>(i / kPageBytes * 7 + number); }
-
 int memory_file(const std::string& path) {
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600);
   CHECK(fd >= 0);
-  std::vector<uint8_t> data(kRecord);
-  for (uint64_t number = 0; number < kRecords; number++) {
-    for (size_t i = kPageBytes; i < kRecord; i++) data[i] = byte_at(number, i - kPageBytes);
-    CHECK(pwrite(fd, data.data(), kRecord, static_cast<off_t>(number * kRecord)) == static_cast<ssize_t>(kRecord));
-  }
-  return fd;
-}
-
-bool landed(const uint8_t* slabs, uint64_t number) {
-  for (size_t i = 0; i < kSlabs * kSlab; i++)
-    if (slabs[i] != byte_at(number, i)) return false;
-  return true;
+  return records(fd, kRecords);
 }
 
 void read_all(Engine& engine, int fd) {
-  Pages target(kRecords * kSlabs * kSlab);
+  Pages target(kRecords * kSlabsBytes);
   std::vector<OpSpec> specs;
-  for (uint64_t i = 0; i < kRecords; i++) {
-    specs.push_back(record(kRead, fd, i, target.data + i * kSlabs * kSlab));
-    specs.back().flags = kOnDevice;
-  }
+  for (uint64_t i = 0; i < kRecords; i++) specs.push_back(device_record(fd, i, target.data + i * kSlabsBytes));
   auto batch = submitted(engine, specs);
   CHECK(batch->wait(60s));
   for (uint64_t i = 0; i < kRecords; i++)
-    CHECK(batch->op(i).error == 0 && landed(target.data + i * kSlabs * kSlab, i));
+    CHECK(batch->op(i).error == 0 && landed(target.data + i * kSlabsBytes, i));
 }
 
 // A copy from a file that was let go of too early is a fault of the double, or reads what is not mapped any more.
@@ -82,7 +49,7 @@ void pinning_races_with_reads(const Double& cuda, const std::string& path) {
     }
     CHECK(engine->close(20s));
     engine.reset();
-    CHECK(cuda.outstanding() == 0 && cuda.faults() == 0);
+    cuda.check_clean();
   }
   cuda.delay(0);
   ::close(fd);
@@ -94,19 +61,16 @@ void closing_races_with_copies(const Double& cuda, const std::string& path) {
   for (int round = 0; round < 20; round++) {
     auto engine = Engine::start({2, 1024, kPiece, kPiece, 0, 2, 2 * kPiece});
     engine->pin_file(fd, kFileBytes);
-    Pages target(kRecords * kSlabs * kSlab);
+    Pages target(kRecords * kSlabsBytes);
     std::vector<OpSpec> specs;
-    for (uint64_t i = 0; i < kRecords; i++) {
-      specs.push_back(record(kRead, fd, i, target.data + i * kSlabs * kSlab));
-      specs.back().flags = kOnDevice;
-    }
+    for (uint64_t i = 0; i < kRecords; i++) specs.push_back(device_record(fd, i, target.data + i * kSlabsBytes));
     auto batch = submitted(*engine, specs);
     std::this_thread::sleep_for(std::chrono::microseconds(100 * round));
     CHECK(engine->close(20s) && batch->wait(20s));
     for (uint64_t i = 0; i < kRecords; i++)
-      CHECK(batch->op(i).error == ECANCELED || landed(target.data + i * kSlabs * kSlab, i));
+      CHECK(batch->op(i).error == ECANCELED || landed(target.data + i * kSlabsBytes, i));
     engine.reset();
-    CHECK(cuda.outstanding() == 0 && cuda.faults() == 0);
+    cuda.check_clean();
   }
   cuda.delay(0);
   ::close(fd);
