@@ -96,12 +96,10 @@ class Transfer:
 
     def save(self, plan: SavePlan) -> None:
         """Gathers the plan's chunks before it returns. Each chunk is answered once, in some later `poll`."""
-        self._upkeep.at_work()
         self._saver.save(plan)
 
     def load(self, plan: LoadPlan) -> None:
         """Queues the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
-        self._upkeep.at_work()
         self._loader.load(plan)
 
     def forget(self, keys: Iterable[bytes]) -> None:
