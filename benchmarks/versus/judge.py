@@ -24,8 +24,8 @@ GOALS = [("tmpfs", "kvtier", 2.0), ("tmpfs", "kvtier-k4v4", 4.0), ("disk", "kvti
 class Cell:
     """One system at one length. Times in seconds, one of each repetition, to the first token; rates in bytes a second.
 
-    rate: bytes of the engine's KV over the time above the floor. ceiling: the smaller of pinned copies and of direct
-    reads around the repetitions. copies: pinned ones alone. cold: to the first token while it stores. stored: bytes of
+    rate: bytes of the engine's KV over the time above the floor. ceiling: the smaller of pinned copies and of what the
+    folder gives, `Entries.of_folder`. copies: pinned ones alone. cold: to the first token while it stores. stored: bytes of
     all lengths together.
     """
 
@@ -136,6 +136,16 @@ class Entries:
         runs = [run for run in self._of("reload", place) if system in (None, run["system"])]
         return [rate for run in runs for rate in run.get("read_bytes_s", [])]
 
+    def of_folder(self, place: str, system: str) -> float | None:
+        """Bytes a second that the folder gives: the larger of direct reads around the system's repetitions (mean) and of
+        KvikIO alone on the longest prompt's bytes (median). A disk whose rate changes by the minute may give one of
+        them in a bad one."""
+        reads, alone = self.reads(place, system), self.kvikio(place)
+        longest = max(alone, default=0)
+        rates = [sum(reads) / len(reads)] if reads else []
+        rates += [longest * self._token_bytes / median(alone[longest])] if alone else []
+        return max(rates, default=None)
+
     def _of(self, kind: str, place: str | None = None) -> list[dict[str, Any]]:
         return [run for run in self._runs if run["kind"] == kind and place in (None, run["place"])]
 
@@ -148,9 +158,8 @@ class Entries:
         computed, floor = self.bare(tokens, boots)
         stored = [run for run in self._of("store", place) if run["system"] == system]
         cold = [row["ttft_s"] for run in stored for row in run["rows"] if row["tokens"] == tokens]
-        reads = self.reads(place, system)
         copies = self.copies(boots)
-        limits = [rate for rate in (copies, sum(reads) / len(reads) if reads else None) if rate]
+        limits = [rate for rate in (copies, self.of_folder(place, system)) if rate]
         hit = min(row["hit_tokens"] for row in rows)
         return Cell(
             place, tokens, system, [row["ttft_s"] for row in rows], hit, computed, floor,

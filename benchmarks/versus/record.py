@@ -57,11 +57,13 @@ class Records:
         self.boot = self._machine["boot"]
 
     def find(self, run: Run) -> dict[str, Any] | None:
-        """Of this machine since it was started, over the same lengths; failures count as nothing."""
+        """Of this machine since it was started, over these lengths or more; failures count as nothing."""
         wanted = (run.kind, run.place, run.system, run.repetition, self.boot)
-        found = next((entry for entry in self.entries if key_of(entry) == wanted), None)
-        is_good = found is not None and "failed" not in found and found.get("lengths") == self._settings.get("lengths")
-        return found if is_good else None
+        lengths = set(self._settings.get("lengths") or ())
+        for entry in self.entries:
+            if key_of(entry) == wanted and "failed" not in entry and lengths <= set(entry.get("lengths") or ()):
+                return entry
+        return None
 
     def add(self, run: Run, shown: dict[str, Any]) -> None:
         head = {
