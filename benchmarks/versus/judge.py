@@ -25,8 +25,8 @@ class Cell:
     """One system at one length. Times in seconds, one of each repetition, to the first token; rates in bytes a second.
 
     rate: bytes of the engine's KV over the time above the floor. ceiling: the smaller of pinned copies and of what the
-    folder gives, `Entries.of_folder`. copies: pinned ones alone. cold: to the first token while it stores. stored: bytes of
-    all lengths together.
+    folder gives, `Entries.of_folder`. copies: pinned ones alone. cold: to the first token while it stores. stored:
+    bytes of all lengths together.
     """
 
     place: str
@@ -137,9 +137,8 @@ class Entries:
         return [rate for run in runs for rate in run.get("read_bytes_s", [])]
 
     def of_folder(self, place: str, system: str) -> float | None:
-        """Bytes a second that the folder gives: the larger of direct reads around the system's repetitions (mean) and of
-        KvikIO alone on the longest prompt's bytes (median). A disk whose rate changes by the minute may give one of
-        them in a bad one."""
+        """Bytes a second that the folder gives: the larger of direct reads around the system's repetitions (mean) and
+        of KvikIO alone on the longest prompt's bytes (median): a disk's rate may change by the minute."""
         reads, alone = self.reads(place, system), self.kvikio(place)
         longest = max(alone, default=0)
         rates = [sum(reads) / len(reads)] if reads else []
