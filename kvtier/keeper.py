@@ -8,10 +8,8 @@ does whatever is due.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,6 +27,7 @@ from kvtier.jobs import Ticker
 from kvtier.metrics import Metrics
 from kvtier.reports import NOTE_PREFIX, About, Reporter
 from kvtier.sets import SetSupply, Side, Supplies
+from kvtier.sweep_turns import SweepTurns
 
 log = logging.getLogger("kvtier")
 
@@ -36,12 +35,6 @@ RECENT_ENTRIES_MAX = 65_536
 """Hits whose use waits to be booked; further ones push out the oldest, which at worst evicts a set too soon."""
 TICK_INTERVAL_S = 0.5
 SPARES_MAX = 8
-SWEEP_INTERVAL_S = 60.0
-"""A sweep reads the whole root: so long after one by anybody the next engine sweeps."""
-SWEEP_AT_ONCE, SWEEP_AT_ONCE_S = 0.0, 2.0
-"""When it is due at once, so long after one by anybody, for many engines may find at once that there is no room."""
-SWEEP_SPREAD_S = 15.0
-"""By so much at most an engine waits longer than another, so that most find that it was done."""
 LIMITS_INTERVAL_S = 5.0
 SET_BACK_S = 5.0
 """A clock that goes back by more was set. By the times of before nothing would be due for as long, and nodes whose
@@ -85,14 +78,12 @@ class KeeperPlan:
 
 @dataclass(slots=True)
 class _Due:
-    """When each duty is to be done next, seconds since the epoch. swept_since_s: with SWEEP_AT_ONCE, since when one is
-    wanted; one by others after that will do. said_s: when it was logged that one is put off. looked_s: when it was last
-    looked at what is due."""
+    """When each duty is to be done next, seconds since the epoch. said_s: when it was logged that one is put off.
+    looked_s: when it was last looked at what is due."""
 
+    sweep: SweepTurns
     beat_s: float = 0.0
     touch_s: float = 0.0
-    sweep_s: float = SWEEP_AT_ONCE
-    swept_since_s: float = math.inf
     relief_s: float = 0.0
     limits_s: float = 0.0
     said_s: dict[str, float] = field(default_factory=dict)
@@ -134,7 +125,7 @@ class Keeper:
         self._is_leaving = False
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
         self._done_with = _DoneWith()
-        self._due = _Due()
+        self._due = _Due(SweepTurns(plan.owner))
         self._disk_is_full = False
 
     def start(self) -> None:
@@ -162,7 +153,7 @@ class Keeper:
         """Does what is due. What fails is logged and tried again later; the other duties go on."""
         now = self._housekeeper.clock()
         if now < self._due.looked_s - SET_BACK_S:
-            self._due = _Due()
+            self._due = _Due(SweepTurns(self._plan.owner))
             for side in self.supplies.sides():
                 side.room.clear()
         self._due.looked_s = now
@@ -299,7 +290,7 @@ class Keeper:
             evicted = self._evictor.make_room(need, self._index.counts().n_bytes)
             self._note_evicted(evicted)
             if evicted is None:
-                self._due.sweep_s = SWEEP_AT_ONCE
+                self._due.sweep.want()
 
     def _make_sets(self, now: float) -> None:
         """For each tenant in use; when one of them is at its quota, the others go on."""
@@ -324,7 +315,7 @@ class Keeper:
             self._done_with.to_drop.remove(set_id)
             set_id = None
         if set_id is None:
-            self._due.sweep_s = SWEEP_AT_ONCE  # what dead writers left open may be all that fills the root
+            self._due.sweep.want()  # what dead writers left open may be all that fills the root
             pause_s, full = side.room.refused(now), self._plan.capacity_bytes
             why = self._evictor.why_no_room(need, capacity_bytes, full)
             log.warning("no room for another segment set: %s; saving rests for %.0f s", why, pause_s)
@@ -348,29 +339,10 @@ class Keeper:
             self._note_evicted(self._evictor.keep_limits(self._capacity_bytes()))
 
     def _sweep(self, now: float) -> None:
-        """One engine does it for all: who waits the shortest (always the same one, which then looks into the closed
-        sets in turn), and if that one is gone, the next."""
-        if now < self._due.sweep_s or self._index.was_reset:
+        if not self._due.sweep.is_due(now) or self._index.was_reset:
             return
-        swept_s = self._housekeeper.swept_s()
-        if swept_s > now + SWEEP_INTERVAL_S:
-            swept_s = 0.0  # by a clock that is that far ahead nothing can be told
-        ago_s = max(0.0, now - swept_s)
-        next_s = SWEEP_INTERVAL_S + self._sweep_spread_s()
-        if self._due.sweep_s == SWEEP_AT_ONCE:
-            self._due.swept_since_s = min(now, self._due.swept_since_s)
-            if swept_s < self._due.swept_since_s and ago_s < SWEEP_AT_ONCE_S:
-                return
-            is_done = swept_s >= self._due.swept_since_s
-        else:
-            is_done = ago_s < SWEEP_INTERVAL_S
-        self._due.swept_since_s = math.inf
-        self._due.sweep_s = now + next_s - (ago_s if is_done else 0.0)
-        if not is_done:
+        if self._due.sweep.takes(now, self._housekeeper.swept_s()):
             self._housekeeper.sweep()
-
-    def _sweep_spread_s(self) -> float:
-        return SWEEP_SPREAD_S * zlib.crc32(self._plan.owner.encode()) / 2**32
 
     def _note_evicted(self, n_bytes: int | None) -> None:
         if n_bytes:

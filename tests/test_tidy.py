@@ -32,7 +32,7 @@ LAYERS = (
     ("kvtier.eviction", "kvtier.slots", "kvtier.jobs", "kvtier.plan", "kvtier.sets", "kvtier.sources",
      "kvtier.admission", "kvtier.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
      "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.plain_files",
-     "kvtier.fingerprint", "kvtier.machine", "kvtier.reports"),
+     "kvtier.fingerprint", "kvtier.machine", "kvtier.reports", "kvtier.sweep_turns"),
     ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
      "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.refusals", "kvtier.capacity",
      "kvtier.model_config", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.entry", "kvtier.sizes",

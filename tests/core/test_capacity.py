@@ -322,7 +322,7 @@ def test_the_keeper_outlives_any_fault(tmp_path: Path, monkeypatch: pytest.Monke
         with monkeypatch.context() as patched:
             patched.setattr(Evictor, "make_room", fail)
             patched.setattr(Housekeeper, "close_set", fail)
-            keeper._due.sweep_s = 0.0
+            keeper._due.sweep.want()
             patched.setattr(Housekeeper, "sweep", fail)
             for number in range(3):
                 engine.prefill(tokens_of(number), BLOCKS)

@@ -32,11 +32,11 @@ def test_what_a_hanging_tick_is_at_is_not_done_a_second_time(tmp_path: Path, mon
     monkeypatch.setattr(Housekeeper, "close_set", close_set)
     monkeypatch.setattr(Housekeeper, "sweep", lambda self: later.append("sweep"))
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    ours._due.sweep_s = float("inf")
+    ours._due.sweep.due_s = float("inf")
     ours._done_with.to_close += [1, 2]
     ticker.wake()
     assert hangs.wait(5)
-    ours._due.sweep_s = 0.0
+    ours._due.sweep.want()
     engine.close()
     goes_on.set()
     ticker._thread.join(5)

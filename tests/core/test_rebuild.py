@@ -122,7 +122,7 @@ def test_a_segment_that_could_not_be_read_once_is_taken_in_later(
     monkeypatch.setattr(SegmentFiles, "_open_file", refuse_first)
     reader = Engine(tmp_path)
     wait_until(lambda: not reader.store._keeper._index.was_reset)
-    reader.store._keeper._due.sweep_s = 0.0
+    reader.store._keeper._due.sweep.want()
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     reader.close()
 

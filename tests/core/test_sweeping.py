@@ -13,15 +13,8 @@ import pytest
 from kvtier.evictor import Evictor
 from kvtier.housekeeping import SWEPT_NOTE, Housekeeper, writer_lease
 from kvtier.index.memory import MemoryIndex
-from kvtier.keeper import (
-    SET_BACK_S,
-    SWEEP_AT_ONCE,
-    SWEEP_AT_ONCE_S,
-    SWEEP_INTERVAL_S,
-    SWEEP_SPREAD_S,
-    Keeper,
-    KeeperPlan,
-)  # fmt: skip
+from kvtier.keeper import SET_BACK_S, Keeper, KeeperPlan
+from kvtier.sweep_turns import AT_ONCE_AFTER_S, SWEEP_INTERVAL_S, SWEEP_SPREAD_S
 from tests.core.rig import geometry, namespace
 
 ENGINES = 6
@@ -83,7 +76,7 @@ def test_when_it_is_gone_another_one_does(cluster: Cluster) -> None:
 def test_who_has_no_room_has_it_swept_at_once_and_once_for_all(cluster: Cluster) -> None:
     cluster.run(10, cluster.keepers)
     for keeper in cluster.keepers:
-        keeper._due.sweep_s = SWEEP_AT_ONCE
+        keeper._due.sweep.want()
     assert len(cluster.run(TICK_S, cluster.keepers)) == 1
     assert cluster.run(30, cluster.keepers) == []
 
@@ -93,15 +86,15 @@ def test_a_sweep_of_a_moment_ago_does_not_do_for_who_has_no_room_since(cluster: 
     assert len(cluster.run(TICK_S, cluster.keepers)) == 1
     keeper = cluster.keepers[3]
     cluster.now_s += TICK_S
-    keeper._due.sweep_s = SWEEP_AT_ONCE
-    assert cluster.run(SWEEP_AT_ONCE_S - 3 * TICK_S, cluster.keepers) == []
+    keeper._due.sweep.want()
+    assert cluster.run(AT_ONCE_AFTER_S - 3 * TICK_S, cluster.keepers) == []
     assert cluster.run(3 * TICK_S, cluster.keepers) == [keeper._plan.owner]
 
 
 def test_a_clock_far_ahead_keeps_nobody_from_sweeping(cluster: Cluster) -> None:
     cluster.run(TICK_S, cluster.keepers)
     cluster.index.put_note(SWEPT_NOTE, struct.pack("<d", cluster.now_s + 1e6), None)
-    cluster.keepers[1]._due.sweep_s = SWEEP_AT_ONCE
+    cluster.keepers[1]._due.sweep.want()
     assert cluster.run(TICK_S, cluster.keepers[1:])
 
 
