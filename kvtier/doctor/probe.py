@@ -22,7 +22,7 @@ from kvtier.io.cuda import driver_version
 from kvtier.io.cufile import cufile_state
 from kvtier.io.engines import Target
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.io.kvikio_engine import load_kvikio
+from kvtier.io.kvikio_files import load_kvikio
 from kvtier.io.ring import aligned_buffer
 
 TARGET_BYTES = 128 << 20

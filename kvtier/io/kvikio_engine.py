@@ -16,9 +16,7 @@ process's.
 from __future__ import annotations
 
 import errno
-import importlib
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -29,6 +27,7 @@ from typing import Any, NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.cufile import cufile_state
+from kvtier.io.kvikio_files import FAULTS, OpenFile, OpenFiles, Returns, left_behind, load_kvikio
 from kvtier.io.ring import OpResult, ReadOp
 
 log = logging.getLogger("kvtier")
@@ -43,16 +42,7 @@ QUEUED_PIECES_MAX = 1 << 16
 POLL_S = 200e-6
 """KvikIO's futures can't be waited for with a deadline (I10), so they are asked."""
 
-OPEN_FILES_MAX = 64
-UNUSED_S = 30.0
 SWEEP_INTERVAL_S = 1.0
-
-_FAULTS = (RuntimeError, ValueError, TypeError, ArithmeticError, MemoryError, LookupError, SystemError)
-"""What Cython makes of C++ exceptions, beside OSError."""
-
-_left_behind: list[object] = []
-"""Never to be freed: readers whose reads hang, for KvikIO's threads hold bare pointers to their files and buffers; and
-what KvikIO failed to take back, for who knows what it still does with that."""
 
 
 class KvikioSizes(NamedTuple):
@@ -71,19 +61,10 @@ class DeviceBuffer:
         }  # fmt: skip
 
 
-class _File:
-    """A file open in KvikIO. users: operations that are not done."""
-
-    def __init__(self, handle: Any, used_s: float) -> None:
-        self.handle = handle
-        self.users = 0
-        self.used_s = used_s
-
-
 class _Op:
     """One operation. pieces: offsets not yet handed to KvikIO; in_flight: pieces that it has."""
 
-    def __init__(self, spec: ReadOp, file: _File, piece_bytes: int) -> None:
+    def __init__(self, spec: ReadOp, file: OpenFile, piece_bytes: int) -> None:
         self.spec = spec
         self.file = file
         self.n_bytes = spec.slab_bytes * spec.n_slabs
@@ -146,25 +127,24 @@ class KvikioReader:
         if self.sizes.threads <= 0 or self.sizes.piece_bytes <= 0 or self.sizes.piece_bytes % PAGE_BYTES:
             raise ValueError(f"KvikIO with {self.sizes}")
         self._kvikio = (load or load_kvikio)()
-        self._clock = clock
+        self._returns = Returns()
         self._tune(direct)
         self.state = cufile_state(self._kvikio)
         self._is_registered = self.state.mode == "gds" and self._register()
         self._lock = threading.Lock()
-        self._files: dict[tuple[int, int], _File] = {}
+        self._files = OpenFiles(self._kvikio, self._returns, self._lock, clock)
         self._batches: list[KvikioBatch] = []
         self._queued = 0
-        self._swept_s = clock()
-        self._is_closed = self._has_complained = False
+        self._is_closed = False
 
     def submit(self, ops: Sequence[ReadOp]) -> KvikioBatch:
         """Starts the reads, or none of them. Raises as `Ring.submit`, also when a file can't be opened."""
         pieces = sum(self._pieces(op) for op in ops)
-        self.close_unused(SWEEP_INTERVAL_S)
+        self._files.close_unused(SWEEP_INTERVAL_S)
         begun: list[_Op] = []
         try:
             for op in ops:
-                begun.append(_Op(op, self._open(op.fd), self.sizes.piece_bytes))
+                begun.append(_Op(op, self._files.open(op.fd), self.sizes.piece_bytes))
             batch = KvikioBatch(self, begun)
             with self._lock:
                 if self._is_closed:
@@ -177,7 +157,7 @@ class KvikioReader:
         except TierUnavailable:
             with self._lock:
                 for lost in begun:
-                    lost.file.users -= 1
+                    self._files.release(lost.file)
             raise
         return batch
 
@@ -209,33 +189,19 @@ class KvikioReader:
             self.wait(batch, deadline_s - time.monotonic())
         with self._lock:
             if self._batches:
-                _left_behind.append(self)
+                left_behind.append(self)
                 return False
-            files, self._files = self._files, {}
-        for file in files.values():
-            self._give_back(file, file.handle.close)
+        self._files.close_all()
         if self._is_registered:
             buffer = DeviceBuffer(self._address, self._n_bytes)
-            self._is_registered = not self._give_back(buffer, lambda: self._kvikio.memory_deregister(buffer))
-        self._give_back(self, self._kvikio.bounce_buffer_free)  # pinned memory, one piece a thread, which it would keep
+            self._is_registered = not self._returns.give(buffer, lambda: self._kvikio.memory_deregister(buffer))
+        # Pinned memory, one piece a thread, which it would keep.
+        self._returns.give(self, self._kvikio.bounce_buffer_free)
         return not self._is_registered
 
-    def close_unused(self, interval_s: float = 0.0) -> None:
-        """Closes files that were evicted (open, they keep their space on the disk) or long unused.
-
-        Does nothing when it was done less than `interval_s` ago.
-        """
-        now_s = self._clock()
-        with self._lock:
-            if now_s - self._swept_s < interval_s:
-                return
-            self._swept_s = now_s
-            unused = [(key, file) for key, file in self._files.items() if file.users == 0]
-        unused.sort(key=lambda item: item[1].used_s)
-        excess = len(unused) - OPEN_FILES_MAX
-        for position, (key, file) in enumerate(unused):
-            if position < excess or now_s - file.used_s > UNUSED_S or _is_unlinked(file):
-                self._close_file(key, file)
+    def close_unused(self) -> None:
+        """Closes files that were evicted or long unused."""
+        self._files.close_unused(0.0)
 
     # --- the inside ---
 
@@ -246,7 +212,7 @@ class KvikioReader:
                 "num_threads": threads, "task_size": piece, "bounce_buffer_size": piece, "auto_direct_io_read": direct,
                 "gds_threshold": 1,  # smaller reads would be made at once, on our thread and under our lock
             })  # fmt: skip
-        except (KeyError, OSError, *_FAULTS) as fault:
+        except (KeyError, OSError, *FAULTS) as fault:
             raise TierUnavailable(
                 f"KvikIO refuses its settings ({fault}): install kvikio 26.10, or set io.engine to ring"
             ) from fault
@@ -254,7 +220,7 @@ class KvikioReader:
     def _register(self) -> bool:
         try:
             self._kvikio.memory_register(DeviceBuffer(self._address, self._n_bytes))
-        except (OSError, *_FAULTS) as fault:
+        except (OSError, *FAULTS) as fault:
             log.warning("cuFile registers no buffer of %d bytes (%s): it copies inside the device instead; "
                         "max_device_pinned_mem_size_kb in cufile.json bounds it", self._n_bytes, fault)  # fmt: skip
             return False
@@ -269,58 +235,6 @@ class KvikioReader:
         if op.address < self._address or op.address + n_bytes > self._address + self._n_bytes:
             raise ValueError("an operation lies outside the buffer")
         return -(-n_bytes // self.sizes.piece_bytes)
-
-    def _open(self, fd: int) -> _File:
-        """The file behind the caller's descriptor, whatever its name leads to by now. Counts one user of it.
-
-        A file that is open keeps its number, so the number finds the right one among the open files.
-        """
-        try:
-            found = os.fstat(fd)
-            key = (found.st_dev, found.st_ino)
-            file = self._take(key)
-            if file is None:
-                made = _File(self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r"), self._clock())
-                file = self._keep(key, made)
-                if file is not made:
-                    self._give_back(made, made.handle.close)
-            return file
-        except (OSError, *_FAULTS) as fault:
-            raise TierUnavailable(f"KvikIO cannot open a segment: {fault}") from fault
-
-    def _take(self, key: tuple[int, int]) -> _File | None:
-        with self._lock:
-            file = self._files.get(key)
-            if file is not None:
-                file.users += 1
-                file.used_s = self._clock()
-            return file
-
-    def _keep(self, key: tuple[int, int], made: _File) -> _File:
-        """`made`, or the one that another thread opened meanwhile."""
-        with self._lock:
-            file = self._files.setdefault(key, made)
-            file.users += 1
-            return file
-
-    def _close_file(self, key: tuple[int, int], file: _File) -> None:
-        with self._lock:
-            if file.users or self._files.get(key) is not file:
-                return
-            del self._files[key]
-        self._give_back(file, file.handle.close)
-
-    def _give_back(self, what: object, free: Callable[[], object]) -> bool:
-        """False: KvikIO does not take it, so it is kept for good. That is said once."""
-        try:
-            free()
-        except (OSError, *_FAULTS) as fault:
-            _left_behind.append(what)
-            if not self._has_complained:
-                log.warning("KvikIO does not take back what it opened or pinned (%s): it stays until the end", fault)
-            self._has_complained = True
-            return False
-        return True
 
     def _pump(self) -> None:
         """Takes in what has come back, and hands KvikIO more, oldest batch first. Under the lock."""
@@ -348,7 +262,7 @@ class KvikioReader:
             target = DeviceBuffer(op.spec.address + start, n_bytes)
             try:
                 future = op.file.handle.pread(target, n_bytes, op.spec.offset + start, n_bytes)
-            except (OSError, *_FAULTS) as fault:
+            except (OSError, *FAULTS) as fault:
                 op.error = _errno_of(fault)
                 return started + self._start(batch, op, 0)
             op.in_flight += 1
@@ -356,8 +270,7 @@ class KvikioReader:
             batch.in_flight.append(_Flying(future, op, n_bytes))
         if not op.is_done and not op.pieces and op.in_flight == 0:
             op.is_done = True
-            op.file.users -= 1
-            op.file.used_s = self._clock()
+            self._files.release(op.file)
         return started
 
 
@@ -365,7 +278,7 @@ def _take_in(piece: _Flying) -> None:
     piece.op.in_flight -= 1
     try:
         n_bytes = piece.future.get()
-    except (OSError, *_FAULTS) as fault:
+    except (OSError, *FAULTS) as fault:
         piece.op.error = piece.op.error or _errno_of(fault)
         return
     if n_bytes != piece.n_bytes:
@@ -377,24 +290,3 @@ def _errno_of(fault: BaseException) -> int:
         return fault.errno or errno.EIO
     log.warning("KvikIO: %s", " ".join(str(fault).split()))
     return errno.ENODATA if "EOF" in str(fault) else errno.EIO
-
-
-def _is_unlinked(file: _File) -> bool:
-    try:
-        return os.fstat(file.handle.fileno()).st_nlink == 0
-    except OSError:
-        return True  # of no use any more
-
-
-def load_kvikio() -> ModuleType:
-    """The package. Raises TierUnavailable with the fix when it isn't there."""
-    try:
-        module = importlib.import_module("kvikio")
-        for part in ("defaults", "cufile_driver"):
-            importlib.import_module(f"kvikio.{part}")
-    except (ImportError, OSError) as fault:
-        raise TierUnavailable(
-            f"KvikIO cannot be loaded ({fault}): `pip install kvikio-cu13` (kvikio-cu12 for CUDA 12), or set io.engine "
-            "to ring"
-        ) from fault
-    return module

@@ -16,9 +16,10 @@ import pytest
 
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io import kvikio_engine
+from kvtier.io import kvikio_engine, kvikio_files
 from kvtier.io.cufile import cufile_state, nvidia_fs_loaded
-from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes, load_kvikio
+from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes
+from kvtier.io.kvikio_files import load_kvikio
 from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp, aligned_buffer
 
 from fake_kvikio import FakeKvikio
@@ -272,12 +273,12 @@ def test_close_leaves_hanging_reads_their_files(kvikio: FakeKvikio, target: Alig
         reader.submit([op_of(file.fileno(), target)])
         assert not reader.close(0.05)
         assert not reader.close(0.0), "it hangs as before"
-        assert not kvikio.opened[0].closed and not kvikio.freed and reader in kvikio_engine._left_behind
+        assert not kvikio.opened[0].closed and not kvikio.freed and reader in kvikio_files.left_behind
         with pytest.raises(TierUnavailable, match="closed"):
             reader.submit([op_of(file.fileno(), target)])
     release.set()
     assert reader.close(TIMEOUT_S) and kvikio.opened[0].closed
-    kvikio_engine._left_behind.clear()
+    kvikio_files.left_behind.clear()
 
 
 def test_what_kvikio_does_not_take_back_is_kept_and_the_rest_given_back(
@@ -294,12 +295,12 @@ def test_what_kvikio_does_not_take_back_is_kept_and_the_rest_given_back(
     kvikio.refuses_to_free = {id(first), "buffer", "bounce"}
     assert not reader.close(), "the buffer is registered still: it must not be freed"
     assert (first.closed, second.closed, kvikio.freed, kvikio.registered) == (False, True, 0, [target.address])
-    file, buffer, bounce = kvikio_engine._left_behind
+    file, buffer, bounce = kvikio_files.left_behind
     assert file.handle is first and buffer.__cuda_array_interface__["data"][0] == target.address  # type: ignore[attr-defined]
     assert bounce is reader and caplog.text.count("does not take back") == 1
     kvikio.refuses_to_free = set()
     assert reader.close() and kvikio.registered == [] and kvikio.freed == 1
-    kvikio_engine._left_behind.clear()
+    kvikio_files.left_behind.clear()
 
 
 def test_a_file_that_does_not_close_stops_no_reads(kvikio: FakeKvikio, target: AlignedBuffer, tmp_path: Path) -> None:
@@ -312,8 +313,8 @@ def test_a_file_that_does_not_close_stops_no_reads(kvikio: FakeKvikio, target: A
         kvikio.refuses_to_free = {id(kvikio.opened[0])}
         reader.close_unused()
         assert reader.submit([op_of(there.fileno(), target)]).wait(TIMEOUT_S)
-    assert reader.close() and kvikio.opened[1].closed and len(kvikio_engine._left_behind) == 1
-    kvikio_engine._left_behind.clear()
+    assert reader.close() and kvikio.opened[1].closed and len(kvikio_files.left_behind) == 1
+    kvikio_files.left_behind.clear()
 
 
 def test_refused_operations(reader: KvikioReader, target: AlignedBuffer, tmp_path: Path) -> None:
