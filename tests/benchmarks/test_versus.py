@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tables_common, tables_versus
-from benchmarks.gpu import processes
+from benchmarks.gpu import processes, report
 from benchmarks.gpu.ttft import Setup
 from benchmarks.versus import __main__ as versus
 from benchmarks.versus import lmcache_server, show, turns
@@ -123,6 +123,14 @@ def test_a_peer_runs_with_the_one_kind_of_graphs_it_works_with(tmp_path: Path) -
         assert place.member("lmcache", "store", [], 300).job["llm"].get("compilation_config") == expected
         assert place.settings("lmcache").get("compilation_config") == expected, "it is printed and written down"
         assert place.member("kvtier", "store", [], 300).job["llm"] == llm
+
+
+def test_a_result_names_the_peers_releases_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUNDLE_PEERS", str(tmp_path))
+    assert "lmcache" not in report.versions()
+    (tmp_path / "lmcache-0.5.3.dist-info").mkdir()
+    (tmp_path / "lmcache-0.5.3.dist-info" / "METADATA").write_text("Name: lmcache\nVersion: 0.5.3\n")
+    assert report.versions()["lmcache"] == "0.5.3" and "torch" in report.versions()
 
 
 def test_a_server_of_lmcache_leaves_none_of_its_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
