@@ -27,8 +27,10 @@ _RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.I
 LOAD_OVERHEAD_S = 0.02
 """Time to the first token less the bytes at the transfer's rate: 19 ms with 8,192 tokens, 30 with 32,768, 54 with
 100,000, of which a prefix hit in the engine's own cache takes 17, 22 and 39 (one H200, Llama-3.1-8B's dimensions,
-benchmarks/results/gpu/ttft_tmpfs.json)."""
+benchmarks/results/gpu/ttft_tmpfs_first_host.json)."""
 GPU_BYTES_MIN = 1 << 30
+BYTES_MAX, DIGITS_MAX = 1 << 60, 15
+"""Larger numbers are slips, and floats do not hold them all."""
 STEP_TOKENS = 8192
 """vLLM's usual max_num_batched_tokens on a large GPU, when it serves."""
 
@@ -106,8 +108,8 @@ def _given(option: str, text: str | None, read: Callable[[str, str], T]) -> T | 
 
 
 def _count(option: str, text: str, least: int = 1) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise ConfigError(option, text, f"it must be a whole number, {least} or more")
+    if not text.isascii() or not text.isdigit() or len(text) > DIGITS_MAX or int(text) < least:
+        raise ConfigError(option, text, f"it must be a whole number, {least} or more, of {DIGITS_MAX} digits at most")
     return int(text)
 
 
@@ -130,6 +132,8 @@ def _bytes(option: str, text: str) -> int:
         raise ConfigError(option, text, str(error)) from None
     if n_bytes <= 0:
         raise ConfigError(option, text, "it must be above 0")
+    if n_bytes > BYTES_MAX:
+        raise ConfigError(option, text, f"it must be {BYTES_MAX >> 40}TiB at most")
     return n_bytes
 
 

@@ -33,7 +33,7 @@ def chunks_of_codecs(
         except ConfigError as fault:
             if name == "raw":  # it takes any KV: the fault is with the rest
                 raise
-            refused[name] = fault.fix
+            refused[name] = fault.fix if fault.key == "codec" else f"{fault.key}: {fault.fix}"
     return sizes, refused
 
 

@@ -86,6 +86,18 @@ def test_where_no_codec_fits_the_status_says_so(model: str, capsys: pytest.Captu
     assert "at least 4 of them must fit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("option", "setting"), [
+    (("--codec-boundary-layers", "16"), "not with k4v4: codec_boundary_layers: of 32 layers none would be k4v4"),
+    (("--chunk-tokens", "4096", "--hbm-staging", "4GiB"), "not with k4v4: chunk_tokens: with codec k4v4 it may be 2048"),
+])  # fmt: skip
+def test_what_a_codec_refuses_is_named(
+    option: tuple[str, ...], setting: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the setting's name: "it may be 2048 at most" did not say what."""
+    assert main(["plan", "--model", model, *GPU, *option]) == 0
+    assert setting in capsys.readouterr().out
+
+
 def test_plan_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     values = planned(capsys, "--model", model, "--storage-rate", "2GB/s", "--tflops", "500", "--context", "100000")
     assert values["geometry"]["token_bytes"] == 131_072 and values["hbm"]["tokens"] == 812_874
@@ -209,6 +221,10 @@ BAD_OPTIONS = [
     ((*GPU, "--prefill-rate", "40000@8192", "--tflops", "3"), "give one of them"),
     ((*GPU, "--tflops", "nan"), "--tflops = 'nan'"),
     ((*GPU, "--chunk-tokens", "250"), "a multiple of 16"),
+    (("--gpu-memory", "9" * 400 + "GB"), "it must be 1048576TiB at most"),
+    ((*GPU, "--storage-rate", "9" * 400 + "GB/s"), "it must be 1048576TiB at most"),
+    ((*GPU, "--tensor-parallel", "1" * 5000), "of 15 digits at most"),
+    ((*GPU, "--context", "9" * 400, "--storage-rate", "2GB/s", "--tflops", "400"), "of 15 digits at most"),
     ((*GPU, "--context", "255"), "--context = 255: give the tokens of a prompt, at least a chunk (256)"),
 ]
 
