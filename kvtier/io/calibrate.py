@@ -37,7 +37,6 @@ LEFT_OVER_S = 3600.0
 
 SLAB_BYTES, SLABS = 512 << 10, 16
 RECORD_BYTES = PAGE_BYTES + SLABS * SLAB_BYTES
-PAYLOAD_BYTES = SLABS * SLAB_BYTES
 FILE_BYTES_MAX = 512 << 20
 BUFFERED_BYTES_MAX = 64 << 20
 """Through the page cache writing looks fast until the kernel has to store it all."""
