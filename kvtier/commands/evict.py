@@ -19,7 +19,7 @@ from kvtier.commands.prompts import (
     size_argument,
 )
 from kvtier.commands.status import OK, print_json
-from kvtier.commands.tables import print_table, when
+from kvtier.commands.tables import counted, print_table, when
 from kvtier.eviction.choice import Selection
 from kvtier.sizes import size
 
@@ -80,7 +80,8 @@ def _is_meant(options: argparse.Namespace, planned: Evicted) -> bool:
         return True
     if not sys.stdin.isatty():
         raise NotDone("there is no terminal to ask on: look with --dry-run, then say --yes")
-    print(f"{planned.n_sets:,} segment sets, {size(planned.n_bytes)}. Evict them? [y/N] ", end="", file=sys.stderr)
+    found = f"{counted(planned.n_sets, 'segment set')}, {size(planned.n_bytes)}"
+    print(f"{found}. Evict them? [y/N] ", end="", file=sys.stderr)
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -92,7 +93,7 @@ def _print(done: Evicted) -> None:
     if done.n_sets > ROWS_MAX:
         print(f"... and {done.n_sets - ROWS_MAX:,} more")
     would = "would go" if done.dry_run else "went"
-    print(f"{done.n_sets:,} segment sets {would}, {size(done.n_bytes)}")
+    print(f"{counted(done.n_sets, 'segment set')} {would}, {size(done.n_bytes)}")
 
 
 def _row(found: SetRow) -> tuple[str, ...]:

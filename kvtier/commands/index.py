@@ -80,9 +80,10 @@ def _print(root: Root, where: str, found: Agreement) -> None:
     if found.n_disagreements > len(found.disagreements):
         print(f"... and {found.n_disagreements - len(found.disagreements):,} more")
     print(
-        f"{root.path}: {found.records:,} records in {found.segments:,} segments; {where} knows {found.chunks:,} chunks "
-        f"in {found.sets:,} segment sets: {found.indexed:,} records are in it, {found.second:,} of chunks that others "
-        f"stored first, {found.unpublished:,} not published yet, {found.n_disagreements:,} disagreements"
+        f"{root.path}: {counted(found.records, 'record')} in {counted(found.segments, 'segment')}; {where} knows "
+        f"{counted(found.chunks, 'chunk')} in {counted(found.sets, 'segment set')}: {found.indexed:,} of the records "
+        f"are in it, {found.second:,} of chunks that others stored first, {found.unpublished:,} not published yet, "
+        f"{counted(found.n_disagreements, 'disagreement')}"
     )
     if found.n_disagreements:
         print("What disagrees is a miss at its next use. kvtier index rebuild makes the index agree with the segments.")

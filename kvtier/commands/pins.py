@@ -55,7 +55,7 @@ def run_pin(options: argparse.Namespace) -> int:
         print_json(row.model_dump(mode="json"))
     else:
         until = f" until {when(row.expires_s)}" if row.expires_s else ""
-        print(f"pin {row.id}: {_what(row)}, {row.sets:,} segment sets, {size(row.n_bytes)}{until}")
+        print(f"pin {row.id}: {_what(row)}, {counted(row.sets, 'segment set')}, {size(row.n_bytes)}{until}")
     return OK
 
 

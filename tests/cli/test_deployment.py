@@ -194,7 +194,7 @@ def test_evict_says_first_and_then_does(config: Path, tokens: str, capsys: pytes
     for which in (["--unused", "1w"], ["--tenant", "search"], ["--all", "--namespace", namespace_of(config)]):
         assert printed_json(capsys, "evict", str(config), *which, "--dry-run")["n_sets"] == ("--all" in which)
     assert sets_left(config, capsys) == 1
-    assert "1 segment sets went" in printed(capsys, "evict", str(config), "--all", "--yes")
+    assert "1 segment set went" in printed(capsys, "evict", str(config), "--all", "--yes")
     assert sets_left(config, capsys) == 0 and not list(root_of(config).glob("v1/*/*.kvseg"))
     assert "0 segment sets would go" in printed(capsys, "evict", str(config), "--all")
 
@@ -243,7 +243,7 @@ def test_what_is_pinned_stays_until_it_is_unpinned(
     assert (row["keys"], row["sets"], row["label"]) == (CHUNKS, 1, "a demo")
     assert 7100 < row["expires_s"] - row["created_s"] <= 7200
     whole = printed(capsys, "pin", str(config), "--namespace", namespace[:8])
-    assert "the whole namespace, 1 segment sets" in whole
+    assert "the whole namespace, 1 segment set," in whole
     listed = printed(capsys, "pin", str(config))
     assert "a demo" in listed and "2 pins protect" in listed and "unpinned" in listed
     assert printed_json(capsys, "evict", str(config), "--all", "--yes")["n_sets"] == 0
