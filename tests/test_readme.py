@@ -186,6 +186,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not heading or heading in headings(target), f"{path}#{heading}"
 
 
+def test_results_that_the_code_cites_are_there() -> None:
+    """A comment cited one under the name that it had before."""
+    paths = [path for folder in ("kvtier", "connectors", "server") for path in (ROOT / folder).rglob("*.py")]
+    cited = {name for path in paths for name in re.findall(r"benchmarks/results/[\w/.-]+\.json", path.read_text())}
+    assert cited and not [name for name in sorted(cited) if not (ROOT / name).exists()]
+
+
 def headings(page: Path) -> set[str]:
     """As GitHub names them in links."""
     found = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
