@@ -11,12 +11,14 @@ off, or V), where 2^e <= max |x| < 2^(e + 1):
     n = fp16(fp32(1 / (sqrt(2) * reach)) / sqrt(E))
     code = how many thresholds are at most z * n             (`buckets`, `codebooks`)
     scale = fp16((sqrt(E / F) * fp32(2^(17/2) / (unit * sqrt d))) / r)    a zero vector: 0
-    x' = s * (H^T C * (scale * unit))                        as long as x, so coding it again changes nothing
+    x' = s * (H^T C * (scale * unit))                        as long as x, so coding it again changes no code
 
 `unit` is the least power of two not below the centroids' unit / sqrt d. Square roots and quotients are of fp32.
 
 The mean of K over the chunk is taken off where it has an eighth of the energy or more: that gains a tenth of a bit. It
 is that of every `mean_step`-th token, T of them: of 128 it has an error of a 128th of what is left of the energy.
+Coded again, a K with a mean has another one, and some other codes: five times add a fifth or a quarter to the error of
+4 bits, two thirds to that of 6.
 
     2^e <= max |k| < 2^(e + 1), or e = -16 if that is more;   g = rint(k * 2^(5 - e))          |g| <= 64
     S[j] = sum over tokens of g;   G = sum of g^2
