@@ -116,9 +116,6 @@ class SchedulerBridge:
         self._loads: list[LoadPlan] = []
         self._refused: list[LoadDone] = []
 
-    def is_tracked(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def track(self, view: RequestView) -> None:
         """Begins to follow a request."""
         may_load, may_save = view.may_load and not self._is_stopped, view.may_save and not self._is_stopped

@@ -211,9 +211,6 @@ class BreakEven:
     def is_measured(self) -> bool:
         return True
 
-    def worth_loading(self, tokens: int) -> bool:
-        return tokens >= self.min_tokens
-
     @property
     def min_tokens(self) -> int:
         """Hits of fewer tokens are computed instead; NEVER where no length pays."""

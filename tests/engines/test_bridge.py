@@ -153,7 +153,7 @@ def test_an_ended_request_is_gathered_before_the_next_step() -> None:
     scene.bridge.advance("r", 64, BLOCKS)
     scene.bridge.take_step()
     scene.bridge.finish("r", 299, BLOCKS)
-    assert scene.bridge.has_pending_gathers() and not scene.bridge.is_tracked("r")
+    assert scene.bridge.has_pending_gathers() and not scene.bridge.chunks_pending("r", 299)
     step = scene.bridge.take_step()
     assert step.after is None
     assert len(blocks_of(step.before)) == 3

@@ -44,7 +44,7 @@ def test_what_is_worth_it_is_not_slower(
         if 0 < tokens < NEVER - 1:
             is_quicker = load_s <= tokens / prefill_tokens_s
             close = abs(load_s - tokens / prefill_tokens_s) <= 1e-3 * load_s + tokens * 1e-12
-            assert close or found.worth_loading(tokens) == is_quicker
+            assert close or (tokens >= found.min_tokens) == is_quicker
 
 
 @given(st.lists(RATES, min_size=2, max_size=5).map(sorted), LATENCIES, TOKEN_BYTES, PREFILL_TOKENS_S)
@@ -71,7 +71,7 @@ def test_loads_correct_what_was_calibrated(
     for tokens in (1 << 14, 1 << 17):
         load_s, prefill_s = real.of(tokens) + 0.01, tokens / prefill_tokens_s
         if load_s > 1.2 * prefill_s + 0.2:
-            assert not found.worth_loading(tokens)
+            assert tokens < found.min_tokens
 
 
 def test_short_loads_say_little_about_long_ones_and_the_other_way() -> None:
@@ -81,7 +81,7 @@ def test_short_loads_say_little_about_long_ones_and_the_other_way() -> None:
         real = LoadCost(0.02, 131072 / 50e9)
         for _ in range(100):
             found.saw_load(seen, real.of(seen))
-        assert found.worth_loading(1 << 17) and not found.worth_loading(256)
+        assert 256 < found.min_tokens <= 1 << 17
         assert 600 < found.min_tokens < 2000
     found = measured(LoadCost.calibrated(0.003, 50e9, 131072), 40000.0, 0.01, Clock())
     for _ in range(100):
@@ -111,7 +111,7 @@ def test_until_a_prefill_was_measured() -> None:
     assert found.min_tokens == UNMEASURED_MIN_TOKENS
     found.saw_step(1, 0.007)
     found.saw_load(8192, 10.0)
-    assert not found.worth_loading(255) and found.worth_loading(256)
+    assert found.min_tokens == 256
 
 
 def test_h200() -> None:
@@ -124,7 +124,7 @@ def test_h200() -> None:
     assert 250 < found.min_tokens < 300
     slow = BreakEven(LoadCost.calibrated(0.002, 0.8e9, 131072))
     slow.saw_step(8192, 0.205)
-    assert slow.min_tokens == NEVER and not slow.worth_loading(1 << 40)
+    assert slow.min_tokens == NEVER and slow.min_tokens > 1 << 40
 
 
 def test_a_storage_that_was_slow_for_a_while_is_tried_again() -> None:
