@@ -158,9 +158,9 @@ def sketch() -> list[str]:
     pair = ("paper QJL k4v4", "paper mse k4v4", AS_TRAINED)
     found = [row["kl_times"] for row in read()["power"] if (row["method"], row["beside"], row["condition"]) == pair]
     return [
-        "**No codec has QJL**: the paper's Algorithm 2, which gives a bit of each element of K to the signs of a sketch,"
-        f" has {times:.1f} times the KL of its Algorithm 1 with as many bits (k4v4, as trained). What it makes of a "
-        "product is right on average, but softmax does not average over keys."
+        "**No codec has QJL**: the paper's Algorithm 2, which gives a bit of each element of K to the signs of a "
+        f"sketch, has {times:.1f} times the KL of its Algorithm 1 with as many bits (k4v4, as trained). What it makes "
+        "of a product is right on average, but softmax does not average over keys."
         for times in found
     ]
 
