@@ -5,6 +5,7 @@ Shown are the settings that are set, then those that tell most of a deployment, 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,8 @@ def _shown(name: str, value: object) -> str:
     """As in a settings file; sizes for people, too."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
+    if isinstance(value, tuple):  # of models; JSON is YAML
+        return json.dumps([item.model_dump(mode="json", exclude_none=True) for item in value])
     return f"{value} ({size(value)})" if name.endswith("_bytes") and isinstance(value, int) else str(value)
 
 

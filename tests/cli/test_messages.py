@@ -41,3 +41,11 @@ def test_a_redis_that_does_not_answer_is_said_once(tmp_path: Path) -> None:
         arguments = [sys.executable, "-m", "kvtier.cli", command, "--config", str(config)]
         done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "Redis" in done.stderr, done.stderr
+
+
+def test_check_prints_tenants_as_a_settings_file_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tenants = '[{"name": "search", "cache_salts": ["search-*"], "quota_bytes": 1073741824}]'
+    config = tmp_path / "kvtier.yaml"
+    config.write_text(f"root: {tmp_path / 'kv'}\ncapacity_bytes: 4GiB\ncapacity: {{tenants: {tenants}}}\n")
+    assert main(["check", str(config)]) == 0
+    assert f"capacity.tenants: {tenants}\n" in capsys.readouterr().out
