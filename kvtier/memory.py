@@ -194,11 +194,12 @@ class HbmSlots:
         needed_bytes = self.n_bytes + HBM_SPARE_BYTES
         if needed_bytes <= free_bytes:
             return
-        utilization = max(0.0, (total_bytes - needed_bytes) / total_bytes - 0.02)
+        share = (total_bytes - needed_bytes) / total_bytes - 0.02
+        less = f"gpu_memory_utilization to at most {share:.2f}, or " if share >= 0.1 else ""  # else no model fits it
         fix = (
             f"{self.staging} slots for staging and {self.arena} of the hbm arena, each of {_gib(self.slot_bytes, 3)}, "
             f"and {_gib(HBM_SPARE_BYTES)} to spare are {_gib(needed_bytes)}, but the engine's share leaves "
-            f"{_gib(free_bytes)} of {_gib(total_bytes)}: set gpu_memory_utilization to at most {utilization:.2f}, or "
+            f"{_gib(free_bytes)} of {_gib(total_bytes)}: set {less}"
         )
         fits = (free_bytes - HBM_SPARE_BYTES) // self.slot_bytes - self.staging
         if fits >= 0:

@@ -82,6 +82,9 @@ def test_staging_for_programs(model: str, capsys: pytest.CaptureFixture[str]) ->
 def test_where_no_codec_fits_the_status_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", model, *GPU, "--gpu-memory-utilization", "1"]) == 1
     assert "not with k3v3" in capsys.readouterr().out
+    assert main(["plan", "--model", model, *GPU, "--max-num-batched-tokens", "1000000"]) == 1
+    out = capsys.readouterr().out
+    assert "set it to less (at least" in out and "at most 0.0" not in out, "no share of a GPU is that small"
     assert main(["plan", "--model", model, *GPU, "--hbm-staging", "1MiB"]) == 1
     assert "at least 4 of them must fit" in capsys.readouterr().out
 
