@@ -18,7 +18,7 @@ from kvtier.index import entry
 from kvtier.index.base import Index, Location, SetInfo
 from kvtier.record import RecordHeader, is_blank
 from kvtier.root import Root, namespace_folders
-from kvtier.tiers.segments import NeverBegun, SegmentFiles, segment_name
+from kvtier.tiers.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 
 SETTLE_S = 2.0
 """Between the two looks: a save takes less between its header and its entry."""
@@ -185,7 +185,7 @@ class _Check:
     ) -> None:  # fmt: skip
         """A header that was read, beside what the index says of its place."""
         part.records += 1
-        rank = int(place[1].removesuffix(".kvseg").rpartition("-")[2])
+        rank = int(place[1].removesuffix(SUFFIX).rpartition("-")[2])
         member = members.get((rank, header.slot))
         if member is not None:
             if (header.key, header.extent, header.checksums) == (member[0], member[1].extent, member[1].checksums):

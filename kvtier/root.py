@@ -31,11 +31,11 @@ from kvtier.owner import Node, Owner, claim, claim_shared, default_index_path, r
 from kvtier.plain_files import folder_within
 from kvtier.record import FORMAT_VERSION
 from kvtier.sizes import exact
+from kvtier.tiers.segments import SUFFIX
 
 log = logging.getLogger("kvtier")
 
 NAMESPACE_FILE = "namespace.json"
-SEGMENT_SUFFIX = ".kvseg"
 
 MACHINE_ROOT = Path("/")
 _NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{32}")
@@ -308,7 +308,7 @@ def _free_bytes(path: Path) -> int:
 def segments_bytes(path: Path) -> int:
     """What the segments of all namespaces take on disk. One that vanishes meanwhile counts as nothing."""
     total = 0
-    for segment in path.glob(f"v{FORMAT_VERSION}/*/*{SEGMENT_SUFFIX}"):
+    for segment in path.glob(f"v{FORMAT_VERSION}/*/*{SUFFIX}"):
         try:
             total += segment.lstat().st_blocks * 512
         except FileNotFoundError:
