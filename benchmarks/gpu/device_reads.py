@@ -1,7 +1,7 @@
 """Reads of one large file straight into the GPU's memory, by kvtier's ring and by KvikIO, and whether they are right.
 
 The ring is tried over threads, piece sizes and slots: more pinned bytes than the last-level cache holds cost half the
-rate (DESIGN 7). Records are as large as a chunk of an 8B model, all of them in flight at once.
+rate. Records are as large as a chunk of an 8B model, all of them in flight at once.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ QUEUED_OPS_MAX = 16384
 
 DEVICE_PIECE_BYTES, DEVICE_SLOTS = 4 << 20, 2
 """H200, PCIe Gen5, tmpfs: 51.4 GB/s (92 % of PCIe) with 12 threads x 2 x 4 MiB, 48.7 with 14 x 4 x 1 MiB, but 31-34
-once the buffers of all threads outgrow the last-level cache (300 MiB there). A prototype's figures: DESIGN 7."""
+once the buffers of all threads outgrow the last-level cache (300 MiB there). A prototype's figures, in no result
+file."""
 
 _OP = struct.Struct("=iiqQQIIII16s")
 _OPTIONS = struct.Struct("=IIQQiIQIIII")

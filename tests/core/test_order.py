@@ -1,4 +1,4 @@
-"""Stream order: with launches that run as late as they may, every event that is left out shows (DESIGN 5, I2, I3)."""
+"""Stream order: with launches that run as late as they may, every event that is left out shows (I2, I3)."""
 
 from __future__ import annotations
 
