@@ -29,6 +29,8 @@ LOAD_OVERHEAD_S = 0.02
 100,000, of which a prefix hit in the engine's own cache takes 17, 22 and 39 (one H200, Llama-3.1-8B's dimensions,
 benchmarks/results/gpu/ttft_tmpfs_first_host.json)."""
 GPU_BYTES_MIN = 1 << 30
+PLAIN_BYTES_MIN = 1 << 20
+"""Of a size without a unit: who writes 40 means 40 GiB, not that nothing fits."""
 BYTES_MAX, DIGITS_MAX = 1 << 60, 15
 """Larger numbers are slips, and floats do not hold them all."""
 STEP_TOKENS = 8192
@@ -134,6 +136,8 @@ def _bytes(option: str, text: str) -> int:
         raise ConfigError(option, text, "it must be above 0")
     if n_bytes > BYTES_MAX:
         raise ConfigError(option, text, f"it must be {BYTES_MAX >> 40}TiB at most")
+    if n_bytes < PLAIN_BYTES_MIN and text.strip().isdigit():
+        raise ConfigError(option, text, f"that is {n_bytes} bytes: give the unit too, as 64GiB")
     return n_bytes
 
 

@@ -224,6 +224,8 @@ BAD_OPTIONS = [
     ((*GPU, "--prefill-rate", "40000@8192", "--tflops", "3"), "give one of them"),
     ((*GPU, "--tflops", "nan"), "--tflops = 'nan'"),
     ((*GPU, "--chunk-tokens", "250"), "a multiple of 16"),
+    ((*GPU, "--host-memory", "40"), "--host-memory = '40': that is 40 bytes: give the unit too"),
+    ((*GPU, "--storage", "450"), "--storage = '450': that is 450 bytes: give the unit too"),
     (("--gpu-memory", "9" * 400 + "GB"), "it must be 1048576TiB at most"),
     ((*GPU, "--storage-rate", "9" * 400 + "GB/s"), "it must be 1048576TiB at most"),
     ((*GPU, "--tensor-parallel", "1" * 5000), "of 15 digits at most"),
