@@ -42,9 +42,10 @@ def between(text: str, marks: tuple[str, str], sections: Sections) -> str:
 
 def files() -> dict[Path, tuple[tuple[tuple[str, str], Sections], ...]]:
     """What stands between which marks of which file."""
-    quality = tables_quality.SECTIONS if tables_quality.RESULT.exists() else ()
+    is_known = tables_quality.RESULT.exists()
+    quality, why_no_sketch = (tables_quality.SECTIONS, (tables_quality.sketch,)) if is_known else ((), ())
     return {
-        ROOT / "README.md": ((CPU_MARKS, (*tables_headline.SECTIONS, tables_cpu.demo_in_short)),),
+        ROOT / "README.md": ((CPU_MARKS, (*tables_headline.SECTIONS, *why_no_sketch, tables_cpu.demo_in_short)),),
         ROOT / "tests" / "README.md": ((CPU_MARKS, tables_faults.SECTIONS),),
         ROOT / "benchmarks" / "README.md": (
             (CPU_MARKS, (*tables_cpu.SECTIONS, tables_eviction.eviction, tables_redis.redis_index)),
