@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.report import table
-from benchmarks.serving import counters, plot, result
+from benchmarks.serving import arguments, counters, plot, result
+from benchmarks.serving.arguments import at_least, numbers
 from benchmarks.serving.client import find_model
 from benchmarks.serving.progress import Bar
 
@@ -211,13 +212,6 @@ def show(whole: dict[str, Any]) -> None:
                   f"{slides[-1] / slides_cache[-1]:.1f}x, of another model on another machine")  # fmt: skip
 
 
-def numbers(text: str) -> list[int]:
-    found = [int(part) for part in text.split(",")]
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: these must be above 0")
-    return found
-
-
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.aiperf_ttft", description=__doc__,
@@ -232,9 +226,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--isl", type=numbers, default=list(LENGTHS), help="prefix lengths in tokens, with commas between")
     add("--concurrency", type=numbers, default=list(CONCURRENCIES))
-    add("--osl", type=int, default=100, help="tokens of each answer")
-    add("--requests", type=int, default=100, help="timed requests of each cell")
-    add("--warmup-requests", type=int, default=4)
+    add("--osl", type=at_least(1), default=100, help="tokens of each answer")
+    add("--requests", type=at_least(1), default=100, help="timed requests of each cell")
+    add("--warmup-requests", type=at_least(0), default=4)
     add("--seed", type=int, default=176)
     add("--aiperf", type=Path, help=f"the program (default: {BUILT}, else that on the PATH)")
     add("--aiperf-arguments", default="", help="further ones, as one text")
@@ -242,8 +236,8 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+def main(words: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(words)
     url = options.url.rstrip("/").removesuffix("/v1")
     model = options.model or asyncio.run(find_model(url))
     server = Server(url, model, options.tokenizer or model)
@@ -262,4 +256,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments.run(main)

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.aiperf_ttft import numbers
 from benchmarks.gpu.report import ms, table
 from benchmarks.long_doc_qa import Rounds, base_url
-from benchmarks.serving import counters, plot, result
+from benchmarks.serving import arguments, counters, plot, result
+from benchmarks.serving.arguments import at_least, numbers
 from benchmarks.serving.client import Endpoint, find_model
 from benchmarks.serving.documents import PYTHON, Source, documents, warming
 
@@ -99,19 +99,19 @@ def parser() -> argparse.ArgumentParser:
     add("--base-url")
     add("--model")
     add("--documents", type=numbers, default=[2, 4, 8, 16], help="sizes of working sets, with commas between")
-    add("--document-length", type=int, default=2000, help="words")
-    add("--queries", type=int, default=16, help="drawn from each working set")
-    add("--output-len", type=int, default=8)
+    add("--document-length", type=at_least(1), default=2000, help="words")
+    add("--queries", type=at_least(1), default=16, help="drawn from each working set")
+    add("--output-len", type=at_least(1), default=8)
     add("--seed", type=int, default=0)
     add("--text", default=PYTHON, help="a file; Python's own text unless it is given")
-    add("--floor", type=int, default=3)
+    add("--floor", type=at_least(0), default=3)
     add("--system", default="server", help="what is measured, as --out names it")
     add("--out", type=Path, default=Path("capacity.json"), help="systems of one --out are compared")
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+def main(words: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(words)
     url = base_url(options)
     model = options.model or asyncio.run(find_model(url))
     key = os.environ.get("OPENAI_API_KEY", "none")
@@ -129,4 +129,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments.run(main)

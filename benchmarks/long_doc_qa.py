@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.report import ms, table
-from benchmarks.serving import counters, plot, result
+from benchmarks.serving import arguments, counters, plot, result
+from benchmarks.serving.arguments import at_least
 from benchmarks.serving.client import Answer, Endpoint, Prompt, ask_all, find_model
 from benchmarks.serving.documents import MODES, PYTHON, Source, documents, repeated, warming, with_misses
 from benchmarks.serving.progress import Bar
@@ -74,18 +75,18 @@ def parser() -> argparse.ArgumentParser:
 
 def of_rounds(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group("the rounds").add_argument
-    add("--document-length", type=int, default=20000, help='words; of "hi", a word is about a token')
-    add("--num-documents", type=int, default=8)
-    add("--first-document", type=int, default=0, help="its number, so that two runs have no document in common")
-    add("--output-len", type=int, default=100, help="tokens of each answer")
-    add("--repeat-count", type=int, default=2, help="how often the query round asks each document")
+    add("--document-length", type=at_least(1), default=20000, help='words; of "hi", a word is about a token')
+    add("--num-documents", type=at_least(1), default=8)
+    add("--first-document", type=at_least(0), default=0, help="its number, so that two runs have no document in common")
+    add("--output-len", type=at_least(1), default=100, help="tokens of each answer")
+    add("--repeat-count", type=at_least(1), default=2, help="how often the query round asks each document")
     add("--repeat-mode", choices=MODES, default="random")
     add("--shuffle-seed", type=int, default=0)
-    add("--max-inflight-requests", type=int, default=2)
+    add("--max-inflight-requests", type=at_least(1), default=2)
     add("--sleep-time-after-warmup", type=float, default=0.0, help="seconds")
     add("--hit-miss-ratio", type=_ratio, help="such as 3:1: of four queries in a row the last is changed to a miss")
     add("--text", help=f'documents of the words of this file, or of Python\'s own ({PYTHON!r}), instead of "hi"')
-    add("--floor", type=int, default=3, help="how often one more document is asked again at once; 0: not at all")
+    add("--floor", type=at_least(0), default=3, help="how often one more document is asked again at once, or 0")
 
 
 def _ratio(text: str) -> str:
@@ -245,8 +246,8 @@ def faults(options: argparse.Namespace, found: dict[str, Any]) -> list[str]:
     return said
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+def main(words: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(words)
     url = base_url(options)
     extra: dict[str, Any] = {"ignore_eos": True} if options.ignore_eos else {}
     if options.eos_token_id is not None:
@@ -275,4 +276,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments.run(main)

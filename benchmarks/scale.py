@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ import lmdb
 from benchmarks.gpu.report import table
 from benchmarks.lookup import SET_SLOTS, WHOLE, checksums
 from benchmarks.serving import result
+from benchmarks.serving.arguments import at_least, run
 from kvtier.geometry import Extent
 from kvtier.index.base import Index, Location, NewRecord, SetInfo
 from kvtier.index.embedded import LmdbIndex
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--chunks", type=int, default=N_CHUNKS)
+    made.add_argument("--chunks", type=at_least(1), default=N_CHUNKS)
     made.add_argument("--redis", action="store_true", help="also in Redis, on a server that is started for it")
     made.add_argument("--folder", help="where the embedded index is made (default: the temporary folder)")
     made.add_argument("--out", type=Path, default=Path("scale.json"), help="it is replaced")
@@ -235,4 +235,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)
