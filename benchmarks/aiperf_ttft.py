@@ -241,13 +241,14 @@ def main(words: Sequence[str] | None = None) -> int:
     url = options.url.rstrip("/").removesuffix("/v1")
     model = options.model or asyncio.run(find_model(url))
     server = Server(url, model, options.tokenizer or model)
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    result.known(options.out, QUESTION, settings, options.system)
     folder = options.out.with_name(f"{options.out.stem}-aiperf") / options.system
     try:
         rows = sweep(server, options, folder)
     except AiperfFailed as failed:
         print(f"NOT GOOD: {failed}", file=sys.stderr)
         return 1
-    settings = {name: getattr(options, name) for name in SETTINGS}
     whole = result.add(options.out, QUESTION, settings, options.system, {"model": model, "rows": rows})
     options.out.with_suffix(".svg").write_text(draw(whole))
     show(whole)

@@ -115,8 +115,9 @@ def main(words: Sequence[str] | None = None) -> int:
     url = base_url(options)
     model = options.model or asyncio.run(find_model(url))
     key = os.environ.get("OPENAI_API_KEY", "none")
-    found = measure(options, Endpoint(url, model, output_tokens=options.output_len, api_key=key))
     settings = {name: getattr(options, name) for name in SETTINGS}
+    result.known(options.out, QUESTION, settings, options.system)
+    found = measure(options, Endpoint(url, model, output_tokens=options.output_len, api_key=key))
     whole = result.add(options.out, QUESTION, settings, options.system, found)
     show(whole)
     failed = sum(row["failed"] for row in found["rows"])

@@ -162,7 +162,6 @@ def measure(options: argparse.Namespace, endpoint: Endpoint) -> tuple[dict[str, 
             documents(source, 1, options.document_length, first + options.num_documents)[0], options.floor
         )
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text("".join(rounds.texts))
     return found | gains(warmup, query), {"warmup_round": warmup_answers, "query_round": query_answers}
 
@@ -256,13 +255,16 @@ def main(words: Sequence[str] | None = None) -> int:
         url, options.model or asyncio.run(find_model(url)), not options.completions, options.output_len, extra,
         os.environ.get("OPENAI_API_KEY", "none"), options.timeout,
     )  # fmt: skip
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    result.known(options.out, QUESTION, settings, options.system)
+    if options.output:
+        result.writable(options.output)
     found, rounds = measure(options, endpoint)
     folder = options.out.with_name(f"{options.out.stem}-{options.system}")
     for name, answers in rounds.items():
         result.write_csv(folder / f"{name}.csv", answers)
         if options.visualize:
             (folder / f"{name}.svg").write_text(plot.requests(f"{name} of {options.system}", answers))
-    settings = {name: getattr(options, name) for name in SETTINGS}
     whole = result.add(options.out, QUESTION, settings, options.system, found)
     say(found)
     compare(whole)

@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--folder", help="where the embedded index is made (default: the temporary folder)")
     made.add_argument("--out", type=Path, default=Path("scale.json"), help="it is replaced")
     options = made.parse_args(arguments)
-    options.out.unlink(missing_ok=True)
+    result.writable(options.out).unlink()
     settings = {"chunks": options.chunks, "prompt_chunks": PROMPT_CHUNKS, "runs": RUNS, "set_slots": SET_SLOTS}
     whole: dict[str, Any] = {}
     for count in (max(N_LEAST, options.chunks // SMALLER), options.chunks):

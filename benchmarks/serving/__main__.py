@@ -24,10 +24,12 @@ from types import FrameType
 from typing import NoReturn
 
 from benchmarks import aiperf_ttft, capacity, long_doc_qa
+from benchmarks.serving import result
 from benchmarks.serving.server import MODULE, SYSTEMS, ServerFailed, Setup, running
 
 Main = Callable[[Sequence[str]], int]
 URL_FLAGS = {"long_doc_qa": "--base-url", "aiperf_ttft": "--url", "capacity": "--base-url"}
+PARSERS = {"long_doc_qa": long_doc_qa.parser, "aiperf_ttft": aiperf_ttft.parser, "capacity": capacity.parser}
 MAINS: dict[str, Main] = {"long_doc_qa": long_doc_qa.main, "aiperf_ttft": aiperf_ttft.main, "capacity": capacity.main}
 USUAL_SYSTEMS = {
     "long_doc_qa": ("prefix", "kvtier", "restarted"), "aiperf_ttft": ("nocache", "cache", "prefix"),
@@ -60,14 +62,23 @@ def parser() -> argparse.ArgumentParser:
 def setup(options: argparse.Namespace) -> Setup:
     """Raises SystemExit for settings that are none."""
     work = options.work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
+    result.writable(work / "server.log").unlink()
     tier = {} if options.model else SMALL_TIER
-    arguments = shlex.split(options.vllm or "") if options.model else shlex.split(f"{SMALL_VLLM} {options.vllm or ''}")
-    if not isinstance(options.tier or {}, dict):
-        raise SystemExit("--tier: a JSON object is wanted")
+    given = f"{'' if options.model else SMALL_VLLM} {options.vllm or ''}"
+    for flag in ("tier", "native"):
+        if not isinstance(getattr(options, flag) or {}, dict):
+            raise SystemExit(f"--{flag}: a JSON object is wanted")
     model = options.model or str(_small_model(work))
-    return Setup(model, work, tier | (options.tier or {}), arguments, shlex.split(options.program),
+    return Setup(model, work, tier | (options.tier or {}), words("--vllm", given), words("--program", options.program),
                  options.start_timeout, options.native or {})  # fmt: skip
+
+
+def words(flag: str, text: str) -> list[str]:
+    """As a shell has them. Raises SystemExit."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SystemExit(f"{flag}: {error}") from None
 
 
 def _small_model(work: Path) -> Path:
@@ -110,13 +121,15 @@ def empty(root: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def main(words: Sequence[str]) -> int:
-    own, runs = runs_of(words)
+def main(arguments: Sequence[str]) -> int:
+    own, runs = runs_of(arguments)
     options = parser().parse_args(own)
     names, common = chosen(options), setup(options)
     out = (options.out or common.work / f"{options.benchmark}.json").absolute()
+    for flags in runs:
+        PARSERS[options.benchmark]().parse_args(flags)  # no server is started, and no result removed, for wrong ones
     for number in range(len(runs)):
-        out_of(out, number).unlink(missing_ok=True)
+        result.writable(out_of(out, number)).unlink()
     statuses = []
     for name in names:
         system = SYSTEMS[name]

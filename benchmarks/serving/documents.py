@@ -23,10 +23,13 @@ class Source:
 
     @classmethod
     def of(cls, name: str | None) -> Source:
-        """A file's words, or those of PYTHON. Raises SystemExit where there is too little of it."""
+        """A file's words, or those of PYTHON. Raises SystemExit where there is too little of it, or none."""
         if name is None:
             return cls()
-        words = tuple(_python_text().split() if name == PYTHON else Path(name).read_text(errors="replace").split())
+        try:
+            words = tuple(_python_text().split() if name == PYTHON else Path(name).read_text(errors="replace").split())
+        except OSError as error:
+            raise SystemExit(f"--text {name}: {error.strerror}") from None
         if len(words) < 2:
             raise SystemExit(f"--text {name}: that is no text")
         return cls(words)

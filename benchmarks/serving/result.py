@@ -32,7 +32,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def commit() -> str | None:
-    """Of this checkout; the variable COMMIT where there is no git."""
+    """The variable COMMIT, or that of this checkout."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     try:
         ran = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
@@ -46,24 +46,50 @@ def cpu() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
+def known(path: Path, question: str, settings: dict[str, Any], system: str) -> dict[str, Any]:
+    """What the file holds of other systems; to be asked before anything is measured, which would else be for nothing.
+
+    Raises SystemExit where it holds a measurement with other settings (two systems are compared on the same prompts or
+    not at all) or something else, and where it or what lies beside it could not be written.
+    """
+    if not system or "/" in system:
+        raise SystemExit(f"--system {system!r}: it becomes the name of a folder")
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} holds no result: {error}") from None
+    if not isinstance(found, dict):
+        raise SystemExit(f"{path} holds no result")
+    if found and (found.get("question"), found.get("settings")) != (question, json.loads(json.dumps(settings))):
+        raise SystemExit(f"{path} holds a measurement with other settings: remove it, or give another --out")
+    writable(path.with_name(f"{path.name}.part")).unlink()
+    return found
+
+
+def writable(path: Path) -> Path:
+    """The file, which is there then. Raises SystemExit."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be written: {error.strerror}") from None
+    return path
+
+
 def add(path: Path, question: str, settings: dict[str, Any], system: str, found: dict[str, Any]) -> dict[str, Any]:
     """Writes what one system showed into the file, beside what is there of others; the whole as it now is.
 
-    Each system keeps the command and the time of its own measurement. Raises SystemExit where the file holds a
-    measurement with other settings: two systems are compared on the same prompts or not at all.
+    Each system keeps the command, the time and the commit of its own measurement. Raises SystemExit as `known` does.
     """
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if known and (known.get("question"), known.get("settings")) != (question, json.loads(json.dumps(settings))):
-        raise SystemExit(f"{path} holds a measurement with other settings: remove it, or give another --out")
+    others = known(path, question, settings, system).get("systems", {})
     date = time.strftime("%Y-%m-%d %H:%M:%S")
     head = {
         "question": question, "machine": machine() | {"cpu": cpu()}, "versions": versions("kvtier", "httpx"),
         "date": date, "commit": commit(), "settings": settings,
     }  # fmt: skip
-    one = {"command": " ".join(sys.argv), "date": date, **found}
-    whole = head | {"systems": known.get("systems", {}) | {system: one}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    one = {"command": " ".join(sys.argv), "date": date, "commit": head["commit"], **found}
+    whole = head | {"systems": others | {system: one}}
+    part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(whole, indent=1) + "\n")
     part.rename(path)
     return whole

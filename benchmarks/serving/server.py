@@ -134,9 +134,13 @@ class Process(Protocol):
 
 
 def launch(command: Sequence[str], log: Path) -> Process:
+    """Raises ServerFailed."""
     with log.open("w") as out:
         print(f"$ {shlex.join(command)}", file=out, flush=True)
-        return start(command, out, os.environ | environment(), signal.SIGTERM)
+        try:
+            return start(command, out, os.environ | environment(), signal.SIGTERM)
+        except OSError as error:
+            raise ServerFailed(f"{command[0]}: {error.strerror}") from None
 
 
 def environment() -> dict[str, str]:

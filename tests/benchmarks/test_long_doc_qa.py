@@ -109,11 +109,14 @@ def test_percentiles() -> None:
     assert result.spread([]) == {}
 
 
-def test_other_settings_are_not_compared(tmp_path: Path) -> None:
+def test_other_settings_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "r.json"
+    monkeypatch.setenv("COMMIT", "1111111")
     result.add(out, "q", {"n": 1, "sizes": (1, 2)}, "a", {"x": 1})
+    monkeypatch.setenv("COMMIT", "2222222")
     whole = result.add(out, "q", {"n": 1, "sizes": (1, 2)}, "b", {"x": 2})
     assert [whole["systems"][name]["x"] for name in "ab"] == [1, 2]
+    assert [whole["systems"][name]["commit"] for name in "ab"] == ["1111111", "2222222"]
     assert {"machine", "versions", "date", "commit"} <= set(whole) and "command" in whole["systems"]["a"]
     with pytest.raises(SystemExit, match="other settings"):
         result.add(out, "q", {"n": 2, "sizes": (1, 2)}, "b", {})

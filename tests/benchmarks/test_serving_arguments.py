@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import aiperf_ttft, capacity, long_doc_qa, scale
 from benchmarks.serving import arguments
+from tests.benchmarks.rounds import Wrapper
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,66 @@ def test_interrupted_a_benchmark_ends_with_a_line() -> None:
     with pytest.raises(SystemExit) as ended:
         arguments.run(lambda: 3)
     assert ended.value.code == 3
+
+
+def asked(benchmark: object, *words: str) -> str:
+    """What it says instead of asking a server, of which there is none here."""
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(["--model", "m", *words])  # type: ignore[attr-defined]
+    return str(ended.value.code)
+
+
+@pytest.mark.parametrize("benchmark", [long_doc_qa, capacity, aiperf_ttft])
+def test_a_result_that_could_not_be_written_is_not_measured(benchmark: object, tmp_path: Path) -> None:
+    def said(out: Path, *more: str) -> str:
+        return asked(benchmark, "--out", str(out), *more)
+
+    (tmp_path / "other.json").write_text('{"question": "another one", "settings": {}}')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "half.json").write_text('{"question"')
+    assert "other settings" in said(tmp_path / "other.json")
+    assert "holds no result" in said(tmp_path / "list.json") and "holds no result" in said(tmp_path / "half.json")
+    assert "cannot be written" in said(Path("/proc/none.json"))
+    assert "holds no result" in said(tmp_path)
+    assert "--system 'a/b'" in said(tmp_path / "new.json", "--system", "a/b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["half.json", "list.json", "other.json"], "none is left"
+
+
+def test_what_is_beside_another_result_is_not_replaced_before_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text('{"question": "another one", "settings": {}}')
+    rows = tmp_path / "r-server" / "query_round.csv"
+    rows.parent.mkdir()
+    rows.write_text("of that one")
+    asked(long_doc_qa, "--out", str(tmp_path / "r.json"), "--num-documents", "1", "--document-length", "1")
+    assert rows.read_text() == "of that one"
+
+
+def test_texts_and_answers_that_are_not_there(tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "r.json")]
+    assert "No such file" in asked(long_doc_qa, *out, "--text", str(tmp_path / "none"))
+    assert "cannot be written" in asked(long_doc_qa, *out, "--output", "/proc/none")
+
+
+@pytest.mark.parametrize(
+    ("own", "flags", "why"),
+    [
+        ([], ["--num-documents", "x"], "invalid"),
+        (["--native", "[1]"], [], "--native: a JSON object"),
+        (["--vllm", "'"], [], "--vllm: No closing quotation"),
+    ],
+)
+def test_wrong_flags_start_no_server_and_remove_no_result(
+    own: list[str], flags: list[str], why: str, tmp_path: Path
+) -> None:
+    wrapper = Wrapper(tmp_path)
+    wrapper.out.write_text("of yesterday")
+    status, printed = wrapper.run("long_doc_qa", own, flags)
+    assert status != 0 and why in printed and "Traceback" not in printed
+    assert wrapper.engines() == [] and wrapper.out.read_text() == "of yesterday"
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    status, printed = Wrapper(tmp_path).run("long_doc_qa", ["--program", "no-such-program"])
+    assert status == 1 and printed.endswith("no-such-program: No such file or directory\n")
+    status, printed = Wrapper(tmp_path).run("long_doc_qa", ["--work", "/proc/none"])
+    assert status == 1 and "cannot be written" in printed and "Traceback" not in printed
