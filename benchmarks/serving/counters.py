@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 
 import httpx
 
@@ -29,7 +30,7 @@ SKIPPED = "vllm:kvtier_skipped_chunks_"
 
 @dataclass(frozen=True)
 class Counters:
-    """Sums over all engines behind the page, by name."""
+    """Sums over all engines behind the page, by name; of numbers, and NaN is none."""
 
     values: Mapping[str, float]
 
@@ -37,7 +38,7 @@ class Counters:
     def parse(cls, text: str) -> Counters:
         values: dict[str, float] = {}
         for line in text.splitlines():
-            if match := SAMPLE.match(line):
+            if (match := SAMPLE.match(line)) and isfinite(float(match[3])):
                 values[match[1]] = values.get(match[1], 0.0) + float(match[3])
         return cls(values)
 
@@ -65,16 +66,20 @@ def page(url: str) -> str | None:
 
 
 def look(url: str) -> Counters | None:
+    """Waits a little: vLLM counts a step right after its tokens were sent."""
+    time.sleep(COUNTED_S)
     text = page(url)
     found = None if text is None else Counters.parse(text)
     return found if found is not None and PROMPT in found.values else None
 
 
 def since(url: str, before: Counters | None) -> dict[str, int] | None:
-    """Counters.since of now. Waits a little: vLLM counts a step right after its tokens were sent."""
-    time.sleep(COUNTED_S)
+    """Counters.since of now; None where the server does not count, or began anew in between."""
     after = look(url)
-    return after.since(before) if before is not None and after is not None else None
+    if before is None or after is None:
+        return None
+    counts = (name for name in before.values if name.endswith("_total"))
+    return None if any(after.values.get(name, 0.0) < before.values[name] for name in counts) else after.since(before)
 
 
 def cache_tokens(url: str) -> int | None:

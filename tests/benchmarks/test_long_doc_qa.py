@@ -6,13 +6,14 @@ import argparse
 import csv
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import long_doc_qa
-from benchmarks.serving import result
+from benchmarks.serving import counters, result
 from benchmarks.serving.client import Prompt, _text
 from benchmarks.serving.counters import Counters
 from benchmarks.serving.documents import Source, documents, repeated, with_misses
@@ -81,6 +82,38 @@ def test_counters_are_sums_over_engines() -> None:
     assert tokens == {"prompt_tokens": 1000, "prefix_hit_tokens": 64, "external_hit_tokens": 256}
     page += "vllm:kvtier_skipped_chunks_refused_total 7.0\nvllm:kvtier_skipped_chunks_failed_total 2.0\n"
     assert Counters.parse(page).since(Counters({}))["skipped_chunks"] == 9
+
+
+def page_of(prompts: float, hits: str) -> str:
+    return f"vllm:prompt_tokens_total {prompts}\nvllm:prefix_cache_hits_total {hits}\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "hits"),
+    [
+        (page_of(100.0, "10.0"), page_of(300.0, "25.0"), 15),
+        (page_of(100.0, "10.0"), page_of(300.0, "10.0") + 'vllm:prefix_cache_hits_total{engine="1"} NaN\n', 0),
+        (page_of(100.0, "10.0"), page_of(300.0, "+Inf"), None),  # no number any more
+        (page_of(100.0, "10.0"), page_of(120.0, "5.0"), None),  # another process since
+        (page_of(100.0, "10.0"), "", None),
+    ],
+)
+def test_what_counters_cannot_say_is_not_said(
+    before: str, after: str, hits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counters, "COUNTED_S", 0.0)
+    monkeypatch.setattr(counters, "page", lambda url: after)
+    tokens = counters.since("http://x", Counters.parse(before))
+    assert (tokens or {}).get("prefix_hit_tokens") == hits
+
+
+def test_tokens_of_the_prompts_before_are_counted_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM counts a little after it has answered."""
+    answered_s = time.monotonic()
+    late_s = counters.COUNTED_S / 2
+    monkeypatch.setattr(counters, "page", lambda url: page_of(float(time.monotonic() > answered_s + late_s), "0.0"))
+    found = counters.look("http://x")
+    assert found is not None and found.values[counters.PROMPT] == 1.0
 
 
 @pytest.mark.parametrize(
