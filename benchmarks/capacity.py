@@ -36,24 +36,27 @@ def measure(options: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
     rng, source = random.Random(options.seed), Source.of(options.text)
     rounds = Rounds(endpoint, 1)
     rounds.ask("before the rounds", warming(options.document_length))
-    rows, known = [], 0
+    rows: list[dict[str, Any]] = []
+    known, size = 0, 0
     for count in sorted(set(options.documents)):
         every = documents(source, count, options.document_length)
         _, fresh = rounds.timed(f"{count - known} new documents", every[known:])
         _, drawn = rounds.timed(f"{options.queries} of {count}", rng.choices(every, k=options.queries))
-        rows.append(row_of(count, fresh, drawn))
+        size += fresh["tokens"]["prompt_tokens"] if fresh["tokens"] else 0
+        rows.append(row_of(count, size, fresh, drawn))
         known = count
     floor = rounds.floor(documents(source, 1, options.document_length, first=known)[0], options.floor)
     return {"model": endpoint.model, "cache_tokens": counters.cache_tokens(endpoint.url), "floor": floor, "rows": rows}
 
 
-def row_of(count: int, fresh: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
-    """Shares are of the tokens of the prompts that were drawn; None where the server does not count them."""
-    tokens, computed = drawn["tokens"], fresh["tokens"]
+def row_of(count: int, size: int, fresh: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
+    """Shares are of the tokens of the prompts that were drawn; None where the server does not count them. size: tokens
+    of all documents. New documents that were stored already were not computed."""
+    tokens, is_stored = drawn["tokens"], counters.stored_share(fresh["tokens"]) > counters.STORED_SHARE
     asked = tokens["prompt_tokens"] if tokens else 0
     return {
-        "documents": count, "computed_ttft": fresh["ttft"], "ttft": drawn["ttft"],
-        "working_set_tokens": computed["prompt_tokens"] * count // fresh["prompt_count"] if computed else None,
+        "documents": count, "computed_ttft": {} if is_stored else fresh["ttft"], "ttft": drawn["ttft"],
+        "working_set_tokens": size or None,
         "prefix_share": tokens["prefix_hit_tokens"] / asked if asked else None,
         "tier_share": tokens["external_hit_tokens"] / asked if asked else None, "tokens": tokens,
         "failed": sum(part["prompt_count"] - part["successful_prompt_count"] for part in (fresh, drawn)),
@@ -73,7 +76,7 @@ def show(whole: dict[str, Any]) -> None:
                 name, row["documents"], "-" if tokens is None else f"{tokens:,}",
                 f"{tokens / room:.2f}" if tokens and room else "-", *shares, ms(row["ttft"].get("mean")),
                 ms(row["ttft"].get("p99")), ms(row["computed_ttft"].get("mean")),
-                ms(found["floor"]["ttft"].get("mean")),
+                ms(counters.floor_s(found["floor"])),
             ))  # fmt: skip
     print()
     table(columns, rows)
@@ -124,9 +127,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if any(row["ttft"] for row in found["rows"]):
         options.out.with_suffix(".svg").write_text(draw(whole))
     print(f"written: {options.out}")
+    said = counters.failed_loads(row["tokens"] for row in found["rows"])
     if failed:
-        print(f"NOT GOOD: {failed} requests failed: {found['rows'][-1]['errors']}", file=sys.stderr)
-    return int(failed > 0)
+        errors = sorted({error for row in found["rows"] for error in row["errors"]})
+        said.append(f"{failed} requests failed: {errors}")
+    for fault in said:
+        print(f"NOT GOOD: {fault}", file=sys.stderr)
+    return int(bool(said))
 
 
 if __name__ == "__main__":

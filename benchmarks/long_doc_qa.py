@@ -167,8 +167,11 @@ def measure(options: argparse.Namespace, endpoint: Endpoint) -> tuple[dict[str, 
 
 
 def gains(warmup: dict[str, Any], query: dict[str, Any]) -> dict[str, float]:
-    """How many times as long the warm-up took: to the first token; and of the round, for each prompt."""
-    if not warmup["ttft"] or not query["ttft"]:
+    """How many times as long the warm-up took: to the first token; and of the round, for each prompt.
+
+    Nothing where requests failed, which takes less time than to answer them.
+    """
+    if any(part["successful_prompt_count"] < part["prompt_count"] for part in (warmup, query)):
         return {}
     per_prompt = [part["round_time"] / part["prompt_count"] for part in (warmup, query)]
     return {"ttft_gain": warmup["ttft"]["mean"] / query["ttft"]["mean"], "latency_gain": per_prompt[0] / per_prompt[1]}
@@ -193,8 +196,10 @@ def say(found: dict[str, Any]) -> None:
             print("\n".join(shares))
         for error in part["errors"]:
             print(f"{title} round error: {error}")
-    if found.get("floor", {}).get("ttft"):
-        print(f"\nFloor, the same document again at once, mean TTFT: {found['floor']['ttft']['mean']:.3f}s")
+    if (stored := counters.stored_share(found["warmup_round"]["tokens"])) > counters.STORED_SHARE:
+        print(f"\nOf the warm-up round's tokens {stored:.0%} were stored already: its times are not those of computing")
+    if (floor_s := counters.floor_s(found.get("floor"))) is not None:
+        print(f"\nFloor, the same document again at once, mean TTFT: {floor_s:.3f}s")
     if "ttft_gain" in found:
         print(f"Warmup / query: TTFT {found['ttft_gain']:.2f}x, round time of a prompt {found['latency_gain']:.2f}x")
 
@@ -206,7 +211,7 @@ def compare(whole: dict[str, Any]) -> None:
     rows = []
     for name, found in whole["systems"].items():
         warmup, query = found["warmup_round"], found["query_round"]
-        floor_s = found.get("floor", {}).get("ttft", {}).get("mean")
+        floor_s = counters.floor_s(found.get("floor"))
         mean_s, tokens = query["ttft"].get("mean"), query["tokens"] or {}
         gains_here = [f"{found[key]:.2f}x" if key in found else "-" for key in ("ttft_gain", "latency_gain")]
         rows.append((
@@ -234,6 +239,7 @@ def faults(options: argparse.Namespace, found: dict[str, Any]) -> list[str]:
     for part in (found["warmup_round"], found["query_round"]):
         if failed := part["prompt_count"] - part["successful_prompt_count"]:
             said.append(f"{failed} of {part['prompt_count']} requests failed")
+    said += counters.failed_loads(found[name]["tokens"] for name in ("warmup_round", "query_round"))
     stored, asked = found["warmup_round"]["tokens"] or {}, found["query_round"]["tokens"] or {}
     if "saved_bytes" in stored and not stored["saved_bytes"] and not asked.get("external_hit_tokens"):
         skipped = stored.get("skipped_chunks", 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import tables_tmpfs
 from benchmarks.gpu.report import ms
-from benchmarks.serving import plot
+from benchmarks.serving import counters, plot
 from benchmarks.tables_common import code_of, forwards, has, judged, read, span, table
 from benchmarks.tables_tmpfs import ALL_PEERS
 from benchmarks.versus.contestants import CONTESTANTS
@@ -162,21 +162,22 @@ def long_documents() -> list[str]:
         f"**long_doc_qa** (`python -m benchmarks.serving long_doc_qa`, {code_of(first)}, {first['date'][:10]}; "
         f"{settings['num_documents']} documents of {_document_tokens(first):,} tokens{beyond}; "
         "Llama-3.1-8B's dimensions, from tmpfs; mean ms to the first token; prefix: vLLM's prefix cache alone; native: "
-        "vLLM's own tiering, raw; k4v4 is lossy; raw kvtier and LMCache were not run):",
+        "vLLM's own tiering, raw; k4v4 is lossy; "
+        + ("LMCache was not run):" if "kvtier" in first["systems"] else "raw kvtier and LMCache were not run):"),
         "",
-        *table(["in flight", "system", "warm-up", "query", "floor: the same again at once", "warm-up / query",
+        *table(["in flight", "system", "warm-up", "query", "floor: the same again, one at a time", "warm-up / query",
                 "warm-up round", "query round", "of the query's tokens from the tier"], rows),
     ]  # fmt: skip
 
 
 def _floor(found: dict[str, Any]) -> str:
-    return ms(found["floor"]["ttft"].get("mean"), "") if found.get("floor") else ""
+    return ms(counters.floor_s(found.get("floor")), "")
 
 
 def _document_tokens(result: dict[str, Any]) -> int:
     """Of each document in the mean, as the server counted."""
     query = next(iter(result["systems"].values()))["query_round"]
-    return round(query["tokens"]["prompt_tokens"] / result["settings"]["num_documents"])
+    return round(query["tokens"]["prompt_tokens"] / query["prompt_count"])
 
 
 def drawing() -> str | None:

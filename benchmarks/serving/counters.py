@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 import httpx
 
@@ -18,6 +19,8 @@ SAMPLE = re.compile(r"^(vllm:[a-z0-9_]+)(?:\{(.*)\})? ([-+0-9.eE]+|NaN|[-+]?Inf)
 BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
 BLOCK_TOKENS = re.compile(r'(?<!_)block_size="(\d+)"')
 TIMEOUT_S = 10.0
+STORED_SHARE = 0.1
+"""Above this share of hits a round that is to be computed is none."""
 COUNTED_S = 0.25
 
 PREFIX_HITS, PREFIX_QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
@@ -80,6 +83,28 @@ def since(url: str, before: Counters | None) -> dict[str, int] | None:
         return None
     counts = (name for name in before.values if name.endswith("_total"))
     return None if any(after.values.get(name, 0.0) < before.values[name] for name in counts) else after.since(before)
+
+
+def stored_share(tokens: Mapping[str, int] | None) -> float:
+    """Of a round's tokens those that were hits, of whichever cache; 0 where nothing was counted."""
+    if not tokens or not tokens["prompt_tokens"]:
+        return 0.0
+    return (tokens["prefix_hit_tokens"] + tokens["external_hit_tokens"]) / tokens["prompt_tokens"]
+
+
+def floor_s(floor: Mapping[str, Any] | None) -> float | None:
+    """Mean seconds of `Rounds.floor`; None where it was not asked, or the GPU's own cache did not have the prompt."""
+    tokens = (floor or {}).get("tokens")
+    if not floor or (tokens and tokens["prefix_hit_tokens"] < tokens["prompt_tokens"] / 2):
+        return None
+    mean: float | None = floor["ttft"].get("mean")
+    return mean
+
+
+def failed_loads(rounds: Iterable[Mapping[str, int] | None]) -> list[str]:
+    """What is to be said of those of all rounds' tokens."""
+    failed = sum((tokens or {}).get("failed_loads", 0) for tokens in rounds)
+    return [f"{failed} loads failed: their tokens count as hits, and were computed"] if failed else []
 
 
 def cache_tokens(url: str) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import long_doc_qa
+from benchmarks import long_doc_qa, tables_versus
 from benchmarks.serving import counters, result
 from benchmarks.serving.client import Prompt, _text
 from benchmarks.serving.counters import Counters
@@ -216,3 +216,42 @@ def test_a_tier_that_does_nothing_is_not_good(saved: int, hits: int, is_good: bo
     options = argparse.Namespace(expected_ttft_gain=None, expected_latency_gain=None)
     said = long_doc_qa.faults(options, {"warmup_round": stored, "query_round": asked})
     assert said == ([] if is_good else ["kvtier is there, and stored and found nothing; it skipped 12 chunks"])
+
+
+def test_loads_that_failed_are_no_hits() -> None:
+    part = {"prompt_count": 1, "successful_prompt_count": 1}
+    asked = {**part, "tokens": {"external_hit_tokens": 9, "failed_loads": 2}}
+    options = argparse.Namespace(expected_ttft_gain=None, expected_latency_gain=None)
+    said = long_doc_qa.faults(options, {"warmup_round": {**part, "tokens": None}, "query_round": asked})
+    assert said == ["2 loads failed: their tokens count as hits, and were computed"]
+
+
+@pytest.mark.parametrize(("answered", "has_gains"), [(6, True), (1, False), (0, False)])
+def test_a_round_that_failed_is_no_gain(answered: int, has_gains: bool) -> None:
+    """Requests fail sooner than they are answered."""
+    warmup = {"prompt_count": 3, "successful_prompt_count": 3, "round_time": 3.0, "ttft": {"mean": 1.0}}
+    query = {"prompt_count": 6, "successful_prompt_count": answered, "round_time": 0.1, "ttft": {"mean": 0.5}}
+    assert (long_doc_qa.gains(warmup, query) != {}) is has_gains
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"),
+    [
+        ({"prompt_tokens": 100, "prefix_hit_tokens": 96, "external_hit_tokens": 0}, 0.5),
+        ({"prompt_tokens": 100, "prefix_hit_tokens": 0, "external_hit_tokens": 96}, None),  # the tier alone
+        ({"prompt_tokens": 100, "prefix_hit_tokens": 0, "external_hit_tokens": 0}, None),  # computed
+        (None, 0.5),  # the server does not say
+    ],
+)
+def test_the_floor_is_a_hit_in_the_gpus_own_cache(tokens: dict[str, int] | None, seconds: float | None) -> None:
+    assert counters.floor_s({"ttft": {"mean": 0.5}, "tokens": tokens}) == seconds
+    assert counters.floor_s(None) is None and counters.floor_s({"ttft": {}, "tokens": tokens}) is None
+
+
+def test_documents_that_were_there_before_are_named(tmp_path: Path) -> None:
+    """The same server is asked the same twice, and each document three times in the query round."""
+    wrapper = Wrapper(tmp_path)
+    flags = ["--num-documents", "2", "--document-length", "9", "--repeat-count", "3"]
+    status, printed = wrapper.run("long_doc_qa", ["--systems", "prefix"], [*flags, "--", *flags])
+    assert status == 0 and printed.count("warm-up round's tokens 100% were stored already") == 1
+    assert tables_versus._document_tokens(wrapper.result()) == 10
