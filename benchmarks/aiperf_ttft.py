@@ -22,7 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,8 +91,8 @@ def command(program: Path, server: Server, cell: Cell, options: argparse.Namespa
     ]  # fmt: skip
 
 
-def run(words: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Runs aiperf to its end and reads what it wrote into the folder. Raises AiperfFailed."""
+def run(words: Sequence[str], folder: Path, requests: int) -> dict[str, Any]:
+    """Runs aiperf to its end and reads what it wrote into the folder, of so many requests. Raises AiperfFailed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     log = folder / "aiperf.log"
@@ -109,18 +109,25 @@ def run(words: Sequence[str], folder: Path) -> dict[str, Any]:
             process.wait()
     if status != 0 or not (folder / EXPORT).exists():
         raise AiperfFailed(f"{shlex.join(words)}\nended with status {status}\n{log.read_text()[-3000:]}")
-    return parse(json.loads((folder / EXPORT).read_text()))
+    try:
+        return parse(json.loads((folder / EXPORT).read_text()), requests)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise AiperfFailed(f"{folder / EXPORT} is not as expected: {type(error).__name__}: {error}") from None
 
 
-def parse(export: dict[str, Any]) -> dict[str, Any]:
+def parse(export: dict[str, Any], requests: int) -> dict[str, Any]:
     """What a cell of the table needs of aiperf's export. Raises AiperfFailed where requests failed or are missing."""
     counted = int(export.get("request_count", {}).get("avg", 0))
     failed = export.get("error_request_count", {}).get("avg", 0)
-    if not counted or failed or export.get("was_cancelled") or export.get("error_summary"):
-        raise AiperfFailed(f"{counted} requests, {failed:.0f} failed: {export.get('error_summary')}")
+    if counted < requests or failed or export.get("was_cancelled") or export.get("error_summary"):
+        raise AiperfFailed(
+            f"{counted} of {requests} requests were answered, {failed:.0f} failed: {export.get('error_summary')}"
+        )
     first = export["time_to_first_token"]
     if first["unit"] != "ms":
         raise AiperfFailed(f"times in {first['unit']}, not ms")
+    if not 0 < first["avg"] < float("inf"):
+        raise AiperfFailed(f"the mean time to the first token is {first['avg']}")
     return {
         "aiperf": export["aiperf_version"], "requests": counted,
         "ttft_ms": {name: first[name] for name in STATISTICS if name in first},
@@ -129,19 +136,20 @@ def parse(export: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sweep(server: Server, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """All cells, the short ones first. tokens: where those of the prompts came from, warm-up included."""
+def sweep(server: Server, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """All cells, the short ones first. tokens: where those of the prompts came from, warm-up included.
+
+    Raises AiperfFailed.
+    """
     program = find_aiperf(options.aiperf)
     cells = [Cell(isl, concurrency) for isl in options.isl for concurrency in options.concurrency]
     bar = Bar(f"aiperf, {options.system}", len(cells))
-    rows = []
     for done, cell in enumerate(cells, start=1):
         before = counters.look(server.url)
-        row = run(command(program, server, cell, options, folder / cell.name), folder / cell.name)
+        row = run(command(program, server, cell, options, folder / cell.name), folder / cell.name, options.requests)
         tokens = counters.since(server.url, before)
-        rows.append({"isl": cell.isl, "concurrency": cell.concurrency, **row, "tokens": tokens})
         bar.show(done)
-    return rows
+        yield {"isl": cell.isl, "concurrency": cell.concurrency, **row, "tokens": tokens}
 
 
 def find_aiperf(given: Path | None) -> Path:
@@ -244,16 +252,20 @@ def main(words: Sequence[str] | None = None) -> int:
     settings = {name: getattr(options, name) for name in SETTINGS}
     result.known(options.out, QUESTION, settings, options.system)
     folder = options.out.with_name(f"{options.out.stem}-aiperf") / options.system
+    rows, failed = [], None
     try:
-        rows = sweep(server, options, folder)
-    except AiperfFailed as failed:
+        for row in sweep(server, options, folder):
+            rows.append(row)
+    except AiperfFailed as error:
+        failed = error  # of the cells before it each took minutes
         print(f"NOT GOOD: {failed}", file=sys.stderr)
+    if not rows:
         return 1
     whole = result.add(options.out, QUESTION, settings, options.system, {"model": model, "rows": rows})
     options.out.with_suffix(".svg").write_text(draw(whole))
     show(whole)
     print(f"written: {options.out}, {options.out.with_suffix('.svg')} and {folder}")
-    return 0
+    return int(failed is not None)
 
 
 if __name__ == "__main__":

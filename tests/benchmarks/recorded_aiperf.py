@@ -18,7 +18,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 def main() -> None:
     words = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
-    if os.environ.get("RECORDED_AIPERF_FAILS"):
+    if os.environ.get("RECORDED_AIPERF_FAILS") in ("all", words["--prefix-prompt-length"]):
         sys.exit("aiperf: no such tokenizer")
     if left := os.environ.get("RECORDED_AIPERF_WAITS"):
         child = subprocess.Popen(["sleep", "300"])

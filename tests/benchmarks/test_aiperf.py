@@ -34,7 +34,7 @@ def aiperf(tmp_path: Path) -> Path:
 
 def test_what_aiperf_wrote_is_read() -> None:
     export = recorded("cache")
-    found = parse(export)
+    found = parse(export, 4)
     assert found["aiperf"] == "0.13.0" and found["requests"] == 4
     assert found["ttft_ms"]["avg"] == export["time_to_first_token"]["avg"] > 0
     assert found["ttft_ms"]["p50"] <= found["ttft_ms"]["p99"] <= found["ttft_ms"]["max"]
@@ -48,12 +48,14 @@ def test_what_aiperf_wrote_is_read() -> None:
         {"was_cancelled": True},
         {"error_summary": [{"count": 1}]},
         {"request_count": {"unit": "requests", "avg": 0.0}},
+        {"request_count": {"unit": "requests", "avg": 3.0}},
+        {"time_to_first_token": {"unit": "ms", "avg": float("nan")}},
         {"time_to_first_token": {"unit": "s", "avg": 1.0}},
     ],
 )
 def test_what_is_no_whole_measurement_is_none(change: dict[str, Any]) -> None:
     with pytest.raises(AiperfFailed):
-        parse(recorded("cache") | change)
+        parse(recorded("cache") | change, 4)
 
 
 def test_the_command_is_that_of_the_slides() -> None:
@@ -100,7 +102,7 @@ def test_the_sweep_over_recorded_runs(aiperf: Path, tmp_path: Path) -> None:
     for name in ("nocache", "cache"):
         rows = whole["systems"][name]["rows"]
         assert [(row["isl"], row["concurrency"]) for row in rows] == [(512, 1), (512, 2), (1024, 1), (1024, 2)]
-        assert all(row["ttft_ms"] == parse(recorded(name))["ttft_ms"] for row in rows)
+        assert all(row["ttft_ms"] == parse(recorded(name), 4)["ttft_ms"] for row in rows)
         folder = tmp_path / "result-aiperf" / name / "ISL1024_CON2"
         words = json.loads((folder / "arguments.json").read_text())
         assert words[words.index("--concurrency") + 1] == "2" and words[words.index("--model") + 1] == "a-model"
@@ -120,7 +122,24 @@ def test_interrupted_nothing_of_aiperf_is_left(aiperf: Path, tmp_path: Path) -> 
 def test_aiperf_that_fails_or_is_not_there_fails_the_sweep(aiperf: Path, tmp_path: Path) -> None:
     wrapper = Wrapper(tmp_path)
     flags = [*SWEEP, "--aiperf", str(aiperf)]
-    status, printed = wrapper.run("aiperf_ttft", ["--systems", "nocache"], flags, RECORDED_AIPERF_FAILS="1")
+    status, printed = wrapper.run("aiperf_ttft", ["--systems", "nocache"], flags, RECORDED_AIPERF_FAILS="all")
     assert status == 1 and "no such tokenizer" in printed and not wrapper.out.exists()
     with pytest.raises(AiperfFailed, match="status 0"):
-        aiperf_ttft.run(["true"], tmp_path / "nothing")
+        aiperf_ttft.run(["true"], tmp_path / "nothing", 4)
+
+
+def test_cells_before_one_that_fails_are_kept(aiperf: Path, tmp_path: Path) -> None:
+    wrapper = Wrapper(tmp_path)
+    flags = [*SWEEP, "--aiperf", str(aiperf)]
+    status, printed = wrapper.run("aiperf_ttft", ["--systems", "nocache"], flags, RECORDED_AIPERF_FAILS="1024")
+    assert status == 1 and "no such tokenizer" in printed
+    rows = wrapper.result()["systems"]["nocache"]["rows"]
+    assert [(row["isl"], row["concurrency"]) for row in rows] == [(512, 1), (512, 2)]
+
+
+@pytest.mark.parametrize("written", ["{", "[]", '{"request_count": null}', '{"request_count": {"avg": 4.0}}'])
+def test_files_of_another_aiperf_are_named(written: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    words = ["sh", "-c", f"printf '%s' {shlex.quote(written)} > {folder / aiperf_ttft.EXPORT}"]
+    with pytest.raises(AiperfFailed, match="is not as expected"):
+        aiperf_ttft.run(words, folder, 4)
