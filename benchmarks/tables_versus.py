@@ -31,8 +31,8 @@ def _versus(name: str) -> list[str]:
     entries = Entries(result["runs"], result["settings"]["token_bytes"])
     cells = entries.cells()
     text = [
-        f"**kvtier and its peers, side by side** (`python -m benchmarks.versus`, {code_of(result)}, {result['date']}; "
-        f"one H200 of a machine with {result['machine']['cores']} processors; vLLM {result['versions'].get('vllm')}; "
+        f"**kvtier and its peers, side by side** (`python -m benchmarks.versus`, {_codes(result, entries)}, "
+        f"{result['date']}; {_machines(result, entries)}; vLLM {result['versions'].get('vllm')}; "
         "Llama-3.1-8B's dimensions, "
         f"{forwards(result['settings'].get('llm', {}))}; the same prompts, the systems in turn, a "
         "fresh process for each repetition that reloads all lengths; ms to the first token, the median and in "
@@ -52,6 +52,19 @@ def _versus(name: str) -> list[str]:
         *_failures(entries),
         *_settings(result),
     ]
+
+
+def _codes(result: dict[str, Any], entries: Entries) -> str:
+    """That of the entries, of which a file that was gone on with may have more than one."""
+    return f"kvtier at {' and '.join(entries.commits())}" if entries.commits() else code_of(result)
+
+
+def _machines(result: dict[str, Any], entries: Entries) -> str:
+    count = entries.machines()
+    cores = result["machine"]["cores"]
+    if count > 1:
+        return f"one H200 of each of {count} machines, of which the last has {cores} processors"
+    return f"one H200 of a machine with {cores} processors"
 
 
 def _times(entries: Entries, cells: dict[tuple[str, int, str], Cell], place: str) -> list[str]:

@@ -27,6 +27,7 @@ from benchmarks.gpu.ceilings import direct_writes
 from benchmarks.gpu.models import DIMENSIONS
 from benchmarks.gpu.systems import stored_bytes
 from benchmarks.gpu.ttft import check_room, setup_of
+from benchmarks.serving.arguments import at_least, numbers
 from benchmarks.versus import show
 from benchmarks.versus.alone import probe
 from benchmarks.versus.contestants import CONTESTANTS, Place
@@ -199,10 +200,10 @@ def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
     add("--place", choices=("tmpfs", "disk"), default="tmpfs", help="what --folder lies on")
     add("--folder", type=Path, default=Path("/dev/shm/kv"), help="where the systems store")
     add("--systems", default=",".join(CONTESTANTS), help="in the order of the first turn")
-    add("--lengths", default=None, help="tokens, divided by commas")
-    add("--repetitions", type=int, default=3, help="fresh processes of each system that reload all lengths")
-    add("--bare", type=int, default=2, help="prompts of each length that are computed without a tier")
-    add("--together", type=int, default=3, help="processes that start side by side; 1: each alone")
+    add("--lengths", type=numbers, help="tokens, divided by commas")
+    add("--repetitions", type=at_least(1), default=3, help="fresh processes of each system that reload all lengths")
+    add("--bare", type=at_least(1), default=2, help="prompts of each length that are computed without a tier")
+    add("--together", type=at_least(1), default=3, help="processes that start side by side; 1: each alone")
     add("--kv-gib", type=float, default=15.0, help="of each engine's KV cache")
     add("--seconds", type=float, default=540.0, help="nothing is begun that might end later")
     add("--start-seconds", type=float, default=150.0, help="until a process must be ready")
@@ -210,8 +211,7 @@ def parse(text: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no-alone", action="store_true", help="no ceilings, no KvikIO")
     add("--keep", action="store_true", help="what is stored stays")
     options = made.parse_args(text)
-    default = "300,600" if options.tiny else "8192,32768,65536,100000"
-    options.lengths = [int(part) for part in (options.lengths or default).split(",")]
+    options.lengths = options.lengths or numbers("300,600" if options.tiny else "8192,32768,65536,100000")
     options.timeout = options.turn_seconds
     for name in options.systems.split(","):
         if name and name not in CONTESTANTS:

@@ -87,6 +87,13 @@ class Entries:
     def places(self) -> list[str]:
         return list(dict.fromkeys(run["place"] for run in self._of("reload")))
 
+    def commits(self) -> list[str]:
+        return sorted({run["commit"] for run in self._runs if run.get("commit")})
+
+    def machines(self) -> int:
+        """Of how many, or of one that was started so often."""
+        return len({run["boot"] for run in self._runs})
+
     def lengths(self, place: str) -> list[int]:
         return sorted({row["tokens"] for run in self._of("reload", place) for row in run["rows"]})
 
@@ -192,7 +199,7 @@ def slower_than_computing(cells: Cells) -> list[Cell]:
 
 
 def goals(cells: Cells) -> list[tuple[bool, str]]:
-    """Of GOALS whose both sides were measured: whether it is met, and which it is."""
+    """Of GOALS whose both sides were measured, and loaded: whether it is met, and which it is."""
     found = []
     for place, system, times in GOALS:
         pairs = [(cell, cells.get((place, tokens, "native"))) for (at, tokens, name), cell in sorted(cells.items())
@@ -201,6 +208,8 @@ def goals(cells: Cells) -> list[tuple[bool, str]]:
             continue
         cell, native = pairs[-1]
         assert native is not None
+        if not (cell.has_loaded and native.has_loaded):
+            continue
         ratio = native.ttft / cell.ttft
         found.append((ratio >= times, f"{CONTESTANTS[system].title} from {place}, {cell.tokens:,} tokens: "
                       f"{ratio:.1f}x vLLM's own tiering (goal {times:g}x)"))  # fmt: skip

@@ -30,6 +30,8 @@ def lines(runs: list[dict[str, Any]], token_bytes: int) -> list[str]:
              if not cell.has_loaded]  # fmt: skip
     text += [f"NOT WHOLE: {cell.place}, {cell.tokens:,} tokens: {CONTESTANTS[cell.system].title} hit "
              f"{cell.hit_tokens:,}" for cell in cells.values() if not cell.is_whole]  # fmt: skip
+    if entries.machines() > 1 or len(entries.commits()) > 1:
+        text.append(f"MIXED: {entries.machines()} machines, kvtier at {', '.join(entries.commits())}")
     text += [f"FAILED: {run['kind']} {run['place']} {run['system']} {run['repetition']}" for run in entries.failed]
     return text
 

@@ -153,6 +153,29 @@ def test_a_goal_is_of_the_largest_length(native_s: float, is_met: bool) -> None:
     assert [met for met, _ in goals(Entries(runs, TOKEN_BYTES).cells())] == [is_met]
 
 
+@pytest.mark.parametrize(("ours_s", "native_s"), [(0.1, 9.0), (0.5, 0.1)])
+def test_what_has_loaded_nothing_meets_no_goal(ours_s: float, native_s: float) -> None:
+    """Two gigabytes take 200 ms at 10 GB/s."""
+    runs = made(kvtier={1_000: [0.3], 2_000: [ours_s]}, native={1_000: [0.9], 2_000: [native_s]})
+    assert goals(Entries(runs, TOKEN_BYTES).cells()) == []
+
+
+def test_entries_of_two_machines_and_commits_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is gone on with on another machine, or put together of two: the table's head was the last one's."""
+    runs = made(kvtier={1_000: [0.4, 0.4]}, native={1_000: [0.9, 0.9]})
+    for run in runs:
+        run["commit"] = "aaaaaaa"
+    assert "MIXED" not in "\n".join(show.lines(runs, TOKEN_BYTES))
+    runs[-1] |= {"commit": "bbbbbbb", "boot": "two"}
+    assert "MIXED: 2 machines, kvtier at aaaaaaa, bbbbbbb" in show.lines(runs, TOKEN_BYTES)
+    content = {"date": "2026-01-01", "commit": "bbbbbbb", "versions": {}, "machine": {"cores": 2}, "runs": runs,
+               "settings": {"token_bytes": TOKEN_BYTES}}  # fmt: skip
+    (tmp_path / "versus.json").write_text(json.dumps(content))
+    monkeypatch.setattr(tables_common, "RESULTS", tmp_path)
+    text = tables_versus.versus()[0]
+    assert "kvtier at aaaaaaa and bbbbbbb" in text and "each of 2 machines" in text
+
+
 def test_slower_than_computing_is_said_of_ours() -> None:
     runs = made(kvtier={1_000: [1.2]}, native={1_000: [5.0]})
     assert [cell.system for cell in slower_than_computing(Entries(runs, TOKEN_BYTES).cells())] == ["kvtier"]
@@ -262,6 +285,12 @@ def test_nothing_is_begun_for_which_there_is_no_time(tmp_path: Path) -> None:
     done: list[str] = []
     assert not piece.in_time("a round", lambda: done.append("done"))
     assert done == [] and piece.left_out == ["a round"]
+
+
+@pytest.mark.parametrize("flag", ["--together=0", "--repetitions=0", "--lengths=", "--lengths=8k"])
+def test_numbers_that_are_none_are_refused(flag: str) -> None:
+    with pytest.raises(SystemExit):
+        versus.parse(["--out", "x.json", flag])
 
 
 def test_unknown_systems_are_refused(tmp_path: Path) -> None:
