@@ -148,7 +148,7 @@ def two_ttft() -> list[str]:
             f"computed once{_chunks(result['extra'])}):",
             "",
             *table(["tokens", "computed", "floor", "kvtier from tmpfs", "computed / kvtier",
-                    "transfer of each GPU, and share of copies at once"], rows),
+                    "transfer of each GPU" + ", and share of copies at once" * ("%" in rows[-1][-1])], rows),
             "",
         ]  # fmt: skip
     note = (

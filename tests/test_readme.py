@@ -55,6 +55,12 @@ def test_the_share_of_a_transfer_is_of_its_own_runs_ceiling() -> None:
         assert of["kvtier"]["load_percent_of_limit"] >= least
 
 
+def test_a_share_that_no_run_measured_is_no_column() -> None:
+    lines = tables_gpu.two_ttft()
+    heads = [place for place, line in enumerate(lines) if line.startswith("| tokens |")]
+    assert heads and all(("share" in lines[head]) is ("%" in lines[head + 2]) for head in heads)
+
+
 def test_an_arena_of_another_machine_is_not_beside_these_reloads(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = tables_gpu.read("ttft_arena")
     assert "100,000 tokens from the host arena" in "\n".join(tables_tmpfs.ttft())

@@ -77,7 +77,7 @@ def test_a_peer_that_is_ahead_is_named_at_its_length_alone() -> None:
     runs = made(kvtier={1_000: [0.4] * 3, 2_000: [0.5] * 3}, native={1_000: [0.3] * 3, 2_000: [2.0] * 3})
     cells = Entries(runs, TOKEN_BYTES).cells()
     assert [(mine.system, peer.system, peer.tokens) for mine, peer in losses(cells)] == [("kvtier", "native", 1_000)]
-    assert goals(cells) == [(True, "kvtier from tmpfs, 2,000 tokens: 4.0x vLLM's own tiering (goal 2x)")]
+    assert goals(cells) == [(True, "kvtier from tmpfs, 2,000 tokens: 4.00x vLLM's own tiering (goal 2x)")]
     text = "\n".join(show.lines(runs, TOKEN_BYTES))
     assert "LOST: tmpfs, 1,000 tokens: kvtier 400 ms, vLLM's own tiering 300 ms" in text and "met: kvtier" in text
 
@@ -150,7 +150,15 @@ def test_a_server_of_lmcache_leaves_none_of_its_host_memory(tmp_path: Path, monk
 @pytest.mark.parametrize(("native_s", "is_met"), [(1.99, False), (2.0, True)])
 def test_a_goal_is_of_the_largest_length(native_s: float, is_met: bool) -> None:
     runs = made(kvtier_k4v4={1_000: [0.1], 2_000: [0.5]}, native={1_000: [9.0], 2_000: [native_s]})
-    assert [met for met, _ in goals(Entries(runs, TOKEN_BYTES).cells())] == [is_met]
+    ((met, said),) = goals(Entries(runs, TOKEN_BYTES).cells())
+    assert met is is_met and f": {native_s / 0.5:.2f}x vLLM's own tiering (goal 4x)" in said
+
+
+def test_a_goal_that_is_missed_does_not_read_as_met() -> None:
+    runs = made(kvtier_k4v4={2_000: [1.0]}, native={2_000: [3.9995]})
+    assert goals(Entries(runs, TOKEN_BYTES).cells()) == [
+        (False, "kvtier, k4v4 from tmpfs, 2,000 tokens: 3.99x vLLM's own tiering (goal 4x)")
+    ]
 
 
 @pytest.mark.parametrize(("ours_s", "native_s"), [(0.1, 9.0), (0.5, 0.1)])
