@@ -39,6 +39,8 @@ SETTINGS = ("document_length", "num_documents", "first_document", "output_len", 
             "shuffle_seed", "max_inflight_requests", "completions", "hit_miss_ratio", "text", "eos_token_id",
             "ignore_eos", "sleep_time_after_warmup", "floor")  # fmt: skip
 """Flags that two systems must have in common to be compared."""
+FLOOR_DOCUMENT = 1_000_000
+"""Is added to the first document's number: what follows a run's documents may be another run's first one."""
 EOS_BIAS = -100
 ERRORS_SHOWN = 3
 
@@ -159,7 +161,7 @@ def measure(options: argparse.Namespace, endpoint: Endpoint) -> tuple[dict[str, 
     found["cache_tokens"] = counters.cache_tokens(endpoint.url)
     if options.floor:
         found["floor"] = rounds.floor(
-            documents(source, 1, options.document_length, first + options.num_documents)[0], options.floor
+            documents(source, 1, options.document_length, FLOOR_DOCUMENT + first)[0], options.floor
         )
     if options.output:
         options.output.write_text("".join(rounds.texts))

@@ -255,3 +255,12 @@ def test_documents_that_were_there_before_are_named(tmp_path: Path) -> None:
     status, printed = wrapper.run("long_doc_qa", ["--systems", "prefix"], [*flags, "--", *flags])
     assert status == 0 and printed.count("warm-up round's tokens 100% were stored already") == 1
     assert tables_versus._document_tokens(wrapper.result()) == 10
+
+
+def test_a_run_that_goes_on_where_another_one_ended_finds_nothing_stored(tmp_path: Path) -> None:
+    """Not the floor's document either."""
+    wrapper = Wrapper(tmp_path)
+    flags = ["--num-documents", "2", "--document-length", "9"]
+    status, printed = wrapper.run("long_doc_qa", ["--systems", "prefix"], [*flags, "--", *flags, "--first-document=2"])
+    again = json.loads((tmp_path / "result-2.json").read_text())["systems"]["prefix"]
+    assert status == 0 and again["warmup_round"]["tokens"]["prefix_hit_tokens"] == 0, printed
