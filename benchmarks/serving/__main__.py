@@ -7,7 +7,7 @@
 What follows -- is the benchmark's own; what follows one more -- is asked of the same server after that, and goes into
 RESULT-2.json (give it other documents). Without --model a small model with random weights is made, as the demo has it.
 Ctrl-C stops the server in order. The tier lies in a folder of its own, benchmark-tier in --work or in the root that
---tier names, which is emptied before each system that does not go on with what another one stored.
+--tier names, which is emptied before each system that does not go on with what another one stored, and at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from benchmarks import aiperf_ttft, capacity, long_doc_qa
 from benchmarks.serving import result
-from benchmarks.serving.server import MODULE, SYSTEMS, ServerFailed, Setup, running
+from benchmarks.serving.server import MODULE, SYSTEMS, ServerFailed, Setup, System, running
 
 Main = Callable[[Sequence[str]], int]
 URL_FLAGS = {"long_doc_qa": "--base-url", "aiperf_ttft": "--url", "capacity": "--base-url"}
@@ -94,8 +94,12 @@ def chosen(options: argparse.Namespace) -> list[str]:
     for name in names:
         if name not in SYSTEMS:
             raise SystemExit(f"--systems: there is no {name!r}; there are {', '.join(SYSTEMS)}")
-    if any(SYSTEMS[name].keeps for name in names[:1]):
-        raise SystemExit(f"--systems: {names[0]} goes on with what a system before it stored, and there is none")
+    stored: System | None = None
+    for name in names:
+        system = SYSTEMS[name]
+        if system.keeps and (stored is None or (stored.tier, stored.extra) != (system.tier, system.extra)):
+            raise SystemExit(f"--systems: {name} goes on with what kvtier stored right before it, and there is nothing")
+        stored = system if system.tier else stored
     return names
 
 
@@ -130,19 +134,26 @@ def main(arguments: Sequence[str]) -> int:
         PARSERS[options.benchmark]().parse_args(flags)  # no server is started, and no result removed, for wrong ones
     for number in range(len(runs)):
         result.writable(out_of(out, number)).unlink()
-    statuses = []
-    for name in names:
-        system = SYSTEMS[name]
-        if system.tier and not system.keeps:
-            empty(common.root)
-        print(f"\n##### {name}: {system.what}", flush=True)
-        with running(common, name) as url:
-            for number, flags in enumerate(runs):
-                if number and system.tier == "native":
-                    empty(common.root)  # it evicts nothing, and nothing is asked again of what the run before stored
-                asked = ["--out", str(out_of(out, number)), "--system", name, URL_FLAGS[options.benchmark], url]
-                statuses.append(MAINS[options.benchmark]([*asked, *flags]))
-    return max(statuses)
+    try:
+        return max(status for name in names for status in asked_of(name, common, options.benchmark, out, runs))
+    finally:
+        if any(SYSTEMS[name].tier for name in names):
+            empty(common.root)  # it may lie in memory, and nothing goes on with it
+
+
+def asked_of(name: str, common: Setup, benchmark: str, out: Path, runs: Sequence[Sequence[str]]) -> list[int]:
+    """The benchmark's status of each run against a server of this system."""
+    system, statuses = SYSTEMS[name], []
+    if system.tier and not system.keeps:
+        empty(common.root)
+    print(f"\n##### {name}: {system.what}", flush=True)
+    with running(common, name) as url:
+        for number, flags in enumerate(runs):
+            if number and system.tier == "native":
+                empty(common.root)  # it evicts nothing, and nothing is asked again of what the run before stored
+            asked = ["--out", str(out_of(out, number)), "--system", name, URL_FLAGS[benchmark], url]
+            statuses.append(MAINS[benchmark]([*asked, *flags]))
+    return statuses
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -57,6 +57,23 @@ def test_what_lies_in_a_named_root_stays(tmp_path: Path) -> None:
     assert theirs.exists() and not ours.exists()
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_nothing_is_left_in_the_tier(is_interrupted: bool, tmp_path: Path) -> None:
+    """It may lie in /dev/shm."""
+    wrapper = Wrapper(tmp_path)
+    process = wrapper.start("long_doc_qa", ["--systems", "kvtier"], FLAGS, FAKE_ENGINE="slow" if is_interrupted else "")
+    stored = tmp_path / "benchmark-tier" / "v1" / "segment"
+    wrapper.wait_until(lambda: bool(wrapper.engines()))
+    stored.parent.mkdir(parents=True, exist_ok=True)
+    stored.write_text("bytes")
+    if is_interrupted:
+        wrapper.wait_for("asked")
+        process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == int(is_interrupted), printed
+    assert list((tmp_path / "benchmark-tier").iterdir()) == []
+
+
 def test_a_codec_is_a_system_of_its_own(tmp_path: Path) -> None:
     setup = Setup("m", tmp_path, {"codec": "raw", "chunk_tokens": 64})
     words = setup.command(SYSTEMS["kvtier-k4v4"], 1)
@@ -86,7 +103,16 @@ def test_one_server_is_asked_more_than_once(tmp_path: Path) -> None:
     assert all(list(found["systems"]) == ["prefix", "native"] for found in results)
 
 
-@pytest.mark.parametrize(("systems", "why"), [("restarted", "goes on with"), ("prefix,nosuch", "there is no 'nosuch'")])
+@pytest.mark.parametrize(
+    ("systems", "why"),
+    [
+        ("restarted", "goes on with"),
+        ("prefix,restarted", "goes on with"),
+        ("kvtier,native,restarted", "goes on with"),
+        ("kvtier-k4v4,restarted", "goes on with"),
+        ("prefix,nosuch", "there is no 'nosuch'"),
+    ],
+)
 def test_systems_that_cannot_be(systems: str, why: str, tmp_path: Path) -> None:
     status, printed = Wrapper(tmp_path).run("long_doc_qa", ["--systems", systems], FLAGS)
     assert status == 1 and why in printed
