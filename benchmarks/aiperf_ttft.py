@@ -226,7 +226,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = made.add_argument
-    add("--url", default="http://localhost:8000", help="without /v1")
+    add("--url", "--base-url", default="http://localhost:8000", help="without /v1")
     add("--model", help="its name there (default: the first that the server lists)")
     add("--tokenizer", help="a folder or a name (default: the model's)")
     add(

@@ -13,6 +13,9 @@ import httpx
 
 CONNECT_TIMEOUT_S = 30.0
 ERROR_CHARACTERS = 300
+UNANSWERED = (httpx.HTTPError, httpx.InvalidURL)
+UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError)
+"""What reading an answer of another form raises."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ async def find_model(url: str) -> str:
             answer = await client.get(f"{url}/v1/models")
             answer.raise_for_status()
             return str(answer.json()["data"][0]["id"])
-        except (httpx.HTTPError, ValueError, LookupError) as error:
+        except (*UNANSWERED, *UNEXPECTED) as error:
             raise SystemExit(f"{url}/v1/models names no model ({error}); is the server up? Else give --model") from None
 
 
@@ -126,7 +129,7 @@ async def _ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: Prompt, ro
             piece_s = piece_s or time.perf_counter()
             text_s = text_s or (time.perf_counter() if text else 0.0)
             texts.append(text)
-    except (httpx.HTTPError, ValueError) as fault:
+    except (*UNANSWERED, *UNEXPECTED) as fault:
         error = f"{type(fault).__name__}: {fault}"[:ERROR_CHARACTERS]
     first_s = text_s or piece_s
     details = usage.get("prompt_tokens_details") or {}

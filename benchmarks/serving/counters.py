@@ -63,7 +63,7 @@ def page(url: str) -> str | None:
     """The text of /metrics beside the API; None where the server has none."""
     try:
         answer = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S)
-    except httpx.HTTPError:
+    except (httpx.HTTPError, httpx.InvalidURL):
         return None
     return answer.text if answer.status_code == httpx.codes.OK else None
 

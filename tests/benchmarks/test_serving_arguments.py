@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 
 from benchmarks import aiperf_ttft, capacity, long_doc_qa, scale
-from benchmarks.serving import arguments
+from benchmarks.serving import arguments, client
 from tests.benchmarks.rounds import Wrapper
 
 
@@ -80,6 +83,30 @@ def test_texts_and_answers_that_are_not_there(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "r.json")]
     assert "No such file" in asked(long_doc_qa, *out, "--text", str(tmp_path / "none"))
     assert "cannot be written" in asked(long_doc_qa, *out, "--output", "/proc/none")
+
+
+@pytest.mark.parametrize("benchmark", [long_doc_qa, capacity, aiperf_ttft])
+def test_a_server_is_named_in_the_same_way(benchmark: object) -> None:
+    parser = benchmark.parser()  # type: ignore[attr-defined]
+    assert "http://x" in vars(parser.parse_args(["--base-url", "http://x"])).values()
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:1", "127.0.0.1:1", "http://"])
+def test_an_address_of_no_server(url: str, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "r.json"), "--base-url", url, "--num-documents", "1", "--document-length", "2"]
+    with pytest.raises(SystemExit, match="names no model"):
+        long_doc_qa.main(out)
+    assert long_doc_qa.main([*out, "--model", "m"]) == 1, "each request failed"
+
+
+@pytest.mark.parametrize("event", ["[]", '{"choices": [{"delta": null}]}', '{"choices": 3}', "{"])
+def test_an_answer_of_another_form_is_one_that_failed(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, text=f"data: {event}\n\ndata: [DONE]\n\n")
+
+    monkeypatch.setattr(client.httpx, "AsyncClient", partial(httpx.AsyncClient, transport=httpx.MockTransport(answer)))
+    (found,), _ = asyncio.run(client.ask_all(client.Endpoint("http://x", "m"), [client.Prompt(0, "hi")], 1))
+    assert not found.successful and found.error
 
 
 @pytest.mark.parametrize(
