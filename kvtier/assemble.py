@@ -235,7 +235,7 @@ def _upkeep(
     is_ring = worker.io.reader is worker.io.ring and worker.io.signer is None  # what is signed lands in host memory
     if not (worker.arena.is_device and on_tmpfs and is_ring and budget_bytes):
         return Upkeep(lambda: memory.pin(loads), memory.make_way, release=memory.release)
-    segments = PinnedSegments(worker, partial(worker.files, namespace), budget_bytes)
+    segments = PinnedSegments(worker, worker.files, namespace, budget_bytes)
 
     def begin() -> None:
         memory.pin(loads)
@@ -245,7 +245,7 @@ def _upkeep(
         memory.make_way()
         segments.at_work()
 
-    return Upkeep(begin, at_work, segments.close, memory.release)
+    return Upkeep(begin, at_work, segments.moves_in, segments.close, memory.release)
 
 
 def _admissions(settings: Settings, device: str) -> Admissions:

@@ -47,13 +47,17 @@ class PinnedSegments:
 
     Args:
         worker: who loads. What other ranks' segments hold is left alone.
-        files: the namespace's. Raises TierUnavailable as long as it has no folder.
+        files: of a namespace by its id. Raises TierUnavailable as long as it has no folder.
+        namespace: the one that the engine begins in.
         budget_bytes: so much at most.
     """
 
-    def __init__(self, worker: Worker, files: Callable[[], SegmentFiles], budget_bytes: int) -> None:
+    def __init__(
+        self, worker: Worker, files: Callable[[bytes], SegmentFiles], namespace: bytes, budget_bytes: int
+    ) -> None:
         self._worker = worker
         self._files = files
+        self._namespace = self._held_of = namespace
         self._budget_bytes = budget_bytes
         self.n_bytes = 0  # pinned
         self._held: dict[Name, Pinned] = {}
@@ -75,19 +79,23 @@ class PinnedSegments:
         self._launched = self._worker.order.mark()
         self._busy_s = self._worker.clock()
 
+    def moves_in(self, namespace: bytes) -> None:
+        """The engine saves into this one and loads from it: another one than before when its weights have changed."""
+        self._namespace = namespace
+
     def close(self) -> None:
         """Ends the background work. Before the ring is closed, which lets go of all that is pinned."""
         self._is_closed.set()
         has_ended = self._ticker is None or self._ticker.close(CLOSE_TIMEOUT_S)
         if has_ended:  # else the segments stay open under a call that hangs
-            for name in list(self._held):
-                self._held.pop(name).segment.release()
+            self._release_all()
 
     def look(self) -> None:
         """Lets go of what was evicted, and pins what there is, as far as that goes now."""
         started_s, before_bytes = self._worker.clock(), self.n_bytes
         with suppress(TierUnavailable, Corrupt, OSError):  # the next look may find the storage better
-            files = self._files()
+            self._leave_former()
+            files = self._files(self._held_of)
             self._let_go(files)
             for name in self._newest_first(files) if self._may_pin() else ():
                 with suppress(TierUnavailable, Corrupt, OSError):
@@ -96,6 +104,19 @@ class PinnedSegments:
         if (pinned := self.n_bytes - before_bytes) > 0:
             log.info("%d MiB of segments are pinned, %d in all, after %.1f s: the GPU copies out of them", pinned >> 20,
                      self.n_bytes >> 20, self._worker.clock() - started_s)  # fmt: skip
+
+    def _leave_former(self) -> None:
+        """Nobody asks for what a namespace holds that the engine has left."""
+        former, self._held_of = self._held_of, self._namespace
+        if former != self._held_of and self._held:
+            self._release_all()
+            self._files(former).close()
+
+    def _release_all(self) -> None:
+        for name in list(self._held):
+            held = self._held.pop(name)
+            self.n_bytes -= held.n_bytes
+            held.segment.release()
 
     def _let_go(self, files: SegmentFiles) -> None:
         for name, held in list(self._held.items()):

@@ -46,10 +46,11 @@ class TransferJobs(NamedTuple):
 
 class Upkeep(NamedTuple):
     """Of the memory that devices copy from. begin: as the engine starts. at_work: with each of the engine's steps.
-    stop: before the I/O ends. release: when nothing moves any more."""
+    moves_in: a namespace, with each plan. stop: before the I/O ends. release: when nothing moves any more."""
 
     begin: Callable[[], None] = lambda: None
     at_work: Callable[[], None] = lambda: None
+    moves_in: Callable[[bytes], None] = lambda namespace: None
     stop: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
 
@@ -96,10 +97,12 @@ class Transfer:
 
     def save(self, plan: SavePlan) -> None:
         """Gathers the plan's chunks before it returns. Each chunk is answered once, in some later `poll`."""
+        self._upkeep.moves_in(plan.namespace)
         self._saver.save(plan)
 
     def load(self, plan: LoadPlan) -> None:
         """Queues the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
+        self._upkeep.moves_in(plan.namespace)
         self._loader.load(plan)
 
     def forget(self, keys: Iterable[bytes]) -> None:

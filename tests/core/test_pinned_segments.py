@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +22,11 @@ from kvtier.metrics import PINNED_FILE_BYTES, Metrics
 from kvtier.pinned_segments import QUIET_S, PinnedSegments
 from kvtier.record import SegmentHeader, record_bytes
 from kvtier.tiers.segments import SegmentFiles, segment_name
+from kvtier.transfer import Upkeep
 from kvtier.worker import Worker
+from tests.core.rig import Engine
 
-NAMESPACE = bytes(range(16))
+NAMESPACE, OTHER_NAMESPACE = bytes(range(16)), bytes(range(16, 32))
 OURS, OTHERS = Extent(0, 2, 0, 2), Extent(0, 2, 2, 2)
 SLAB_BYTES = 2 << 20
 SLOT_BYTES = record_bytes(OURS, SLAB_BYTES)
@@ -53,7 +56,7 @@ class Rig:
         os.utime(fd)  # as the faults of a mapping that may be written do
 
     def segments(self, budget_bytes: int = BUDGET_BYTES) -> PinnedSegments:
-        return PinnedSegments(self.worker(), lambda: self.files, budget_bytes)
+        return PinnedSegments(self.worker(), lambda namespace: self.files, NAMESPACE, budget_bytes)
 
     def worker(self) -> Worker:
         """What of it is looked at."""
@@ -65,10 +68,12 @@ class Rig:
         )  # fmt: skip
         return cast(Worker, worker)
 
-    def make(self, set_id: int, slots: int = SLOTS, extent: Extent = OURS, age_s: float = 0.0) -> tuple[int, int]:
+    def make(
+        self, set_id: int, slots: int = SLOTS, extent: Extent = OURS, age_s: float = 0.0, namespace: bytes = NAMESPACE
+    ) -> tuple[int, int]:
         """A segment of which so many slots are written."""
         rank = 0 if extent == OURS else 1
-        header = SegmentHeader(NAMESPACE, set_id, rank, SLOTS, SLOT_BYTES, extent, SLAB_BYTES, 1)
+        header = SegmentHeader(namespace, set_id, rank, SLOTS, SLOT_BYTES, extent, SLAB_BYTES, 1)
         self.files.create(header)
         path = self.files.folder / segment_name(set_id, rank)
         self.write(set_id, 0, slots, rank)
@@ -106,11 +111,7 @@ def _rig(tmp_path: Path) -> Iterator[Rig]:
     rig.files = SegmentFiles(folder, False, lambda fd: rig.closed.append(file_of(fd)))
     yield rig
     rig.files.close()
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    if base != tmp_path:
-        base.rmdir()
+    shutil.rmtree(base)
 
 
 def test_whole_segments_are_pinned_in_steps_the_newest_first(rig: Rig) -> None:
@@ -314,17 +315,48 @@ def test_a_namespace_without_a_folder_is_looked_at_again(rig: Rig) -> None:
     segment = rig.make(1)
     answers: list[SegmentFiles | TierUnavailable] = [TierUnavailable("not yet"), rig.files]
 
-    def files() -> SegmentFiles:
+    def files(namespace: bytes) -> SegmentFiles:
         answer = answers.pop(0)
         if isinstance(answer, TierUnavailable):
             raise answer
         return answer
 
-    segments = PinnedSegments(rig.worker(), files, BUDGET_BYTES)
+    segments = PinnedSegments(rig.worker(), files, NAMESPACE, BUDGET_BYTES)
     segments.look()
     segments.look()
     assert list(rig.pinned()) == [segment]
     segments.close()
+
+
+def test_an_engine_that_moves_to_another_namespace_is_followed(rig: Rig) -> None:
+    """As it does when weights change in place: what it has left is let go of, though it was not evicted."""
+    left, folder = rig.make(1), rig.files.folder.with_name(OTHER_NAMESPACE.hex())
+    files = {NAMESPACE: rig.files, OTHER_NAMESPACE: SegmentFiles(folder, False)}
+    segments = PinnedSegments(rig.worker(), files.__getitem__, NAMESPACE, BUDGET_BYTES)
+    segments.look()
+    assert list(rig.pinned()) == [left]
+    folder.mkdir()
+    rig.files = files[OTHER_NAMESPACE]
+    new = rig.make(2, namespace=OTHER_NAMESPACE)
+    segments.moves_in(OTHER_NAMESPACE)
+    segments.look()
+    assert rig.closed == [left] and set(rig.pinned()) == {left, new} and segments.n_bytes == SEGMENT_BYTES
+    segments.close()
+
+
+def test_whoever_pins_is_told_of_a_new_namespace(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    seen: list[bytes] = []
+    tokens, blocks = range(1000, 1000 + 64), range(4)
+    engine.transfers[0]._upkeep = Upkeep(moves_in=seen.append)
+    engine.save(tokens, blocks)
+    first = engine.store.namespace_id
+    engine.store.reset()
+    engine.save(tokens, blocks)
+    assert engine.load(tokens, blocks)[0] == 1
+    second = engine.store.namespace_id
+    assert first != second and seen == [first, second, second]
+    engine.close()
 
 
 def test_closing_lets_go_of_all(rig: Rig) -> None:
