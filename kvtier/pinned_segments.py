@@ -146,10 +146,13 @@ class PinnedSegments:
         try:
             self._pin_up_to(held, written_up_to(held.segment.fd, held.n_bytes), file.st_size)
         except TierUnavailable as fault:
-            self._is_refused = True
-            log.warning("%d MiB of segments are pinned, and no more will be: %s", self.n_bytes >> 20, fault)
+            if os.fstat(held.segment.fd).st_size < file.st_size:
+                self._leave_alone(name)  # CUDA met the end of a file that was cut just now
+            else:
+                self._is_refused = True
+                log.warning("%d MiB of segments are pinned, and no more will be: %s", self.n_bytes >> 20, fault)
         except OSError:
-            self._left_alone.add(name)  # it was cut just now, or can't be mapped; what is pinned stays so
+            self._leave_alone(name)  # it was cut just now, or can't be mapped
         if held.n_bytes > before_bytes:  # upkeep asks how long ago a segment was written
             os.utime(held.segment.fd, ns=(file.st_atime_ns, file.st_mtime_ns))
         return held.n_bytes > before_bytes
@@ -177,6 +180,12 @@ class PinnedSegments:
             return None
         self._held[name] = Pinned(segment)
         return self._held[name]
+
+    def _leave_alone(self, name: Name) -> None:
+        """What is pinned of it stays so."""
+        self._left_alone.add(name)
+        if not self._held[name].n_bytes:
+            self._held.pop(name).segment.release()
 
     def _may_pin(self) -> bool:
         if self._is_refused or self._is_closed.is_set() or (self._loads is not None and self._loads.pending()):
