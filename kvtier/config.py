@@ -44,6 +44,8 @@ CHUNK_TOKENS_UNIT = 16
 """The smallest block of any engine: a chunk is a whole number of them."""
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES
 """Its header page, and one record of a header page and a slab."""
+PIN_BYTES_MIN = 32 << 20
+"""Pinned in one call (kvtier.memory.PIN_BYTES): with less, none is made."""
 
 Admit = Literal["always", "saved", "second_hit", "never"]
 HOST_ARENA_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
@@ -93,6 +95,13 @@ class IoSettings(BaseModel):
     @classmethod
     def _whole_pages(cls, value: int | None) -> int | None:
         return None if value is None else multiple(value, PAGE_BYTES, "direct I/O moves whole pages")
+
+    @field_validator("pin_bytes")
+    @classmethod
+    def _none_or_some(cls, value: int | None) -> int | None:
+        if value is not None and 0 < value < PIN_BYTES_MIN:
+            raise ValueError(f"must be 0, which pins nothing, or at least {exact(PIN_BYTES_MIN)}")
+        return value
 
 
 class QueueSettings(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
@@ -25,8 +26,8 @@ def parse_bytes(value: object) -> int:
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if not match or match[2].lower() not in units:
         raise ValueError('must be a whole number of bytes or a size such as "64GiB", "512MiB" or "64GB"')
-    n_bytes = float(match[1]) * units[match[2].lower()] if "." in match[1] else int(match[1]) * units[match[2].lower()]
-    if n_bytes != int(n_bytes):
+    n_bytes = Fraction(match[1]) * units[match[2].lower()]
+    if n_bytes.denominator != 1:
         raise ValueError("must be a whole number of bytes")
     return int(n_bytes)
 

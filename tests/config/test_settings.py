@@ -11,9 +11,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from kvtier.config import Settings
+from kvtier.config import PIN_BYTES_MIN, Settings
 from kvtier.config_types import parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.memory import PIN_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -117,7 +118,8 @@ def test_settings_are_frozen_and_picklable() -> None:
     ("value", "n_bytes"),
     [(4096, 4096), ("4096", 4096), ("4KiB", 4096), ("512MiB", 512 << 20), ("64GiB", 64 << 30), ("1TiB", 1 << 40),
      ("2Ti", 2 << 40), ("2Gi", 2 << 30), ("512mi", 512 << 20), ("1.5Ki", 1536),
-     ("64GB", 64 * 10**9), ("512 mb", 512 * 10**6), ("1.5GiB", 3 << 29), ("9007199254740993", 9007199254740993)],
+     ("64GB", 64 * 10**9), ("512 mb", 512 * 10**6), ("1.5GiB", 3 << 29), ("9007199254740993", 9007199254740993),
+     ("9007199254740993.0", 9007199254740993)],
 )  # fmt: skip
 def test_byte_sizes(value: object, n_bytes: int) -> None:
     assert parse_bytes(value) == n_bytes
@@ -195,6 +197,8 @@ def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
         ({"root": "/x", "io": {"threads": 0}}, "io.threads"),
         ({"root": "/x", "io": {"threads": True}}, "io.threads"),
         ({"root": "/x", "io": {"piece_bytes": 5000}}, "io.piece_bytes"),
+        ({"root": "/x", "io": {"pin_bytes": "31MiB"}}, "io.pin_bytes"),
+        ({"root": "/x", "io": {"pin_bytes": "9" * 400 + ".5"}}, "io.pin_bytes"),
         ({"root": "/x", "io": {"timeout_s": "inf"}}, "io.timeout_s"),
         ({"root": "/x", "io": {"direct": "yes"}}, "io.direct"),
         ({"root": "/x", "index": {"path": "here"}}, "index.path"),
@@ -209,6 +213,12 @@ def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
 )
 def test_bad_value_names_its_key(overrides: dict[Any, Any], key: str) -> None:
     assert refusal(overrides).key == key
+
+
+def test_the_least_that_can_be_pinned() -> None:
+    assert PIN_BYTES_MIN == PIN_BYTES
+    for n_bytes in (0, PIN_BYTES):
+        assert Settings.load({"root": "/x", "io": {"pin_bytes": n_bytes}}).io.pin_bytes == n_bytes
 
 
 def test_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
