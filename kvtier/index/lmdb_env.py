@@ -1,6 +1,6 @@
 """An LMDB environment that is safe to share: by threads, by several users in one process, by processes, over fork.
 
-Holds no knowledge of what is stored. Five things stand between a caller and LMDB:
+Holds no knowledge of what is stored. Six things stand between a caller and LMDB:
 
 - One environment a process and folder, counted by reference: LMDB's POSIX locks forbid a second open (and py-lmdb
   refuses it), while both halves of a connector may live in one process.
@@ -14,7 +14,9 @@ Holds no knowledge of what is stored. Five things stand between a caller and LMD
 - A reserve: LMDB writes new pages even to remove, so on a full disk nothing could be evicted any more. What adds
   keeps some allocated bytes behind the pages in use, for what does not.
 
-Never open lock.mdb here: closing the descriptor would drop LMDB's locks.
+- Room for LMDB's table of readers, which it maps and writes: on a full disk the first touch of a hole is a SIGBUS.
+
+Never open lock.mdb while LMDB has it open: closing the descriptor would drop LMDB's locks.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ Reopen = Callable[[], object]
 _FILES = _DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP = "data.mdb", "lock.mdb", "lock", "boot-id", "boot-id.new"
 _OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READERS_MAX = 1024  # one a running read transaction; 64 bytes each
+_READERS_BYTES = 64 * (_READERS_MAX + 2)  # of lock.mdb, with its head
 _GROWTH_MAX = 8  # a full map is doubled at most to this many times the configured size
 RESERVE_BYTES = 16 << 20
 """Two removals of 512 records from anywhere in the index write 5 MB before LMDB takes freed pages again."""
@@ -280,6 +283,7 @@ class SharedEnvironment:
         os.replace(new_path, stamp_path)
 
     def _open_env(self) -> Opened:
+        self._allocate_readers()
         env = lmdb.open(
             self.path, map_size=self._map_bytes, max_dbs=len(self._databases), max_readers=_READERS_MAX, mode=0o600,
             sync=False, metasync=False, writemap=False, lib_version=0,
@@ -299,6 +303,15 @@ class SharedEnvironment:
         except BaseException:
             env.close()
             raise
+
+    def _allocate_readers(self) -> None:
+        """Raises OSError when the disk has no room for them."""
+        path = os.path.join(self.path, _LMDB_LOCK)
+        descriptor = os.open(path, _OPENING | os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, _READERS_BYTES)
+        finally:
+            os.close(descriptor)
 
     def _discard(self, opened: Opened) -> None:
         """Unlinks the files if they are still those of `opened`; whoever comes next starts an empty index."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -17,7 +18,7 @@ import pytest
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Use
 from kvtier.index.embedded import LmdbIndex
-from kvtier.index.lmdb_env import RESERVE_BYTES
+from kvtier.index.lmdb_env import _READERS_BYTES, RESERVE_BYTES
 
 from index_data import SPAWN, check, fill, join, key, record, set_info
 
@@ -257,6 +258,26 @@ def test_a_full_disk_stops_publishing_and_not_eviction(folder: Path) -> None:
     process = SPAWN.Process(target=fill_up_and_evict, args=(folder,))
     process.start()
     join([process])
+
+
+def test_a_full_disk_ends_no_process_that_opens_it_or_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDB writes to its readers' table through a mapping: a hole that no room is left for would be a SIGBUS."""
+    open_filled(folder).close()
+    table = folder / "lock.mdb"
+    assert table.stat().st_size == _READERS_BYTES <= table.stat().st_blocks * 512
+    with table.open("r+b") as file:  # as LMDB makes it
+        file.truncate(0)
+        file.truncate(_READERS_BYTES)
+    index = LmdbIndex(str(folder), MAP_BYTES)
+    assert len(index.resolve(KEYS)) == 10 and table.stat().st_blocks * 512 >= _READERS_BYTES
+    index.close()
+
+    def refuse(descriptor: int, offset: int, n_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(IndexUnavailable, match="No space left"):
+        LmdbIndex(str(folder), MAP_BYTES)
 
 
 def test_a_process_with_the_same_id_is_refused(folder: Path) -> None:
