@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,10 @@ does no harm: it is refused."""
 STATE_NOTE = "policy/state"
 HOLES_MAX = 64
 """Keys of a pin that are not stored are stepped over so often; what lies behind is not protected."""
+
+HELD_S = 8.0
+"""Evicted files keep their room until every worker has closed them, and unpinned them, which takes some seconds
+(kvtier.transfer.TIDY_INTERVAL_S, kvtier.pinned_segments.LOOK_INTERVAL_S)."""
 
 Clock = Callable[[], float]
 
@@ -63,6 +68,24 @@ class Evictor:
         self._owner = owner
         self._policy = policy or Lru()
         self._clock = clock
+        self._before = (0, 0)  # bytes of all sets at the last look; what there was room for when nothing was held
+        self._held: deque[tuple[float, int]] = deque()
+
+    def room(self, set_bytes: int, free_bytes: int) -> int:
+        """What the disk has for sets. What was evicted lately may still be held and is no less room for that: to evict
+        more in its place, which is held in its turn, would empty the root."""
+        now_s, (before_bytes, known_bytes) = self._clock(), self._before
+        if set_bytes < before_bytes:
+            self._held.append((now_s, before_bytes - set_bytes))
+        while self._held and not 0.0 <= now_s - self._held[0][0] < HELD_S:
+            self._held.popleft()
+        room_bytes = set_bytes + free_bytes
+        if self._held:
+            room_bytes = max(room_bytes, min(known_bytes, room_bytes + sum(n_bytes for _, n_bytes in self._held)))
+        else:
+            known_bytes = room_bytes
+        self._before = (set_bytes, known_bytes)
+        return room_bytes
 
     def fits(self, need: Need, capacity_bytes: int) -> bool:
         """Whether the set can be made as things are: within the capacity and its tenant's and namespace's quota.

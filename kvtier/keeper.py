@@ -331,7 +331,7 @@ class Keeper:
         unwritten_bytes = self.supplies.n_unused * self._plan.set_bytes
         on_disk_bytes = self._index.counts().n_bytes - unwritten_bytes
         free_bytes = max(0, self._housekeeper.free_bytes() - self._evictor.rules.reserve_bytes)
-        return min(self._plan.capacity_bytes, on_disk_bytes + free_bytes)
+        return min(self._plan.capacity_bytes, self._evictor.room(on_disk_bytes, free_bytes))
 
     def _keep_limits(self, now: float) -> None:
         if now >= self._due.limits_s and not self._index.was_reset:

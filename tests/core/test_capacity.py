@@ -19,7 +19,7 @@ import torch
 from kvtier.assemble import open_transfer
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.eviction.limits import Need
-from kvtier.evictor import Evictor
+from kvtier.evictor import HELD_S, Evictor
 from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
@@ -218,6 +218,45 @@ def test_a_disk_smaller_than_the_capacity_is_used_and_never_emptied() -> None:
         assert fewest * RECORD_BYTES > 20 << 20, "room was made by throwing nearly everything away"
         assert engine.store.metrics.total()["evicted_bytes"] > 0
         assert not verify(find_root(root), engine.store._keeper._index).bad
+        engine.close()
+    shutil.rmtree(f"{root}-index")
+
+
+def test_room_that_evicted_files_still_take_is_not_made_once_more(tmp_path: Path) -> None:
+    now_s = 0.0
+    evictor = Evictor(MemoryIndex(), tmp_path, "", clock=lambda: now_s)
+    assert evictor.room(90, 10) == 100
+    now_s = 1.0
+    assert evictor.room(80, 10) == evictor.room(80, 10) == 100  # held
+    assert evictor.room(80, 20) == 100  # free at last
+    assert evictor.room(80, 0) == 90  # others took more than what was held
+    now_s += HELD_S
+    assert evictor.room(80, 0) == 80
+
+
+def test_a_full_disk_is_not_emptied_while_readers_hold_what_was_evicted() -> None:
+    with small_disk(48) as root:
+        engine = Engine(root, changes={"segment_bytes": 4096 + 8 * RECORD_BYTES, "capacity_bytes": 1 << 30,
+                                       "index": {"path": f"{root}-index"}})  # fmt: skip
+        held: dict[int, tuple[int, float]] = {}  # inode -> its descriptor, and when it was seen with a name
+        most, fewest = 0, 10**6
+        for number in range(100):
+            engine.save(tokens_of(number), BLOCKS)
+            time.sleep(0.05)
+            paths = list(root.glob("v1/*/*.kvseg"))
+            most, fewest = max(most, len(paths)), len(paths) if number < 40 else min(fewest, len(paths))
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    descriptor = held.pop(path.stat().st_ino, (-1, 0.0))[0]
+                    descriptor = os.open(path, os.O_RDONLY) if descriptor < 0 else descriptor
+                    held[os.fstat(descriptor).st_ino] = descriptor, time.monotonic()
+            for inode, (descriptor, seen_s) in list(held.items()):
+                if time.monotonic() - seen_s > 0.4:
+                    os.close(descriptor)
+                    del held[inode]
+        assert fewest > most / 2, (fewest, most)
+        for descriptor, _ in held.values():
+            os.close(descriptor)
         engine.close()
     shutil.rmtree(f"{root}-index")
 
