@@ -20,6 +20,7 @@ from benchmarks import (
     tables_headline,
     tables_quality,
     tables_redis,
+    tables_serving,
     tables_versus,
 )
 
@@ -48,7 +49,15 @@ def files() -> dict[Path, tuple[tuple[tuple[str, str], Sections], ...]]:
         ROOT / "README.md": ((CPU_MARKS, (*tables_headline.SECTIONS, *why_no_sketch, tables_cpu.demo_in_short)),),
         ROOT / "tests" / "README.md": ((CPU_MARKS, tables_faults.SECTIONS),),
         ROOT / "benchmarks" / "README.md": (
-            (CPU_MARKS, (*tables_cpu.SECTIONS, tables_eviction.eviction, tables_redis.redis_index)),
+            (
+                CPU_MARKS,
+                (
+                    *tables_cpu.SECTIONS,
+                    tables_eviction.eviction,
+                    tables_redis.redis_index,
+                    *tables_serving.SECTIONS,
+                ),
+            ),
             (
                 GPU_MARKS,
                 (
@@ -66,7 +75,8 @@ def files() -> dict[Path, tuple[tuple[tuple[str, str], Sections], ...]]:
 def drawings() -> dict[Path, str]:
     """Plots that belong to the tables."""
     drawn = tables_versus.drawing()
-    return {} if drawn is None else {tables_common.RESULTS / tables_versus.PLOT: drawn}
+    beside = {} if drawn is None else {tables_common.RESULTS / tables_versus.PLOT: drawn}
+    return beside | tables_serving.drawings() | tables_quality.drawings()
 
 
 def main() -> int:

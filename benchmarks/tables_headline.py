@@ -49,6 +49,8 @@ def reloads() -> list[str]:
         f"{_judged(tables_tmpfs.goals_of(lengths))} {_elsewhere()}",
         "",
         _beside_all_peers(),
+        "",
+        "![Time to the first token over tokens, of each system](benchmarks/results/gpu/versus.svg)",
     ]  # fmt: skip
 
 

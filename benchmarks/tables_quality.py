@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality import plot
 from benchmarks.tables_common import table
 
 RESULT = Path(__file__).resolve().parent / "results" / "gpu" / "quality.json"
+PLOT = RESULT.with_suffix(".svg")
 AS_TRAINED = "as trained"
 TIMES_MAX = 10_000
 Rows = list[dict[str, Any]]
@@ -83,6 +85,8 @@ def as_trained() -> list[str]:
                  percent(row["top1"]), small(row["nll_change"], "+"), percent(row["recall"][hardest]),
                  percent(row["recall_all"]), percent(row["needle_all"]),
                  f"{row['greedy_tokens']['value']:.1f}"] for row in rows]),
+        "",
+        f"![KL to bf16 KV of each codec, under each condition](results/gpu/{PLOT.name})",
     ]  # fmt: skip
 
 
@@ -163,6 +167,10 @@ def sketch() -> list[str]:
         "of a product is right on average, but softmax does not average over keys."
         for times in found
     ]
+
+
+def drawings() -> dict[Path, str]:
+    return {PLOT: plot.svg(read())} if RESULT.exists() else {}
 
 
 SECTIONS: tuple[Callable[[], list[str]], ...] = (model, as_trained, looking_back, offsets, power, sketch)

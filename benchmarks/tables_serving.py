@@ -71,13 +71,13 @@ def index_sizes() -> list[str]:
         start_s = found["open_s"] + found["first_lookup_s"]
         rows.append([
             name, f"{found['chunks'] / found['publish_s']:,.0f}", f"{1e3 * start_s:.1f}",
-            f"{1e3 * lookup['p50']:.2f} ({1e3 * lookup['p99']:.2f})", f"{1e3 * bare:.2f}", f"{lookup['p50'] / bare:.1f}x",
-            f"{1e3 * found['list_sets_s']:.1f}", f"{size / found['chunks']:,.0f} B",
+            f"{1e3 * lookup['p50']:.2f} ({1e3 * lookup['p99']:.2f})", f"{1e3 * bare:.2f}",
+            f"{lookup['p50'] / bare:.1f}x", f"{1e3 * found['list_sets_s']:.1f}", f"{size / found['chunks']:,.0f} B",
         ])  # fmt: skip
     return [
         f"**An index of a million chunks** (`python -m benchmarks.scale --redis`, {_where(result)}; lookups of "
-        f"{result['settings']['prompt_chunks']} chunks from all over the index, all hits; the ceiling is bare LMDB gets "
-        "and redis-py's bare MGET of the same keys):",
+        f"{result['settings']['prompt_chunks']} chunks from all over the index, all hits; the ceiling is bare LMDB "
+        "gets and redis-py's bare MGET of the same keys):",
         "",
         *table(["index, chunks", "published a second", "opening and the first lookup, ms",
                 "a lookup, ms: median (p99)", "ceiling, ms", "of it", "listing all sets, ms", "a chunk takes"], rows),

@@ -36,9 +36,12 @@ def _versus(name: str) -> list[str]:
         "Llama-3.1-8B's dimensions, "
         f"{forwards(result['settings'].get('llm', {}))}; the same prompts, the systems in turn, a "
         "fresh process for each repetition that reloads all lengths; ms to the first token, the median and in "
-        f"brackets the fastest and the slowest; computed: 2 prompts, floor: the second hit of each"
-        + (f"; [plot](results/gpu/{PLOT})" if name == ALL_PEERS else "")
-        + ").",
+        f"brackets the fastest and the slowest; computed: 2 prompts, floor: the second hit of each).",
+        *(
+            ("", f"![Time to the first token over tokens, of each system](results/gpu/{PLOT})")
+            if name == ALL_PEERS
+            else ()
+        ),
     ]
     for place in entries.places():
         text += ["", *_times(entries, cells, place), "", *_rates(entries, cells, place)]
