@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables, tables_codecs, tables_common, tables_cpu, tables_gpu, tables_headline, tables_tmpfs
+from benchmarks import (
+    tables,
+    tables_codecs,
+    tables_common,
+    tables_cpu,
+    tables_gpu,
+    tables_headline,
+    tables_serving,
+    tables_tmpfs,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,6 +96,24 @@ def test_what_loaded_nothing_is_not_beside_these_reloads(monkeypatch: pytest.Mon
         if run["kind"] == "reload" and run["system"] == "native":
             run["rows"] = [row | {"ttft_s": 0.01} for row in run["rows"]]
     assert "native" not in tables_tmpfs.reloads()[32_768]
+
+
+def test_a_working_set_is_compared_with_what_its_own_server_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tables_serving.read("capacity")
+    for found in result["systems"].values():
+        for row in found["rows"]:
+            row["ttft"]["mean"], row["computed_ttft"] = 0.2, {"mean": 0.8}
+    result["systems"]["prefix"]["rows"][0]["computed_ttft"] = {}  # stored before
+    monkeypatch.setattr(tables_serving, "read", lambda name: result)
+    text = "\n".join(tables_serving.working_sets())
+    n_rows = sum(len(found["rows"]) for found in result["systems"].values())
+    assert text.count("| 200 | 800 | 25% |") == n_rows - 1 and text.count("| 200 |  |  |") == 1
+
+
+def test_what_was_not_run_has_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(section() for section in tables_serving.SECTIONS) and len(tables_serving.drawings()) == 2
+    monkeypatch.setattr(tables_serving, "RESULTS", tmp_path)
+    assert not any(section() for section in tables_serving.SECTIONS) and not tables_serving.drawings()
 
 
 def test_what_went_wrong_under_load_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
