@@ -52,7 +52,7 @@ def open_index(settings: Settings, root: Root, metrics: Metrics | None = None, *
         index = LmdbIndex(str(root.index_path), settings.index.map_bytes, settings.index.timeout_s, reopen=reopen)
         try:
             index.bind(root.folder)
-        except ConfigError:
+        except (ConfigError, IndexUnavailable):
             index.close()
             raise
         return index

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from kvtier import indexes
+from kvtier.config import Settings
 from kvtier.errors import IndexUnavailable
+from kvtier.index import lmdb_env
 from kvtier.index.embedded import LmdbIndex
+from kvtier.root import open_root
 from tests.waiting import wait_until
 
 from index_data import PROCESS_TIMEOUT_S, SPAWN, check, fill, join, key, record, set_info, wait_for
@@ -128,3 +132,18 @@ def is_usable(index: LmdbIndex) -> bool:
         check(index, [key(number) for number in range(300)])
         return True
     return False
+
+
+def test_one_that_does_not_answer_at_the_start_is_closed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is asked of the same folder later gets the environment that failed, and its file stays open."""
+    found = Settings.load({"root": str(tmp_path / "kv")})
+    root = open_root(found)
+
+    def fail(index: LmdbIndex, folder: Path) -> None:
+        raise IndexUnavailable("MDB_CORRUPTED")
+
+    with monkeypatch.context() as broken, pytest.raises(IndexUnavailable):
+        broken.setattr(LmdbIndex, "bind", fail)
+        indexes.open_index(found, root)
+    assert str(root.index_path) not in lmdb_env._registry
+    indexes.open_index(found, root).close()
