@@ -58,7 +58,8 @@ def by_length(result: dict[str, Any]) -> Rows:
 def code_of(result: dict[str, Any]) -> str:
     """Which kvtier ran: what who ran it noted of that, or the commit."""
     note = str(result.get("note", ""))
-    return note if note.startswith("kvtier at ") else f"kvtier at {result.get('commit') or 'a commit not written down'}"
+    commit = str(result.get("commit") or "")[:7] or "a commit not written down"
+    return note if note.startswith("kvtier at ") else f"kvtier at {commit}"
 
 
 def forwards(settings: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""Reloads of raw KV from tmpfs and from the host arena against their goals: results/gpu/versus_32, ttft_arena.
+"""Reloads of raw KV from tmpfs and from the host arena against their goals: results/gpu/versus, ttft_arena.
 
-Both are of one machine lent, and of the same code; what other machines gave stands below them.
+Both are of machines alike, but of two; what others gave stands below them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.tables_common import Rows, by_length, forwards, judged, made, milliseconds, read, table
-from benchmarks.versus.judge import PEERS, Entries
+from benchmarks.versus.judge import OURS, PEERS, Entries
 
-RUN = "versus_32"
-"""The latest comparison with other systems, whose runs of kvtier these are."""
-ALL_PEERS = "versus"
-"""The latest with LMCache in it."""
+RUN = "versus"
+"""The latest comparison with all other systems, whose runs of kvtier these are."""
+SECOND = "versus_32"
+"""The same without LMCache, on a machine of twice as many processors."""
 TTFT_GOALS_S = {8192: 0.05, 32768: 0.13, 100_000: 0.36}
 ARENA_GOAL_S = 0.34
 TRANSFER_GOAL_PERCENT = 85.0
@@ -35,7 +35,7 @@ def reloads() -> Rows:
     for tokens in entries.lengths(PLACE):
         computed, own = entries.bare_times(tokens)
         of = {"computed": _row("computed", tokens, 0, computed), "floor": _row("floor", tokens, tokens, own)}
-        for name in ("kvtier", *PEERS):
+        for name in (*OURS, *PEERS):
             cell = cells.get((PLACE, tokens, name))
             if cell is not None and cell.has_loaded:
                 of[name] = _row(name, tokens, cell.hit_tokens, cell.times)
@@ -52,11 +52,17 @@ def _row(system: str, tokens: int, hit_tokens: int, seconds: list[float]) -> dic
 
 
 def _arena(rows: Rows) -> Rows:
-    """The largest length with the arena's row, where that is of the same machine."""
+    """The largest length with the arena's row, where that is of a machine alike."""
     tokens, arena = max(rows), read("ttft_arena")
-    if arena["machine"]["boot"] != read(RUN)["machine"]["boot"]:
+    if any(arena["machine"][what] != read(RUN)["machine"][what] for what in ("gpus", "cores")):
         return {}
     return {tokens: rows[tokens] | {ARENA: by_length(arena)[tokens][ARENA]}}
+
+
+def arena_of() -> str:
+    """Which machine and code its row is of, where not those of the others."""
+    arena = read("ttft_arena")
+    return "" if arena["machine"]["boot"] == read(RUN)["machine"]["boot"] else f", on a machine alike ({made(arena)})"
 
 
 def goals_of(rows: Rows) -> list[tuple[bool, str]]:
@@ -92,7 +98,7 @@ def ttft() -> list[str]:
         "",
         f"{judged(goals_of(rows))} The transfer is timed from the start of a load's job to its verified blocks; what "
         "it lacks is said [at the end](#what-no-table-has). The arena (16 GiB, `host.admit: always`) is that of the "
-        "process that saved, vLLM's prefix cache emptied.",
+        f"process that saved, vLLM's prefix cache emptied{arena_of()}.",
         *_other_hosts(),
     ]  # fmt: skip
 

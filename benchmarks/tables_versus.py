@@ -9,12 +9,12 @@ from benchmarks import tables_tmpfs
 from benchmarks.gpu.report import ms
 from benchmarks.serving import counters, plot
 from benchmarks.tables_common import code_of, forwards, has, judged, read, span, table
-from benchmarks.tables_tmpfs import ALL_PEERS
+from benchmarks.tables_tmpfs import RUN, SECOND
 from benchmarks.versus.contestants import CONTESTANTS
 from benchmarks.versus.judge import PEERS, Cell, Entries, compared, goals, losses, slower_than_computing
 
-RUNS = (ALL_PEERS, tables_tmpfs.RUN)
-"""Of two machines; the plot is of the former."""
+RUNS = (RUN, SECOND, "versus_disk")
+"""Of three machines; the plot is of the first."""
 DOCUMENT_RUNS = ("long_doc_qa", "long_doc_qa-2")
 PLOT = "versus.svg"
 NOTHING = "†"
@@ -37,11 +37,7 @@ def _versus(name: str) -> list[str]:
         f"{forwards(result['settings'].get('llm', {}))}; the same prompts, the systems in turn, a "
         "fresh process for each repetition that reloads all lengths; ms to the first token, the median and in "
         f"brackets the fastest and the slowest; computed: 2 prompts, floor: the second hit of each).",
-        *(
-            ("", f"![Time to the first token over tokens, of each system](results/gpu/{PLOT})")
-            if name == ALL_PEERS
-            else ()
-        ),
+        *(("", f"![Time to the first token over tokens, of each system](results/gpu/{PLOT})") if name == RUN else ()),
     ]
     for place in entries.places():
         text += ["", *_times(entries, cells, place), "", *_rates(entries, cells, place)]
@@ -198,9 +194,9 @@ def _document_tokens(result: dict[str, Any]) -> int:
 
 def drawing() -> str | None:
     """Times over lengths, of tmpfs drawn through, of a disk dashed."""
-    if not has(ALL_PEERS):
+    if not has(RUN):
         return None
-    result = read(ALL_PEERS)
+    result = read(RUN)
     entries = Entries(result["runs"], result["settings"]["token_bytes"])
     cells = entries.cells()
     drawn = []

@@ -89,7 +89,7 @@ class Entries:
         return list(dict.fromkeys(run["place"] for run in self._of("reload")))
 
     def commits(self) -> list[str]:
-        return sorted({run["commit"] for run in self._runs if run.get("commit")})
+        return sorted({run["commit"][:7] for run in self._runs if run.get("commit")})
 
     def machines(self) -> int:
         """Of how many, or of one that was started so often."""

@@ -291,8 +291,39 @@ def test_nothing_is_begun_for_which_there_is_no_time(tmp_path: Path) -> None:
              "--systems", "kvtier", "--seconds", "1"]  # fmt: skip
     piece = versus.Piece(versus.parse(words))
     done: list[str] = []
-    assert not piece.in_time("a round", lambda: done.append("done"))
-    assert done == [] and piece.left_out == ["a round"]
+    assert not piece.in_time("repetition", "1 of kvtier", lambda: done.append("done"))
+    assert done == [] and piece.left_out == ["repetition 1 of kvtier"]
+
+
+def test_repetitions_are_expected_to_take_as_long_as_repetitions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storing takes twice as long, and once kept the last repetition from a machine that had time for it."""
+    now = [0.0]
+    monkeypatch.setattr(versus.time, "monotonic", lambda: now[0])
+    words = ["--out", str(tmp_path / "out.json"), "--folder", str(tmp_path), "--models", str(tmp_path)]
+    piece = versus.Piece(versus.parse([*words, "--systems", "kvtier", "--seconds", "500"]))
+
+    def lasts(seconds: float) -> None:
+        now[0] += seconds
+
+    assert piece.in_time("store", "kvtier", lambda: lasts(150.0))
+    assert piece.in_time("repetition", "1", lambda: lasts(85.0)) and piece.in_time("repetition", "2", lambda: lasts(70))
+    lasts(100.0)
+    assert piece.in_time("repetition", "3", lambda: lasts(70.0))
+    assert not piece.in_time("repetition", "4", lambda: lasts(70.0))
+
+
+def test_files_that_cannot_be_are_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        versus.parse(["--out", str(tmp_path / "nowhere" / "out.json")])
+    bad = tmp_path / "bad.json"
+    bad.write_text("[]")
+    words = ["versus", "--out", str(tmp_path / "out.json"), "--merge", str(bad)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.argv", words)
+        assert versus.main() == 2
+    assert "--merge: no result of this benchmark" in capsys.readouterr().err and not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.parametrize("flag", ["--together=0", "--repetitions=0", "--lengths=", "--lengths=8k"])
