@@ -47,9 +47,18 @@ def take_watch(worker: Any) -> dict[str, Any]:
 
 
 def memory(worker: Any) -> dict[str, int]:
-    """Bytes: of device memory that is in use on the whole GPU, and the largest resident set of the process."""
+    """Bytes: of device memory that is in use on the whole GPU, the largest resident set of the process, and what of it
+    is now the memory of a file system: segments on tmpfs that kvtier has mapped and pinned."""
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    return {"device_used": total - free, "resident_max": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"device_used": total - free, "resident_max": resident, "mapped": _mapped()}
+
+
+def _mapped() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssShmem:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def arenas(worker: Any) -> dict[str, int]:

@@ -1,7 +1,11 @@
 #!/bin/bash
 # Runs stages of the experiment on a GPU host that reaches no registry. From the repository's root:
 #
-#   benchmarks/gpu/run_h200.sh put                  keeps the bundle parts that came along in .carry/*/part-* (once each)
+#   benchmarks/gpu/run_h200.sh put                  keeps the bundle parts that came along in .carry/*/part-* (once each):
+#                                                   a .tar.xz of `site`, with vLLM and what kvtier requires, and of
+#                                                   `peers`, with LMCache; later_vllm.sh puts another vLLM into it
+#   benchmarks/gpu/run_h200.sh grow [GiB] [GiB]     touches so much of /dev/shm (88 of 100) once, before stages on tmpfs:
+#                                                   a virtual machine is given memory as it is touched, which is slow
 #   benchmarks/gpu/run_h200.sh STAGE...             prepares what is missing, runs the stages, ends with a table of them
 #
 #   stage        what                                                             about s   stopped after
@@ -26,7 +30,7 @@
 #   two-ttft     two GPUs: 70B's dimensions at TP=2; with ONE=1 in one process (85)     280   450
 #   versus-tmpfs kvtier raw and k4v4, vLLM's tiering, no tier, ceilings, KvikIO alone  340   560
 #   versus-lmcache  LMCache in its two ways, from tmpfs                                 270   560
-#   versus-disk  k4v4 and vLLM's tiering                                              300   560
+#   versus-disk  k4v4 and vLLM's tiering; LENGTHS=100000 in two calls of 430 and 75     500   560
 #   long-doc-qa  20 documents of 20,000 tokens over HTTP, one and two in flight        280   560
 #   quality      a small model trained here, its KV through each codec (MINUTES)      480   590
 #
@@ -47,11 +51,11 @@
 # JSON), EXTRAS (of at-once: several, each without blanks), COMMIT (to write down), BUNDLE, PARTS, DISK (a folder on the
 # disk), TINY (any text: a tiny model on a CPU, to try this script and all but ceilings, kernels, doctor and demo).
 # ARENA (size; empty: none), NAME (of the JSON): the host arena in the README's table is ttft-tmpfs with SYSTEMS=
-# LENGTHS=100000 NAME=ttft_arena, on the machine of versus-tmpfs. HBM_ARENA: also from an hbm arena of that size (with
-# EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions), TOGETHER
-# (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. ONE (any text): two-ttft has one process
-# that computes, saves and reloads. EAGER (any text): engines that are timed run without compiling and CUDA graphs,
-# which are vLLM's default. LANE: set by lanes.
+# LENGTHS=100000 NAME=ttft_arena, on a machine like that of versus-tmpfs. HBM_ARENA: also from an hbm arena of that
+# size (with EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions),
+# TOGETHER (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. ONE (any text): two-ttft has one
+# process that computes, saves and reloads. EAGER (any text): engines that are timed run without compiling and CUDA
+# graphs, which are vLLM's default. LANE: set by lanes.
 set -uo pipefail
 OUT=${OUT:-/tmp/bench/out}
 BUNDLE=${BUNDLE:-/tmp/bundle}
@@ -68,6 +72,17 @@ mkdir -p "$OUT" "$WORK/logs" "$MEMORY"
 put() {
   mkdir -p "$PARTS"
   cp .carry/*/part-* "$PARTS/" && ls -l "$PARTS"
+}
+
+grow() {
+  local jobs="" i
+  mount -o remount,size="${2:-100}G" /dev/shm || return 1
+  for i in $(seq 8); do
+    head -c $((${1:-88} << 27)) /dev/zero > "/dev/shm/grow$i" &
+    jobs="$jobs $!"
+  done
+  wait $jobs
+  rm -f /dev/shm/grow?
 }
 
 unpack() {
@@ -313,5 +328,6 @@ case ${1:-} in
   "") sed -n '2,/^set /p' "$0" | grep '^#'; exit 2 ;;
   lanes) shift; lanes "$@" ;;
   put) put; shift; [ $# = 0 ] || main "$@" ;;
+  grow) shift; grow "$@" ;;
   *) main "$@" ;;
 esac
