@@ -6,8 +6,8 @@
     turboquant_*          one slot: K's codes and norm, V's codes, scale and zero       moves it as it is
     all others            see REFUSED
 
-Slots were compared in the sources of 0.25.1, 0.27.1 and 0.32.0: the kernels that write and read them, the codebooks and
-the rotation are the same but for a cast, so their bytes mean the same in all three. Boundary layers are left out by
+Slots were compared in the sources of SLOT_RELEASES: the kernels that write and read them, the codebooks and the
+rotation are the same but for a cast, so their bytes mean the same in all of them. Boundary layers are left out by
 vLLM itself for turboquant_*, others by --kv-cache-dtype-skip-layers; they hold the model's own dtype, and vLLM puts all
 into one group of layers of different page sizes.
 """
@@ -22,12 +22,14 @@ from kvtier.errors import ConfigError
 from kvtier.geometry import LayerForm
 
 PLAIN = frozenset({"auto", "float16", "bfloat16", "float32", "half", "float"})
+FP8 = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"})
 SLOTS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
-SLOT_RELEASES = ("0.25.1", "0.27.1", "0.32.0")
+SLOT_RELEASES = ("0.25.1", "0.27.1", "0.32.0", "0.33.0")
 """In which slots were seen to mean the same. What another release writes is kept apart from them."""
 
 _DYNAMIC = "vLLM sets all scales in its blocks to 1 in its first forward, which may come after a load"
 _SPARSE = "it is of sparse attention only, whose index is a second KV cache"
+_ROCM = "vLLM has it on ROCm only, where kvtier was never run"
 _PLANES = "the scales of a page lie behind the data of all its heads, so that no head's KV is rows of bytes"
 REFUSED: Mapping[str, str] = {
     "int8_per_token_head": _DYNAMIC,
@@ -37,7 +39,10 @@ REFUSED: Mapping[str, str] = {
     "nvfp4_ds_mla": _SPARSE,
     "nvfp4": _PLANES,
     "nvfp4_4over6": _PLANES,
-    "ultraquant_4bit": "vLLM has it on ROCm only, where kvtier was never run",
+    "ultraquant_4bit": _ROCM,
+    "octave_k3v4": _ROCM,
+    "octave_k3v3": _ROCM,
+    "octave_k3v3_compact": _ROCM,
 }
 """vLLM's other KV dtypes, and why their blocks are not moved."""
 
@@ -53,12 +58,33 @@ class Forms:
 
 def check_cache_dtype(cache_dtype: str) -> None:
     """Raises ConfigError for KV dtypes whose blocks kvtier does not move."""
-    if cache_dtype in PLAIN or cache_dtype in SLOTS:
+    is_plugins = _has_handler(cache_dtype)
+    if not is_plugins and (cache_dtype in PLAIN or cache_dtype in FP8 or cache_dtype in SLOTS):
         return
-    if cache_dtype.startswith("fp8") and cache_dtype not in REFUSED:
-        return
-    why = REFUSED.get(cache_dtype, "this KV dtype is not known to kvtier")
+    unknown = "a plugin of vLLM says what this KV dtype is" if is_plugins else "this KV dtype is not known to kvtier"
+    why = REFUSED.get(cache_dtype, unknown)
     raise ConfigError("kv_cache_dtype", cache_dtype, f"{why}; use auto, bfloat16, fp8 or {SLOTS[1]}")
+
+
+def _has_handler(cache_dtype: str) -> bool:
+    """Whether a platform's plugin has registered this dtype, which it may also do with a name that vLLM has itself."""
+    try:
+        from vllm.config.cache import get_kv_cache_dtype_handler  # from vLLM 0.33 on
+    except ImportError:
+        return False
+    return get_kv_cache_dtype_handler(cache_dtype) is not None
+
+
+def kv_dtype_of(vllm_config: Any, spec: Any) -> str:
+    """The KV dtype that vLLM's layers have, by its own name. spec: of any layer.
+
+    Where a checkpoint asks for fp8 (llm-compressor's kv_cache_scheme) each layer, as it is made, writes that over
+    `auto` into the configuration of its process. The scheduler's has no layers where workers are others.
+    """
+    configured = str(vllm_config.cache_config.cache_dtype)
+    scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None)
+    is_asked = configured == "auto" and scheme is not None and type(spec).__name__ != "MLAAttentionSpec"
+    return "fp8" if is_asked or (configured in PLAIN and spec.dtype.itemsize == 1) else configured
 
 
 def is_slot(cache_dtype: str) -> bool:
@@ -73,11 +99,11 @@ def forms_of(vllm_config: Any, spec: Any, numbers: Sequence[int]) -> Forms:
     `check_specs` compares it on the workers.
     """
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    configured = str(cache.cache_dtype)
+    configured = kv_dtype_of(vllm_config, spec)
     is_mla = type(spec).__name__ == "MLAAttentionSpec"
     k_size = int(spec.head_size)
     v_size = 0 if is_mla else int(getattr(spec, "head_size_v", None) or k_size)
-    skipped = _skipped(cache)
+    skipped = frozenset() if configured == "auto" else _skipped(cache)
     plain_layers = tuple(place for place, number in enumerate(numbers) if number in skipped)
     dtype = _stored_dtype(configured, model) if plain_layers else spec.dtype
     main = LayerForm(k_size, v_size, cache_dtype_name(configured, dtype), dtype.itemsize)
@@ -142,8 +168,6 @@ def _fp8_is_e4b15() -> bool:
 def _skipped(cache: Any) -> frozenset[int]:
     """Numbers of the layers that vLLM does not quantize. Raises ConfigError."""
     patterns = getattr(cache, "kv_cache_dtype_skip_layers", None) or ()
-    if str(cache.cache_dtype) == "auto":
-        return frozenset()
     kinds = [pattern for pattern in patterns if not str(pattern).isdigit()]
     if kinds:
         raise ConfigError("kv_cache_dtype_skip_layers", kinds[0], "name the layers by their numbers instead")

@@ -24,6 +24,9 @@ DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_sp
 """Ways of drafting that keep no KV of their own."""
 LENGTH_DEPENDENT_ROPES = frozenset({"longrope", "su", "dynamic"})
 """Positional encodings that look at the engine's own maximum length."""
+RENAMED_ROPES = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
+"""What vLLM's models with MLA make of the configuration's names, in the processes that they are made in. Other models
+take both, as different encodings."""
 
 FINGERPRINTS = Path(f"/var/tmp/kvtier-{os.getuid()}/fingerprints")
 
@@ -101,6 +104,8 @@ def positions_text(model: Any) -> str:
             rope |= found
     kind = rope.pop("type", None)
     kind = rope.pop("rope_type", kind)
+    if getattr(model, "use_mla", False):
+        kind = RENAMED_ROPES.get(str(kind), kind)
     for name in ("rope_theta", "partial_rotary_factor"):
         value = getattr(config, name, None)
         if value is not None:

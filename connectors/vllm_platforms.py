@@ -14,7 +14,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.connectors.vllm_forms import is_slot
+from kvtier.connectors.vllm_forms import is_slot, kv_dtype_of
 from kvtier.errors import ConfigError
 
 log = logging.getLogger("kvtier")
@@ -40,7 +40,7 @@ def packing_of(spec: Any, vllm_config: Any) -> Packing:
         name = getattr(current_platform, "device_name", type(current_platform).__name__)
         fix = "how vLLM packs KV inside a block is not known to kvtier there; run on CUDA or the CPU, or without kvtier"
         raise ConfigError("platform", name, fix)
-    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    cache_dtype = kv_dtype_of(vllm_config, spec)
     if is_slot(cache_dtype):
         raise ConfigError("kv_cache_dtype", cache_dtype, "vLLM has it on GPUs only; use auto, bfloat16 or fp8")
     if type(spec).__name__ == "MLAAttentionSpec":
@@ -91,6 +91,6 @@ def _cpu_packing(spec: Any, vllm_config: Any) -> str:
         values = {**known, "kv_cache_dtype": cache_dtype}
         return str(_get_attn_isa(**{name: value for name, value in values.items() if name in taken}))
 
-    of_all = packing(str(cache.cache_dtype))
+    of_all = packing(kv_dtype_of(vllm_config, spec))
     of_plain = packing("auto") if getattr(cache, "kv_cache_dtype_skip_layers", None) else of_all
     return of_all if of_plain == of_all else f"{of_all}+{of_plain}"

@@ -42,6 +42,10 @@ from kvtier.sizes import exact
 CONFIG_VARIABLE = "KVTIER_CONFIG"
 CHUNK_TOKENS_UNIT = 16
 """The smallest block of any engine: a chunk is a whole number of them."""
+CODECS_WITHOUT_BOUNDARY = ("raw", "fp8", "k6v4")
+"""Those that treat all layers alike; what the others store of boundary layers is k6v4."""
+TURBOQUANT_CHUNK_TOKENS_MAX = 2048
+"""The most over which its sums for the mean of K stay exact."""
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES
 """Its header page, and one record of a header page and a slab."""
 PIN_BYTES_MIN = 32 << 20
@@ -211,9 +215,12 @@ class Settings(BaseSettings):
 
     def check_codec(self) -> None:
         """Raises ConfigError for settings of the codec that do not go together."""
-        if self.codec_boundary_layers and self.codec in ("raw", "fp8"):
+        if self.codec_boundary_layers and self.codec in CODECS_WITHOUT_BOUNDARY:
             fix = f"codec {self.codec} treats all layers alike: set it to 0, or codec to k4v4 or the like"
             raise ConfigError("codec_boundary_layers", self.codec_boundary_layers, fix)
+        if self.codec not in ("raw", "fp8") and self.chunk_tokens > TURBOQUANT_CHUNK_TOKENS_MAX:
+            fix = f"with codec {self.codec} it may be {TURBOQUANT_CHUNK_TOKENS_MAX} at most"
+            raise ConfigError("chunk_tokens", self.chunk_tokens, fix)
 
     def check_hbm(self) -> None:
         """Raises ConfigError when chunks are to stay in an hbm arena that is not there."""

@@ -22,6 +22,8 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _NOT_SERVED = "kvtier does not serve such models"
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Keys that models for more than text may have outside of what describes their text part."""
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Where NVIDIA's ModelOpt wrote before 0.31 what is the quantization_config of config.json since: vLLM reads both."""
 NUMBER_MAX = 1 << 53
 LAYERS_MAX = (1 << 16) - 1
 T = TypeVar("T")
@@ -141,9 +143,14 @@ class ModelConfig:
     notes: tuple[str, ...]
 
     def geometry(self, kv_dtype: Literal["auto", "fp8"], chunk_tokens: int) -> Geometry:
-        """Of its KV. auto: the model's own dtype, unless its checkpoint asks for another."""
+        """Of its KV. auto: the model's own dtype, unless its checkpoint asks for another. Raises ConfigError for
+        one that kvtier does not move."""
         shape = self.attention
-        is_fp8 = kv_dtype == "fp8" or asks_for_fp8_kv(self.quantized)
+        asked = kv_dtype_asked(self.quantized)
+        if kv_dtype == "auto" and asked == "nvfp4":
+            fix = "the checkpoint asks for KV in nvfp4, which kvtier does not move: give fp8, to vLLM as well"
+            raise ConfigError("--kv-dtype", kv_dtype, fix)
+        is_fp8 = "fp8" in (kv_dtype, asked)
         dtype, element_bytes = ("fp8_e4m3", 1) if is_fp8 else (self.dtype, ELEMENT_BYTES[self.dtype])
         return Geometry(
             self.layers, shape.kv_heads, shape.k_size, shape.v_size, dtype, element_bytes, shape.kind, chunk_tokens
@@ -187,16 +194,10 @@ class _Values:
 
 def read_model(folder: Path) -> ModelConfig:
     """Of a Hugging Face model folder. Raises ConfigError."""
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        fix = f"cannot read {path.name} there ({error.strerror}); name the folder of a Hugging Face model"
-        raise ConfigError(KEY, str(folder), fix) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(KEY, str(path), f"it is not JSON ({error}); download it again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(KEY, str(path), "it is not a JSON object; download it again")
+    path, quantization = folder / "config.json", folder / QUANTIZATION_FILE
+    found = _read(path)
+    if found.get("quantization_config") is None and quantization.is_file():
+        found["quantization_config"] = {"quant_method": "modelopt"} | _read(quantization)
     families = [str(found.get("model_type"))]
     text = found.get("text_config")
     if isinstance(text, dict):  # the rest is for images and the like
@@ -216,15 +217,36 @@ def read_model(folder: Path) -> ModelConfig:
     return _model(values, family, notes)
 
 
-def asks_for_fp8_kv(quantized: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint says that its KV is to be kept in 8 bits: vLLM's kv_cache_dtype `auto` follows it."""
-    return any(quantized.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
+def _read(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        fix = f"cannot read {path.name} there ({error.strerror}); name the folder of a Hugging Face model"
+        raise ConfigError(KEY, str(path.parent), fix) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(KEY, str(path), f"it is not JSON ({error}); download it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(KEY, str(path), "it is not a JSON object; download it again")
+    return found
+
+
+def kv_dtype_asked(quantized: Mapping[str, Any]) -> str:
+    """What a checkpoint says that its KV is to be kept in, "fp8" or "nvfp4"; "" where that is left open, or says what
+    vLLM does not know: its kv_cache_dtype `auto` follows this (vllm.utils.torch_utils)."""
+    inner = quantized.get("quantization")
+    places = (inner if isinstance(inner, dict) else {}, quantized)
+    asked = [place.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo") for place in places]
+    scheme = next((value for value in asked if value), "")
+    if isinstance(scheme, dict) and scheme.get("type", "float") == "float":
+        return {8: "fp8", 4: "nvfp4"}.get(scheme.get("num_bits", 8), "")
+    return scheme.lower() if str(scheme).lower() in ("fp8", "nvfp4") else ""
 
 
 def _model(values: _Values, name: str, notes: list[str]) -> ModelConfig:
     family = FAMILIES[name]
     quantized: dict[str, Any] = values.get("quantization_config", {})
-    if asks_for_fp8_kv(quantized):
+    if kv_dtype_asked(quantized) == "fp8":
         notes.append("the checkpoint asks for KV in 8 bits, and --kv-dtype auto follows it as vLLM does")
     dtype = (values.get("dtype", "") or values.get("torch_dtype", "") or "float32").removeprefix("torch.")
     if dtype not in ELEMENT_BYTES:

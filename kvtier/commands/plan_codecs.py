@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 from kvtier.assemble import make_codec, set_shape
 from kvtier.capacity import ChunkBytes, Engine, read_by
 from kvtier.codecs.base import slab_bytes
-from kvtier.config import HbmSettings, Settings
+from kvtier.config import CODECS_WITHOUT_BOUNDARY, HbmSettings, Settings
 from kvtier.errors import ConfigError
 from kvtier.geometry import Geometry, RankShare
 from kvtier.memory import HBM_SPARE_BYTES, hbm_slots
@@ -18,8 +18,6 @@ from kvtier.worker import arena_slot_bytes
 
 CODECS: tuple[str, ...] = get_args(Settings.model_fields["codec"].annotation)
 """As settings name them."""
-ALIKE = ("raw", "fp8")
-"""Those without layers of more bits."""
 
 
 def chunks_of_codecs(
@@ -29,7 +27,7 @@ def chunks_of_codecs(
     sizes, refused = {}, {}
     for name in CODECS:
         try:
-            sizes[name] = _chunk_of(name, geometry, shares, 0 if name in ALIKE else boundary_layers)
+            sizes[name] = _chunk_of(name, geometry, shares, 0 if name in CODECS_WITHOUT_BOUNDARY else boundary_layers)
         except ConfigError as fault:
             if name == "raw":  # it takes any KV: the fault is with the rest
                 raise

@@ -75,10 +75,11 @@ class CodedPages:
     """
 
     def __init__(self, pages: PagedKV, slabs: SlabShape, held: Extent) -> None:
-        """Raises ValueError for pages that are not bf16 or fp16, or not aligned to 16 bytes."""
+        """Raises ValueError for pages that are not bf16 or fp16, all the same, or not aligned to 16 bytes."""
         k = pages.layers[0].k
-        if k.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"pages of {k.dtype}: the kernels take bfloat16 and float16")
+        dtypes = sorted({str(plane.dtype) for layer in pages.layers for plane in layer.planes})
+        if dtypes not in (["torch.bfloat16"], ["torch.float16"]):  # engines may leave layers in the model's own dtype
+            raise ValueError(f"pages of {', '.join(dtypes)}: the kernels take bfloat16 or float16")
         assert k.shape[2] == held.n_heads
         self._table = PageTable(pages)
         if self._table.bits % _ALIGNMENT:

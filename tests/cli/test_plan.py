@@ -101,6 +101,13 @@ def test_what_a_codec_refuses_is_named(
     assert setting in capsys.readouterr().out
 
 
+def test_first_and_last_layers_change_nothing_of_what_they_are_stored_as(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, found = (planned(capsys, "--model", model, "--codec-boundary-layers", n)["codecs"] for n in ("0", "16"))
+    assert found["k6v4"] == plain["k6v4"] and "k4v4" not in found
+
+
 def test_plan_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     values = planned(capsys, "--model", model, "--storage-rate", "2GB/s", "--tflops", "500", "--context", "100000")
     assert values["geometry"]["token_bytes"] == 131_072 and values["hbm"]["tokens"] == 812_874
@@ -166,6 +173,26 @@ def test_quantized_weights_without_files(tmp_path: Path, capsys: pytest.CaptureF
     assert found == 2 * 2 * 128_256 * 4096 + 32 * 218_103_808 // 2
     other = LLAMA_8B | {"quantization_config": {"quant_method": "quark"}}
     assert "quantization 'quark'" in refused(capsys, "--model", folder_of(tmp_path, other), *GPU)
+
+
+def test_kv_that_a_checkpoint_asks_for(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in the file of its own that ModelOpt's first releases wrote, as vLLM reads it."""
+    file = Path(model, "hf_quant_config.json")
+    index = {"metadata": {"total_size": 9}, "weight_map": {}}
+    Path(model, "model.safetensors.index.json").write_text(json.dumps(index))
+    for algo, dtype in (("FP8", "fp8_e4m3"), (None, "bfloat16"), ("INT8", "bfloat16")):
+        values = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": algo}}
+        file.write_text(json.dumps(values))
+        assert planned(capsys, "--model", model)["geometry"]["dtype"] == dtype
+    file.write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "NVFP4"}}))
+    said = refused(capsys, "--model", model, *GPU)
+    assert said.startswith("kvtier: --kv-dtype = 'auto': the checkpoint asks for KV in nvfp4")
+    assert planned(capsys, "--model", model, "--kv-dtype", "fp8")["geometry"]["dtype"] == "fp8_e4m3"
+    of_config = LLAMA_8B | {"quantization_config": {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 4}}}
+    folder_of(Path(model), of_config)
+    assert "nvfp4" in refused(capsys, "--model", model, *GPU)
+    folder_of(Path(model), of_config | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}})
+    assert planned(capsys, "--model", model)["geometry"]["dtype"] == "bfloat16", "that file is for older ones"
 
 
 NOT_SERVED = [

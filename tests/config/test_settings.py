@@ -190,6 +190,8 @@ def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
         ({"root": "/x", "segment_bytes": "0.3B"}, "segment_bytes"),
         ({"root": "/x", "chunk_tokens": 100}, "chunk_tokens"),
         ({"root": "/x", "chunk_tokens": -16}, "chunk_tokens"),
+        ({"root": "/x", "chunk_tokens": 4096, "codec": "k4v4"}, "chunk_tokens"),
+        ({"root": "/x", "codec_boundary_layers": 2, "codec": "k6v4"}, "codec_boundary_layers"),
         ({"root": "/x", "codec": "zip"}, "codec"),
         ({"root": "/x", "model_tag": ""}, "model_tag"),
         ({"root": "/x", "epoch": -1}, "epoch"),

@@ -20,12 +20,24 @@ pytest.importorskip("vllm")
 import vllm
 from vllm.config import cache as cache_config
 from vllm.v1 import kv_cache_interface as interface
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups  # from vLLM 0.33 on
+except ImportError:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 from kvtier.config import Settings
 from kvtier.connectors import vllm_forms, vllm_identity
 from kvtier.connectors.vllm_checks import check_cache, layer_specs
-from kvtier.connectors.vllm_forms import SLOTS, check_cache_dtype, check_specs, forms_of, slot_bytes, slot_name
+from kvtier.connectors.vllm_forms import (
+    SLOTS,
+    check_cache_dtype,
+    check_specs,
+    forms_of,
+    kv_dtype_of,
+    slot_bytes,
+    slot_name,
+)
 from kvtier.connectors.vllm_identity import Identity
 from kvtier.connectors.vllm_layouts import CacheShape, in_layer_order
 from kvtier.connectors.vllm_platforms import Packing
@@ -109,6 +121,21 @@ def test_every_kv_dtype_of_this_release_is_moved_or_refused_for_a_reason_of_its_
             assert "use auto" in refused.fix
 
 
+@pytest.mark.parametrize("name", ["fp8", SLOTS[0], "auto"])
+def test_a_kv_dtype_that_a_plugin_has_registered_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From vLLM 0.33 on, under a name of vLLM's own too: what its bytes mean is the plugin's affair then."""
+    check_cache_dtype(name)
+    handlers = {name: object()}
+    monkeypatch.setattr(cache_config, "get_kv_cache_dtype_handler", handlers.get, raising=False)
+    with pytest.raises(ConfigError, match="a plugin of vLLM says"):
+        check_cache_dtype(name)
+
+
+def test_a_name_like_that_of_a_known_kv_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not known to kvtier"):
+        check_cache_dtype("fp8_mine")
+
+
 @pytest.mark.parametrize(
     ("head_size", "expected"), [(64, (100, 70, 62, 54)), (128, (196, 134, 118, 102)), (256, (388, 262, 230, 198))]
 )
@@ -174,6 +201,21 @@ def test_what_is_not_quantized_at_all_is_plain() -> None:
     everything = [str(number) for number in range(LAYERS)]
     assert identity_of(engine(SLOTS[1], everything), spec_of("auto")).namespace == plain
     assert identity_of(engine("auto", ["0"]), spec_of("auto")).namespace == plain
+
+
+@pytest.mark.parametrize("skipped", [[], ["0", "3"]], ids=["all", "but some"])
+def test_both_halves_know_that_a_checkpoint_asks_for_fp8(skipped: list[str]) -> None:
+    """vLLM's layers write it into the configuration, which the scheduler's process, without layers, still has as it
+    was: its namespace would be one that no worker moves KV of. An explicit choice wins."""
+    spec, scheme = spec_of("auto" if skipped else "fp8"), SimpleNamespace(kv_cache_scheme={"num_bits": 8})
+    scheduler, worker, chosen = engine("auto", skipped), engine("fp8", skipped), engine("bfloat16", skipped)
+    for config in (scheduler, worker, chosen):
+        config.quant_config = scheme
+    assert identity_of(scheduler, spec).namespace == identity_of(worker, spec).namespace
+    assert identity_of(worker, spec).namespace.geometry.dtype == "fp8_e4m3"
+    assert kv_dtype_of(chosen, spec_of("auto")) == "bfloat16"
+    latent = interface.MLAAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    assert kv_dtype_of(scheduler, latent) == "auto", "MLA's layers do not look at it"
 
 
 def test_layers_left_out_by_kind_are_refused() -> None:

@@ -124,6 +124,18 @@ def test_old_and_new_spellings_of_rope_are_the_same(folder: Path) -> None:
     assert identity(engine(folder, text=plain)).namespace == identity(engine(folder)).namespace
 
 
+def test_what_deepseek_models_make_of_their_configuration_changes_nothing(folder: Path) -> None:
+    """They write it into the copy of their own process, which need not be the scheduler's. For models that leave their
+    configuration alone, these are encodings apart."""
+    kinds = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
+    texts = [{"rope_parameters": {"rope_theta": 1e4, "rope_type": kind, "factor": 40.0}} for kind in kinds]
+    positions = [
+        {vllm_identity.positions_text(engine(folder, text=text, use_mla=is_mla).model_config) for text in texts}
+        for is_mla in (True, False)
+    ]
+    assert [len(found) for found in positions] == [1, 3] and positions[0] < positions[1]
+
+
 @pytest.mark.parametrize(("kind", "differs"), [("longrope", True), ("yarn", False)])
 def test_a_maximum_length_counts_where_it_changes_positions(folder: Path, kind: str, differs: bool) -> None:
     text = {"rope_scaling": {"rope_type": kind}}

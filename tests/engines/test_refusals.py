@@ -73,8 +73,14 @@ def test_a_plain_engine_passes() -> None:
             {"parallel__pipeline_parallel_size": 2, "speculative_config": object()},
             "pipeline_parallel_size", "use one or the other",
         ),
+        ({"speculative_config": SimpleNamespace(method="draft_model")}, "speculative_config.method", "use ngram"),
         ({"cache__calculate_kv_scales": True}, "calculate_kv_scales", "set it to false"),
         ({"model__enable_sleep_mode": True}, "enable_sleep_mode", "set it to false"),
+        (
+            {"aux_output_config": SimpleNamespace(enable_return_routed_experts=True)},
+            "enable_return_routed_experts", "kv_producer",
+        ),
+        ({"model__enable_return_routed_experts": True}, "enable_return_routed_experts", "kv_producer"),
         ({"cache__cache_dtype": "int8_per_token_head"}, "kv_cache_dtype", "use auto"),
         ({"cache__cache_dtype": "int4_per_token_head"}, "kv_cache_dtype", "use auto"),
         ({"cache__cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype", "use auto"),
@@ -106,6 +112,22 @@ def test_refused_engine_settings(changes: dict[str, Any], key: str, fix: str) ->
     assert fix in caught.value.fix
 
 
+def test_hybrid_models_are_refused_before_vllm_lays_out_their_kv() -> None:
+    """It cannot, without a connector that takes several groups of layers, and does not say why."""
+    from kvtier.connectors.vllm import KVTierConnector
+
+    ask = KVTierConnector.get_required_kvcache_layout
+    assert ask(engine()) is None and ask(engine(model__is_hybrid=False)) is None
+    with pytest.raises(ConfigError) as caught:
+        ask(engine(model__is_hybrid=True))
+    assert caught.value.key == "model" and "without the kvtier connector" in caught.value.fix
+
+
+def test_an_engine_that_only_saves_may_return_routed_experts() -> None:
+    experts = SimpleNamespace(enable_return_routed_experts=True)
+    vllm_checks.check_engine(engine(aux_output_config=experts, kv_transfer__kv_role="kv_producer"), settings())
+
+
 @pytest.mark.parametrize("load_format", ["safetensors", "fastsafetensors", "pt", "sharded_state", "runai_streamer"])
 def test_formats_that_read_the_folder_pass(load_format: str) -> None:
     vllm_checks.check_engine(engine(load__load_format=load_format), settings())
@@ -128,7 +150,7 @@ def test_cache_dtypes_that_are_moved_pass(dtype: str) -> None:
     ("specs", "key", "text"),
     [
         ([FullAttentionSpec(block_size=16), SlidingWindowSpec(block_size=16)], "kv_cache_groups", "hybrid"),
-        ([], "kv_cache_groups", "hybrid"),
+        ([], "kv_cache_groups", "nothing can be cached"),
         ([SlidingWindowSpec(block_size=16)], "kv_cache_spec", "sliding windows drop"),
         ([SimpleNamespace(block_size=16)], "kv_cache_spec", "only full attention and MLA"),
         ([FullAttentionSpec(block_size=16, non_causal=True)], "kv_cache_spec", "tokens after it"),
@@ -213,8 +235,8 @@ def test_packing_on_the_cpu_names_block_and_instruction_set(monkeypatch: pytest.
     pytest.importorskip("vllm.v1.attention.backends.cpu_attn")  # before the platform is exchanged
     config = engine()
     config.model_config.dtype = torch.float32
-    small = FullAttentionSpec(block_size=32, head_size=64)
-    large = FullAttentionSpec(block_size=64, head_size=64)
+    small = FullAttentionSpec(block_size=32, head_size=64, dtype=torch.float32)
+    large = FullAttentionSpec(block_size=64, head_size=64, dtype=torch.float32)
     monkeypatch.setattr("vllm.platforms.current_platform", Platform("cuda"))
     assert vllm_platforms.packing_of(small, config) == vllm_platforms.packing_of(large, config)
     monkeypatch.setattr("vllm.platforms.current_platform", Platform("cpu"))

@@ -216,6 +216,14 @@ def test_pages_and_slabs_that_are_not_aligned_are_refused() -> None:
     check_alignment(model.ours, model.slabs(GOOD))
 
 
+def test_layers_of_different_dtypes_are_refused() -> None:
+    """One number says what all elements are: fp16 read as bf16 would be stored as something else, and well summed."""
+    caches = [SMALLEST, replace(SMALLEST, dtype=torch.float16)]
+    pages = PagedKV(tuple(gaussian(cache).layers[0] for cache in caches), SMALLEST.tokens)
+    with pytest.raises(ValueError, match="bfloat16, torch.float16"):
+        Model(replace(SMALLEST, layers=2), layers=2).ours(pages)
+
+
 def test_nothing_to_move() -> None:
     model = Model(SMALLEST)
     ours = mover(gaussian(SMALLEST), model.format, model.extent)

@@ -15,9 +15,6 @@ from kvtier.errors import ConfigError
 from kvtier.geometry import Extent, Geometry
 from kvtier.kernels.paged import Move, PagedKV
 
-CHUNK_TOKENS_MAX = 2048
-"""The most over which the reference's sums for the mean of K stay exact."""
-
 
 class Turboquant:
     """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
@@ -39,11 +36,8 @@ class Turboquant:
                 fix = f"it takes heads of {', '.join(map(str, HEAD_SIZES))} elements, this model's have {size}"
                 raise ConfigError("codec", self._preset, f"{fix}: set it to fp8 or raw")
         if 2 * self._boundary_layers >= geometry.layers:
-            fix = f"of {geometry.layers} layers none would be {self._preset}: set it to less, or codec to k6v4"
+            fix = f"of {geometry.layers} layers none would be {self._preset}: set it to less, or to 0 with codec k6v4"
             raise ConfigError("codec_boundary_layers", self._boundary_layers, fix)
-        if geometry.chunk_tokens > CHUNK_TOKENS_MAX:
-            fix = f"with codec {self._preset} it may be {CHUNK_TOKENS_MAX} at most"
-            raise ConfigError("chunk_tokens", geometry.chunk_tokens, fix)
 
     def layers_bytes(self, geometry: Geometry, layers: range) -> int:
         return self._format(geometry).n_bytes(layers)
