@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvtier.config import Settings
 from kvtier.connectors.bridge import Step
+from kvtier.connectors.vllm_checks import check_model
 from kvtier.connectors.vllm_log import join_log
 from kvtier.connectors.vllm_report import ReportMetadata
 from kvtier.connectors.vllm_scheduler import SchedulerHalf, StepMetadata
@@ -130,6 +131,13 @@ class KVTierConnector(KVConnectorBase_V1):
         for half in (self._worker_half, self._scheduler_half):
             if half is not None:
                 half.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """None: any will do. vLLM asks before it lays out KV, and makes connectors only after that."""
+        join_log()
+        check_model(vllm_config)
+        return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:

@@ -38,6 +38,9 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
     if stages > 1 and getattr(vllm_config, "speculative_config", None) is not None:
         fix = "with speculative decoding, vLLM does not tell all pipeline stages when KV is final; use one or the other"
         raise ConfigError("pipeline_parallel_size", stages, fix)
+    if getattr(getattr(vllm_config, "speculative_config", None), "method", None) == "draft_model":
+        fix = "the layers of a whole model that drafts have the numbers of this one's, so their places are not known"
+        raise ConfigError("speculative_config.method", "draft_model", f"{fix}; use ngram, suffix, eagle or mtp")
     if getattr(cache, "calculate_kv_scales", False):
         fix = "scales found at run time differ from engine to engine; set it to false and use scales of the checkpoint"
         raise ConfigError("calculate_kv_scales", True, fix)
@@ -47,6 +50,9 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
     if getattr(model, "enable_sleep_mode", False):
         fix = "a sleeping engine takes back memory that kvtier's copies still use; set it to false"
         raise ConfigError("enable_sleep_mode", True, fix)
+    if roles(vllm_config)[0] and _returns_experts(vllm_config):
+        fix = "only a forward tells a token's experts, and of loaded tokens there is none; leave it out, or set kv_role"
+        raise ConfigError("enable_return_routed_experts", True, f"{fix} to kv_producer")
     if settings.model_tag is None:
         _check_load(vllm_config.load_config)
         _check_load(getattr(getattr(vllm_config, "speculative_config", None), "draft_load_config", None))
@@ -54,6 +60,22 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
     if callable(overrides) and settings.model_tag is None:
         fix = "what a function changes cannot be told apart; pass a mapping, or set model_tag to a name for the result"
         raise ConfigError("hf_overrides", getattr(overrides, "__qualname__", "function"), fix)
+
+
+def check_model(vllm_config: Any) -> None:
+    """Checks what vLLM must not get to: it puts the layers of hybrid models into one group, as no connector here takes
+    several, and where it cannot it ends with words that do not say why. Raises ConfigError."""
+    model = vllm_config.model_config
+    if getattr(model, "is_hybrid", False):
+        fix = "hybrid models, some of whose layers keep a state instead of KV (Mamba and the like), are not supported"
+        raise ConfigError("model", model.model, f"{fix}; {WITHOUT}")
+
+
+def _returns_experts(vllm_config: Any) -> bool:
+    """Whether vLLM answers which experts each token went to. With a hit that it did not compute itself, 0.32 ends (its
+    store has nothing of those tokens), and earlier releases answer what was noted of the blocks' previous owners."""
+    places = (getattr(vllm_config, "aux_output_config", None), vllm_config.model_config)
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def _check_load(load_config: Any) -> None:
@@ -74,6 +96,8 @@ def _check_load(load_config: Any) -> None:
 def check_cache(kv_cache_config: Any, settings: Settings) -> Any:
     """Checks the KV cache's groups. Returns the spec of a layer of the only group. Raises ConfigError."""
     groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise ConfigError("kv_cache_groups", 0, f"no layer of this model keeps KV, so nothing can be cached; {WITHOUT}")
     if len(groups) != 1:
         kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
         fix = f"hybrid models, with more than one KV-cache group ({', '.join(kinds)}), are not supported; {WITHOUT}"

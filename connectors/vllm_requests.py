@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtier.connectors.requests import RequestView
@@ -103,3 +103,30 @@ def _extras(request: Any, chunk_tokens: int, adapters: Adapters) -> dict[int, by
             start = place.offset - chunk * chunk_tokens
             items[chunk].append(multimodal_extra(feature.identifier, start, place.length))
     return {chunk: join_extras(of_chunk) for chunk, of_chunk in items.items()}
+
+
+class GivenBlocks:
+    """Of each request, since it was last given blocks: how far its steps `reached`, and the first of the blocks, for
+    vLLM's own count of who holds it. Those of a request that was preempted or ended may be held on, until a step that
+    was planned with it is over, or its load."""
+
+    def __init__(self) -> None:
+        self.reached: dict[str, int] = {}
+        self._first: dict[str, Any] = {}
+        self._left: dict[int, Any] = {}  # by requests that ended; by number, for many may share one
+
+    def anew(self, request_id: str, blocks: Sequence[Any]) -> None:
+        self.reached.pop(request_id, None)
+        self._first.update((request_id, block) for block in blocks[:1])
+
+    def ended(self, request_id: str) -> int:
+        """How far it reached."""
+        block = self._first.pop(request_id, None)
+        if block is not None:
+            self._left[block.block_id] = block
+        self._left = {number: left for number, left in self._left.items() if left.ref_cnt > 0}
+        return self.reached.pop(request_id, 0)
+
+    def are_held(self) -> bool:
+        """Whether any are, by whomever."""
+        return any(block.ref_cnt > 0 for block in (*self._first.values(), *self._left.values()))

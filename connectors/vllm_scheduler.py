@@ -25,7 +25,7 @@ from kvtier.connectors.vllm_checks import check_cache, check_engine, roles
 from kvtier.connectors.vllm_identity import identity_of
 from kvtier.connectors.vllm_layouts import in_layer_order
 from kvtier.connectors.vllm_report import ReportMetadata
-from kvtier.connectors.vllm_requests import final_frontier, hashes_items, step_frontier, view_of
+from kvtier.connectors.vllm_requests import GivenBlocks, final_frontier, hashes_items, step_frontier, view_of
 from kvtier.connectors.vllm_stats import KVTierStats, stats_of
 from kvtier.reports import About
 from kvtier.tenants import Tenants
@@ -88,7 +88,7 @@ class SchedulerHalf:
         )  # fmt: skip
         self._requests: dict[str, Any] = {}
         self._tables: dict[str, list[int]] = {}
-        self._reached: dict[str, int] = {}
+        self._given = GivenBlocks()
         self._is_closed = False
         self._events: dynamo.TierEvents | None = None
         if self._loads and dynamo.wants_events(vllm_config):  # who only saves gains nothing from being sent prompts
@@ -110,7 +110,7 @@ class SchedulerHalf:
         self._track(request)
         block_ids = list(blocks.get_block_ids()[0])
         self._tables[request.request_id] = block_ids
-        self._reached.pop(request.request_id, None)
+        self._given.anew(request.request_id, blocks.blocks[0])
         if external_tokens > 0:
             self._bridge.begin_load(request.request_id, block_ids, external_tokens)
 
@@ -125,7 +125,7 @@ class SchedulerHalf:
         if request.request_id not in self._requests:
             return
         self._tables.pop(request.request_id, None)
-        reached = self._reached.pop(request.request_id, 0)
+        reached = self._given.ended(request.request_id)
         frontier = min(final_frontier(request, self._save_generated), reached) if self._saves else 0
         self._bridge.finish(request.request_id, frontier, block_ids)
         del self._requests[request.request_id]  # now: what is still to be saved of it has been described
@@ -157,8 +157,14 @@ class SchedulerHalf:
         return stats_of(self._store.metrics.take(), self._faults.take(), is_first_rank=True)
 
     def reset(self) -> bool:
-        """vLLM has tried to empty its own cache before, which it cannot while a request holds blocks."""
+        """vLLM has tried to empty its own cache before, which it cannot while a request holds blocks, or one that has
+        ended still does."""
         in_use = any(request.num_computed_tokens > 0 for request in self._requests.values())
+        in_use |= self._given.are_held()
+        log.info(
+            "vLLM reset its caches and this one, as for other weights: until the engine is started again it does not "
+            "find what was stored before, and shares nothing"
+        )
         return self._bridge.reset(in_use)
 
     def close(self) -> None:
@@ -203,9 +209,9 @@ class SchedulerHalf:
             n_tokens = scheduled.num_scheduled_tokens.get(request_id, 0)
             if request is None or not n_tokens or not self._saves:
                 continue
-            if request_id not in self._reached:
+            if request_id not in self._given.reached:
                 self._bridge.begin(request_id, computed)
-            self._reached[request_id] = computed + n_tokens
+            self._given.reached[request_id] = computed + n_tokens
             counted = 0 if self._waits_a_step else n_tokens
             frontier = step_frontier(request, computed, counted, self._save_generated)
             if self._bridge.chunks_pending(request_id, frontier):

@@ -52,12 +52,14 @@ class Lab:
             return [json.loads(output.read_text()) for output in outputs]
 
     def start(self, output: Path, spec: dict[str, Any], python: Path | str) -> tuple[int, str]:
-        """Runs one engine to its end. Its status, and what it printed."""
+        """Runs one engine to its end, with vLLM's second model runner if its spec says `second_runner`. Its status, and
+        what it printed."""
         spec = {"model": str(self.model(spec.get("kind", "llama"))), "root": str(self.folder / "root")} | spec
         spec_path = output.with_suffix(".spec")
         spec_path.write_text(json.dumps(spec))
         log = output.with_suffix(".log")
-        engine = forked.start([str(HERE / "engine.py"), str(spec_path), str(output)], log, log, python=python)
+        argv = [str(HERE / "engine.py"), str(spec_path), str(output)]
+        engine = forked.start(argv, log, log, python=python, second_runner=spec.get("second_runner", False))
         try:
             return engine.wait(ENGINE_TIMEOUT_S), log.read_text()
         except TimeoutError:

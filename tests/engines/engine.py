@@ -3,7 +3,8 @@
     python engine.py SPEC.json OUT.json
 
 SPEC: {"model", "root", "extra": connector config, "llm": engine arguments, "scenarios": [name or [name, argument]]};
-with "config", that settings file instead of "extra".
+with "config", that settings file instead of "extra". With ENGINE_SECOND_RUNNER in the environment the engine has vLLM's
+second model runner (second_runner.py).
 Scenarios are the functions of scenarios.py; each gets an Engine and returns what goes into OUT under its name.
 """
 
@@ -26,6 +27,11 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
 )
+
+if os.environ.get("ENGINE_SECOND_RUNNER"):
+    import second_runner
+
+    second_runner.choose()
 
 import torch
 from blake3 import blake3
@@ -243,6 +249,8 @@ def main() -> None:
         print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
     engine.settle()
     results["saved"], results["loaded"] = engine.watch.saved, engine.watch.loaded
+    results["second_runner"] = getattr(engine.llm.llm_engine.vllm_config, "use_v2_model_runner", False)
+    results["scheduler"] = type(engine.scheduler).__name__
     results["counters"], results["prometheus"] = engine.counters(), engine.prometheus()
     Path(sys.argv[2]).write_text(json.dumps(results))
 

@@ -19,9 +19,9 @@ POLL_S = 0.02
 
 
 class Forker:
-    """One for each Python, in each process of the tests."""
+    """One for each Python and each of vLLM's model runners, in each process of the tests."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, environment: dict[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-forker-")
         self._log = Path(self._folder.name) / "log"
         self._lock = Lock()
@@ -29,7 +29,7 @@ class Forker:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [python, str(HERE / "forker.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=HERE,
-                text=True,
+                text=True, env=os.environ | environment,
             )  # fmt: skip
         self._read("ready")
 
@@ -86,16 +86,18 @@ class Forked:
         self.wait(10.0)
 
 
-_forkers: dict[str, Forker] = {}
+_forkers: dict[tuple[str, bool], Forker] = {}
 _starting = Lock()
 
 
 def start(
-    argv: Sequence[str], stdout: Path, stderr: Path, stdin: Path = Path(os.devnull), python: Path | str = sys.executable
-) -> Forked:
+    argv: Sequence[str], stdout: Path, stderr: Path, stdin: Path = Path(os.devnull),
+    python: Path | str = sys.executable, second_runner: bool = False,
+) -> Forked:  # fmt: skip
     """A new process, forked from one that has imported vLLM; in a session of its own."""
+    key = (str(python), second_runner)
     with _starting:
-        if str(python) not in _forkers:
-            forker = _forkers[str(python)] = Forker(str(python))
+        if key not in _forkers:
+            forker = _forkers[key] = Forker(str(python), {"ENGINE_SECOND_RUNNER": "1"} if second_runner else {})
             atexit.register(forker.close)
-    return _forkers[str(python)].start(argv, stdin, stdout, stderr)
+    return _forkers[key].start(argv, stdin, stdout, stderr)

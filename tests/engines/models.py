@@ -1,6 +1,7 @@
-"""Makes a small model whose outputs depend on its KV: python models.py llama|wide|mla FOLDER.
+"""Makes a small model whose outputs depend on its KV: python models.py llama|wide|windows|mla FOLDER.
 
-"wide" has heads of 64 elements, the fewest that turboquant takes.
+"wide" has heads of 64 elements, the fewest that turboquant takes. "windows" looks back 128 tokens
+only in every second layer.
 """
 
 from __future__ import annotations
@@ -8,7 +9,14 @@ from __future__ import annotations
 import sys
 
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 COMMON = {
     "vocab_size": 512,
@@ -30,6 +38,13 @@ def main(kind: str, folder: str) -> None:
     if kind in ("llama", "wide"):
         size = 32 if kind == "llama" else 64
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, num_key_value_heads=2, head_dim=size, **COMMON))
+    elif kind == "windows":
+        layers = ["sliding_attention", "full_attention"] * 2
+        config = Gemma3TextConfig(
+            num_hidden_layers=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32, layer_types=layers,
+            sliding_window=128, **COMMON | {"tie_word_embeddings": True},
+        )  # fmt: skip
+        model = Gemma3ForCausalLM(config)
     else:  # 512 + 64 is the one size of a latent that vLLM's MLA for CPUs knows
         config = DeepseekV2Config(
             num_hidden_layers=3, num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,

@@ -66,6 +66,11 @@ def warm(engine: Engine, seed: int = 1) -> dict[str, Any]:
     return compared(answers, engine.recompute(prompts)) | {"expected": [whole_chunks(n) for n in MIXED_LENGTHS]}
 
 
+def warm_of_another(engine: Engine, seed: int) -> dict[str, Any]:
+    """`warm` under a name of its own."""
+    return warm(engine, seed)
+
+
 def tokens_alone(engine: Engine, seed: int) -> dict[str, Any]:
     """Where blocks cannot be looked at: the tokens of 20 prompts, twice, and how many came from the tier."""
     prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of(seed, MIXED_LENGTHS)]
@@ -295,6 +300,22 @@ def reset(engine: Engine) -> dict[str, Any]:
     engine.settle()
     engine.forget()
     return {"found": found, "gone": gone, "found_again": engine.ask([prompt])[0].cached}
+
+
+def reset_ahead(engine: Engine) -> dict[str, Any]:
+    """A request ends while a step with it is planned already, and at once vLLM is told of other weights: it can't empty
+    its own cache then, and what it finds there must not be saved in the new epoch."""
+    prompt, more = prompts_of(41, (200, 100))
+    stop = engine.ask([prompt], 2)[0].tokens[1]
+    engine.forget()
+    sampling = SamplingParams(max_tokens=50, temperature=0, detokenize=False, ignore_eos=True, stop_token_ids=[stop])
+    engine.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    was_reset = engine.llm.reset_prefix_cache(reset_connector=True)
+    time.sleep(1.5)  # the keeper registers a set of the new epoch
+    before = len(engine.watch.saved)
+    found = engine.ask([prompt + more])[0].cached
+    engine.settle()
+    return {"was_reset": was_reset, "found": found, "saved": len(engine.watch.saved) - before}
 
 
 def blocks_of_full_hits(engine: Engine) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm_adapters import Adapters
 from kvtier.connectors.vllm_report import ReportMetadata
-from kvtier.connectors.vllm_requests import view_of
+from kvtier.connectors.vllm_requests import GivenBlocks, view_of
 from kvtier.connectors.vllm_scheduler import SchedulerHalf, StepMetadata
 from kvtier.plan import SaveOutcome
 
@@ -176,7 +176,7 @@ def half() -> SchedulerHalf:
     half = SchedulerHalf.__new__(SchedulerHalf)
     half._bridge = RecordingBridge()  # type: ignore[assignment]
     half._requests = {name: SimpleNamespace(num_tokens=1000, num_prompt_tokens=1000) for name in "abc"}
-    half._tables, half._reached = {}, {}
+    half._tables, half._given = {}, GivenBlocks()
     half._loads = half._saves = half._save_generated = True
     half._waits_a_step = False
     half._step_times = StepTimes(lambda tokens, seconds: None)
@@ -212,7 +212,7 @@ def test_a_step_that_cannot_be_understood_saves_nothing(half: SchedulerHalf) -> 
 
 def test_a_request_that_cannot_be_understood_is_passed_by(half: SchedulerHalf) -> None:
     half._view = partial(view_of, chunk_tokens=64, adapters=Adapters())
-    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],), blocks=([],))
     half.allocated(SimpleNamespace(request_id="odd"), blocks, 0)
     assert half._faults.take() == 1
 

@@ -6,6 +6,7 @@ release where it has them.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from kvtier.connectors.requests import ChunkShape
 from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_requests import view_of
+from kvtier.connectors.vllm_requests import GivenBlocks, view_of
 from kvtier.connectors.vllm_scheduler import SchedulerHalf, rewritten_blocks
 
 from .fakes import FakeStore
@@ -40,7 +41,8 @@ class Scene:
         half._bridge = SchedulerBridge(self.store, ChunkShape(CHUNK, BLOCK), FixedLimit(CHUNK), 1.0, half._faults)  # type: ignore[arg-type]
         half._view = partial(view_of, chunk_tokens=CHUNK, adapters=Adapters())
         half._step_times = StepTimes(lambda tokens, seconds: None)
-        half._requests, half._tables, half._reached = {}, {}, {}
+        half._requests, half._tables, half._given = {}, {}, GivenBlocks()
+        self.first = SimpleNamespace(block_id=10, ref_cnt=0)
 
     def ask(self, name: str = "r", local: int = 0) -> Any:
         """A request that vLLM admits, with so many tokens found in its own cache."""
@@ -50,7 +52,7 @@ class Scene:
             num_computed_tokens=0, kv_transfer_params=None, lora_request=None, cache_salt=None, mm_features=[],
         )  # fmt: skip
         self.half.matched_tokens(request, local)
-        self.half.allocated(request, blocks(range(10, 15)), 0)
+        self.half.allocated(request, blocks(range(10, 15), self.first), 0)
         return request
 
     def step(self, request: Any, computed: int, scheduled: int, **more: Any) -> list[tuple[int, ...]]:
@@ -67,8 +69,9 @@ class Scene:
         return self.step(request, 0, 0, **more)
 
 
-def blocks(ids: Any) -> Any:
-    return SimpleNamespace(get_block_ids=lambda: (list(ids),), new_empty=lambda: None)
+def blocks(ids: Any, first: Any = None) -> Any:
+    each = [first] if first is not None else []
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),), blocks=(each,), new_empty=lambda: None)
 
 
 def output(new: list[Any], scheduled: dict[str, int], cached: Any = None, **more: Any) -> Any:
@@ -133,7 +136,8 @@ def test_what_the_second_runner_writes_to_before_gathers_is_known_to_the_schedul
     numbers = SimpleNamespace(np=None)
     model = SimpleNamespace(
         update_pp_decode_requests=none, finish_requests=none, free_states=none, add_requests=none,
-        aux_output_connector=None, block_tables=SimpleNamespace(apply_staged_writes=none, append_block_ids=none),
+        aux_output_connector=None, encoder_cache=None,
+        block_tables=SimpleNamespace(apply_staged_writes=none, append_block_ids=none),
         kv_connector=SimpleNamespace(no_forward=told, pre_forward=told),
         kv_block_zeroer=SimpleNamespace(zero_block_ids=touched.extend), kv_caches=[],
         kv_cache_config=SimpleNamespace(num_blocks=8),
@@ -276,6 +280,24 @@ def test_own_hits_after_a_reset_while_a_request_runs_are_not_saved() -> None:
     assert scene.end(again) == []
 
 
+def test_own_hits_after_a_reset_while_an_ended_request_holds_blocks_are_not_saved() -> None:
+    """vLLM keeps the blocks of a request that ended until a step that was planned with it is over, and until its load
+    is: its reset fails so long, too."""
+    scene = Scene()
+    ended = scene.ask("ended")
+    scene.step(ended, 0, 130)
+    scene.first.ref_cnt = 1
+    scene.end(ended)
+    scene.half.reset()
+    scene.store.stored.clear()
+    again = scene.ask("again", local=96)
+    assert scene.step(again, 96, 34) == [] and scene.end(again) == []
+    scene.first.ref_cnt = 0
+    scene.half.reset()
+    later = scene.ask("later", local=96)
+    assert scene.step(later, 96, 34) == [(10, 11), (12, 13)]
+
+
 def test_a_later_reset_with_no_block_in_use_ends_that() -> None:
     """So it is also when vLLM preempts all that runs for it: they hold no blocks then."""
     scene = Scene()
@@ -309,3 +331,10 @@ def test_a_table_shorter_than_what_was_computed_is_not_used() -> None:
     scene.half._bridge.advance("r", 130, [10, 11, 12, 13])
     assert scene.half._bridge.take_step().after is None
     assert scene.step(request, 0, 130) == [(10, 11), (12, 13)]
+
+
+def test_a_reset_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM resets as it pauses, too: hits that end for good must not be a riddle."""
+    with caplog.at_level(logging.INFO, "kvtier"):
+        assert Scene().half.reset()
+    assert "until the engine is started again" in caplog.text

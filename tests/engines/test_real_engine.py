@@ -16,6 +16,7 @@ KV_NOISE = 1e-4
 """Float32 sums in another order (another batch, another chunk of a prefill) differ by about 1e-5."""
 
 WITH_ASYNC, WITHOUT_ASYNC = {"async_scheduling": True}, {"async_scheduling": False}
+"""On a CPU vLLM turns it off whatever is asked for; only the second runner is let have it here (second_runner.py)."""
 
 
 def assert_like_recompute(compared: dict[str, Any]) -> None:
@@ -216,6 +217,15 @@ def test_layers_that_the_engine_does_not_quantize(lab: Any) -> None:
     slab_bytes = 2 * 64 * 64 * 4 + 2 * 64 * 64  # 64 tokens' K and V of 32 elements: two layers of float32, two of fp8
     chunks = sum(later["warm"]["expected"]) // 64
     assert later["prometheus"]["vllm:kvtier_load_bytes"] == chunks * 2 * slab_bytes
+
+
+def test_layers_with_windows_beside_full_ones(lab: Any) -> None:
+    """Gemma 3: as kvtier takes one group of layers, vLLM keeps all KV of those with a window, too."""
+    spec = {"kind": "windows", "root": str(lab.folder / "windows-root"), "scenarios": ["cold_and_warm"]}
+    run = lab.run("windows-engine", [spec])[0]
+    assert_like_recompute(run["cold_and_warm"]["warm"])
+    assert run["cold_and_warm"]["warm"]["cached"] == run["cold_and_warm"]["expected"]
+    assert_loads_equal_saves([run])
 
 
 def test_two_engines_write_the_same_at_once(lab: Any) -> None:
