@@ -66,6 +66,7 @@ class PinnedSegments:
         self._launched: Mark = None  # what it had given the GPU by then
         self._is_closed = threading.Event()
         self._is_refused = False
+        self._is_full = False
         self._loads: Jobs | None = None
         self._ticker: Ticker | None = None
 
@@ -104,6 +105,18 @@ class PinnedSegments:
         if (pinned := self.n_bytes - before_bytes) > 0:
             log.info("%d MiB of segments are pinned, %d in all, after %.1f s: the GPU copies out of them", pinned >> 20,
                      self.n_bytes >> 20, self._worker.clock() - started_s)  # fmt: skip
+        self._say_if_full()
+
+    def _say_if_full(self) -> None:
+        """Once, until there is room again: no other sign tells why what is newest loads slower than what is older."""
+        was_full, self._is_full = self._is_full, self._has_no_room() or len(self._held) >= FILES_MAX
+        if self._is_full and not was_full:
+            log.info("%d MiB in %d segments are pinned, which is all that io.pin_bytes (%d MiB) and %d files allow: "
+                     "what is newer is read through the ring until these are evicted", self.n_bytes >> 20,
+                     len(self._held), self._budget_bytes >> 20, FILES_MAX)  # fmt: skip
+
+    def _has_no_room(self) -> bool:
+        return self.n_bytes + PIN_BYTES > self._budget_bytes
 
     def _leave_former(self) -> None:
         """Nobody asks for what a namespace holds that the engine has left."""
@@ -135,7 +148,7 @@ class PinnedSegments:
     def _pin_segment(self, files: SegmentFiles, name: Name) -> bool:
         """As far as it is written, and as that goes now. False: nothing of it was pinned. Raises TierUnavailable,
         Corrupt, OSError."""
-        if not self._may_pin() or self.n_bytes + PIN_BYTES > self._budget_bytes:
+        if not self._may_pin() or self._has_no_room():
             return False
         held = self._held.get(name) or self._hold(files, name)
         if held is None:

@@ -226,7 +226,8 @@ def check_namespace(root: Root, own: Namespace, namespace_id: bytes) -> None:
     """Whether a worker whose own settings and weights make `own` may move KV of the namespace that its scheduler names.
 
     Where they differ in more than the epoch, one of the two processes was started with other settings or weights, and
-    its bytes would be taken for something else. Raises TierUnavailable.
+    its bytes would be taken for something else. Positions are not compared: they come of a configuration that the
+    engine hands to its workers, where models complete it as they are made. Raises TierUnavailable.
     """
     if namespace_id == own.id:
         return
@@ -234,7 +235,7 @@ def check_namespace(root: Root, own: Namespace, namespace_id: bytes) -> None:
         found = read_namespace(root.folder / namespace_id.hex())
     except ConfigError as fault:
         raise TierUnavailable(f"namespace {namespace_id.hex()}: {fault}") from fault
-    names = (field.name for field in fields(Namespace) if field.name != "epoch")
+    names = (field.name for field in fields(Namespace) if field.name not in ("epoch", "positions"))
     differing = [name for name in names if getattr(found, name) != getattr(own, name)]
     if differing:
         what = "; ".join(f"{name}: {getattr(found, name)}, here {getattr(own, name)}" for name in differing)

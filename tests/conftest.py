@@ -1,9 +1,14 @@
-"""For all tests: no deadlines of hypothesis and one thread of torch, because they share their processors."""
+"""For all tests: no deadlines of hypothesis and one thread of torch, because they share their processors. And none
+leaves a store at work, which would go on in the next tests of its process."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("kvtier", deadline=None)
@@ -11,3 +16,19 @@ settings.load_profile("kvtier")
 
 # Set before torch is imported. Two threads each in two workers mostly wait for each other, their tensors being small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+END_TIMEOUT_S = 5.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_goes_on() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while left := [thread.name for thread in threading.enumerate() if _is_ours(thread) and thread not in before]:
+        assert time.monotonic() < deadline, f"still at work: {', '.join(sorted(left))}"
+        time.sleep(0.01)
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    return thread.name.startswith("kvtier-")

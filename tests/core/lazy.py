@@ -181,6 +181,8 @@ class LazyEngine(Engine):
         self._bounds = SaveBounds(staging_slots // 2, hbm_slots)
         self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
         transfer._ticker.close(1.0)  # type: ignore[union-attr]
+        for jobs in transfer._jobs:
+            jobs.close()
 
     def on_threads(self) -> None:
         """Background jobs run on threads after all. Call before anything is moved."""

@@ -100,10 +100,13 @@ class Engine:
         self.shares = shares(self.shape, self.tensor_size, self.stages)
         self.store: Store = open_store(self.settings, self.namespace, self.shares)
         self.pages = [make_pages(share, self.shape, self.n_blocks, self.device) for share in self.shares]
-        self.transfers: list[Transfer] = [
-            open_transfer(self.settings, self.namespace, share, pages)
-            for share, pages in zip(self.shares, self.pages, strict=True)
-        ]
+        self.transfers: list[Transfer] = []
+        try:
+            for share, pages in zip(self.shares, self.pages, strict=True):
+                self.transfers.append(open_transfer(self.settings, self.namespace, share, pages))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def chunk_blocks(self) -> int:

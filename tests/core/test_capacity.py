@@ -43,10 +43,12 @@ def tokens_of(number: int) -> list[int]:
     return list(range(10_000 * number, 10_000 * number + 64 * 5))
 
 
+SEGMENT_BYTES = 4096 + 8 * RECORD_BYTES
+
+
 def tiny(root: Path, sets: int = 3, **changes: object) -> Engine:
     """Sets of 8 chunks, and a capacity of `sets` of them."""
-    segment = 4096 + 8 * RECORD_BYTES
-    return Engine(root, changes={"segment_bytes": segment, "capacity_bytes": sets * segment} | changes)
+    return Engine(root, changes={"segment_bytes": SEGMENT_BYTES, "capacity_bytes": sets * SEGMENT_BYTES} | changes)
 
 
 @pytest.mark.parametrize("touch_interval_s", [0.05, 1000.0])  # what is evicted never depends on it
@@ -145,6 +147,7 @@ def test_what_a_dead_writer_left_is_closed_and_trimmed(tmp_path: Path) -> None:
     assert after == before - 3 * RECORD_BYTES, "the slots that were not filled are given back"
     assert alive.load(tokens_of(1), TARGET)[0] == 5
     alive.close()
+    dead.close()
 
 
 def test_a_root_full_of_what_dead_writers_left_open_is_used_again_soon(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kvtier.metrics import Metrics
 from kvtier.reports import COUNT_MAX, NOTE_PREFIX, About, Reporter
 from kvtier.sizes import exact, size
 from tests.core.rig import Engine
-from tests.core.test_capacity import BLOCKS, tiny, tokens_of
+from tests.core.test_capacity import BLOCKS, SEGMENT_BYTES, tiny, tokens_of
 from tests.waiting import wait_until
 
 SPACE = bytes(16)
@@ -121,13 +121,12 @@ def test_no_room_names_the_key_and_what_to_do(tmp_path: Path, caplog: pytest.Log
 
 
 def test_no_room_below_a_quota_names_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    segment = tiny(tmp_path / "other").settings.segment_bytes
-    tenants = [{"name": "search", "cache_salts": ["s*"], "quota_bytes": segment}]
-    engine = tiny(tmp_path, sets=9, capacity={"namespace_quota_bytes": segment, "tenants": tenants})
+    tenants = [{"name": "search", "cache_salts": ["s*"], "quota_bytes": SEGMENT_BYTES}]
+    engine = tiny(tmp_path, sets=9, capacity={"namespace_quota_bytes": SEGMENT_BYTES, "tenants": tenants})
     engine.save(tokens_of(1), BLOCKS)
-    wait_until(lambda: said(caplog, f"is at its quota of {exact(segment)}; raise capacity.namespace_quota_bytes"))
+    wait_until(lambda: said(caplog, f"is at its quota of {exact(SEGMENT_BYTES)}; raise capacity.namespace_quota_bytes"))
 
-    text = engine.store._keeper._evictor.why_no_room(Need(2 * segment, SPACE, "search"), 1 << 40, 1 << 40)
+    text = engine.store._keeper._evictor.why_no_room(Need(2 * SEGMENT_BYTES, SPACE, "search"), 1 << 40, 1 << 40)
     assert text.startswith("tenant 'search' is at its quota") and "capacity.tenants.search.quota_bytes" in text
     engine.close()
 

@@ -186,14 +186,24 @@ def test_segments_of_other_ranks_are_left_alone(rig: Rig) -> None:
     segments.close()
 
 
-def test_the_budget_is_kept(rig: Rig) -> None:
-    """And what it has no room for is not even opened, at every look."""
+def test_the_budget_is_kept(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """And what it has no room for is not even opened, at every look; which is said once."""
     rig.make(1, age_s=9)
     new = rig.make(2)
     segments = rig.segments(SEGMENT_BYTES + PAGE_BYTES)
-    for _ in range(2):
+    with caplog.at_level("INFO", "kvtier"):
+        for _ in range(2):
+            segments.look()
+            assert rig.pinned() == {new: SEGMENT_BYTES} and list(segments._held) == [(2, 0)]
+        assert caplog.text.count("all that io.pin_bytes") == 1
+        rig.files.unlink(2, 0)  # the other one takes its room at once, and so on for as long as sets are evicted
         segments.look()
-        assert rig.pinned() == {new: SEGMENT_BYTES} and list(segments._held) == [(2, 0)]
+        assert caplog.text.count("all that io.pin_bytes") == 1 and list(segments._held) == [(1, 0)]
+        rig.files.unlink(1, 0)
+        segments.look()
+        rig.make(3)
+        segments.look()
+    assert caplog.text.count("all that io.pin_bytes") == 2
     segments.close()
 
 

@@ -29,18 +29,18 @@ class Cluster:
         self.sweeps: list[tuple[str, float]] = []
         self.index = MemoryIndex()
         self.index.rebuilt(self.index.loss())
-        self.keepers = [self._keeper(f"engine-{n}", self.index, folder) for n in range(ENGINES)]
-        sweep = Housekeeper.sweep
+        self.keepers = [self._keeper(f"engine-{n}", self.index, folder, monkeypatch) for n in range(ENGINES)]
 
-        def noted(housekeeper: Housekeeper) -> None:
-            self.sweeps.append((housekeeper._lease.owner, self.now_s))
-            sweep(housekeeper)
-
-        monkeypatch.setattr(Housekeeper, "sweep", noted)
-
-    def _keeper(self, owner: str, index: MemoryIndex, folder: Path) -> Keeper:
+    def _keeper(self, owner: str, index: MemoryIndex, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Keeper:
         plan = KeeperPlan(owner, 4, 100, 100_000, 1e9, 5.0, lambda space: None)
         housekeeper = Housekeeper(index, folder, owner, lambda: self.now_s)
+        sweep = housekeeper.sweep
+
+        def noted() -> None:
+            self.sweeps.append((owner, self.now_s))
+            sweep()
+
+        monkeypatch.setattr(housekeeper, "sweep", noted)  # not of the class: other tests' stores sweep in threads
         evictor = Evictor(index, folder, owner, clock=lambda: self.now_s)
         return Keeper(namespace(geometry()), plan, index, housekeeper, evictor, random.Random(owner))
 

@@ -78,10 +78,11 @@ def test_that_cannot_be_made(root: Root) -> None:
         open_namespace(root, NAMESPACE)
 
 
-@pytest.mark.parametrize("part", ["engine", "weights", "draft", "settings", "positions", "model_dtype"])
+@pytest.mark.parametrize("part", ["engine", "weights", "draft", "settings", "model_dtype"])
 def test_a_worker_of_other_files_or_settings_moves_nothing(root: Root, part: str) -> None:
     open_namespace(root, NAMESPACE)
     check_namespace(root, dataclasses.replace(NAMESPACE, epoch="1"), NAMESPACE.id)  # as after a reset
+    check_namespace(root, dataclasses.replace(NAMESPACE, positions="more"), NAMESPACE.id)  # as models make it
     other = dataclasses.replace(NAMESPACE, **{part: "another"})  # type: ignore[arg-type]
     with pytest.raises(TierUnavailable, match=f"is of another {part}: .*, here another; give all processes"):
         check_namespace(root, other, NAMESPACE.id)
