@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -316,14 +317,20 @@ def test_a_service_that_fails_from_the_start_is_asked_again_less_and_less(browse
     found = Opened(browser, service)
     found.page.wait_for_selector(".notice.bad")
     assert "No figures. something broke." in found.text("#notices")
-    for wait_s, asked in ((5, 2), (5, 2), (5, 3)):
-        found.wait(wait_s)
-        found.page.wait_for_timeout(150)
+    for asked in (2, 2, 3):
+        is_next = service.asked.count("/api/v1/overview") < asked
+        with found.page.expect_request_finished(_is_overview) if is_next else nullcontext():
+            found.wait(5)
+        found.page.wait_for_timeout(150)  # it sets the next time as soon as it has the answer
         assert service.asked.count("/api/v1/overview") == asked
     service.answers["overview"] = good
     found.wait(20)
     found.shows_figures()
     found.context.close()
+
+
+def _is_overview(request: Any) -> bool:
+    return bool(request.url.endswith("/api/v1/overview"))
 
 
 # --- its parts ---
