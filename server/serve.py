@@ -23,6 +23,7 @@ from kvtier.server.service import Service
 KEEP_ALIVE_S = 15
 SHUTDOWN_S = 5
 HEAD_BYTES_MAX = 16 << 10
+BACKLOG = 2048
 
 log = logging.getLogger("kvtier")
 
@@ -60,7 +61,7 @@ def open_service(settings: Settings, tokens: Tokens) -> Service:
 def uvicorn_config(service: Service) -> uvicorn.Config:
     settings = service.settings.server
     return uvicorn.Config(
-        make_app(service), ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
+        make_app(service), backlog=BACKLOG, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         limit_concurrency=settings.connections_max, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S, h11_max_incomplete_event_size=HEAD_BYTES_MAX, http="h11", ws="none",
         proxy_headers=False, server_header=False, access_log=False, log_level="warning", lifespan="on",
@@ -83,7 +84,8 @@ def _no_password() -> str:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Raises ConfigError. Bound before anything is served, so that a port that is taken stops start-up."""
+    """Raises ConfigError. It listens before anything is served: a port that is taken stops start-up, and who connects
+    as soon as the address is said waits instead of being refused."""
     host, port = settings.server.host, settings.server.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -93,6 +95,7 @@ def listen(settings: Settings) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
+        listener.listen(BACKLOG)
     except OSError as error:
         fix = f"cannot listen on {host} port {port}: {error.strerror}; choose another server.host or server.port"
         raise ConfigError("server.port", port, fix) from None
