@@ -47,6 +47,10 @@ EXPORT, SERVER_EXPORT = "profile_export_aiperf.json", "server_metrics_export.jso
 STATISTICS = ("avg", "p50", "p90", "p95", "p99", "min", "max", "std")
 BUILT = Path(__file__).resolve().parents[1] / "build" / "aiperf" / "bin" / "aiperf"
 TIMEOUT_S = 7200.0
+PATIENCE = {
+    f"AIPERF_SERVICE_{name}": "300" for name in ("START_TIMEOUT", "REGISTRATION_TIMEOUT", "REGISTRATION_MAX_ATTEMPTS")
+}
+"""For its own processes to start: its 30 s, and ten attempts a second apart, end a run on a machine that is busy."""
 
 
 class AiperfFailed(Exception):
@@ -96,7 +100,7 @@ def run(words: Sequence[str], folder: Path, requests: int) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     log = folder / "aiperf.log"
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment = PATIENCE | {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     with log.open("w") as out:  # with HF_HUB_OFFLINE it does not take a tokenizer from a folder
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:
