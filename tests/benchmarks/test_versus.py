@@ -282,7 +282,7 @@ def test_engines_that_start_together_work_one_after_another(tmp_path: Path, stan
 
 def test_an_engine_that_is_never_ready_is_stopped(tmp_path: Path, stand_in: None) -> None:
     """The others have their turns all the same."""
-    found = turns.in_turns([member("stuck", fails="hangs"), member("a")], tmp_path, 3.0, 60.0)
+    found = turns.in_turns([member("stuck", fails="hangs"), member("a")], tmp_path, 12.0, 60.0)
     assert "exit status -9" in found[0]["failed"] and "turn" in found[1]
 
 

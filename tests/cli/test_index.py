@@ -22,9 +22,10 @@ from kvtier.index.seen import Seen
 from kvtier.indexes import look_at_redis, open_index
 from kvtier.root import open_root
 from tests.core.rig import Engine
-from tests.redis_server import has_redis, index_settings, standalone
+from tests.redis_server import GENEROUS_MS, has_redis, index_settings, standalone
 
 CHUNKS = 5
+PATIENT = {"reply_timeout_ms": GENEROUS_MS, "connect_timeout_ms": GENEROUS_MS}
 
 
 class Place:
@@ -32,7 +33,8 @@ class Place:
 
     def __init__(self, folder: Path, settings: IndexSettings | None) -> None:
         self.root = folder / "kv"
-        changes = {} if settings is None else {"index": {"kind": "redis", "url": settings.url, "prefix": "p"}}
+        redis = {} if settings is None else {"kind": "redis", "url": settings.url, "prefix": "p", **PATIENT}
+        changes = {"index": redis} if redis else {}
         engine = Engine(self.root, changes=changes)
         assert len(engine.save(list(range(64 * CHUNKS)), list(range(4 * CHUNKS)))) == CHUNKS
         engine.close()
@@ -190,7 +192,7 @@ def test_doctor_looks_at_the_redis_of_a_settings_file(tmp_path: Path) -> None:
         return found["Redis"].level, found["Redis"].value + found["Redis"].fix
 
     with standalone(tmp_path / "redis", ["--requirepass", "hunter2"]) as server:
-        index = {"kind": "redis", "url": server.url, "prefix": "p", "password": "hunter2"}
+        index = {"kind": "redis", "url": server.url, "prefix": "p", "password": "hunter2", **PATIENT}
         config.write_text(json.dumps({"root": str(tmp_path / "kv"), "index": index}))
         settings = Settings.load({"config": str(config)})
         open_index(settings, open_root(settings)).close()
@@ -219,7 +221,7 @@ def test_check_says_what_redis_says(tmp_path: Path, capsys: pytest.CaptureFixtur
         config = tmp_path / "kvtier.yaml"
 
         def run(**index: str) -> tuple[int, str]:
-            text = {"root": str(tmp_path / "kv"), "index": {"kind": "redis", **index}}
+            text = {"root": str(tmp_path / "kv"), "index": {"kind": "redis", **index, **PATIENT}}
             config.write_text(yaml.safe_dump(text))
             status = main(["check", str(config)])
             captured = capsys.readouterr()

@@ -19,6 +19,7 @@ from kvtier.connectors.lmcache import Completion, KVTierConnector
 from kvtier.errors import ConfigError
 from tests.connectors_lmcache.host import REQUIRED, Host, connector_at, expected, key
 from tests.objects.rig import SMALL, content, flip_byte_of
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 KEYS = [key(number) for number in range(12)]
@@ -187,12 +188,16 @@ def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
     connector.drain_completions()
     connector.submit_batch_exists(KEYS)
     assert connector.drain_completions() == [], "nobody asks for its answer any more"
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-lmcache-")]
+    wait_until(lambda: not _threads(), "the threads' end")
     again = connector_at(tmp_path)
     try:
         assert Host(again).get(KEYS) == expected(KEYS)
     finally:
         again.close()
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-lmcache-")]
 
 
 def made_with(**parameters: Any) -> None:

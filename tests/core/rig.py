@@ -18,6 +18,7 @@ from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import LoadDone, SaveDone
 from kvtier.store import Store, WantedChunk
 from kvtier.transfer import Transfer
+from tests.waiting import TIMEOUT_S
 
 BLOCK_TOKENS = 16
 
@@ -37,7 +38,7 @@ def namespace(shape: Geometry, weights: str = "test", epoch: str = "0") -> Names
 def settings(root: Path, **changes: object) -> Settings:
     values: dict[str, object] = {
         "root": str(root), "capacity_bytes": 64 << 20, "segment_bytes": 4 << 20, "chunk_tokens": 64,
-        "host": {"arena_bytes": 8 << 20}, "io": {"threads": 4, "timeout_s": 10.0}, "writer_lease_s": 1.0,
+        "host": {"arena_bytes": 8 << 20}, "io": {"threads": 4, "timeout_s": 10.0}, "writer_lease_s": 10.0,
         "touch_interval_s": 0.2,
     }  # fmt: skip
     return Settings.load(values | changes)
@@ -122,7 +123,7 @@ class Engine:
             for share, pages in zip(self.shares, self.pages, strict=True):
                 fill(pages, share, block_id, seed)
 
-    def wait_for_set(self, timeout_s: float = 5.0) -> None:
+    def wait_for_set(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits until the keeper has a segment set ready."""
         deadline = time.monotonic() + timeout_s
         while self.store._keeper.supply.wants_set():

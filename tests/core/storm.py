@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvtier.errors import TierUnavailable
@@ -57,10 +57,11 @@ class Storm:
                 blocks = range(start, start + CHUNKS_MAX * CHUNK_BLOCKS)
                 side.free.append((blocks, self._refill(side, blocks)))
 
-    def run(self, seconds: float) -> None:
-        """Storms, then waits until all is calm again and looks whether everything was given back."""
-        ends_s = time.monotonic() + seconds
-        while time.monotonic() < ends_s:
+    def run(self, seconds: float, is_enough: Callable[[Storm], bool] = lambda storm: True) -> None:
+        """Storms, then waits until all is calm again and looks whether everything was given back. On a busy machine it
+        goes on until that is enough, but not for ever."""
+        ends_s, latest_s = time.monotonic() + seconds, time.monotonic() + 8 * seconds
+        while (now_s := time.monotonic()) < ends_s or (now_s < latest_s and not is_enough(self)):
             self._step()
         self._calm_down()
         self._load_everything()
@@ -296,8 +297,8 @@ class Storm:
         """Once it is calm all that is offered loads, as soon as each damaged record was met once. Then many prompts at
         a time, in arenas that hold fewer chunks: none waits for another to the end of its time (I10)."""
         time.sleep(2 * TIMEOUT_S)  # storage that did not answer lately is left alone for a while
-        ends_s = time.monotonic() + END_S
         for side in self.sides:
+            ends_s = time.monotonic() + END_S
             side.stale.clear()
             for worker in side.workers:
                 object.__setattr__(worker, "timeout_s", ANSWER_SLACK_S / 2)

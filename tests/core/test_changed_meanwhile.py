@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from kvtier.io.engines import Engines, Reader, Reads
 from kvtier.io.ring import ReadOp
 from kvtier.plan import LoadChunk, LoadDone
 from kvtier.record import SegmentHeader
+from kvtier.transfer import Transfer
 from tests.core.lazy import LazyEngine
 from tests.core.rig import Engine
+from tests.waiting import wait_until
 
 TOKENS, OTHERS = list(range(1000, 1000 + 64 * 5)), list(range(7000, 7000 + 64 * 5))
 BLOCKS = list(range(20))
@@ -102,11 +105,15 @@ def _reader(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
         engine.on_threads()
     yield engine
     for transfer in engine.transfers:
-        transfer.tidy()
-        arena = transfer._worker.arena
-        arena.check()
-        assert arena._table.available == arena.n_slots, "a slot was lost"
+        transfer._worker.arena.check()
+        wait_until(partial(has_all, transfer), "a slot was lost")  # what a failed load read ahead may still be read
     engine.close()
+
+
+def has_all(transfer: Transfer) -> bool:
+    transfer.tidy()
+    arena = transfer._worker.arena
+    return arena._table.available == arena.n_slots
 
 
 def segments_of(root: Path, reader: Engine) -> tuple[Path, Path]:

@@ -34,6 +34,7 @@ def test_the_first_chunk_of_a_fresh_engine_has_a_place(tmp_path: Path, monkeypat
         return create(self, info)
 
     monkeypatch.setattr(LmdbIndex, "create_set", slow)
+    monkeypatch.setattr(keeper, "FIRST_TICK_TIMEOUT_S", 20.0)
     store = open_store(settings(tmp_path), namespace(geometry()), shares(geometry()))
     assert plans_a_save(store)
     store.close()
@@ -71,12 +72,19 @@ def test_after_a_reset_sets_come_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 # --- a set that is not there yet ---
 
 
-def test_the_first_prompt_of_a_tenant_waits_for_its_set(tmp_path: Path) -> None:
+def test_the_first_prompt_of_a_tenant_waits_for_its_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its set is asked for when the request comes, in the same call that plans its first step: without the wait, a
     tenant whose requests come minutes apart had nothing saved, ever."""
     tenants = [{"name": "red", "cache_salts": ["red"]}]
     engine = Engine(tmp_path, changes={"capacity": {"tenants": tenants}})
     engine.wait_for_set()
+    create, may_come = LmdbIndex.create_set, threading.Event()
+
+    def create_later(self: LmdbIndex, info: SetInfo) -> bool:
+        assert may_come.wait(20)
+        return create(self, info)
+
+    monkeypatch.setattr(LmdbIndex, "create_set", create_later)
     tokens = list(range(256))
     bridge = SchedulerBridge(engine.store, ChunkShape(64, 16), FixedLimit(64), 2.0, Faults())
     bridge.track(RequestView("r", tokens, 256, {}, may_load=False, may_save=True, tenant="red"))
@@ -85,6 +93,7 @@ def test_the_first_prompt_of_a_tenant_waits_for_its_set(tmp_path: Path) -> None:
         if bridge.chunks_pending("r", 256):
             bridge.advance("r", 256, list(range(16)))
         plan, steps = bridge.take_step().after, steps + 1
+        may_come.set()
         time.sleep(0.002)
     assert plan is not None and steps > 1
     assert [(chunk.key, chunk.tenant) for chunk in plan.chunks] == [(key, "red") for key in engine.keys(tokens)]

@@ -18,6 +18,7 @@ from kvtier.plan import SaveOutcome
 from kvtier.store import WantedChunk
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
+from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
 BLOCKS = list(range(20))
@@ -85,6 +86,7 @@ def test_a_hung_read_is_a_miss_in_time_and_its_slot_comes_back(tmp_path: Path) -
 def test_a_hung_write_is_given_up_and_published_never(tmp_path: Path) -> None:
     engine = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 0.3}})
     ring = with_hung_ring(engine)
+    engine.transfers[0]._saver._disk._pause_s = 60.0  # in which the next save comes, however busy the machine is
     assert {answer.outcome for answer in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.FAILED}
     assert engine.load(TOKENS, TARGET) == (0, [])
     outcomes = {answer.outcome for answer in engine.save(list(range(64)), BLOCKS)}
@@ -106,7 +108,7 @@ def test_saves_beyond_the_bound_are_skipped_and_counted_without_waiting(tmp_path
     assert plan is not None
     started = time.monotonic()
     engine.transfers[0].save(plan)
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 5, "of io.timeout_s"
     skipped = [answer for answer in engine.transfers[0].poll().saves if answer.outcome is SaveOutcome.QUEUE_FULL]
     assert len(skipped) == 3 and engine.transfers[0].metrics.total()["skipped_chunks_queue_full"] == 3
     ring.returned.set()
@@ -126,7 +128,7 @@ def test_loads_beyond_the_bound_are_answered_as_misses(tmp_path: Path) -> None:
     for number in range(4):
         blocks = list(range(20 * number, 20 * number + 20))
         reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
-        time.sleep(0.1)
+        wait_until(lambda: ring.submitted, "the first load at work")
     refused = reader.transfers[0].poll().loads
     assert {done.request_id for done in refused} == {"r2", "r3"}
     assert all(len(done.failed_blocks) == 20 for done in refused)
@@ -147,6 +149,7 @@ def test_a_chunk_on_its_way_is_not_read_twice(tmp_path: Path) -> None:
     for number in range(2):
         blocks = list(range(20 * number, 20 * number + 20))
         reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    wait_until(lambda: len(ring.submitted) >= 5, "reads")
     time.sleep(0.3)
     assert len(ring.submitted) == 5
     ring.returned.set()
@@ -197,7 +200,7 @@ def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
     writer = Engine(tmp_path)
     writer.save(TOKENS, BLOCKS)
     writer.close()
-    reader = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 0.5}})
+    reader = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 1.0}})
     keys = reader.keys(TOKENS)
     entries = reader.store.lookup(keys)
     transfer, free = reader.transfers[0], threading.Event()
@@ -214,11 +217,11 @@ def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
     for number in range(5):
         blocks = list(range(20 * number, 20 * number + 20))
         transfer.load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 15
     while len(answers) < 5 and time.monotonic() < deadline:
         started = time.monotonic()
         done = transfer.poll().loads
-        assert time.monotonic() - started < 0.2, "the engine's thread waited"
+        assert time.monotonic() - started < 0.9, "the engine's thread waited"
         assert all(len(answer.failed_blocks) == 20 for answer in done)
         answers += [answer.request_id for answer in done]
         time.sleep(0.01)
@@ -227,7 +230,7 @@ def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
     assert transfer.drain(10)
     assert transfer.poll().loads == [], "each plan is answered once"
     assert all(not tensor.any() for tensor in reader.blocks(range(100))), "a late thread wrote into engine blocks"
-    time.sleep(0.6)
+    time.sleep(1.1)
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), "storage that is back is used"
     arena = transfer._worker.arena
     transfer.tidy()
@@ -242,7 +245,11 @@ def test_two_loads_never_wait_for_each_other(tmp_path: Path) -> None:
     for prompt in prompts:
         writer.save(prompt, range(len(prompt) // 16))
     writer.close()
-    changes = {"host": {"arena_bytes": 5 * (4096 + (256 << 10)), "admit": "second_hit"}, "queues": {"load_threads": 6}}
+    changes = {
+        "host": {"arena_bytes": 5 * (4096 + (256 << 10)), "admit": "second_hit"},
+        "queues": {"load_threads": 6},
+        "io": {"threads": 4, "timeout_s": 60.0},
+    }
     reader = Engine(tmp_path, changes=changes, n_blocks=1024)
     for number in range(18):
         prompt = prompts[number % 4]
@@ -252,8 +259,8 @@ def test_two_loads_never_wait_for_each_other(tmp_path: Path) -> None:
         blocks = list(range(50 * number, 50 * number + 4 * len(keys)))
         reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
     started = time.monotonic()
-    assert reader.transfers[0].drain(8)
-    assert time.monotonic() - started < 6
+    assert reader.transfers[0].drain(60)
+    assert time.monotonic() - started < 50, "one waited to the end of its time"
     assert [answer.failed_blocks for answer in reader.transfers[0].poll().loads] == [frozenset()] * 18
     arena = reader.transfers[0]._worker.arena
     arena.check()
@@ -266,12 +273,12 @@ def test_a_long_queue_is_not_taken_for_dead_storage(tmp_path: Path) -> None:
     writer = Engine(tmp_path)
     writer.save(TOKENS, BLOCKS)
     writer.close()
-    reader = Engine(tmp_path, changes={"queues": {"load_threads": 1}, "io": {"threads": 2, "timeout_s": 0.6}})
+    reader = Engine(tmp_path, changes={"queues": {"load_threads": 1}, "io": {"threads": 2, "timeout_s": 1.2}})
     worker = reader.transfers[0]._worker
     decode = worker.codec.decode
 
     def slow(pages: PagedKV, moves: Sequence[Move]) -> None:
-        time.sleep(0.05 * len(moves))
+        time.sleep(0.06 * len(moves))
         decode(pages, moves)
 
     worker.codec.decode = slow  # type: ignore[method-assign]

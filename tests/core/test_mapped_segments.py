@@ -17,6 +17,7 @@ from kvtier.io.memory_reads import MemoryReads
 from kvtier.io.native import reads_issued
 from kvtier.io.ring import InMemory
 from tests.core.rig import Engine, reader_of_saved
+from tests.waiting import wait_until
 
 SHM = Path("/dev/shm")
 TOKENS, SAVED, TARGET = list(range(64 * 3)), list(range(12)), list(range(100, 112))
@@ -38,7 +39,7 @@ def _reader(root: Path) -> Iterator[Engine]:
     reader.prefill(TOKENS, SAVED)  # what is expected
     yield reader
     reader.close()
-    assert not mapped()
+    wait_until(lambda: not mapped(), "the end of the mappings")
 
 
 def mapped() -> list[str]:

@@ -123,7 +123,7 @@ def test_bytes_that_change_on_the_way_down_are_not_stored(tmp_path: Path, engine
 
 def test_what_the_host_arena_has_no_slots_for_is_skipped(tmp_path: Path, engines: list[LazyEngine]) -> None:
     engine = start(tmp_path, engines)
-    object.__setattr__(engine.worker, "timeout_s", 0.2)
+    object.__setattr__(engine.worker, "timeout_s", 2.0)  # of the write, too
     taken = [engine.host.reserve() for _ in range(engine.host.n_slots - 2)]
     outcomes = [done.outcome for done in save(engine)]
     assert sorted(outcome.value for outcome in outcomes) == 3 * ["queue_full"] + 2 * ["saved"]

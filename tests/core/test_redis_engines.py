@@ -14,13 +14,16 @@ from kvtier import metrics as names
 from kvtier.errors import ConfigError
 from kvtier.index.guard import GuardedIndex
 from tests.core.rig import Engine
-from tests.redis_server import Server, free_port, has_redis, standalone
+from tests.redis_server import GENEROUS_MS, Server, free_port, has_redis, standalone
 from tests.waiting import wait_until
 
 pytestmark = has_redis
 
 CHUNK, PER = 64, 4
+BUSY_S = 5.0
+"""What a busy machine may add."""
 REPLY_MS, CONNECT_MS = 300.0, 300.0
+"""Of the test that is about them."""
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def engine(root: Path, url: str, **changes: object) -> Engine:
     breaker = {"failures": 2, "pause_first_ms": 100.0, "pause_max_ms": 400.0}
-    index = {"kind": "redis", "url": url, "reply_timeout_ms": REPLY_MS, "connect_timeout_ms": CONNECT_MS}
+    index = {"kind": "redis", "url": url, "reply_timeout_ms": GENEROUS_MS, "connect_timeout_ms": GENEROUS_MS}
     return Engine(root, changes={"index": {**index, "breaker": breaker, **changes}, "writer_lease_s": 30.0})
 
 
@@ -85,8 +88,9 @@ def test_an_engine_starts_without_redis_and_uses_it_when_it_comes(tmp_path: Path
 def test_a_paused_redis_costs_misses_and_what_is_saved_meanwhile_comes_in_afterwards(
     server: Server, tmp_path: Path
 ) -> None:
-    one, other = engine(tmp_path / "kv", server.url), engine(tmp_path / "kv", server.url)
-    one.save(prompt(0), list(range(12)))
+    times = {"reply_timeout_ms": REPLY_MS, "connect_timeout_ms": CONNECT_MS}
+    one, other = (engine(tmp_path / "kv", server.url, **times) for _ in range(2))
+    until(lambda: saves_all(one, 0), "a save")
     one.wait_for_set()
     server.pause()
     longest_s = 0.0
@@ -96,10 +100,10 @@ def test_a_paused_redis_costs_misses_and_what_is_saved_meanwhile_comes_in_afterw
         while (entries := one.store.lookup(keys)) is None:
             stepped = time.monotonic()
             time.sleep(0.001)
-            assert time.monotonic() - stepped < 1.0
+            assert time.monotonic() - stepped < 10
         assert entries == []
         longest_s = max(longest_s, time.monotonic() - began)
-    assert longest_s < (REPLY_MS + CONNECT_MS) / 1000 + 0.5
+    assert longest_s < (REPLY_MS + CONNECT_MS) / 1000 + BUSY_S
     assert one.store.metrics.total()[names.INDEX_FAST_FAILS] > 0
     done = one.save(prompt(1), list(range(20, 32)))
     assert [answer.outcome.value for answer in done] == ["saved"] * 3, "its bytes are there, its entries wait"
@@ -155,7 +159,7 @@ def test_an_emptied_redis_is_filled_again_by_one_engine(server: Server, tmp_path
         until(lambda one=one: [hits(one, prompt(number)) for number in range(2)] == [3, 3], "all hits again")
     for number, one in enumerate(engines, 2):
         until(lambda one=one, number=number: saves_all(one, number), "a save in a new set")
-    assert [hits(engines[0], prompt(3)), hits(engines[1], prompt(2))] == [3, 3]
+    until(lambda: [hits(engines[0], prompt(3)), hits(engines[1], prompt(2))] == [3, 3], "what both saved")
     for one in engines:
         one.close()
 

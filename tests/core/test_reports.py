@@ -29,6 +29,7 @@ from kvtier.reports import (
     WorkerReport,
 )
 from tests.core.rig import Engine
+from tests.core.test_slow_writers import by_hand
 
 SPACE = bytes(16)
 
@@ -161,7 +162,7 @@ def test_an_engine_reports_while_it_lives(tmp_path: Path) -> None:
     tokens = list(range(64 * 3))
     engine.save(tokens, list(range(12)))
     assert engine.load(tokens, list(range(20, 32)))[0] == 3
-    keeper, index = engine.store._keeper, engine.store._keeper._index
+    keeper, index = by_hand(engine), engine.store._keeper._index
     keeper._due.beat_s = 0.0
     keeper.tick()
     (note,) = index.notes("worker/", 0.0).values()

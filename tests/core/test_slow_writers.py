@@ -232,7 +232,7 @@ def test_an_engine_gives_signs_of_life_while_it_rebuilds(tmp_path: Path, monkeyp
         writer = engine_of(tmp_path, 6)
         writer.save(tokens_of(number), BLOCKS)
         writer.close()
-    engine = engine_of(tmp_path, 6)
+    engine = engine_of(tmp_path, 6, writer_lease_s=1.0)
     keeper, index = by_hand(engine), engine.store._keeper._index
     now_s = [keeper._housekeeper.clock()]
     silent: list[float] = []

@@ -15,9 +15,9 @@ RECORD_BYTES = 4096 + 4 * 64 * 4 * 32 * 2 * 4  # header page, and 4 heads x 64 t
 TARGET = list(range(100, 124))
 
 
-def engine_of(root: Path, slots: int) -> Engine:
+def engine_of(root: Path, slots: int, **changes: object) -> Engine:
     segment = 4096 + slots * RECORD_BYTES
-    return Engine(root, changes={"segment_bytes": segment, "capacity_bytes": 4 * segment})
+    return Engine(root, changes={"segment_bytes": segment, "capacity_bytes": 4 * segment, **changes})
 
 
 @pytest.mark.parametrize("slots", [6, 8], ids=["full set", "set with room"])

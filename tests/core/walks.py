@@ -30,7 +30,7 @@ def all_given_back() -> Iterator[list[LazyEngine]]:
     for engine in made:
         for arena in (engine.staging, engine.host):
             arena.check()
-            wait_until(partial(_has_all, engine, arena), "a slot was lost", 5.0)
+            wait_until(partial(_has_all, engine, arena), "a slot was lost")
         engine.close()
 
 

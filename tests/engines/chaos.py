@@ -92,6 +92,7 @@ class Chaos:
         for numbers in (POOL, ARCHIVE):
             for engine in self.engines:
                 self.judge.check(engine.ask("ask", numbers=numbers))
+        wait_until(lambda: len(self.published.chunks(ARCHIVE)) == len(ARCHIVE), "the archive, whole")
         for engine in self.engines:
             self.load(engine)
 

@@ -192,21 +192,29 @@ class Engine:
         if self.scheduler.cache_config.enable_prefix_caching:
             for _ in range(4):  # steps that only free what an asynchronous step still held
                 if not self.llm.llm_engine.has_unfinished_requests():
-                    self.llm.llm_engine.engine_core.get_output()
+                    self.llm.llm_engine.step()
             assert self.llm.reset_prefix_cache()
+
+    def wait_for_set(self) -> None:
+        """Until what is computed next has a place in a segment."""
+        deadline = time.monotonic() + 60
+        while self.scheduler_half._store._keeper.supply.wants_set():
+            assert time.monotonic() < deadline, "no segment set was made"
+            time.sleep(0.02)
 
     def settle(self) -> None:
         """Takes gathers that are due to the worker, then waits until all that was saved is stored."""
         if self.worker_half is None:  # in other processes: until the index has all that was planned
             store = self.scheduler_half._store
             ranks = self.llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size
-            deadline = time.monotonic() + 20  # each rank writes a record of each chunk
-            while store._keeper._index.counts().records < ranks * len(store._known) and time.monotonic() < deadline:
+            deadline = time.monotonic() + 120  # each rank writes a record of each chunk
+            while store._keeper._index.counts().records < ranks * len(store._known):
+                assert time.monotonic() < deadline, "not all that was planned is stored"
                 time.sleep(0.05)
             return
-        self.llm.llm_engine.engine_core.get_output()
+        self.llm.llm_engine.step()  # not the core's get_output: what it says of the tier would be in no metric
         assert self.worker_half._bridge._transfer.drain(30.0)
-        self.llm.llm_engine.engine_core.get_output()
+        self.llm.llm_engine.step()
 
     def counters(self) -> dict[str, float]:
         """The tier's counters since the start."""

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from tests.engines.chaos import ARCHIVE, POOL, Chaos, Harm
 from tests.engines.disk import Disk
+from tests.engines.fleet import Member
 from tests.engines.published import Damage, Segment, Slot
+from tests.waiting import wait_until
 
 FLIPS = 24
 FILES = 2
@@ -53,10 +55,14 @@ def start_worker(chaos: Chaos) -> None:
     chaos.ended.append(chaos.engines.pop())
     engine = chaos.begin(len(chaos.ended))
     chaos.engines.append(engine)
+    wait_until(lambda: _reloads(chaos, engine), "what it reloads", 60.0)  # an index that was late rests for a moment
+    chaos.load(engine)
+
+
+def _reloads(chaos: Chaos, engine: Member) -> bool:
     answers = engine.ask("ask", numbers=ARCHIVE, saves=False)
     chaos.judge.check(answers)
-    assert sum(answer["tier_tokens"] for answer in answers) > 0, "it reloads nothing"
-    chaos.load(engine)
+    return sum(answer["tier_tokens"] for answer in answers) > 0
 
 
 def restart_redis(chaos: Chaos) -> None:

@@ -294,7 +294,7 @@ def reset(engine: Engine) -> dict[str, Any]:
     engine.forget()
     assert engine.llm.reset_prefix_cache(reset_connector=True)
     gone = engine.ask([prompt])[0].cached
-    time.sleep(1.5)  # the keeper registers a set of the new epoch
+    engine.wait_for_set()  # of the new epoch
     engine.forget()
     engine.ask([prompt])
     engine.settle()
@@ -311,7 +311,7 @@ def reset_ahead(engine: Engine) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=50, temperature=0, detokenize=False, ignore_eos=True, stop_token_ids=[stop])
     engine.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     was_reset = engine.llm.reset_prefix_cache(reset_connector=True)
-    time.sleep(1.5)  # the keeper registers a set of the new epoch
+    engine.wait_for_set()  # of the new epoch
     before = len(engine.watch.saved)
     found = engine.ask([prompt + more])[0].cached
     engine.settle()

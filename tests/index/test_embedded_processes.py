@@ -166,7 +166,7 @@ def test_a_killed_writer_blocks_nobody(tmp_path: Path, index: LmdbIndex, folder:
     os.kill(process.pid, signal.SIGKILL)
     begin_s = time.monotonic()
     assert fill(index, 1, range(10)) == 10
-    assert time.monotonic() - begin_s < 1.0
+    assert time.monotonic() - begin_s < PROCESS_TIMEOUT_S / 2
     assert index.resolve([key(77)]) == []
     process.join()
 
@@ -183,12 +183,12 @@ def test_a_stopped_writer_costs_the_timeout_and_no_read(tmp_path: Path, folder: 
     begin_s = time.monotonic()
     with pytest.raises(IndexUnavailable, match="another process"):
         index.publish([record(11, 1, 11)])
-    assert 0.2 < time.monotonic() - begin_s < 2.0
+    assert 0.2 < time.monotonic() - begin_s < PROCESS_TIMEOUT_S / 2
     assert len(index.resolve([key(number) for number in range(10)])) == 10
     os.kill(process.pid, signal.SIGKILL)
+    process.join()
     assert index.publish([record(11, 1, 11)]) == 1
     index.close()
-    process.join()
 
 
 def test_writers_killed_at_random_moments_leave_a_consistent_index(

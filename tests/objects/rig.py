@@ -15,7 +15,7 @@ from kvtier.geometry import PAGE_BYTES
 HOST = ObjectHost("host")
 SMALL: Mapping[str, object] = {
     "capacity_bytes": "64MiB", "segment_bytes": "2MiB", "host": {"arena_bytes": "1MiB"},
-    "io": {"threads": 2, "timeout_s": 20.0}, "writer_lease_s": 2.0,
+    "io": {"threads": 2, "timeout_s": 20.0}, "writer_lease_s": 30.0,
 }  # fmt: skip
 """Settings of a tier; a root belongs to them."""
 

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,18 @@ Mount = Callable[[Path, str], None]
 TOKENS, BLOCKS, TARGET = list(range(64 * 3)), list(range(12)), list(range(100, 112))
 
 
+def remove_at_once(root: Path) -> None:
+    """An engine may make it anew while it is being removed file by file."""
+    gone = root.with_name("gone")
+    root.rename(gone)
+    shutil.rmtree(gone)
+
+
 def test_one_that_was_removed_is_made_anew_by_an_engine(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv")
     engine.save(TOKENS, BLOCKS)
     before = (tmp_path / "kv/v1" / OWNER_FILE).read_bytes()
-    shutil.rmtree(tmp_path / "kv")
+    remove_at_once(tmp_path / "kv")
     assert engine.load(TOKENS, TARGET)[0] == 0
     wait_until(lambda: next(tmp_path.glob("kv/v1/*/namespace.json"), None) is not None, timeout_s=20)
     assert (tmp_path / "kv/v1" / OWNER_FILE).read_bytes() == before
@@ -44,8 +52,8 @@ def test_one_whose_index_lies_elsewhere_is_made_anew_too(tmp_path: Path) -> None
     """Nothing was: the index went on, and room for a set was asked of a folder that was not there."""
     engine = Engine(tmp_path / "kv", changes={"index": {"path": str(tmp_path / "index")}})
     engine.save(TOKENS, BLOCKS)
-    shutil.rmtree(tmp_path / "kv")
-    others = iter(range(1000, 10_000, 64))
+    remove_at_once(tmp_path / "kv")
+    others = count(1000, 64)
 
     def is_saved() -> bool:
         first = next(others)
@@ -187,7 +195,7 @@ def test_a_root_of_all_nodes_keeps_its_id(tmp_path: Path) -> None:
     """The index knows it by that, and has its entries still: each is found to be gone when it is asked for."""
     shared = settings(tmp_path / "kv", index={"kind": "redis", "url": "redis://127.0.0.1:1/0"})
     root = open_root(shared)
-    shutil.rmtree(tmp_path / "kv")
+    remove_at_once(tmp_path / "kv")
     open_again(shared, root)
     assert open_root(shared) == root and root.root_id
 
@@ -197,13 +205,13 @@ def test_a_root_that_another_has_taken_meanwhile(tmp_path: Path) -> None:
     root = open_root(wanted)
     owner = tmp_path / "kv/v1" / OWNER_FILE
     theirs = json.loads(owner.read_text())
-    shutil.rmtree(tmp_path / "kv")
+    remove_at_once(tmp_path / "kv")
     owner.parent.mkdir(parents=True)
     owner.write_text(json.dumps(theirs | {"node": {"host": "other", "machine": "other"}}))
     for _ in range(2):
         with pytest.raises(TierUnavailable, match="it belongs to node other"):
             open_again(wanted, root)
-    shutil.rmtree(tmp_path / "kv")
+    remove_at_once(tmp_path / "kv")
     elsewhere = wanted.model_copy(update={"index": wanted.index.model_copy(update={"path": tmp_path / "index"})})
     for _ in range(2):  # the first one made it
         with pytest.raises(TierUnavailable, match="is another one by now"):
@@ -214,7 +222,7 @@ def test_a_root_of_all_nodes_that_a_start_has_made_anew(tmp_path: Path) -> None:
     """It got another id, so another index: two must not keep one root in order, each by what it knows of it."""
     shared = settings(tmp_path / "kv", index={"kind": "redis", "url": "redis://127.0.0.1:1/0"})
     root = open_root(shared)
-    shutil.rmtree(tmp_path / "kv")
+    remove_at_once(tmp_path / "kv")
     assert open_root(shared) != root
     with pytest.raises(TierUnavailable, match="is another one by now; start this engine anew"):
         open_again(shared, root)
@@ -256,7 +264,7 @@ def make(folder: Path) -> Path:
 
 def test_who_only_looks_makes_nothing_above_an_index(tmp_path: Path) -> None:
     index = LmdbIndex(str(tmp_path / "kv/v1/index"), 1 << 20)
-    shutil.rmtree(tmp_path / "kv")
+    remove_at_once(tmp_path / "kv")
     with pytest.raises(IndexUnavailable):
         index.resolve([bytes(16)])
     assert not (tmp_path / "kv").exists()

@@ -164,7 +164,7 @@ def test_a_redis_that_comes_late_stops_and_dies(tmp_path: Path) -> None:
             return served.get(path)[0]
 
         def wait_for(wanted: int) -> None:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while status() != wanted:
                 assert time.monotonic() < deadline, f"{status()} and not {wanted}"
                 time.sleep(0.1)
@@ -175,7 +175,7 @@ def test_a_redis_that_comes_late_stops_and_dies(tmp_path: Path) -> None:
             wait_for(200)
             assert status("/readyz") == 200
             redis.pause()
-            time.sleep(1.1)  # what was seen a moment ago is shown for a second
+            wait_for(503)  # what was seen a moment ago is shown for a second
             began = time.monotonic()
             assert status() == 503 and time.monotonic() - began < 5
             said = json.loads(served.get("/api/v1/pins")[1])
@@ -183,7 +183,6 @@ def test_a_redis_that_comes_late_stops_and_dies(tmp_path: Path) -> None:
             redis.go_on()
             wait_for(200)
             redis.kill()
-            time.sleep(1.1)
             wait_for(503)
             redis.start()
             wait_for(200)

@@ -29,6 +29,7 @@ from kvtier.connectors.vllm_tiering import PREFIX, KVTierSecondaryTier
 from kvtier.errors import ConfigError
 from tests.objects.rig import content, flip_byte_of, segments
 from tests.tiering.rig import ROW_BYTES, Offloader, expected, key, keys, offloader, offloader_at, tier_config
+from tests.waiting import wait_until
 
 KEYS = keys(range(8))
 
@@ -258,9 +259,11 @@ def test_a_reset_waits_for_what_is_under_way(engine: Offloader, monkeypatch: pyt
     """The rows are vLLM's to hand on after it."""
     put = engine.tier._tier.put
     ended: list[bool] = []
+    begun, may_end = threading.Semaphore(0), threading.Event()
 
     def slow_put(objects: Sequence[object]) -> list[bool]:
-        threading.Event().wait(0.3)
+        begun.release()
+        assert may_end.wait(30)
         stored = put(objects)  # type: ignore[arg-type]
         ended.append(True)
         return stored
@@ -273,7 +276,16 @@ def test_a_reset_waits_for_what_is_under_way(engine: Offloader, monkeypatch: pyt
         assert prepared is not None
         engine.rows[prepared.store_spec.block_ids[0]] = np.frombuffer(content(name, ROW_BYTES), dtype=np.int8)
         engine.manager.complete_store([name], context)
+    assert begun.acquire(timeout=30) and begun.acquire(timeout=30)
+
+    def end_late() -> None:
+        wait_until(lambda: engine.tier._is_hurried, "the end of patience")
+        may_end.set()
+
+    ending = threading.Thread(target=end_late)
+    ending.start()
     engine.reset()
+    ending.join()
     assert len(ended) == 2 and not engine.manager.has_pending_work()
 
 
@@ -283,7 +295,11 @@ def test_the_end_leaves_nothing_behind(tmp_path: Path) -> None:
         assert region.exists()
         engine.store(KEYS)
     assert not region.exists() and region.name not in Path("/proc/self/maps").read_text()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-tiering-")]
+    wait_until(lambda: not _threads(), "the threads' end")
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-tiering-")]
 
 
 def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
