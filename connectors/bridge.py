@@ -16,6 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvtier import metrics as names
 from kvtier.breakeven import LoadLimit
 from kvtier.connectors.announcements import Unwatched, Watcher
 from kvtier.connectors.requests import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
@@ -219,6 +220,8 @@ class SchedulerBridge:
         be gathered; None: they are not known.
         """
         whole = [] if rewritten is None else [w for w in self._before if rewritten.isdisjoint(w.block_ids)]
+        if len(whole) < len(self._before):
+            self._store.metrics.add(names.SKIPPED_OVERWRITTEN, len(self._before) - len(whole))
         before = self._plan_save(whole)
         after = self._plan_save(self._after)
         step = Step(before, after, tuple(self._loads), tuple(self._refused), is_idle)

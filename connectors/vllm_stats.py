@@ -63,6 +63,7 @@ HELP = {
     names.SKIPPED_PRESENT: "Chunks not saved because another engine had saved them.",
     "skipped_chunks_resting": "Chunks not saved because the storage refused others shortly before.",
     names.SKIPPED_FAILED: "Chunks not saved because writing them failed.",
+    names.SKIPPED_OVERWRITTEN: "Chunks not saved because vLLM writes to their blocks before they can be gathered.",
     names.SKIPPED_REFUSED: "Chunks not saved because the codec cannot keep what they hold, such as NaN.",
     names.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
     names.GONE_CHUNKS: "Chunks whose segment file, or its end, was gone: evicted meanwhile, removed or cut short.",

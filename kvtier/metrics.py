@@ -36,6 +36,7 @@ SKIPPED_PRESENT = "skipped_chunks_present"
 SKIPPED_FAILED = "skipped_chunks_failed"
 SKIPPED_REFUSED = "skipped_chunks_refused"
 SKIPPED_QUOTA = "skipped_chunks_quota"
+SKIPPED_OVERWRITTEN = "skipped_chunks_overwritten"
 CHECKSUM_FAILURES = "checksum_failures"
 INDEX_ERRORS = "index_errors"
 INDEX_FAST_FAILS = "index_fast_fails"
@@ -47,6 +48,7 @@ EVICTED_BYTES = "evicted_bytes"
 
 UNSAVED = (
     SKIPPED_QUEUE_FULL, SKIPPED_NO_SPACE, SKIPPED_RESTING, SKIPPED_FAILED, SKIPPED_REFUSED, SKIPPED_QUOTA,
+    SKIPPED_OVERWRITTEN,
 )  # fmt: skip
 """Chunks that were not saved although nobody had saved them."""
 ERRORS = (LOAD_FAILURES, CHECKSUM_FAILURES, INDEX_ERRORS)

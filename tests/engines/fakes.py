@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from kvtier.metrics import Metrics
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.store import WantedChunk
 from kvtier.transfer import Progress
@@ -28,6 +29,7 @@ class FakeStore:
         self.set_is_coming = False
         self.epoch = 0
         self.given_up: list[int] = []
+        self.metrics = Metrics()
 
     def lookup(self, keys: Sequence[bytes], asker: str = "") -> list[bytes] | None:
         if not self.answers:
