@@ -1,17 +1,20 @@
 """Which weights a LoRA adapter of vLLM's has, so that the KV of others is never taken for its own.
 
 vLLM looks an adapter up by its number and its own prefix cache by its name (before 0.32) or its name and path; neither
-tells that the files behind them were exchanged. It reads them when it likes, too: an adapter that fell out of
-`max_cpu_loras` is read again at its next request. So the files are looked at with every request, and a name whose files
-are not those of before is passed by until the engine is started again: whatever lies in the engine's blocks, or in its
-memory, may be of either.
+tells that the files behind them were exchanged. It reads them when it likes, too: when it is told to load an adapter,
+hours before the first request, and again at the next request of one that fell out of `max_cpu_loras`. So the files are
+looked at when it is told to load them, and with every request. A name whose files are not those of before is passed by
+until the engine is started again: whatever lies in the engine's blocks, or in its memory, may be of either.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from kvtier.errors import ConfigError
 from kvtier.fingerprint import adapter_fingerprint
@@ -30,8 +33,22 @@ class Adapters:
     def __init__(self) -> None:
         self._read: dict[str, tuple[Signature, str]] = {}  # by path
         self._first: dict[str, str] = {}  # by name
+        self._by_number: dict[int, str] = {}
+        self._told_to_load: dict[int, Signature] = {}  # by number
         self._passed_by: set[str] = set()
         self._warned: set[str] = set()
+
+    def watch_loads(self) -> None:
+        """Sees from now on what vLLM's core in this process is told to load: it does not tell its connectors."""
+        from vllm.v1.engine.core import EngineCore
+
+        if not hasattr(EngineCore.add_lora, "__wrapped__"):
+            EngineCore.add_lora = _telling(EngineCore.add_lora)
+        _watching.add(self)
+
+    def will_load(self, lora: Any) -> None:
+        """vLLM reads the files of this LoRARequest now, unless it has them already."""
+        self._told_to_load.setdefault(lora.lora_int_id, _signature(Path(lora.lora_path)))
 
     def fingerprint(self, lora: Any) -> str | None:
         """Of the weights of a LoRARequest; None: its requests may neither load nor save."""
@@ -53,9 +70,18 @@ class Adapters:
             return None
         if getattr(lora, "is_3d_lora_weight", False):  # how vLLM reads the files, where it is told to ask
             fingerprint += ":3d"
+        read = self._read[lora.lora_path][0]
+        if self._told_to_load.get(lora.lora_int_id, read) != read:
+            self._pass_by(
+                name, "its files changed after vLLM was told to load them; load changed weights under a new name"
+            )
+            return None
         if self._first.setdefault(name, fingerprint) != fingerprint:
             why = "the weights behind it changed, and vLLM may still hold the old ones, or their KV"
             self._pass_by(name, f"{why}; load changed weights under a new name")
+            return None
+        if self._by_number.setdefault(lora.lora_int_id, fingerprint) != fingerprint:
+            self._pass_by(name, "its number is another adapter's too, and vLLM keeps the weights that it read first")
             return None
         return fingerprint
 
@@ -78,12 +104,25 @@ class Adapters:
             log.warning("requests with LoRA adapter %s are neither loaded nor saved: %s", name, why)
 
 
+_watching: WeakSet[Adapters] = WeakSet()
+
+
+def _telling(add_lora: Callable[..., bool]) -> Callable[..., bool]:
+    @wraps(add_lora)
+    def add(core: Any, lora_request: Any) -> bool:
+        for adapters in tuple(_watching):
+            adapters.will_load(lora_request)
+        return add_lora(core, lora_request)
+
+    return add
+
+
 def _signature(folder: Path) -> Signature:
     found = []
     for name in FILES:
         try:
             stat = (folder / name).stat()
-        except OSError:  # that it cannot be looked at is a change as well
+        except (OSError, ValueError):  # that it cannot be looked at is a change as well
             continue
         found.append((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
     return tuple(found)

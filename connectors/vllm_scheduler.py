@@ -82,8 +82,11 @@ class SchedulerHalf:
                 "requests with images, audio or video are neither loaded nor saved: without prefix caching and with "
                 "mm_processor_cache_gb 0, vLLM does not tell their contents apart"
             )
+        adapters = Adapters()
+        if vllm_config.lora_config is not None:
+            adapters.watch_loads()
         self._view: Callable[[Any], RequestView] = partial(
-            view_of, chunk_tokens=settings.chunk_tokens, adapters=Adapters(), items_are_hashed=items_are_hashed,
+            view_of, chunk_tokens=settings.chunk_tokens, adapters=adapters, items_are_hashed=items_are_hashed,
             tenants=Tenants(settings.capacity.tenants),
         )  # fmt: skip
         self._requests: dict[str, Any] = {}

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import torch
+from adapters_scenario import adapters  # noqa: F401
 from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
 from events_log import EventsLog
 from vllm import SamplingParams

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +69,44 @@ def test_files_exchanged_under_a_loaded_adapter_are_noticed(tmp_path: Path, capl
     assert caplog.text.count("load changed weights under a new name") == 1
 
 
+def test_files_that_changed_between_load_and_first_request_are_not_what_vllm_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of `--lora-modules a=/ckpt/latest` with a trainer that goes on."""
+    adapters, path = Adapters(), write(tmp_path / "a", 1.0)
+    adapters.will_load(lora(path, number=1))
+    adapters.will_load(lora(path, number=2, name="b"))
+    assert adapters.fingerprint(lora(path, number=2, name="b")) is not None
+    write(path, 2.0)
+    adapters.will_load(lora(path, number=1))  # told again, vLLM keeps what it has
+    adapters.will_load(lora(path, number=3, name="c"))
+    assert adapters.fingerprint(lora(path, number=1)) is None
+    assert adapters.fingerprint(lora(path, number=3, name="c")) is not None
+    assert "changed after vLLM was told to load them" in caplog.text
+
+
+def test_one_number_under_two_names_has_the_weights_that_were_read_first(tmp_path: Path) -> None:
+    adapters, one, two = Adapters(), write(tmp_path / "1", 1.0), write(tmp_path / "2", 2.0)
+    assert adapters.fingerprint(lora(one)) is not None
+    assert adapters.fingerprint(lora(two, name="b")) is None
+
+
+def test_what_vllms_core_is_told_to_load_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    monkeypatch.setattr(EngineCore, "add_lora", EngineCore.add_lora)  # put back afterwards
+    core = EngineCore.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(add_lora=lambda request: request.lora_name == "a")
+    adapters, other = Adapters(), Adapters()
+    for each in (adapters, other):
+        each.watch_loads()
+    path = write(tmp_path / "a", 1.0)
+    assert core.add_lora(lora(path)) is True
+    write(path, 2.0)
+    assert adapters.fingerprint(lora(path)) is other.fingerprint(lora(path)) is None
+    assert Adapters().fingerprint(lora(path)) is not None
+
+
 def test_files_that_were_away_for_a_while_are_compared(tmp_path: Path) -> None:
     adapters, path = Adapters(), write(tmp_path / "a", 1.0)
     first = adapters.fingerprint(lora(path))
@@ -102,3 +141,10 @@ def test_weights_from_elsewhere_than_the_folder_are_passed_by(tmp_path: Path) ->
     adapter = lora(write(tmp_path / "a", 1.0))
     adapter.tensorizer_config_dict = {"tensorizer_uri": "s3://bucket"}
     assert Adapters().fingerprint(adapter) is None
+
+
+def test_an_engine_keeps_no_kv_of_an_adapter_that_was_overwritten_after_its_load(lab: Any) -> None:
+    llm = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    spec = {"root": str(lab.folder / "adapters"), "llm": llm, "scenarios": ["adapters"]}
+    run = lab.run("adapters", [spec])[0]["adapters"]
+    assert run == {"as they were": {"cached": 256, "differs": False}, "overwritten": {"cached": 0, "differs": False}}
