@@ -45,13 +45,18 @@ LORA: Mapping[str, tuple[Any, ...]] = {
     "enable_moe_shared_loras": (),
 }
 ENVIRONMENT: Mapping[str, tuple[Any, ...]] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": (),
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": (),
     "VLLM_FLOAT32_MATMUL_PRECISION": ("highest",),
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": (),
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": (),
     "VLLM_HUMMING_USE_F16_ACCUM": (),
     "VLLM_MARLIN_INPUT_DTYPE": (),
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": (),
 }
-"""Of vllm.envs: what quantizes weights or activations past all configuration."""
+"""Of vllm.envs: what quantizes weights or activations, or routes tokens to experts, past all configuration."""
+ON_BY_DEFAULT = ("VLLM_CPU_INT4_W4A8", "VLLM_USE_DEEP_GEMM_E8M0")
+"""The same, of switches that are plain as long as nobody turns them off."""
 
 
 def settings_text(vllm_config: Any, has_tag: bool, has_draft: bool) -> str:
@@ -71,10 +76,14 @@ def settings_text(vllm_config: Any, has_tag: bool, has_draft: bool) -> str:
         "multimodal": _multimodal(getattr(model, "multimodal_config", None)),
         "lora": _lora(getattr(vllm_config, "lora_config", None), model),
         "draft": _draft(vllm_config.speculative_config, model, load) if has_draft else {},
-        "environment": _named(vllm.envs, ENVIRONMENT),
+        "environment": _environment(vllm.envs),
     }
     found |= {name: part for name, part in parts.items() if part}
     return canonical_text(found) if found else ""
+
+
+def _environment(envs: Any) -> dict[str, Any]:
+    return _named(envs, ENVIRONMENT) | {name: False for name in ON_BY_DEFAULT if not getattr(envs, name, True)}
 
 
 def _model(model: Any, load: Any) -> dict[str, Any]:

@@ -176,6 +176,17 @@ def test_quantization_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert text(engine()) == '{"environment":{"VLLM_MARLIN_INPUT_DTYPE":"fp8"}}'
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"), ("VLLM_CPU_INT4_W4A8", "0")]
+)
+def test_what_else_of_the_environment_changes_kv(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(vllm.envs, name):
+        pytest.skip("not in this release")
+    assert text(engine()) == ""
+    monkeypatch.setenv(name, value)
+    assert name in text(engine())
+
+
 # --- with vLLM's own configuration ---
 
 
