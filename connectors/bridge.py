@@ -256,8 +256,8 @@ class SchedulerBridge:
         first = computed_tokens // size
         end = len(request.view.tokens) // size
         shortest = max(1, self._limit.min_tokens)
-        if end * size - computed_tokens < shortest:
-            return 0
+        if end * size - computed_tokens < shortest or computed_tokens % self._shape.block_tokens:
+            return 0  # what begins within a block of the engine's would be written into one that others may share
         entries = self._find(request, first, end)
         if entries is None:
             assert request.question is not None

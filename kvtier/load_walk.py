@@ -114,9 +114,10 @@ class LoadWalk:
         try:
             if self._has_ended or (is_overdue and not self._is_still()):
                 return None
-            self._has_ended = True
             missing = self.plan.chunks[self.n_chunks :]
-            return frozenset(block for chunk in missing for block in chunk.block_ids[self._first_block(chunk) :])
+            blocks = frozenset(block for chunk in missing for block in chunk.block_ids[self._first_block(chunk) :])
+            self._has_ended = True
+            return blocks
         finally:
             self._lock.release()
 

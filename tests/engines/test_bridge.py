@@ -80,6 +80,12 @@ def test_short_hits_are_left(computed: int, expected: int) -> None:
     assert scene.bridge.hit_tokens("r", computed) == expected
 
 
+def test_what_would_begin_within_a_block_is_left() -> None:
+    scene = Scene()
+    scene.store_chunks(4)
+    assert (scene.bridge.hit_tokens("r", 7), scene.bridge.hit_tokens("r", 16)) == (0, 240)
+
+
 def test_a_prompt_shorter_than_a_chunk_asks_nobody() -> None:
     scene = Scene(n_tokens=63)
     scene.store.answers = False
