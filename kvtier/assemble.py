@@ -268,5 +268,7 @@ def use_direct_io(settings: Settings, root: Root) -> bool:
     if not works and settings.io.direct == "require":
         raise ConfigError("io.direct", "require", f"the file system of {root.path} ({kind}) refuses direct I/O")
     if not works:
-        log.warning("%s (%s) refuses direct I/O: reads and writes go through the page cache", root.path, kind)
+        shared = settings.index.kind == "redis"
+        others = ", and other nodes may take for damaged what this one's has not written out yet" if shared else ""
+        log.warning("%s (%s) refuses direct I/O: reads and writes go through the page cache%s", root.path, kind, others)
     return works
