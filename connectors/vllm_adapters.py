@@ -42,7 +42,7 @@ class Adapters:
         """Sees from now on what vLLM's core in this process is told to load: it does not tell its connectors."""
         from vllm.v1.engine.core import EngineCore
 
-        if not hasattr(EngineCore.add_lora, "__wrapped__"):
+        if EngineCore.add_lora.__globals__ is not globals():
             EngineCore.add_lora = _telling(EngineCore.add_lora)
         _watching.add(self)
 
@@ -108,7 +108,7 @@ _watching: WeakSet[Adapters] = WeakSet()
 
 
 def _telling(add_lora: Callable[..., bool]) -> Callable[..., bool]:
-    @wraps(add_lora)
+    @wraps(add_lora)  # what comes from another process is decoded by its signature
     def add(core: Any, lora_request: Any) -> bool:
         for adapters in tuple(_watching):
             adapters.will_load(lora_request)

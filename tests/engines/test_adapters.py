@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -92,6 +93,7 @@ def test_one_number_under_two_names_has_the_weights_that_were_read_first(tmp_pat
 
 
 def test_what_vllms_core_is_told_to_load_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
 
     monkeypatch.setattr(EngineCore, "add_lora", EngineCore.add_lora)  # put back afterwards
@@ -102,6 +104,8 @@ def test_what_vllms_core_is_told_to_load_is_seen(tmp_path: Path, monkeypatch: py
         each.watch_loads()
     path = write(tmp_path / "a", 1.0)
     assert core.add_lora(lora(path)) is True
+    (told,) = inspect.signature(core.add_lora).parameters.values()
+    assert told.annotation is LoRARequest, "by which vLLM decodes what its server sends"
     write(path, 2.0)
     assert adapters.fingerprint(lora(path)) is other.fingerprint(lora(path)) is None
     assert Adapters().fingerprint(lora(path)) is not None
