@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 TIMEOUT_S = 30.0
 """On a machine that runs more than it can."""
@@ -15,3 +16,14 @@ def wait_until(is_so: Callable[[], object], what: str = "what was waited for", t
     while not is_so():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
         time.sleep(0.02)
+
+
+def threads_named(prefix: str) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(prefix)]
+
+
+def for_so_long(seconds: float, is_enough: Callable[[], bool]) -> Iterator[None]:
+    """Turns for so many seconds; on a busy machine for up to six times as long, until that is enough."""
+    began = time.monotonic()
+    while (gone_s := time.monotonic() - began) < seconds or (gone_s < 6 * seconds and not is_enough()):
+        yield

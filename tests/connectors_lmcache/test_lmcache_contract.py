@@ -6,7 +6,6 @@ import json
 import random
 import select
 import shlex
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from kvtier.connectors.lmcache import Completion, KVTierConnector
 from kvtier.errors import ConfigError
 from tests.connectors_lmcache.host import REQUIRED, Host, connector_at, expected, key
 from tests.objects.rig import SMALL, content, flip_byte_of
-from tests.waiting import wait_until
+from tests.waiting import threads_named, wait_until
 
 ROOT = Path(__file__).parents[2]
 KEYS = [key(number) for number in range(12)]
@@ -188,16 +187,12 @@ def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
     connector.drain_completions()
     connector.submit_batch_exists(KEYS)
     assert connector.drain_completions() == [], "nobody asks for its answer any more"
-    wait_until(lambda: not _threads(), "the threads' end")
+    wait_until(lambda: not threads_named("kvtier-lmcache-"), "the threads' end")
     again = connector_at(tmp_path)
     try:
         assert Host(again).get(KEYS) == expected(KEYS)
     finally:
         again.close()
-
-
-def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-lmcache-")]
 
 
 def made_with(**parameters: Any) -> None:

@@ -30,6 +30,7 @@ from kvtier.worker import Worker
 from tests.core.lazy import LazyEngine
 from tests.core.rig import BLOCK_TOKENS, Engine, geometry
 from tests.core.saving_faults import Evictions, SlowIndex, StormyRing, cut_off, refuse_files
+from tests.waiting import for_so_long
 
 CHUNK_BLOCKS = 2
 CHUNKS_MAX = 8
@@ -139,9 +140,8 @@ class SavingStorm:
         """saved_min: on a busy machine it goes on until so many chunks were saved, but not for ever."""
         sweeping = threading.Thread(target=self._sweep_all_along, args=(self._rng.getrandbits(32),), daemon=True)
         sweeping.start()
-        ends_s, latest_s = time.monotonic() + seconds, time.monotonic() + 6 * seconds
         try:
-            while time.monotonic() < (latest_s if self.told["saved"] < saved_min else ends_s):
+            for _ in for_so_long(seconds, lambda: self.told["saved"] >= saved_min):
                 self._step()
             while self.sides:
                 self._close(self.sides.pop())

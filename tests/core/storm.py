@@ -30,6 +30,7 @@ from tests.core.storm_faults import (
     watch_copies,
 )
 from tests.core.storm_sides import CHUNK_BLOCKS, CHUNKS_MAX, SHAPE, Asked, Side, Truth
+from tests.waiting import for_so_long
 
 SLOT_BYTES = PAGE_BYTES + 2 * 2 * 2 * 32 * 16 * 4  # of an engine of one rank
 QUEUED_LOADS_MAX = 6
@@ -60,8 +61,7 @@ class Storm:
     def run(self, seconds: float, is_enough: Callable[[Storm], bool] = lambda storm: True) -> None:
         """Storms, then waits until all is calm again and looks whether everything was given back. On a busy machine it
         goes on until that is enough, but not for ever."""
-        ends_s, latest_s = time.monotonic() + seconds, time.monotonic() + 8 * seconds
-        while (now_s := time.monotonic()) < ends_s or (now_s < latest_s and not is_enough(self)):
+        for _ in for_so_long(seconds, lambda: is_enough(self)):
             self._step()
         self._calm_down()
         self._load_everything()

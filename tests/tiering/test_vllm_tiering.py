@@ -29,7 +29,7 @@ from kvtier.connectors.vllm_tiering import PREFIX, KVTierSecondaryTier
 from kvtier.errors import ConfigError
 from tests.objects.rig import content, flip_byte_of, segments
 from tests.tiering.rig import ROW_BYTES, Offloader, expected, key, keys, offloader, offloader_at, tier_config
-from tests.waiting import wait_until
+from tests.waiting import threads_named, wait_until
 
 KEYS = keys(range(8))
 
@@ -295,11 +295,7 @@ def test_the_end_leaves_nothing_behind(tmp_path: Path) -> None:
         assert region.exists()
         engine.store(KEYS)
     assert not region.exists() and region.name not in Path("/proc/self/maps").read_text()
-    wait_until(lambda: not _threads(), "the threads' end")
-
-
-def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-tiering-")]
+    wait_until(lambda: not threads_named("kvtier-tiering-"), "the threads' end")
 
 
 def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
