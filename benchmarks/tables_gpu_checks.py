@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from benchmarks.gpu.load_judge import more_memory
 from benchmarks.tables_common import has, made, read, span, table, verdict
 
 TTFT_LOSS_GOAL_PERCENT, DECODE_LOSS_GOAL_PERCENT, DURABLE_GOAL_PERCENT = 1.5, 3.0, 85.0
@@ -150,8 +151,22 @@ def load_mix() -> list[str]:
         f"{blocks['equal']:,} loaded blocks bit-equal and {blocks['wrong'] + blocks['unknown']} not, at most "
         f"{found['most_on_disk'] / 2**20:,.0f} of {found['capacity_bytes'] / 2**20:,.0f} MiB on disk, "
         f"{found['evicted_bytes'] / 1e9:.1f} GB evicted in the whole run; {found['shared_answers']} requests on one "
-        f"prefix were served by {found['copies_read']:.1f} reads of it{there}. {rounds}{_control(found)}"
+        f"prefix were served by {found['copies_read']:.1f} reads of it{there}. {_memory(found)}{rounds}"
+        f"{_control(found)}"
     ]
+
+
+def _memory(found: dict[str, Any]) -> str:
+    """What the engine with the tier took at most; older runs looked at it in another way."""
+    memory = found["memory"]
+    if "own_max" not in memory["bare"][0]:
+        return ""
+    gpu, host, mapped = (more_memory(memory, kind) >> 20 for kind in ("device_used", "own_max", "mapped_max"))
+    gpu_arena, host_arena = (sum(of[bound] for of in memory["arenas"]) >> 20 for bound in ("device", "host"))
+    return (
+        f"More than without the tier it took at most {gpu:,} MiB on the GPU, where its arena is of {gpu_arena:,}, and "
+        f"{host:,} MiB of the host, where it is of {host_arena:,}; {mapped:,} MiB of segments were mapped. "
+    )
 
 
 def _control(found: dict[str, Any]) -> str:

@@ -181,7 +181,7 @@ def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
         print(f"step {name}: {time.monotonic() - started:.1f} s", flush=True)
     if job.get("watch"):
         results["watch"] = engine.llm.collective_rpc(inside.take_watch)
-    results["counters"], results["memory"] = engine.counters(), engine.llm.collective_rpc(inside.memory)
+    results["counters"] = engine.counters()
     results["contexts"] = engine.llm.collective_rpc(inside.contexts)
     result_path.write_text(json.dumps(results))
     # The results are safe: an engine that cannot end must not hold the machine.

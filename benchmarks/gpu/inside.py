@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.resident import ResidentWatch
 from benchmarks.gpu.watch import Watch
 
 _watches: list[Watch] = []
+_resident: list[ResidentWatch] = []
 
 
 def worker_half() -> Any:
@@ -46,19 +47,19 @@ def take_watch(worker: Any) -> dict[str, Any]:
     return _watches[0].take()
 
 
+def watch_memory(worker: Any) -> None:
+    """From now on `memory` knows the most of what the process held."""
+    for earlier in _resident:
+        earlier.close()
+    _resident[:] = [ResidentWatch()]
+
+
 def memory(worker: Any) -> dict[str, int]:
-    """Bytes: of device memory that is in use on the whole GPU, the largest resident set of the process, and what of it
-    is now the memory of a file system: segments on tmpfs that kvtier has mapped and pinned."""
+    """Bytes: of device memory that is in use on the whole GPU; since `watch_memory`, the most that the process had
+    resident of its own, and of files on tmpfs that it had mapped (segments that kvtier pins)."""
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"device_used": total - free, "resident_max": resident, "mapped": _mapped()}
-
-
-def _mapped() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssShmem:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    own, mapped = _resident[0].look()
+    return {"device_used": total - free, "own_max": own, "mapped_max": mapped}
 
 
 def arenas(worker: Any) -> dict[str, int]:

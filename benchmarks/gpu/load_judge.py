@@ -90,13 +90,11 @@ def _bounds_faults(result: dict[str, Any]) -> Iterator[str]:
         yield f"{result['most_on_disk']} bytes on disk, of {result['capacity_bytes']}"
     if result["copies_read"] > COPIES_MAX:
         yield f"the shared prefix was read {result['copies_read']:.2f} times"
-    mapped, capacity = more_memory(result["memory"], "mapped"), result["capacity_bytes"]
+    mapped, capacity = more_memory(result["memory"], "mapped_max"), result["capacity_bytes"]
     if mapped > capacity:
         yield f"mapped: {mapped >> 20} MiB of the file system, of {capacity >> 20} MiB that may be on it"
-    # Pages of segments are the file system's, within its capacity, and in the process's resident set all the same.
-    for kind, bound, of_files in (("device_used", "device", 0), ("resident_max", "host", mapped)):
-        more = more_memory(result["memory"], kind) - of_files
-        limit = sum(of[bound] for of in result["memory"]["arenas"])
+    for kind, bound in (("device_used", "device"), ("own_max", "host")):
+        more, limit = more_memory(result["memory"], kind), sum(of[bound] for of in result["memory"]["arenas"])
         if more > limit + SPARE_BYTES:
             yield f"{kind}: {more >> 20} MiB more than without the tier, whose arenas take {limit >> 20} MiB"
     # Or the rounds show nothing of loads among evictions.

@@ -58,7 +58,7 @@ def parse(text: list[str] | None = None) -> argparse.Namespace:
 
 def show(result: dict[str, Any]) -> None:
     blocks, memory = result["blocks"], result["memory"]
-    more = [f"{more_memory(memory, kind) >> 20}" for kind in ("device_used", "resident_max", "mapped")]
+    more = [f"{more_memory(memory, kind) >> 20}" for kind in ("device_used", "own_max", "mapped_max")]
     arenas = [f"{sum(of[kind] for of in memory['arenas']) >> 20}" for kind in ("device", "host")]
     controls = [(f"control, {name}", _agreement(result["control"][name])) for name in CONTROLS]
     report.table(("what", "value"), [
@@ -76,7 +76,7 @@ def show(result: dict[str, Any]) -> None:
         ("shared prefix hit, of", f"{max(result['shared_hit_tokens'])} of {result['shared_tokens']}"),
         ("copies of it read", f"{result['copies_read']:.2f}"),
         ("most on disk of capacity", f"{result['most_on_disk'] >> 20} of {result['capacity_bytes'] >> 20} MiB"),
-        ("MiB more than without the tier: GPU, host, of it mapped files", " ".join(more)),
+        ("MiB more than without the tier: GPU, host, mapped files", " ".join(more)),
         ("MiB of arenas, GPU and host", " ".join(arenas)),
         ("tokens loaded in each round", " ".join(f"{c.get('load_tokens', 0):,.0f}" for c in result["rounds_counted"])),
         ("evicted in each round, MiB",

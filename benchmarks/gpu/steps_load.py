@@ -95,13 +95,14 @@ def shared_prefix(engine: Engine, shape: dict[str, int], answer: int) -> dict[st
     answers = engine.ask(shared_prompts(shape, engine.vocabulary), answer, {"kvtier_save": False}, leads=True)
     counted = grown(before, engine.counters())
     engine.forget()
-    return {"answers": answers, "counted": counted, "memory": engine.llm.collective_rpc(inside.memory)}
+    return {"answers": answers, "counted": counted}
 
 
 def mixed_rounds(engine: Engine, shape: dict[str, int], rounds: int, answer: int) -> dict[str, Any]:
     """Rounds of concurrent requests, vLLM's own prefix cache emptied between them; saves of one round still go on
     while the next one loads. Answers come with their leads (Engine.ask)."""
     watch = DiskWatch(engine)
+    engine.llm.collective_rpc(inside.watch_memory)
     before = engine.counters()
     answered = []
     for number in range(rounds):
