@@ -11,7 +11,11 @@ from benchmarks.tables_common import has, made, read, span, table, verdict
 TTFT_LOSS_GOAL_PERCENT, DECODE_LOSS_GOAL_PERCENT, DURABLE_GOAL_PERCENT = 1.5, 3.0, 85.0
 KERNEL_CASES = ("NHD bfloat16 d=128", "NHD float8_e4m3fn d=128", "LBHNC bfloat16 d=128", "LBHNC float8_e4m3fn d=128",
                 "MLA bfloat16 d=576", "MLA float8_e4m3fn d=576")  # fmt: skip
-EQUALITY_MODELS = {"equality_small": "Llama, grouped heads", "equality_mla": "DeepSeek-V2's MLA"}
+EQUALITY_MODELS = {
+    "equality_small": "Llama, grouped heads",
+    "equality_mla": "DeepSeek-V2's MLA",
+    "equality_small_032": "Llama, grouped heads, vLLM's second model runner",
+}
 
 
 def kernels() -> list[str]:
@@ -130,7 +134,7 @@ def _equality(name: str) -> str:
     what = "; ".join(f"{text} ({' / '.join(kinds)}, each)" for text, kinds in texts.items())
     graphs = "on" if result["cuda_graphs"] else "off"
     bad = "" if result["good"] else " **Not all of it is as it must be.**"
-    how = f"{EQUALITY_MODELS[name]}, random weights, CUDA graphs {graphs}; {made(result)}"
+    how = f"{EQUALITY_MODELS[name]}, random weights, CUDA graphs {graphs}; vLLM {result['versions']['vllm']}; {made(result)}"
     return f"**Equality** (`benchmarks/gpu/equality.py`, {how}): {what}.{bad}"
 
 

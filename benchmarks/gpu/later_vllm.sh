@@ -1,8 +1,8 @@
 #!/bin/bash
 # Puts a later release of vLLM into the bundle that run_h200.sh unpacks, which has 0.25.1: the newest built for the torch
 # 2.11 of those hosts. What later releases compile keeps to torch's stable ABI, so that it loads there, and their Python
-# files import with torch 2.11 (both seen of 0.32.0, without a GPU; it has not run on one yet). Without the peers, to
-# stay within what a call can carry.
+# files run with torch 2.11: 0.32.0 did on an H200, whose first start took more than a minute. Without the peers, to stay
+# within what a call can carry.
 #
 #   benchmarks/gpu/later_vllm.sh .carry .carry-032 0.32.0
 #

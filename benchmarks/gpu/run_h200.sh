@@ -9,7 +9,7 @@
 #   benchmarks/gpu/run_h200.sh STAGE...             prepares what is missing, runs the stages, ends with a table of them
 #
 #   stage        what                                                             about s   stopped after
-#   smoke        the small model, kvtier alone: does it work at all                    45   150
+#   smoke        the small model, kvtier alone: does it work at all                    45   300
 #   doctor       kvtier doctor on both folders                                         15    60
 #   ceilings     copies, storage, reads into the GPU by ring and KvikIO                50   150
 #   kernels      gather, scatter, checksum                                             60   120
@@ -21,7 +21,7 @@
 #   load         32 requests at capacity                                              110   330
 #   demo         what `make demo` runs, with this vLLM                                100   240
 #   ttft-tmpfs   all systems, and the host arena; none,kvtier 220, native,lmcache 300  520   590
-#   ttft-disk    kvtier and native tiering on the disk, its rate around each reload   300   540
+#   ttft-disk    kvtier and native tiering on the disk, its rate around each reload   500   540
 #   verify-cost  reloads with and without a look at the checksums                      70   300
 #   where        calls of a reload of 8,192 tokens, in their order                     60   200
 #   save         what saving costs, durable rate                                      260   400
@@ -220,7 +220,7 @@ stage() {
       ) ;;
     smoke)
       [ -n "${TINY:-}" ] || LENGTHS=${LENGTHS:-2048,8192}
-      ttft smoke "$MEMORY" 150 --model small --systems kvtier --count 2 --timeout 70 ;;
+      ttft smoke "$MEMORY" 300 --model small --systems kvtier --count 2 --timeout 140 ;;
     doctor)
       for folder in "$MEMORY" "$DISK"; do timeout -k 5 30 python3 -m kvtier.cli doctor "$folder"; done ;;
     ceilings)
