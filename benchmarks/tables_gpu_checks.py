@@ -134,7 +134,8 @@ def _equality(name: str) -> str:
     what = "; ".join(f"{text} ({' / '.join(kinds)}, each)" for text, kinds in texts.items())
     graphs = "on" if result["cuda_graphs"] else "off"
     bad = "" if result["good"] else " **Not all of it is as it must be.**"
-    how = f"{EQUALITY_MODELS[name]}, random weights, CUDA graphs {graphs}; vLLM {result['versions']['vllm']}; {made(result)}"
+    engine = f"vLLM {result['versions']['vllm']}, CUDA graphs {graphs}"
+    how = f"{EQUALITY_MODELS[name]}, random weights, {engine}; {made(result)}"
     return f"**Equality** (`benchmarks/gpu/equality.py`, {how}): {what}.{bad}"
 
 
