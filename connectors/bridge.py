@@ -282,9 +282,9 @@ class SchedulerBridge:
         keys = request.keys_to(end, self._shape.chunk_tokens)[begin:]
         entries = self._store.lookup(keys, request.view.request_id)
         if entries is None:
-            # After so long an answer is not kept: it came, and nobody for it, so the index has its time once more.
-            is_late = asked is not None and now - asked.at_s <= ANSWER_KEPT_S
-            request.question = Question(begin, end, asked.since_s if asked is not None and is_late else now, now)
+            # Longer ago than that, the answer came and was thrown away: the index has its whole time once more.
+            since_s = asked.since_s if asked is not None and now - asked.at_s <= ANSWER_KEPT_S else now
+            request.question = Question(begin, end, since_s, now)
             return None
         if asked is not None:
             request.question, request.answer = None, Answer(begin, end, tuple(entries), now)

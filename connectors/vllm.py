@@ -25,8 +25,8 @@ from kvtier.config import Settings
 from kvtier.connectors.bridge import Step
 from kvtier.connectors.vllm_checks import check_model
 from kvtier.connectors.vllm_log import join_log
-from kvtier.connectors.vllm_report import ReportMetadata
-from kvtier.connectors.vllm_scheduler import SchedulerHalf, StepMetadata
+from kvtier.connectors.vllm_report import ReportMetadata, StepMetadata
+from kvtier.connectors.vllm_scheduler import SchedulerHalf
 from kvtier.connectors.vllm_stats import KVTierPromMetrics, KVTierStats
 from kvtier.connectors.vllm_worker import WorkerHalf
 from kvtier.errors import ConfigError
@@ -34,7 +34,7 @@ from kvtier.errors import ConfigError
 log = logging.getLogger("kvtier")
 
 TESTED_VERSIONS = ("0.25.1", "0.27.1", "0.32.0")
-"""0.25.1 on CUDA (one H200), the others on the CPU."""
+"""0.25.1 on CUDA (H200), 0.32.0 there for hits and loaded bytes; on the CPU 0.27.1 and 0.32.0."""
 NEEDED_HOOKS = ("handle_preemptions", "build_connector_worker_meta", "has_pending_push_work", "update_connector_output")
 """Without these, a request's blocks could be handed on before its chunks are gathered."""
 
@@ -66,7 +66,7 @@ class KVTierConnector(KVConnectorBase_V1):
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
-        self._worker.before_forward(kv_connector_metadata.step)
+        self._worker.before_forward(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._step()
@@ -80,9 +80,14 @@ class KVTierConnector(KVConnectorBase_V1):
         """Chunks are gathered whole, after the forward."""
 
     def wait_for_save(self) -> None:
+        """vLLM's first model runner calls this also while an exception leaves the forward."""
         step = self._step()
         if step is not None:
             self._worker.after_forward(step)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._worker.step_ends()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._worker.take_finished()

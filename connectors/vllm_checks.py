@@ -41,6 +41,10 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
     if getattr(getattr(vllm_config, "speculative_config", None), "method", None) == "draft_model":
         fix = "the layers of a whole model that drafts have the numbers of this one's, so their places are not known"
         raise ConfigError("speculative_config.method", "draft_model", f"{fix}; use ngram, suffix, eagle or mtp")
+    for name, value in (("enable_fault_tolerance", True), ("all2all_backend", "nixl_ep")):
+        if getattr(parallel, name, None) == value:
+            fix = "vLLM goes on after a forward that failed, and KV that nobody computed could be saved; leave it out"
+            raise ConfigError(name, value, fix)
     if getattr(cache, "calculate_kv_scales", False):
         fix = "scales found at run time differ from engine to engine; set it to false and use scales of the checkpoint"
         raise ConfigError("calculate_kv_scales", True, fix)
@@ -68,6 +72,9 @@ def check_model(vllm_config: Any) -> None:
     model = vllm_config.model_config
     if getattr(model, "is_hybrid", False):
         fix = "hybrid models, some of whose layers keep a state instead of KV (Mamba and the like), are not supported"
+        raise ConfigError("model", model.model, f"{fix}; {WITHOUT}")
+    if getattr(model, "is_diffusion", False):
+        fix = "a diffusion model's tokens may change after their KV was computed"
         raise ConfigError("model", model.model, f"{fix}; {WITHOUT}")
 
 

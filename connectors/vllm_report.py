@@ -1,12 +1,13 @@
-"""What vLLM's workers tell the scheduler's half, once a step."""
+"""What vLLM's scheduler's half tells its workers once a step, and they it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvtier.breakeven import LoadCost
+from kvtier.connectors.bridge import Step
 from kvtier.connectors.vllm_stats import stats_of
 from kvtier.plan import SaveDone
 from kvtier.reports import RankFigures
@@ -14,15 +15,24 @@ from kvtier.transfer import Transfer
 
 
 @dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to workers. number: of the engine's steps, one by one."""
+
+    step: Step
+    number: int = 0
+
+
+@dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
     """saves: answers. timings: (tokens, seconds) of loads. cost: what a load should cost, said once. figures: what the
-    ranks report of themselves, now and then. (vLLM's own statistics are no way to the scheduler's half: some releases
-    add its counters to the workers' before it sees those.)"""
+    ranks report of themselves, now and then. has_failed: a forward did; nothing more is saved. (vLLM's own statistics
+    are no way to the scheduler's half: some releases add its counters to the workers' before it sees those.)"""
 
     saves: list[SaveDone]
     timings: list[tuple[int, float]] = field(default_factory=list)
     cost: LoadCost | None = None
     figures: RankFigures | None = None
+    has_failed: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
         """Of two ranks. A request waits for the slower one, so of their costs the higher counts."""
@@ -32,7 +42,8 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         figures = self.figures or other.figures
         if self.figures is not None and other.figures is not None:
             figures = self.figures.merged(other.figures)
-        return ReportMetadata(self.saves + other.saves, self.timings + other.timings, cost, figures)
+        has_failed = self.has_failed or other.has_failed
+        return ReportMetadata(self.saves + other.saves, self.timings + other.timings, cost, figures, has_failed)
 
 
 class RankReport:

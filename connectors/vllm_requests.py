@@ -15,28 +15,38 @@ from kvtier.tenants import NO_TENANTS, Tenants
 log = logging.getLogger("kvtier")
 
 
-def hashes_items(vllm_config: Any) -> bool:
-    """Whether identifiers of multimodal items are hashes of their content (or what a client named them).
+def why_items_pass_by(vllm_config: Any) -> str:
+    """Why requests with multimodal items pass by the tier; empty when they do not.
 
-    With no cache of its own to look them up in, vLLM counts them instead, from the start of its process on.
+    Their identifiers are hashes of their content (or what a client named them), but with no cache of its own to look
+    them up in, vLLM counts them instead, from the start of its process on. And where an item's tokens attend to each
+    other (Gemma 3), vLLM splits an item between two steps if a hit ends in it, or a step did right before it, as of
+    0.32: the first part's KV is then another one, and no key tells.
     """
-    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    model = vllm_config.model_config
+    multimodal = getattr(model, "multimodal_config", None)
     if multimodal is None:
-        return True
+        return ""
+    if getattr(model, "is_mm_prefix_lm", False):
+        return "this model's images attend to their later tokens, and vLLM may split them between steps"
     has_prefix_cache = bool(getattr(vllm_config.cache_config, "enable_prefix_caching", False))
-    return has_prefix_cache or bool(getattr(multimodal, "mm_processor_cache_gb", 0))
+    if has_prefix_cache or bool(getattr(multimodal, "mm_processor_cache_gb", 0)):
+        return ""
+    return "without prefix caching and with mm_processor_cache_gb 0, vLLM does not tell their contents apart"
 
 
 def view_of(
-    request: Any, chunk_tokens: int, adapters: Adapters, items_are_hashed: bool = True, tenants: Tenants = NO_TENANTS
-) -> RequestView:
+    request: Any, chunk_tokens: int, adapters: Adapters, takes_items: bool = True, tenants: Tenants = NO_TENANTS,
+    loads: bool = True,
+) -> RequestView:  # fmt: skip
     """What to track of a request. One whose KV no key can stand for may neither load nor save.
 
-    items_are_hashed: see hashes_items.
+    takes_items: see why_items_pass_by. loads: whether this engine loads at all.
     """
     switches = request.kv_transfer_params or {}
     may_load, may_save = (_is_on(switches, name) for name in ("kvtier_load", "kvtier_save"))
-    is_passed_by = _is_passed_by(request) or (bool(request.mm_features) and not items_are_hashed)
+    may_load &= loads
+    is_passed_by = _is_passed_by(request) or (bool(request.mm_features) and not takes_items)
     extras = None if is_passed_by else _extras(request, chunk_tokens, adapters)
     if extras is None:
         extras, may_load, may_save = {}, False, False

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvtier.assemble import load_limit, open_store
 from kvtier.config import Settings
 from kvtier.connectors import dynamo, vllm_platforms
 from kvtier.connectors.announcements import Announcements, ChunkBlocks
-from kvtier.connectors.bridge import Faults, SchedulerBridge, Step
+from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.load_costs import LoadCosts
 from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.connectors.step_times import StepTimes
@@ -24,20 +22,13 @@ from kvtier.connectors.vllm_adapters import Adapters
 from kvtier.connectors.vllm_checks import check_cache, check_engine, roles
 from kvtier.connectors.vllm_identity import identity_of
 from kvtier.connectors.vllm_layouts import in_layer_order
-from kvtier.connectors.vllm_report import ReportMetadata
-from kvtier.connectors.vllm_requests import GivenBlocks, final_frontier, hashes_items, step_frontier, view_of
+from kvtier.connectors.vllm_report import ReportMetadata, StepMetadata
+from kvtier.connectors.vllm_requests import GivenBlocks, final_frontier, step_frontier, view_of, why_items_pass_by
 from kvtier.connectors.vllm_stats import KVTierStats, stats_of
 from kvtier.reports import About
 from kvtier.tenants import Tenants
 
 log = logging.getLogger("kvtier")
-
-
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    """Scheduler to workers, once a step."""
-
-    step: Step
 
 
 class SchedulerHalf:
@@ -58,7 +49,7 @@ class SchedulerHalf:
             log.warning(
                 "after each update of the weights call reset_prefix_cache(reset_connector=True), or old KV is reused"
             )
-        self._loads, self._saves = roles(vllm_config)
+        loads, self._saves = roles(vllm_config)
         self._save_generated = settings.save_generated
         # A draft model's own KV of a token may be written one step after the target's: its chunks wait for that.
         self._waits_a_step = bool(identity.namespace.draft)
@@ -76,25 +67,23 @@ class SchedulerHalf:
         self._bridge = SchedulerBridge(
             self._store, shape, self._costs.limit, settings.index.answer_timeout_s, self._faults
         )  # fmt: skip
-        items_are_hashed = hashes_items(vllm_config)
-        if not items_are_hashed:
-            log.warning(
-                "requests with images, audio or video are neither loaded nor saved: without prefix caching and with "
-                "mm_processor_cache_gb 0, vLLM does not tell their contents apart"
-            )
+        why_not = why_items_pass_by(vllm_config)
+        if why_not:
+            log.warning("requests with images, audio or video are neither loaded nor saved: %s", why_not)
         adapters = Adapters()
         if vllm_config.lora_config is not None:
             adapters.watch_loads()
         self._view: Callable[[Any], RequestView] = partial(
-            view_of, chunk_tokens=settings.chunk_tokens, adapters=adapters, items_are_hashed=items_are_hashed,
-            tenants=Tenants(settings.capacity.tenants),
+            view_of, chunk_tokens=settings.chunk_tokens, adapters=adapters, takes_items=not why_not,
+            tenants=Tenants(settings.capacity.tenants), loads=loads,
         )  # fmt: skip
         self._requests: dict[str, Any] = {}
         self._tables: dict[str, list[int]] = {}
         self._given = GivenBlocks()
         self._is_closed = False
+        self._n_steps = 0
         self._events: dynamo.TierEvents | None = None
-        if self._loads and dynamo.wants_events(vllm_config):  # who only saves gains nothing from being sent prompts
+        if loads and dynamo.wants_events(vllm_config):  # who only saves gains nothing from being sent prompts
             hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or spec.block_size
             describe = partial(self._describe, shape=shape, hash_tokens=hash_tokens)
             writers = sum(share.writes is not None for share in identity.shares)
@@ -121,7 +110,8 @@ class SchedulerHalf:
         """What the workers do in this step. Must be called before vLLM counts the step's tokens as computed."""
         self._faults.guard("looking at a step", lambda: self._advance(scheduled), None)
         rewritten = self._faults.guard("looking at a step's blocks", lambda: rewritten_blocks(scheduled), None)
-        return StepMetadata(self._bridge.take_step(not scheduled.total_num_scheduled_tokens, rewritten))
+        self._n_steps += 1
+        return StepMetadata(self._bridge.take_step(not scheduled.total_num_scheduled_tokens, rewritten), self._n_steps)
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """A request ended, however it did; its blocks are free from the next step on, after that step's `before`."""
@@ -139,6 +129,7 @@ class SchedulerHalf:
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, ReportMetadata):
             self._bridge.saved(report.saves)
+            self._saves &= not report.has_failed
             if report.cost is not None:
                 self._costs.calibrate(report.cost)
             for tokens, seconds in report.timings:
@@ -192,12 +183,8 @@ class SchedulerHalf:
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
             nothing = RequestView(request.request_id, (), 0, {}, may_load=False, may_save=False)
-            view = self._faults.guard("looking at a request", lambda: self._view_of(request), nothing)
+            view = self._faults.guard("looking at a request", lambda: self._view(request), nothing)
             self._bridge.track(view)
-
-    def _view_of(self, request: Any) -> RequestView:
-        view = self._view(request)
-        return replace(view, may_load=view.may_load and self._loads)
 
     def _advance(self, scheduled: Any) -> None:
         if not self._faults.guard("following block tables", lambda: self._mirror_tables(scheduled), False):

@@ -19,9 +19,10 @@ from kvtier.connectors.bridge import Faults, Step, WorkerBridge
 from kvtier.connectors.requests import ChunkShape
 from kvtier.connectors.vllm_checks import check_cache, check_engine, check_layers, layer_specs
 from kvtier.connectors.vllm_forms import check_specs
+from kvtier.connectors.vllm_forwards import Forwards
 from kvtier.connectors.vllm_identity import Identity, check_share, identity_of
 from kvtier.connectors.vllm_layouts import CacheShape, EnginePages, engine_pages, in_layer_order
-from kvtier.connectors.vllm_report import RankReport, ReportMetadata
+from kvtier.connectors.vllm_report import RankReport, ReportMetadata, StepMetadata
 from kvtier.connectors.vllm_stats import KVTierStats, stats_of
 from kvtier.geometry import LayerForm, RankShare
 from kvtier.plan import LoadPlan, SavePlan
@@ -44,6 +45,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self._faults = Faults()
+        self._forwards = Forwards()
         self._failed_blocks: set[int] = set()
         self._pages: EnginePages | None = None
         self._bridge: WorkerBridge | None = None
@@ -72,17 +74,23 @@ class WorkerHalf:
         self._bridge = WorkerBridge(transfer, chunk_shape, self._faults)
         atexit.register(self.close)  # an engine in the caller's own process is not always shut down
 
-    def before_forward(self, step: Step) -> None:
+    def before_forward(self, metadata: StepMetadata) -> None:
+        self._forwards.begins(metadata.number)
         if self._bridge is not None:
-            self._bridge.before_forward(self._expand(step))
+            self._bridge.before_forward(self._expand(self._trusted(metadata.step)))
 
     def start_loads(self, step: Step) -> None:
         if self._bridge is not None:
             self._bridge.start_loads(self._expand(step))
 
     def after_forward(self, step: Step) -> None:
+        self.step_ends()
         if self._bridge is not None:
-            self._bridge.after_forward(self._expand(step))
+            self._bridge.after_forward(self._expand(self._trusted(step)))
+
+    def step_ends(self) -> None:
+        """After the step's forward, or without one. Later calls for the same step do nothing more."""
+        self._forwards.ends()
 
     def take_finished(self) -> set[str]:
         """Requests whose load ended; what failed of them is told by `take_failed_blocks` in the same step."""
@@ -106,7 +114,8 @@ class WorkerHalf:
         if self._figures is not None and now >= self._figures_due_s:
             self._figures_due_s = now + FIGURES_INTERVAL_S
             figures = self._faults.guard("reporting", self._figures, None)
-        report = ReportMetadata(self._bridge.take_saves(), self._bridge.take_timings(), cost, figures)
+        saves, timings = self._bridge.take_saves(), self._bridge.take_timings()
+        report = ReportMetadata(saves, timings, cost, figures, self._forwards.has_failed)
         return report if report != ReportMetadata([]) else None
 
     def take_stats(self) -> KVTierStats | None:
@@ -141,6 +150,11 @@ class WorkerHalf:
             is_slots=form.v_head_size == 0 and identity.namespace.geometry.attention == "heads",
             element_bytes=form.element_bytes,
         )
+
+    def _trusted(self, step: Step) -> Step:
+        """The step without its saves once a forward failed. Nobody answers those; the scheduler's half makes no more
+        when it hears of it."""
+        return replace(step, before=None, after=None) if self._forwards.has_failed else step
 
     def _expand(self, step: Step) -> Step:
         """The step in blocks of the attention kernel, which may be smaller than the scheduler's."""

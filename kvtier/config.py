@@ -307,11 +307,18 @@ def _config_error(settings_cls: type[Settings], error: ValidationError, sources:
 
 
 def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: list[SettingsSource]) -> ConfigError:
-    path = tuple(str(part) for part in complaint["loc"])
+    whole = tuple(str(part) for part in complaint["loc"])
     known = set(_paths(settings_cls))
-    path = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), path)
+    path = next((whole[:n] for n in range(len(whole), 0, -1) if whole[:n] in known), whole)
+    in_list = path in known and _is_list(settings_cls, path) and whole != path
+    if in_list:  # such as ("capacity", "tenants", "0", "name"): an entry has no default of its own
+        reasons = {"missing": "not set, and it has no default", "extra_forbidden": "unknown key",
+                   "tuple_type": "must be a list"}  # fmt: skip
+        reason = complaint["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        value = None if complaint["type"] == "missing" else complaint["input"]
+        return ConfigError(".".join(whole), value, reasons.get(complaint["type"], reason) + _origin(path, sources))
     if complaint["type"] == "extra_forbidden":
-        path = tuple(str(part) for part in complaint["loc"])
+        path = whole
         source = next((source for source in sources if source.holds(path)), sources[0])
         fix = "unknown key" + _suggestion(path, known, source) + f" (from {source.name})"
         return ConfigError(".".join(path), complaint["input"], fix)

@@ -11,6 +11,7 @@ import torch
 from adapters_scenario import adapters  # noqa: F401
 from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
 from events_log import EventsLog
+from failed_forward_scenario import failed_forward  # noqa: F401
 from vllm import SamplingParams
 
 from kvtier.connectors.vllm_worker import FIGURES_INTERVAL_S

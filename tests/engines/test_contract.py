@@ -25,9 +25,9 @@ from kvtier.connectors.bridge import Faults, Step
 from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_report import ReportMetadata
+from kvtier.connectors.vllm_report import ReportMetadata, StepMetadata
 from kvtier.connectors.vllm_requests import GivenBlocks, view_of
-from kvtier.connectors.vllm_scheduler import SchedulerHalf, StepMetadata
+from kvtier.connectors.vllm_scheduler import SchedulerHalf
 from kvtier.plan import SaveOutcome
 
 from .fakes import answer_to_save
@@ -122,10 +122,10 @@ def test_it_is_a_best_effort_cache_of_one_group() -> None:
 
 def test_metadata_travels_between_processes() -> None:
     step = StepMetadata(Step())
-    saves = ReportMetadata([answer_to_save(b"k" * 16, SaveOutcome.SAVED)])
+    saves = ReportMetadata([answer_to_save(b"k" * 16, SaveOutcome.SAVED)], has_failed=True)
     assert pickle.loads(pickle.dumps(step)) == step
     both = pickle.loads(pickle.dumps(saves)).aggregate(ReportMetadata([answer_to_save(b"k" * 16, SaveOutcome.FAILED)]))
-    assert [done.outcome for done in both.saves] == [SaveOutcome.SAVED, SaveOutcome.FAILED]
+    assert [done.outcome for done in both.saves] == [SaveOutcome.SAVED, SaveOutcome.FAILED] and both.has_failed
     assert isinstance(step, base.KVConnectorMetadata) and isinstance(saves, base.KVConnectorWorkerMetadata)
 
 
@@ -177,8 +177,8 @@ def half() -> SchedulerHalf:
     half._bridge = RecordingBridge()  # type: ignore[assignment]
     half._requests = {name: SimpleNamespace(num_tokens=1000, num_prompt_tokens=1000) for name in "abc"}
     half._tables, half._given = {}, GivenBlocks()
-    half._loads = half._saves = half._save_generated = True
-    half._waits_a_step = False
+    half._saves = half._save_generated = True
+    half._waits_a_step, half._n_steps = False, 0
     half._step_times = StepTimes(lambda tokens, seconds: None)
     half._faults = Faults()
     return half
@@ -206,7 +206,7 @@ def test_block_tables_since_032(half: SchedulerHalf) -> None:
 def test_a_step_that_cannot_be_understood_saves_nothing(half: SchedulerHalf) -> None:
     """I9, also for what a later release may change in its own structures."""
     odd = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=1)
-    assert half.build_step(odd) == StepMetadata(Step())
+    assert half.build_step(odd) == StepMetadata(Step(), 1)
     assert half._faults.take() == 1
 
 

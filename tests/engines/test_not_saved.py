@@ -37,8 +37,8 @@ class Scene:
         self.store = FakeStore()
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
         half._faults = Faults()
-        half._loads = half._saves = half._save_generated = True
-        half._waits_a_step = False
+        half._saves = half._save_generated = True
+        half._waits_a_step, half._n_steps = False, 0
         half._bridge = SchedulerBridge(self.store, ChunkShape(CHUNK, BLOCK), FixedLimit(CHUNK), 1.0, half._faults)  # type: ignore[arg-type]
         half._view = partial(view_of, chunk_tokens=CHUNK, adapters=Adapters())
         half._step_times = StepTimes(lambda tokens, seconds: None)
@@ -249,7 +249,7 @@ def test_what_the_engine_found_itself_is_saved(local: int) -> None:
 @pytest.mark.parametrize("loads", [True, False])
 def test_what_this_tier_loaded_counts_as_its_own(loads: bool) -> None:
     scene = Scene()
-    scene.half._loads = loads  # a producer only saves
+    scene.half._view = partial(scene.half._view, loads=loads)  # a producer only saves
     scene.store.stored.update(chunk.key for chunk in saved_by(Scene())[:1])
     request = scene.ask()
     n_tokens, _ = scene.half.matched_tokens(request, 0)

@@ -74,6 +74,8 @@ def test_a_plain_engine_passes() -> None:
             "pipeline_parallel_size", "use one or the other",
         ),
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "speculative_config.method", "use ngram"),
+        ({"parallel__enable_fault_tolerance": True}, "enable_fault_tolerance", "leave it out"),
+        ({"parallel__all2all_backend": "nixl_ep"}, "all2all_backend", "leave it out"),
         ({"cache__calculate_kv_scales": True}, "calculate_kv_scales", "set it to false"),
         ({"model__enable_sleep_mode": True}, "enable_sleep_mode", "set it to false"),
         (
@@ -112,14 +114,15 @@ def test_refused_engine_settings(changes: dict[str, Any], key: str, fix: str) ->
     assert fix in caught.value.fix
 
 
-def test_hybrid_models_are_refused_before_vllm_lays_out_their_kv() -> None:
-    """It cannot, without a connector that takes several groups of layers, and does not say why."""
+@pytest.mark.parametrize("kind", ["is_hybrid", "is_diffusion"])
+def test_models_are_refused_before_vllm_lays_out_their_kv(kind: str) -> None:
+    """Of hybrid ones it cannot, without a connector that takes several groups of layers, and does not say why."""
     from kvtier.connectors.vllm import KVTierConnector
 
     ask = KVTierConnector.get_required_kvcache_layout
-    assert ask(engine()) is None and ask(engine(model__is_hybrid=False)) is None
+    assert ask(engine()) is None and ask(engine(**{f"model__{kind}": False})) is None
     with pytest.raises(ConfigError) as caught:
-        ask(engine(model__is_hybrid=True))
+        ask(engine(**{f"model__{kind}": True}))
     assert caught.value.key == "model" and "without the kvtier connector" in caught.value.fix
 
 

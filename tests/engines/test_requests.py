@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_requests import final_frontier, hashes_items, step_frontier, view_of
+from kvtier.connectors.vllm_requests import final_frontier, step_frontier, view_of, why_items_pass_by
 
 CHUNK = 64
 
@@ -162,11 +162,11 @@ def test_items_without_a_hash_are_passed_by(multimodal: float | None, prefix_cac
     items = None if multimodal is None else SimpleNamespace(mm_processor_cache_gb=multimodal)
     model = SimpleNamespace(multimodal_config=items)
     cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
-    is_hashed = hashes_items(SimpleNamespace(model_config=model, cache_config=cache))
-    assert is_hashed is expected
-    shown = view_of(request(mm_features=[image("renderer0-mm-1-image-0", 3, 10)]), CHUNK, Adapters(), is_hashed)
+    takes_items = not why_items_pass_by(SimpleNamespace(model_config=model, cache_config=cache))
+    assert takes_items is expected
+    shown = view_of(request(mm_features=[image("renderer0-mm-1-image-0", 3, 10)]), CHUNK, Adapters(), takes_items)
     assert (shown.may_load, shown.may_save) == (expected, expected)
-    text = view_of(request(), CHUNK, Adapters(), is_hashed)
+    text = view_of(request(), CHUNK, Adapters(), takes_items)
     assert (text.may_load, text.may_save) == (True, True)
 
 
@@ -192,4 +192,41 @@ def test_vllm_hashes_items_where_we_say_so(prefix_caching: bool, cache_gb: float
         inputs = ProcessorInputs([1], items, named, hf_processor_mm_kwargs={})
         return str(inputs.get_mm_hashes("model", "blake3")["image"][0])
 
-    assert (name_of("red") != name_of("blue")) is hashes_items(config)
+    assert (name_of("red") != name_of("blue")) is not bool(why_items_pass_by(config))
+
+
+@pytest.mark.parametrize("is_prefix_lm", [True, False])
+def test_images_whose_tokens_see_each_other_are_passed_by(is_prefix_lm: bool) -> None:
+    """A hit that ends in one has vLLM split it; the next test shows that."""
+    model = SimpleNamespace(
+        multimodal_config=SimpleNamespace(mm_processor_cache_gb=4), is_mm_prefix_lm=is_prefix_lm
+    )  # fmt: skip
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=True))
+    assert ("attend to their later tokens" in why_items_pass_by(config)) is is_prefix_lm
+    assert not why_items_pass_by(SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)))
+
+
+def test_vllm_keeps_an_image_whole_only_from_before_it() -> None:
+    """The scheduler of the installed release: an image of 256 tokens from 100 on, and 40 tokens left in the step."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    place = PlaceholderRange(offset=100, length=256)
+    feature = MultiModalFeatureSpec(data=None, modality="image", identifier="i", mm_position=place, mm_hash="i")
+    cache = SimpleNamespace(
+        get_cached_num_encoder_embeds=lambda *_: None, check_and_update_cache=lambda *_: False,
+        can_allocate=lambda *_: True, allocate=lambda *_: None,
+    )  # fmt: skip
+    scheduler = SimpleNamespace(
+        is_encoder_decoder=False, encoder_cache_manager=cache, ec_connector=None,
+        scheduler_config=SimpleNamespace(disable_chunked_mm_input=True),
+        _reject_on_encoder_cache_embed_mismatch=lambda *_: False,
+    )  # fmt: skip
+    asked = SimpleNamespace(mm_features=[feature], has_encoder_inputs=True, request_id="r")
+
+    def scheduled(computed: int, n_tokens: int) -> int:
+        return int(Scheduler._try_schedule_encoder_inputs(scheduler, asked, computed, n_tokens, 10**6)[1])  # type: ignore[arg-type]
+
+    assert scheduled(0, 140) == 100  # none of it
+    if scheduled(256, 40) != 40 or scheduled(100, 40) != 40:
+        pytest.fail("this vLLM keeps them whole: requests with such images need not pass by with it any more")

@@ -1,0 +1,87 @@
+"""Forwards that do not end: nothing of what they leave in the engine's blocks may be saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvtier.connectors.vllm_forwards import Forwards
+
+
+@contextmanager
+def as_vllm_does(forwards: Forwards, number: int) -> Iterator[None]:
+    """KVConnectorModelRunnerMixin: a generator, and `wait_for_save` in its finally."""
+    forwards.begins(number)
+    try:
+        yield
+    finally:
+        forwards.ends()
+        forwards.ends()
+
+
+def test_forwards_that_end_are_trusted_also_in_a_handler_of_something_else() -> None:
+    forwards = Forwards()
+    for number in (7, 8):
+        with as_vllm_does(forwards, number):
+            pass
+    try:
+        raise ValueError("of the caller")
+    except ValueError:
+        with as_vllm_does(forwards, 9), suppress(KeyError):
+            raise KeyError("within the forward, and handled there") from None
+    with as_vllm_does(forwards, 10):
+        pass
+    assert not forwards.has_failed
+
+
+@pytest.mark.parametrize("fault", [MemoryError("out of it"), SystemExit(), KeyboardInterrupt()], ids=repr)
+def test_one_that_raises_is_known_where_it_ends_and_later(
+    fault: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    forwards = Forwards()
+    with caplog.at_level(logging.ERROR, "kvtier"), pytest.raises(type(fault)), as_vllm_does(forwards, 1):
+        raise fault
+    assert forwards.has_failed and repr(fault) in caplog.text
+    with as_vllm_does(forwards, 2):
+        pass
+    assert forwards.has_failed and caplog.text.count("nothing more is saved") == 1
+
+
+def test_one_that_never_ended_is_known_before_the_next_step() -> None:
+    forwards = Forwards()
+    forwards.begins(1)
+    forwards.begins(2)
+    assert forwards.has_failed
+
+
+def test_a_step_that_never_came_is_missed() -> None:
+    forwards = Forwards()
+    with as_vllm_does(forwards, 1):
+        pass
+    forwards.begins(3)
+    assert forwards.has_failed
+
+
+@pytest.mark.parametrize("runner", ["first", "second"])
+@pytest.mark.parametrize("waits_a_step", [False, True], ids=["", "saved a step later"])
+def test_real_engine(lab: Any, runner: str, waits_a_step: bool) -> None:
+    """Three whole chunks before the fault, none of the request that met it, and none later."""
+    name = f"failed-forward-{runner}-{waits_a_step}"
+    spec = {"root": str(lab.folder / name), "second_runner": runner == "second",
+            "scenarios": [["failed_forward", waits_a_step]]}  # fmt: skip
+    found = lab.run(name, [spec])[0]["failed_forward"]
+    assert found == {"before": 3, "raised": "simulated", "after": 3, "later": 3}
+
+
+def test_real_engine_of_an_older_release(lab: Any, older_python: Path) -> None:
+    """0.27.1 asks a step without a forward for no `wait_for_save`."""
+    spec = {"root": str(lab.folder / "failed-forward-old"), "scenarios": [["failed_forward", False]]}
+    found = lab.run("failed-forward-old", [spec], older_python)[0]["failed_forward"]
+    assert found == {"before": 3, "raised": "simulated", "after": 3, "later": 3}
