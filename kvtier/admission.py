@@ -26,7 +26,7 @@ class Admission:
         return self._policy in ("always", "saved")
 
     def keeps_loaded(self, key: bytes) -> bool:
-        """Whether a chunk that was just loaded from below stays."""
+        """Whether a chunk that was just loaded from below stays. Remembers the key, so ask once a load."""
         if self._policy in ("always", "never"):
             return self._policy == "always"
         if key in self._seen:

@@ -310,13 +310,8 @@ def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: l
     whole = tuple(str(part) for part in complaint["loc"])
     known = set(_paths(settings_cls))
     path = next((whole[:n] for n in range(len(whole), 0, -1) if whole[:n] in known), whole)
-    in_list = path in known and _is_list(settings_cls, path) and whole != path
-    if in_list:  # such as ("capacity", "tenants", "0", "name"): an entry has no default of its own
-        reasons = {"missing": "not set, and it has no default", "extra_forbidden": "unknown key",
-                   "tuple_type": "must be a list"}  # fmt: skip
-        reason = complaint["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        value = None if complaint["type"] == "missing" else complaint["input"]
-        return ConfigError(".".join(whole), value, reasons.get(complaint["type"], reason) + _origin(path, sources))
+    if path in known and len(whole) > len(path) and _is_list(settings_cls, path):
+        return _entry_error(whole, complaint, _origin(path, sources))
     if complaint["type"] == "extra_forbidden":
         path = whole
         source = next((source for source in sources if source.holds(path)), sources[0])
@@ -332,9 +327,21 @@ def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: l
     elif complaint["type"] == "path_type":
         fix = "must be an absolute path"
     else:
-        reason = complaint["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        fix = reason + _default(settings_cls, path)
+        fix = _reason(complaint) + _default(settings_cls, path)
     return ConfigError(".".join(path), complaint["input"], fix + _origin(path, sources))
+
+
+def _entry_error(whole: tuple[str, ...], complaint: ErrorDetails, origin: str) -> ConfigError:
+    """Of something within a list, such as ("capacity", "tenants", "0", "name"), which has no default of its own."""
+    is_missing = complaint["type"] == "missing"
+    known = {"missing": "not set, and it has no default", "extra_forbidden": "unknown key",
+             "tuple_type": "must be a list"}  # fmt: skip
+    fix = known.get(complaint["type"]) or _reason(complaint)
+    return ConfigError(".".join(whole), None if is_missing else complaint["input"], fix + origin)
+
+
+def _reason(complaint: ErrorDetails) -> str:
+    return complaint["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
 
 
 def _origin(path: tuple[str, ...], sources: list[SettingsSource]) -> str:

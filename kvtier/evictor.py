@@ -163,7 +163,7 @@ class Evictor:
         return Evicted(tuple(choice.victims), 0)
 
     def evict(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> Evicted | None:
-        """Removes what is meant; None when others evict right now. Sets that are filled stay, and pinned ones unless
+        """Removes what is meant; None when others evict right now. Sets still being filled stay, pinned ones unless
         `ignore_pins` (those that are pinned one by one stay even then)."""
 
         def choose(choice: Choice) -> bool:

@@ -99,7 +99,8 @@ class Fetcher:
         return True
 
     def is_here(self, fetch: Fetch) -> bool:
-        """Whether the bytes have arrived, all of them: else `complete` waits for them, or says what failed."""
+        """Whether the bytes have arrived, all of them: else `complete` waits for them, or says what failed. Ends its
+        reads when they have: counts them, and begins the copy up of a signed chunk."""
         if fetch.slot < 0 or (fetch.copied is not None and not self._worker.order.is_done(fetch.copied)):
             return False
         if fetch.reads is not None and self._files.have_arrived(fetch.reads):

@@ -46,7 +46,8 @@ class SetSupply:
         self._missed_s: float | None = None
 
     def is_coming(self, now_s: float) -> bool:
-        """Whether no set is ready, but one may be in a moment: chunks that can wait had better."""
+        """Whether no set is ready, but one may be in a moment: chunks that can wait had better. The first call that
+        finds none starts the clock."""
         with self._lock:
             if self._current is not None or self._spares:
                 return False

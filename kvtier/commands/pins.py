@@ -42,6 +42,8 @@ def run_pin(options: argparse.Namespace) -> int:
     if options.namespace is None:
         if has_prompt(options):
             raise NotDone("a prefix is one of a namespace: add --namespace")
+        if options.label or options.ttl_s is not None:
+            raise NotDone("this says how long to pin, or what for, but not what: add --namespace")
         with deployment(options) as opened:
             found = list_pins(opened)
         if options.json:
@@ -99,4 +101,5 @@ def _print(found: Pins) -> None:
             for row in found.pins
         ]  # fmt: skip
         print_table(rows, right=(3, 4))
-    print(f"{len(found.pins)} pins protect {size(found.pinned_bytes)}; they may protect {size(found.max_bytes)}")
+    pins = counted(len(found.pins), "pin")
+    print(f"{pins}, protecting {size(found.pinned_bytes)} of at most {size(found.max_bytes)}")

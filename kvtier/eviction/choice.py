@@ -36,7 +36,7 @@ class Selection:
 class Choice:
     """Sets that go, chosen step by step; what is chosen already counts as gone for the steps that follow.
 
-    protected: sets that stay whatever happens, beside those that are filled, or pinned themselves.
+    protected: sets that stay whatever happens, beside those that are still being filled, or pinned themselves.
     state: of the policy; changed with each set that is chosen.
     """
 

@@ -245,7 +245,7 @@ def test_what_is_pinned_stays_until_it_is_unpinned(
     whole = printed(capsys, "pin", str(config), "--namespace", namespace[:8])
     assert "the whole namespace, 1 segment set," in whole
     listed = printed(capsys, "pin", str(config))
-    assert "a demo" in listed and "2 pins protect" in listed and "unpinned" in listed
+    assert "a demo" in listed and "2 pins, protecting " in listed and "unpinned" in listed
     assert printed_json(capsys, "evict", str(config), "--all", "--yes")["n_sets"] == 0
     assert "2 pins begin with" in refused(capsys, "unpin", "", str(config))
     for pin in printed_json(capsys, "pin", str(config))["pins"]:
@@ -261,6 +261,11 @@ def test_a_label_that_cannot_be_shown_pins_nothing(
     pin = ("pin", str(config), "--namespace", namespace_of(config), "--label", label)
     assert "printable characters" in refused(capsys, *pin)
     assert printed_json(capsys, "pin", str(config))["pins"] == []
+
+
+@pytest.mark.parametrize("more", [("--label", "a demo"), ("--for", "2h")])
+def test_a_pin_of_nothing_is_refused(config: Path, more: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "add --namespace" in refused(capsys, "pin", str(config), *more)
 
 
 def test_what_is_pinned_goes_when_that_is_said(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

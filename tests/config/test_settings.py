@@ -380,3 +380,20 @@ def test_tokens_are_a_number_a_text_of_one_or_auto() -> None:
     for value in (512, "512"):
         assert Settings.load({"root": "/x", "min_load_tokens": value}).min_load_tokens == 512
     assert Settings.load({"root": "/x", "min_load_tokens": "auto"}).min_load_tokens == "auto"
+
+
+@pytest.mark.parametrize(
+    ("tenant", "key", "fix"),
+    [
+        ({"cache_salts": ["a"]}, "capacity.tenants.0.name", "not set"),
+        ({"name": "a"}, "capacity.tenants.0.cache_salts", "not set"),
+        ({"name": "a", "cache_salts": ["a"], "quota": "1GiB"}, "capacity.tenants.0.quota", "unknown key"),
+        ({"name": "a", "cache_salts": "a-*"}, "capacity.tenants.0.cache_salts", "must be a list"),
+    ],
+)
+def test_what_is_wrong_with_a_tenant_is_named(tmp_path: Path, tenant: dict[str, Any], key: str, fix: str) -> None:
+    path = yaml_file(tmp_path, yaml.safe_dump({"root": str(tmp_path), "capacity": {"tenants": [tenant]}}))
+    with pytest.raises(ConfigError) as caught:
+        Settings.load({"config": path})
+    assert (caught.value.key, caught.value.fix.startswith(fix)) == (key, True)
+    assert path in caught.value.fix and "KVTIER_" not in caught.value.fix
