@@ -14,6 +14,9 @@ from kvtier.tenants import NO_TENANTS, Tenants
 
 log = logging.getLogger("kvtier")
 
+SWITCHES = ("kvtier_load", "kvtier_save")
+"""Of a request's kv_transfer_params."""
+
 
 def why_items_pass_by(vllm_config: Any) -> str:
     """Why requests with multimodal items pass by the tier; empty when they do not.
@@ -43,8 +46,7 @@ def view_of(
 
     takes_items: see why_items_pass_by. loads: whether this engine loads at all.
     """
-    switches = request.kv_transfer_params or {}
-    may_load, may_save = (_is_on(switches, name) for name in ("kvtier_load", "kvtier_save"))
+    may_load, may_save = _switches(request)
     may_load &= loads
     is_passed_by = _is_passed_by(request) or (bool(request.mm_features) and not takes_items)
     extras = None if is_passed_by else _extras(request, chunk_tokens, adapters)
@@ -58,17 +60,19 @@ def view_of(
     )  # fmt: skip
 
 
-def _is_on(switches: Any, name: str) -> bool:
-    """A switch is on unless it is there with anything but true: who meant to opt out, and wrote "no", is out."""
+def _switches(request: Any) -> tuple[bool, bool]:
+    """Whether the request may load, and save. A switch is on unless it is there with anything but true: who meant to
+    opt out, and wrote "no", is out."""
+    switches = request.kv_transfer_params or {}
     if not isinstance(switches, Mapping):
         log.warning("kv_transfer_params is no mapping; the request passes by the tier")
-        return False
-    known = ("kvtier_load", "kvtier_save")
-    unknown = [key for key in switches if str(key).startswith("kvtier") and key not in known]
+        return False, False
+    unknown = [key for key in switches if str(key).startswith("kvtier") and key not in SWITCHES]
     if unknown:
-        log.warning("kv_transfer_params has no %s; it has %s", unknown[0], " and ".join(known))
-        return False
-    return switches.get(name, True) is True
+        log.warning("kv_transfer_params has no %s; it has %s", unknown[0], " and ".join(SWITCHES))
+        return False, False
+    load, save = (switches.get(name, True) is True for name in SWITCHES)
+    return load, save
 
 
 def step_frontier(request: Any, computed_tokens: int, scheduled_tokens: int, save_generated: bool) -> int:
