@@ -115,9 +115,9 @@ def test_models_of_the_equality_test_are_told_apart(results: Path) -> None:
     content = tables_common.read("equality_small")
     change(results, "equality_small", content)
     change(results, "equality_mla", content | {"good": False})
-    small, between, mla, *later = tables_gpu_checks.equality()
+    (results / "equality_small_032.json").unlink()
+    small, between, mla = tables_gpu_checks.equality()
     assert "grouped heads" in small and between == "" and "MLA" in mla
-    assert not later or (later[0] == "" and "second model runner" in later[1])
     assert "Not all of it" in mla and "Not all of it" not in small
 
 
