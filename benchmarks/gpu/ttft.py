@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,8 @@ class Asked:
         return len(self.lengths) * self.count + 1
 
 
-def measure(setup: Setup, systems: Sequence[str], asked: Asked) -> dict[str, Any]:
-    """Results of every system that could be run; why the others could not."""
-    results: dict[str, Any] = {}
+def measure(setup: Setup, systems: Sequence[str], asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each system's name with its results, or with why it could not be run."""
     lengths = asked.lengths
     warm = ["warm_up", min(WARM_UP_TOKENS, lengths[0])]
     for system in systems:
@@ -111,20 +110,19 @@ def measure(setup: Setup, systems: Sequence[str], asked: Asked) -> dict[str, Any
         shutil.rmtree(data, ignore_errors=True)
         try:
             if system == "none":
-                results[system] = setup.run("none", system, [warm, ["computed_and_own", lengths, count]])
+                yield system, setup.run("none", system, [warm, ["computed_and_own", lengths, count]])
                 continue
             storing = [warm, ["store", lengths, count]]
             if probe_tokens:
                 storing.append(["store_probes", probe_tokens, asked.probes])
             stored = setup.run(f"{system}-store", system, storing)
             loaded = setup.run(f"{system}-reload", system, [warm, ["first_tokens", lengths, count, probe_tokens]])
-            results[system] = {"store": stored, "reload": loaded}
+            yield system, {"store": stored, "reload": loaded}
         except EngineFailed as failure:
             print(f"FAILED {failure}", flush=True)
-            results[system] = {"failed": str(failure)}
+            yield system, {"failed": str(failure)}
         finally:
             shutil.rmtree(data, ignore_errors=True)
-    return results
 
 
 @dataclass(frozen=True)
@@ -287,6 +285,29 @@ def check_room(folder: Path, n_bytes: int) -> None:
         raise SystemExit(f"{folder}: {n_bytes / 1e9:.1f} GB will be stored, {free / 1e9:.1f} are free; lower --count")
 
 
+def write(arguments: argparse.Namespace, setup: Setup, results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of what has been measured so far, which it writes to --out."""
+    limit = None if arguments.probe_tokens else limit_of(arguments.ceilings, setup.folder)
+    token_bytes = raw_token_bytes(arguments, setup)
+    if setup.extra.get("codec", "raw") != "raw":
+        token_bytes = encoded_token_bytes(results) or token_bytes
+    rows = summary(results, arguments.lengths, token_bytes, limit)
+    for kind in (HOST_ARENA, HBM_ARENA):
+        asked_again = results.get(kind.name, {}).get("from_arena")
+        if asked_again:
+            rows.append(_row(kind.row, asked_again[1:], None) | {"first_s": asked_again[0]["ttft_s"]})
+    report.write(arguments.out, "time to the first token after a reload", {
+        "model": setup.kind, "tensor_parallel_size": arguments.tp, "folder": str(setup.folder), "extra": setup.extra,
+        "llm": setup.llm, "limit_bytes_s": limit, "probe_tokens": arguments.probe_tokens, "rows": rows,
+        "results": results,
+    })  # fmt: skip
+    return rows
+
+
+def raw_token_bytes(arguments: argparse.Namespace, setup: Setup) -> int:
+    return DIMENSIONS[setup.kind].token_bytes(4 if arguments.tiny else 2)
+
+
 def main() -> int:
     arguments = parse()
     setup = setup_of(arguments)
@@ -295,25 +316,18 @@ def main() -> int:
     setup.folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(setup.folder / "kvtier", ignore_errors=True)
     asked = Asked(arguments.lengths, arguments.count, arguments.peer_count, arguments.probe_tokens)
-    token_bytes = DIMENSIONS[setup.kind].token_bytes(4 if arguments.tiny else 2)
-    check_room(setup.folder, asked.stored_tokens * token_bytes)
-    results = measure(setup, [name for name in arguments.systems.split(",") if name], asked)
-    arenas = [(kind, of) for kind, of in ((HOST_ARENA, arguments.arena), (HBM_ARENA, arguments.hbm_arena)) if of]
-    for kind, of in arenas:
-        results[kind.name] = measure_arena(setup, arguments.lengths[-1], arguments.count, kind, of)
+    check_room(setup.folder, asked.stored_tokens * raw_token_bytes(arguments, setup))
+    results: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    # Written after each system: what a later one's time limit cuts off is that one alone.
+    for system, result in measure(setup, [name for name in arguments.systems.split(",") if name], asked):
+        results[system] = result
+        rows = write(arguments, setup, results)
+    for kind, of in ((HOST_ARENA, arguments.arena), (HBM_ARENA, arguments.hbm_arena)):
+        if of:
+            results[kind.name] = measure_arena(setup, arguments.lengths[-1], arguments.count, kind, of)
+            rows = write(arguments, setup, results)
     shutil.rmtree(setup.folder / "kvtier", ignore_errors=True)
-    limit = None if asked.probe_tokens else limit_of(arguments.ceilings, setup.folder)
-    if setup.extra.get("codec", "raw") != "raw":
-        token_bytes = encoded_token_bytes(results) or token_bytes
-    rows = summary(results, arguments.lengths, token_bytes, limit)
-    for kind, _ in arenas:
-        asked_again = results[kind.name].get("from_arena")
-        if asked_again:
-            rows.append(_row(kind.row, asked_again[1:], None) | {"first_s": asked_again[0]["ttft_s"]})
-    report.write(arguments.out, "time to the first token after a reload", {
-        "model": setup.kind, "tensor_parallel_size": arguments.tp, "folder": str(setup.folder), "extra": setup.extra,
-        "llm": setup.llm, "limit_bytes_s": limit, "probe_tokens": asked.probe_tokens, "rows": rows, "results": results,
-    })  # fmt: skip
     print_summary(rows)
     return int(any("failed" in result for result in results.values()))
 

@@ -98,7 +98,7 @@ def ttft(arguments: argparse.Namespace) -> dict[str, Any]:
                    "kvtier": {"store": found, "reload": {"first_tokens": rows["reloaded"]}}}  # fmt: skip
         shutil.rmtree(setup.folder / "kvtier", ignore_errors=True)
     else:
-        results = measure(setup, arguments.systems.split(","), Asked(lengths, arguments.count, 1))
+        results = dict(measure(setup, arguments.systems.split(","), Asked(lengths, arguments.count, 1)))
     # One rank's bytes: what passes through its PCIe. (The counters are sums over ranks, of bytes and tokens alike.)
     token_bytes = DIMENSIONS[setup.kind].token_bytes() // arguments.tp
     if setup.extra.get("codec", "raw") != "raw":
