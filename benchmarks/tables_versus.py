@@ -13,8 +13,8 @@ from benchmarks.tables_tmpfs import RUN, SECOND
 from benchmarks.versus.contestants import CONTESTANTS
 from benchmarks.versus.judge import PEERS, Cell, Entries, compared, goals, losses, slower_than_computing
 
-RUNS = (RUN, SECOND, "versus_disk")
-"""Of three machines; the plot is of the first."""
+RUNS = (RUN, SECOND, "versus_disk", "versus_earlier")
+"""Of four machines; the plot is of the first."""
 DOCUMENT_RUNS = ("long_doc_qa", "long_doc_qa-2")
 PLOT = "versus.svg"
 NOTHING = "†"
