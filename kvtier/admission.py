@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from kvtier.config import Admit
 
 SEEN_KEYS_MAX = 65_536
-
-Policy = Literal["always", "saved", "second_hit", "never"]
 
 
 class Admission:
@@ -17,7 +17,7 @@ class Admission:
     Not thread-safe; a lost race admits a chunk one load later.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Admit) -> None:
         self._policy = policy
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvtier.admission import Admission, Admissions
-from kvtier.breakeven import BreakEven, FixedLimit, LoadCost, LoadLimit
+from kvtier.breakeven import BreakEven, FixedLimit, LoadLimit
 from kvtier.capacity_watch import CapacityWatch
 from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.codecs.fp8 import Fp8Codec
@@ -36,7 +36,7 @@ from kvtier.kernels.paged import PagedKV
 from kvtier.machine import memory_here, pin_budget
 from kvtier.memory import Memory, cuda_memory, host_memory
 from kvtier.metrics import Metrics
-from kvtier.mount import cost_of_share, open_io
+from kvtier.mount import open_io
 from kvtier.pinned_segments import PinnedSegments
 from kvtier.policies import make_evictor
 from kvtier.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
@@ -94,7 +94,7 @@ def set_shape(settings: Settings, geometry: Geometry, codec: Codec, shares: Sequ
 def load_limit(settings: Settings) -> LoadLimit:
     """From how many tokens on a hit is loaded."""
     if settings.min_load_tokens == "auto":
-        return BreakEven(LoadCost.calibrated(None, None, 0))
+        return BreakEven()
     return FixedLimit(settings.min_load_tokens)
 
 
@@ -218,7 +218,7 @@ def open_transfer(
         ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
         ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
     )
-    cost = cost_of_share(io.cost, codec, geometry, share)
+    cost = io.cost.of_share(codec, geometry, share) if io.cost else None
     bounds = SaveBounds(min(queues.save_chunks_max, memory.save_slots), memory.held_slots)
     upkeep = _upkeep(settings, root, memory, worker, namespace.id, jobs.load)
     transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, upkeep)

@@ -34,7 +34,6 @@ FIXED_SPREAD_S, TOKEN_SPREAD_S = 0.005, 1e-6
 engine. Decides to which part of its cost a load's delay is put down, until both short and long ones were seen."""
 PRIOR_WEIGHT, PRIOR_WEIGHT_MIN = 4.0, 0.02
 """Of what was calibrated against loads that were seen: at first four of them, in the end a fiftieth of one."""
-UNKNOWN_LATENCY_S, UNKNOWN_READ_BYTES_S = 0.002, 1e9
 FORGET_S = 60.0
 """Half of what loads told about a slow storage is forgotten in that time: when no load is worth it any more, none is
 seen, and nothing would ever say that the storage has recovered."""
@@ -47,13 +46,12 @@ class LoadCost:
     fixed_s: float
     token_s: float
 
-    @classmethod
-    def calibrated(cls, latency_s: float | None, read_bytes_s: float | None, token_bytes: int) -> LoadCost:
-        """What could not be measured is taken for slow, until loads show it."""
-        return cls(latency_s or UNKNOWN_LATENCY_S, token_bytes / (read_bytes_s or UNKNOWN_READ_BYTES_S))
-
     def of(self, tokens: int) -> float:
         return self.fixed_s + tokens * self.token_s
+
+
+UNCALIBRATED = LoadCost(0.002, 0.0)
+"""Until the storage was measured, or loads were seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +155,7 @@ class _Fit:
 class BreakEven:
     """Thread-safe. calibrated: what loads should cost on an idle machine; clock: seconds."""
 
-    def __init__(self, calibrated: LoadCost, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, calibrated: LoadCost = UNCALIBRATED, clock: Callable[[], float] = time.monotonic) -> None:
         self._prior = calibrated
         self._clock = clock
         self._seen = _Fit()

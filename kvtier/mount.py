@@ -29,11 +29,23 @@ LOAD_FIXED_S = 0.003
 _abandoned: list[ChunkArena] = []
 
 
+class MountCost(NamedTuple):
+    """Seconds: of any load, and of each of its bytes, as they are stored."""
+
+    fixed_s: float
+    byte_s: float
+
+    def of_share(self, codec: Codec, geometry: Geometry, share: RankShare) -> LoadCost:
+        """Of the tokens that this rank loads its share of."""
+        chunk_bytes = share.reads.n_heads * slab_bytes(codec, geometry, share.reads)
+        return LoadCost(self.fixed_s, self.byte_s * chunk_bytes / geometry.chunk_tokens)
+
+
 class MountIo(NamedTuple):
-    """cost: of a byte; None: not measured."""
+    """cost: None: not measured."""
 
     engines: Engines
-    cost: LoadCost | None
+    cost: MountCost | None
 
 
 def open_io(
@@ -69,14 +81,6 @@ def open_io(
         return MountIo(_open(settings, usual, ask), None)
 
 
-def cost_of_share(cost: LoadCost | None, codec: Codec, geometry: Geometry, share: RankShare) -> LoadCost | None:
-    """From seconds a byte to seconds a token of this rank's share, as it is stored."""
-    if cost is None:
-        return None
-    chunk_bytes = share.reads.n_heads * slab_bytes(codec, geometry, share.reads)
-    return LoadCost(cost.fixed_s, cost.token_s * chunk_bytes / geometry.chunk_tokens)
-
-
 def _measure(settings: Settings, root: Root, ask: Ask, arena: ChunkArena) -> Calibration | None:
     if not settings.io.calibrate:
         return None
@@ -103,8 +107,7 @@ def _ring(sizes: RingSizes, how: InMemory | None) -> Ring:
     return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, in_memory=how)
 
 
-def _cost(measured: Calibration | None) -> LoadCost | None:
-    """A byte's, so far."""
-    if measured is None or measured.read_bytes_s is None:
+def _cost(measured: Calibration) -> MountCost | None:
+    if measured.read_bytes_s is None:
         return None
-    return LoadCost((measured.latency_s or 0.0) + LOAD_FIXED_S, 1 / measured.read_bytes_s)
+    return MountCost((measured.latency_s or 0.0) + LOAD_FIXED_S, 1 / measured.read_bytes_s)

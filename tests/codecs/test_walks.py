@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvtier import metrics as names
-from kvtier.breakeven import LoadCost
 from kvtier.codecs.base import Encoded, Verdict, slab_bytes
 from kvtier.codecs.fp8 import Fp8Coder
 from kvtier.codecs.turboquant.codec import Turboquant, TurboquantCoder
@@ -21,7 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.geometry import Extent, Geometry, share_of_rank
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
-from kvtier.mount import cost_of_share
+from kvtier.mount import MountCost
 from kvtier.plan import SaveOutcome
 from kvtier.store import WantedChunk
 from tests.core import lazy
@@ -308,8 +307,8 @@ def test_a_load_costs_what_is_stored() -> None:
     shape = geometry(layers=32, kv_heads=8, k_head_size=128, v_head_size=128, dtype="bfloat16", element_bytes=2,
                      chunk_tokens=256)  # fmt: skip
     share = share_of_rank(shape, 0, 1, 0, range(32))
-    cost = cost_of_share(LoadCost(0.5, 1e-9), Turboquant("k4v4"), shape, share)
-    assert cost is not None and cost.fixed_s == 0.5
+    cost = MountCost(0.5, 1e-9).of_share(Turboquant("k4v4"), shape, share)
+    assert cost.fixed_s == 0.5
     assert cost.token_s == pytest.approx(1e-9 * 8 * 266 * 4096 / 256)
     assert slab_bytes(Turboquant("k4v4"), shape, share.reads) == 266 * 4096
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from kvtier.admission import Admission, Admissions, Policy
+from kvtier.admission import Admission, Admissions
+from kvtier.config import Admit
 from kvtier.io.ring import Batch, ReadOp, Ring, WriteOp, aligned_buffer
 from kvtier.jobs import ManualJobs, ThreadJobs
 from kvtier.kernels import host as host_kernels
@@ -160,8 +161,8 @@ class LazyEngine(Engine):
     """One rank. Background jobs run when the test says so, in this thread."""
 
     def lay_over(
-        self, out: Left | None = None, staging_slots: int = 12, admit: Policy = "saved", hbm_slots: int = 0,
-        hbm_admit: Policy = "never",
+        self, out: Left | None = None, staging_slots: int = 12, admit: Admit = "saved", hbm_slots: int = 0,
+        hbm_admit: Admit = "never",
     ) -> None:  # fmt: skip
         """Puts the staging arena above the host arena that the rig made, `hbm_slots` in it for chunks that stay. Call
         once, before anything is moved."""

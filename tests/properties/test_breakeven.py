@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.breakeven import FORGET_S, NEVER, STEP_S, UNMEASURED_MIN_TOKENS, BreakEven, Costs, LoadCost
+from kvtier.breakeven import FORGET_S, NEVER, STEP_S, UNCALIBRATED, UNMEASURED_MIN_TOKENS, BreakEven, Costs, LoadCost
 
 TOKEN_BYTES = st.integers(1024, 1 << 20)
 RATES = st.floats(1e6, 1e12)
@@ -25,6 +25,10 @@ class Clock:
         return self.now_s
 
 
+def calibrated(latency_s: float, read_bytes_s: float, token_bytes: int) -> LoadCost:
+    return LoadCost(latency_s, token_bytes / read_bytes_s)
+
+
 def measured(cost: LoadCost, prefill_tokens_s: float, step_s: float, clock: Clock) -> BreakEven:
     found = BreakEven(cost, clock)
     for _ in range(200):
@@ -37,7 +41,7 @@ def measured(cost: LoadCost, prefill_tokens_s: float, step_s: float, clock: Cloc
 def test_what_is_worth_it_is_not_slower(
     latency_s: float, read_bytes_s: float, token_bytes: int, prefill_tokens_s: float, step_s: float
 ) -> None:
-    cost = LoadCost.calibrated(latency_s, read_bytes_s, token_bytes)
+    cost = calibrated(latency_s, read_bytes_s, token_bytes)
     found = measured(cost, prefill_tokens_s, step_s, Clock())
     for tokens in (1, 255, 256, 1000, 32768, 1 << 20, found.min_tokens - 1, found.min_tokens):
         load_s = latency_s + tokens * token_bytes / read_bytes_s + step_s
@@ -52,8 +56,7 @@ def test_slower_storage_never_takes_shorter_hits(
     rates: list[float], latency_s: float, token_bytes: int, prefill_tokens_s: float
 ) -> None:
     least = [
-        measured(LoadCost.calibrated(latency_s, rate, token_bytes), prefill_tokens_s, 0.01, Clock()).min_tokens
-        for rate in rates
+        measured(calibrated(latency_s, rate, token_bytes), prefill_tokens_s, 0.01, Clock()).min_tokens for rate in rates
     ]
     assert all(slow >= fast for slow, fast in pairwise(least))
 
@@ -64,7 +67,7 @@ def test_loads_correct_what_was_calibrated(
 ) -> None:
     """Whatever calibration said, after some loads the decision is the one that the real rate asks for."""
     real = LoadCost(0.001, token_bytes / real_bytes_s)
-    found = measured(LoadCost.calibrated(0.001, calibrated_bytes_s, token_bytes), prefill_tokens_s, 0.01, Clock())
+    found = measured(calibrated(0.001, calibrated_bytes_s, token_bytes), prefill_tokens_s, 0.01, Clock())
     for _ in range(400):
         for tokens in (256, 1 << 17):
             found.saw_load(tokens, real.of(tokens))
@@ -77,20 +80,20 @@ def test_loads_correct_what_was_calibrated(
 def test_short_loads_say_little_about_long_ones_and_the_other_way() -> None:
     """A way through the engine that takes 20 ms more than calibrated makes short hits worthless, not long ones."""
     for seen in (512, 4096):
-        found = measured(LoadCost.calibrated(1e-4, 50e9, 131072), 40000.0, 0.01, Clock())
+        found = measured(calibrated(1e-4, 50e9, 131072), 40000.0, 0.01, Clock())
         real = LoadCost(0.02, 131072 / 50e9)
         for _ in range(100):
             found.saw_load(seen, real.of(seen))
         assert 256 < found.min_tokens <= 1 << 17
         assert 600 < found.min_tokens < 2000
-    found = measured(LoadCost.calibrated(0.003, 50e9, 131072), 40000.0, 0.01, Clock())
+    found = measured(calibrated(0.003, 50e9, 131072), 40000.0, 0.01, Clock())
     for _ in range(100):
         found.saw_load(1 << 17, (1 << 17) * 131072 / 10e9)
     assert 1000 < found.min_tokens < 2000
 
 
 def test_one_slow_load_is_no_storage() -> None:
-    found = measured(LoadCost.calibrated(0.003, 50e9, 131072), 40000.0, 0.01, Clock())
+    found = measured(calibrated(0.003, 50e9, 131072), 40000.0, 0.01, Clock())
     before = found.min_tokens
     found.saw_load(32768, 0.3)
     assert before <= found.min_tokens < 1.5 * before
@@ -98,7 +101,7 @@ def test_one_slow_load_is_no_storage() -> None:
 
 def test_nothing_calibrated_is_learned() -> None:
     """As the engine begins: neither latency nor rate is known, and then long and short loads are seen."""
-    found = measured(LoadCost.calibrated(None, None, 0), 40000.0, 0.01, Clock())
+    found = measured(UNCALIBRATED, 40000.0, 0.01, Clock())
     real = LoadCost(0.005, 131072 / 50e9)
     for _ in range(50):
         for tokens in (512, 1 << 15, 1 << 17):
@@ -107,7 +110,7 @@ def test_nothing_calibrated_is_learned() -> None:
 
 
 def test_until_a_prefill_was_measured() -> None:
-    found = BreakEven(LoadCost.calibrated(1e-4, 5e10, 131072))
+    found = BreakEven(calibrated(1e-4, 5e10, 131072))
     assert found.min_tokens == UNMEASURED_MIN_TOKENS
     found.saw_step(1, 0.007)
     found.saw_load(8192, 10.0)
@@ -116,20 +119,20 @@ def test_until_a_prefill_was_measured() -> None:
 
 def test_h200() -> None:
     """8B bf16: 131,072 bytes a token, 51.4 GB/s from tmpfs, 8,192 tokens computed in 0.205 s."""
-    found = BreakEven(LoadCost.calibrated(1e-4, 51.4e9, 131072))
+    found = BreakEven(calibrated(1e-4, 51.4e9, 131072))
     found.saw_step(8192, 0.205)
     assert 400 < found.min_tokens < 500  # bound by the step of 10 ms that nobody has measured yet
     for _ in range(50):
         found.saw_step(1, 0.006)
     assert 250 < found.min_tokens < 300
-    slow = BreakEven(LoadCost.calibrated(0.002, 0.8e9, 131072))
+    slow = BreakEven(calibrated(0.002, 0.8e9, 131072))
     slow.saw_step(8192, 0.205)
     assert slow.min_tokens == NEVER and slow.min_tokens > 1 << 40
 
 
 def test_a_storage_that_was_slow_for_a_while_is_tried_again() -> None:
     clock = Clock()
-    found = measured(LoadCost.calibrated(1e-4, 50e9, 131072), 40000.0, 0.01, clock)
+    found = measured(calibrated(1e-4, 50e9, 131072), 40000.0, 0.01, clock)
     before = found.min_tokens
     for _ in range(20):
         found.saw_load(32768, 30.0)
@@ -139,7 +142,7 @@ def test_a_storage_that_was_slow_for_a_while_is_tried_again() -> None:
 
 
 def test_nonsense_is_not_learned() -> None:
-    found = BreakEven(LoadCost.calibrated(1e-4, 50e9, 131072))
+    found = BreakEven(calibrated(1e-4, 50e9, 131072))
     for tokens, seconds in ((0, 1.0), (-1, 1.0), (1000, 0.0), (1000, -1.0), (1000, float("nan")), (10, float("inf"))):
         found.saw_step(tokens, seconds)
         found.saw_load(tokens, seconds)
@@ -150,8 +153,8 @@ def test_nonsense_is_not_learned() -> None:
 def test_what_an_engine_like_it_saw_counts_until_it_has_measured() -> None:
     """The first request of a fresh process: it was loaded from a disk of 1 GB/s, at 131 us a token, where computing
     takes 25."""
-    slow, fast = (LoadCost.calibrated(0.002, rate, 131072) for rate in (1e9, 50e9))
-    found = BreakEven(LoadCost.calibrated(None, None, 0))
+    slow, fast = (calibrated(0.002, rate, 131072) for rate in (1e9, 50e9))
+    found = BreakEven()
     assert found.min_tokens == UNMEASURED_MIN_TOKENS and found.costs() is None
     found.expect(Costs(25e-6, slow))
     assert found.min_tokens == NEVER
@@ -163,8 +166,8 @@ def test_what_an_engine_like_it_saw_counts_until_it_has_measured() -> None:
 
 
 def test_what_was_expected_does_not_replace_what_was_measured() -> None:
-    found = BreakEven(LoadCost.calibrated(None, None, 0))
-    found.calibrate(LoadCost.calibrated(0.002, 50e9, 131072))
+    found = BreakEven()
+    found.calibrate(calibrated(0.002, 50e9, 131072))
     found.saw_step(8192, 0.205)
     before = found.min_tokens
     found.expect(Costs(1e-9, LoadCost(1.0, 1.0)))

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier.admission import Admission, Admissions, Policy
+from kvtier.admission import Admission, Admissions
 from kvtier.breakeven import FixedLimit
 from kvtier.codecs.base import slab_bytes
 from kvtier.codecs.raw import RawCodec
+from kvtier.config import Admit
 from kvtier.connectors.bridge import Faults, SchedulerBridge, WorkerBridge
 from kvtier.connectors.requests import ChunkShape
 from kvtier.errors import ConfigError, KVTierError
@@ -65,7 +66,7 @@ class Build:
     slots: int
     arena_slots: int
     has_host: bool
-    admit: Policy
+    admit: Admit
     threads: int
     skew_s: float = 0.0
 
