@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.gpu import report
 from benchmarks.lmcache_environment import OUTSIDE, VERSIONS, environment
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.io.ring import aligned_buffer
+from kvtier.io.ring import AlignedBuffer
 
 QUESTION = "rates of LMCache's objects to and from kvtier, beside LMCache's own adapters on the same folder"
 OBJECT_MIB = (4, 32)
@@ -105,7 +105,7 @@ def run_lmcache(programs: Path, adapter: dict[str, Any], case: Case) -> dict[str
 def copy(folder: Path, case: Case) -> dict[str, float]:
     """The ceiling, as `run_lmcache`: direct where the folder is on a disk."""
     flags = os.O_RDWR | os.O_CREAT | (0 if case.in_memory else os.O_DIRECT)
-    memory = aligned_buffer(case.n_objects * case.object_bytes)
+    memory = AlignedBuffer(case.n_objects * case.object_bytes)
     memory.view[:] = os.urandom(MIB) * (len(memory.view) // MIB)
     views = [memory.view[n * case.object_bytes :][: case.object_bytes] for n in range(case.n_objects)]
     names = [[folder / f"{turn}-{n}" for n in range(case.n_objects)] for turn in range(case.rounds + 1)]

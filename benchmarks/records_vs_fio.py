@@ -40,7 +40,6 @@ from kvtier.io.ring import (
     ReadOp,
     Ring,
     WriteOp,
-    aligned_buffer,
     sizes_for,
 )
 from kvtier.record import RecordHeader
@@ -123,7 +122,7 @@ class Records:
 
     def _filled(self, number: int) -> AlignedBuffer:
         setup = self.setup
-        buffer = aligned_buffer(setup.record_bytes)
+        buffer = AlignedBuffer(setup.record_bytes)
         extent = Extent(0, 32, 0, HEADS)
         header = RecordHeader(
             self._key(number), bytes(16), bytes(16), setup.slab_bytes, 256, number, extent, 1, (0,) * HEADS

@@ -15,7 +15,7 @@ from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.io.engines import Reads
-from kvtier.io.ring import AlignedBuffer, ReadOp, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, ReadOp
 from kvtier.plan import LoadChunk
 from kvtier.record import tags_in
 from kvtier.sources import Source, place_in_file, sources_of
@@ -84,7 +84,7 @@ class FileReader:
         engine, pages = self._worker.io.reader, None
         if self._signer is not None:
             engine = self._worker.io.ring
-            pages = aligned_buffer(len(sources) * PAGE_BYTES)
+            pages = AlignedBuffer(len(sources) * PAGE_BYTES)
             held.callback(pages.view.release)  # late bytes may land there until then
             ops += _page_ops(chunk.key, sources, segments, pages.address)
         return FileReads(namespace, chunk.key, slot, sources, engine.submit(ops), begun_s, pages)

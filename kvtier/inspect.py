@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace
 from kvtier.index.base import Index, Location
-from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring
 from kvtier.record import RecordHeader, SegmentHeader, is_blank, tags_in
 from kvtier.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
 from kvtier.signing import Signer
@@ -240,7 +240,7 @@ class _Verifier:
                 continue
             while reading and (len(reading) + 1) * n_bytes > IN_FLIGHT_BYTES:
                 self._check(place, reading.popleft())
-            buffer = aligned_buffer(n_bytes)
+            buffer = AlignedBuffer(n_bytes)
             op = ReadOp(segment.fd, offset, buffer.address, header.slab_bytes, header.extent.n_heads, header.key,
                         header.extent.first_head, header.extent.first_layer, header.checksums)  # fmt: skip
             reading.append(_Reading(slot, header, page, ring.submit([op]), buffer))

@@ -16,7 +16,7 @@ from kvtier.config import HOST_ARENA_BYTES, HbmSettings, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io import cuda
-from kvtier.io.ring import aligned_buffer
+from kvtier.io.ring import AlignedBuffer
 from kvtier.jobs import Jobs, ThreadJobs
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import SlabRun
@@ -171,7 +171,7 @@ def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:
     if warning := beyond_available(n_bytes, found):
         log.warning("%s", warning)
     try:
-        return torch.frombuffer(aligned_buffer(n_slots * slot_bytes).view, dtype=torch.uint8)
+        return torch.frombuffer(AlignedBuffer(n_slots * slot_bytes).view, dtype=torch.uint8)
     except OSError as fault:
         raise arena_refused(n_bytes, f"cannot be had: {fault.strerror}", found) from None
 

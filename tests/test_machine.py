@@ -89,7 +89,7 @@ def test_an_engine_stops_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(n_bytes: int) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(memory, "aligned_buffer", refuses)
+    monkeypatch.setattr(memory, "AlignedBuffer", refuses)
     settings = Settings(root=Path("/x"), host=HostSettings(arena_bytes=64 << 20))
     with pytest.raises(ConfigError, match=r"host.arena_bytes = 67108864: cannot be had: Cannot allocate memory; set"):
         host_memory(settings, 1 << 20)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.io.calibrate import scratch_file
-from kvtier.io.ring import AlignedBuffer, ReadOp, Ring, RingSizes, WriteOp, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, ReadOp, Ring, RingSizes, WriteOp
 from kvtier.jobs import ThreadJobs
 from kvtier.record import RecordHeader
 
@@ -47,7 +47,7 @@ class Trial:
         self._fd = fd
         self._records = records
         self._sizes = sizes
-        self._buffers = [aligned_buffer(RECORD_BYTES) for _ in range(records)]
+        self._buffers = [AlignedBuffer(RECORD_BYTES) for _ in range(records)]
         header = RecordHeader(
             KEY, bytes(16), bytes(16), SLAB_BYTES, 256, 1, Extent(0, 1, 0, SLABS), 0, (0,) * SLABS
         ).pack()

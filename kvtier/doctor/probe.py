@@ -23,7 +23,7 @@ from kvtier.io.cufile import cufile_state
 from kvtier.io.engines import Target
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.kvikio_files import load_kvikio
-from kvtier.io.ring import aligned_buffer
+from kvtier.io.ring import AlignedBuffer
 
 TARGET_BYTES = 128 << 20
 SECTOR_BYTES = 512
@@ -65,7 +65,7 @@ def _storage(asked: dict[str, Any]) -> Any:
 
 def _direct_alignment(folder: Path) -> int | None:
     """The smallest of 512 and 4096 bytes that direct I/O takes; None: it takes none. Raises OSError."""
-    buffer = aligned_buffer(PAGE_BYTES)
+    buffer = AlignedBuffer(PAGE_BYTES)
     try:
         with scratch_file(folder, direct=True) as fd:
             os.pwritev(fd, [buffer.view], 0)
@@ -89,7 +89,7 @@ def _target() -> tuple[Target, str, object]:
         found = device_memory(TARGET_BYTES)
         if found is not None:
             return Target(found.address, TARGET_BYTES, found.ordinal), found.name, found
-    buffer = aligned_buffer(TARGET_BYTES)
+    buffer = AlignedBuffer(TARGET_BYTES)
     return Target(buffer.address, TARGET_BYTES), "cpu", buffer
 
 

@@ -28,7 +28,7 @@ from kvtier.io.calibration import (
     second_round,
 )
 from kvtier.io.engines import Choice, Reader, Reads, Target, open_engine
-from kvtier.io.ring import ReadOp, Ring, WriteOp, aligned_buffer, sizes_for
+from kvtier.io.ring import AlignedBuffer, ReadOp, Ring, WriteOp, sizes_for
 from kvtier.record import RecordHeader
 
 PREFIX = ".calibrate-"
@@ -181,7 +181,7 @@ class _Run:
         n_max = bound // RECORD_BYTES
         if n_max < 1:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
-        buffers = [aligned_buffer(RECORD_BYTES) for _ in range(min(WRITES_IN_FLIGHT, n_max))]
+        buffers = [AlignedBuffer(RECORD_BYTES) for _ in range(min(WRITES_IN_FLIGHT, n_max))]
         header = RecordHeader(
             KEY, bytes(16), bytes(16), SLAB_BYTES, 256, 1, Extent(0, 1, 0, SLABS), 0, (0,) * SLABS
         ).pack()
@@ -211,7 +211,7 @@ class _Run:
         return done
 
     def _latency(self, writer: Writer, fd: int) -> None:
-        page = aligned_buffer(PAGE_BYTES)
+        page = AlignedBuffer(PAGE_BYTES)
         taken = []
         for _ in range(LATENCY_READS):
             started_s = self._clock()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from kvtier.errors import TierUnavailable
-from kvtier.io.ring import AlignedBuffer, InMemory, ReadOp, Ring, RingSizes, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, InMemory, ReadOp, Ring, RingSizes
 
 FILE_BYTES, SLAB_BYTES = 16 << 20, 512 << 10
 """The file, and the memory that it is read into, fit no core's own caches, as slots of an arena do not."""
@@ -78,7 +78,7 @@ def _seconds_of(ways: list[InMemory], folder: Path, sizes: RingSizes, clock: Cal
     file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - a hanging read keeps it open
     rings: list[Ring] = []
     try:
-        target = aligned_buffer(FILE_BYTES)
+        target = AlignedBuffer(FILE_BYTES)
         for start in range(0, FILE_BYTES, SLAB_BYTES):
             os.pwrite(file.fileno(), target.view[start : start + SLAB_BYTES], start)
         for way in ways:  # one by one: those before one that fails are closed, too

@@ -345,7 +345,8 @@ def sizes_for(in_memory: bool, threads: int | None = None, piece_bytes: int | No
 
 
 class AlignedBuffer:
-    """Page-aligned memory that operations can use: `address`, `view` (writable bytes), `n_bytes`."""
+    """Page-aligned memory that operations can use: `address`, `view` (writable bytes), `n_bytes`. Anonymous, huge pages
+    advised, freed when the last view of it goes."""
 
     def __init__(self, n_bytes: int) -> None:
         if n_bytes <= 0:
@@ -362,8 +363,3 @@ class AlignedBuffer:
         skip = -base % _HUGE_PAGE_BYTES if n_bytes >= _HUGE_PAGE_BYTES else 0
         self.address = base + skip
         self.view = memoryview(self._mmap)[skip : skip + n_bytes]
-
-
-def aligned_buffer(n_bytes: int) -> AlignedBuffer:
-    """Anonymous memory, page-aligned (huge pages advised), freed when the last view of it goes."""
-    return AlignedBuffer(n_bytes)

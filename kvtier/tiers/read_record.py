@@ -9,7 +9,7 @@ from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.index.base import Location
 from kvtier.io.native import checksum
-from kvtier.io.ring import AlignedBuffer, aligned_buffer
+from kvtier.io.ring import AlignedBuffer
 from kvtier.record import record_bytes
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import SegmentFiles
@@ -45,7 +45,7 @@ def _is_as_summed(segment: OpenSegment, key: bytes, location: Location) -> bool:
         return False
     if record_bytes(extent, header.slab_bytes) > RECORD_BYTES_MAX:
         return True
-    buffer = aligned_buffer(min(PIECE_BYTES, header.slab_bytes))
+    buffer = AlignedBuffer(min(PIECE_BYTES, header.slab_bytes))
     start = header.slot_offset(location.slot) + PAGE_BYTES
     for number, expected in enumerate(location.checksums):
         seed = slab_seed(key, extent.first_head + number, extent.first_layer)

@@ -16,14 +16,15 @@ import torch
 
 from kvtier.admission import Admission, Admissions
 from kvtier.config import Admit
-from kvtier.io.ring import Batch, ReadOp, Ring, WriteOp, aligned_buffer
-from kvtier.jobs import ManualJobs, ThreadJobs
+from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, WriteOp
+from kvtier.jobs import ThreadJobs
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
 from kvtier.saves import SaveBounds
 from kvtier.tiers.arena import Arena
 from kvtier.transfer import Transfer, TransferJobs
 from tests.core.rig import Engine
+from tests.manual_jobs import ManualJobs
 
 Work = Callable[[], None]
 
@@ -170,7 +171,7 @@ class LazyEngine(Engine):
         worker = transfer._worker
         slot_bytes = worker.arena.slot_bytes
         self.order = LazyOrder(out or Left())
-        staging = torch.frombuffer(aligned_buffer((staging_slots + hbm_slots) * slot_bytes).view, dtype=torch.uint8)
+        staging = torch.frombuffer(AlignedBuffer((staging_slots + hbm_slots) * slot_bytes).view, dtype=torch.uint8)
         self.staging = StagingArena(staging, slot_bytes)
         self.host = worker.arena
         self.worker = replace(

@@ -13,9 +13,10 @@ from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.errors import IndexUnavailable
 from kvtier.index.memory import MemoryIndex
-from kvtier.jobs import ManualJobs, ThreadJobs
+from kvtier.jobs import ThreadJobs
 from kvtier.lookups import ANSWER_KEPT_S, QUESTIONS_MAX, WAIT_S, Found, InBackground, InPlace
 from tests.engines.fakes import FakeStore
+from tests.manual_jobs import ManualJobs
 
 
 class SlowIndex(MemoryIndex):

@@ -12,7 +12,7 @@ import torch
 from kvtier.codecs.base import slab_bytes
 from kvtier.geometry import Geometry
 from kvtier.index import entry as entries
-from kvtier.io.ring import aligned_buffer
+from kvtier.io.ring import AlignedBuffer
 from kvtier.plan import SaveOutcome
 from kvtier.tiers.arena import Arena
 from kvtier.worker import ChunkArena
@@ -93,7 +93,7 @@ def test_of_one_chunk_every_record_has_the_same_bytes(tmp_path: Path, engines: l
 
 
 def test_only_the_padding_is_blanked() -> None:
-    buffer = torch.frombuffer(aligned_buffer(5 * 12288).view, dtype=torch.uint8).fill_(7)
+    buffer = torch.frombuffer(AlignedBuffer(5 * 12288).view, dtype=torch.uint8).fill_(7)
     arena: ChunkArena = Arena(buffer, 12288)
     arena.blank([3, 1], n_slabs=2, slab_bytes=4096, begin=4090)
     slots = buffer.view(5, 3, 4096)

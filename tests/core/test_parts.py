@@ -17,11 +17,12 @@ from kvtier.eviction.choice import Choice
 from kvtier.eviction.lru import Lru
 from kvtier.geometry import Extent, covers, share_of_rank
 from kvtier.index.base import Location, SetInfo
-from kvtier.jobs import ManualJobs, ThreadJobs, Ticker
+from kvtier.jobs import ThreadJobs, Ticker
 from kvtier.record import RecordHeader, SegmentHeader, is_blank, record_bytes
 from kvtier.sets import SetSupply
 from kvtier.sources import sources_of
 from tests.core.rig import geometry
+from tests.manual_jobs import ManualJobs
 
 extents = st.builds(Extent, st.integers(0, 5), st.integers(1, 4), st.integers(0, 5), st.integers(1, 4))
 

@@ -16,7 +16,6 @@ import pytest
 from kvtier import pinned_segments
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent, RankShare
-from kvtier.jobs import ManualJobs
 from kvtier.memory import PIN_BYTES
 from kvtier.metrics import PINNED_FILE_BYTES, Metrics
 from kvtier.pinned_segments import QUIET_S, PinnedSegments
@@ -25,6 +24,7 @@ from kvtier.tiers.segments import SegmentFiles, segment_name
 from kvtier.transfer import Upkeep
 from kvtier.worker import Worker
 from tests.core.rig import Engine
+from tests.manual_jobs import ManualJobs
 
 NAMESPACE, OTHER_NAMESPACE = bytes(range(16)), bytes(range(16, 32))
 OURS, OTHERS = Extent(0, 2, 0, 2), Extent(0, 2, 2, 2)

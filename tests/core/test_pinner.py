@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kvtier.io import cuda
-from kvtier.io.ring import aligned_buffer
-from kvtier.jobs import ManualJobs, ThreadJobs
+from kvtier.io.ring import AlignedBuffer
+from kvtier.jobs import ThreadJobs
 from kvtier.memory import PIN_BYTES, Pinner
 from kvtier.tiers.arena import Arena
+from tests.manual_jobs import ManualJobs
 
 CALL_S = 0.05
 CALLS = 8
@@ -33,7 +34,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
 
 
 def make() -> Pinner:
-    buffer = torch.frombuffer(aligned_buffer(CALLS * PIN_BYTES).view, dtype=torch.uint8)
+    buffer = torch.frombuffer(AlignedBuffer(CALLS * PIN_BYTES).view, dtype=torch.uint8)
     return Pinner(Arena(buffer, PIN_BYTES, n_ready=0), 0, ThreadJobs("pin", 1, 1))
 
 

@@ -11,7 +11,7 @@ import select
 import pytest
 
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io.ring import ReadOp, WriteOp, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, ReadOp, WriteOp
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}
 _API = (0xAA, 0, 0)  # struct uffdio_api: api, features, ioctls
@@ -31,7 +31,7 @@ class HungRead:
         if self._faults < 0:
             pytest.skip(f"a hung read needs userfaultfd: {os.strerror(ctypes.get_errno())}")
         fcntl.ioctl(self._faults, _UFFDIO_API, (ctypes.c_uint64 * 3)(*_API))
-        self._target = aligned_buffer(4 * PAGE_BYTES)
+        self._target = AlignedBuffer(4 * PAGE_BYTES)
         region = (ctypes.c_uint64 * 4)(self._target.address, PAGE_BYTES, _REGISTER_MISSING, 0)
         fcntl.ioctl(self._faults, _UFFDIO_REGISTER, region)
         self._zeros = os.open("/dev/zero", os.O_RDONLY)

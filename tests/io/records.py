@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtier.checksum import slab_checksum, slab_seed
 from kvtier.geometry import PAGE_BYTES, Extent
-from kvtier.io.ring import AlignedBuffer, Batch, OpResult, ReadOp, Ring, WriteOp, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, Batch, OpResult, ReadOp, Ring, WriteOp
 from kvtier.record import RecordHeader
 
 FIRST_HEAD, FIRST_LAYER = 3, 5
@@ -25,7 +25,7 @@ class Record:
         rng = random.Random(seed)
         self.key, self.slab_bytes, self.n_slabs, self.offset = rng.randbytes(16), slab_bytes, n_slabs, offset
         self.n_bytes = PAGE_BYTES + slab_bytes * n_slabs
-        self.buffer: AlignedBuffer = aligned_buffer(self.n_bytes)
+        self.buffer: AlignedBuffer = AlignedBuffer(self.n_bytes)
         self.slabs = rng.randbytes(slab_bytes * n_slabs)
         extent = Extent(FIRST_LAYER, 2, FIRST_HEAD, n_slabs)
         self.header = RecordHeader(

@@ -21,7 +21,7 @@ from kvtier.io import calibration as kept
 from kvtier.io.calibrate import LEFT_OVER_S, PREFIX, Makers, calibrate, sweep
 from kvtier.io.calibration import Ask, Calibration, calibrated
 from kvtier.io.engines import Choice, Reads, Target
-from kvtier.io.ring import OpResult, ReadOp, WriteOp, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp, WriteOp
 
 from cuda_double import CudaDouble
 
@@ -301,7 +301,7 @@ def test_reads_into_device_memory(cuda: CudaDouble, tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "kvikio", None)  # not installed
     monkeypatch.setattr(measuring, "FILE_BYTES_MAX", 32 * MIB)
     monkeypatch.setattr(measuring, "READ_S", 0.02)
-    buffer = aligned_buffer(16 * MIB)
+    buffer = AlignedBuffer(16 * MIB)
     ask = Ask(tmp_path, Target(buffer.address, buffer.n_bytes, 0), True, False, ("ring", "kvikio"))
     found = calibrate(ask)
     assert found.read_bytes_s and found.choice.engine == "ring" and found.choice.slots > 1, found.reasons
@@ -313,7 +313,7 @@ def test_a_device_that_hangs(cuda: CudaDouble, tmp_path: Path, monkeypatch: pyte
     """A copy that is never done: the target is not the caller's yet."""
     monkeypatch.setattr(measuring, "FILE_BYTES_MAX", 32 * MIB)
     monkeypatch.setattr(measuring, "HANGS_S", 0.5)
-    buffer = aligned_buffer(16 * MIB)
+    buffer = AlignedBuffer(16 * MIB)
     cuda.close_gate()
     found = calibrate(Ask(tmp_path, Target(buffer.address, buffer.n_bytes, 0), True, False))
     assert found.is_target_busy and found.read_bytes_s is None
@@ -331,7 +331,7 @@ def test_a_device_that_hangs(cuda: CudaDouble, tmp_path: Path, monkeypatch: pyte
 def test_this_machine(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "FILE_BYTES_MAX", 64 * MIB)
     monkeypatch.setattr(measuring, "READ_S", 0.02)
-    buffer = aligned_buffer(32 * MIB)
+    buffer = AlignedBuffer(32 * MIB)
     ask = Ask(tmp_path, Target(buffer.address, buffer.n_bytes), direct, False)
     found = calibrate(ask)
     assert found.read_bytes_s and found.write_bytes_s and found.latency_s, found.reasons

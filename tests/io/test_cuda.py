@@ -10,7 +10,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io import cuda as cuda_driver
 from kvtier.io.native import library
-from kvtier.io.ring import AlignedBuffer, aligned_buffer
+from kvtier.io.ring import AlignedBuffer
 
 from cuda_double import CudaDouble
 
@@ -19,7 +19,7 @@ STILL_PINNED: list[AlignedBuffer] = []
 
 
 def test_memory_is_registered_until_unpinned(cuda: CudaDouble) -> None:
-    buffer = aligned_buffer(N_BYTES)
+    buffer = AlignedBuffer(N_BYTES)
     before = cuda.outstanding()
     cuda_driver.pin(buffer.address, N_BYTES, 1)
     assert cuda.outstanding() == before + 2  # the range, and the context that it is registered through
@@ -34,7 +34,7 @@ def test_memory_is_registered_until_unpinned(cuda: CudaDouble) -> None:
 
 
 def test_the_callers_device_stays_current(cuda: CudaDouble) -> None:
-    buffer = aligned_buffer(N_BYTES)
+    buffer = AlignedBuffer(N_BYTES)
     cuda_driver.pin(buffer.address, N_BYTES, 0)
     cuda_driver.unpin(buffer.address)
     assert cuda.contexts_of_thread() == 0
@@ -42,7 +42,7 @@ def test_the_callers_device_stays_current(cuda: CudaDouble) -> None:
 
 def test_pinning_does_not_spoil_a_capture(cuda: CudaDouble) -> None:
     """The engine records CUDA graphs while the host arena is pinned; and the thread's own mode is not changed."""
-    buffer = aligned_buffer(N_BYTES)
+    buffer = AlignedBuffer(N_BYTES)
     cuda.capture(True)
     cuda_driver.pin(buffer.address, N_BYTES, 0)
     cuda_driver.unpin(buffer.address)
@@ -64,7 +64,7 @@ def test_a_thread_of_ours_is_relaxed_for_good(cuda: CudaDouble) -> None:
 
 
 def test_a_thread_that_cannot_be_relaxed_does_not_pin(cuda: CudaDouble) -> None:
-    buffer = aligned_buffer(N_BYTES)
+    buffer = AlignedBuffer(N_BYTES)
     before = cuda.outstanding()
     cuda.fail("cuThreadExchangeStreamCaptureMode")
     with pytest.raises(TierUnavailable, match="cuThreadExchangeStreamCaptureMode: CUDA_ERROR_OUT_OF_MEMORY"):
@@ -74,7 +74,7 @@ def test_a_thread_that_cannot_be_relaxed_does_not_pin(cuda: CudaDouble) -> None:
 
 @pytest.mark.parametrize("call", ["cuInit", "cuDevicePrimaryCtxRetain", "cuMemHostRegister"])
 def test_what_cannot_be_pinned_is_said_and_leaves_nothing(cuda: CudaDouble, call: str) -> None:
-    buffer = aligned_buffer(N_BYTES)
+    buffer = AlignedBuffer(N_BYTES)
     cuda.fail(call)
     with pytest.raises(TierUnavailable, match=f"{call}: CUDA_ERROR_OUT_OF_MEMORY"):
         cuda_driver.pin(buffer.address, N_BYTES, 0)
@@ -83,7 +83,7 @@ def test_what_cannot_be_pinned_is_said_and_leaves_nothing(cuda: CudaDouble, call
 
 
 def test_memory_that_cannot_be_unpinned_must_stay(cuda: CudaDouble) -> None:
-    buffer = aligned_buffer(N_BYTES)
+    buffer = AlignedBuffer(N_BYTES)
     cuda_driver.pin(buffer.address, N_BYTES, 0)
     cuda.fail("cuMemHostUnregister")
     with pytest.raises(TierUnavailable, match="cuMemHostUnregister: CUDA_ERROR_OUT_OF_MEMORY"):
@@ -93,7 +93,7 @@ def test_memory_that_cannot_be_unpinned_must_stay(cuda: CudaDouble) -> None:
 
 
 def test_pinning_from_many_threads(cuda: CudaDouble) -> None:
-    buffers = [aligned_buffer(N_BYTES) for _ in range(6)]
+    buffers = [AlignedBuffer(N_BYTES) for _ in range(6)]
     finished: list[int] = []
 
     def work(address: int) -> None:
@@ -127,6 +127,6 @@ def test_without_a_driver(path: str, reason: str) -> None:
     try:
         assert cuda_driver.driver_version() is None
         with pytest.raises(TierUnavailable, match=reason):
-            cuda_driver.pin(aligned_buffer(N_BYTES).address, N_BYTES, 0)
+            cuda_driver.pin(AlignedBuffer(N_BYTES).address, N_BYTES, 0)
     finally:
         library.kvtier_cuda_load(None)

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io.ring import AlignedBuffer, DeviceRing, OpResult, ReadOp, Ring, WriteOp, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, DeviceRing, OpResult, ReadOp, Ring, WriteOp
 
 from cuda_double import CudaDouble
 from hang import HungRead
@@ -28,7 +28,7 @@ def stored(fd: int, n: int, slab_bytes: int = 4 * PAGE_BYTES, n_slabs: int = 8) 
 
 
 def targets_of(records: list[Record]) -> list[AlignedBuffer]:
-    return [aligned_buffer(record.n_bytes) for record in records]
+    return [AlignedBuffer(record.n_bytes) for record in records]
 
 
 def device_op(record: Record, fd: int, target: AlignedBuffer) -> ReadOp:

@@ -20,7 +20,7 @@ from kvtier.io import kvikio_engine, kvikio_files
 from kvtier.io.cufile import cufile_state, nvidia_fs_loaded
 from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes
 from kvtier.io.kvikio_files import load_kvikio
-from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp
 
 from fake_kvikio import FakeKvikio
 
@@ -39,7 +39,7 @@ def _kvikio() -> Iterator[FakeKvikio]:
 
 @pytest.fixture(name="target")
 def _target() -> AlignedBuffer:
-    buffer = aligned_buffer(8 * SLAB * SLABS)
+    buffer = AlignedBuffer(8 * SLAB * SLABS)
     buffer.view[:] = GONE * buffer.n_bytes
     return buffer
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.native import reads_issued
-from kvtier.io.ring import InMemory, Ring, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, InMemory, Ring
 
 from records import PIECE_BYTES, Record, finished, written
 
@@ -27,11 +27,11 @@ import ctypes, errno, faulthandler, logging, mmap, os, signal, sys
 sys.path.insert(0, HERE)
 from records import PIECE_BYTES, Record, finished, written
 from kvtier.io.native import reads_issued
-from kvtier.io.ring import InMemory, Ring, aligned_buffer
+from kvtier.io.ring import InMemory, Ring, AlignedBuffer
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 
 record = Record(1, 20 * 4096, 6)
-target = aligned_buffer(record.n_bytes)
+target = AlignedBuffer(record.n_bytes)
 fd = os.open(FOLDER + "/segment", os.O_RDWR | os.O_CREAT)
 
 def opened():
@@ -206,7 +206,7 @@ def test_neighbours_are_copied_out_of_one_mapping(tmpfs: Path | None) -> None:
     fd = os.open(tmpfs / "segment", os.O_RDWR | os.O_CREAT)
     with Ring(2, PIECE_BYTES, in_memory=InMemory(map_reads=True)) as ring:
         results = written(ring, fd, records)
-        targets = [aligned_buffer(record.n_bytes) for record in records]
+        targets = [AlignedBuffer(record.n_bytes) for record in records]
         ops = [r.read_op(fd, t, result.checksums) for r, t, result in zip(records, targets, results, strict=True)]
         for cut in (0, 2):
             os.ftruncate(fd, (80 - cut) * PAGE_BYTES)

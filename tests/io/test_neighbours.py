@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvtier.checksum import slab_checksum, slab_seed
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.native import reads_issued
-from kvtier.io.ring import AlignedBuffer, Batch, DeviceRing, InMemory, ReadOp, Ring, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, Batch, DeviceRing, InMemory, ReadOp, Ring
 
 from cuda_double import CudaDouble
 from hang import HungRead
@@ -50,7 +50,7 @@ class Reads:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.target: AlignedBuffer = aligned_buffer(4 * FILE_PAGES * PAGE_BYTES)
+        self.target: AlignedBuffer = AlignedBuffer(4 * FILE_PAGES * PAGE_BYTES)
         self.used_pages = 0
 
     def op(self, page: int, slab_pages: int = 1, n_slabs: int = 1, *, on_device: bool = False) -> ReadOp:

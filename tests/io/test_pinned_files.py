@@ -12,7 +12,7 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io import native
-from kvtier.io.ring import AlignedBuffer, DeviceRing, ReadOp, Ring, WriteOp, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, DeviceRing, ReadOp, Ring, WriteOp
 from tests.waiting import wait_until
 
 from cuda_double import CudaDouble
@@ -42,7 +42,7 @@ def records(memory_fd: int) -> list[Record]:
 
 def read(ring: Ring, fd: int, records: list[Record]) -> tuple[list[int], list[AlignedBuffer], int]:
     """Errors, where the bytes landed, and how many reads of the file that took."""
-    targets = [aligned_buffer(record.n_bytes) for record in records]
+    targets = [AlignedBuffer(record.n_bytes) for record in records]
     ops: list[ReadOp | WriteOp] = [
         record.read_op(fd, target, None)._replace(on_device=True)
         for record, target in zip(records, targets, strict=True)
@@ -202,7 +202,7 @@ def test_few_copies_are_on_their_way_and_other_work_goes_on(cuda: CudaDouble, tm
     slab_bytes = 20 << 20  # two copies each
     os.ftruncate(memory_fd, 4 * (PAGE_BYTES + slab_bytes))
     os.pwrite(memory_fd, b"\7" * os.fstat(memory_fd).st_size, 0)
-    target, host = aligned_buffer(4 * slab_bytes), aligned_buffer(PAGE_BYTES)
+    target, host = AlignedBuffer(4 * slab_bytes), AlignedBuffer(PAGE_BYTES)
     with Ring(8, PIECE_BYTES, device=DEVICE) as ring:
         ring.pin_file(memory_fd, size(memory_fd))
         cuda.close_gate()
@@ -225,7 +225,7 @@ def test_few_copies_are_on_their_way_and_other_work_goes_on(cuda: CudaDouble, tm
 
 def test_ordinary_reads_take_turns_with_them(cuda: CudaDouble, memory_fd: int, records: list[Record]) -> None:
     """Also where one thread does all, and there is always something pinned to copy."""
-    target, host = aligned_buffer(200 * records[0].n_bytes), aligned_buffer(records[0].n_bytes)
+    target, host = AlignedBuffer(200 * records[0].n_bytes), AlignedBuffer(records[0].n_bytes)
     with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
         ring.pin_file(memory_fd, size(memory_fd))
         cuda.delay(0.005)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io.ring import OpResult, ReadOp, Ring, WriteOp, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp, Ring, WriteOp
 from kvtier.record import RecordHeader
 
 from records import FIRST_HEAD, PIECE_BYTES, TIMEOUT_S, Record, finished, open_file, written
@@ -27,7 +27,7 @@ def test_round_trip(ring: Ring, fd: int, slab_bytes: int, n_slabs: int) -> None:
     record_bytes = PAGE_BYTES + slab_bytes * n_slabs
     records = [Record(i, slab_bytes, n_slabs, PAGE_BYTES + i * record_bytes) for i in range(5)]
     results = written(ring, fd, records)
-    targets = [aligned_buffer(record.n_bytes) for record in records]
+    targets = [AlignedBuffer(record.n_bytes) for record in records]
     for record, result in zip(records, results, strict=True):
         assert result.checksums == record.reference_checksums()
         assert RecordHeader.unpack(_page(fd, record)) == replace(record.header, checksums=result.checksums)
@@ -38,7 +38,7 @@ def test_round_trip(ring: Ring, fd: int, slab_bytes: int, n_slabs: int) -> None:
 
 
 def _page(fd: int, record: Record) -> bytes:
-    page = aligned_buffer(PAGE_BYTES)
+    page = AlignedBuffer(PAGE_BYTES)
     assert os.preadv(fd, [page.view], record.offset) == PAGE_BYTES
     return bytes(page.view)
 
@@ -46,7 +46,7 @@ def _page(fd: int, record: Record) -> bytes:
 def test_a_run_of_heads_reads_alone(ring: Ring, fd: int) -> None:
     record = Record(1, 3 * PAGE_BYTES, 8)
     (result,) = written(ring, fd, [record])
-    target = aligned_buffer(record.n_bytes)
+    target = AlignedBuffer(record.n_bytes)
     run = range(2, 5)
     (read,) = finished(ring.submit([record.read_op(fd, target, result.checksums[2:5], run)]))
     assert read == OpResult(0, (), result.checksums[2:5])
@@ -67,7 +67,7 @@ def test_damage_is_named_by_slab(ring: Ring, fd: int, tmp_path: Path) -> None:
     flipped = record.slabs[record.slab_bytes + 77] ^ 0x10
     _damage(path, first + record.slab_bytes + 77, bytes([flipped]))
     _damage(path, first + 4 * record.slab_bytes + PAGE_BYTES, bytes(PAGE_BYTES))
-    target = aligned_buffer(record.n_bytes)
+    target = AlignedBuffer(record.n_bytes)
     (read,) = finished(ring.submit([record.read_op(fd, target, result.checksums)]))
     assert (read.error, read.bad_slabs) == (0, (1, 4)) and not read.ok
     (partial,) = finished(ring.submit([record.read_op(fd, target, result.checksums[3:], range(3, 6))]))
@@ -81,7 +81,7 @@ def test_swapped_slabs_and_wrong_places_are_bad(ring: Ring, fd: int, tmp_path: P
     (result,) = written(ring, fd, [record])
     size = record.slab_bytes
     _damage(tmp_path / "segment", PAGE_BYTES, record.slabs[size : 2 * size] + record.slabs[:size])
-    target = aligned_buffer(record.n_bytes)
+    target = AlignedBuffer(record.n_bytes)
     op = record.read_op(fd, target, result.checksums)
     wrong_head = op._replace(first_head=FIRST_HEAD + 1)
     wrong_layer = op._replace(first_layer=0)
@@ -96,7 +96,7 @@ def test_a_short_file_is_nodata_and_others_go_on(ring: Ring, fd: int, cut: int) 
     records = [Record(i, 4 * PAGE_BYTES, 2, i * 9 * PAGE_BYTES) for i in range(3)]
     results = written(ring, fd, records)
     os.ftruncate(fd, 27 * PAGE_BYTES - cut)
-    targets = [aligned_buffer(record.n_bytes) for record in records]
+    targets = [AlignedBuffer(record.n_bytes) for record in records]
     reads = [r.read_op(fd, t, result.checksums) for r, t, result in zip(records, targets, results, strict=True)]
     assert [result.error for result in finished(ring.submit(reads))] == [0, 0, errno.ENODATA]
 
@@ -145,7 +145,7 @@ def test_many_threads_submit(ring: Ring, tmp_path: Path) -> None:
     def work(number: int) -> None:
         fd = open_file(tmp_path / f"segment{number}", direct=number % 2 == 0)
         records = [Record(100 * number + i, 5 * PAGE_BYTES, 4, i * 21 * PAGE_BYTES) for i in range(8)]
-        target = aligned_buffer(records[0].n_bytes)
+        target = AlignedBuffer(records[0].n_bytes)
         for _ in range(10):
             results = finished(ring.submit([record.write_op(fd) for record in records]))
             for record, result in zip(records, results, strict=True):
@@ -226,12 +226,12 @@ def test_submitting_a_whole_prompt_is_cheap(ring: Ring, fd: int) -> None:
 
 def test_a_buffer_is_aligned_and_writable() -> None:
     for n_bytes in (1, PAGE_BYTES, 5 << 20):
-        buffer = aligned_buffer(n_bytes)
+        buffer = AlignedBuffer(n_bytes)
         assert buffer.address % PAGE_BYTES == 0 and len(buffer.view) == n_bytes
         buffer.view[-1] = 7
         assert bytes(buffer.view[-1:]) == b"\x07"
     with pytest.raises(ValueError, match="buffer"):
-        aligned_buffer(0)
+        AlignedBuffer(0)
 
 
 def test_what_changed_before_it_was_written_gets_no_header(ring: Ring, fd: int) -> None:

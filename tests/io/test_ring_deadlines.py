@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io.ring import Batch, Ring, aligned_buffer
+from kvtier.io.ring import AlignedBuffer, Batch, Ring
 
 from hang import HungRead
 from records import PIECE_BYTES, TIMEOUT_S, Record, finished, written
@@ -38,7 +38,7 @@ def blocked(ring: Ring, hung: HungRead) -> Batch:
 
 
 def test_a_hung_read_times_out_and_ends_later(ring: Ring, fd: int, hung: HungRead) -> None:
-    record, target = Record(1, 4 * PAGE_BYTES, 2), aligned_buffer(9 * PAGE_BYTES)
+    record, target = Record(1, 4 * PAGE_BYTES, 2), AlignedBuffer(9 * PAGE_BYTES)
     (result,) = written(ring, fd, [record])
     started = time.monotonic()
     batch = ring.submit([hung.op])
@@ -56,7 +56,7 @@ def test_a_hung_read_times_out_and_ends_later(ring: Ring, fd: int, hung: HungRea
 
 
 def test_cancel_drops_what_has_not_started(fd: int, hung: HungRead) -> None:
-    record, target = Record(1, 4 * PAGE_BYTES, 2), aligned_buffer(9 * PAGE_BYTES)
+    record, target = Record(1, 4 * PAGE_BYTES, 2), AlignedBuffer(9 * PAGE_BYTES)
     with Ring(1, PIECE_BYTES) as ring:
         (result,) = written(ring, fd, [record])
         blocker = blocked(ring, hung)
@@ -119,7 +119,7 @@ def test_the_queue_is_bounded(fd: int, hung: HungRead) -> None:
 
 def test_reads_go_before_writes(fd: int, hung: HungRead, second_hung: HungRead) -> None:
     """Behind a hung read on one thread: reads are done before writes that were submitted earlier."""
-    record, target = Record(1, PAGE_BYTES, 1), aligned_buffer(PAGE_BYTES)
+    record, target = Record(1, PAGE_BYTES, 1), AlignedBuffer(PAGE_BYTES)
     with Ring(1, PIECE_BYTES) as ring:
         (result,) = written(ring, fd, [record])
         blocked(ring, hung)
@@ -137,7 +137,7 @@ def test_reads_go_before_writes(fd: int, hung: HungRead, second_hung: HungRead) 
 
 def test_writes_get_a_turn_among_reads(fd: int, hung: HungRead, second_hung: HungRead) -> None:
     """A stream of reads does not stop writes for good."""
-    record, target = Record(1, PAGE_BYTES, 1), aligned_buffer(PAGE_BYTES)
+    record, target = Record(1, PAGE_BYTES, 1), AlignedBuffer(PAGE_BYTES)
     with Ring(1, PIECE_BYTES) as ring:
         (result,) = written(ring, fd, [record])
         blocked(ring, hung)
@@ -152,7 +152,7 @@ def test_writes_get_a_turn_among_reads(fd: int, hung: HungRead, second_hung: Hun
 
 def test_batches_take_turns(fd: int, hung: HungRead, second_hung: HungRead) -> None:
     """A short batch behind a long one ends long before it: their operations are interleaved."""
-    record, target = Record(1, PAGE_BYTES, 1), aligned_buffer(PAGE_BYTES)
+    record, target = Record(1, PAGE_BYTES, 1), AlignedBuffer(PAGE_BYTES)
     with Ring(1, PIECE_BYTES) as ring:
         (result,) = written(ring, fd, [record])
         read = record.read_op(fd, target, result.checksums)

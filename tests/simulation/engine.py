@@ -26,7 +26,7 @@ from kvtier.index.base import Index
 from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.io.engines import Engines
-from kvtier.io.ring import aligned_buffer
+from kvtier.io.ring import AlignedBuffer
 from kvtier.keeper import Keeper, KeeperPlan
 from kvtier.kernels import host as host_kernels
 from kvtier.lookups import InBackground, InPlace, Lookups
@@ -226,7 +226,7 @@ class EngineProcess:
 
 
 def _arena(n_slots: int, slot_bytes: int, rng: random.Random) -> ChunkArena:
-    buffer = torch.frombuffer(aligned_buffer(n_slots * slot_bytes).view, dtype=torch.uint8)
+    buffer = torch.frombuffer(AlignedBuffer(n_slots * slot_bytes).view, dtype=torch.uint8)
     noise = torch.Generator().manual_seed(rng.getrandbits(32))
     buffer.random_(0, 256, generator=noise)  # another's bytes lie there already
     return Arena(buffer, slot_bytes)

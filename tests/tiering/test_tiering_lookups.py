@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.connectors.tiering_lookups import StepLookups
-from kvtier.jobs import ManualJobs
+from tests.manual_jobs import ManualJobs
 
 
 class Index:

@@ -1,0 +1,36 @@
+"""Jobs that a test runs when it wants to."""
+
+from __future__ import annotations
+
+from kvtier.jobs import Job
+
+
+class ManualJobs:
+    """Runs nothing by itself: queued jobs are run one at a time, in the order that a test or the simulation chooses."""
+
+    def __init__(self, queued_max: int) -> None:
+        self._queued_max = queued_max
+        self._queue: list[Job] = []
+        self._closed = False
+
+    def submit(self, job: Job) -> bool:
+        if self._closed or len(self._queue) >= self._queued_max:
+            return False
+        self._queue.append(job)
+        return True
+
+    def run(self, position: int = 0) -> None:
+        """Runs the queued job at `position`."""
+        self._queue.pop(position)()
+
+    def pending(self) -> int:
+        return len(self._queue)
+
+    def drain(self, timeout_s: float) -> bool:
+        while self._queue:
+            self.run()
+        return True
+
+    def close(self) -> None:
+        self._closed = True
+        self._queue.clear()
