@@ -188,10 +188,9 @@ class BreakEven:
             return
         with self._lock:
             if tokens >= PREFILL_TOKENS_MIN:
-                taken = seconds / tokens
-                self._token_s = taken if self._token_s is None else _mean(self._token_s, taken)
+                self._token_s = running_mean(self._token_s, seconds / tokens)
             elif tokens <= STEP_TOKENS_MAX:
-                self._step_s = _mean(self._step_s, seconds)
+                self._step_s = running_mean(self._step_s, seconds)
 
     def saw_load(self, tokens: int, seconds: float) -> None:
         """One load of `tokens` tokens, from asking for it to its end."""
@@ -236,5 +235,6 @@ class BreakEven:
         return LoadCost(max(0.0, prior.fixed_s + kept * x * fixed), max(0.0, prior.token_s + kept * z * token))
 
 
-def _mean(old: float, new: float) -> float:
-    return old + WEIGHT * (new - old)
+def running_mean(old: float | None, new: float) -> float:
+    """None: nothing was seen before."""
+    return new if old is None else old + WEIGHT * (new - old)

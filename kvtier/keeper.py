@@ -26,7 +26,7 @@ from kvtier.index.base import Index, SetInfo, Use
 from kvtier.jobs import Ticker
 from kvtier.metrics import Metrics
 from kvtier.reports import NOTE_PREFIX, About, Reporter
-from kvtier.sets import SetSupply, Side, Supplies
+from kvtier.sets import Side, Supplies
 from kvtier.sweep_turns import SweepTurns
 
 log = logging.getLogger("kvtier")
@@ -186,11 +186,6 @@ class Keeper:
     @property
     def supplies(self) -> Supplies:
         return self._epoch[1]
-
-    @property
-    def supply(self) -> SetSupply:
-        """That of chunks of nobody in particular."""
-        return self.supplies.common
 
     def begin_epoch(self) -> bytes:
         """Leaves the namespace for a new one that no other engine has; returns its id."""

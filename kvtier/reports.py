@@ -21,6 +21,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvtier import metrics as names
+from kvtier.breakeven import PREFILL_TOKENS_MIN, running_mean
 from kvtier.errors import Corrupt
 from kvtier.metrics import Metrics
 from kvtier.releases import installed
@@ -33,10 +34,6 @@ COUNTED_PREFIXES_MAX = 256
 """Prefixes whose hits are counted; a new one takes the place, and the count, of the one with the fewest."""
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of a Latency's buckets; a last bucket has no bound."""
-PREFILL_TOKENS_MIN = 512
-"""Steps of fewer tokens tell what a step takes, not what a token takes."""
-WEIGHT = 0.2
-"""Of a new prefill in the running mean."""
 
 What = Literal["lookup", "load", "save"]
 Label = Annotated[str, Field(max_length=LABEL_CHARS_MAX)]
@@ -250,8 +247,7 @@ class Reporter:
         """One step of the engine that computed `tokens` tokens in all."""
         if tokens >= PREFILL_TOKENS_MIN and seconds > 0:
             with self._lock:
-                old, new = self._seen.prefill_token_s, seconds / tokens
-                self._seen.prefill_token_s = new if old is None else old + WEIGHT * (new - old)
+                self._seen.prefill_token_s = running_mean(self._seen.prefill_token_s, seconds / tokens)
 
     def saw_hit(self, key: bytes, tokens: int) -> None:
         """A load of the prefix that ends with chunk `key` was planned."""

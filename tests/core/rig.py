@@ -126,7 +126,7 @@ class Engine:
     def wait_for_set(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits until the keeper has a segment set ready."""
         deadline = time.monotonic() + timeout_s
-        while self.store._keeper.supply.wants_set():
+        while self.store._keeper.supplies.common.wants_set():
             assert time.monotonic() < deadline, "no segment set was made"
             time.sleep(0.01)
 

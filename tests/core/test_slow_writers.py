@@ -259,7 +259,7 @@ def test_what_is_published_while_an_index_is_rebuilt_stays(tmp_path: Path, monke
     def fill_and_close() -> None:
         assert told(writer, tokens_of(2, 4)) == {SaveOutcome.SAVED}
         keeper = writer.store._keeper
-        wait_until(lambda: not keeper.supply._full and not keeper._done_with.to_close)
+        wait_until(lambda: not keeper.supplies.common._full and not keeper._done_with.to_close)
 
     then = once(fill_and_close)
     monkeypatch.setattr(ReadBack, "_records", lambda *args: (list(read(*args)), then())[0])
