@@ -1,4 +1,4 @@
-"""From vLLM's Request to what the bridge tracks: its extras, what it allows, and how far its KV is final."""
+"""From vLLM's Request to what the bridge tracks: its extras, and what it allows."""
 
 from __future__ import annotations
 
@@ -73,23 +73,6 @@ def _switches(request: Any) -> tuple[bool, bool]:
         return False, False
     load, save = (switches.get(name, True) is True for name in SWITCHES)
     return load, save
-
-
-def step_frontier(request: Any, computed_tokens: int, scheduled_tokens: int, save_generated: bool) -> int:
-    """Tokens whose KV is final after a step: scheduled ones count, placeholders and unverified drafts do not."""
-    known: int = request.num_tokens if save_generated else request.num_prompt_tokens
-    return min(computed_tokens + scheduled_tokens, known)
-
-
-def final_frontier(request: Any, save_generated: bool) -> int:
-    """Tokens whose KV is final when a request ends: all but the last one, which nothing was computed from.
-
-    An aborted or preempted request has only what was computed; num_computed_tokens may run ahead of the known
-    tokens by drafts and placeholders, which the other bound takes off.
-    """
-    tokens = request.num_tokens if save_generated else request.num_prompt_tokens
-    final: int = min(request.num_computed_tokens, max(request.num_prompt_tokens, tokens - 1))
-    return final
 
 
 def _is_passed_by(request: Any) -> bool:

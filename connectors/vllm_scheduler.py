@@ -20,10 +20,11 @@ from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm_adapters import Adapters
 from kvtier.connectors.vllm_checks import check_cache, check_engine, roles
+from kvtier.connectors.vllm_frontiers import Frontiers, StepsBehind
 from kvtier.connectors.vllm_identity import identity_of
 from kvtier.connectors.vllm_layouts import in_layer_order
 from kvtier.connectors.vllm_report import ReportMetadata, StepMetadata
-from kvtier.connectors.vllm_requests import GivenBlocks, final_frontier, step_frontier, view_of, why_items_pass_by
+from kvtier.connectors.vllm_requests import GivenBlocks, view_of, why_items_pass_by
 from kvtier.connectors.vllm_stats import KVTierStats, stats_of
 from kvtier.reports import About
 from kvtier.tenants import Tenants
@@ -50,9 +51,6 @@ class SchedulerHalf:
                 "after each update of the weights call reset_prefix_cache(reset_connector=True), or old KV is reused"
             )
         loads, self._saves = roles(vllm_config)
-        self._save_generated = settings.save_generated
-        # A draft model's own KV of a token may be written one step after the target's: its chunks wait for that.
-        self._waits_a_step = bool(identity.namespace.draft)
         self._faults = Faults()
         model = vllm_config.model_config
         label = getattr(model, "served_model_name", None) or model.model
@@ -73,6 +71,8 @@ class SchedulerHalf:
         adapters = Adapters()
         if vllm_config.lora_config is not None:
             adapters.watch_loads()
+        behind = StepsBehind.of(vllm_config, bool(identity.namespace.draft))
+        self._frontiers = Frontiers(settings.save_generated, behind, adapters)
         self._view: Callable[[Any], RequestView] = partial(
             view_of, chunk_tokens=settings.chunk_tokens, adapters=adapters, takes_items=not why_not,
             tenants=Tenants(settings.capacity.tenants), loads=loads,
@@ -94,7 +94,10 @@ class SchedulerHalf:
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How much of a waiting request can be loaded, and whether it is loaded in the background (always)."""
         self._track(request)
-        n_tokens = self._bridge.hit_tokens(request.request_id, computed_tokens)
+        is_of_its_key = self._faults.guard(
+            "looking at an adapter", lambda: self._frontiers.is_of_its_key(request), False
+        )
+        n_tokens = self._bridge.hit_tokens(request.request_id, computed_tokens) if is_of_its_key else 0
         return n_tokens, bool(n_tokens)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
@@ -119,8 +122,8 @@ class SchedulerHalf:
             return
         self._tables.pop(request.request_id, None)
         reached = self._given.ended(request.request_id)
-        frontier = min(final_frontier(request, self._save_generated), reached) if self._saves else 0
-        self._bridge.finish(request.request_id, frontier, block_ids)
+        frontier = self._faults.guard("looking at an end", lambda: self._frontiers.of_end(request, reached), 0)
+        self._bridge.finish(request.request_id, frontier if self._saves else 0, block_ids)
         del self._requests[request.request_id]  # now: what is still to be saved of it has been described
 
     def take_output(self, output: Any) -> None:
@@ -183,8 +186,12 @@ class SchedulerHalf:
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
             nothing = RequestView(request.request_id, (), 0, {}, may_load=False, may_save=False)
-            view = self._faults.guard("looking at a request", lambda: self._view(request), nothing)
-            self._bridge.track(view)
+            self._bridge.track(self._faults.guard("looking at a request", lambda: self._look(request), nothing))
+
+    def _look(self, request: Any) -> RequestView:
+        view = self._view(request)
+        self._frontiers.track(request)
+        return view
 
     def _advance(self, scheduled: Any) -> None:
         if not self._faults.guard("following block tables", lambda: self._mirror_tables(scheduled), False):
@@ -201,9 +208,9 @@ class SchedulerHalf:
                 continue
             if request_id not in self._given.reached:
                 self._bridge.begin(request_id, computed)
+                self._frontiers.anew(request_id)
             self._given.reached[request_id] = computed + n_tokens
-            counted = 0 if self._waits_a_step else n_tokens
-            frontier = step_frontier(request, computed, counted, self._save_generated)
+            frontier = self._frontiers.of_step(request, computed, n_tokens, self._n_steps)
             if self._bridge.chunks_pending(request_id, frontier):
                 mirrored = self._tables.get(request_id, ())
                 table = mirrored if block_state is None else block_state.resolve_block_ids(request_id)[0]

@@ -1,4 +1,4 @@
-"""A scenario: LoRA adapters that vLLM is told to load before the first request for them."""
+"""Scenarios: LoRA adapters that vLLM is told to load before the first request for them, and ones that change in use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine import CHUNK_TOKENS
+from failed_forward_scenario import records
 from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
@@ -34,6 +36,38 @@ def adapters(engine: Any) -> dict[str, Any]:
     return found
 
 
+def adapters_in_use(engine: Any) -> dict[str, int]:
+    """Records that the index has of a request's four chunks, by what happens to its adapter meanwhile."""
+    core, found = engine.llm.llm_engine, {}
+    engine.wait_for_set()
+    for number, what in enumerate(("nothing", "replaced in place", "overwritten while it waits"), 1):
+        folder = engine.root.parent / f"{engine.root.name}-{number}"
+        lora = LoRARequest(what, number, str(write(folder, seed=number)))
+        before = records(engine)
+        if what == "overwritten while it waits":
+            core.add_request("filler", _prompt(5, 600), _parameters(30))
+            _steps(core, 3)
+        core.add_request(f"asked-{number}", _prompt(number, 300), _parameters(8), lora_request=lora)
+        _steps(core, 2)
+        if what == "replaced in place":
+            other = write(folder.with_name(f"{folder.name}-other"), seed=9)
+            assert core.add_lora(LoRARequest(what, number, str(other), load_inplace=True))
+        if what == "overwritten while it waits":
+            assert engine.scheduler.waiting, "it was to wait for the filler's blocks"
+            write(folder, seed=9)
+        while core.has_unfinished_requests():
+            core.step()
+        engine.settle()
+        found[what] = records(engine) - before - (600 // CHUNK_TOKENS if "waits" in what else 0)
+        engine.forget()
+    return found
+
+
+def _steps(core: Any, n: int) -> None:
+    for _ in range(n):
+        core.step()
+
+
 def write(folder: Path, seed: int) -> Path:
     folder.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 16, "target_modules": list(PROJECTIONS), "bias": "none"}
@@ -50,7 +84,13 @@ def write(folder: Path, seed: int) -> Path:
 
 
 def _ask(engine: Any, lora: LoRARequest) -> Any:
-    parameters = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
-    prompt = {"prompt_token_ids": [(7 * place) % 500 + 3 for place in range(300)]}
-    (answer,) = engine.llm.generate([prompt], parameters, use_tqdm=False, lora_request=lora)
+    (answer,) = engine.llm.generate([_prompt(7, 300)], _parameters(8), use_tqdm=False, lora_request=lora)
     return answer
+
+
+def _prompt(stride: int, n_tokens: int) -> dict[str, list[int]]:
+    return {"prompt_token_ids": [(stride * place) % 500 + 3 for place in range(n_tokens)]}
+
+
+def _parameters(n_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=n_tokens, temperature=0, detokenize=False, ignore_eos=True)

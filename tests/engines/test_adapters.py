@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
-from safetensors.numpy import save_file
-
 from kvtier.connectors.vllm_adapters import Adapters
 
-
-def write(folder: Path, value: float) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
-    save_file({"w": np.full(16, value, np.float32)}, folder / "adapter_model.safetensors")
-    return folder
+from .adapter_files import write
 
 
 def lora(path: Path, number: int = 1, name: str = "a", load_inplace: bool = False) -> SimpleNamespace:
@@ -152,3 +143,33 @@ def test_an_engine_keeps_no_kv_of_an_adapter_that_was_overwritten_after_its_load
     spec = {"root": str(lab.folder / "adapters"), "llm": llm, "scenarios": ["adapters"]}
     run = lab.run("adapters", [spec])[0]["adapters"]
     assert run == {"as they were": {"cached": 256, "differs": False}, "overwritten": {"cached": 0, "differs": False}}
+
+
+def test_an_engine_saves_nothing_of_an_adapter_that_changed_in_use(lab: Any) -> None:
+    """vLLM reads an adapter when it schedules a request, and replaces it in place between two steps of one."""
+    llm = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_model_len": 640, "num_gpu_blocks_override": 28,
+           "max_num_batched_tokens": 128}  # fmt: skip
+    spec = {"root": str(lab.folder / "in-use"), "llm": llm, "scenarios": ["adapters_in_use"]}
+    run = lab.run("adapters-in-use", [spec])[0]["adapters_in_use"]
+    assert run == {"nothing": 4, "replaced in place": 0, "overwritten while it waits": 0}
+
+
+def test_what_is_replaced_in_place_is_passed_by_under_its_name_and_number(tmp_path: Path) -> None:
+    adapters, one, two = Adapters(), write(tmp_path / "1", 1.0), write(tmp_path / "2", 2.0)
+    assert adapters.fingerprint(lora(one)) is not None
+    since = adapters.read_at(lora(one))
+    assert adapters.are_still(lora(one), since)
+    adapters.will_load(lora(two, load_inplace=True))
+    assert not adapters.are_still(lora(one), since) and adapters.read_at(lora(one)) is None
+    assert adapters.fingerprint(lora(one)) is adapters.fingerprint(lora(one, name="b")) is None
+
+
+def test_files_that_were_others_for_a_while_are_passed_by(tmp_path: Path) -> None:
+    """vLLM may have read them in between, and its memory may hold them."""
+    adapters, path = Adapters(), write(tmp_path / "a", 1.0)
+    assert adapters.fingerprint(lora(path)) is not None
+    since = adapters.read_at(lora(path))
+    write(path, 2.0)
+    write(path, 1.0)
+    assert not adapters.are_still(lora(path), since)
+    assert adapters.fingerprint(lora(path)) is adapters.fingerprint(lora(path, name="b")) is None

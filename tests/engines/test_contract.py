@@ -25,6 +25,7 @@ from kvtier.connectors.bridge import Faults, Step
 from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm_adapters import Adapters
+from kvtier.connectors.vllm_frontiers import Frontiers, StepsBehind
 from kvtier.connectors.vllm_report import ReportMetadata, StepMetadata
 from kvtier.connectors.vllm_requests import GivenBlocks, view_of
 from kvtier.connectors.vllm_scheduler import SchedulerHalf
@@ -175,10 +176,10 @@ def scheduled(new: list[Any], cached: list[tuple[str, list[int] | None, int]], r
 def half() -> SchedulerHalf:
     half = SchedulerHalf.__new__(SchedulerHalf)
     half._bridge = RecordingBridge()  # type: ignore[assignment]
-    half._requests = {name: SimpleNamespace(num_tokens=1000, num_prompt_tokens=1000) for name in "abc"}
+    half._requests = {name: SimpleNamespace(request_id=name, num_tokens=1000, num_prompt_tokens=1000) for name in "abc"}
     half._tables, half._given = {}, GivenBlocks()
-    half._saves = half._save_generated = True
-    half._waits_a_step, half._n_steps = False, 0
+    half._saves, half._n_steps = True, 0
+    half._frontiers = Frontiers(True, StepsBehind(0, 2), Adapters())
     half._step_times = StepTimes(lambda tokens, seconds: None)
     half._faults = Faults()
     return half
@@ -218,6 +219,6 @@ def test_a_request_that_cannot_be_understood_is_passed_by(half: SchedulerHalf) -
 
 
 def test_chunks_of_a_draft_model_wait_a_step(half: SchedulerHalf) -> None:
-    half._waits_a_step = True
+    half._frontiers = Frontiers(True, StepsBehind(1, 2), Adapters())
     half.build_step(scheduled([], [("b", [1], 10)], set()))
     assert half._bridge.advanced[0][1] == 10  # type: ignore[attr-defined]

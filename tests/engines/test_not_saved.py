@@ -22,6 +22,7 @@ from kvtier.connectors.requests import ChunkShape
 from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm_adapters import Adapters
+from kvtier.connectors.vllm_frontiers import Frontiers, StepsBehind
 from kvtier.connectors.vllm_requests import GivenBlocks, view_of
 from kvtier.connectors.vllm_scheduler import SchedulerHalf, rewritten_blocks
 
@@ -37,8 +38,8 @@ class Scene:
         self.store = FakeStore()
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
         half._faults = Faults()
-        half._saves = half._save_generated = True
-        half._waits_a_step, half._n_steps = False, 0
+        half._saves, half._n_steps = True, 0
+        half._frontiers = Frontiers(True, StepsBehind(0, 2), Adapters())
         half._bridge = SchedulerBridge(self.store, ChunkShape(CHUNK, BLOCK), FixedLimit(CHUNK), 1.0, half._faults)  # type: ignore[arg-type]
         half._view = partial(view_of, chunk_tokens=CHUNK, adapters=Adapters())
         half._step_times = StepTimes(lambda tokens, seconds: None)
@@ -88,7 +89,7 @@ def output(new: list[Any], scheduled: dict[str, int], cached: Any = None, **more
 
 def computed_at_its_end(scene: Scene) -> Any:
     """A request whose chunks wait for its end, as those of a draft model do."""
-    scene.half._waits_a_step = True
+    scene.half._frontiers = Frontiers(True, StepsBehind(1, 2), Adapters())
     request = scene.ask()
     assert scene.step(request, 0, 130) == []
     return request
@@ -220,7 +221,7 @@ def test_a_request_that_was_preempted_before_saves_nothing_either(pair: tuple[Sc
     """What it had computed before it lost its blocks does not count."""
     scene, both = pair
     request = scene.ask()
-    scene.half._waits_a_step = True
+    scene.half._frontiers = Frontiers(True, StepsBehind(1, 2), Adapters())
     scene.step(request, 0, 130)
     both.get_num_new_matched_tokens(request, 0)
     both.update_state_after_alloc(request, blocks(range(10, 15)), 128)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_requests import final_frontier, step_frontier, view_of, why_items_pass_by
+from kvtier.connectors.vllm_frontiers import final_frontier, step_frontier
+from kvtier.connectors.vllm_requests import view_of, why_items_pass_by
 
 CHUNK = 64
 
