@@ -164,7 +164,7 @@ class Evictor:
 
     def evict(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> Evicted | None:
         """Removes what is meant; None when others evict right now. Sets still being filled stay, pinned ones unless
-        `ignore_pins` (those that are pinned one by one stay even then)."""
+        `ignore_pins`."""
 
         def choose(choice: Choice) -> bool:
             choice.select(selection, self._clock())

@@ -38,7 +38,6 @@ class NamespaceStats:
     namespace: Namespace
     sets: int
     open_sets: int
-    pinned_sets: int
     segments: int
     records: int
     chunks: int
@@ -110,7 +109,7 @@ def stats(root: Root, index: Index) -> RootStats:
         members = [key for info in mine for key, _ in index.members(info.set_id)]
         chunks = sum(1 for key in set(members) if index.resolve([key]))
         found.append(NamespaceStats(
-            namespace, len(mine), sum(info.is_open for info in mine), sum(info.is_pinned for info in mine),
+            namespace, len(mine), sum(info.is_open for info in mine),
             len(files.ids()), len(members), chunks, folder_bytes,
             max((info.used_s for info in mine), default=0.0),
         ))  # fmt: skip

@@ -38,13 +38,14 @@ class WrongLabel(Exception):
 def evict(opened: Opened, selection: Selection, dry_run: bool, include_pinned: bool = False) -> Evicted:
     """Whole sets, for they are what is evicted. Raises Busy, IndexUnavailable, TierUnavailable."""
     capacity_bytes = opened.settings.capacity_bytes
+    protected = opened.protected(opened.index.sets())
     planned = opened.evictor.preview(selection, capacity_bytes, include_pinned)
     done = planned if dry_run else opened.evictor.evict(selection, capacity_bytes, include_pinned)
     if done is None:
         raise Busy("another evictor is at work; try again in a moment")
     return Evicted(
         dry_run=dry_run, is_complete=dry_run or len(done.sets) >= len(planned.sets), n_sets=len(done.sets),
-        n_bytes=done.n_bytes, sets=[row_of(info) for info in done.sets[:SETS_SHOWN_MAX]],
+        n_bytes=done.n_bytes, sets=[row_of(info, protected) for info in done.sets[:SETS_SHOWN_MAX]],
     )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def list_pins(opened: Opened) -> Pins:
     rows = [_pin_row(pin, [info for info in _meant(pin, held, sets) if info.set_id in protected]) for pin in found]
     return Pins(
         pins=rows,
-        pinned_bytes=sum(info.n_bytes for info in sets if info.set_id in protected or info.is_pinned),
+        pinned_bytes=sum(info.n_bytes for info in sets if info.set_id in protected),
         max_bytes=_max_bytes(opened),
     )
 
@@ -84,7 +85,7 @@ def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
         raise OverCap(f"there are {len(others)} pins already; remove some")
     held = _held(opened, [*others, pin])
     protected = pins.protected_sets(sets, others, held, _max_bytes(opened))
-    already = [info for info in sets if info.set_id in protected or info.is_pinned]
+    already = [info for info in sets if info.set_id in protected]
     known = {info.set_id for info in already}
     meant = _meant(pin, held, sets)
     total = sum(info.n_bytes for info in [*already, *(info for info in meant if info.set_id not in known)])

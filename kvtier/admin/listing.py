@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvtier.admin.answers import SegmentFile, SetDetails, SetPage, SetRow
@@ -23,9 +24,10 @@ class Filter:
 
 def list_sets(opened: Opened, wanted: Filter, after: int, limit: int) -> SetPage:
     """By id, which grows with time: those after number `after`, at most `limit`. Raises IndexUnavailable."""
+    sets = opened.index.sets()
     found = [
         info
-        for info in opened.index.sets()
+        for info in sets
         if info.set_id > after
         and wanted.namespace in (None, info.namespace)
         and wanted.tenant in (None, info.tenant)
@@ -33,7 +35,8 @@ def list_sets(opened: Opened, wanted: Filter, after: int, limit: int) -> SetPage
     ]
     page = found[: min(limit, PAGE_MAX)]
     next_after = f"{page[-1].set_id:016x}" if len(found) > len(page) else None
-    return SetPage(sets=[row_of(info) for info in page], next_after=next_after)
+    protected = opened.protected(sets)
+    return SetPage(sets=[row_of(info, protected) for info in page], next_after=next_after)
 
 
 def describe_set(opened: Opened, set_id: int) -> SetDetails | None:
@@ -47,13 +50,14 @@ def describe_set(opened: Opened, set_id: int) -> SetDetails | None:
     return SetDetails(
         records=len(opened.index.members(set_id)),
         files=[SegmentFile(name=segment_name(set_id, rank), n_bytes=files.bytes_of(set_id, rank)) for rank in ranks],
-        **row_of(info).model_dump(),
+        **row_of(info, opened.protected(opened.index.sets())).model_dump(),
     )
 
 
-def row_of(info: SetInfo) -> SetRow:
+def row_of(info: SetInfo, protected: Collection[int]) -> SetRow:
+    """protected: ids of the sets that pins keep."""
     return SetRow(
         set_id=f"{info.set_id:016x}", namespace=info.namespace.hex(), tenant=info.tenant, owner=info.owner,
         n_bytes=info.n_bytes, created_s=info.created_s, used_s=info.used_s, uses=info.uses, is_open=info.is_open,
-        is_pinned=info.is_pinned,
+        is_pinned=info.set_id in protected,
     )  # fmt: skip

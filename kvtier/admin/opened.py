@@ -7,14 +7,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.config import Settings
 from kvtier.errors import ConfigError
 from kvtier.evictor import Evictor
 from kvtier.identity import Namespace
-from kvtier.index.base import Index
+from kvtier.index.base import Index, SetInfo
 from kvtier.indexes import open_index
 from kvtier.policies import make_evictor
 from kvtier.root import Root, namespace_folders, open_root, read_namespace
@@ -59,6 +59,10 @@ class Opened:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "book", NamespaceBook(self.root))
+
+    def protected(self, sets: Sequence[SetInfo]) -> frozenset[int]:
+        """Ids of those that pins keep from being evicted. Raises IndexUnavailable."""
+        return self.evictor.protected(sets, self.settings.capacity_bytes)
 
     def close(self) -> None:
         self.index.close()

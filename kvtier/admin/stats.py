@@ -4,7 +4,7 @@ and lists no folder of segments unless the index is empty, so it costs the same 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from kvtier.admin import figures
@@ -29,7 +29,8 @@ def snapshot(opened: Opened) -> Snapshot:
     counts = opened.index.counts()
     reports, unreadable = read_reports(opened, now)
     keys = {key.hex() for pin in pins.read_pins(opened.index.notes(pins.PREFIX, now), now) for key in pin.keys or ()}
-    capacity = _capacity(opened, sets)
+    protected = opened.protected(sets)
+    capacity = _capacity(opened, sets, protected)
     on_disk = TierFill(tier="filesystem", used_bytes=capacity.used_bytes, size_bytes=capacity.capacity_bytes)
     quotas = opened.evictor.quotas()
     return Snapshot(
@@ -44,7 +45,7 @@ def snapshot(opened: Opened) -> Snapshot:
         totals=figures.totals_of(reports),
         latencies=figures.latencies_of(reports),
         read_ceiling_bytes_s=figures.ceiling_of(reports),
-        namespaces=_namespaces(opened, sets, reports, quotas),
+        namespaces=_namespaces(opened, sets, protected, reports, quotas),
         tenants=_tenants(sets, quotas),
         workers=figures.workers_of(reports, now),
         unreadable_reports=unreadable,
@@ -65,14 +66,13 @@ def read_reports(opened: Opened, now_s: float) -> tuple[list[WorkerReport], int]
     return reports, len(notes) - len(reports)
 
 
-def _capacity(opened: Opened, sets: Sequence[SetInfo]) -> Capacity:
-    settings, capacity_bytes = opened.settings, opened.settings.capacity_bytes
-    protected = opened.evictor.protected(sets, capacity_bytes)
+def _capacity(opened: Opened, sets: Sequence[SetInfo], protected: Collection[int]) -> Capacity:
+    settings = opened.settings
     disk = os.statvfs(opened.root.folder)
     return Capacity(
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=settings.capacity_bytes,
         used_bytes=sum(info.n_bytes for info in sets),
-        pinned_bytes=sum(info.n_bytes for info in sets if info.is_pinned or info.set_id in protected),
+        pinned_bytes=sum(info.n_bytes for info in sets if info.set_id in protected),
         disk_free_bytes=disk.f_bavail * disk.f_frsize,
         high_watermark=settings.capacity.high_watermark,
         low_watermark=settings.capacity.low_watermark,
@@ -81,7 +81,11 @@ def _capacity(opened: Opened, sets: Sequence[SetInfo]) -> Capacity:
 
 
 def _namespaces(
-    opened: Opened, sets: Sequence[SetInfo], reports: Sequence[WorkerReport], quotas: Quotas
+    opened: Opened,
+    sets: Sequence[SetInfo],
+    protected: Collection[int],
+    reports: Sequence[WorkerReport],
+    quotas: Quotas,
 ) -> list[NamespaceRow]:
     models = {report.namespace: report.model for report in reports}
     mine: dict[bytes, list[SetInfo]] = {namespace: [] for namespace in opened.book.ids()}
@@ -95,7 +99,8 @@ def _namespaces(
         rows.append(NamespaceRow(
             id=id_.hex(), engine=engine, model=models.get(id_.hex(), ""), kv=kv, codec=codec,
             chunk_tokens=chunk_tokens, sets=len(mine[id_]), open_sets=sum(info.is_open for info in mine[id_]),
-            pinned_sets=sum(info.is_pinned for info in mine[id_]), n_bytes=sum(info.n_bytes for info in mine[id_]),
+            pinned_sets=sum(info.set_id in protected for info in mine[id_]),
+            n_bytes=sum(info.n_bytes for info in mine[id_]),
             quota_bytes=quotas.of_namespace(id_), hits=sum(info.uses for info in mine[id_]),
             last_used_s=max((info.used_s for info in mine[id_]), default=None), is_readable=found is not None,
         ))  # fmt: skip

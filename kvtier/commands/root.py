@@ -108,7 +108,6 @@ def _print_stats(root: Root, found: RootStats) -> None:
 def _stats_row(entry: NamespaceStats) -> tuple[str, ...]:
     namespace, shape = entry.namespace, entry.namespace.geometry
     sets = f"{entry.sets}" + (f" ({entry.open_sets} open)" if entry.open_sets else "")
-    sets += f" ({entry.pinned_sets} pinned)" if entry.pinned_sets else ""
     return (
         namespace.id.hex()[:12], namespace.engine, f"{shape.layers}x{shape.kv_heads} {shape.dtype}",
         namespace.codec.name, f"{entry.chunks:,}", f"{entry.tokens:,}", sets, f"{entry.segments:,}",

@@ -36,16 +36,14 @@ class Selection:
 class Choice:
     """Sets that go, chosen step by step; what is chosen already counts as gone for the steps that follow.
 
-    protected: sets that stay whatever happens, beside those that are still being filled, or pinned themselves.
+    protected: sets that stay whatever happens, beside those that are still being filled.
     state: of the policy; changed with each set that is chosen.
     """
 
     def __init__(self, sets: Sequence[SetInfo], protected: Collection[int], policy: Policy, state: State) -> None:
         self.victims: list[SetInfo] = []
         self._sets = sets
-        self._candidates = [
-            info for info in sets if not info.is_open and not info.is_pinned and info.set_id not in protected
-        ]
+        self._candidates = [info for info in sets if not info.is_open and info.set_id not in protected]
         self._policy = policy
         self._state = state
         self._gone: set[int] = set()

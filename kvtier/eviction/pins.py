@@ -81,12 +81,12 @@ def protected_sets(
 
     held: by the id of a pin with keys, the sets in which their records lie.
     """
-    left = max_bytes - sum(info.n_bytes for info in sets if info.is_pinned)
+    left = max_bytes
     protected: set[int] = set()
     by_age = sorted(sets, key=lambda info: (info.created_s, info.set_id))
     for pin in pins:
         for info in by_age:
-            if info.is_pinned or info.set_id in protected or info.namespace != pin.namespace:
+            if info.set_id in protected or info.namespace != pin.namespace:
                 continue
             is_meant = pin.keys is None or info.set_id in held.get(pin.pin_id, ())
             if is_meant and info.n_bytes <= left:

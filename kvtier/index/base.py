@@ -67,7 +67,6 @@ class SetInfo:
     created_s: float
     used_s: float
     is_open: bool = True
-    is_pinned: bool = False
     tenant: str = ""
     uses: int = 0
 
@@ -160,10 +159,6 @@ class Index(Protocol):
     def touch(self, used: Mapping[int, Use]) -> None:
         """Books hits on sets (by id): raises `used_s`, never lowers it, and adds to `uses`. Unknown ids are
         ignored."""
-        ...
-
-    def pin_set(self, set_id: int, pinned: bool) -> bool:
-        """Protects a set from eviction; False when it is unknown."""
         ...
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:

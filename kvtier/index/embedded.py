@@ -203,9 +203,6 @@ class LmdbIndex:
         if used:
             self._shared.write(work)
 
-    def pin_set(self, set_id: int, pinned: bool) -> bool:
-        return self._change_set(set_id, lambda info: replace(info, is_pinned=pinned))
-
     def _change_set(self, set_id: int, change: Callable[[SetInfo], SetInfo]) -> bool:
         """False when there is no such set."""
 

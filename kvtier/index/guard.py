@@ -181,9 +181,6 @@ class GuardedIndex:
     def touch(self, used: Mapping[int, Use]) -> None:
         self._call(lambda: self._index.touch(used))
 
-    def pin_set(self, set_id: int, pinned: bool) -> bool:
-        return self._call(lambda: self._index.pin_set(set_id, pinned))
-
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         return self._call(lambda: self._index.acquire_lease(name, owner, now_s, ttl_s))
 

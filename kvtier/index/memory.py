@@ -164,13 +164,6 @@ class MemoryIndex:
                     used_s = max(info.used_s, use.at_s)
                     self._sets[set_id] = replace(info, used_s=used_s, uses=info.uses + use.count)
 
-    def pin_set(self, set_id: int, pinned: bool) -> bool:
-        with self._lock:
-            if set_id not in self._sets:
-                return False
-            self._sets[set_id] = replace(self._sets[set_id], is_pinned=pinned)
-            return True
-
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         with self._lock:
             lease = self._leases.setdefault(name, _Lease("", 0.0, 0))

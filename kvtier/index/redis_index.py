@@ -181,9 +181,6 @@ class RedisIndex:
     def touch(self, used: Mapping[int, Use]) -> None:
         self._sets.touch(used)
 
-    def pin_set(self, set_id: int, pinned: bool) -> bool:
-        return self._sets.change(set_id, lambda info: replace(info, is_pinned=pinned))
-
     # --- leases and notes ---
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:

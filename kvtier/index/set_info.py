@@ -6,7 +6,7 @@ offset size                                   (values little-endian)
     24    8  created, f64 seconds
     32    8  used, f64 seconds
     40    8  uses
-    48    1  1: open, 2: pinned
+    48    1  1: open; 2 is what releases before wrote for pinned, and means nothing
     49    1  bytes of the tenant's label
     50    -  the tenant's label, then the owner, both UTF-8
 """
@@ -20,17 +20,15 @@ from kvtier.errors import Corrupt
 from kvtier.index.base import SetInfo
 
 _HEAD = struct.Struct("<16sQddQBB")
-_OPEN, _PINNED = 1, 2
+_OPEN = 1
 
 
 def pack(info: SetInfo) -> bytes:
     tenant = info.tenant.encode()
     assert len(info.namespace) == 16, "a namespace id has 16 bytes"
     assert len(tenant) <= TENANT_BYTES_MAX, "a tenant's label is checked with the settings"
-    flags = (_OPEN if info.is_open else 0) | (_PINNED if info.is_pinned else 0)
-    head = _HEAD.pack(
-        info.namespace, info.n_bytes, info.created_s, info.used_s, info.uses, flags, len(tenant)
-    )  # fmt: skip
+    flags = _OPEN if info.is_open else 0
+    head = _HEAD.pack(info.namespace, info.n_bytes, info.created_s, info.used_s, info.uses, flags, len(tenant))
     return head + tenant + info.owner.encode()
 
 
@@ -45,5 +43,5 @@ def unpack(set_id: int, value: bytes) -> SetInfo:
         raise Corrupt(f"segment set {set_id:016x} in the index: a label of {n_tenant} bytes")
     return SetInfo(
         set_id=set_id, namespace=namespace, owner=owner, n_bytes=n_bytes, created_s=created_s, used_s=used_s,
-        is_open=bool(flags & _OPEN), is_pinned=bool(flags & _PINNED), tenant=tenant, uses=uses,
+        is_open=bool(flags & _OPEN), tenant=tenant, uses=uses,
     )  # fmt: skip

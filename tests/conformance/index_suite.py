@@ -240,19 +240,10 @@ class IndexSuite:
     def test_uses_and_tenant_stay_through_a_sets_life(self, index: Index) -> None:
         info = replace(set_info(1), tenant="alpha", uses=7)
         assert index.create_set(info)
-        index.pin_set(1, True)
         index.close_set(1, 50)
         index.take_over(1)
-        wanted = replace(info, owner=NOBODY, is_open=False, is_pinned=True, n_bytes=50)
+        wanted = replace(info, owner=NOBODY, is_open=False, n_bytes=50)
         assert index.sets() == [wanted] == index.some_sets([1])
-
-    def test_pins(self, index: Index) -> None:
-        put_set(index, 1)
-        assert index.pin_set(1, True)
-        assert index.sets()[0].is_pinned and index.sets()[0].is_open
-        assert index.pin_set(1, False)
-        assert index.sets() == [set_info(1)]
-        assert not index.pin_set(2, True)
 
     def test_a_lease_has_one_owner(self, index: Index) -> None:
         assert index.lease_owner("evict", 10.0) is None

@@ -19,6 +19,7 @@ import torch
 from kvtier.assemble import open_transfer
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.eviction.limits import Need
+from kvtier.eviction.pins import Pin
 from kvtier.evictor import HELD_S, Evictor
 from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.index.base import SetInfo
@@ -94,8 +95,9 @@ def test_an_eviction_lease_of_another_engine_is_respected(tmp_path: Path) -> Non
 def test_open_and_pinned_sets_stay(tmp_path: Path) -> None:
     index = MemoryIndex()
     index.create_set(SetInfo(1, bytes(16), "writer", 100, 1.0, 1.0))
-    index.create_set(SetInfo(2, bytes(16), "gone", 100, 1.0, 2.0, is_open=False))
-    index.pin_set(2, True)
+    pin = Pin("p", b"p" * 16, None, "", 1.0, None)
+    index.create_set(SetInfo(2, pin.namespace, "gone", 100, 1.0, 2.0, is_open=False))
+    index.put_note(pin.name, pin.pack(), None)
     index.create_set(SetInfo(3, bytes(16), "gone", 100, 1.0, 3.0, is_open=False))
     evictor = Evictor(index, tmp_path, "one", clock=lambda: 50.0)
     assert evictor.make_room(Need(100, bytes(16)), 300) is not None

@@ -185,7 +185,7 @@ def test_eviction_takes_the_longest_unused_and_never_the_protected() -> None:
     def info(number: int, used_s: float, **flags: bool) -> SetInfo:
         return SetInfo(number, bytes(16), "x", 10, 0.0, used_s, **({"is_open": False} | flags))
 
-    sets = [info(1, 5.0), info(2, 1.0), info(3, 0.0, is_open=True), info(4, 0.5, is_pinned=True), info(5, 3.0)]
+    sets = [info(1, 5.0), info(2, 1.0), info(3, 0.0, is_open=True), info(5, 3.0)]
 
     def least_recently_used(n_bytes: int, protected: Collection[int] = ()) -> list[int]:
         choice = Choice(sets, protected, Lru(), {})

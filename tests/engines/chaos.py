@@ -75,7 +75,6 @@ class Chaos:
     ended: list[Member] = field(default_factory=list)
     tallies: dict[str, Tally] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
-    pinned: set[int] = field(default_factory=set)
     damage: Damage = field(default_factory=Damage)
     """Since the beginning: what an engine has in memory it does not miss, so damage may be met late."""
     _judged: dict[str, int] = field(default_factory=dict)
@@ -154,7 +153,7 @@ class Chaos:
         assert all(number in found for number in ARCHIVE), "the archive is not whole"
         kept = [number for number in recent if number in found][-RECENT * len(self.engines) :]
         before = {number: found[number] for number in [*ARCHIVE, *kept]}
-        self.pinned = self.published.pin(before.values(), self.pinned)  # a full disk has sets evicted: not these
+        self.published.pin(before)  # a full disk has sets evicted: not these
         return before
 
     def _count_lost(self, before: Mapping[int, Chunks], tally: Tally) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvtier.config import Settings
 from kvtier.errors import Corrupt
+from kvtier.eviction.pins import Pin
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import chunk_keys
 from kvtier.index import entry
@@ -110,16 +111,16 @@ class Published:
             index.close()
         return sorted((at.set_id, at.rank, at.slot) for value in entries for at in entry.locations_of(value))
 
-    def pin(self, chunks: Iterable[Chunks], was_pinned: set[int]) -> set[int]:
-        """Keeps the sets that hold these from being evicted, and no more those that were before. Returns them."""
-        wanted = {place[0] for one in chunks for places in one for place in places}
+    def pin(self, numbers: Iterable[int]) -> None:
+        """Keeps the sets that hold these prompts' chunks from being evicted, and no more those that were before."""
+        namespace = bytes.fromhex(self._folder.name)
+        keys = [key for number in numbers for key in chunk_keys(namespace, prompt(number), CHUNK_TOKENS, {})]
+        pin = Pin("chaos", namespace, tuple(keys), "", 0.0, None)
         index = RedisIndex(self._settings.index)
         try:
-            for set_id in wanted | was_pinned:
-                index.pin_set(set_id, set_id in wanted)
+            index.put_note(pin.name, pin.pack(), None)
         finally:
             index.close()
-        return wanted
 
     def path(self, segment: Segment) -> Path:
         return self._folder / segment_name(*segment)

@@ -35,7 +35,7 @@ def some_sets(draw: st.DrawFn) -> list[SetInfo]:
     return [
         SetInfo(
             set_id, draw(st.sampled_from([A, B])), "x", draw(st.integers(1, 30)), draw(st.floats(0, 100)),
-            draw(st.floats(0, 100)), draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(["", "t", "u"])),
+            draw(st.floats(0, 100)), draw(st.booleans()), draw(st.sampled_from(["", "t", "u"])),
             draw(st.integers(0, 9)),
         )
         for set_id in range(n)
@@ -123,7 +123,7 @@ def test_room_is_made_within_quotas_and_nothing_protected_goes(
     fits = choice.make_room(need, limits, capacity_bytes)
     gone = set(ids(choice.victims))
     assert len(gone) == len(choice.victims)
-    assert not any(one.is_open or one.is_pinned or one.set_id in protected for one in choice.victims)
+    assert not any(one.is_open or one.set_id in protected for one in choice.victims)
     left = Used.of([one for one in sets if one.set_id not in gone])
     tenant_bytes, namespace_bytes = limits.of_tenant(tenant), limits.of_namespace(A)
     if fits:
@@ -142,7 +142,7 @@ def test_a_tenant_at_its_quota_costs_nobody_else_a_set(
     choice = Choice(sets, (), policy, {})
     fits = choice.make_room(Need(n_bytes, A, "t"), Quotas(None, {}, {"t": quota_bytes}), 1 << 40)
     assert {one.tenant for one in choice.victims} <= {"t"}
-    may_go = sum(one.n_bytes for one in sets if one.tenant == "t" and not one.is_open and not one.is_pinned)
+    may_go = sum(one.n_bytes for one in sets if one.tenant == "t" and not one.is_open)
     has = sum(one.n_bytes for one in sets if one.tenant == "t")
     assert fits == (has - may_go + n_bytes <= quota_bytes)
 
@@ -157,7 +157,7 @@ def test_limits_are_kept_as_far_as_sets_may_go(
     choice.keep_watermarks(high, low)
     used = choice.used
     left = [info for info in sets if info.set_id not in set(ids(choice.victims))]
-    may_go = [info for info in left if not info.is_open and not info.is_pinned]
+    may_go = [info for info in left if not info.is_open]
     assert used.n_bytes <= high or not may_go
     for tenant in ("t", "u"):
         quota_bytes = limits.of_tenant(tenant)
@@ -175,7 +175,7 @@ def test_watermarks_leave_alone_what_is_between_them() -> None:
 
 
 def test_what_is_unused_for_too_long_goes_unless_it_is_pinned() -> None:
-    sets = [info(1, 10.0), info(2, 90.0), info(3, 10.0, is_pinned=True), info(4, 10.0, is_open=True), info(5, 10.0)]
+    sets = [info(1, 10.0), info(2, 90.0), info(4, 10.0, is_open=True), info(5, 10.0)]
     choice = Choice(sets, {5}, Lru(), {})
     choice.drop_unused(since_s=50.0)
     assert ids(choice.victims) == [1]
@@ -241,13 +241,13 @@ def test_pins_are_read_the_oldest_first_and_not_when_they_expired(caplog: pytest
 
 
 def test_pins_protect_up_to_their_cap_older_ones_first() -> None:
-    sets = [info(1), info(2, namespace=B), info(3, namespace=B), info(4), info(5, is_pinned=True)]
+    sets = [info(1), info(2, namespace=B), info(3, namespace=B), info(4), info(5)]
     whole_b, key = Pin("b", B, None, "", 1.0, None), Pin("k", A, (b"k" * 16,), "", 2.0, None)
     held = {"k": {4, 2}}
     assert protected_sets(sets, [whole_b, key], held, 1000) == {2, 3, 4}
-    assert protected_sets(sets, [whole_b, key], held, 40) == {2, 3, 4}
-    assert protected_sets(sets, [whole_b, key], held, 30) == {2, 3}, "10 of the 30 are the set that is pinned itself"
-    assert protected_sets(sets, [key, whole_b], held, 30) == {4, 2}
+    assert protected_sets(sets, [whole_b, key], held, 30) == {2, 3, 4}
+    assert protected_sets(sets, [whole_b, key], held, 20) == {2, 3}
+    assert protected_sets(sets, [key, whole_b], held, 20) == {4, 2}
     assert protected_sets(sets, [key], {}, 1000) == frozenset(), "what is pinned is not stored"
 
 
@@ -256,8 +256,7 @@ def test_pins_protect_up_to_their_cap_older_ones_first() -> None:
 def test_pins_never_protect_more_than_their_cap(sets: list[SetInfo], pins: list[Pin], max_bytes: int) -> None:
     held = {pin.pin_id: range(0, 12, 2) for pin in pins}
     protected = protected_sets(sets, pins, held, max_bytes)
-    pinned_bytes = sum(one.n_bytes for one in sets if one.is_pinned)
-    assert sum(one.n_bytes for one in sets if one.set_id in protected) <= max(0, max_bytes - pinned_bytes)
+    assert sum(one.n_bytes for one in sets if one.set_id in protected) <= max_bytes
 
 
 def test_rules_come_from_the_settings() -> None:

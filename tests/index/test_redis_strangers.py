@@ -48,7 +48,6 @@ def test_a_field_that_is_no_set_hides_no_other(server: Server, field: bytes, val
     assert [info.set_id for info in index.sets()] == [1]
     assert [info.set_id for info in index.some_sets([1, 7])] == [1]
     index.touch({1: Use(5.0, 1), 7: Use(5.0, 1)})
-    index.pin_set(7, True)
     index.close_set(7, 5)
     index.take_over(7)
     index.remove_set(7)

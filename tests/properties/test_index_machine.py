@@ -105,10 +105,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.touch(used)
         self.model.touch(used)
 
-    @rule(set_id=SET_IDS, pinned=st.booleans())
-    def pin_set(self, set_id: int, pinned: bool) -> None:
-        assert self.index.pin_set(set_id, pinned) == self.model.pin_set(set_id, pinned)
-
     @rule(name=LEASES, owner=OWNERS, ttl_s=st.sampled_from([0.0, 1.0, 5.0]), later_s=st.sampled_from([0.0, 0.5, 1.0]))
     def acquire_lease(self, name: str, owner: str, ttl_s: float, later_s: float) -> None:
         self.now_s += later_s
@@ -181,12 +177,11 @@ class IndexMachine(RuleBasedStateMachine):
 def test_set_info_survives_every_flag(tmp_path: object) -> None:
     info = SetInfo(7, KEYS[1], "ö" * 100, 2**63, 1.5, 2.5, tenant="ä" * 16, uses=2**63)
     for is_open in (True, False):
-        for is_pinned in (True, False):
-            index = LmdbIndex(f"{tmp_path}/{is_open}-{is_pinned}", map_bytes=1 << 20)
-            wanted = replace(info, is_open=is_open, is_pinned=is_pinned)
-            assert index.create_set(wanted)
-            assert index.sets() == [wanted]
-            index.close()
+        index = LmdbIndex(f"{tmp_path}/{is_open}", map_bytes=1 << 20)
+        wanted = replace(info, is_open=is_open)
+        assert index.create_set(wanted)
+        assert index.sets() == [wanted]
+        index.close()
 
 
 TestIndexMachine = IndexMachine.TestCase

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.eviction.limits import Need, Quotas, Rules, namespace_note, quota_value, tenant_note
+from kvtier.eviction.pins import Pin
 from kvtier.eviction.s3fifo import S3Fifo
 from kvtier.evictor import Evictor
 from kvtier.index.base import SetInfo, Use
@@ -50,11 +51,12 @@ class QuotasMachine(RuleBasedStateMachine):
     def make_set(self, tenant: str, space: bytes, n_bytes: int) -> None:
         self.now_s += 1
         before = self.index.sets()
+        protected = self.evictor.protected(before, CAPACITY_BYTES)
         freed = self.evictor.make_room(Need(n_bytes, space, tenant), CAPACITY_BYTES)
         gone = [info for info in before if info not in self.index.sets()]
         if freed is None:
             assert not gone, "evicted in vain"
-            stay = [info for info in before if info.is_open or info.is_pinned]
+            stay = [info for info in before if info.is_open or info.set_id in protected]
 
             def fits(of: str | bytes | None, limit: int | None) -> bool:
                 stays = sum(info.n_bytes for info in stay if of in (None, info.tenant, info.namespace))
@@ -68,14 +70,21 @@ class QuotasMachine(RuleBasedStateMachine):
         assert self.used() <= CAPACITY_BYTES
         assert self.excess(tenant) <= 0 and self.excess(space) <= 0
 
-    @rule(choice=st.integers(0, 9), pinned=st.booleans())
-    def close_and_pin(self, choice: int, pinned: bool) -> None:
-        """Of a set that is closed only what is pinned stays for good."""
+    @rule(choice=st.integers(0, 9))
+    def close_set(self, choice: int) -> None:
         sets = self.index.sets()
         if sets:
             info = sets[choice % len(sets)]
             self.index.close_set(info.set_id, info.n_bytes)
-            self.index.pin_set(info.set_id, pinned)
+
+    @rule(space=st.sampled_from(SPACES), pinned=st.booleans())
+    def pin(self, space: bytes, pinned: bool) -> None:
+        """Of sets that are closed only what is pinned stays for good."""
+        pin = Pin(space.hex(), space, None, "", self.now_s, None)
+        if pinned:
+            self.index.put_note(pin.name, pin.pack(), None)
+        else:
+            self.index.drop_note(pin.name)
 
     @rule()
     def close_all(self) -> None:
@@ -108,15 +117,16 @@ class QuotasMachine(RuleBasedStateMachine):
     @rule()
     def keep_limits(self) -> None:
         before = self.index.sets()
+        protected = self.evictor.protected(before, CAPACITY_BYTES)
         over = {of for of in (*TENANTS, *SPACES) if self.excess(of) > 0}
         self.evictor.keep_limits(CAPACITY_BYTES)
         left = self.index.sets()
         for of in over:
             may_go = [info for info in left if of in (info.tenant, info.namespace)]
-            assert self.excess(of) <= 0 or all(info.is_open or info.is_pinned for info in may_go)
+            assert self.excess(of) <= 0 or all(info.is_open or info.set_id in protected for info in may_go)
         for info in before:
             if info not in left:
-                assert not info.is_open and not info.is_pinned
+                assert not info.is_open and info.set_id not in protected
                 assert over & {info.tenant, info.namespace}, "it was above no quota"
 
     @invariant()

@@ -232,6 +232,10 @@ def test_a_pin_protects_and_is_shown(served: Serving) -> None:
     assert made["keys"] == CHUNKS and made["sets"] == 1 and made["n_bytes"] > 0
     (row,) = ok(served, "GET", "/api/v1/pins")["pins"]
     assert row == made
+    shown = {one["set_id"]: one["is_pinned"] for one in ok(served, "GET", "/api/v1/segments")["sets"]}
+    assert len(shown) == 2 and {set_id for set_id, is_pinned in shown.items() if is_pinned} == {mine}
+    assert ok(served, "GET", f"/api/v1/segments/{mine}")["is_pinned"]
+    assert [one["pinned_sets"] for one in ok(served, "GET", "/api/v1/overview")["namespaces"]] == [1]
     assert evict(served, namespace=served.filled.namespace)["n_sets"] == 1
     cleared = ok(served, "POST", "/api/v1/clear", json={"dry_run": False})
     assert cleared["n_sets"] == 1 and stored(served) == {mine}

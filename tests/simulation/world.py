@@ -19,6 +19,7 @@ from blake3 import blake3
 from kvtier.errors import KVTierError
 from kvtier.eviction.choice import Selection
 from kvtier.eviction.limits import quota_value, tenant_note
+from kvtier.eviction.pins import Pin
 from kvtier.evictor import Evictor
 from kvtier.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
@@ -256,9 +257,14 @@ class World:
         self._administer(lambda keeper, evictor: evictor.keep_limits(self.place.capacity_bytes // 2))
 
     def pin(self) -> None:
-        sets = self.place.index.real.sets()
-        if sets:
-            self.place.index.real.pin_set(self.rng.choice(sets).set_id, self.rng.random() < 0.3)
+        """All of a namespace, or no longer; up to the evictor's cap."""
+        index = self.place.index.real
+        for namespace in {info.namespace for info in index.sets()}:
+            pin = Pin(namespace.hex(), namespace, None, "", 0.0, None)
+            if self.rng.random() < 0.3:
+                index.put_note(pin.name, pin.pack(), None)
+            else:
+                index.drop_note(pin.name)
 
     def set_quota(self) -> None:
         quota = self.rng.choice([None, SET_BYTES, 3 * SET_BYTES])
