@@ -263,10 +263,14 @@ def use_direct_io(settings: Settings, root: Root) -> bool:
     try:
         works = direct_io_works(root.folder)
     except TierUnavailable as fault:
-        raise ConfigError("root", str(root.path), f"cannot be written: {fault}") from fault
+        raise ConfigError(
+            "root", str(root.path), f"cannot be written: {fault}; make it writable, or choose another root"
+        ) from fault
     kind = file_system_of(root.folder).kind
     if not works and settings.io.direct == "require":
-        raise ConfigError("io.direct", "require", f"the file system of {root.path} ({kind}) refuses direct I/O")
+        raise ConfigError(
+            "io.direct", "require", f"the file system of {root.path} ({kind}) refuses direct I/O; set it to auto"
+        )
     if not works:
         shared = settings.index.kind == "redis"
         others = ", and other nodes may take for damaged what this one's has not written out yet" if shared else ""

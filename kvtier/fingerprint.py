@@ -271,7 +271,9 @@ def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[str, range]]]
     except (
         ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, struct.error,
     ) as error:  # fmt: skip
-        raise ConfigError("model_tag", None, f"{file.path} is not a whole safetensors file: {error}") from None
+        raise ConfigError(
+            "model_tag", None, f"{file.path} is not a whole safetensors file: {error}; get it again"
+        ) from None
     return 8 + n_bytes, tensors
 
 

@@ -1,6 +1,7 @@
 """Counters of one engine half: what was asked, moved, skipped and found bad. Thread-safe, no exporter in it.
 
-Every name is the number's unit last; all are sums since the start, so that any exporter can add them up.
+A name ends in its unit, or in why something was skipped; all are sums since the start, so that any exporter can add
+them up.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ def this_node() -> Node:
         try:
             machine = create_once(path, uuid.uuid4().hex.encode()).decode("ascii", "replace").strip()
         except OSError as error:
-            raise ConfigError("root", str(path), f"cannot keep an id of this node there: {error.strerror}") from None
+            raise ConfigError(
+                "root", str(path), f"cannot keep an id of this node there: {error.strerror}; make it writable"
+            ) from None
     return Node(machine, socket.gethostname())
 
 

@@ -140,13 +140,19 @@ def find_root(path: Path) -> Root:
     folder = path.absolute() / f"v{FORMAT_VERSION}"  # what the owner says of the index is within it
     try:
         if not path.is_dir():
-            raise ConfigError("root", str(path), "there is no such folder")
+            raise ConfigError(
+                "root", str(path), "there is no such folder; name the one that `root` of the settings says"
+            )
         _refuse_newer(path)
         if not _is_folder(folder):
-            raise ConfigError("root", str(path), f"not a root of kvtier: it has no folder {folder.name}")
+            raise ConfigError(
+                "root",
+                str(path),
+                f"not a root of kvtier: it has no folder {folder.name}; name the one that `root` of the settings says",
+            )
         owner = read_owner(folder)
     except OSError as error:
-        raise ConfigError("root", str(path), f"cannot be read: {error}") from None
+        raise ConfigError("root", str(path), f"cannot be read: {error}; may this user read it?") from None
     return Root(path.absolute(), folder, owner.index_path if owner else None, owner.root_id if owner else "")
 
 
@@ -212,7 +218,7 @@ def read_namespace(folder: Path) -> Namespace:
         if namespace.id.hex() != folder.name:
             raise Corrupt(f"it describes namespace {namespace.id.hex()}")
     except OSError as error:
-        raise ConfigError("root", str(path), f"cannot be read: {error.strerror}") from None
+        raise ConfigError("root", str(path), f"cannot be read: {error.strerror}; may this user read it?") from None
     except (Corrupt, UnicodeDecodeError) as fault:
         fix = (
             f"contradicts the name of its folder ({fault}), so nobody can tell whose KV lies there; stop all engines "

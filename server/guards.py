@@ -1,6 +1,6 @@
 """What stands before the routes, as ASGI wrappers: who asks, how much, how long; and headers on every answer.
 
-    Headers( Door( WholeBody( TimeLimit( routes ))))
+    SecurityHeaders( Door( WholeBody( TimeLimit( routes ))))
 
 A request without a valid token costs nothing but reading its head: its body is never read.
 """

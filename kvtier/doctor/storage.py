@@ -55,7 +55,7 @@ def examine_storage(host: Host, root: Path, settings: Settings | None) -> Iterat
     yield _file_system(root, place, kind, settings)
     on_lustre = kind.kind == "lustre"
     if on_lustre:
-        yield from examine_lustre(host, root / "v1" if (root / "v1").is_dir() else place)
+        yield from examine_lustre(host, folder if (folder := root / f"v{FORMAT_VERSION}").is_dir() else place)
     yield from examine_efa(host, on_lustre)
     yield from _measured(host, place, kind, settings)
 

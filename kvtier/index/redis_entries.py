@@ -1,4 +1,4 @@
-"""Entries and the lists of sets in Redis: whole batches, a round trip to all shards at a time."""
+"""Entries in Redis: whole batches, a round trip to all shards at a time."""
 
 from __future__ import annotations
 

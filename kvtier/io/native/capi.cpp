@@ -94,7 +94,7 @@ EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
   return ended;
 }
 
-// Before a descriptor is closed that reads came through: what is mapped of its file goes.
+// Before a descriptor is closed that reads came through: what is mapped or pinned of its file goes.
 EXPORT void kvtier_ring_forget(kvtier_ring* ring, int fd) {
   try {
     ring->engine->forget(fd);
