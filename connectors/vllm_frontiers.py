@@ -44,11 +44,13 @@ class StepsBehind(NamedTuple):
 
 
 class _Adapted:
-    """A request with an adapter. since: its files when the request was first seen; None: it is passed by."""
+    """A request with an adapter, since it was given its blocks. since: its files when it was first seen; None: it is
+    passed by. n_outputs: tokens that it had answered by then."""
 
-    def __init__(self, since: Signature | None) -> None:
+    def __init__(self, since: Signature | None, n_outputs: int) -> None:
         self.since = since
-        self.planned: deque[tuple[int, int]] = deque()  # (step, frontier), since it was given its blocks
+        self.n_outputs = n_outputs
+        self.planned: deque[tuple[int, int]] = deque()  # (step, frontier)
         self.carried_out = 0
 
 
@@ -62,17 +64,18 @@ class Frontiers:
     def track(self, request: Any) -> None:
         """After the request's key was made."""
         if request.lora_request is not None:
-            self._adapted[request.request_id] = _Adapted(self._adapters.read_at(request.lora_request))
+            self._adapted[request.request_id] = _Adapted(self._adapters.read_at(request.lora_request), 0)
 
     def is_of_its_key(self, request: Any) -> bool:
         """Whether vLLM can have read no other weights for it than those of its key."""
         adapted = self._adapted.get(request.request_id)
         return adapted is None or self._adapters.are_still(request.lora_request, adapted.since)
 
-    def anew(self, request_id: str) -> None:
+    def anew(self, request: Any) -> None:
         """The request was given other blocks, with nothing in them."""
-        if request_id in self._adapted:
-            self._adapted[request_id] = _Adapted(self._adapted[request_id].since)
+        adapted = self._adapted.get(request.request_id)
+        if adapted is not None:
+            self._adapted[request.request_id] = _Adapted(adapted.since, request.num_output_tokens)
 
     def of_step(self, request: Any, computed_tokens: int, scheduled_tokens: int, step: int) -> int:
         """Tokens that may be saved after this step, which is planned now."""
@@ -93,6 +96,6 @@ class Frontiers:
         adapted = self._adapted.pop(request.request_id, None)
         if adapted is None:
             return frontier
-        if not request.num_output_tokens:  # aborted: its latest steps may not have been carried out
+        if request.num_output_tokens == adapted.n_outputs:  # its latest steps may not have been carried out
             frontier = min(frontier, adapted.carried_out)
         return frontier if is_of_its_key else 0

@@ -208,7 +208,7 @@ class SchedulerHalf:
                 continue
             if request_id not in self._given.reached:
                 self._bridge.begin(request_id, computed)
-                self._frontiers.anew(request_id)
+                self._frontiers.anew(request)
             self._given.reached[request_id] = computed + n_tokens
             frontier = self._frontiers.of_step(request, computed, n_tokens, self._n_steps)
             if self._bridge.chunks_pending(request_id, frontier):

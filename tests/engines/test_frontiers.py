@@ -63,7 +63,7 @@ def test_steps_without_the_request_count_as_well(tmp_path: Path) -> None:
 def test_other_blocks_hold_nothing_of_the_steps_before(tmp_path: Path) -> None:
     asked = Asked(tmp_path)
     assert asked.steps(0, 4) == [0, 0, 50, 100]
-    asked.frontiers.anew("r")
+    asked.frontiers.anew(asked.request)
     assert asked.steps(4, 3) == [0, 0, 50]
 
 
@@ -77,6 +77,15 @@ def test_an_abort_does_not(tmp_path: Path) -> None:
     asked = Asked(tmp_path)
     asked.steps(0, 4)
     assert asked.end(200, outputs=0) == 100
+
+
+def test_an_answer_from_before_a_preemption_does_not(tmp_path: Path) -> None:
+    asked = Asked(tmp_path)
+    asked.steps(0, 6)
+    asked.request.num_output_tokens = 3
+    asked.frontiers.anew(asked.request)
+    asked.steps(6, 3)
+    assert asked.end(150, outputs=3) == 50
 
 
 @pytest.mark.parametrize("change", ["write", "remove"])
