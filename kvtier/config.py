@@ -83,7 +83,8 @@ class HbmSettings(BaseModel):
 
 
 class IoSettings(BaseModel):
-    """Reading and writing segments. threads and piece_bytes None: as measured with a GPU, else by the file system.
+    """Reading and writing segments. threads and piece_bytes None: as measured with a GPU, whose reads alone the
+    latter cuts, else by the file system.
     pin_bytes: of segments in memory, that a GPU copies out of; None: half of the machine's memory."""
 
     model_config = FROZEN
