@@ -78,7 +78,7 @@ class Frontiers:
             self._adapted[request.request_id] = _Adapted(adapted.since, request.num_output_tokens)
 
     def of_step(self, request: Any, computed_tokens: int, scheduled_tokens: int, step: int) -> int:
-        """Tokens that may be saved after this step, which is planned now."""
+        """Tokens that may be saved after this step, which is planned now, if the request is of its key then."""
         counted = 0 if self._behind.drafts else scheduled_tokens
         frontier = step_frontier(request, computed_tokens, counted, self._save_generated)
         adapted = self._adapted.get(request.request_id)
@@ -87,7 +87,7 @@ class Frontiers:
         adapted.planned.append((step, frontier))
         while adapted.planned[0][0] + self._behind.adapters <= step:
             adapted.carried_out = adapted.planned.popleft()[1]
-        return adapted.carried_out if self.is_of_its_key(request) else 0
+        return adapted.carried_out
 
     def of_end(self, request: Any, reached_tokens: int) -> int:
         """The same when a request has ended, whose steps have reached so far."""

@@ -94,10 +94,9 @@ class SchedulerHalf:
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How much of a waiting request can be loaded, and whether it is loaded in the background (always)."""
         self._track(request)
-        is_of_its_key = self._faults.guard(
-            "looking at an adapter", lambda: self._frontiers.is_of_its_key(request), False
-        )
-        n_tokens = self._bridge.hit_tokens(request.request_id, computed_tokens) if is_of_its_key else 0
+        n_tokens = self._bridge.hit_tokens(request.request_id, computed_tokens)
+        if n_tokens and not self._is_of_its_key(request):
+            n_tokens = 0
         return n_tokens, bool(n_tokens)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
@@ -188,6 +187,10 @@ class SchedulerHalf:
             nothing = RequestView(request.request_id, (), 0, {}, may_load=False, may_save=False)
             self._bridge.track(self._faults.guard("looking at a request", lambda: self._look(request), nothing))
 
+    def _is_of_its_key(self, request: Any) -> bool:
+        """Asked only where something depends on it: it looks at an adapter's files."""
+        return self._faults.guard("looking at an adapter", lambda: self._frontiers.is_of_its_key(request), False)
+
     def _look(self, request: Any) -> RequestView:
         view = self._view(request)
         self._frontiers.track(request)
@@ -211,7 +214,7 @@ class SchedulerHalf:
                 self._frontiers.anew(request)
             self._given.reached[request_id] = computed + n_tokens
             frontier = self._frontiers.of_step(request, computed, n_tokens, self._n_steps)
-            if self._bridge.chunks_pending(request_id, frontier):
+            if self._bridge.chunks_pending(request_id, frontier) and self._is_of_its_key(request):
                 mirrored = self._tables.get(request_id, ())
                 table = mirrored if block_state is None else block_state.resolve_block_ids(request_id)[0]
                 self._bridge.advance(request_id, frontier, table)

@@ -36,7 +36,9 @@ class Asked:
 
     def steps(self, first: int, n: int, computed: int = 0) -> list[int]:
         """What may be saved after each of n steps of 50 tokens."""
-        return [self.frontiers.of_step(self.request, computed + 50 * number, 50, first + number) for number in range(n)]
+        frontiers, request = self.frontiers, self.request
+        planned = [frontiers.of_step(request, computed + 50 * number, 50, first + number) for number in range(n)]
+        return planned if frontiers.is_of_its_key(request) else [0] * n
 
     def end(self, computed: int, outputs: int) -> int:
         self.request.num_computed_tokens, self.request.num_output_tokens = computed, outputs
