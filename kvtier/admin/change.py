@@ -38,7 +38,7 @@ class WrongLabel(Exception):
 def evict(opened: Opened, selection: Selection, dry_run: bool, include_pinned: bool = False) -> Evicted:
     """Whole sets, for they are what is evicted. Raises Busy, IndexUnavailable, TierUnavailable."""
     capacity_bytes = opened.settings.capacity_bytes
-    protected = opened.protected(opened.index.sets())
+    protected = opened.protected(opened.index.sets()) if include_pinned else ()
     planned = opened.evictor.preview(selection, capacity_bytes, include_pinned)
     done = planned if dry_run else opened.evictor.evict(selection, capacity_bytes, include_pinned)
     if done is None:

@@ -41,16 +41,16 @@ def list_sets(opened: Opened, wanted: Filter, after: int, limit: int) -> SetPage
 
 def describe_set(opened: Opened, set_id: int) -> SetDetails | None:
     """None when the index has no such set. Raises IndexUnavailable."""
-    infos = opened.index.some_sets([set_id])
-    if not infos:
+    sets = opened.index.sets()  # all of them: pins protect up to a cap, the older sets first
+    info = next((info for info in sets if info.set_id == set_id), None)
+    if info is None:
         return None
-    info = infos[0]
     files = SegmentFiles(opened.root.folder / info.namespace.hex(), direct=False)
     ranks = [rank for found, rank in files.ids() if found == set_id]
     return SetDetails(
         records=len(opened.index.members(set_id)),
         files=[SegmentFile(name=segment_name(set_id, rank), n_bytes=files.bytes_of(set_id, rank)) for rank in ranks],
-        **row_of(info, opened.protected(opened.index.sets())).model_dump(),
+        **row_of(info, opened.protected(sets)).model_dump(),
     )
 
 

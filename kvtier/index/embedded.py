@@ -203,16 +203,15 @@ class LmdbIndex:
         if used:
             self._shared.write(work)
 
-    def _change_set(self, set_id: int, change: Callable[[SetInfo], SetInfo]) -> bool:
-        """False when there is no such set."""
+    def _change_set(self, set_id: int, change: Callable[[SetInfo], SetInfo]) -> None:
+        """If there is such a set."""
 
-        def work(view: View) -> bool:
+        def work(view: View) -> None:
             info = _get_set(view, set_id)
             if info is not None:
                 _put_set(view, change(info))
-            return info is not None
 
-        return self._shared.write(work)
+        self._shared.write(work)
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         def work(view: View) -> int | None:

@@ -142,9 +142,8 @@ class SetTable:
     def is_free(self, set_id: int) -> bool:
         return not self._table.get(SET_ID.pack(set_id))
 
-    def change(self, set_id: int, change: Callable[[SetInfo], SetInfo]) -> bool:
-        """False when there is no such set."""
-        return self.change_some([set_id], lambda info: change(info)) > 0
+    def change(self, set_id: int, change: Callable[[SetInfo], SetInfo]) -> None:
+        self.change_some([set_id], change)
 
     def touch(self, used: Mapping[int, Use]) -> None:
         def change(info: SetInfo) -> SetInfo:
@@ -153,15 +152,14 @@ class SetTable:
 
         self.change_some(list(used), change)
 
-    def change_some(self, set_ids: Sequence[int], change: Callable[[SetInfo], SetInfo]) -> int:
-        """How many of them are registered."""
+    def change_some(self, set_ids: Sequence[int], change: Callable[[SetInfo], SetInfo]) -> None:
+        """Those of them that are registered."""
 
         def renewed(field: bytes, old: bytes) -> bytes:
             infos = _infos([(field, old)])
             return old[:1] + set_info.pack(change(infos[0])) if infos else old
 
-        found = self._table.change([SET_ID.pack(set_id) for set_id in set_ids], renewed)
-        return sum(bool(old) for old, _ in found.values())
+        self._table.change([SET_ID.pack(set_id) for set_id in set_ids], renewed)
 
     def begin_removal(self, set_id: int, fence: Fence | None) -> None:
         self._table.change_one(SET_ID.pack(set_id), lambda old: old and GOING + old[1:], fence)
