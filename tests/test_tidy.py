@@ -265,7 +265,7 @@ def test_native_file(path: Path) -> None:
 
 PLANTED = {
     "kvtier.store": {
-        "x = 1\n" * 401: "401 lines",
+        "x = 1\n" * 601: "601 lines",
         "def f():\n" + "    x = 1\n" * 70: "f: 71 lines",
         "def f(a, b, c, d, *, e, f, g): ...": "f: 7 parameters",
         "def f(**options): ...": "hides what is taken",
