@@ -46,6 +46,7 @@ CODECS_WITHOUT_BOUNDARY = ("raw", "fp8", "k6v4")
 """Those that treat all layers alike; what the others store of boundary layers is k6v4."""
 TURBOQUANT_CHUNK_TOKENS_MAX = 2048
 """The most over which its sums for the mean of K stay exact."""
+SEGMENT_BYTES = 1 << 30  # default of segment_bytes
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES
 """Its header page, and one record of a header page and a slab."""
 PIN_BYTES_MIN = 32 << 20
@@ -138,7 +139,7 @@ class Settings(BaseSettings):
     root: Path
     require_mount: bool = False
     capacity_bytes: Bytes = 64 << 30
-    segment_bytes: Annotated[Bytes, Field(ge=SEGMENT_BYTES_MIN)] = 1 << 30
+    segment_bytes: Annotated[Bytes, Field(ge=SEGMENT_BYTES_MIN)] = SEGMENT_BYTES
     chunk_tokens: Count = 256
     codec: Literal["raw", "fp8", "k6v4", "k5v3", "k4v4", "k4v3", "k3v3", "k4v2"] = "raw"
     codec_boundary_layers: Natural = 0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier import capacity_words
-from kvtier.config import Settings
+from kvtier.config import SEGMENT_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.errors import ConfigError, Corrupt
@@ -55,7 +55,9 @@ def examine_storage(host: Host, root: Path, settings: Settings | None) -> Iterat
     yield _file_system(root, place, kind, settings)
     on_lustre = kind.kind == "lustre"
     if on_lustre:
-        yield from examine_lustre(host, folder if (folder := root / f"v{FORMAT_VERSION}").is_dir() else place)
+        folder = root / f"v{FORMAT_VERSION}"
+        segment_bytes = settings.segment_bytes if settings else SEGMENT_BYTES
+        yield from examine_lustre(host, folder if folder.is_dir() else place, segment_bytes)
     yield from examine_efa(host, on_lustre)
     yield from _measured(host, place, kind, settings)
 

@@ -16,7 +16,7 @@ from kvtier.config import HbmSettings, Settings
 from kvtier.doctor import gpu, storage
 from kvtier.doctor.gpu import examine_gpu, examine_memory
 from kvtier.doctor.host import Host, ProbeFailed, Ran, Verdict
-from kvtier.doctor.lustre import examine_efa, examine_lustre
+from kvtier.doctor.lustre import examine_efa
 from kvtier.doctor.report import examine, line
 from kvtier.doctor.storage import examine_storage
 from kvtier.owner import Node, Owner, claim, this_node
@@ -214,11 +214,9 @@ def test_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["memlock limit"].level == "warn" and "memlock=-1" in found["memlock limit"].fix
 
 
-# --- Lustre ---
+# --- EFA; Lustre is in test_lustre.py ---
 
 
-LFS = "echo 'stripe_count:  1 stripe_size:   1048576 pattern:       raid0 stripe_offset: -1'"
-LCTL = 'case "$3" in osc*) printf "8\\n64\\n";; mdc*) echo 64;; esac'
 LNET = "printf 'net:\\n - net type: lo\\n   - nid: 0@lo\\n - net type: tcp\\n   - nid: 10.0.0.5@tcp\\n'"
 
 
@@ -227,27 +225,6 @@ def with_efa(host: Host) -> None:
     device = host.sys / "class/infiniband/rdmap0s31/device"
     device.mkdir(parents=True)
     (device / "driver").symlink_to(host.sys / "drivers/efa")
-
-
-def test_lustre_as_it_comes(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_commands(tmp_path, monkeypatch, {"lfs": LFS, "lctl": LCTL, "lnetctl": LNET})
-    found = by_name(list(examine_lustre(host, tmp_path)))
-    stripes = found["Lustre stripes"]
-    assert stripes.level == "warn" and stripes.value == "1 of 1048576 bytes"
-    assert f"lfs setstripe -c 8 -S 4M {tmp_path}" in stripes.fix
-    osc = found["Lustre osc.*.max_rpcs_in_flight"]
-    assert (osc.level, osc.value) == ("warn", "8") and "lctl set_param osc.*.max_rpcs_in_flight=64" in osc.fix
-    assert found["Lustre mdc.*.max_rpcs_in_flight"].level == "ok"
-
-
-@pytest.mark.parametrize("count", ["8", "-1"])
-def test_lustre_striped(count: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_commands(
-        tmp_path, monkeypatch, {"lfs": f"echo 'stripe_count: {count} stripe_size: 4194304'", "lctl": "exit 2"}
-    )
-    found = by_name(list(examine_lustre(host, tmp_path)))
-    assert found["Lustre stripes"].level == "ok"
-    assert found["Lustre osc.*.max_rpcs_in_flight"].value == "unknown: exit status 2"
 
 
 def test_efa(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
