@@ -22,13 +22,11 @@ from kvtier.connectors.announcements import Unwatched, Watcher
 from kvtier.connectors.requests import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
 from kvtier.lookups import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
+from kvtier.repeated_log import RepeatedLog
 from kvtier.store import Store, WantedChunk
 from kvtier.transfer import Transfer
 
 log = logging.getLogger("kvtier")
-
-LOG_INTERVAL_S = 60.0
-"""A fault of one kind is written to the log at most this often."""
 
 ANSWER_GOOD_S = 1.0
 """So long, a request that waits for blocks does not ask a remote index again."""
@@ -42,13 +40,12 @@ Clock = Callable[[], float]
 
 
 class Faults:
-    """Runs tier work; a fault in it is counted, logged once per kind and interval, and answered by a fallback (I9)."""
+    """Runs tier work; a fault in it is counted, logged (kvtier.repeated_log), and answered by a fallback (I9)."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
         self._lock = threading.Lock()
         self._count = 0
-        self._logged_s: dict[tuple[str, str], float] = {}
+        self._log = RepeatedLog(clock)
 
     def guard(self, what: str, work: Callable[[], T], fallback: T) -> T:
         """The result of `work`, or `fallback` when it raises."""
@@ -65,16 +62,10 @@ class Faults:
             return count
 
     def _note(self, what: str, fault: Exception) -> None:
-        kind = (what, type(fault).__name__)
-        now = self._clock()
         with self._lock:
             self._count += 1
-            last = self._logged_s.get(kind)
-            is_due = last is None or now - last >= LOG_INTERVAL_S
-            if is_due:
-                self._logged_s[kind] = now
-        if is_due:
-            log.error("%s failed; going on without the tier for it", what, exc_info=fault)
+        kind = f"{what} {type(fault).__name__}"
+        self._log.line(logging.ERROR, kind, "%s failed; going on without the tier for it", what, fault=fault)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from kvtier.identity import ID_BYTES, Namespace
 from kvtier.index import entry as entries
 from kvtier.indexes import open_index
 from kvtier.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics, summed
+from kvtier.repeated_log import RepeatedLog
 from kvtier.reports import About
 from kvtier.root import namespace_folders, open_root, read_namespace
 from kvtier.tenants import Tenants
@@ -95,6 +96,7 @@ class ObjectTier:
         self._refused: dict[int, ConfigError] = {}
         self._is_own: dict[bytes, bool] = {}
         self._is_closed = False
+        self._log = RepeatedLog()
         self._open_a_known_size()
 
     @classmethod
@@ -261,7 +263,7 @@ class ObjectTier:
         except IndexUnavailable as fault:
             self._metrics.add(INDEX_ERRORS)
             if not isinstance(fault, IndexResting):
-                log.warning("objects are not looked up: %s", fault)
+                self._log.warning("lookup", "objects are not looked up: %s", fault)
             return None
 
     def _drop(self, keys: Sequence[bytes], found: Sequence[bytes | None]) -> list[bool]:

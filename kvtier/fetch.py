@@ -20,11 +20,9 @@ from kvtier.keep import HostKeeper
 from kvtier.kernels.paged import SlabRun
 from kvtier.order import Mark
 from kvtier.plan import LoadChunk
+from kvtier.repeated_log import RepeatedLog
 from kvtier.sources import Source, end_of
 from kvtier.worker import ChunkArena, Worker
-
-log = logging.getLogger("kvtier")
-
 
 SWEEP_INTERVAL_S = 0.01
 """How often who waits for a slot looks whether abandoned reads have returned theirs."""
@@ -70,6 +68,7 @@ class Fetcher:
         self._worker = worker
         self._admission = admission
         self._keeper = keeper
+        self._log = RepeatedLog(worker.clock)
         self._files = FileReader(worker)
         self._landing = None if self._files.arena is worker.arena else self._files.arena
         self._lock = threading.Lock()
@@ -132,7 +131,7 @@ class Fetcher:
             for source in bad:
                 self._files.retract(fetch.chunk.key, source.location)
             raise FetchFailed(f"{place_of(bad[0].location)}: a checksum does not match")
-        log.error("chunk %s went bad in memory; it is read again", fetch.chunk.key.hex())
+        self._log.line(logging.ERROR, "bad", "chunk %s went bad in memory; it is read again", fetch.chunk.key.hex())
         if fetch.origin is Origin.ARENA:
             self._worker.arena.drop(fetch.chunk.key)
             self._worker.arena.release(fetch.slot, fetch.chunk.key)

@@ -25,6 +25,7 @@ from kvtier.index import entry as entries
 from kvtier.index.base import Index, SetInfo, Use
 from kvtier.jobs import Ticker
 from kvtier.metrics import Metrics
+from kvtier.repeated_log import RepeatedLog
 from kvtier.reports import NOTE_PREFIX, About, Reporter
 from kvtier.sets import Side, Supplies
 from kvtier.sweep_turns import SweepTurns
@@ -40,7 +41,6 @@ SET_BACK_S = 5.0
 """A clock that goes back by more was set. By the times of before nothing would be due for as long, and nodes whose
 clocks went on would take this engine for dead."""
 CLOSE_TIMEOUT_S = 5.0
-LOG_INTERVAL_S = 60.0
 FIRST_TICK_TIMEOUT_S = 1.0
 """Starting an engine waits so long at most for the first sets: what is computed before them is not saved."""
 PRIVATE_EPOCH = "private-"
@@ -78,15 +78,15 @@ class KeeperPlan:
 
 @dataclass(slots=True)
 class _Due:
-    """When each duty is to be done next, seconds since the epoch. said_s: when it was logged that one is put off.
-    looked_s: when it was last looked at what is due."""
+    """When each duty is to be done next, seconds since the epoch. looked_s: when it was last looked at what is due.
+    log: of duties that are put off."""
 
     sweep: SweepTurns
+    log: RepeatedLog
     beat_s: float = 0.0
     touch_s: float = 0.0
     relief_s: float = 0.0
     limits_s: float = 0.0
-    said_s: dict[str, float] = field(default_factory=dict)
     looked_s: float = 0.0
 
 
@@ -125,7 +125,7 @@ class Keeper:
         self._is_leaving = False
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
         self._done_with = _DoneWith()
-        self._due = _Due(SweepTurns(plan.owner))
+        self._due = _Due(SweepTurns(plan.owner), RepeatedLog(housekeeper.clock))
         self._disk_is_full = False
 
     def start(self) -> None:
@@ -153,7 +153,7 @@ class Keeper:
         """Does what is due. What fails is logged and tried again later; the other duties go on."""
         now = self._housekeeper.clock()
         if now < self._due.looked_s - SET_BACK_S:
-            self._due = _Due(SweepTurns(self._plan.owner))
+            self._due = _Due(SweepTurns(self._plan.owner), RepeatedLog(self._housekeeper.clock))
             for side in self.supplies.sides():
                 side.room.clear()
         self._due.looked_s = now
@@ -167,16 +167,10 @@ class Keeper:
                 duty(now)
             except (KVTierError, OSError) as fault:
                 self.metrics.add(names.INDEX_ERRORS)
-                self._log_put_off(duty.__name__.strip("_").replace("_", " "), fault, now)
+                name = duty.__name__.strip("_").replace("_", " ")
+                if not isinstance(fault, IndexResting):  # a Redis that is full refuses a duty in every tick
+                    self._due.log.warning(f"{name} {type(fault).__name__}", "%s is put off: %s", name, fault)
         self._has_ticked.set()
-
-    def _log_put_off(self, duty: str, fault: Exception, now: float) -> None:
-        """The same of a duty once a minute: a Redis that is full refuses it in every tick."""
-        kind = f"{duty} is put off: {type(fault).__name__}"
-        is_known = now - self._due.said_s.get(kind, -LOG_INTERVAL_S) < LOG_INTERVAL_S
-        if not is_known and not isinstance(fault, IndexResting):
-            self._due.said_s[kind] = now
-            log.warning("%s is put off: %s", duty, fault)
 
     @property
     def index(self) -> Index:
@@ -313,7 +307,9 @@ class Keeper:
             self._due.sweep.want()  # what dead writers left open may be all that fills the root
             pause_s, full = side.room.refused(now), self._plan.capacity_bytes
             why = self._evictor.why_no_room(need, capacity_bytes, full)
-            log.warning("no room for another segment set: %s; saving rests for %.0f s", why, pause_s)
+            self._due.log.warning(
+                f"no room {side.tenant}", "no room for another segment set: %s; saving rests for %.0f s", why, pause_s
+            )
             return False
         side.room.worked()
         self._done_with.to_drop.remove(set_id)

@@ -4,7 +4,6 @@ whatever happens, even if its thread hangs in the kernel (I10). Bytes that fail 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from contextlib import suppress
@@ -17,9 +16,8 @@ from kvtier.fetch_files import FetchFailed, SegmentGone
 from kvtier.jobs import Jobs
 from kvtier.load_walk import LoadWalk
 from kvtier.plan import LoadDone, LoadPlan
+from kvtier.repeated_log import RepeatedLog, cause_of
 from kvtier.worker import Worker
-
-log = logging.getLogger("kvtier")
 
 AHEAD_BYTES = 512 << 20
 CHUNKS_AHEAD_MIN, CHUNKS_AHEAD_MAX = 8, 64
@@ -45,6 +43,7 @@ class Loader:
         self._lock = threading.Condition()
         self._loads: dict[LoadWalk, None] = {}  # in the order in which they were asked for
         self._hangs_until_s = 0.0
+        self._log = RepeatedLog(worker.clock)
         self._done: list[LoadDone] = []
         self._timings: list[tuple[int, float]] = []
 
@@ -96,8 +95,8 @@ class Loader:
                 self._answer(load)
                 load.let_go()
         if failure is not None:
-            log.warning("request %s: recomputed from chunk %d of its load on: %s",
-                        load.plan.request_id, load.n_chunks, failure)  # fmt: skip
+            self._log.warning(cause_of(failure), "request %s: recomputed from chunk %d of its load on: %s",
+                              load.plan.request_id, load.n_chunks, failure)  # fmt: skip
         if isinstance(failure, SegmentGone):
             with suppress(Corrupt, TierUnavailable, OSError):  # whoever is offered one of them finds out then
                 self._fetcher.retract_gone(load.plan.namespace, load.plan.chunks[load.n_chunks :])

@@ -8,9 +8,7 @@ a segment is there, not before: who removes the set later than that finds the se
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 
@@ -20,14 +18,10 @@ from kvtier.geometry import Extent
 from kvtier.index.base import NOBODY, slots_used
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.record import SegmentHeader, record_bytes
+from kvtier.repeated_log import RepeatedLog
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import SegmentFiles
 from kvtier.worker import Worker
-
-log = logging.getLogger("kvtier")
-
-TOLD_MAX = 64
-"""Sets of which it is remembered that it was logged that they are gone."""
 
 
 class OwnSegments:
@@ -37,7 +31,7 @@ class OwnSegments:
         self._worker = worker
         self._writes = writes
         self._making = threading.Lock()
-        self._told: deque[int] = deque(maxlen=TOLD_MAX)
+        self._log = RepeatedLog(worker.clock)
 
     def lease(self, plan: SavePlan, chunk: SaveChunk) -> OpenSegment | None:
         """The segment for the chunk, until its release; None when its set is in the index no more.
@@ -100,16 +94,15 @@ class OwnSegments:
         try:
             files.trim(set_id, rank, used.get(rank, 0))
         except (Corrupt, TierUnavailable) as fault:
-            log.warning("segment set %016x is not trimmed: %s", set_id, fault)
+            self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
 
     def _unlink(self, files: SegmentFiles, set_id: int) -> None:
-        if set_id not in self._told:  # until the engine's next sign of life, each chunk that is saved meets it again
-            self._told.append(set_id)
-            log.warning("segment set %016x was removed while it was filled", set_id)
+        # Until the engine's next sign of life, each chunk that is saved meets it again.
+        self._log.warning(f"removed {set_id}", "segment set %016x was removed while it was filled", set_id)
         try:
             files.unlink(set_id, self._worker.share.rank)
         except TierUnavailable as fault:
-            log.warning("a segment in no index stays, for a sweep to find: %s", fault)
+            self._log.warning("stays", "a segment in no index stays, for a sweep to find: %s", fault)
             return
         files.close_unlinked()
         self._worker.index.remove_set(set_id)  # a sweeper may have read it back just before its file was gone

@@ -33,12 +33,10 @@ from kvtier.order import Mark
 from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.record import RecordHeader, SegmentHeader, record_bytes
-from kvtier.refusals import Refusals
+from kvtier.repeated_log import RepeatedLog, cause_of
 from kvtier.sources import Source
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.worker import Worker
-
-log = logging.getLogger("kvtier")
 
 JOB_CHUNKS = 16
 """Chunks of one background job: one job copies down and the next writes."""
@@ -87,7 +85,7 @@ class Saver:
         self._in_flight = 0
         self._n_held = 0
         self._disk = Backoff()
-        self._refusals = Refusals(worker.codec.name)
+        self._log = RepeatedLog(worker.clock)
         self._slots_used: dict[tuple[bytes, int], tuple[int, int]] = {}
 
     def save(self, plan: SavePlan) -> None:
@@ -142,7 +140,7 @@ class Saver:
                 files.trim(set_id, self._worker.share.rank, used)
                 self._worker.index.close_set(set_id, files.set_bytes_of(set_id))
             except (Corrupt, TierUnavailable, IndexUnavailable) as fault:
-                log.warning("segment set %016x is not trimmed: %s", set_id, fault)
+                self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
         self._slots_used.clear()
 
     def _take_slot(self) -> tuple[int | None, SaveOutcome]:
@@ -219,8 +217,20 @@ class Saver:
         for item in staged:
             item.checksums = verdicts[item.place].sums
         refused = [item for item in staged if verdicts[item.place].is_refused]
-        self._refusals.add(len(refused))
+        self._note_refused(len(refused))
         return refused
+
+    def _note_refused(self, count: int) -> None:
+        """Log that chunks are refused: a tier that stores nothing must not look like one that was not asked. All are
+        refused where KV is near nothing, as that of vLLM's dummy weights can be."""
+        if not count:
+            return
+        so_far = count + int(self._worker.metrics.total().get(names.SKIPPED_REFUSED, 0))
+        self._log.warning(
+            "refused", "codec %s cannot keep the KV of %d chunks so far, and they are not saved: it holds what is no "
+            "number, is infinite, or is too small or too large for the codec's scales; with codec: raw they are",
+            self._worker.codec.name, so_far,
+        )  # fmt: skip
 
     def _slab_bytes(self, writes: Extent) -> int:
         return slab_bytes(self._worker.codec, self._worker.geometry, writes)
@@ -265,7 +275,8 @@ class Saver:
             for item, result in results:
                 if result.bad_slabs:
                     self._worker.metrics.add(names.CHECKSUM_FAILURES)
-                    log.error("chunk %s changed on its way to the storage; it is not stored", item.chunk.key.hex())
+                    self._log.line(logging.ERROR, "changed", "chunk %s changed on its way to the storage; it is not "
+                                   "stored", item.chunk.key.hex())  # fmt: skip
             outcomes.update((item.chunk.key, _failure(result)) for item, result in results)
             written = [
                 (item, Location(item.chunk.set_id, self._worker.share.rank, item.chunk.slot,
@@ -285,7 +296,7 @@ class Saver:
         except IndexUnavailable as fault:  # nobody would find what is written now
             self._rest(str(fault))
         except Corrupt as fault:
-            log.warning("a save fails: %s", fault)
+            self._log.warning(cause_of(fault), "a save fails: %s", fault)
         finally:
             self._end_hold(staged, {})
             self._give_back(ours)
@@ -381,7 +392,7 @@ class Saver:
     def _rest(self, why: str) -> None:
         with self._lock:
             pause_s = self._disk.refused(self._worker.clock())
-        log.warning("saving rests for %.0f s: %s", pause_s, why)
+        self._log.warning("rests", "saving rests for %.0f s: %s", pause_s, why)
 
     def _answer(self, outcomes: Sequence[tuple[SaveChunk, SaveOutcome]]) -> None:
         for _, outcome in outcomes:

@@ -34,7 +34,7 @@ LAYERS = (
      "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.plain_files",
      "kvtier.fingerprint", "kvtier.machine", "kvtier.reports", "kvtier.sweep_turns"),
     ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
-     "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.refusals", "kvtier.capacity",
+     "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.repeated_log", "kvtier.capacity",
      "kvtier.model_config", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.entry", "kvtier.sizes",
      "kvtier.capacity_words",
      "kvtier.config_types", "kvtier.config_server", "kvtier.config_index", "kvtier.config_capacity", "kvtier.tenants",

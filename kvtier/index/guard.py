@@ -22,6 +22,7 @@ from kvtier.index.base import Index, IndexCounts, Location, Loss, NewRecord, Set
 from kvtier.index.breaker import Breaker
 from kvtier.jobs import Ticker
 from kvtier.metrics import Metrics
+from kvtier.repeated_log import RepeatedLog
 
 log = logging.getLogger("kvtier")
 
@@ -56,6 +57,7 @@ class GuardedIndex:
         self._waiting: deque[NewRecord] = deque()
         self._waiting_bytes = 0
         self._ticker: Ticker | None = None
+        self._log = RepeatedLog(clock)
 
     def start(self) -> None:
         """Sends what waits from a thread of its own; without it the caller ticks (tests)."""
@@ -100,13 +102,15 @@ class GuardedIndex:
 
     def _worked(self) -> None:
         if self._breaker.worked():
-            log.info("the index answers again; %d records wait to be published", self.n_waiting)
+            what = "the index answers again; %d records wait to be published"
+            self._log.line(logging.INFO, "answers", what, self.n_waiting)
 
     def _failed(self, fault: BaseException, began_s: float) -> None:
         now = self._clock()
         if self._breaker.failed(began_s, now):
             self.metrics.add(names.INDEX_PAUSES)
-            log.warning("the index is left alone for %.1f s: %s", self._breaker.left_s(now), fault)
+            left_s = self._breaker.left_s(now)
+            self._log.warning("pause", "the index is left alone for %.1f s: %s", left_s, fault)
 
     # --- publishing ---
 

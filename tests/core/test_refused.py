@@ -11,7 +11,6 @@ import pytest
 from kvtier import metrics as names
 from kvtier import store as store_module
 from kvtier.plan import SaveOutcome, SavePlan
-from kvtier.refusals import Refusals
 from kvtier.store import REFUSED_S, WantedChunk
 from tests.core.rig import Engine, geometry
 
@@ -90,12 +89,3 @@ def test_that_chunks_are_refused_is_told(engine: Engine, caplog: pytest.LogCaptu
         save(engine)
     (line,) = [record.getMessage() for record in caplog.records if "cannot keep" in record.getMessage()]
     assert "codec fp8 cannot keep the KV of 1 chunks so far" in line and "codec: raw" in line
-
-
-def test_refusals_are_told_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals("k4v4")
-    with caplog.at_level(logging.WARNING, "kvtier"):
-        for count in (0, 1, 3, 5, 1, 0, 90, 1):
-            refusals.add(count)
-    told = [int(record.getMessage().partition("KV of ")[2].partition(" ")[0]) for record in caplog.records]
-    assert told == [1, 10, 100]

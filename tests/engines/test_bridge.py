@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from kvtier.breakeven import FixedLimit
-from kvtier.connectors.bridge import LOG_INTERVAL_S, Faults, SchedulerBridge, Step, WorkerBridge
+from kvtier.connectors.bridge import Faults, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.identity import chunk_keys
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
+from kvtier.repeated_log import INTERVAL_FIRST_S
 from kvtier.transfer import Progress
 
 from .fakes import FakeStore, FakeTransfer, answer_to_save
@@ -367,7 +368,7 @@ def test_faults_are_counted_and_logged_once_in_a_while(caplog: pytest.LogCapture
         assert len(caplog.records) == 1
         faults.guard("a lookup", explode, 0)
         assert len(caplog.records) == 2, "another kind"
-        clock.now = LOG_INTERVAL_S
+        clock.now = INTERVAL_FIRST_S
         faults.guard("a save", explode, 0)
         assert len(caplog.records) == 3
     assert faults.take() == 7
