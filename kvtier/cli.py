@@ -113,11 +113,13 @@ def _add_check(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
-        return run_doctor(options.path, options.json)
+        return run_doctor(options.path, options.json, options.peer)
 
     doctor = _add_command(commands, "doctor", "whether this machine is fit, and what to do about it", run)
     text = "the root, or a settings file; left out: the configured root"
     doctor.add_argument("path", metavar="PATH", type=path_argument, nargs="?", help=text)
+    text = "another mount of the same file system: measures when it reads what is written through the root's"
+    doctor.add_argument("--peer", metavar="PATH", type=path_argument, help=text)
 
 
 def _serve(options: argparse.Namespace) -> int:

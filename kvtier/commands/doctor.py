@@ -10,11 +10,11 @@ from kvtier.doctor.report import examine, line
 from kvtier.indexes import look_at_redis
 
 
-def run_doctor(path: Path | None, as_json: bool) -> int:
+def run_doctor(path: Path | None, as_json: bool, peer: Path | None = None) -> int:
     """Raises ConfigError."""
     refuse_missing_file(path)
     found = []
-    for verdict in examine(path, look_at_redis=look_at_redis):
+    for verdict in examine(path, look_at_redis=look_at_redis, peer=peer):
         found.append(verdict)
         if not as_json:
             print(line(verdict), flush=True)

@@ -3,6 +3,7 @@
 python -m kvtier.doctor.probe driver
 python -m kvtier.doctor.probe cufile
 python -m kvtier.doctor.probe storage '{"folder", "direct", "threads", "piece_bytes", "engine": ...}'
+python -m kvtier.doctor.probe peer '{"folder", "peer", "direct": ...}'
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvtier.doctor.coherence import measure
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.calibrate import calibrate, scratch_file
@@ -35,6 +37,10 @@ def main(arguments: list[str]) -> None:
         answer: Any = driver_version()
     elif what == "cufile":
         answer = _cufile()
+    elif what == "peer":
+        asked = json.loads(arguments[1])
+        folder = Path(asked["folder"])
+        answer = measure(folder, Path(asked["peer"]), asked["direct"] and _direct_alignment(folder) is not None)
     else:
         answer = _storage(json.loads(arguments[1]))
     print(json.dumps(answer))

@@ -19,10 +19,11 @@ LINE_WIDTH = 110
 
 
 def examine(
-    path: Path | None, host: Host | None = None, look_at_redis: Callable[[Settings], Seen] | None = None
-) -> Iterator[Verdict]:
-    """path: the root, or a settings file; None: the configured root, and where none is configured, storage is left
-    out."""
+    path: Path | None, host: Host | None = None, look_at_redis: Callable[[Settings], Seen] | None = None,
+    peer: Path | None = None,
+) -> Iterator[Verdict]:  # fmt: skip
+    """Yield one verdict after the other. path: the root, or a settings file; None: the configured root, and where none
+    is configured, storage is left out. peer: another mount of the root's file system, whose coherence is measured."""
     machine = host or Host()
     settings, fault = _settings(path)
     if fault is not None:
@@ -32,7 +33,7 @@ def examine(
     yield from examine_memory(machine, settings.host.arena_bytes if settings else None)
     root = settings.root if settings else path if path is None or not path.is_file() else None
     if root is not None:
-        yield from examine_storage(machine, root, settings)
+        yield from examine_storage(machine, root, settings, peer)
     else:
         yield from examine_efa(machine, on_lustre=False)
         yield Verdict("warn", "storage", "not looked at", "name the root: kvtier doctor PATH, or set KVTIER_ROOT")

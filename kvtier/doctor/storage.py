@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvtier import capacity_words
 from kvtier.config import SEGMENT_BYTES, Settings
+from kvtier.doctor.coherence import examine_peer
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.errors import ConfigError, Corrupt
@@ -37,8 +38,9 @@ def place_of(root: Path) -> Path:
     return place
 
 
-def examine_storage(host: Host, root: Path, settings: Settings | None) -> Iterator[Verdict]:
-    """`root` as configured. Writes one file there, or where it would be made, which is removed again."""
+def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Path | None = None) -> Iterator[Verdict]:
+    """Examine `root` as configured, and its coherence with `peer`, another mount of the same file system. Writes files
+    there, or where it would be made, which are removed again."""
     try:
         place = place_of(root.absolute())
         if settings is not None:
@@ -60,6 +62,9 @@ def examine_storage(host: Host, root: Path, settings: Settings | None) -> Iterat
         yield from examine_lustre(host, folder if folder.is_dir() else place, segment_bytes)
     yield from examine_efa(host, on_lustre)
     yield from _measured(host, place, kind, settings)
+    if peer is not None:
+        direct = settings is None or settings.io.direct != "never"
+        yield from examine_peer(host, place, kind, peer.absolute(), direct)
 
 
 def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings | None) -> Verdict:
