@@ -1,4 +1,4 @@
-"""Sizes in bytes, as text for people."""
+"""Sizes in bytes and rates, as text for people."""
 
 from __future__ import annotations
 
@@ -18,3 +18,13 @@ def exact(n_bytes: int) -> str:
             if not rest and 0 < count < 10_000:
                 return f"{count}{letter}{suffix}"
     return f"{n_bytes} bytes" if n_bytes < 1024 else f"{n_bytes} bytes ({size(n_bytes)})"
+
+
+def rate(bytes_s: float | None) -> str:
+    """Write a rate as "1.5 GB/s": in 1000s, as rates of storage are given. None: not known."""
+    if bytes_s is None:
+        return "-"
+    for unit, scale in (("GB/s", 1e9), ("MB/s", 1e6)):
+        if bytes_s >= scale:
+            return f"{bytes_s / scale:,.3g} {unit}" if bytes_s < 1000 * scale else f"{bytes_s / scale:,.0f} {unit}"
+    return f"{bytes_s / 1e3:.3g} kB/s" if bytes_s else "0"

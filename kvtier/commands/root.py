@@ -13,13 +13,14 @@ from kvtier.commands.embedded import housekeeper, open_embedded
 from kvtier.commands.progress import progress
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.commands.tables import counted, print_table, when
+from kvtier.commands.tables import seconds as duration
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Index
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verify
 from kvtier.root import Root
 from kvtier.signing import Signer
-from kvtier.sizes import size
+from kvtier.sizes import rate, size
 
 SEGMENTS = "segments"
 
@@ -119,10 +120,12 @@ def _print_report(root: Root, report: VerifyReport, seconds: float) -> None:
     for finding in report.bad:
         place = f"{finding.namespace}/{finding.segment}" + ("" if finding.slot is None else f" slot {finding.slot}")
         print(f"BAD {place}: {finding.what}")
-    rate = report.n_bytes / max(seconds, 1e-9) / 1e9
+    took = f"read in {duration(seconds)}"
+    if report.n_bytes:
+        took += f" ({rate(report.n_bytes / max(seconds, 1e-9))})"
     print(
         f"{root.path}: {counted(report.records, 'record')} ({size(report.n_bytes)}) in "
-        f"{counted(report.segments, 'segment')} read in {seconds:.1f} s ({rate:.1f} GB/s); {len(report.bad)} bad, "
+        f"{counted(report.segments, 'segment')} {took}; {len(report.bad)} bad, "
         f"{report.unfinished} never finished"
     )
     if report.unproved:

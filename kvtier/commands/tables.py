@@ -46,16 +46,6 @@ def seconds(value: float | None) -> str:
     return f"{value / 3600:,.1f} h"
 
 
-def rate(bytes_s: float | None) -> str:
-    """In 1000s, as rates of storage are given."""
-    if bytes_s is None:
-        return UNKNOWN
-    for unit, scale in (("GB/s", 1e9), ("MB/s", 1e6)):
-        if bytes_s >= scale:
-            return f"{bytes_s / scale:,.3g} {unit}" if bytes_s < 1000 * scale else f"{bytes_s / scale:,.0f} {unit}"
-    return f"{bytes_s / 1e3:.3g} kB/s" if bytes_s else "0"
-
-
 def share(used_bytes: float, of_bytes: float | None) -> str:
     """As "3.9 TiB of 4.0 TiB"."""
     return size(used_bytes) if of_bytes is None else f"{size(used_bytes)} of {size(of_bytes)}"

@@ -21,7 +21,7 @@ from kvtier.machine import memory_here, pin_budget
 from kvtier.owner import check_node
 from kvtier.record import FORMAT_VERSION
 from kvtier.root import check_mount, nearest, segments_bytes
-from kvtier.sizes import size
+from kvtier.sizes import rate, size
 
 STORAGE_TIMEOUT_S = 60.0
 
@@ -114,8 +114,8 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
         yield Verdict("bad", "storage rates", found.describe(), "free some space, or look at the mount (dmesg)")
     else:
         latency = f", a page in {1e3 * found.latency_s:.2f} ms" if found.latency_s else ""
-        rates = f"reads {found.read_bytes_s / 1e9:.2f} GB/s into {answer['device']}"
-        writes = f", writes {found.write_bytes_s / 1e9:.2f} GB/s" if found.write_bytes_s else ""
+        rates = f"reads {rate(found.read_bytes_s)} into {answer['device']}"
+        writes = f", writes {rate(found.write_bytes_s)}" if found.write_bytes_s else ""
         yield Verdict("ok", "storage rates", f"{rates}{writes}{latency}")
     *tried, why = found.reasons or ("as it comes",)
     yield Verdict("ok", "I/O engine", f"{found.choice}; {why.removeprefix(f'{found.choice} is ')}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -97,6 +98,18 @@ def test_stats_shows_a_namespace_that_contradicts_its_folder(root: Path, capsys:
 def test_verify_of_what_an_engine_left(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(made)]) == 0
     assert f"{CHUNKS} records" in (out := capsys.readouterr().out) and "0 bad" in out
+
+
+def test_verify_prints_the_rate_of_a_small_root_as_it_is(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It printed "read in 0.0 s (0.0 GB/s)" of a root of some megabytes, and a rate of none at all."""
+    assert main(["verify", str(made)]) == 0
+    said = re.search(r"read in ([0-9.]+ (?:us|ms|s)) \(([0-9.]+) ([kMG]B/s)\)", capsys.readouterr().out)
+    assert said is not None and float(said[2]) > 0
+    Engine(tmp_path / "kv").close()
+    assert main(["verify", str(tmp_path / "kv")]) == 0
+    assert "B/s" not in capsys.readouterr().out
 
 
 def test_verify_names_what_is_bad(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,7 +357,7 @@ def test_doctor_prints_a_verdict_a_line(
     verdicts = [Verdict("ok", "a", "b"), Verdict("warn", "c", "d", "do e")]
     asked: list[Path | None] = []
 
-    def examine(path: Path | None, look_at_redis: object) -> list[Verdict]:
+    def examine(path: Path | None, **_: object) -> list[Verdict]:
         asked.append(path)
         return verdicts
 

@@ -263,7 +263,7 @@ def test_storage(host: Host, tmp_path: Path) -> None:
     (host.proc / "self/mountinfo").write_text(table)
     found = by_name(list(examine_storage(measured(host), tmp_path, None)))
     assert f"on lustre ({tmp_path}, shared)" in found["root"].value and "Lustre stripes" in found and "EFA" in found
-    assert found["storage rates"].value == "reads 51.40 GB/s into NVIDIA H200, writes 3.40 GB/s, a page in 0.10 ms"
+    assert found["storage rates"].value == "reads 51.4 GB/s into NVIDIA H200, writes 3.4 GB/s, a page in 0.10 ms"
     assert found["I/O engine"].value == "ring of 12 threads x 2 x 4 MiB; the fastest of 5 tried"
 
 
