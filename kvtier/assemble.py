@@ -135,7 +135,7 @@ def open_store(
     costs = KeptCosts(index, note_name(namespace.id, about)) if about.device else None
     plan = KeeperPlan(
         owner, shape.slots, shape.set_bytes, settings.capacity_bytes, settings.writer_lease_s,
-        settings.touch_interval_s, partial(_make_namespace_folder, settings, root), about, spares_max,
+        settings.touch_interval_s, partial(_make_namespace_folder, settings, root, {namespace.id}), about, spares_max,
     )  # fmt: skip
     evictor, housekeeper = make_evictor(settings, index, root, owner), Housekeeper(index, root.folder, owner)
     watch = CapacityWatch(
@@ -160,10 +160,11 @@ def _with_beat(watch: CapacityWatch, costs: KeptCosts | None, now_s: float) -> N
         costs.refresh(now_s)
 
 
-def _make_namespace_folder(settings: Settings, root: Root, namespace: Namespace) -> None:
-    """Raises ConfigError, TierUnavailable."""
+def _make_namespace_folder(settings: Settings, root: Root, opened: set[bytes], namespace: Namespace) -> None:
+    """Look at the root, and make a namespace's folder if it is missing. Raises ConfigError, TierUnavailable."""
     open_again(settings, root)
-    open_namespace(root, namespace)
+    open_namespace(root, namespace, again=namespace.id in opened)
+    opened.add(namespace.id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,13 @@ BELOW_ROOT = 2
 LEASE_BREAK_S, LEASE_LOOK_S = 5.0, 0.01
 """How long a file is waited for that somebody has a lease on, and how often it is tried."""
 
+NOT_ANSWERING = frozenset({
+    errno.EIO, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNABORTED,
+    errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO,
+    errno.ECOMM, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.EBADFD,
+})  # fmt: skip
+# errno of a storage, or a part of it, that is away: they say nothing of the file
+
 _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
 
 

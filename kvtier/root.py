@@ -28,7 +28,7 @@ from kvtier.identity import Namespace
 from kvtier.io.filesystem import file_system_of
 from kvtier.once import create_once, read_small
 from kvtier.owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
-from kvtier.plain_files import folder_within
+from kvtier.plain_files import NOT_ANSWERING, folder_within
 from kvtier.record import FORMAT_VERSION
 from kvtier.sizes import exact
 from kvtier.tiers.segments import SUFFIX
@@ -100,25 +100,37 @@ def open_again(settings: Settings, root: Root) -> None:
     start, and one that nobody owns any more is claimed again; but nothing is made in the place of a file system that is
     not mounted any more: it would fill another disk.
 
-    Raises TierUnavailable there, where a start would be refused, and where the root is another one by now. Waits for
-    the root's file system as long as that takes.
+    Raises TierUnavailable there, where a start would be refused, where the root is another one by now, and where its
+    folder cannot be looked at. An owner.json that cannot be read says nothing: of a striped file system one target may
+    be away, and the others serve. Waits for the root's file system as long as that takes.
     """
     try:
         check_mount(settings)
         is_gone = not _is_folder(root.folder)
         place = os.stat(nearest(root.path) if is_gone else root.folder)
-        # Of the same file system, mounted once more, the device may be another, but the folder is not.
-        if place.st_dev != root.device and (is_gone or place.st_ino != root.inode):
-            what = "gone, and so is" if is_gone else "another one by now, not on"
-            fix = "mount that again, or start this engine anew"
-            raise TierUnavailable(f"the root {root.path} is {what} the file system that it was on; {fix}")
+    except (ConfigError, OSError) as fault:
+        raise _unusable(root, fault) from fault
+    # Of the same file system, mounted once more, the device may be another, but the folder is not.
+    if place.st_dev != root.device and (is_gone or place.st_ino != root.inode):
+        what = "gone, and so is" if is_gone else "another one by now, not on"
+        fix = "mount that again, or start this engine anew"
+        raise TierUnavailable(f"the root {root.path} is {what} the file system that it was on; {fix}")
+    try:
         found = open_root(settings, root) if is_gone else _claim(settings, root.folder, root)
     except (ConfigError, OSError) as fault:
-        raise TierUnavailable(f"the root cannot be used any more: {fault}") from fault
+        if not is_gone and isinstance(fault, OSError) and fault.errno in NOT_ANSWERING:
+            return  # it was this process's at the start, and the folder is the same
+        raise _unusable(root, fault) from fault
     if found != root:
         raise TierUnavailable(f"the root {root.path} is another one by now; start this engine anew")
     if is_gone:
         log.warning("the root %s was gone; it was made anew, and is empty", root.path)
+
+
+def _unusable(root: Root, fault: ConfigError | OSError) -> TierUnavailable:
+    if isinstance(fault, OSError) and fault.errno in NOT_ANSWERING:
+        return TierUnavailable(f"the root {root.path} does not answer, and is asked again: {fault}")
+    return TierUnavailable(f"the root cannot be used any more: {fault}")
 
 
 def is_in_place(root: Root) -> bool:
@@ -181,13 +193,18 @@ def check_mount(settings: Settings) -> None:
         raise ConfigError("root", str(settings.root), fix)
 
 
-def open_namespace(root: Root, namespace: Namespace) -> Path:
-    """The folder of `namespace`, created or verified. Raises ConfigError."""
+def open_namespace(root: Root, namespace: Namespace, again: bool = False) -> Path:
+    """Create or verify the folder of `namespace`, and return it. Raises ConfigError.
+
+    again: this process did so before; a storage that does not answer now is no reason to refuse it.
+    """
     folder = root.folder / namespace.id.hex()
     try:
         _make_folder(folder)
         create_once(folder / NAMESPACE_FILE, namespace.canonical_json().encode())
     except OSError as error:
+        if again and error.errno in NOT_ANSWERING:
+            return folder
         raise _config_error(folder, error, PAGE_BYTES) from None
     read_namespace(folder)
     return folder
@@ -261,6 +278,8 @@ def _make_folder(path: Path) -> None:
     """Within the root. Raises OSError; NotADirectoryError also when a file or a link has the name."""
     try:
         path.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
     except OSError:
         if not os.path.lexists(path):  # of one that is there, NFS may say first that none may be made beside it
             raise
@@ -323,6 +342,12 @@ def segments_bytes(path: Path) -> int:
     return total
 
 
+def _described(path: Path) -> str:
+    """Kind and mount point, without asking the file system."""
+    found = file_system_of(path)
+    return f"{found.kind} mounted at {found.mount_point}"
+
+
 def _full(path: Path, free_bytes: int, needed_bytes: int) -> ConfigError:
     if not os.statvfs(nearest(path)).f_blocks:
         fix = f"no files can be made there ({file_system_of(path).kind} has no room for any); choose another root"
@@ -342,6 +367,11 @@ def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
             "a link, and none is followed within a root" if os.path.islink(error.filename) else "a file, not a folder"
         )
         fix = f"{error.filename} is {what}; choose another root"
+    elif error.errno in NOT_ANSWERING:
+        fix = (
+            f"its storage does not answer: {error.strerror} ({error.filename}); mend the file system "
+            f"({_described(path)}), then start this again"
+        )
     else:
         fix = (
             f"not writable: {error.strerror} ({error.filename}); make it writable for this user or choose another root"
