@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +19,10 @@ from kvtier.capacity_words import beyond_capacity, beyond_quota
 from kvtier.errors import StaleLease
 from kvtier.eviction import base, limits, pins
 from kvtier.eviction.base import Policy
-from kvtier.eviction.choice import Choice, Selection
+from kvtier.eviction.choice import Choice, Kept, Selection
 from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, Used
 from kvtier.eviction.lru import Lru
+from kvtier.housekeeping import writer_lease
 from kvtier.index import entry as entries
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo
 from kvtier.removal import Remover
@@ -44,10 +45,12 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What was removed, or would be. freed_bytes: what its files really gave back; 0 when nothing was done."""
+    """What was removed, or would be. freed_bytes: what its files really gave back; 0 when nothing was done. kept: what
+    an administrator meant as well."""
 
     sets: tuple[SetInfo, ...]
     freed_bytes: int
+    kept: tuple[Kept, ...] = ()
 
     @property
     def n_bytes(self) -> int:
@@ -158,19 +161,19 @@ class Evictor:
 
     def preview(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> Evicted:
         """What `evict` would remove now."""
-        choice, _ = self._choice(0 if ignore_pins else capacity_bytes)
+        choice, _ = self._choice(0 if ignore_pins else capacity_bytes, for_admin=True)
         choice.select(selection, self._clock())
-        return Evicted(tuple(choice.victims), 0)
+        return Evicted(tuple(choice.victims), 0, tuple(choice.kept))
 
     def evict(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> Evicted | None:
-        """Removes what is meant; None when others evict right now. Sets still being filled stay, pinned ones unless
-        `ignore_pins`."""
+        """Removes what is meant; None when others evict right now. Sets that a living engine fills stay, pinned ones
+        unless `ignore_pins`."""
 
         def choose(choice: Choice) -> bool:
             choice.select(selection, self._clock())
             return True
 
-        return self._evict(choose, 0 if ignore_pins else capacity_bytes)
+        return self._evict(choose, 0 if ignore_pins else capacity_bytes, for_admin=True)
 
     def sets_of(self, keys: Sequence[bytes]) -> frozenset[int]:
         """Ids of the sets in which the records of these chunks lie."""
@@ -194,23 +197,36 @@ class Evictor:
         held = {pin.pin_id: self.sets_of(pin.keys) for pin in found if pin.keys}
         return pins.protected_sets(sets, found, held, int(capacity_bytes * self.rules.pinned_max_fraction))
 
-    def _choice(self, capacity_bytes: int) -> tuple[Choice, base.State]:
+    def _filled(self, sets: Sequence[SetInfo]) -> frozenset[int]:
+        """Ids of the open sets whose engine lives. What one that was killed left open needs no sweep before it is
+        removed: what its writer may yet publish is refused then."""
+        owners = {info.owner for info in sets if info.is_open}
+        living = {o for o in owners if self._index.lease_owner(writer_lease(o), self._clock()) is not None}
+        return frozenset(info.set_id for info in sets if info.is_open and info.owner in living)
+
+    def _choice(self, capacity_bytes: int, for_admin: bool) -> tuple[Choice, base.State]:
         sets = self._index.sets()
         kept = self._index.notes(STATE_NOTE, self._clock()).get(STATE_NOTE, b"")
         state = base.unpack(kept, sets)
-        return Choice(sets, self.protected(sets, capacity_bytes), self._policy, state), state
+        filled = self._filled(sets) if for_admin else None
+        return Choice(sets, self.protected(sets, capacity_bytes), self._policy, state, filled), state
 
-    def _evict(self, choose: Callable[[Choice], bool], capacity_bytes: int) -> Evicted | None:
-        """Removes what `choose` chooses, if it says so; None when it does not, and when others evict right now."""
+    def _evict(
+        self, choose: Callable[[Choice], bool], capacity_bytes: int, for_admin: bool = False
+    ) -> Evicted | None:  # fmt: skip
+        """Removes what `choose` chooses, if it says so; None when it does not, and when others evict right now.
+        for_admin: an open set may be removed, too, if its engine is dead."""
         token = self._lease()
         if token is None:
             return None
         try:
             self._remover.finish(self._clock())
-            choice, state = self._choice(capacity_bytes)
+            choice, state = self._choice(capacity_bytes, for_admin)
             if not choose(choice):
                 return None
-            return self._remove(choice.victims, state, token)
+            done = self._remove(choice.victims, state, token)
+            not_reached = [Kept(info, "not reached") for info in choice.victims[len(done.sets) :]]
+            return replace(done, kept=(*choice.kept, *not_reached))
         finally:
             self._index.release_lease(EVICT_LEASE, self._owner)
 

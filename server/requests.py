@@ -78,7 +78,7 @@ class PromptPrefix(BaseModel):
 class Eviction(BaseModel):
     """Which segment sets: those for which all that is given holds. n_bytes: no more than make up so much, the least
     valuable first. unused_s: not used for so long. prefix: that hold a part of it (and of other prompts: sets go as
-    wholes). Sets that are being filled stay, and pinned ones."""
+    wholes). Sets that a living engine fills stay, and pinned ones: the answer counts them as `kept`."""
 
     model_config = _request({"n_bytes": 1 << 40}, {"unused_s": 604_800, "tenant": "search", "dry_run": False})
     n_bytes: Bytes | None = None
@@ -95,7 +95,7 @@ class Eviction(BaseModel):
 
 
 class Clearing(BaseModel):
-    """All segment sets of a namespace, or of all. Those that are being filled stay."""
+    """All segment sets of a namespace, or of all. Those that a living engine fills stay."""
 
     model_config = _request({"namespace": _SPACE}, {"namespace": _SPACE, "include_pinned": True, "dry_run": False})
     namespace: HexId | None = None

@@ -32,7 +32,7 @@ PinId = Annotated[HexId, Path()]
 
 @router.post("/evict", summary="Evict segment sets", tags=["eviction"], responses=problems(404, 409, 422, 429))
 def evict(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Eviction) -> Evicted:
-    """Removes segment sets, or with dry_run (as it is unless told otherwise) says which."""
+    """Removes segment sets, or with dry_run (the default) says which. The answer names what stays, and why."""
     if wanted.is_of_all and not wanted.dry_run:
         raise Refused(409, "this would evict everything: say which sets are meant, or use /api/v1/clear")
     selection = Selection(
@@ -43,10 +43,14 @@ def evict(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Eviction)
 
 
 @router.post(
-    "/clear", summary="Evict everything, or a whole namespace", tags=["eviction"], responses=problems(409, 422, 429)
+    "/clear",
+    summary="Evict everything, or a whole namespace",
+    tags=["eviction"],
+    responses=problems(404, 409, 422, 429),
 )
 def clear(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Clearing) -> Evicted:
-    """Removes all segment sets of a namespace, or of all; with dry_run (the default) it says which."""
+    """Removes all segment sets of a namespace, or of all; with dry_run (the default) it says which. The answer names
+    what stays, and why."""
     selection = Selection(namespace=_id(wanted.namespace))
     return _evict(opened, service, selection, wanted.dry_run, wanted.include_pinned)
 
@@ -151,8 +155,11 @@ def _evict(
         done = change.evict(opened, selection, dry_run, include_pinned)
     except change.Busy as fault:
         raise Refused(429, str(fault), {"Retry-After": str(RETRY_AFTER_S)}) from None
+    except (change.UnknownTenant, UnknownNamespace) as fault:
+        raise Refused(404, str(fault)) from None
     if not dry_run:
-        log.info("evicted by an administrator: %d sets, %d bytes", done.n_sets, done.n_bytes)
+        stay = sum(kept.n_sets for kept in done.kept)
+        log.info("evicted by an administrator: %d sets, %d bytes; %d sets stay", done.n_sets, done.n_bytes, stay)
         service.changed()
     return done
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvtier.eviction.choice import KeptReason
 from kvtier.reports import BOUNDS_S, TopPrefix, WorkerReport
 
 _ANSWER = ConfigDict(frozen=True)
@@ -254,9 +255,20 @@ class LookupAnswer(BaseModel):
     hits: list[NamespaceHit]
 
 
+class KeptSets(BaseModel):
+    """Sets that are meant by a request to evict and stay. why: `open`, an engine that lives fills them; `pinned`;
+    `not reached`, another evictor took over. owners: the engines that fill them, the first KEPT_OWNERS_MAX."""
+
+    model_config = _ANSWER
+    why: KeptReason
+    n_sets: int
+    n_bytes: int
+    owners: list[str]
+
+
 class Evicted(BaseModel):
-    """What went, or with dry_run would go. is_complete: false when it was ended before, by its deadline or because
-    another evictor took over; ask again for the rest. sets: the first SETS_SHOWN_MAX of n_sets."""
+    """What was evicted, or with dry_run would be; sets: the first SETS_SHOWN_MAX of n_sets. kept: what is meant and
+    stays, and why. is_complete: false when the evictor stopped before the end: ask again for the rest."""
 
     model_config = _ANSWER
     dry_run: bool
@@ -264,6 +276,7 @@ class Evicted(BaseModel):
     n_sets: int
     n_bytes: int
     sets: list[SetRow]
+    kept: list[KeptSets]
 
 
 class PinRow(BaseModel):

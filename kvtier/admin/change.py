@@ -5,18 +5,20 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
-from kvtier.admin.answers import Evicted, PinRow, Pins, QuotaList, QuotaRow
+from kvtier.admin.answers import Evicted, KeptSets, PinRow, Pins, QuotaList, QuotaRow
 from kvtier.admin.listing import row_of
-from kvtier.admin.lookup import SETS_SHOWN_MAX
+from kvtier.admin.lookup import SETS_SHOWN_MAX, UnknownNamespace
 from kvtier.admin.opened import Opened
 from kvtier.config_capacity import TENANT_BYTES_MAX
 from kvtier.eviction import limits, pins
-from kvtier.eviction.choice import Selection
+from kvtier.eviction.choice import Kept, KeptReason, Selection
 from kvtier.eviction.limits import Used, quota_value
 from kvtier.eviction.pins import Pin
 from kvtier.index.base import SetInfo
 
+KEPT_OWNERS_MAX = 5  # engines named in an answer about sets that stay
 PINS_MAX = 1000
 PIN_LABEL_CHARS_MAX = 200
 PIN_KEYS_MAX = 8192
@@ -35,18 +37,46 @@ class WrongLabel(Exception):
     """No tenant can be called so."""
 
 
+class UnknownTenant(LookupError):
+    """Neither the settings nor a set has this label."""
+
+
 def evict(opened: Opened, selection: Selection, dry_run: bool, include_pinned: bool = False) -> Evicted:
-    """Whole sets, for they are what is evicted. Raises Busy, IndexUnavailable, TierUnavailable."""
+    """Evicts whole sets. Raises Busy, UnknownTenant, UnknownNamespace, IndexUnavailable, TierUnavailable."""
     capacity_bytes = opened.settings.capacity_bytes
-    protected = opened.protected(opened.index.sets()) if include_pinned else ()
-    planned = opened.evictor.preview(selection, capacity_bytes, include_pinned)
-    done = planned if dry_run else opened.evictor.evict(selection, capacity_bytes, include_pinned)
+    sets = opened.index.sets()
+    _check_known(opened, selection, sets)
+    protected = opened.protected(sets) if include_pinned else ()
+    act = opened.evictor.preview if dry_run else opened.evictor.evict
+    done = act(selection, capacity_bytes, include_pinned)
     if done is None:
         raise Busy("another evictor is at work; try again in a moment")
+    kept = [row for why in get_args(KeptReason) if (row := _kept(done.kept, why)) is not None]
     return Evicted(
-        dry_run=dry_run, is_complete=dry_run or len(done.sets) >= len(planned.sets), n_sets=len(done.sets),
-        n_bytes=done.n_bytes, sets=[row_of(info, protected) for info in done.sets[:SETS_SHOWN_MAX]],
+        dry_run=dry_run, is_complete=all(row.why != "not reached" for row in kept), n_sets=len(done.sets),
+        n_bytes=done.n_bytes, sets=[row_of(info, protected) for info in done.sets[:SETS_SHOWN_MAX]], kept=kept,
     )  # fmt: skip
+
+
+def _check_known(opened: Opened, selection: Selection, sets: Sequence[SetInfo]) -> None:
+    tenant, namespace = selection.tenant, selection.namespace
+    known = {found.name for found in opened.settings.capacity.tenants} | {info.tenant for info in sets}
+    if tenant and tenant not in known:
+        labels = ", ".join(repr(label) for label in sorted(known - {""})[:SETS_SHOWN_MAX]) or "none"
+        raise UnknownTenant(
+            f"no tenant has the label {tenant!r} in the settings, and no segment set is of it; known labels: {labels}; "
+            'the label "" stands for requests without one'
+        )
+    if namespace and namespace not in {info.namespace for info in sets} and namespace not in opened.book.ids():
+        raise UnknownNamespace(f"there is no namespace {namespace.hex()} in {opened.root.path}")
+
+
+def _kept(found: Sequence[Kept], why: KeptReason) -> KeptSets | None:
+    """None where nothing stays for this reason."""
+    sets = [kept.info for kept in found if kept.why == why]
+    owners = sorted({info.owner for info in sets if info.is_open and info.owner})[:KEPT_OWNERS_MAX]
+    n_bytes = sum(info.n_bytes for info in sets)
+    return KeptSets(why=why, n_sets=len(sets), n_bytes=n_bytes, owners=owners) if sets else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kvtier.admin.answers import Evicted, SetRow
+from kvtier.admin.answers import Evicted, KeptSets, SetRow
 from kvtier.admin.change import evict
 from kvtier.admin.opened import Opened
 from kvtier.commands.place import NotDone, add_place, deployment
@@ -30,20 +30,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_place(parser)
     text = "no more than make up so much, the least valuable first"
     parser.add_argument("--bytes", metavar="SIZE", type=size_argument, help=text)
-    text = "only what was not used for so long, such as 12h or 7d"
+    text = "only what was not used for so long, with its unit: 90s, 15m, 12h, 7d or 2w"
     parser.add_argument("--unused", metavar="TIME", type=duration_argument, help=text)
     add_namespace(parser)
     text = 'only of the tenant with this label; "": of everybody without one'
     parser.add_argument("--tenant", metavar="LABEL", help=text)
-    add_prompt(parser, "only sets in which chunks of it lie (others' chunks in them go too); needs --namespace")
-    parser.add_argument("--all", action="store_true", help="everything, or with --namespace all of it")
+    add_prompt(parser, "only sets with chunks of it (with other prompts' chunks in them); needs --namespace")
+    parser.add_argument(
+        "--all", action="store_true", help="everything but what is pinned, or with --namespace all of it"
+    )
     parser.add_argument("--include-pinned", action="store_true", help="with --all: what pins protect as well")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be evicted")
     parser.add_argument("--yes", action="store_true", help="do not ask; needed where there is no terminal to ask on")
 
 
 def run_evict(options: argparse.Namespace) -> int:
-    """Status 2 when not all of it could go."""
+    """Evicts. Status 2 where an open set stays, or one that was not reached; that pins keep theirs is as asked for."""
     chosen = (options.bytes, options.unused, options.namespace, options.tenant)
     if not options.all and all(value is None for value in chosen) and not has_prompt(options):
         raise NotDone("which sets? say --bytes, --unused, --namespace, --tenant or a prompt, or --all for everything")
@@ -52,16 +54,19 @@ def run_evict(options: argparse.Namespace) -> int:
     with deployment(options) as opened:
         selection = _selection(options, opened)
         planned = evict(opened, selection, dry_run=True, include_pinned=options.include_pinned)
-        if options.dry_run or not planned.n_sets or not _is_meant(options, planned):
+        if options.dry_run:
             done = planned
-        else:
+        elif options.yes or (planned.n_sets and _is_meant(planned)):
             done = evict(opened, selection, dry_run=False, include_pinned=options.include_pinned)
+        else:  # there is nothing to ask about
+            done = planned.model_copy(update={"dry_run": False})
     if options.json:
         print_json(done.model_dump(mode="json"))
     else:
         _print(done)
-    if not done.is_complete:
-        raise NotDone("not all of it: another evictor took over, or the time was up; ask again for the rest")
+    asked_for = [kept for kept in done.kept if kept.why != "pinned"]
+    if asked_for:
+        raise NotDone("not all of it: " + "; ".join(_stays(kept) for kept in asked_for))
     return OK
 
 
@@ -75,15 +80,16 @@ def _selection(options: argparse.Namespace, opened: Opened) -> Selection:
     return Selection(options.bytes, options.unused, namespace, options.tenant, set_ids)
 
 
-def _is_meant(options: argparse.Namespace, planned: Evicted) -> bool:
-    if options.yes:
-        return True
+def _is_meant(planned: Evicted) -> bool:
+    """True where a person on the terminal says so. Raises NotDone."""
     if not sys.stdin.isatty():
         raise NotDone("there is no terminal to ask on: look with --dry-run, then say --yes")
     found = f"{counted(planned.n_sets, 'segment set')}, {size(planned.n_bytes)}"
     print(f"{found}. Evict them? [y/N] ", end="", file=sys.stderr)
     sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    raise NotDone("nothing was evicted: it was not confirmed")
 
 
 def _print(done: Evicted) -> None:
@@ -92,8 +98,22 @@ def _print(done: Evicted) -> None:
         print_table([titles, *(_row(found) for found in done.sets[:ROWS_MAX])], right=(3, 4))
     if done.n_sets > ROWS_MAX:
         print(f"... and {done.n_sets - ROWS_MAX:,} more")
-    would = "would go" if done.dry_run else "went"
+    would = "would be evicted" if done.dry_run else "evicted"
     print(f"{counted(done.n_sets, 'segment set')} {would}, {size(done.n_bytes)}")
+    for kept in done.kept:
+        if kept.why == "pinned":
+            print(_stays(kept))
+
+
+def _stays(kept: KeptSets) -> str:
+    """Says what stays, why, and what to do."""
+    stays = f"{counted(kept.n_sets, 'segment set')} stay{'s' if kept.n_sets == 1 else ''}, {size(kept.n_bytes)}: "
+    if kept.why == "pinned":
+        return f"{stays}pinned (kvtier pin lists the pins; with --all, --include-pinned evicts these, too)"
+    if kept.why == "not reached":
+        return f"{stays}another evictor took over; ask again for the rest"
+    who = ", ".join(kept.owners)
+    return f"{stays}open, for a running engine fills them ({who}); ask again once it has filled them or has ended"
 
 
 def _row(found: SetRow) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from kvtier.commands.place import NotDone
 from kvtier.config_types import parse_bytes
 
 STANDARD_INPUT = "-"
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
 def size_argument(text: str) -> int:
@@ -30,7 +30,7 @@ def duration_argument(text: str) -> float:
     """In seconds."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError('must be a time such as "90s", "15m", "12h", "7d" or "2w"')
+        raise argparse.ArgumentTypeError(f'{text!r}: must be a time with a unit: "90s", "15m", "12h", "7d" or "2w"')
     return float(match[1]) * _SECONDS[match[2]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from kvtier.eviction.base import Policy, State
 from kvtier.eviction.limits import Need, Quotas, Used
@@ -33,17 +34,35 @@ class Selection:
         )
 
 
-class Choice:
-    """Sets that go, chosen step by step; what is chosen already counts as gone for the steps that follow.
+KeptReason = Literal["open", "pinned", "not reached"]
 
-    protected: sets that stay whatever happens, beside those that are still being filled.
+
+class Kept(NamedTuple):
+    """A set that an administrator means and that stays. open: an engine fills it; not reached: the evictor stopped
+    before."""
+
+    info: SetInfo
+    why: KeptReason
+
+
+class Choice:
+    """Sets to evict, chosen step by step; what is chosen already counts as removed for the steps that follow.
+
+    protected: sets that pins keep. filled: sets that stay because they are being filled; None: all open ones.
     state: of the policy; changed with each set that is chosen.
     """
 
-    def __init__(self, sets: Sequence[SetInfo], protected: Collection[int], policy: Policy, state: State) -> None:
+    def __init__(
+        self, sets: Sequence[SetInfo], protected: Collection[int], policy: Policy, state: State,
+        filled: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
+        if filled is None:
+            filled = {info.set_id for info in sets if info.is_open}
         self.victims: list[SetInfo] = []
+        self.kept: list[Kept] = []
         self._sets = sets
-        self._candidates = [info for info in sets if not info.is_open and info.set_id not in protected]
+        self._filled = filled
+        self._candidates = [info for info in sets if info.set_id not in filled and info.set_id not in protected]
         self._policy = policy
         self._state = state
         self._gone: set[int] = set()
@@ -102,5 +121,11 @@ class Choice:
             self.take(n_bytes - low_bytes)
 
     def select(self, selection: Selection, now_s: float) -> None:
+        """Chooses what an administrator means; `kept` then has what is meant as well and has to stay."""
         n_bytes = self.used.n_bytes if selection.n_bytes is None else selection.n_bytes
-        self.take(n_bytes, lambda info: selection.means(info, now_s))
+        if not self.take(n_bytes, lambda info: selection.means(info, now_s)):
+            self.kept = [
+                Kept(info, "open" if info.set_id in self._filled else "pinned")
+                for info in self._sets
+                if info.set_id not in self._gone and selection.means(info, now_s)
+            ]

@@ -194,9 +194,9 @@ def test_evict_says_first_and_then_does(config: Path, tokens: str, capsys: pytes
     for which in (["--unused", "1w"], ["--tenant", "search"], ["--all", "--namespace", namespace_of(config)]):
         assert printed_json(capsys, "evict", str(config), *which, "--dry-run")["n_sets"] == ("--all" in which)
     assert sets_left(config, capsys) == 1
-    assert "1 segment set went" in printed(capsys, "evict", str(config), "--all", "--yes")
+    assert "1 segment set evicted" in printed(capsys, "evict", str(config), "--all", "--yes")
     assert sets_left(config, capsys) == 0 and not list(root_of(config).glob("v1/*/*.kvseg"))
-    assert "0 segment sets would go" in printed(capsys, "evict", str(config), "--all")
+    assert "0 segment sets evicted" in printed(capsys, "evict", str(config), "--all")
 
 
 def test_evict_asks_on_a_terminal_and_does_nothing_without_one(
@@ -210,8 +210,9 @@ def test_evict_asks_on_a_terminal_and_does_nothing_without_one(
 
     for answer, left in (("\n", 1), ("no\n", 1), ("y\n", 0)):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
-        assert main(["evict", str(config), "--all"]) == 0
-        assert "Evict them? [y/N]" in capsys.readouterr().err
+        assert main(["evict", str(config), "--all"]) == (2 if left else 0)
+        said = capsys.readouterr().err
+        assert "Evict them? [y/N]" in said and ("nothing was evicted" in said) == bool(left)
         assert sets_left(config, capsys) == left
 
 

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier.admin.lookup import TOKENS_MAX
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import chunk_keys, join_extras, salt_extra
+from kvtier.index.base import SetInfo
 from kvtier.record import SegmentHeader
 from kvtier.server import service as service_module
 from tests.server.serving import CHUNK_TOKENS, CHUNKS, OWNER, PROMPT, Filled, Serving, more_sets, serving
@@ -211,9 +212,24 @@ def test_evict_by_age_namespace_and_tenant(served: Serving) -> None:
     assert evict(served, unused_s=3600.0)["n_sets"] == 2
     assert evict(served, tenant="acme")["n_sets"] == 2 and evict(served, tenant="")["n_sets"] == 1
     assert evict(served, tenant="acme", n_bytes=1)["n_sets"] == 1
-    assert evict(served, namespace="0" * 32)["n_sets"] == 0 and evict(served)["n_sets"] == 3
+    assert evict(served)["n_sets"] == 3
+    for unknown in ({"tenant": "acne"}, {"namespace": "0" * 32}):
+        said = assert_problem(served.call("POST", "/api/v1/evict", json=unknown), 404)["detail"]
+        assert "known labels: 'acme'" in said if "tenant" in unknown else "no namespace 000" in said
     assert_problem(served.call("POST", "/api/v1/evict", json={"dry_run": False}), 409)
     assert len(stored(served)) == 3
+
+
+def test_what_is_open_stays_as_long_as_its_engine_lives(served: Serving) -> None:
+    for number, owner in enumerate(("alive-1", "dead-1")):
+        info = SetInfo(77 + number, bytes.fromhex(served.filled.namespace), owner, 1 << 20, 1.0, 1.0)
+        assert served.index.create_set(info)
+    served.index.acquire_lease("writer/alive-1", "alive-1", time.time(), 60.0)
+    for wanted, n_sets in (({}, 2), ({"dry_run": False}, 2), ({"dry_run": False}, 0)):
+        cleared = ok(served, "POST", "/api/v1/clear", json=wanted)
+        assert cleared["n_sets"] == n_sets and cleared["is_complete"]
+        assert cleared["kept"] == [{"why": "open", "n_sets": 1, "n_bytes": 1 << 20, "owners": ["alive-1"]}]
+    assert stored(served) == {f"{77:016x}"}
 
 
 def test_only_one_evicts(served: Serving) -> None:
@@ -239,6 +255,7 @@ def test_a_pin_protects_and_is_shown(served: Serving) -> None:
     assert evict(served, namespace=served.filled.namespace)["n_sets"] == 1
     cleared = ok(served, "POST", "/api/v1/clear", json={"dry_run": False})
     assert cleared["n_sets"] == 1 and stored(served) == {mine}
+    assert [(row["why"], row["n_sets"], row["n_bytes"]) for row in cleared["kept"]] == [("pinned", 1, made["n_bytes"])]
     ok(served, "DELETE", f"/api/v1/pins/{made['id']}")
     assert ok(served, "GET", "/api/v1/pins")["pins"] == []
     assert ok(served, "POST", "/api/v1/clear", json={"dry_run": False})["n_sets"] == 1 and not stored(served)

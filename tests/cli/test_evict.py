@@ -1,0 +1,119 @@
+"""`kvtier evict` beside a running engine: what it says, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.config import CONFIG_VARIABLE
+from tests.cli.asking import refused
+from tests.core.rig import Engine
+
+CHUNKS = 5
+KILLED = """
+import os, pathlib, sys
+from tests.core.rig import Engine
+engine = Engine(pathlib.Path(sys.argv[1]), changes={"writer_lease_s": 1.0})
+assert engine.save(list(range(128)), list(range(8)))
+os._exit(0)
+"""  # an engine that ends without closing anything
+
+
+@pytest.fixture
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine with chunks in an open set, whose root and settings are those of `kvtier.yaml` beside it."""
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    tenants = "[{name: search, cache_salts: ['search-*']}]"
+    text = f"root: {tmp_path / 'kv'}\ncapacity_bytes: 64MiB\nsegment_bytes: 4MiB\ncapacity: {{tenants: {tenants}}}\n"
+    (tmp_path / "kvtier.yaml").write_text(text)
+    engine = Engine(tmp_path / "kv")
+    assert len(engine.save(list(range(64 * CHUNKS)), list(range(4 * CHUNKS)))) == CHUNKS
+    yield engine
+    engine.close()
+
+
+def evict(engine: Engine, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any, str]:
+    """Exit status, answer, and what stands on standard error."""
+    capsys.readouterr()
+    status = main(["evict", str(engine.root.parent / "kvtier.yaml"), "--json", *arguments])
+    captured = capsys.readouterr()
+    assert captured.out, captured.err
+    return status, json.loads(captured.out), captured.err
+
+
+@pytest.mark.parametrize("how", ["--dry-run", "--yes"])
+def test_what_an_engine_fills_stays_and_is_named(live: Engine, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, answer, said = evict(live, capsys, "--all", how)
+    (kept,) = answer["kept"]
+    assert status == 2 and answer["n_sets"] == 0 and answer["dry_run"] == (how == "--dry-run")
+    assert kept["why"] == "open" and kept["n_sets"] >= 1 and kept["n_bytes"] > 0
+    assert kept["owners"] == [live.store._keeper._plan.owner]
+    assert len(said.splitlines()) == 1 and "not all of it" in said and kept["owners"][0] in said
+    assert live.load(list(range(64 * CHUNKS)), list(range(40, 40 + 4 * CHUNKS)))[0] == CHUNKS
+
+
+def test_people_read_the_same(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evict", str(live.root.parent / "kvtier.yaml"), "--all", "--yes"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.startswith("0 segment sets evicted, 0") and "open, for a running engine" in captured.err
+
+
+def test_enough_is_enough(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Open sets that no eviction needs are no reason to say that something is missing."""
+    live.close()
+    other = Engine(live.root, weights="other")
+    try:
+        status, answer, _ = evict(live, capsys, "--bytes", "1KiB", "--yes")
+        assert (status, answer["n_sets"], answer["kept"]) == (0, 1, [])
+    finally:
+        other.close()
+
+
+def test_what_a_dead_engine_left_open_is_evicted(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    live.close()
+    assert evict(live, capsys, "--all", "--yes")[0] == 0
+    subprocess.run([sys.executable, "-c", KILLED, str(live.root)], check=True, timeout=120)
+    deadline = time.monotonic() + 30
+    while (found := evict(live, capsys, "--all", "--dry-run"))[0] and time.monotonic() < deadline:
+        time.sleep(0.2)  # its lease of a second has not run out
+    assert found[0] == 0 and found[1]["kept"] == [] and found[1]["n_sets"] >= 1
+    status, answer, said = evict(live, capsys, "--all", "--yes")
+    assert (status, answer["kept"], said) == (0, [], "") and answer["n_sets"] == found[1]["n_sets"]
+    assert not list(live.root.glob("v1/*/*.kvseg"))
+
+
+def test_pins_keep_what_they_keep(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace = live.store.namespace_id.hex()
+    live.close()
+    config = str(live.root.parent / "kvtier.yaml")
+    assert main(["pin", config, "--namespace", namespace]) == 0
+    status, answer, said = evict(live, capsys, "--all", "--yes")
+    assert (status, answer["n_sets"], said) == (0, 0, "")
+    assert [row["why"] for row in answer["kept"]] == ["pinned"]
+    assert main(["evict", config, "--all", "--yes"]) == 0
+    assert "pinned (kvtier pin lists" in capsys.readouterr().out
+
+
+def test_a_label_of_no_tenant_is_refused_with_those_there_are(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(live.root.parent / "kvtier.yaml")
+    said = refused(capsys, "evict", config, "--tenant", "serch", "--yes")
+    assert "'serch'" in said and "known labels: 'search'" in said
+    assert evict(live, capsys, "--tenant", "search", "--yes")[0] == 0
+
+
+@pytest.mark.parametrize("given", ["7", "7.5", "0d", "d", "7 days", "-7d"])
+@pytest.mark.parametrize("command", [("evict", "--unused"), ("pin", "--for")])
+def test_a_time_needs_its_unit(
+    live: Engine, given: str, command: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command[0], str(live.root.parent / "kvtier.yaml"), f"{command[1]}={given}"])
+    assert ended.value.code == 2 and '"12h", "7d"' in capsys.readouterr().err
