@@ -116,7 +116,7 @@ class Binding:
             )
             raise ConfigError("index.username", self._settings.username, fix)
         if isinstance(error, AuthenticationError) or said.startswith(("NOAUTH", "WRONGPASS")):
-            raise ConfigError("index.password", "", f"Redis refuses the login: {said}; set username and password_file")
+            raise self._wrong_login(error, said)
         if "CERTIFICATE_VERIFY_FAILED" in said:
             fix = f"the server's certificate is not trusted ({said}): name the authority that signed it"
             raise ConfigError("index.tls_ca_file", str(self._settings.tls_ca_file or "") or None, fix)
@@ -126,6 +126,16 @@ class Binding:
             raise self._no_single()
         if "cluster support disabled" in said:
             raise ConfigError("index.url", url, "that is no cluster: begin the URL with redis://")
+
+    def _wrong_login(self, error: RedisError, said: str) -> ConfigError:
+        path = self._settings.password_file
+        if isinstance(error.__cause__, ConfigError):  # the file cannot be read
+            return error.__cause__
+        if path is None:
+            fix = f"Redis refuses the login: {said}; set username and password_file"
+            return ConfigError("index.password", "", fix)
+        fix = f"Redis refuses the login with the password in this file: {said}; correct it, or index.username"
+        return ConfigError("index.password_file", str(path), fix)
 
     def _no_single(self) -> ConfigError:
         fix = "that is a node of a cluster: begin the URL with redis+cluster://"

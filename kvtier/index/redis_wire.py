@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from redis.backoff import NoBackoff
@@ -23,7 +23,9 @@ from redis.exceptions import (
     AuthenticationError,
     ClusterError,
     ConnectionError,
+    MasterDownError,
     MovedError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
     TimeoutError,
@@ -35,12 +37,16 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 from kvtier.config_index import IndexSettings
 from kvtier.errors import IndexRefused, IndexUnavailable
 from kvtier.index.redis_connections import Connector
+from kvtier.index.redis_login import login, password_file
 
 _SENTINEL: Any = Sentinel  # redis-py has no types for them
 _SENTINEL_POOL: Any = SentinelConnectionPool
 REDIRECTS_MAX = 5
 """Rounds in which a slot may be said to be elsewhere: resharding moves it once, a failover once more."""
 SLOTS = 16384
+RECONNECT_PAUSE_S = 1.0  # between two reconnects because of answers about a connection, seconds
+ROLE_INTERVAL_S = 1.0  # after which a connection's server is asked for its role, with the next batch, seconds
+_ROLE = -1  # place of the answer to HELLO in a batch that asks for the role
 
 Argument = bytes | str | int | float
 Command = tuple[Argument, ...]
@@ -55,11 +61,6 @@ class Request(NamedTuple):
 
     key: bytes
     command: Command
-
-
-class Timeouts(NamedTuple):
-    connect_s: float
-    reply_s: float
 
 
 class Wire(Protocol):
@@ -83,11 +84,12 @@ class Wire(Protocol):
 
 
 class _Part(NamedTuple):
-    """What goes to one shard in a batch; `places`: of the answers."""
+    """What goes to one shard in a batch; `places`: of the answers. asks_role: now and then with HELLO before it."""
 
     pool: ConnectionPool
     places: list[int]
     commands: list[Command]
+    asks_role: bool = False
 
 
 def exchange(parts: Sequence[_Part], reply_s: float, clock: Clock = time.monotonic) -> dict[int, Any]:
@@ -98,6 +100,9 @@ def exchange(parts: Sequence[_Part], reply_s: float, clock: Clock = time.monoton
     try:
         for part in parts:
             connection: Any = part.pool.get_connection()
+            if part.asks_role and clock() - getattr(connection, "role_asked_s", -ROLE_INTERVAL_S) >= ROLE_INTERVAL_S:
+                part = part._replace(places=[_ROLE, *part.places], commands=[("HELLO",), *part.commands])
+                connection.role_asked_s = clock()
             opened.append((part, connection))
             packed = b"".join(connection.pack_commands(part.commands))  # one call of the system, and one packet or few
             connection.send_packed_command([packed])
@@ -125,9 +130,12 @@ def _read(connection: Any, left_s: float) -> Any:
         return error
 
 
-def unavailable(error: RedisError) -> IndexUnavailable:
+def unavailable(error: RedisError, settings: IndexSettings | None = None) -> IndexUnavailable:
+    """Return the error to raise. settings: to name the file of a password that was refused."""
     said = " ".join(str(error).split())
-    return (IndexRefused if is_refusal(error) else IndexUnavailable)(f"Redis: {said}")
+    file = "" if settings is None else password_file(settings, said, error)
+    read = f" ({file}, read at each connect: write the password that is valid now into it)" if file else ""
+    return (IndexRefused if is_refusal(error) else IndexUnavailable)(f"Redis: {said}{read}")
 
 
 def is_refusal(error: RedisError) -> bool:
@@ -136,16 +144,49 @@ def is_refusal(error: RedisError) -> bool:
     return isinstance(error, ResponseError) and not is_away
 
 
+def is_of_connection(answer: Any) -> bool:
+    """Return whether an error answer says something of the server at this connection's end, not of the command: it is a
+    replica, or a primary that lost its replicas. Behind an address that stands for the primary (a VIP, a Kubernetes
+    service, a cloud's endpoint) a new connection may reach another server. (LOADING is a ConnectionError.)"""
+    if isinstance(answer, ReadOnlyError | MasterDownError):
+        return True
+    return isinstance(answer, ResponseError) and str(answer).startswith("NOREPLICAS")
+
+
+def is_replica(hello: Any) -> bool:
+    """Return whether HELLO was answered by a replica. It answers reads too, and may have another index or none."""
+    return isinstance(hello, list) and dict(zip(hello[::2], hello[1::2], strict=False)).get(b"role") == b"replica"
+
+
+class Reconnects:
+    """Decides after which answers to connect again. Where the server is read-only for good, that is done now and then
+    only, and not for each command."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._last_s = -RECONNECT_PAUSE_S
+
+    def are_due(self, answers: Mapping[int, Any]) -> bool:
+        """Return whether to connect again, which the caller then does."""
+        now_s = self._clock()
+        is_wrong = is_replica(answers.get(_ROLE)) or any(map(is_of_connection, answers.values()))
+        is_due = is_wrong and now_s - self._last_s >= RECONNECT_PAUSE_S
+        self._last_s = now_s if is_due else self._last_s
+        return is_due
+
+
 class SingleWire:
     """One server: named, or the master that Sentinels name."""
 
-    def __init__(self, pool: ConnectionPool, reply_s: float, connector: Connector) -> None:
+    def __init__(self, pool: ConnectionPool, settings: IndexSettings, connector: Connector) -> None:
         self._pool = pool
-        self._reply_s = reply_s
+        self._settings = settings
+        self._reply_s = settings.reply_timeout_ms / 1000
         self._connector = connector
+        self._reconnects = Reconnects()
 
     def run(self, requests: Sequence[Request]) -> list[Any]:
-        part = _Part(self._pool, list(range(len(requests))), [request.command for request in requests])
+        part = _Part(self._pool, list(range(len(requests))), [request.command for request in requests], True)
         answers = self._exchange(part) if requests else {}
         return [answers[place] for place in part.places]
 
@@ -153,14 +194,18 @@ class SingleWire:
         started_s = time.monotonic()
         try:
             try:
-                return exchange([part], self._reply_s)
+                answers = exchange([part], self._reply_s)
             except ConnectionError as error:  # it was restarted, or another is the master now
                 is_late = time.monotonic() - started_s > self._reply_s / 2
                 if is_late or isinstance(error, TimeoutError | AuthenticationError):
                     raise
                 return exchange([part], self._reply_s)
+            if self._reconnects.are_due(answers):
+                self._pool.disconnect(inuse_connections=False)
+                answers = exchange([part], self._reply_s)
+            return answers
         except RedisError as error:
-            raise unavailable(error) from error
+            raise unavailable(error, self._settings) from error
 
     def shards(self) -> list[Shard]:
         return [_THE_SERVER]
@@ -180,13 +225,14 @@ class ClusterWire:
     """Redis Cluster: its map of slots, and a pool of connections to each master."""
 
     def __init__(
-        self, seeds: Sequence[Shard], make_pool: Callable[[str, int], ConnectionPool], reply_s: float,
-        connector: Connector,
-    ) -> None:  # fmt: skip
-        self._seeds = list(seeds)
+        self, make_pool: Callable[[str, int], ConnectionPool], settings: IndexSettings, connector: Connector
+    ) -> None:
+        self._seeds = list(settings.place.hosts)
         self._connector = connector
         self._make_pool = make_pool
-        self._reply_s = reply_s
+        self._settings = settings
+        self._reply_s = settings.reply_timeout_ms / 1000
+        self._reconnects = Reconnects()
         self._lock = threading.Lock()
         self._pools: dict[Shard, ConnectionPool] = {}
         self._slots: list[Shard | None] = []
@@ -199,7 +245,7 @@ class ClusterWire:
                 if waiting:
                     waiting = self._round(requests, waiting, answers)
         except RedisError as error:
-            raise unavailable(error) from error
+            raise unavailable(error, self._settings) from error
         if waiting:
             raise unavailable(answers[waiting[0]])
         return answers
@@ -213,6 +259,10 @@ class ClusterWire:
             self._slots = []  # who does not answer may be replaced by a replica
             raise
         except ConnectionError:
+            found = exchange(self._parts(self._learn(), requests, waiting), self._reply_s)
+        if self._reconnects.are_due(found):
+            for pool in list(self._pools.values()):
+                pool.disconnect(inuse_connections=False)
             found = exchange(self._parts(self._learn(), requests, waiting), self._reply_s)
         again = []
         for place, answer in found.items():
@@ -289,13 +339,13 @@ class ClusterWire:
         try:
             return exchange([_Part(self._pool(shard), [0], [command])], self._reply_s)[0]
         except RedisError as error:
-            raise unavailable(error) from error
+            raise unavailable(error, self._settings) from error
 
     def _known_slots(self) -> list[Shard | None]:
         try:
             return self._slots or self._learn()
         except RedisError as error:
-            raise unavailable(error) from error
+            raise unavailable(error, self._settings) from error
 
     def close(self) -> None:
         with self._lock:
@@ -306,21 +356,17 @@ class ClusterWire:
 
 def open_wire(settings: IndexSettings) -> Wire:
     """Connects to nothing yet. Raises ConfigError for a password that cannot be read."""
-    place, timeouts = settings.place, Timeouts(settings.connect_timeout_ms / 1000, settings.reply_timeout_ms / 1000)
-    options = _options(settings, timeouts) | {"username": settings.username, "password": settings.secret()}
+    place = settings.place
+    options = _options(settings) | {"credential_provider": login(settings)}
     connector = Connector()
     kind = connector.timely(SSLConnection if place.has_tls else Connection)
     if place.kind == "cluster":
         return ClusterWire(
-            place.hosts, lambda host, port: ConnectionPool(kind, host=host, port=port, **options), timeouts.reply_s,
-            connector,
-        )  # fmt: skip
+            lambda host, port: ConnectionPool(kind, host=host, port=port, **options), settings, connector
+        )
     options["db"] = place.db
     if place.kind == "sentinel":
-        own = _options(settings, timeouts) | {
-            "username": settings.sentinel_username, "password": settings.secret("sentinel_password"),
-            "ssl": place.has_tls,
-        }  # fmt: skip
+        own = _options(settings) | {"credential_provider": login(settings, "sentinel_password"), "ssl": place.has_tls}
         sentinel: Any = _SENTINEL(list(place.hosts), sentinel_kwargs=own)
         pool: ConnectionPool = _SENTINEL_POOL(place.service, sentinel, ssl=place.has_tls, **options)
         for own_pool in (pool, *(one.connection_pool for one in sentinel.sentinels)):
@@ -329,12 +375,13 @@ def open_wire(settings: IndexSettings) -> Wire:
         pool = ConnectionPool(UnixDomainSocketConnection, path=place.path, **options)
     else:
         pool = ConnectionPool(kind, host=place.hosts[0][0], port=place.hosts[0][1], **options)
-    return SingleWire(pool, timeouts.reply_s, connector)
+    return SingleWire(pool, settings, connector)
 
 
-def _options(settings: IndexSettings, timeouts: Timeouts) -> dict[str, Any]:
+def _options(settings: IndexSettings) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "socket_connect_timeout": timeouts.connect_s, "socket_timeout": timeouts.reply_s,
+        "socket_connect_timeout": settings.connect_timeout_ms / 1000,
+        "socket_timeout": settings.reply_timeout_ms / 1000,
         "retry": Retry(NoBackoff(), 0), "protocol": 2, "client_name": "kvtier",
     }  # fmt: skip
     if settings.place.has_tls:

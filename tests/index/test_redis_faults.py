@@ -426,7 +426,7 @@ def test_wrong_logins_are_refused_without_a_word_of_the_password(tmp_path: Path)
         wrong = tmp_path / "wrong"
         wrong.write_text("hunter2\n")
         fault = refusal(good.model_copy(update={"password_file": wrong}))
-        assert fault.key == "index.password" and "hunter2" not in str(fault)
+        assert fault.key == "index.password_file" and "hunter2" not in str(fault)
         fault = refusal(good.model_copy(update={"prefix": "others"}))
         assert fault.key == "index.username" and "~others:*" in fault.fix
         fault = refusal(good.model_copy(update={"tls_ca_file": None}))
