@@ -83,7 +83,7 @@ def make_routes(service: Service) -> FastAPI:
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app, service.tokens.are_used)
+            app.openapi_schema = _document(app, service.tokens().are_used)
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]

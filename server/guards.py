@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -64,7 +64,7 @@ class SecurityHeaders:
 class Door:
     """Lets in who may come; notes the role in the request's state."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+    def __init__(self, app: ASGIApp, tokens: Callable[[], Tokens]) -> None:
         self._app = app
         self._tokens = tokens
 
@@ -75,7 +75,7 @@ class Door:
         if scope["type"] != "http":
             return  # the service has no websockets: the server closes the connection
         try:
-            role = role_of(Headers(scope=scope), scope["path"], self._tokens)
+            role = role_of(Headers(scope=scope), scope["path"], self._tokens())
         except Refused as refused:
             await send_problem(scope, receive, send, refused)
             return

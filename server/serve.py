@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
@@ -18,6 +19,7 @@ from kvtier.config import Settings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.server.app import make_app
 from kvtier.server.auth import Tokens
+from kvtier.server.rotated import Rotated
 from kvtier.server.service import Service
 
 KEEP_ALIVE_S = 15
@@ -33,10 +35,14 @@ def run_serve(settings: Settings) -> int:
     own = settings.server
     own.check()
     check_tls(own.tls_cert, own.tls_key)
-    tokens = Tokens(*own.tokens())
+    tokens = Rotated("tokens", (own.admin_token_file, own.read_token_file), lambda: Tokens(*own.tokens()))
     listener = listen(settings)  # before the root, so that what refuses a start makes none
-    service = open_service(settings, tokens)
-    server = uvicorn.Server(uvicorn_config(service))
+    service = open_service(settings, tokens.now)
+    config = uvicorn_config(service)
+    server = uvicorn.Server(config)
+    if own.tls_cert is not None and own.tls_key is not None:
+        config.load()
+        service.looks.append(rotated_tls(config, own.tls_cert, own.tls_key).now)
     print(f"kvtier serves {settings.root} at {address(settings, listener)}", file=sys.stderr, flush=True)
 
     def stop(number: int, frame: object) -> None:
@@ -48,7 +54,7 @@ def run_serve(settings: Settings) -> int:
     return OK if server.started else NOT_DONE
 
 
-def open_service(settings: Settings, tokens: Tokens) -> Service:
+def open_service(settings: Settings, tokens: Callable[[], Tokens]) -> Service:
     """Raises ConfigError for a root that cannot be opened. An index that is down is waited for."""
     service = Service(settings, tokens, lambda: open_for_admin(settings))
     try:
@@ -56,6 +62,17 @@ def open_service(settings: Settings, tokens: Tokens) -> Service:
     except IndexUnavailable as fault:
         log.warning("the index does not answer yet: %s", fault)
     return service
+
+
+def rotated_tls(config: uvicorn.Config, cert: Path, key: Path) -> Rotated[None]:
+    """Return what loads the certificate and its key again, for connections from then on."""
+
+    def load() -> None:
+        check_tls(cert, key)  # in a context of its own: where the two do not match, the one in use stays as it is
+        assert config.ssl is not None
+        config.ssl.load_cert_chain(cert, key)
+
+    return Rotated("certificate and its key", (cert, key), load)
 
 
 def uvicorn_config(service: Service) -> uvicorn.Config:

@@ -41,10 +41,13 @@ class Service:
     """Thread-safe. open_root: may raise IndexUnavailable, then it is tried again later. clock: monotonic seconds."""
 
     def __init__(
-        self, settings: Settings, tokens: Tokens, open_root: Callable[[], Opened], clock: Clock = time.monotonic
-    ) -> None:
+        self, settings: Settings, tokens: Callable[[], Tokens], open_root: Callable[[], Opened],
+        clock: Clock = time.monotonic,
+    ) -> None:  # fmt: skip
         self.settings = settings
         self.tokens = tokens
+        self.looks: list[Callable[[], object]] = []
+        """Called now and then, on the thread of the event loop."""
         self.tokenizers = Tokenizers()
         self._open_root = open_root
         self._clock = clock
@@ -133,6 +136,8 @@ class Service:
     async def watch(self) -> None:
         """Looks now and then, for ever."""
         while True:
+            for look in self.looks:
+                look()
             await run_in_threadpool(self.look)
             await asyncio.sleep(self.settings.server.history_s)
 

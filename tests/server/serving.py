@@ -112,7 +112,7 @@ def serving(filled: Filled, tokens: Tokens = TOKENS, **server: object) -> Iterat
     def open_it() -> Opened:
         return opened(settings, root, index)
 
-    service = Service(settings, tokens, open_it)
+    service = Service(settings, lambda: tokens, open_it)
     with TestClient(make_app(service), base_url="http://localhost", raise_server_exceptions=False) as client:
         yield Serving(filled, service, client, index)
 

@@ -53,7 +53,7 @@ def beside(work: Callable[[], object]) -> object:
 
 def test_what_needs_no_root_does_not_wait_for_one(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OPENING_WAIT_S", 0.05)
-    service = Service(mount.settings, TOKENS, mount.open)
+    service = Service(mount.settings, lambda: TOKENS, mount.open)
     with ThreadPoolExecutor(1) as opener:
         first = opener.submit(lambda: service.opened)
         assert mount.is_asked.wait(TIMEOUT_S)
@@ -75,7 +75,7 @@ def test_what_needs_no_root_does_not_wait_for_one(mount: Mount, monkeypatch: pyt
 
 def test_who_waits_for_the_opening_gets_what_was_opened(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OPENING_WAIT_S", TIMEOUT_S)
-    service = Service(mount.settings, TOKENS, mount.open)
+    service = Service(mount.settings, lambda: TOKENS, mount.open)
     with ThreadPoolExecutor(8) as threads:
         asked = [threads.submit(lambda: service.opened) for _ in range(8)]
         assert mount.is_asked.wait(TIMEOUT_S)
@@ -85,7 +85,7 @@ def test_who_waits_for_the_opening_gets_what_was_opened(mount: Mount, monkeypatc
 
 
 def test_a_service_that_ends_does_not_wait_for_the_opening(mount: Mount) -> None:
-    service = Service(mount.settings, TOKENS, mount.open)
+    service = Service(mount.settings, lambda: TOKENS, mount.open)
     with ThreadPoolExecutor(1) as opener:
         first = opener.submit(lambda: service.opened)
         assert mount.is_asked.wait(TIMEOUT_S)
