@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.gpu.report import table
-from benchmarks.serving import arguments, counters, plot, result
+from benchmarks.serving import arguments, counters, result
 from benchmarks.serving.arguments import at_least, numbers
 from benchmarks.serving.client import find_model
 from benchmarks.serving.progress import Bar
@@ -187,7 +188,7 @@ def table_rows(whole: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         columns += [f"nocache/{system}" for system in cached if "nocache" in systems]
     rows = []
     for isl in sorted({isl for isl, _ in cells}):
-        row = [plot.short(isl)]
+        row = [plots.short(isl)]
         for concurrency in concurrencies:
             of_cell = {name: one["ttft_ms"]["avg"] for name, one in cells.get((isl, concurrency), {}).items()}
             row += [f"{of_cell[system]:,.1f}" if system in of_cell else "-" for system in systems]
@@ -198,8 +199,8 @@ def table_rows(whole: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return columns, rows
 
 
-def draw(whole: dict[str, Any]) -> str:
-    """SVG: a colour for each system, a dashed line for more than one request at once; the slides' own beside them."""
+def draw(path: Path, whole: dict[str, Any]) -> None:
+    """Draw a colour for each system, a dashed line for more than one request at once; the slides' own beside them."""
     systems = list(whole["systems"])
     points: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for (isl, concurrency), of_cell in cells_of(whole).items():
@@ -207,10 +208,10 @@ def draw(whole: dict[str, Any]) -> str:
             points.setdefault((system, concurrency), []).append((isl, row["ttft_ms"]["avg"]))
     concurrencies = sorted({concurrency for _, concurrency in points})
     drawn = [
-        plot.Line(f"{system}, {concurrency} at once", of_line, systems.index(system), concurrencies.index(concurrency))
+        plots.Line(f"{system}, {concurrency} at once", of_line, systems.index(system), concurrencies.index(concurrency))
         for (system, concurrency), of_line in points.items()
     ]
-    return plot.lines("Mean time to the first token, by aiperf", "input tokens", "ms", drawn)
+    plots.lines(path, "Mean time to the first token, by aiperf", "input tokens", "ms", drawn)
 
 
 def show(whole: dict[str, Any]) -> None:
@@ -220,7 +221,7 @@ def show(whole: dict[str, Any]) -> None:
         slides, slides_cache = SLIDES_MS.get(concurrency), SLIDES_CACHE_MS.get(concurrency)
         if isl == LENGTHS[-1] and slides and slides_cache and {"nocache", "cache"} <= set(of_cell):
             ours = of_cell["nocache"]["ttft_ms"]["avg"] / of_cell["cache"]["ttft_ms"]["avg"]
-            print(f"{plot.short(isl)}, {concurrency} at once: {ours:.1f}x; the slides have "
+            print(f"{plots.short(isl)}, {concurrency} at once: {ours:.1f}x; the slides have "
                   f"{slides[-1] / slides_cache[-1]:.1f}x, of another model on another machine")  # fmt: skip
 
 
@@ -266,7 +267,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if not rows:
         return 1
     whole = result.add(options.out, QUESTION, settings, options.system, {"model": model, "rows": rows})
-    options.out.with_suffix(".svg").write_text(draw(whole))
+    draw(options.out.with_suffix(".svg"), whole)
     show(whole)
     print(f"written: {options.out}, {options.out.with_suffix('.svg')} and {folder}")
     return int(failed is not None)

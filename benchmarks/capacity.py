@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.gpu.report import ms, table
 from benchmarks.long_doc_qa import Rounds, base_url
-from benchmarks.serving import arguments, counters, plot, result
+from benchmarks.serving import arguments, counters, result
 from benchmarks.serving.arguments import at_least, numbers
 from benchmarks.serving.client import Endpoint, find_model
 from benchmarks.serving.documents import PYTHON, Source, documents, warming
@@ -90,14 +91,14 @@ def show(whole: dict[str, Any]) -> None:
     table(*table_rows(whole))
 
 
-def draw(whole: dict[str, Any]) -> str:
+def draw(path: Path, whole: dict[str, Any]) -> None:
     lines = [
-        plot.Line(
+        plots.Line(
             name, [(row["documents"], 1000 * row["ttft"]["mean"]) for row in found["rows"] if row["ttft"]], number
         )
         for number, (name, found) in enumerate(whole["systems"].items())
     ]
-    return plot.lines("Mean time to the first token as the working set grows", "documents", "ms", lines)
+    plots.lines(path, "Mean time to the first token as the working set grows", "documents", "ms", lines)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -133,7 +134,7 @@ def main(words: Sequence[str] | None = None) -> int:
     show(whole)
     failed = sum(row["failed"] for row in found["rows"])
     if any(row["ttft"] for row in found["rows"]):
-        options.out.with_suffix(".svg").write_text(draw(whole))
+        draw(options.out.with_suffix(".svg"), whole)
     print(f"written: {options.out}")
     said = counters.failed_loads(row["tokens"] for row in found["rows"])
     if failed:

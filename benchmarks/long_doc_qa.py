@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.gpu.report import ms, table
-from benchmarks.serving import arguments, counters, plot, result
+from benchmarks.serving import arguments, counters, result
 from benchmarks.serving.arguments import at_least
 from benchmarks.serving.client import Answer, Endpoint, Prompt, ask_all, find_model
 from benchmarks.serving.documents import MODES, PYTHON, Source, documents, repeated, warming, with_misses
@@ -206,23 +207,22 @@ def say(found: dict[str, Any]) -> None:
         print(f"Warmup / query: TTFT {found['ttft_gain']:.2f}x, round time of a prompt {found['latency_gain']:.2f}x")
 
 
-def compare(whole: dict[str, Any]) -> None:
-    """All systems of the file in one table; milliseconds to the first token."""
-    columns = ("system", "warm-up TTFT", "query TTFT", "p99", "floor", "query/floor", "warm-up/query", "round time",
-               "prefix hits", "tier hits")  # fmt: skip
+def table_rows(whole: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows, one row a system; TTFT in ms."""
+    columns = ["system", "warm-up TTFT", "query TTFT", "p99", "floor", "query/floor", "warm-up/query", "round time",
+               "prefix hits", "tier hits"]  # fmt: skip
     rows = []
     for name, found in whole["systems"].items():
         warmup, query = found["warmup_round"], found["query_round"]
         floor_s = counters.floor_s(found.get("floor"))
         mean_s, tokens = query["ttft"].get("mean"), query["tokens"] or {}
         gains_here = [f"{found[key]:.2f}x" if key in found else "-" for key in ("ttft_gain", "latency_gain")]
-        rows.append((
+        hits = [f"{tokens[key]:,}" if key in tokens else "-" for key in ("prefix_hit_tokens", "external_hit_tokens")]
+        rows.append([
             name, ms(warmup["ttft"].get("mean")), ms(mean_s), ms(query["ttft"].get("p99")), ms(floor_s),
-            f"{mean_s / floor_s:.2f}" if mean_s and floor_s else "-", *gains_here,
-            tokens.get("prefix_hit_tokens", "-"), tokens.get("external_hit_tokens", "-"),
-        ))  # fmt: skip
-    print()
-    table(columns, rows)
+            f"{mean_s / floor_s:.2f}" if mean_s and floor_s else "-", *gains_here, *hits,
+        ])  # fmt: skip
+    return columns, rows
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -272,10 +272,11 @@ def main(words: Sequence[str] | None = None) -> int:
     for name, answers in rounds.items():
         result.write_csv(folder / f"{name}.csv", answers)
         if options.visualize:
-            (folder / f"{name}.svg").write_text(plot.requests(f"{name} of {options.system}", answers))
+            plots.requests(folder / f"{name}.svg", f"{name} of {options.system}", answers)
     whole = result.add(options.out, QUESTION, settings, options.system, found)
     say(found)
-    compare(whole)
+    print()
+    table(*table_rows(whole))
     print(f"written: {options.out} and {folder}")
     if options.json_output:
         print(summary(found))

@@ -1,100 +1,391 @@
-"""Writes the tables of README.md, and those of benchmarks and tests, between their marks, from benchmarks/results.
+"""Generator of the tables in the Markdown files: fills `<!-- table NAME -->` ... `<!-- end -->` from results/.
 
-python -m benchmarks.tables            # rewrites them
-python -m benchmarks.tables --check    # exit status 1 when one of them is not what the results say
+    python -m benchmarks.tables            # rewrites the tables
+    python -m benchmarks.tables --check    # exit status 1 when a table differs from the results
+
+A table that needs a result file that does not exist is an error: remove its marks.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from benchmarks import (
-    tables_codecs,
-    tables_common,
-    tables_cpu,
-    tables_eviction,
-    tables_faults,
-    tables_gpu,
-    tables_headline,
-    tables_quality,
-    tables_redis,
-    tables_serving,
-    tables_versus,
-)
+from benchmarks import aiperf_ttft, capacity, long_doc_qa
+from benchmarks.gpu.report import ms
+from benchmarks.versus.contestants import CONTESTANTS
+from benchmarks.versus.judge import OURS, PEERS, Cell, Entries, goals, losses
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU_MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->\n")
-GPU_MARKS = ("<!-- measured on a GPU: begin -->\n", "<!-- measured on a GPU: end -->\n")
+RESULTS = Path(__file__).resolve().parent / "results"
+FILES = ("README.md", "benchmarks/README.md", "tests/README.md")  # Markdown files with table marks
+BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+EQUALITY = ("equality_small", "equality_mla", "equality_small_032")  # result files of benchmarks.gpu.equality
 
-Sections = Sequence[Callable[[], list[str]]]
-
-
-def between(text: str, marks: tuple[str, str], sections: Sections) -> str:
-    """The text with what stands between the marks made anew. Raises ValueError where a mark is not there once."""
-    begin, end = marks
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
-    texts = ("\n".join(section()) for section in sections)
-    tables = "\n\n".join(text for text in texts if text)  # what was not run yet has none
-    return f"{before}{begin}\n{tables}\n\n{end}{after}"
+Lines = list[str]
+Result = dict[str, Any]
+TABLES: dict[str, Callable[[], Lines]] = {}
 
 
-def files() -> dict[Path, tuple[tuple[tuple[str, str], Sections], ...]]:
-    """What stands between which marks of which file."""
-    is_known = tables_quality.RESULT.exists()
-    quality, why_no_sketch = (tables_quality.SECTIONS, (tables_quality.sketch,)) if is_known else ((), ())
-    return {
-        ROOT / "README.md": ((CPU_MARKS, (*tables_headline.SECTIONS, *why_no_sketch, tables_cpu.demo_in_short)),),
-        ROOT / "tests" / "README.md": ((CPU_MARKS, tables_faults.SECTIONS),),
-        ROOT / "benchmarks" / "README.md": (
-            (
-                CPU_MARKS,
-                (
-                    *tables_cpu.SECTIONS,
-                    tables_eviction.eviction,
-                    tables_redis.redis_index,
-                    *tables_serving.SECTIONS,
-                ),
-            ),
-            (
-                GPU_MARKS,
-                (
-                    tables_headline.others,
-                    *tables_versus.SECTIONS,
-                    *tables_gpu.SECTIONS,
-                    *tables_codecs.SECTIONS,
-                    *quality,
-                ),
-            ),
-        ),
-    }
+def table(function: Callable[[], Lines]) -> Callable[[], Lines]:
+    """Register a table under its function's name, with `-` for `_`."""
+    TABLES[function.__name__.replace("_", "-")] = function
+    return function
 
 
-def drawings() -> dict[Path, str]:
-    """Plots that belong to the tables."""
-    drawn = tables_versus.drawing()
-    beside = {} if drawn is None else {tables_common.RESULTS / tables_versus.PLOT: drawn}
-    return beside | tables_serving.drawings() | tables_quality.drawings()
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> Lines:
+    return ["", *(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells))]
+
+
+def source(result: Result) -> str:
+    """Return commit, day and hardware of a result."""
+    machine = result.get("machine")
+    where = machine if isinstance(machine, str) else f"{result.get('cores')} cores of {result.get('cpu')}"
+    if isinstance(machine, dict):
+        gpus = machine.get("gpus")
+        where = f"{len(gpus)} x {gpus[0].split(',')[0]}" if gpus else str(machine.get("cpu"))
+        where += f", {machine['cores']} cores" if "cores" in machine else ""
+        result = {"commit": machine.get("commit")} | result
+    return f"kvtier at {str(result.get('commit') or 'an unrecorded commit')[:7]}, {result['date'][:10]}, {where}"
+
+
+def verdict(is_met: bool) -> str:
+    return "met" if is_met else "**missed**"
+
+
+def bold(count: int) -> str:
+    """Make a count that should be 0 stand out."""
+    return f"**{count:,}**" if count else "0"
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """Return the median in ms, and the range where there are several values."""
+    text = ms(median(seconds))
+    return text if len(seconds) == 1 else f"{text} ({ms(min(seconds))}-{ms(max(seconds))})"
+
+
+# --- times to the first token ---
+
+
+def versus_of(name: str) -> Lines:
+    """Compare all systems of one run of benchmarks.versus: TTFT of reloads by fresh processes."""
+    result = read(f"gpu/{name}")
+    entries = Entries(result["runs"], result["settings"]["token_bytes"])
+    cells = entries.cells()
+    systems = [system for system in (*OURS, *PEERS) if any(key[2] == system for key in cells)]
+    lines = []
+    for place, tokens in [(at, length) for at in entries.places() for length in entries.lengths(at)]:
+        found = [cells.get((place, tokens, system)) for system in systems]
+        raw = cells.get((place, tokens, "kvtier"))
+        share = f"{raw.of_ceiling:.0%}" if raw and raw.of_ceiling else "-"
+        lines.append([place, f"{tokens:,}", *map(ms, entries.bare(tokens)), *map(_versus_cell, found), share])
+    judged = goals(cells)
+    behind = [f"{mine.system} to {peer.system} at {mine.tokens:,}" for mine, peer in losses(cells)]
+    titles = [CONTESTANTS[system].title for system in systems]
+    n_machines, commits = entries.machines(), entries.commits()
+    mixed = f"**of {n_machines} machines, commits {', '.join(commits)}**, " if n_machines + len(commits) > 2 else ""
+    return [
+        f"**TTFT of a stored prompt, ms** (`python -m benchmarks.versus`, {source(result)}, {mixed}vLLM "
+        f"{result['versions']['vllm']}, Llama-3.1-8B's dimensions in bf16, one request at a time, fresh processes; "
+        "median (range)):",
+        *rows(["storage", "tokens", "computed", "hit in vLLM's cache", *titles, "kvtier / ceiling"], lines),
+        "",
+        f"Goals: {'; '.join(f'{text}: {verdict(is_met)}' for is_met, text in judged) or 'none in this run'}. "
+        f"kvtier is slower than a peer in: {', '.join(behind) or 'no comparison'}.",
+    ]
+
+
+def _versus_cell(cell: Cell | None) -> str:
+    if cell is None:
+        return "-"
+    notes = [] if cell.has_loaded else ["**loaded nothing**"]
+    notes += [] if cell.is_whole else [f"hit of {cell.hit_tokens:,}"]
+    return f"{spread(cell.times)}{'; ' if notes else ''}{', '.join(notes)}"
+
+
+for _name, _file in (("versus", "versus"), ("versus-32-cores", "versus_32"), ("versus-disk", "versus_disk")):
+    TABLES[_name] = partial(versus_of, _file)
+
+
+@table
+def ttft_more() -> Lines:
+    """TTFT from a disk, with codecs and on two GPUs: a row for each length and system."""
+    names = {"ttft_disk": "raw, disk", "ttft_arena": "raw, host arena", "two_gpus_ttft": "70B at TP=2, raw, tmpfs",
+             "two_gpus_ttft_k4v4": "70B at TP=2, k4v4, tmpfs"}  # fmt: skip
+    names |= {f"ttft_{place}_{codec}": f"{codec}, {place}" for codec in ("k4v4", "k4v3") for place in ("tmpfs", "disk")}
+    lines = []
+    for name, label in names.items():
+        for row in read(f"gpu/{name}")["rows"]:
+            limit = f"{row['times_limit']:.2f}" if row.get("times_limit") else "-"
+            lines.append([label, f"{row['tokens']:,}", row["system"], spread(row["all_s"]), limit])
+    return [
+        f"**More TTFTs, ms** (`run_h200.sh ttft-disk`, `ttft-disk@CODEC`, `two-ttft`, {source(read('gpu/ttft_disk'))} "
+        "and earlier; loads are forced that `min_load_tokens: auto` would skip; last column: TTFT over the floor / "
+        "bytes at the rate of direct reads around it):",
+        *rows(["run", "tokens", "system", "TTFT", "of the limit"], lines),
+    ]
+
+
+@table
+def long_documents() -> Lines:
+    result = read("gpu/long_doc_qa")
+    settings = result["settings"]
+    return [
+        f"**long_doc_qa, TTFT in ms** (`python -m benchmarks.serving long_doc_qa`, {source(result)}; "
+        f"{settings['num_documents']} documents, {settings['max_inflight_requests']} request in flight):",
+        *rows(*long_doc_qa.table_rows(result)),
+    ]
+
+
+# --- what ran on a CPU ---
+
+
+@table
+def demo() -> Lines:
+    result = read("demo")
+    cells = [[row["name"], f"{row['tokens']:,}", f"{row['hit_tokens']:,}", f"{row['cold_s'] / row['warm_s']:.1f}x",
+              "yes" if row["identical"] else "**NO**"] for row in result["rows"]]  # fmt: skip
+    return [
+        f"**A second vLLM process** (`make demo`, vLLM {result['vllm']}, {source(result)}):",
+        *rows(["prompt", "tokens", "hit tokens", "TTFT cold / reloaded", "outputs identical"], cells),
+    ]
+
+
+@table
+def records_vs_fio() -> Lines:
+    result = read("records_vs_fio")
+    places: dict[str, dict[tuple[int, str], str]] = {}
+    for cell in result["cells"]:
+        shares = [ours / fio for ours, fio in zip(cell["ours"], cell["fio"], strict=True)]
+        text = f"{cell['percent_of_fio']:.0f}% ({min(shares):.0%}-{max(shares):.0%})"
+        places.setdefault(cell["place"], {})[cell["record_mib"], cell["direction"]] = text
+    columns = [(size, way) for size in (4, 32) for way in ("write", "read")]
+    return [
+        f"**Records against fio** (`benchmarks/records_vs_fio.py`, {source(result)}; direct I/O with checksums; share "
+        "of fio's rate at the same queue depth in the same minute, median (range)):",
+        *rows(["file system", *(f"{size} MiB {way}" for size, way in columns)],
+              [[place, *(row[column] for column in columns)] for place, row in places.items()]),
+    ]  # fmt: skip
+
+
+@table
+def lookup() -> Lines:
+    result = read("lookup")
+    cells = [[name, f"{part['p50_us'] / 1000:.2f} ms", f"{part['p99_us'] / 1000:.2f} ms"]
+             for name, part in result["parts"].items()]  # fmt: skip
+    return [
+        f"**Lookup of a {result['tokens']:,}-token prompt** (`benchmarks/lookup.py`, {source(result)}; "
+        f"{result['chunks']} chunks, all hits, {result['chunks_in_index']:,} chunks in the index; goals 5 ms in all, "
+        f"1 ms for the index: {verdict(result['targets_met'])}):",
+        *rows(["part", "median", "99th percentile"], cells),
+    ]
+
+
+@table
+def redis_index() -> Lines:
+    result = read("redis_index")
+    one, cluster = result["one"], result["cluster"]
+    cells = [
+        ["lookup of 391 chunks, median", *(f"{part['lookup']['lookup']['p50_ms']:.2f} ms" for part in (one, cluster))],
+        ["published by 4 processes, chunks/s", *(f"{part['publish']['chunks_per_s']:,.0f}" for part in (one, cluster))],
+        ["memory of a chunk, sets of 256", *(f"{part['bytes_per_chunk']['256']:.0f} B" for part in (one, cluster))],
+    ]
+    return [
+        f"**Index in Redis** (`benchmarks/redis_index.py`, Redis {result['redis']}, same machine, {source(result)}):",
+        *rows(["", "one server", "cluster of 3 masters"], cells),
+    ]
+
+
+def serving(name: str, title: str, found: tuple[Sequence[str], Iterable[Sequence[str]]]) -> Lines:
+    return [
+        f"**{title}** (`python -m benchmarks.serving {name}`, {source(read(name))}):",
+        *rows(*found),
+        "",
+        f"![{title}](results/{name}.svg)",
+    ]
+
+
+@table
+def working_set() -> Lines:
+    return serving("capacity", "A working set that outgrows each tier", capacity.table_rows(read("capacity"), ""))
+
+
+@table
+def aiperf() -> Lines:
+    return serving("aiperf_ttft", "TTFT by aiperf, ms", aiperf_ttft.table_rows(read("aiperf_ttft")))
+
+
+def faults(title: str, result: Result) -> Lines:
+    cells = [[row["fault"], f"{row['tried']:,}", *(bold(row[name]) for name in ("wrong", "failed_requests", "lost"))]
+             for row in result["faults"]]  # fmt: skip
+    columns = ["fault", "tried", "wrong tokens", "failed requests", "chunks lost that had been published"]
+    return [f"**{title}** ({source(result)}):", *rows(columns, cells)]
+
+
+@table
+def faults_engines() -> Lines:
+    result = read("faults_engines")
+    kept = [
+        [name, *(f"{one[what]['first']:,.0f} to {one[what]['last']:,.0f}" for what in ("memory_mib", "descriptors"))]
+        for name, one in result["memory"].items()
+    ]
+    return [
+        *faults(f"Real engines, {result['minutes']:.0f} minutes, {result['requests']:,} requests", result),
+        "",
+        "Resources, medians of the first half to those of the second:",
+        *rows(["engine", "own memory, MiB", "descriptors"], kept),
+    ]
+
+
+@table
+def faults_simulation() -> Lines:
+    result = read("faults_simulation")
+    return faults(f"Simulation, {result['operations']:,} operations, {result['seeds']:,} seeds", result)
+
+
+# --- the rest of what ran on a GPU ---
+
+
+def kernel_table(result: Result, value: Callable[[Result], str]) -> Lines:
+    """Return a row for each case with a column for each kernel."""
+    cells: dict[str, Lines] = {}
+    for row in result["rows"]:
+        cells.setdefault(row["case"], [row["case"]]).append(value(row))
+    return rows(["pages", *dict.fromkeys(row["kernel"] for row in result["rows"])], cells.values())
+
+
+@table
+def kernels() -> Lines:
+    result = read("gpu/kernels")
+    targets, wrong = result["targets"], sum(len(row["faults"]) for row in result["rows"])
+    return [
+        f"**Kernels** (`run_h200.sh kernels`, {source(result)}; share of a device copy, {result['copy_gb_s']:,.0f} "
+        f"GB/s, read and written bytes counted; goals for vLLM's usual pages: {targets['percent_of_copy']:.0f}%, "
+        f"checksum {targets['checksum_gb_s']:,.0f} GB/s: {verdict(result['targets_met'])}; wrong bytes: {wrong}):",
+        *kernel_table(result, lambda row: f"{row['gb_s']:,.0f} GB/s, {row['percent_of_copy']:.0f}%"),
+    ]
+
+
+@table
+def codec_kernels() -> Lines:
+    result = read("gpu/codec_kernels")
+    return [
+        f"**Codec kernels** (`run_h200.sh codecs`, {source(result)}; bytes of the engine's KV over time, and share of "
+        f"the bound that their bytes set; goal {result['targets']['tb_s']} TB/s for k4v4 and k4v3 at head size 128: "
+        f"{verdict(result['targets_met'])}):",
+        *kernel_table(result, lambda row: f"{row['tb_s']:.2f} TB/s, {row['percent_of_bound']:.0f}%"),
+    ]
+
+
+@table
+def saving() -> Lines:
+    result = read("gpu/save_cost")
+    found = result["summary"]
+    decode = found["decode"]
+    cells = [
+        ["cold TTFT, saving on / off", f"{ms(found['ttft_on_s'])} / {ms(found['ttft_off_s'])} ms",
+         f"{found['ttft_loss_percent']:+.1f}%", "1.5%"],
+        ["decode batch, saving on / off, tokens/s", f"{decode['on_tokens_s']:,.0f} / {decode['off_tokens_s']:,.0f}",
+         f"{-decode['loss_percent']:+.1f}%", "-3%"],
+        ["durable / direct writes, GB/s",
+         f"{found['durable_bytes_s'] / 1e9:.2f} / {found['direct_write_bytes_s'] / 1e9:.2f}",
+         f"{found['durable_percent_of_direct']:.0f}%", "85%"],
+    ]  # fmt: skip
+    return [
+        f"**Cost of saving** (`run_h200.sh save`, {source(result)}, disk):",
+        *rows(["measure", "values", "ratio", "goal"], cells),
+    ]
+
+
+@table
+def equality() -> Lines:
+    cells = []
+    for name in EQUALITY:
+        result = read(f"gpu/{name}")
+        for way, found in result["results"].items():
+            good = sum(case["is_hit"] and case["same_tokens"] for case in found["cases"])
+            blocks = found["blocks"]
+            cells.append([result["model"], result["versions"]["vllm"], way, f"{good} of {len(found['cases'])}",
+                          f"{blocks['equal']:,}", bold(blocks["wrong"] + blocks["unknown"]),
+                          bold(found["failed_loads"])])  # fmt: skip
+    for found in read("gpu/two_gpus_equal")["equal"]:
+        way = f"stored at TP={found['stored_at']}, loaded at TP={found['loaded_at']}"
+        cells.append(
+            [
+                "small",
+                read("gpu/two_gpus_equal")["versions"]["vllm"],
+                way,
+                "",
+                f"{found['blocks']['equal']:,}",
+                bold(found["blocks"]["wrong"] + found["blocks"]["unknown"]),
+                bold(found["failed_loads"]),
+            ]
+        )
+    return [
+        f"**Equality** (`run_h200.sh equality`, `two-equal`, {source(read('gpu/equality_small'))}; CUDA graphs on, "
+        "random weights; a case answers as after a hit in vLLM's own cache):",
+        *rows(["model", "vLLM", "run", "cases", "blocks equal", "not equal", "failed loads"], cells),
+    ]
+
+
+@table
+def load_mix() -> Lines:
+    result = read("gpu/load_mix")
+    found, wrong = result["result"], result["result"]["blocks"]["wrong"] + result["result"]["blocks"]["unknown"]
+    controls = ", ".join(f"{one['same_answers']} of {one['answers']}" for one in found["control"].values())
+    cells = [
+        ["answers equal to an engine without the tier", f"{found['same_answers']} of {found['answers']}"],
+        ["answers of that engine equal to its own, asked again (control)", controls],
+        ["loaded blocks equal / not equal", f"{found['blocks']['equal']:,} / {bold(wrong)}"],
+        ["failed loads", bold(found["failed_loads"])],
+    ]
+    return [
+        f"**{result['shape']['requests']} requests in flight on a full tier that evicts** (`run_h200.sh load`, "
+        f"{source(result)}): {'good' if result['good'] else '**not good**'}",
+        *rows(["measure", "value"], cells),
+    ]
+
+
+@table
+def quality() -> Lines:
+    result = read("gpu/quality")
+    cells = [[row["method"], f"{row['vector_bytes']:.0f}", row["condition"], f"{row['kl_mean']['value']:.1e}",
+              f"{row['top1']['value']:.1%}", f"{row['recall_all']['value']:.1%}"]
+             for row in result["rows"] if not row["is_control"]]  # fmt: skip
+    return [
+        f"**Codec quality on a 42M-parameter model trained for it** (`python -m benchmarks.quality`, {source(result)}; "
+        "KL to bf16 KV in nats; says nothing of other models):",
+        *rows(["codec", "bytes a K and V vector", "condition", "mean KL", "same top token", "recall"], cells),
+    ]
+
+
+# --- the files ---
+
+
+def filled(text: str) -> str:
+    """Return the text with each table made anew. Raise KeyError for a table that does not exist."""
+    return BLOCK.sub(lambda found: "\n".join([found[1].rstrip(), *TABLES[found[2]](), found[3]]), text)
 
 
 def main() -> int:
-    is_check = "--check" in sys.argv[1:]
-    stale = []
-    for path, drawn in drawings().items():
-        if not path.exists() or path.read_text() != drawn:
-            stale.append(path)
-            if not is_check:
-                path.write_text(drawn)
-    for path, parts in files().items():
-        text = new = path.read_text()
-        for marks, sections in parts:
-            new = between(new, marks, sections)
-        if new != text:
+    is_check, stale = "--check" in sys.argv[1:], []
+    for path in (ROOT / name for name in FILES):
+        text = path.read_text()
+        if (new := filled(text)) != text:
             stale.append(path)
             if not is_check:
                 path.write_text(new)
+    print(*(f"{'stale' if is_check else 'rewritten'}: {path.relative_to(ROOT)}" for path in stale), sep="\n")
     return int(bool(stale) and is_check)
 
 

@@ -55,7 +55,7 @@ READS_THE_ENVIRONMENT = ("kvtier.config", "benchmarks")  # benchmarks set that o
 STARTS_THREADS = ("kvtier.jobs", "benchmarks")
 CATCHES_EVERYTHING = ("kvtier.connectors.bridge",)
 # The engine's base class has them; any method is timed.
-OVERRIDES_OPEN_SIGNATURES = ("kvtier.connectors.vllm", "benchmarks.gpu.steps_timeline")
+OVERRIDES_OPEN_SIGNATURES = ("kvtier.connectors.vllm",)
 ENGINES_AND_WEB = ("vllm", "lmcache", "dynamo", "fastapi", "starlette", "uvicorn")
 MAY_USE_THEM = ("benchmarks", "kvtier.connectors", "kvtier.server")
 

@@ -160,17 +160,9 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
     faulthandler.dump_traceback_later(max(10.0, timeout_s - DUMP_BEFORE_END_S), exit=False)
-    from benchmarks.gpu import (
-        steps,
-        steps_decode,
-        steps_equality,
-        steps_load,
-        steps_timeline,
-        steps_turns,
-        steps_verification,
-    )
+    from benchmarks.gpu import steps, steps_decode, steps_equality, steps_load
 
-    modules = (steps, steps_decode, steps_equality, steps_load, steps_timeline, steps_turns, steps_verification)
+    modules = (steps, steps_decode, steps_equality, steps_load)
     known = {name: step for module in modules for name, step in vars(module).items()}
     job = json.loads(job_path.read_text())
     engine = Engine(job)

@@ -14,18 +14,13 @@
 #   ceilings     copies, storage, reads into the GPU by ring and KvikIO                50   150
 #   kernels      gather, scatter, checksum                                             60   120
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
-#   rate         verified loads without an engine, after pauses (PAUSES)               45   120
-#   in-turns     constants of kvtier's (CONSTANTS, divided by blanks), reloads of TOKENS  110 200
 #   codecs       the codecs' kernels (TUNE: other tilings too)                           90   200
 #   equality     blocks and tokens, CUDA graphs on; of each of MODELS                 150   280 each
 #   load         32 requests at capacity                                              110   330
 #   demo         what `make demo` runs, with this vLLM                                100   240
 #   ttft-tmpfs   all systems, and the host arena; none,kvtier 220, native,lmcache 300  520   590
 #   ttft-disk    kvtier and native tiering on the disk, its rate around each reload   500   540
-#   verify-cost  reloads with and without a look at the checksums                      70   300
-#   where        calls of a reload of 8,192 tokens, in their order                     60   200
 #   save         what saving costs, durable rate                                      260   400
-#   at-once      two GPUs: copies, reads and verified loads, each alone and both at once  60   200
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
 #   two-ttft     two GPUs: 70B's dimensions at TP=2; with ONE=1 in one process (85)     280   450
 #   versus-tmpfs kvtier raw and k4v4, vLLM's tiering, no tier, ceilings, KvikIO alone  340   560
@@ -48,7 +43,7 @@
 # Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS
 # (empty, for ttft-tmpfs: the arenas alone), SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training),
 # LENGTHS, FOLDERS (of ceilings), MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as
-# JSON), EXTRAS (of at-once: several, each without blanks), COMMIT (to write down), BUNDLE, PARTS, DISK (a folder on the
+# JSON), COMMIT (to write down), BUNDLE, PARTS, DISK (a folder on the
 # disk), TINY (any text: a tiny model on a CPU, to try this script and all but ceilings, kernels, doctor and demo).
 # ARENA (size; empty: none), NAME (of the JSON): the host arena in the README's table is ttft-tmpfs with SYSTEMS=
 # LENGTHS=100000 NAME=ttft_arena, on a machine like that of versus-tmpfs. HBM_ARENA: also from an hbm arena of that
@@ -231,12 +226,6 @@ stage() {
     tests)
       (cd "$TREE" && timeout -k 10 240 python3 -m pytest -q -p no:cacheprovider -n 4 --dist loadfile --rootdir "$TREE" \
         tests/kernels tests/gpu tests/io) ;;
-    rate)
-      TINY="" bench load_rate 120 --folder "$MEMORY" --extra "$EXTRA" --out "$OUT/load_rate.json" \
-        --chunks "${CHUNKS:-32,128,390}" --pauses "${PAUSES:-0.3}" ;;
-    in-turns)
-      bench in_turns 200 --folder "$MEMORY" --out "$OUT/in_turns.json" --logs "$WORK/logs" --tokens "${TOKENS:-8192}" \
-        ${EAGER:+--eager} $(printf -- '--constant %s ' $CONSTANTS) ;;
     codecs)
       TINY="" bench codec_kernels 200 --out "$OUT/codec_kernels.json" ${TUNE:+--tune} ;;
     equality)
@@ -258,16 +247,9 @@ stage() {
       [ -z "${TINY:-}" ] || probe=256
       ttft "${NAME:-ttft_disk}" "$DISK" 540 --systems "${SYSTEMS:-none,kvtier,native}" --count "${COUNT:-2}" \
         --peer-count "${PEER_COUNT:-1}" --probe-tokens $probe --timeout 170 ;;
-    verify-cost)
-      bench verification 300 --folder "$MEMORY" --out "$OUT/verification.json" --logs "$WORK/logs" ${EAGER:+--eager} ;;
-    where)
-      bench where_time_goes 200 --folder "$MEMORY" --out "$OUT/where_time_goes.json" --logs "$WORK/logs" \
-        --lengths "${LENGTHS:-8192}" --extra "$EXTRA" ${EAGER:+--eager} ;;
     save)
       bench save_cost 400 --folder "$DISK" --out "$OUT/save_cost.json" --logs "$WORK/logs" --extra "$EXTRA" \
         --pairs "${COUNT:-3}" --decode-pairs "${PAIRS:-5}" ;;
-    at-once)
-      TINY="" bench at_once 200 --folder "$MEMORY" --out "$OUT/at_once.json" $(printf -- '--extra %s ' ${EXTRAS:-{\}}) ;;
     two-equal | two-ttft)
       local part=${1#two-} seconds=330
       [ "$part" = equal ] || seconds=450

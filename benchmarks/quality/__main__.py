@@ -4,7 +4,7 @@
 
 Nothing is downloaded: the text is Python's own and that of the packages beside it, the rest is synthetic. The protocol
 is the tier's: whole chunks of a prefix are encoded and decoded, what follows is computed in bf16 on what came back.
-Beside RESULT.json a plot is written, RESULT.svg. It says nothing about models that were not run.
+It says nothing about models that were not run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import report
-from benchmarks.quality import data, plot, tasks
+from benchmarks.quality import data, tasks
 from benchmarks.quality.cases import Case, Plan
 from benchmarks.quality.data import VOCABULARY, Corpus
 from benchmarks.quality.evaluation import Evaluation
@@ -128,8 +128,6 @@ def main() -> None:
     def save() -> None:
         content = {"note": NOTE, "text_bytes": corpus.training.numel(), "model": about, **evaluation.result()}
         report.write(arguments.out, "what do the codecs cost in quality", content)
-        if content["rows"]:
-            arguments.out.with_suffix(".svg").write_text(plot.svg(content))
 
     evaluation.run(save)
     save()

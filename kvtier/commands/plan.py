@@ -24,10 +24,10 @@ from kvtier.errors import ConfigError
 T = TypeVar("T")
 _RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.IGNORECASE)
 
+# Seconds that a reload takes beside its bytes at the transfer's rate. On one H200 with Llama-3.1-8B's dimensions the
+# reloads of benchmarks/results/gpu/versus.json take 18 ms more than that at 8,192 tokens and 84 ms at 100,000, most of
+# it the floor that a hit in the engine's own cache has too.
 LOAD_OVERHEAD_S = 0.02
-"""Time to the first token less the bytes at the transfer's rate: 19 ms with 8,192 tokens, 30 with 32,768, 54 with
-100,000, of which a prefix hit in the engine's own cache takes 17, 22 and 39 (one H200, Llama-3.1-8B's dimensions,
-benchmarks/results/gpu/ttft_tmpfs_first_host.json)."""
 GPU_BYTES_MIN = 1 << 30
 PLAIN_BYTES_MIN = 1 << 20
 """Of a size without a unit: who writes 40 means 40 GiB, not that nothing fits."""

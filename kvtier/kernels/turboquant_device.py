@@ -57,7 +57,7 @@ class Tiling(NamedTuple):
         return self.registers if is_small and self.registers else None
 
 
-# H200, TB/s of k4v4 and k4v3: 2.29 and 2.25, 2.24 and 2.24, 2.08 and 2.17, 1.97 and 1.99 (notes_turboquant.md).
+# H200, TB/s of k4v4 and k4v3: 2.29 and 2.25, 2.24 and 2.24, 2.08 and 2.17, 1.97 and 1.99.
 ENCODE_TILINGS = (
     Tiling(32, 4, 80, 32, True, True), Tiling(32, 4, 80, 32, False, True), Tiling(32, 4, 72, 32, True),
     Tiling(64, 8, 64, 128),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import long_doc_qa, tables_versus
+from benchmarks import long_doc_qa
 from benchmarks.serving import counters, result
 from benchmarks.serving.client import Prompt, _text
 from benchmarks.serving.counters import Counters
@@ -189,7 +189,7 @@ def test_both_systems_are_asked_and_compared(tmp_path: Path) -> None:
             assert 0 < float(row["ttft"]) <= float(row["request_end"]) - float(row["request_start"])
             assert float(row["ttft_time"]) == pytest.approx(float(row["request_start"]) + float(row["ttft"]))
             assert row["cached_tokens"] == ("0" if row["is_miss"] == "True" else "31")
-        assert (tmp_path / f"result-{name}" / "warmup_round.svg").read_text().startswith("<svg")
+        assert (tmp_path / f"result-{name}" / "warmup_round.svg").read_text().startswith("<?xml")
     last = json.loads([line for line in printed.splitlines() if line.startswith("{")][-1])
     assert set(last) == {"query_ttft_per_prompt", "query_round_time_per_prompt", "warmup_round_time_per_prompt"}
     assert last["query_round_time_per_prompt"] == whole["systems"]["kvtier"]["query_round"]["round_time"] / 8
@@ -254,7 +254,6 @@ def test_documents_that_were_there_before_are_named(tmp_path: Path) -> None:
     flags = ["--num-documents", "2", "--document-length", "9", "--repeat-count", "3"]
     status, printed = wrapper.run("long_doc_qa", ["--systems", "prefix"], [*flags, "--", *flags])
     assert status == 0 and printed.count("warm-up round's tokens 100% were stored already") == 1
-    assert tables_versus._document_tokens(wrapper.result()) == 10
 
 
 def test_a_run_that_goes_on_where_another_one_ended_finds_nothing_stored(tmp_path: Path) -> None:

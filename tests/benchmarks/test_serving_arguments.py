@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks import aiperf_ttft, capacity, long_doc_qa, scale
+from benchmarks import aiperf_ttft, capacity, long_doc_qa
 from benchmarks.serving import arguments, client
 from tests.benchmarks.rounds import Wrapper
 
@@ -25,7 +25,6 @@ from tests.benchmarks.rounds import Wrapper
         (capacity, "--queries", "0"),
         (capacity, "--documents", "2,0"),
         (aiperf_ttft, "--requests", "0"),
-        (scale, "--chunks", "0"),
     ],
 )
 def test_numbers_that_are_too_small(

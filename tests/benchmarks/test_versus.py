@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables_common, tables_versus
+from benchmarks import plots, tables
 from benchmarks.gpu import processes, report
 from benchmarks.gpu.ttft import Setup
 from benchmarks.versus import __main__ as versus
@@ -105,13 +105,8 @@ def test_an_answer_sooner_than_its_kv_can_have_come_is_no_reload(
     assert losses(cells) == []
     shown = "\n".join(show.lines(runs, TOKEN_BYTES))
     assert "LOADED NOTHING: tmpfs, 1,000 tokens: LMCache, GDS in the engine's process answers in 90 ms" in shown
-    content = {"date": "", "commit": "", "versions": {}, "machine": {"cores": 2}, "runs": runs,
-               "settings": {"token_bytes": TOKEN_BYTES}}  # fmt: skip
-    (tmp_path / "versus.json").write_text(json.dumps(content))
-    monkeypatch.setattr(tables_common, "RESULTS", tmp_path)
-    text = "\n".join(tables_versus.versus())
-    assert "| 90 † |" in text and "in 90 ms (at least 100 ms)" in text
-    assert "to a peer in 0 of 2 comparisons" in text, "those at 2,000 tokens"
+    text = written(monkeypatch, tmp_path, runs)
+    assert "| 90; **loaded nothing** |" in text and "slower than a peer in: no comparison" in text
 
 
 def test_a_peer_runs_with_the_one_kind_of_graphs_it_works_with(tmp_path: Path) -> None:
@@ -176,12 +171,7 @@ def test_entries_of_two_machines_and_commits_are_named(tmp_path: Path, monkeypat
     assert "MIXED" not in "\n".join(show.lines(runs, TOKEN_BYTES))
     runs[-1] |= {"commit": "bbbbbbb", "boot": "two"}
     assert "MIXED: 2 machines, kvtier at aaaaaaa, bbbbbbb" in show.lines(runs, TOKEN_BYTES)
-    content = {"date": "2026-01-01", "commit": "bbbbbbb", "versions": {}, "machine": {"cores": 2}, "runs": runs,
-               "settings": {"token_bytes": TOKEN_BYTES}}  # fmt: skip
-    (tmp_path / "versus.json").write_text(json.dumps(content))
-    monkeypatch.setattr(tables_common, "RESULTS", tmp_path)
-    text = tables_versus.versus()[0]
-    assert "kvtier at aaaaaaa and bbbbbbb" in text and "each of 2 machines" in text
+    assert "of 2 machines, commits aaaaaaa, bbbbbbb" in written(monkeypatch, tmp_path, runs)
 
 
 def test_slower_than_computing_is_said_of_ours() -> None:
@@ -196,20 +186,24 @@ def test_what_failed_is_in_no_cell_and_is_named() -> None:
     assert "FAILED: reload tmpfs lmcache 1" in show.lines(runs, TOKEN_BYTES)
 
 
-def test_the_readmes_tables_and_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = made(kvtier={1_000: [0.4], 2_000: [0.5]}, native={1_000: [0.3], 2_000: [2.0]})
-    settings = {"token_bytes": TOKEN_BYTES, "tmpfs: native": {"cpu_bytes_to_use": 1}}
+def written(monkeypatch: pytest.MonkeyPatch, folder: Path, runs: list[dict[str, Any]]) -> str:
+    """Write the runs as a result and return its table."""
     content = {"date": "2026-01-01", "commit": "c0ffee", "versions": {"vllm": "0"}, "machine": {"cores": 2},
-               "runs": runs, "settings": settings}  # fmt: skip
-    (tmp_path / "versus.json").write_text(json.dumps(content))
-    monkeypatch.setattr(tables_common, "RESULTS", tmp_path)
-    text = "\n".join(tables_versus.versus())
-    assert "| 1,000 | 1,000 | 100 | 400 | 300 | 400 (300-500) |" in text, "computed, floor, kvtier, native, KvikIO"
-    assert "to a peer in 1 of 2 comparisons (kvtier from tmpfs at 1,000 tokens 400 ms" in text
-    assert '"cpu_bytes_to_use": 1' in text
-    drawn = tables_versus.drawing()
-    assert drawn is not None and drawn.count("<polyline") == 3
-    assert tables_versus.long_documents() == [], "was not run"
+               "runs": runs, "settings": {"token_bytes": TOKEN_BYTES}}  # fmt: skip
+    (folder / "gpu").mkdir()
+    (folder / "gpu" / "versus.json").write_text(json.dumps(content))
+    monkeypatch.setattr(tables, "RESULTS", folder)
+    return "\n".join(tables.TABLES["versus"]())
+
+
+def test_the_table_and_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = made(kvtier={1_000: [0.4], 2_000: [0.5]}, native={1_000: [0.3], 2_000: [2.0]})
+    text = written(monkeypatch, tmp_path, runs)
+    assert "| tmpfs | 1,000 | 1,000 | 100 | 400 | 300 |" in text, "computed, hit in vLLM's cache, kvtier, native"
+    assert "slower than a peer in: kvtier to native at 1,000." in text
+    plots.versus(tmp_path / "versus.svg", json.loads((tmp_path / "gpu" / "versus.json").read_text()))
+    drawn = (tmp_path / "versus.svg").read_text()
+    assert "<svg" in drawn and "vLLM's own tiering" in drawn
 
 
 @pytest.mark.parametrize(("lengths", "is_known"), [([10], True), ([10, 20], True), ([10, 30], False)])

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lmcache_environment import OUTSIDE
+from tests.connectors_lmcache.lmcache_environment import OUTSIDE
 from tests.objects.rig import SMALL
 from tests.redis_server import free_port
 from tests.waiting import wait_until

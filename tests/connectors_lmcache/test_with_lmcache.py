@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lmcache_environment import OUTSIDE, VERSIONS, environment
 from kvtier.config import Settings
 from kvtier.indexes import open_index
 from kvtier.record import is_blank
 from kvtier.root import open_root
 from kvtier.tiers.segments import SegmentFiles
+from tests.connectors_lmcache.lmcache_environment import OUTSIDE, VERSIONS, environment
 from tests.connectors_lmcache.servers import CHUNKS, Request, Server, adapter, server_on
 from tests.connectors_lmcache.servers import OBJECT_BYTES as SERVER_OBJECT_BYTES
 from tests.objects.rig import SMALL, segments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -10,30 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables_common, tables_gpu, tables_gpu_checks
 from benchmarks.gpu import contexts
 from benchmarks.gpu.models import DIMENSIONS
 from benchmarks.gpu.save_cost import decode_summary
 from benchmarks.gpu.ttft import summary
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BYTES = 1000
-
-
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the results that may be changed."""
-    for path in (ROOT / "benchmarks" / "results" / "gpu").glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
-    monkeypatch.setattr(tables_common, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables_gpu, "RESULTS", tmp_path)
-    return tmp_path
-
-
-def change(folder: Path, name: str, content: dict[str, Any]) -> None:
-    path = folder / f"{name}.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(before | content))
 
 
 def reload_row(seconds: float, rates: tuple[float, float]) -> dict[str, Any]:
@@ -63,23 +44,6 @@ def test_without_reads_around_it_the_limit_of_the_run_counts() -> None:
     assert row["times_limit"] == 2.0 and "all_read_bytes_s" not in row
 
 
-@pytest.mark.parametrize(("seconds", "verdict"), [(2.0, "Met: 100 tokens 1.00"), (2.3, "**Missed: 100 tokens 1.30")])
-def test_the_disks_goal_is_named(seconds: float, verdict: str, results: Path) -> None:
-    measured = disk_results(reload_row(seconds, (100_000.0, 100_000.0)))
-    content = {"rows": summary(measured, [100], TOKEN_BYTES), "results": measured, "probe_tokens": 8192}
-    change(results, "ttft_disk", content)
-    assert verdict in "\n".join(tables_gpu.disk())
-
-
-def test_runs_are_said_to_differ_in_the_code_unless_they_do_not(results: Path) -> None:
-    for path in results.glob("*.json"):
-        change(results, path.stem, {"commit": "abc"})
-    change(results, "kernels", {"commit": "abd"})
-    assert "in the machine lent and in the code" in tables_gpu.machine()[0]
-    change(results, "kernels", {"commit": "abc"})
-    assert "in the code" not in tables_gpu.machine()[0] and "kvtier at abc" in tables_gpu.machine()[0]
-
-
 def windows(stored: int, *pairs: tuple[float, float]) -> dict[str, Any]:
     return {"window_s": 12.0, "pairs": [
         {"on": {"tokens_s": on, "stored_chunks": [stored, 390]}, "off": {"tokens_s": off}} for on, off in pairs
@@ -90,35 +54,6 @@ def test_decoding_is_compared_within_pairs() -> None:
     """Medians of all windows would say -50%: 100 beside 200."""
     found = decode_summary(windows(390, (99.0, 100.0), (100.0, 101.0), (198.0, 200.0), (99.0, 200.0), (396.0, 400.0)))
     assert found["loss_percent"] == pytest.approx(1.0) and found["is_durable_within"]
-
-
-@pytest.mark.parametrize(
-    ("pairs", "stored", "said", "unsaid"),
-    [
-        (((99.0, 100.0), (99.0, 100.0)), 390, "-3%: met", "went on after"),
-        (((90.0, 100.0), (90.0, 100.0)), 390, "-3%: **missed**", "not shown"),
-        (((99.0, 100.0), (99.0, 100.0)), 380, "saving went on after a window's end", "not shown"),
-        (((90.0, 100.0), (140.0, 120.0)), 390, "-3%: **not shown**", "went on after"),
-    ],
-)
-def test_what_saving_takes_from_decoding_is_judged(
-    pairs: tuple[tuple[float, float], ...], stored: int, said: str, unsaid: str, results: Path
-) -> None:
-    found = tables_common.read("save_cost")
-    summed = found["summary"] | {"decode": decode_summary(windows(stored, *pairs))}
-    change(results, "save_cost", {"summary": summed, "decode_graphs": True})
-    text = "\n".join(tables_gpu_checks.saving())
-    assert said in text and unsaid not in text
-
-
-def test_models_of_the_equality_test_are_told_apart(results: Path) -> None:
-    content = tables_common.read("equality_small")
-    change(results, "equality_small", content)
-    change(results, "equality_mla", content | {"good": False})
-    (results / "equality_small_032.json").unlink()
-    small, between, mla = tables_gpu_checks.equality()
-    assert "grouped heads" in small and between == "" and "MLA" in mla
-    assert "Not all of it" in mla and "Not all of it" not in small
 
 
 def test_a_process_on_two_gpus_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

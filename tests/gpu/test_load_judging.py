@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import tables_common, tables_gpu_checks, tables_headline
 from benchmarks.gpu.answers import compared, within
 from benchmarks.gpu.load_judge import SPARE_BYTES, faults, judge
 from benchmarks.gpu.steps_load import longest
@@ -156,35 +153,3 @@ def test_blocks_that_were_loaded_otherwise_than_saved_are_wrong() -> None:
 
 def test_prefixes_of_others_are_not_computed_for_themselves() -> None:
     assert longest([[1, 2], [1, 2, 3], [], [4], [1, 2, 3]]) == [[1, 2, 3], [4]]
-
-
-@pytest.fixture
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """load_mix.json of a folder of results of its own."""
-    for path in tables_common.RESULTS.glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
-    monkeypatch.setattr(tables_common, "RESULTS", tmp_path)
-    return tmp_path / "load_mix.json"
-
-
-def test_tables_say_what_the_control_gave(written: Path) -> None:
-    run = json.loads(written.read_text())
-    found = judged(passed([answer(), answer()], parted()), passed(parted()))
-    run |= {"result": found, "good": False, "faults": ["a round loaded nothing"]}
-    written.write_text(json.dumps(run))
-    text = "\n".join(tables_gpu_checks.load_mix())
-    assert "gives 4 of 4 (rounds) and 1 of 2 (before them) of its own answers" in text
-    assert "up to 4.0e-02 nats" in text and "by 4.0e-02 in the control and by 4.0e-02 with the tier" in text
-    assert "Not all of it is as it must be: a round loaded nothing." in text and "No control" not in text
-    line = "\n".join(tables_headline.others())
-    assert "3 of 4 answers are those of an engine without the tier, which gives 4 and 4 of its own" in line
-
-
-def test_tables_say_that_an_older_run_had_no_control(written: Path) -> None:
-    run = json.loads(written.read_text())
-    older = {key: value for key, value in run["result"].items() if key not in ("control", "tie_width")}
-    older["differing"] = [{"round": 2, "request": 1, "token": 2, "lead": 0.0102654, "hit_tokens": 512}]
-    written.write_text(json.dumps(run | {"result": older}))
-    text = "\n".join(tables_gpu_checks.load_mix())
-    assert "No control in this run" in text and "preferred its token by 1.0e-02 nats." in text
-    assert "(no control in this run)" in "\n".join(tables_headline.others())
