@@ -12,8 +12,13 @@ from typing import Any
 from kvtier.config import Settings
 from kvtier.connectors.vllm_forms import check_cache_dtype
 from kvtier.errors import ConfigError
+from kvtier.layer_kinds import CHUNK, FULL, WINDOW, refusal
 
-KNOWN_SPECS = frozenset({"FullAttentionSpec", "TQFullAttentionSpec", "MLAAttentionSpec"})
+# Kinds of layers by the class of their spec. A windowed layer beside full ones comes as a full one (`layer_kinds`).
+SPECS = {
+    "FullAttentionSpec": FULL, "TQFullAttentionSpec": FULL, "MLAAttentionSpec": FULL,
+    "SlidingWindowSpec": WINDOW, "SlidingWindowMLASpec": WINDOW, "ChunkedLocalAttentionSpec": CHUNK,
+}  # fmt: skip
 READ_FROM_THE_FOLDER = frozenset({
     "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt",
     "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
@@ -125,9 +130,9 @@ def layer_specs(group: Any) -> Mapping[str, Any]:
 
 def _check_spec(spec: Any) -> None:
     kind = type(spec).__name__
-    if kind not in KNOWN_SPECS:
-        what = "sliding windows drop" if "Sliding" in kind else "this kind of attention may drop or mix"
-        raise ConfigError("kv_cache_spec", kind, f"{what} KV of a prefix; only full attention and MLA work; {WITHOUT}")
+    why = refusal({SPECS.get(kind, kind)})
+    if why:
+        raise ConfigError("kv_cache_spec", kind, f"{why}; {WITHOUT}")
     if getattr(spec, "non_causal", False):
         fix = f"a token's KV would depend on tokens after it; {WITHOUT}"
         raise ConfigError("kv_cache_spec", "non-causal attention", fix)

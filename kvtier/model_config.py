@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from kvtier.errors import ConfigError
 from kvtier.geometry import AttentionKind, Geometry
+from kvtier.layer_kinds import FULL, WINDOW, refusal
 
 KEY = "--model"
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -35,16 +36,20 @@ class Family:
 
     mlp_matrices: 3 for gate, up and down; 2 for up and down. experts: the names of the keys that describe them.
     The rest are transformers' defaults; kv_heads None: as many as query heads; head_size None: hidden size over heads;
-    window: of attention, and whether it is used where the file does not say.
+    window: of attention, and whether it is used where the file does not say; full_every: every so many layers one
+    attends to everything and the others within the window, where the file does not list them. usual: further keys that
+    published files of the family leave out.
     """
 
     mlp_matrices: int = 3
-    experts: Literal["", "mixtral", "qwen", "deepseek"] = ""
+    experts: Literal["", "mixtral", "gpt_oss", "qwen", "deepseek"] = ""
     kv_heads: int | None = None
     head_size: int | None = None
     is_tied: bool = False
     window: int | None = None
     uses_window: bool = True
+    full_every: int = 0
+    usual: Mapping[str, int] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -53,6 +58,18 @@ FAMILIES = {
     "qwen2": Family(kv_heads=32, uses_window=False),
     "qwen3": Family(kv_heads=32, head_size=128, uses_window=False),
     "gemma": Family(kv_heads=16, head_size=256, is_tied=True),
+    "gemma2": Family(kv_heads=4, head_size=256, is_tied=True, window=4096, full_every=2),
+    "gemma3_text": Family(
+        kv_heads=4,
+        head_size=256,
+        is_tied=True,
+        window=4096,
+        full_every=6,
+        usual={"num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072},
+    ),
+    "gpt_oss": Family(experts="gpt_oss", kv_heads=8, head_size=64, window=128, full_every=2),
+    "cohere2": Family(is_tied=True, window=4096, full_every=4),
+    "olmo3": Family(window=4096, full_every=4),
     "granite": Family(),
     "olmo2": Family(),
     "phi": Family(mlp_matrices=2),
@@ -66,15 +83,14 @@ FAMILIES = {
     "kimi_k2": Family(experts="deepseek"),
 }
 
-_WINDOWS = "some of its layers attend within a window or chunk only: a hybrid model, with more than one KV-cache group"
+_UNLIKE = "its layers have KV of unlike sizes, or share it, and a record has one size for all"
 _STATES = "it has layers without attention, whose state is not KV of tokens"
 _SPARSE = "its attention is sparse or compressed"
 _ENCODER = "it is an encoder, or has one: its KV depends on tokens that come later"
 REFUSED = {
     name: reason
     for reason, names in {
-        _WINDOWS: ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gpt_oss", "cohere2",
-                   "llama4", "llama4_text", "olmo3", "exaone4", "mimo_v2_flash"),
+        _UNLIKE: ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "mimo_v2_flash"),
         _STATES: ("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h",
                   "granitemoehybrid", "recurrent_gemma", "rwkv", "xlstm", "qwen3_next", "qwen3_5", "qwen3_5_moe",
                   "minimax", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid"),
@@ -167,19 +183,20 @@ class _Values:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
-    def get(self, key: str, default: T) -> T:
-        """Of the default's type; null is the default."""
+    def get(self, key: str, default: T, null: T | None = None) -> T:
+        """Return a value of the default's type. null: what a null in the file means, None: the same as no key."""
         value = self._values.get(key)
         if value is None:
-            return default
+            return null if key in self._values and null is not None else default
         if not isinstance(value, type(default)):
             self.refuse(f"its {key} is {value!r}, which is no {type(default).__name__}")
         return value
 
-    def number(self, key: str, default: int | None = None) -> int:
-        """A positive whole number. None: there is no default."""
-        value = self._values.get(key)
-        value = default if value is None else value
+    def number(self, key: str, default: int | None = None, null: int | None = None) -> int:
+        """Return a positive whole number. default: where the key is absent; null: where its value is null. None: the
+        key must be there, or not be null."""
+        value = self._values.get(key, default)
+        value = null if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= NUMBER_MAX:
             self.refuse(f"its {key} is {value!r:.40}, it must be a positive whole number")
         return value
@@ -202,8 +219,12 @@ def read_model(folder: Path) -> ModelConfig:
     text = found.get("text_config")
     if isinstance(text, dict):  # the rest is for images and the like
         families.append(str(text.get("model_type")))
-        found = {key: found.get(key) for key in _OF_THE_WHOLE} | {k: v for k, v in text.items() if v is not None}
-    values = _Values(path, found)
+        # A null of the text part is an answer of its own, but for what the whole may say instead.
+        found = {key: found[key] for key in _OF_THE_WHOLE if key in found} | {
+            key: value for key, value in text.items() if value is not None or key not in _OF_THE_WHOLE
+        }
+    usual = FAMILIES[families[-1]].usual if families[-1] in FAMILIES else {}
+    values = _Values(path, {**usual, **found})
     for family in families:
         if family in REFUSED:
             values.refuse(f"{family}: {REFUSED[family]}; {_NOT_SERVED}")
@@ -212,8 +233,16 @@ def read_model(folder: Path) -> ModelConfig:
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         values.refuse(f"its model_type {family!r} is not known to this command, which knows {known}")
-    _check_layers(values, FAMILIES[family])
+    kinds = _layer_kinds(values, FAMILIES[family])
+    if why := refusal(kinds):
+        fix = "for a plan of vLLM's --disable-sliding-window, which keeps that many tokens, set sliding_window to 0"
+        values.refuse(f"{why}; {fix if WINDOW in kinds else _NOT_SERVED}")
     notes = ["the parts that are not for text have no KV, and their work is not counted"] if len(families) > 1 else []
+    if set(kinds) != {FULL}:
+        notes.append(
+            "some layers attend within a window or chunk only: an engine keeps all their KV for kvtier, and their "
+            "prefill is counted as if they attended to everything"
+        )
     return _model(values, family, notes)
 
 
@@ -266,7 +295,7 @@ def _model(values: _Values, name: str, notes: list[str]) -> ModelConfig:
         mlp_size=values.number("intermediate_size"),
         experts=_experts(values, family, layers),
         vocabulary=values.number("vocab_size"),
-        is_tied=bool(values.get("tie_word_embeddings", family.is_tied)),
+        is_tied=values.get("tie_word_embeddings", family.is_tied, null=False),
         max_tokens=values.natural("max_position_embeddings"),
         dtype=dtype,
         quantized=quantized,
@@ -283,10 +312,10 @@ def _attention(values: _Values, family: Family) -> Attention:
         qk_size = values.number("qk_nope_head_dim") + latent.rope_size
         kept = latent.kv_rank + latent.rope_size
         return Attention("mla", heads, 1, kept, 0, qk_size, values.number("v_head_dim"), latent)
-    kv_heads = values.number("num_key_value_heads", family.kv_heads or heads)
+    kv_heads = values.number("num_key_value_heads", family.kv_heads or heads, null=heads)
     if heads % kv_heads:
         values.refuse(f"its {heads} attention heads do not divide over {kv_heads} KV heads")
-    size = values.natural("head_dim") or family.head_size
+    size = values.natural("head_dim") if "head_dim" in values else family.head_size
     if not size:
         hidden = values.number("hidden_size")
         if hidden % heads:
@@ -296,8 +325,10 @@ def _attention(values: _Values, family: Family) -> Attention:
 
 
 def _experts(values: _Values, family: Family, layers: int) -> Experts | None:
-    if family.experts == "mixtral":
-        n, per_token = values.number("num_local_experts", 8), values.number("num_experts_per_tok", 2)
+    if family.experts in ("mixtral", "gpt_oss"):
+        usual_n, usual_per_token = (8, 2) if family.experts == "mixtral" else (128, 4)
+        n = values.number("num_local_experts", usual_n)
+        per_token = values.number("num_experts_per_tok", usual_per_token)
         return Experts(n, per_token, values.number("intermediate_size"), 0, frozenset(range(layers)))
     if family.experts == "qwen":
         dense: list[int] = values.get("mlp_only_layers", [])
@@ -316,13 +347,16 @@ def _experts(values: _Values, family: Family, layers: int) -> Experts | None:
     return None
 
 
-def _check_layers(values: _Values, family: Family) -> None:
-    """Refuses what the model's type does not tell: layers that do not attend to the whole prefix."""
-    kinds: list[str] = values.get("layer_types", [])
-    other = sorted({str(kind) for kind in kinds} - {"full_attention"})
-    if other:
-        values.refuse(f"it has layers of {', '.join(other)}; {_NOT_SERVED}")
+def _layer_kinds(values: _Values, family: Family) -> list[str]:
+    """Return each layer's kind of attention, as the file lists them, else as the model's class has them."""
+    listed: list[str] = values.get("layer_types", [])
+    if listed:
+        return [str(kind) for kind in listed]
+    layers = values.number("num_hidden_layers")
     window = values.natural("sliding_window") if "sliding_window" in values else family.window
-    if window and not kinds and values.get("use_sliding_window", family.uses_window):
-        fix = "for a plan of vLLM's --disable-sliding-window, which keeps that many tokens, set sliding_window to 0"
-        values.refuse(f"it attends within a window of {window} tokens; {fix}")
+    if not window or not values.get("use_sliding_window", family.uses_window, null=False):
+        return [FULL] * layers
+    if not family.full_every:
+        return [WINDOW] * layers
+    every = values.number("sliding_window_pattern", family.full_every, null=family.full_every)
+    return [WINDOW if number % every else FULL for number in range(1, layers + 1)]

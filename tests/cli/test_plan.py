@@ -196,17 +196,19 @@ def test_kv_that_a_checkpoint_asks_for(model: str, capsys: pytest.CaptureFixture
 
 
 NOT_SERVED = [
-    ({"model_type": "gemma2"}, "gemma2: some of its layers attend within a window"),
+    ({"model_type": "gemma4"}, "gemma4: its layers have KV of unlike sizes"),
     ({"model_type": "mamba2"}, "mamba2: it has layers without attention"),
     ({"model_type": "t5"}, "t5: it is an encoder"),
     ({"model_type": "llama", "is_encoder_decoder": True}, "it is an encoder"),
     ({"model_type": "deepseek_v32"}, "its attention is sparse"),
-    ({"model_type": "gemma3", "text_config": SMALL | {"model_type": "gemma3_text"}}, "gemma3: some of its layers"),
+    ({"model_type": "gemma3n", "text_config": SMALL | {"model_type": "gemma3n_text"}}, "gemma3n: its layers have KV"),
     ({"model_type": "new_model"}, "model_type 'new_model' is not known"),
     ({}, "model_type 'None' is not known"),
-    (SMALL | {"model_type": "mistral"}, "within a window of 4096 tokens"),
-    (SMALL | {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True}, "within a window of 512"),
-    (SMALL | {"model_type": "llama", "layer_types": ["full_attention", "sliding_attention"]}, "of sliding_attention"),
+    (SMALL | {"model_type": "mistral"}, "all its layers attend within a window"),
+    (SMALL | {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True}, "within a window"),
+    (SMALL | {"model_type": "gemma3_text", "sliding_window": 512}, "all its layers attend within a window"),
+    (SMALL | {"model_type": "llama", "layer_types": ["sliding_attention"] * 5}, "all its layers attend within"),
+    (SMALL | {"model_type": "llama", "layer_types": ["full_attention", "linear_attention"]}, "of linear_attention"),
     (SMALL | {"model_type": "llama", "layer_types": 5}, "its layer_types is 5"),
     (SMALL | {"model_type": "llama", "num_key_value_heads": 4}, "6 attention heads do not divide over 4 KV heads"),
     (SMALL | {"model_type": "llama", "hidden_size": 100}, "its hidden_size 100 does not divide over 6"),
@@ -224,6 +226,45 @@ def test_what_is_not_served_is_named(
 ) -> None:
     said = refused(capsys, "--model", folder_of(tmp_path, values), *GPU)
     assert said.startswith("kvtier: --model = ") and reason in said
+
+
+TEXT = {"model_type": "mistral", "max_position_embeddings": 4096} | {
+    key: value for key, value in SMALL.items() if key != "dtype"
+}  # fmt: skip
+NESTED = {"model_type": "mistral3", "dtype": "bfloat16"}
+KV_HEAD_BYTES = 2 * 5 * 16 * 2  # K and V of 5 layers, heads of 16 elements in bfloat16
+SERVED = [
+    (SMALL | {"model_type": "gemma2", "head_dim": 16}, 2 * KV_HEAD_BYTES),
+    (SMALL | {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4}, 2 * KV_HEAD_BYTES),
+    (SMALL | {"model_type": "cohere2", "num_key_value_heads": None}, 6 * KV_HEAD_BYTES),
+    (SMALL | {"model_type": "olmo3"}, 2 * KV_HEAD_BYTES),
+    (SMALL | {"model_type": "qwen3", "head_dim": None}, 2 * KV_HEAD_BYTES),
+    (SMALL | {"model_type": "llama", "layer_types": ["full_attention", "sliding_attention"]}, 2 * KV_HEAD_BYTES),
+    (NESTED | {"text_config": TEXT | {"sliding_window": None}}, 2 * KV_HEAD_BYTES),
+    (NESTED | {"text_config": TEXT | {"sliding_window": None, "dtype": None, "num_key_value_heads": None}},
+     6 * KV_HEAD_BYTES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "token_bytes"), SERVED)
+def test_what_an_engine_serves_is_planned(
+    values: dict[str, Any], token_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Windows beside full attention were refused, which vLLM gives kvtier as full attention; so were windows that the
+    text part says null of, and KV heads of null counted as the family's default, not as the query heads."""
+    values = {"max_position_embeddings": 4096} | values
+    found = planned(capsys, "--model", folder_of(tmp_path, values))
+    assert found["geometry"]["token_bytes"] == token_bytes
+
+
+def test_gemma_3_as_it_is_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its file leaves out heads, vocabulary and context."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+            "sliding_window": 1024}  # fmt: skip
+    values = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    found = planned(capsys, "--model", folder_of(tmp_path, values))
+    assert found["geometry"]["token_bytes"] == 2 * 34 * 4 * 256 * 2 and found["context"] == 131_072
+    assert any("attend within a window" in note for note in found["assumptions"])
 
 
 @pytest.mark.parametrize("rate", ["16Gbit/s", "16 Gbits/s", "2gB/s", "2 GB/s", "2000000000/s"])

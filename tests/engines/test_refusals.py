@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from kvtier.config import Settings
 from kvtier.connectors import vllm_checks, vllm_forms, vllm_platforms
 from kvtier.errors import ConfigError
+from kvtier.layer_kinds import refusal
 
 pytest.importorskip("vllm")
 
@@ -154,7 +156,7 @@ def test_cache_dtypes_that_are_moved_pass(dtype: str) -> None:
     [
         ([FullAttentionSpec(block_size=16), SlidingWindowSpec(block_size=16)], "kv_cache_groups", "hybrid"),
         ([], "kv_cache_groups", "nothing can be cached"),
-        ([SlidingWindowSpec(block_size=16)], "kv_cache_spec", "sliding windows drop"),
+        ([SlidingWindowSpec(block_size=16)], "kv_cache_spec", "all its layers attend within a window"),
         ([SimpleNamespace(block_size=16)], "kv_cache_spec", "only full attention and MLA"),
         ([FullAttentionSpec(block_size=16, non_causal=True)], "kv_cache_spec", "tokens after it"),
         ([MLAAttentionSpec(block_size=64, compress_ratio=4)], "kv_cache_spec", "sparse"),
@@ -171,6 +173,35 @@ def test_refused_caches(specs: list[SimpleNamespace], key: str, text: str) -> No
         vllm_checks.check_cache(cache(*specs), settings())
     assert caught.value.key == key
     assert text in caught.value.fix
+
+
+@pytest.mark.parametrize("kinds", [
+    ["full_attention"], ["full_attention", "sliding_attention"], ["sliding_attention"], ["chunked_attention"],
+    ["full_attention", "chunked_attention"], ["full_attention", "linear_attention"],
+])  # fmt: skip
+def test_plan_refuses_the_layers_that_an_engine_refuses(kinds: list[str]) -> None:
+    """By vLLM's own specs, after what it does to them for connectors that take one KV-cache group."""
+    from vllm.v1 import kv_cache_interface as interface
+    from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
+
+    form = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    made: dict[str, Callable[[], Any]] = {
+        "full_attention": lambda: interface.FullAttentionSpec(**form),
+        "sliding_attention": lambda: interface.SlidingWindowSpec(**form, sliding_window=128),
+        "chunked_attention": lambda: interface.ChunkedLocalAttentionSpec(**form, attention_chunk_size=128),
+        "linear_attention": lambda: interface.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)),
+    }
+    specs = {f"layer.{number}": made[kind]() for number, kind in enumerate(kinds)}
+    try:
+        unify_hybrid_kv_cache_specs(specs)
+        groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[name]) for name, spec in specs.items()]
+        if len({type(spec) for spec in specs.values()}) == 1:
+            groups = groups[:1]
+        vllm_checks.check_cache(SimpleNamespace(kv_cache_groups=groups), settings())
+        is_served = True
+    except (ConfigError, ValueError):
+        is_served = False
+    assert is_served == (refusal(kinds) == "")
 
 
 def test_layers_that_share_kv_are_refused() -> None:
