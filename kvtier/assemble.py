@@ -28,7 +28,7 @@ from kvtier.housekeeping import Housekeeper
 from kvtier.identity import Namespace
 from kvtier.index.guard import GuardedIndex
 from kvtier.indexes import open_index, open_lookups
-from kvtier.io.filesystem import file_system_of
+from kvtier.io.filesystem import Visibility, file_system_of
 from kvtier.jobs import Jobs, ThreadJobs
 from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.kept_costs import KeptCosts, note_name
@@ -206,7 +206,9 @@ def open_transfer(
     engines = io.engines._replace(signer=signer_of(settings, namespace, [share]))
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)
-    files = SegmentFolders(root.folder, direct, check, engines.ring.forget, partial(is_in_place, root))
+    files = SegmentFolders(
+        root.folder, direct, check, engines.ring.forget, partial(is_in_place, root), flushes_segments(settings, root)
+    )
     index = open_index(settings, root, metrics, is_engines=True)
     worker = Worker(
         geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, engines,
@@ -255,6 +257,21 @@ def _admissions(settings: Settings, device: str) -> Admissions:
     if device == "cpu":
         return Admissions(host, host)
     return Admissions(Admission(settings.hbm.admit if settings.hbm.arena_bytes else "never"), host)
+
+
+def flushes_segments(settings: Settings, root: Root) -> bool:
+    """Whether segments are flushed (fdatasync) before their records are published, so that other nodes read them."""
+    found = file_system_of(root.folder)
+    flushes = {"auto": found.visibility is Visibility.FLUSHED, "always": True, "never": False}[settings.io.fdatasync]
+    if flushes:
+        log.info("%s: on %s, segments are flushed before they are published (io.fdatasync: %s)", root.path, found.kind,
+                 settings.io.fdatasync)  # fmt: skip
+    elif found.visibility is Visibility.FLUSHED:
+        log.warning("%s: on %s other nodes may read stale bytes of what is published without a flush; set io.fdatasync "
+                    "to auto unless only this node uses the root", root.path, found.kind)  # fmt: skip
+    if found.nfs_fix is not None:
+        log.warning("%s: %s", root.path, found.nfs_fix)
+    return flushes
 
 
 def use_direct_io(settings: Settings, root: Root) -> bool:

@@ -86,7 +86,9 @@ class HbmSettings(BaseModel):
 class IoSettings(BaseModel):
     """Reading and writing segments. threads and piece_bytes None: as measured with a GPU, whose reads alone the
     latter cuts, else by the file system.
-    pin_bytes: of segments in memory, that a GPU copies out of; None: half of the machine's memory."""
+    pin_bytes: of segments in memory, that a GPU copies out of; None: half of the machine's memory.
+    fdatasync: whether segments are flushed before their records are published; auto: unless the file system is known to
+    be local or coherent between nodes."""
 
     model_config = FROZEN
     engine: Literal["auto", "ring", "kvikio"] = "auto"
@@ -95,6 +97,7 @@ class IoSettings(BaseModel):
     piece_bytes: Bytes | None = None
     pin_bytes: BytesOrZero | None = None
     direct: Literal["auto", "require", "never"] = "auto"
+    fdatasync: Literal["auto", "always", "never"] = "auto"
     timeout_s: Seconds = 30.0
 
     @field_validator("piece_bytes")

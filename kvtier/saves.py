@@ -25,7 +25,7 @@ from kvtier.codecs.base import Encoded, slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.index.base import Location, NewRecord
-from kvtier.io.ring import OpResult, WriteOp
+from kvtier.io.ring import FlushOp, OpResult, WriteOp
 from kvtier.jobs import Jobs
 from kvtier.kernels.paged import Move, Patch
 from kvtier.lower import Lowering, Staged
@@ -324,9 +324,21 @@ class Saver:
                     stack.callback(segment.release)
                     ops.append(self._write_op(plan, item, segment))
                     begun.append(item)
+            deadline_s = self._worker.clock() + self._worker.timeout_s
             batch = self._worker.io.ring.submit(ops)
-            if batch.wait(self._worker.timeout_s):
-                return list(zip(begun, batch.results(), strict=True))
+            results = batch.results() if batch.wait(self._worker.timeout_s) else None
+            if results is not None and self._worker.files.flushes:
+                # Once a batch and file: other nodes may read nothing of it before.
+                files = sorted({op.fd for op, result in zip(ops, results, strict=True) if result.ok})
+                batch = self._worker.io.ring.submit([FlushOp(fd) for fd in files])
+                left_s = max(0.0, deadline_s - self._worker.clock())
+                flushed = dict(zip(files, batch.results(), strict=True)) if batch.wait(left_s) else None
+                results = None if flushed is None else [
+                    result._replace(error=flushed[op.fd].error) if result.ok else result
+                    for op, result in zip(ops, results, strict=True)
+                ]  # fmt: skip
+            if results is not None:
+                return list(zip(begun, results, strict=True))
             # Descriptors and slots stay taken until the kernel gives the last write back.
             for item in begun:
                 ours.remove(item)

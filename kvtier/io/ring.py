@@ -53,7 +53,7 @@ file."""
 
 _OP = struct.Struct("=iiqQQIIII16s")
 _OPTIONS = struct.Struct("=IIQQiIQIIII")
-_READ, _WRITE = 0, 1
+_READ, _WRITE, _FLUSH = 0, 1, 2
 _VERIFY, _ON_DEVICE = 1, 2
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -85,6 +85,12 @@ class WriteOp(NamedTuple):
     first_head: int
     first_layer: int
     checksums: tuple[int, ...] | None = None  # what the slabs must sum to, or the record gets no header; None: any
+
+
+class FlushOp(NamedTuple):
+    """fdatasync of a file: what was written to it before is then durable, and visible to other nodes."""
+
+    fd: int
 
 
 class OpResult(NamedTuple):
@@ -225,8 +231,8 @@ class Ring:
         self._lock = threading.Lock()
         self._maps = in_memory is not None and in_memory.map_reads
 
-    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> Batch:
-        """Start the operations, or none of them.
+    def submit(self, ops: Sequence[ReadOp | WriteOp | FlushOp]) -> Batch:
+        """Start the operations, or none of them. Their order is not kept: flush what was written in a batch of its own.
 
         Raises TierUnavailable when the queue has no room for all of them or the ring is closed, and ValueError when
         an offset, an address or a size is not whole pages, or a read is for a device that the ring does not have.
@@ -300,12 +306,16 @@ class Ring:
         self.close()
 
 
-def _pack(ops: Sequence[ReadOp | WriteOp]) -> tuple[bytes, bytes, list[int]]:
+def _pack(ops: Sequence[ReadOp | WriteOp | FlushOp]) -> tuple[bytes, bytes, list[int]]:
     """The C layout of the operations (`OpSpec`), the expected checksums of all slabs, and the slabs of each."""
     packed = []
     expected = array.array("Q")
     slabs_of_ops = []
     for op in ops:
+        if isinstance(op, FlushOp):
+            packed.append(_OP.pack(_FLUSH, op.fd, 0, 0, 0, 0, 0, 0, 0, bytes(16)))
+            slabs_of_ops.append(0)
+            continue
         fd, offset, address, slab_bytes, n_slabs, key, first_head, first_layer = op[:8]
         if len(key) != 16:
             raise ValueError(f"a key of {len(key)} bytes")

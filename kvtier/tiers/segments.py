@@ -19,6 +19,7 @@ from pathlib import Path
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
+from kvtier.io.native import fallocate
 from kvtier.plain_files import folder_within, is_plain, once_free
 from kvtier.record import SegmentHeader, is_blank
 from kvtier.tiers.descriptors import Descriptors, OpenSegment
@@ -52,6 +53,7 @@ class SegmentFiles:
 
     Raises TierUnavailable where the file system refuses (full, read-only, gone). before_close: see Descriptors.
     is_in_place: whether the folder's root is the one that was opened; asked when a segment is missing.
+    flushes: other nodes see what is written only after fdatasync, which `create` calls for the header.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class SegmentFiles:
         direct: bool,
         before_close: Callable[[int], None] = lambda fd: None,
         is_in_place: Callable[[], bool] = lambda: True,
+        flushes: bool = False,
     ) -> None:
         self.folder = folder
+        self._flushes = flushes
         self._is_in_place = is_in_place
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
         self._descriptors = Descriptors(self._open_file, before_close)
@@ -95,6 +99,8 @@ class SegmentFiles:
         else:
             _allocate(fd, header.file_bytes)
         _write_page(fd, header.pack())
+        if self._flushes:
+            os.fdatasync(fd)
 
     def lease(self, set_id: int, rank: int) -> OpenSegment | None:
         """The segment, open for reading and writing, until its `release`; None when its folder has no such segment.
@@ -255,6 +261,7 @@ class SegmentFolders:
 
     check: raises TierUnavailable when a namespace is none that may be used here; asked until it does not.
     before_close, is_in_place: see SegmentFiles.
+    flushes: whether a segment is to be flushed before what was written to it is published.
     """
 
     def __init__(
@@ -264,7 +271,9 @@ class SegmentFolders:
         check: Callable[[bytes], None] = lambda namespace: None,
         before_close: Callable[[int], None] = lambda fd: None,
         is_in_place: Callable[[], bool] = lambda: True,
+        flushes: bool = False,
     ) -> None:
+        self.flushes = flushes
         self._folder = folder
         self._is_in_place = is_in_place
         self._before_close = before_close
@@ -281,7 +290,7 @@ class SegmentFolders:
         self._check(namespace)
         with self._lock:
             folder = self._folder / namespace.hex()
-            made = SegmentFiles(folder, self._direct, self._before_close, self._is_in_place)
+            made = SegmentFiles(folder, self._direct, self._before_close, self._is_in_place, self.flushes)
             return self._known.setdefault(namespace, made)
 
     def close_unlinked(self) -> None:
@@ -355,9 +364,10 @@ def direct_io_works(folder: Path) -> bool:
 
 
 def _allocate(fd: int, n_bytes: int) -> None:
-    """Reserves the file's space, so that a full disk is met here and not at some later write."""
+    """Reserve the file's space, so that a full disk shows here and not at a later write. Where the file system cannot
+    reserve, the file gets its size without space, and a full disk shows at a write."""
     try:
-        os.posix_fallocate(fd, 0, n_bytes)
+        fallocate(fd, n_bytes)
     except OSError as fault:
         if fault.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise

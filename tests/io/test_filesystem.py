@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.io.filesystem import FileSystem, file_system_of, is_network_kind
+from kvtier.io.filesystem import FileSystem, Visibility, file_system_of, is_network_kind
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
@@ -113,3 +113,36 @@ def test_a_mounted_user_space_file_system_is_seen(fuse_mount: Path) -> None:
     found = file_system_of(fuse_mount / "v1" / "index")
     assert found.kind.startswith("fuse.") and found.is_network
     assert found.mount_point == str(fuse_mount)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "visibility"),
+    [
+        ("ext4 xfs btrfs f2fs zfs tmpfs ramfs overlay", Visibility.LOCAL),
+        ("lustre", Visibility.COHERENT),
+        (
+            "nfs nfs4 fuse.glusterfs fuse.mfs fuse.juicefs fuse.ceph-fuse ceph cifs 9p fuse.other unknown",
+            Visibility.FLUSHED,
+        ),
+    ],
+)
+def test_what_is_not_known_to_be_coherent_is_flushed(kinds: str, visibility: Visibility) -> None:
+    for kind in kinds.split():
+        assert FileSystem(kind, is_network_kind(kind), "/").visibility is visibility, kind
+
+
+@pytest.mark.parametrize(
+    ("line", "version", "is_advised"),
+    [
+        ("nfs4 server:/kv rw,vers=4.2,rsize=1048576,proto=tcp", "4.2", False),
+        ("nfs4 server:/kv rw,vers=4.1,rsize=1048576,proto=tcp", "4.1", True),
+        ("nfs server:/kv rw,vers=3,rsize=1048576,proto=tcp", "3", True),
+        ("nfs server:/kv rw", None, False),
+        ("ext4 /dev/sda rw,vers=3", None, False),
+    ],
+)
+def test_the_version_of_nfs_is_named(line: str, version: str | None, is_advised: bool) -> None:
+    found = file_system_of("/kv/v1", f"27 1 0:30 / /kv rw - {line}\n")
+    assert found.nfs_version == version
+    assert (found.nfs_fix is not None) == is_advised
+    assert not is_advised or ("vers=4.2" in found.nfs_fix and "/kv" in found.nfs_fix)  # type: ignore[operator]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp, Ring, WriteOp
+from kvtier.io.ring import AlignedBuffer, FlushOp, OpResult, ReadOp, Ring, WriteOp
 from kvtier.record import RecordHeader
 
 from records import FIRST_HEAD, PIECE_BYTES, TIMEOUT_S, Record, finished, open_file, written
@@ -245,3 +245,13 @@ def test_what_changed_before_it_was_written_gets_no_header(ring: Ring, fd: int) 
     (result,) = finished(ring.submit([good]))
     assert result.ok and result.checksums == sums
     assert any(Path(f"/proc/self/fd/{fd}").read_bytes()[:PAGE_BYTES])
+
+
+def test_a_flush_is_an_operation_of_its_own(ring: Ring, fd: int) -> None:
+    record = Record(1, 3 * PAGE_BYTES, 2)
+    written(ring, fd, [record])
+    assert finished(ring.submit([FlushOp(fd), FlushOp(fd)])) == [OpResult(0, (), ())] * 2
+    closed = os.open("/dev/null", os.O_RDONLY)
+    os.close(closed)
+    good, bad = finished(ring.submit([FlushOp(fd), FlushOp(closed)]))
+    assert (good.error, bad.error) == (0, errno.EBADF)

@@ -127,6 +127,12 @@ def published_before_the_write_is_done(original: Any, saver: Saver, plan: Any, f
     return [(item, OpResult(0, (), of_op)) for item, of_op in zip(fresh, sums, strict=True)]
 
 
+@planted(Saver, "_write_records", "shared_disk")
+def published_before_the_flush(original: Any, saver: Saver, *args: Any) -> Any:
+    saver._worker.files.flushes = False
+    return original(saver, *args)
+
+
 @planted(Arena, "blank", "calm")
 def padding_is_not_blanked(original: Any, arena: Arena[Any], *args: Any, **options: Any) -> None:
     return None

@@ -65,7 +65,16 @@ class Checks:
             if info is None or (info.owner == NOBODY and not from_files):
                 continue  # it will be refused
             place.published.add(record.key)
+            if not from_files:
+                self._look_at_flush(record.location)
             self._look_at_record(info.namespace, record.key, record.location, may_be_gone=from_files)
+
+    def _look_at_flush(self, at: Location) -> None:
+        """I1 for other nodes: they read zeros of what its writer did not flush."""
+        n_bytes = record_bytes(at.extent, at.slab_bytes)
+        first = PAGE_BYTES + at.slot * n_bytes
+        if any(part.overlap((at.set_id, at.rank), first, n_bytes) for part in self._place.disk.unflushed):
+            self._violate(f"slot {at.slot} of set {at.set_id:016x} was published before it was flushed (I1)")
 
     def look_at_index(self, *, may_be_gone: bool = True) -> None:
         """I1 of all that is visible; no entry names a set that is not there; each is of one whole chunk. may_be_gone:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
+from kvtier.io.native import fallocate
 from kvtier.record import SegmentHeader
 from kvtier.tiers.segments import SegmentFiles, parse_segment_name
 from tests.simulation.runtime import Runtime
@@ -37,10 +38,26 @@ class Weather:
     torn: float = 0.0
 
 
+class Unflushed(NamedTuple):
+    """Bytes that only their writer's process sees yet."""
+
+    segment: Segment
+    offset: int
+    n_bytes: int
+    writer: object
+
+    def overlap(self, segment: Segment | None, offset: int, n_bytes: int) -> range:
+        """The bytes that lie in both, counted from `offset`."""
+        if segment != self.segment:
+            return range(0)
+        return range(max(0, self.offset - offset), min(n_bytes, self.offset + self.n_bytes - offset))
+
+
 @dataclass(eq=False)
 class Disk:
     """damaged: segments in which bytes were changed behind the tier's back: nothing is promised of them any more.
-    capacity_bytes: of the whole disk."""
+    capacity_bytes: of the whole disk. is_shared: each process has a client cache of its own: what it wrote to a segment
+    and did not flush, `unflushed`, reads as zeros elsewhere."""
 
     runtime: Runtime
     folder: Path
@@ -49,6 +66,8 @@ class Disk:
     damaged: set[Segment] = field(default_factory=set)
     is_full: bool = False
     descriptors: dict[int, tuple[Any, Segment | None]] = field(default_factory=dict)
+    is_shared: bool = False
+    unflushed: list[Unflushed] = field(default_factory=list)
 
     def meet(self, what: str) -> None:
         """A system call is about to be made: by a process that lives, in its time, and it may fail."""
@@ -92,6 +111,27 @@ class Disk:
                 del self.descriptors[fd]
                 os.close(fd)
 
+    def wrote(self, fd: int, offset: int, n_bytes: int) -> None:
+        writer, segment = self.descriptors[fd]
+        if self.is_shared and segment is not None:
+            self.unflushed.append(Unflushed(segment, offset, n_bytes, writer))
+
+    def flush(self, fd: int) -> None:
+        writer, segment = self.descriptors[fd]
+        self.unflushed = [part for part in self.unflushed if (part.segment, part.writer) != (segment, writer)]
+
+    def write_back(self, process: object) -> None:
+        """What a client does of itself, some time after its process has ended."""
+        self.unflushed = [part for part in self.unflushed if part.writer is not process]
+
+    def hide(self, fd: int, offset: int, target: memoryview) -> None:
+        """Zeroes, of what was just read, the bytes that other processes have not flushed."""
+        reader, segment = self.descriptors.get(fd, (None, None))
+        for part in self.unflushed:
+            hidden = part.overlap(segment, offset, len(target))
+            if hidden and part.writer is not reader:
+                target[hidden.start : hidden.stop] = bytes(len(hidden))
+
     def stamp(self, fd: int) -> None:
         """Files are as old as the virtual clock says."""
         os.utime(fd, (self.runtime.now_s, self.runtime.now_s))
@@ -118,13 +158,14 @@ class SimOs:
         self._disk.descriptors.pop(fd, None)
         os.close(fd)
 
-    def posix_fallocate(self, fd: int, offset: int, n_bytes: int) -> None:
+    def fallocate(self, fd: int, n_bytes: int) -> None:
+        """Stands in for `kvtier.io.native.fallocate`."""
         disk = self._disk
         disk.meet("fallocate")
         if disk.is_full or disk.used_bytes() + n_bytes > disk.capacity_bytes:
             disk.runtime.tried["no space is left (ENOSPC)"] += 1
             raise OSError(errno.ENOSPC, "No space left on device")
-        os.posix_fallocate(fd, offset, n_bytes)
+        fallocate(fd, n_bytes)
 
     def ftruncate(self, fd: int, n_bytes: int) -> None:
         self._disk.meet("ftruncate")
@@ -134,12 +175,19 @@ class SimOs:
     def pwritev(self, fd: int, buffers: list[Any], offset: int) -> int:
         self._disk.meet("pwritev")
         written = os.pwritev(fd, buffers, offset)
+        self._disk.wrote(fd, offset, written)
         self._disk.stamp(fd)
         return written
 
+    def fdatasync(self, fd: int) -> None:
+        self._disk.meet("fdatasync")
+        self._disk.flush(fd)
+
     def preadv(self, fd: int, buffers: list[Any], offset: int) -> int:
         self._disk.meet("preadv")
-        return os.preadv(fd, buffers, offset)
+        n_read = os.preadv(fd, buffers, offset)
+        self._disk.hide(fd, offset, memoryview(buffers[0]).cast("B")[:n_read])
+        return n_read
 
     def listdir(self, path: str | Path | int) -> list[str]:
         """In an order of the seed's: file systems have one each."""

@@ -210,7 +210,10 @@ class EngineProcess:
             _arena(6, slot_bytes, rng) if build.has_host else None, HostOrder(), host_kernels.checksums,
             Engines(ring, ring),  # type: ignore[arg-type]
             self._open_index(rng, metrics),
-            SegmentFolders(place.root.folder, False, lambda named: check_namespace(place.root, self.namespace, named)),
+            SegmentFolders(
+                place.root.folder, False, lambda named: check_namespace(place.root, self.namespace, named),
+                flushes=place.disk.is_shared,
+            ),
             Quarantine(), metrics, TIMEOUT_S, self._monotonic,
         )  # fmt: skip
         jobs = TransferJobs(

@@ -116,6 +116,7 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
             put(module, name, OwnThread(machine, real))
         put_function(SegmentFiles, "unlink", meeting(disk, SegmentFiles.unlink))
         put_function(kvtier.tiers.segments, "file_system_of", lambda path: LOCAL_DISK)
+        put_function(kvtier.tiers.segments, "fallocate", calls.fallocate)
         put_function(kvtier.lookups, "_Question", ask)
         put_function(kvtier.reports, "_own_version", lambda: "simulated")
         put(Namespace, "canonical_json", lru_cache(Namespace.canonical_json))  # asked for in every tick

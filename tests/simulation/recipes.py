@@ -22,7 +22,8 @@ USUAL: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """acts: how often, beside or instead of the usual. sets: for how many segment sets there is room."""
+    """acts: how often, beside or instead of the usual. sets: for how many segment sets there is room. is_shared: each
+    process sees the disk through a client of its own (tests.simulation.disk)."""
 
     name: str
     acts: Mapping[str, float] = field(default_factory=dict)
@@ -31,6 +32,7 @@ class Recipe:
     kinds: tuple[IndexKind, ...] = ("memory", "memory", "remote", "lmdb")
     sets: int = 10
     engines: int = 3
+    is_shared: bool = False
 
     def weights(self) -> dict[str, float]:
         return {**USUAL, **self.acts}
@@ -60,6 +62,7 @@ NAMED = {
         Recipe("lapsed_writers", {"jump_clock": 1.5, "sweep": 8}, Weather(hang=0.03, hang_s=9.0),
                IndexWeather(slow=0.25, slow_s=3.0)),
         Recipe("new_weights", {"reset": 1.5}),
+        Recipe("shared_disk", {"kill": 0.5}, Weather(slow=0.8, slow_s=0.1), is_shared=True),
         Recipe("tenants", {"set_quota": 0.5, "pin": 0.5}, sets=12),
     )
 }  # fmt: skip
@@ -89,7 +92,7 @@ def drawn(rng: random.Random) -> Recipe:
         repeated=some(0.4),
     )  # fmt: skip
     return Recipe("random", {**acts, "open": 0.5 + acts["kill"]}, disk, index, sets=rng.choice([6, 10, 30]),
-                  engines=rng.choice([1, 2, 3, 4]))  # fmt: skip
+                  engines=rng.choice([1, 2, 3, 4]), is_shared=rng.random() < 0.4)  # fmt: skip
 
 
 def recipe_for(name: str, seed: int) -> Recipe:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.native import slab_checksums
-from kvtier.io.ring import OpResult, ReadOp, WriteOp
+from kvtier.io.ring import FlushOp, OpResult, ReadOp, WriteOp
 from kvtier.record import RecordHeader, is_blank
 from tests.simulation.disk import Disk
 from tests.simulation.runtime import Process, Runtime, Task
 
-Op = ReadOp | WriteOp
+Op = ReadOp | WriteOp | FlushOp
 CANCELLED = OpResult(errno.ECANCELED, (), ())
 
 
@@ -117,10 +117,12 @@ class SimRing:
 
     def _hold(self, op: Op) -> None:
         for other, _, _ in self._held.values():
+            if isinstance(op, FlushOp) or isinstance(other, FlushOp):
+                continue
             if other.address <= op.address < other.address + _bytes_of(other):
                 what = "read" if isinstance(other, ReadOp) else "write"
                 self._runtime.violate(f"memory was given to somebody while a {what} of it is under way (I3, I10)")
-        content = b"" if isinstance(op, ReadOp) else _memory(op.address, PAGE_BYTES + _bytes_of(op))
+        content = _memory(op.address, PAGE_BYTES + _bytes_of(op)) if isinstance(op, WriteOp) else b""
         self._held[id(op)] = _Held(op, content, self._disk.descriptors.get(op.fd))
 
     def _let_go(self, op: Op) -> None:
@@ -132,16 +134,24 @@ class SimRing:
             return
         if held.opened is None or self._disk.descriptors.get(op.fd) is not held.opened:
             self._runtime.violate("a segment was closed while a read or write of it was under way (I3)")
-            batch.end(number, OpResult(errno.EBADF, (), (0,) * op.n_slabs))
+            batch.end(number, OpResult(errno.EBADF, (), (0,) * getattr(op, "n_slabs", 0)))
         else:
             self._process.moves += 1
             batch.begun[number] = True
-            batch.end(number, self._read(op) if isinstance(op, ReadOp) else self._write(op))
+            act = {ReadOp: self._read, WriteOp: self._write, FlushOp: self._flush}[type(op)]
+            batch.end(number, act(op))  # type: ignore[operator]
+
+    def _flush(self, op: FlushOp) -> OpResult:
+        if self._runtime.tries("a flush fails (EIO)", self._disk.weather.error):
+            return OpResult(errno.EIO, (), ())
+        self._disk.flush(op.fd)
+        return OpResult(0, (), ())
 
     def _read(self, op: ReadOp) -> OpResult:
         weather, n_bytes = self._disk.weather, _bytes_of(op)
         target = (ctypes.c_char * n_bytes).from_address(op.address)
         n_read = os.preadv(op.fd, [memoryview(target).cast("B")], op.offset)
+        self._disk.hide(op.fd, op.offset, memoryview(target).cast("B")[:n_read])
         if self._runtime.tries("a read fails (EIO)", weather.error):
             return OpResult(errno.EIO, (), (0,) * op.n_slabs)
         if n_read < n_bytes or self._runtime.tries("a read ends too soon", weather.short):
@@ -179,6 +189,7 @@ class SimRing:
             self._note_damage(op)
             page = rng.randrange(n_bytes // PAGE_BYTES) * PAGE_BYTES
             os.pwrite(op.fd, rng.choice([bytes(PAGE_BYTES), rng.randbytes(PAGE_BYTES)]), op.offset + page)
+        disk.wrote(op.fd, op.offset, n_bytes)
         disk.stamp(op.fd)
         return OpResult(0, (), sums)
 
@@ -199,17 +210,18 @@ class SimRing:
                     self._runtime.tried["a write is torn as its process is killed"] += 1
                     self._tear(op, content, None)
         self._held.clear()
+        self._disk.write_back(self._process)
 
-    def _note_damage(self, op: Op) -> None:
+    def _note_damage(self, op: ReadOp | WriteOp) -> None:
         segment = self._disk.descriptors[op.fd][1]
         if segment is not None:
             self._disk.damaged.add(segment)
 
-    def _is_damaged(self, op: Op) -> bool:
+    def _is_damaged(self, op: ReadOp | WriteOp) -> bool:
         return self._disk.descriptors[op.fd][1] in self._disk.damaged
 
 
-def _bytes_of(op: Op) -> int:
+def _bytes_of(op: ReadOp | WriteOp) -> int:
     return op.n_slabs * op.slab_bytes
 
 

@@ -16,9 +16,9 @@ constexpr size_t kChecksumsOffset = 128;  // in a record's header page: see kvti
 constexpr size_t kCrcOffset = 12;
 constexpr size_t kSlabsMax = (kPageBytes - kChecksumsOffset) / 8;
 
-enum Kind : int32_t { kRead = 0, kWrite = 1 };
+enum Kind : int32_t { kRead = 0, kWrite = 1, kFlush = 2 };
 
-// What is queued apart: reads and writes, and reads for a device from files that are pinned.
+// What is queued apart: reads; writes and flushes; and reads for a device from files that are pinned.
 constexpr int kPinnedRead = 2;
 constexpr int kLanes = 3;
 
@@ -31,6 +31,7 @@ constexpr uint32_t kOnDevice = 2;  // read: `address` is device memory; nothing 
 // One operation as it crosses the C interface; kvtier/io/ring.py packs the same layout.
 //   read : `offset` and `address` are those of the first slab
 //   write: `offset` and `address` are those of the header page; the slabs follow it in the file and in memory
+//   flush: fdatasync of `fd`; all other fields are 0
 struct OpSpec {
   int32_t kind;
   int32_t fd;
@@ -56,7 +57,7 @@ struct Op {
 
   bool verify() const { return (spec.flags & kVerify) != 0; }
   bool on_device() const { return (spec.flags & kOnDevice) != 0; }
-  int lane() const { return pinned ? kPinnedRead : spec.kind; }
+  int lane() const { return pinned ? kPinnedRead : spec.kind == kRead ? kRead : kWrite; }
   uint64_t payload_bytes() const { return spec.slab_bytes * spec.n_slabs; }
   uint8_t* slabs() const {
     return reinterpret_cast<uint8_t*>(spec.address) + (spec.kind == kWrite ? kPageBytes : 0);

@@ -37,6 +37,8 @@ bool are_valid_flags(const OpSpec& spec) {
 }
 
 bool is_valid(const OpSpec& spec) {
+  if (spec.kind == kvtier::kFlush)
+    return spec.offset == 0 && spec.address == 0 && spec.slab_bytes == 0 && spec.n_slabs == 0 && spec.flags == 0;
   return (spec.kind == kvtier::kRead || spec.kind == kvtier::kWrite) && spec.offset >= 0 &&
          whole_pages(static_cast<uint64_t>(spec.offset)) && spec.address != 0 && whole_pages(spec.address) &&
          spec.slab_bytes > 0 && whole_pages(spec.slab_bytes) && spec.n_slabs > 0 &&
@@ -73,6 +75,9 @@ EXPORT uint64_t kvtier_checksum(int which, const uint8_t* data, size_t bytes, ui
 
 // Reads that this process's engines have asked the kernel for.
 EXPORT uint64_t kvtier_reads_issued() { return kvtier::reads_issued(); }
+
+// fallocate(2): 0, or errno.
+EXPORT int kvtier_reserve(int fd, int64_t bytes) { return kvtier::reserve(fd, bytes); }
 
 EXPORT void kvtier_slab_checksums(const uint8_t* data, size_t slab_bytes, uint32_t n_slabs, const uint8_t* key,
                                   uint32_t first_head, uint32_t first_layer, uint64_t* sums) {

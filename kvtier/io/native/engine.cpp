@@ -102,7 +102,8 @@ int Engine::submit(const std::shared_ptr<Batch>& batch) {
     Op& op = batch->op(i);
     if (op.on_device()) op.pinned = pinned_.of(op.spec.fd, op.end());
     const uint64_t piece = piece_bytes(op);
-    op.n_pieces = static_cast<uint32_t>((op.payload_bytes() + piece - 1) / piece);
+    // A flush has no payload, and is one piece.
+    op.n_pieces = std::max<uint32_t>(1, static_cast<uint32_t>((op.payload_bytes() + piece - 1) / piece));
     op.unfinished.store(op.n_pieces, std::memory_order_relaxed);
     pieces += op.n_pieces;
   }
@@ -343,6 +344,10 @@ void Engine::land(const Run& run, Landing& landing) {
 
 void Engine::store(const Piece& piece, Writer& writer) {
   Op& op = *piece.op;
+  if (op.spec.kind == kFlush) {
+    if (const int error = flush(op.spec.fd)) op.fail(error);
+    return;
+  }
   sum(piece, piece.memory());
   const int error = writer.write_fully(op.spec.fd, piece.memory(), piece.bytes, piece.offset());
   if (error != 0) return op.fail(error);

@@ -1,5 +1,6 @@
 #include "transfer.h"
 
+#include <fcntl.h>
 #include <linux/aio_abi.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -38,6 +39,18 @@ int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset) {
 int64_t read_once(int fd, const iovec* parts, size_t n_parts, int64_t offset) {
   n_reads.fetch_add(1, std::memory_order_relaxed);
   return std::max<ssize_t>(0, preadv(fd, parts, static_cast<int>(n_parts), offset));
+}
+
+int flush(int fd) {
+  while (fdatasync(fd) != 0)
+    if (errno != EINTR) return errno == EINVAL || errno == ENOSYS ? 0 : errno;
+  return 0;
+}
+
+int reserve(int fd, int64_t bytes) {
+  while (fallocate(fd, 0, 0, bytes) != 0)
+    if (errno != EINTR) return errno;
+  return 0;
 }
 
 uint64_t reads_issued() { return n_reads.load(std::memory_order_relaxed); }
