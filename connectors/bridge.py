@@ -31,6 +31,8 @@ log = logging.getLogger("kvtier")
 ANSWER_GOOD_S = 1.0
 """So long, a request that waits for blocks does not ask a remote index again."""
 
+LOADS_MAX = 256  # requests whose loads may be on their way, where the settings do not say
+
 IDLE_WAIT_S = 0.01
 """Longest pause of an idle engine step while a load is on its way; a new request waits as long at worst. Every step in
 between takes the interpreter lock from the load: on an H200 host, pauses of 2 ms halved the rate of loads."""
@@ -85,6 +87,19 @@ class Step:
     is_idle: bool = False
 
 
+class LoadRoom:
+    """Requests whose loads the workers have, at most `loads_max`."""
+
+    def __init__(self) -> None:
+        self.loads_max = LOADS_MAX
+        self.planned: list[LoadPlan] = []  # for the next step
+        self.on_their_way: set[str] = set()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.on_their_way) >= self.loads_max
+
+
 class SchedulerBridge:
     """Turns requests into hits, load plans and save plans. Called from the engine's scheduler thread only."""
 
@@ -99,13 +114,13 @@ class SchedulerBridge:
         self._faults = faults
         self._clock = clock
         self.watcher: Watcher = Unwatched()
+        self.room = LoadRoom()
         self._requests: dict[str, TrackedRequest] = {}
         self._is_stopped = False
         self._has_old_blocks = False
         self._has_foreign_kv = False
         self._before: list[WantedChunk] = []
         self._after: list[WantedChunk] = []
-        self._loads: list[LoadPlan] = []
         self._refused: list[LoadDone] = []
 
     def track(self, view: RequestView) -> None:
@@ -138,7 +153,8 @@ class SchedulerBridge:
         if offer is not None and offer.n_tokens == n_tokens:
             plan = self._faults.guard("planning a load", lambda: self._plan_load(request, offer, block_ids), None)
         if plan is not None:
-            self._loads.append(plan)
+            self.room.planned.append(plan)
+            self.room.on_their_way.add(request_id)
             request.own_tokens += n_tokens
             request.load_blocks = frozenset(block for chunk in plan.chunks for block in chunk.block_ids)
         else:
@@ -193,6 +209,7 @@ class SchedulerBridge:
                 if request.load_blocks is not None and not request.load_blocks.isdisjoint(failed_blocks):
                     request.may_load = False  # I11
         for request_id in received:
+            self.room.on_their_way.discard(request_id)
             if request_id in self._requests:
                 self._requests[request_id].load_blocks = None
 
@@ -215,8 +232,8 @@ class SchedulerBridge:
             self._store.metrics.add(names.SKIPPED_OVERWRITTEN, len(self._before) - len(whole))
         before = self._plan_save(whole)
         after = self._plan_save(self._after)
-        step = Step(before, after, tuple(self._loads), tuple(self._refused), is_idle)
-        self._before, self._after, self._loads, self._refused = [], [], [], []
+        step = Step(before, after, tuple(self.room.planned), tuple(self._refused), is_idle)
+        self._before, self._after, self.room.planned, self._refused = [], [], [], []
         return step
 
     def reset(self, blocks_in_use: bool) -> bool:
@@ -249,7 +266,9 @@ class SchedulerBridge:
         shortest = max(1, self._limit.min_tokens)
         if end * size - computed_tokens < shortest or computed_tokens % self._shape.block_tokens:
             return 0  # what begins within a block of the engine's would be written into one that others may share
-        entries = self._find(request, first, end)
+        # What finds no room among the workers' loads waits here, where it holds no blocks and has no deadline yet.
+        waits = self.room.is_full
+        entries = self._find(request, first, end, waits)
         if entries is None:
             assert request.question is not None
             if self._clock() - request.question.since_s < self._answer_timeout_s:
@@ -260,13 +279,18 @@ class SchedulerBridge:
         n_tokens = (first + len(entries)) * size - computed_tokens
         if n_tokens < shortest:
             return 0
+        if waits:
+            return None
         request.offer = Offer(computed_tokens, first, entries, n_tokens)
         return n_tokens
 
-    def _find(self, request: TrackedRequest, first: int, end: int) -> tuple[bytes, ...] | None:
-        """Entries of the leading chunks of [first, end); None while a remote index has not answered."""
+    def _find(self, request: TrackedRequest, first: int, end: int, waits: bool) -> tuple[bytes, ...] | None:
+        """Return the entries of the leading chunks of [first, end); None while a remote index has not answered.
+
+        waits: for room, in any case: an older answer does, for the request asks once more when there is room.
+        """
         now, last, asked = self._clock(), request.answer, request.question
-        if last is not None and last.tells_of(first, end) and now - last.at_s < ANSWER_GOOD_S:
+        if last is not None and last.tells_of(first, end) and (waits or now - last.at_s < ANSWER_GOOD_S):
             return last.entries[first - last.first_chunk :]
         is_same = asked is not None and asked.first_chunk <= first and asked.end_chunk == end
         begin = asked.first_chunk if asked is not None and is_same else first
@@ -277,7 +301,7 @@ class SchedulerBridge:
             since_s = asked.since_s if asked is not None and now - asked.at_s <= ANSWER_KEPT_S else now
             request.question = Question(begin, end, since_s, now)
             return None
-        if asked is not None:
+        if asked is not None or waits:
             request.question, request.answer = None, Answer(begin, end, tuple(entries), now)
         self.watcher.found(request.view.request_id, begin, keys, entries)
         return tuple(entries)[first - begin :]

@@ -65,6 +65,7 @@ class SchedulerHalf:
         self._bridge = SchedulerBridge(
             self._store, shape, self._costs.limit, settings.index.answer_timeout_s, self._faults
         )  # fmt: skip
+        self._bridge.room.loads_max = settings.queues.load_requests_max
         why_not = why_items_pass_by(vllm_config)
         if why_not:
             log.warning("requests with images, audio or video are neither loaded nor saved: %s", why_not)

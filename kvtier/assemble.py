@@ -56,6 +56,7 @@ CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "fp8": Fp8Codec}
 """Those without bits of their own; the settings' other codecs are presets of turboquant."""
 
 STEP_TOKENS = 8192
+PIN_JOBS = 2  # jobs that pin memory, on the threads of loads, beside the loads that an engine may have on their way
 KEEP_CHUNKS_MAX = 8
 """Staging slots that wait to be copied into the host arena."""
 
@@ -216,7 +217,7 @@ def open_transfer(
     )  # fmt: skip
     queues = settings.queues
     jobs = TransferJobs(
-        ThreadJobs("load", queues.load_threads, queues.load_requests_max),
+        ThreadJobs("load", queues.load_threads, queues.load_requests_max + PIN_JOBS),
         ThreadJobs("lower", 1, queues.save_chunks_max),
         ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
         ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),

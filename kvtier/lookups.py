@@ -90,7 +90,7 @@ class InBackground:
         if question is None or self._is_old(question):
             question = _Question(tuple(keys), self._clock())
             if not self._jobs.submit(partial(self._answer, question)):
-                return Found([], 0.0, is_answer=False)
+                return None  # a full queue is no answer of the index: the request asks again
             self._questions[name] = question
             self._questions.move_to_end(name)
             self._forget_some()

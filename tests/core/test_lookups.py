@@ -182,15 +182,16 @@ def test_what_came_too_late_for_one_request_is_not_told_another() -> None:
     assert lookups.resolve(KEYS, "asks later") == Found(KEYS, 0.0)
 
 
-def test_a_failed_lookup_and_a_full_queue_are_no_answers() -> None:
+def test_a_failed_lookup_is_no_answer_and_what_finds_no_room_asks_again() -> None:
     index, jobs = SlowIndex(), ManualJobs(1)
     index.may_answer.set()
     index.is_down = True
     lookups = InBackground(index, jobs, Clock())
     assert lookups.resolve([b"a"]) is None
-    assert lookups.resolve([b"b"]) == Found([], 0.0, is_answer=False)
+    assert lookups.resolve([b"b"]) is None, "a full queue is no fault of the index"
     jobs.run()
     assert lookups.resolve([b"a"]) == Found([], 0.0, is_answer=False)
+    assert lookups.resolve([b"b"]) is None and jobs.pending() == 1
     assert InPlace(index, Clock()).resolve([b"a"]) == Found([], 0.0, is_answer=False)
 
 

@@ -30,8 +30,10 @@ class FakeStore:
         self.epoch = 0
         self.given_up: list[int] = []
         self.metrics = Metrics()
+        self.n_lookups = 0
 
     def lookup(self, keys: Sequence[bytes], asker: str = "") -> list[bytes] | None:
+        self.n_lookups += 1
         if not self.answers:
             return None
         entries = []

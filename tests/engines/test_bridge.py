@@ -63,6 +63,32 @@ def test_a_hit_is_the_longest_stored_prefix() -> None:
     assert blocks_of(plan) == [(100, 101, 102, 103), (104, 105, 106, 107), (108, 109, 110, 111)]
 
 
+def test_a_hit_that_finds_no_room_among_the_loads_waits_and_is_asked_for_again() -> None:
+    """A worker takes so many loads; to those beyond it answered as if the storage had failed."""
+    scene = Scene()
+    scene.bridge.room.loads_max = 2
+    scene.store_chunks(3)
+    for name in ("a", "b", "c"):
+        scene.bridge.track(RequestView(name, scene.tokens, 300, {}, may_load=True, may_save=True))
+    for name in ("r", "a"):
+        assert scene.bridge.hit_tokens(name, 0) == 192
+        scene.bridge.begin_load(name, BLOCKS, 192)
+    asked = scene.store.n_lookups
+    for _ in range(50):
+        assert scene.bridge.hit_tokens("b", 0) is None and scene.bridge.hit_tokens("c", 0) is None
+        scene.clock.now += 1.0
+    assert scene.store.n_lookups == asked + 2, "who waits for room does not ask the index in every step"
+    assert scene.bridge.hit_tokens("b", 192) == 0, "a miss waits for nothing"
+    scene.bridge.finish("a", 0, BLOCKS)  # aborted: its load is on its way until the worker says otherwise
+    assert scene.bridge.hit_tokens("b", 0) is None
+    scene.bridge.loads_ended(["a"], frozenset())
+    assert scene.bridge.hit_tokens("b", 0) == 192
+    assert scene.store.n_lookups == asked + 3, "what it learned long ago is asked for once more"
+    scene.bridge.begin_load("b", BLOCKS, 192)
+    assert scene.bridge.hit_tokens("c", 0) is None
+    assert len(scene.bridge.take_step().loads) == 3
+
+
 def test_a_local_hit_inside_a_chunk_moves_only_the_first_token() -> None:
     """The engine has 96 tokens: the load takes the second chunk whole, and leaves its first 32 tokens alone."""
     scene = Scene()
