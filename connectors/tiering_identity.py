@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 
 from kvtier.config import Settings
 from kvtier.connectors.objects import ObjectHost
+from kvtier.connectors.vllm_checks import check_sources
 from kvtier.connectors.vllm_identity import FINGERPRINTS, LENGTH_DEPENDENT_ROPES
 from kvtier.errors import ConfigError
 from kvtier.fingerprint import weights_fingerprint
@@ -82,6 +84,8 @@ def _weights(name: str) -> str:
     for kind in LENGTH_DEPENDENT_ROPES.intersection(_ropes(config)):
         fix = f"positions of this model ({kind}) depend on --max-model-len, which vLLM does not tell its tiers"
         raise ConfigError("model_tag", None, f"{fix}; set it to a name that changes with that and with the weights")
+    for architecture in config.get("architectures") or ():
+        check_sources(architecture, ModelRegistry)
     return fingerprint
 
 

@@ -6,7 +6,10 @@ have are taken for what they were before they existed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from kvtier.config import Settings
@@ -20,10 +23,13 @@ SPECS = {
     "SlidingWindowSpec": WINDOW, "SlidingWindowMLASpec": WINDOW, "ChunkedLocalAttentionSpec": CHUNK,
 }  # fmt: skip
 READ_FROM_THE_FOLDER = frozenset({
-    "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt",
-    "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
+    "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "pt", "runai_streamer",
+    "runai_streamer_sharded", "safetensors", "sharded_state",
 })  # fmt: skip
-"""Values of load_format that read weights from the model's folder and nowhere else."""
+"""Values of load_format that read weights from the top of the model's folder and nowhere else. Not npcache: it reads
+arrays in `np/`, which may be older than the weights beside it."""
+LOADS_ELSEWHERE = ("secondary_weights", "subfolder=", "load_file(")  # in a model's source: it loads other files, too
+_SIBLING_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 WITHOUT = "run this model without the kvtier connector"
 
 
@@ -63,8 +69,11 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
         fix = "only a forward tells a token's experts, and of loaded tokens there is none; leave it out, or set kv_role"
         raise ConfigError("enable_return_routed_experts", True, f"{fix} to kv_producer")
     if settings.model_tag is None:
+        speculative = getattr(vllm_config, "speculative_config", None)
         _check_load(vllm_config.load_config)
-        _check_load(getattr(getattr(vllm_config, "speculative_config", None), "draft_load_config", None))
+        _check_load(getattr(speculative, "draft_load_config", None))
+        for loaded in (model, getattr(speculative, "draft_model_config", None)):
+            check_sources(getattr(loaded, "architecture", None), getattr(loaded, "registry", None))
     overrides = getattr(model, "hf_overrides", None)
     if callable(overrides) and settings.model_tag is None:
         fix = "what a function changes cannot be told apart; pass a mapping, or set model_tag to a name for the result"
@@ -103,6 +112,29 @@ def _check_load(load_config: Any) -> None:
     if isinstance(extra, dict) and "pattern" in extra:
         fix = "it may name files outside of the model's folder; set model_tag to a name that changes when they do"
         raise ConfigError("model_loader_extra_config", extra, fix)
+
+
+def check_sources(architecture: str | None, registry: Any) -> None:
+    """Refuse a model whose code in vLLM's `registry` loads weights that are not at the top of its folder.
+
+    Ultravox loads those of another model, Kimi-Audio and MiMo-V2-Omni those of a subfolder. Raises ConfigError.
+    """
+    registered = getattr(registry, "models", {}).get(architecture)
+    module = getattr(registered, "module_name", None) or getattr(
+        getattr(registered, "model_cls", None), "__module__", None
+    )
+    found = None if module is None else find_spec(module)
+    if found is None or found.origin is None:
+        return
+    path = Path(found.origin)
+    source = path.read_text(encoding="utf-8", errors="replace")
+    # Parts such as an audio encoder are often another file's beside it.
+    parts = [path.with_name(f"{part}.py") for part in sorted(set(_SIBLING_IMPORT.findall(source)))]
+    sources = [source, *(part.read_text(encoding="utf-8", errors="replace") for part in parts if part.is_file())]
+    if any(mark in text for mark in LOADS_ELSEWHERE for text in sources):
+        fix = f"{architecture}: this model also loads weights from outside of its folder or from a subfolder, which are"
+        fix = f"{fix} not fingerprinted; set it to a name that changes when any of them does"
+        raise ConfigError("model_tag", None, fix)
 
 
 def check_cache(kv_cache_config: Any, settings: Settings) -> Any:
@@ -159,12 +191,28 @@ def check_layers(vllm_config: Any, layer_names: list[str]) -> None:
 
 
 def roles(vllm_config: Any) -> tuple[bool, bool]:
-    """(loads, saves) of the configured kv_role. Raises ConfigError for one that is not known."""
+    """Return whether this engine loads, and whether it saves, by its kv_role. Raises ConfigError for an unknown role.
+
+    An engine that cannot continue from loaded KV loads nothing, and saves only where that is all its role asks for.
+    """
     role = vllm_config.kv_transfer_config.kv_role
     known = {"kv_both": (True, True), "kv_consumer": (True, False), "kv_producer": (False, True)}
     if role not in known:
         raise ConfigError("kv_role", role, "use kv_both (load and save), kv_producer (save) or kv_consumer (load)")
-    return known[role]
+    return known[role] if can_continue(vllm_config) else (False, role == "kv_producer")
+
+
+def can_continue(vllm_config: Any) -> bool:
+    """Return whether vLLM can compute from a cached prefix on.
+
+    With MEAN, CLS and STEP pooling the pooler needs all tokens of a request in one step, and raises where some of them
+    are cached. Releases without the attribute have no such check, and turn their own prefix cache off instead.
+    """
+    model = vllm_config.model_config
+    is_supported = getattr(model, "is_prefix_caching_supported", None)
+    if is_supported is None and getattr(model, "runner_type", "generate") == "pooling":
+        is_supported = getattr(vllm_config.cache_config, "enable_prefix_caching", True)
+    return is_supported is None or bool(is_supported)
 
 
 def _plain(value: object) -> str:

@@ -19,7 +19,7 @@ from kvtier.connectors.load_costs import LoadCosts
 from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_checks import check_cache, check_engine, roles
+from kvtier.connectors.vllm_checks import can_continue, check_cache, check_engine, roles
 from kvtier.connectors.vllm_frontiers import Frontiers, StepsBehind
 from kvtier.connectors.vllm_identity import identity_of
 from kvtier.connectors.vllm_layouts import in_layer_order
@@ -51,6 +51,12 @@ class SchedulerHalf:
                 "after each update of the weights call reset_prefix_cache(reset_connector=True), or old KV is reused"
             )
         loads, self._saves = roles(vllm_config)
+        if not can_continue(vllm_config):
+            log.warning(
+                "this model's pooling needs all tokens of a prompt in one step, so vLLM caches no prefixes of it: "
+                "nothing is loaded, and %s; run it without the kvtier connector",
+                "saves are of use to other engines only" if self._saves else "nothing is saved",
+            )
         self._faults = Faults()
         model = vllm_config.model_config
         label = getattr(model, "served_model_name", None) or model.model

@@ -6,6 +6,8 @@ blake3 over a sequence of (name, content) pairs, each length-prefixed:
     config.json             canonical JSON without the keys that say where it came from
     quantize_config.json, hf_quant_config.json, params.json, audio_tokenizer_config.json, *processor_config.json
                             the same, where there: how weights are read, and what becomes of an image
+    *.safetensors.index.json
+                            the same, where it leaves out a *.safetensors file of the folder: it is not loaded
     each weight file, by its name in sorted order:
         *.safetensors       its header, then of every tensor, in order of its place in the file, its bytes
         other formats       its bytes (*.bin, *.pt, *.pth, *.gguf, except what a trainer leaves besides weights)
@@ -52,6 +54,7 @@ SAMPLED_PAGES_MAX = 1 << 18
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version")
 _SIDE_FILES = ("quantize_config.json", "hf_quant_config.json", "params.json", "audio_tokenizer_config.json")
 _PROCESSOR_SUFFIX = "processor_config.json"
+_INDEX_SUFFIX = ".safetensors.index.json"
 _EMBEDDING = re.compile(r"embed|(^|\.)wte\.", re.IGNORECASE)
 """In a tensor's name: embed_tokens, word_embeddings, tok_embeddings, wte."""
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -96,10 +99,10 @@ def weights_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
     """
     if not (model_dir / "config.json").is_file():
         raise ConfigError("model_tag", None, f"{model_dir} has no config.json to fingerprint; {_SET_MODEL_TAG}")
-    texts = ["config.json", *_side_files(model_dir)]
     weights = _weight_files(model_dir)
     if not weights:
         raise ConfigError("model_tag", None, f"{model_dir} has no weight files to fingerprint; {_SET_MODEL_TAG}")
+    texts = ["config.json", *_side_files(model_dir), *_choosing_indexes(model_dir, weights)]
     return _fingerprint(model_dir, texts, weights, cache_dir)
 
 
@@ -151,6 +154,24 @@ def _weight_files(folder: Path) -> list[str]:
     """Names in `folder`, sorted; engines load weights from no deeper."""
     names = (entry.name for entry in os.scandir(folder) if entry.is_file())
     return sorted(name for name in names if name.endswith(_SUFFIXES) and name not in _NO_WEIGHTS)
+
+
+def _choosing_indexes(folder: Path, weights: list[str]) -> list[str]:
+    """Return the names of indexes in `folder` that leave out some of its safetensors files. Raises ConfigError.
+
+    vLLM loads all tensors of the files that an index names and nothing of the others. An index that names all files
+    chooses nothing: what it says is also in their headers.
+    """
+    found = []
+    for name in sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(_INDEX_SUFFIX)):
+        try:
+            named = set(json.loads((folder / name).read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            fix = f"{folder / name} is no index of weights ({error}); get it again, or {_SET_MODEL_TAG}"
+            raise ConfigError("model_tag", None, fix) from None
+        if not named.issuperset(weight for weight in weights if weight.endswith(".safetensors")):
+            found.append(name)
+    return found
 
 
 def _fingerprint(folder: Path, texts: list[str], weights: list[str], cache_dir: Path | None) -> str:

@@ -36,7 +36,7 @@ if os.environ.get("ENGINE_SECOND_RUNNER"):
 import torch
 from blake3 import blake3
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, PoolerConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kvtier.connectors import vllm_platforms
@@ -139,6 +139,8 @@ class Engine:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         arguments = LLM_ARGUMENTS | spec.get("llm", {})
+        if "pooler_config" in arguments:
+            arguments["pooler_config"] = PoolerConfig(**arguments["pooler_config"])
         transfer = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | spec.get("transfer", {})
         extra = extra_config(spec["root"], **spec.get("extra", {}))
         if "config" in spec:

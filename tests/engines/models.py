@@ -7,8 +7,11 @@ only in every second layer.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -16,9 +19,10 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -53,6 +57,9 @@ def main(kind: str, folder: str) -> None:
         )  # fmt: skip
         model = DeepseekV2ForCausalLM(config)
     model.to(torch.float32).save_pretrained(folder)
+    words = WordLevel({f"t{number}": number for number in range(COMMON["vocab_size"])}, unk_token="t0")
+    # vLLM does not pool without a tokenizer.
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), bos_token="t0", eos_token="t1").save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from adapters_scenario import adapters, adapters_in_use  # noqa: F401
 from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
 from events_log import EventsLog
 from failed_forward_scenario import failed_forward  # noqa: F401
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 
 from kvtier.connectors.vllm_worker import FIGURES_INTERVAL_S
 
@@ -429,3 +429,15 @@ def kv_events(engine: Engine, is_last: bool) -> dict[str, Any]:
         "cached": sum(output.num_cached_tokens or 0 for output in outputs),
         "whole_tokens": whole_tokens, "whole_blocks": whole_tokens // BLOCK_TOKENS,
     }  # fmt: skip
+
+
+def embeddings(engine: Engine) -> list[list[float]]:
+    """The same prompt of several chunks twice, by an engine that pools."""
+    prompt = prompts_of(5, (700,))[0]
+    found = []
+    for number in range(2):
+        engine.llm.llm_engine.add_request(f"p{number}", {"prompt_token_ids": prompt}, PoolingParams(task="embed"))
+        while engine.llm.llm_engine.has_unfinished_requests():
+            found += [list(map(float, output.outputs.data)) for output in engine.llm.llm_engine.step()]
+        engine.settle()
+    return found

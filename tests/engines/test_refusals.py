@@ -96,6 +96,7 @@ def test_a_plain_engine_passes() -> None:
         ({"load__load_format": "dummy"}, "load_format", "set model_tag"),
         ({"load__load_format": "tensorizer"}, "load_format", "set model_tag"),
         ({"load__load_format": "ipc_cache"}, "load_format", "set model_tag"),
+        ({"load__load_format": "npcache"}, "load_format", "set model_tag"),
         ({"load__load_format": "of_a_plugin"}, "load_format", "set model_tag"),
         (
             {"load__model_loader_extra_config": {"pattern": "../other/{part}"}},
@@ -126,6 +127,51 @@ def test_models_are_refused_before_vllm_lays_out_their_kv(kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ask(engine(**{f"model__{kind}": True}))
     assert caught.value.key == "model" and "without the kvtier connector" in caught.value.fix
+
+
+@pytest.mark.parametrize("place", ["model", "speculative.draft_model"])
+@pytest.mark.parametrize("architecture", ["UltravoxModel", "MoonshotKimiaForCausalLM", "MiMoV2OmniForCausalLM"])
+def test_models_that_load_other_weights_need_a_model_tag(architecture: str, place: str) -> None:
+    """Those of another model, of a subfolder, and of a subfolder by code in a file beside the model's own."""
+    registry = pytest.importorskip("vllm.model_executor.models.registry").ModelRegistry
+    model = {"model": "m", "architecture": architecture, "registry": registry}
+    config = engine()
+    if place == "model":
+        vars(config.model_config).update(model)
+    else:
+        config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(**model))
+    with pytest.raises(ConfigError, match=f"{architecture}: this model also loads weights") as caught:
+        vllm_checks.check_engine(config, settings())
+    assert caught.value.key == "model_tag"
+    vllm_checks.check_engine(config, settings(model_tag="mine"))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2VLForConditionalGeneration", "NeverHeardOf"])
+def test_models_of_one_folder_pass(architecture: str) -> None:
+    registry = pytest.importorskip("vllm.model_executor.models.registry").ModelRegistry
+    vllm_checks.check_engine(engine(model__architecture=architecture, model__registry=registry), settings())
+
+
+@pytest.mark.parametrize(
+    ("model", "caches", "expected"),
+    [
+        ({}, True, (True, True)),
+        ({"is_prefix_caching_supported": True}, False, (True, True)),
+        ({"is_prefix_caching_supported": False}, False, (False, False)),
+        ({"is_prefix_caching_supported": False}, True, (False, False)),
+        ({"runner_type": "pooling"}, True, (True, True)),
+        ({"runner_type": "pooling"}, False, (False, False)),
+        ({"runner_type": "generate"}, False, (True, True)),
+    ],
+)
+def test_what_vllm_cannot_continue_is_neither_loaded_nor_saved(
+    model: dict[str, Any], caches: bool, expected: tuple[bool, bool]
+) -> None:
+    changes = {f"model__{name}": value for name, value in model.items()}
+    config = engine(cache__enable_prefix_caching=caches, **changes)
+    assert vllm_checks.roles(config) == expected
+    config.kv_transfer_config.kv_role = "kv_producer"
+    assert vllm_checks.roles(config) == (False, True)
 
 
 def test_an_engine_that_only_saves_may_return_routed_experts() -> None:

@@ -386,3 +386,48 @@ def test_adapters(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text('{"r": 16}')
     seen.add(adapter_fingerprint(adapter))
     assert len(seen) == 3
+
+
+# --- an index that chooses among the files ---
+
+
+def write_index(model: Path, *files: str, name: str = "model") -> Path:
+    path = model / f"{name}.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": {f"t{n}": file for n, file in enumerate(files)}}))
+    return path
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize("name", ["model", "consolidated"])
+def test_an_index_that_leaves_files_out_is_part_of_it(model: Path, name: str) -> None:
+    """vLLM loads the files that it names and no others."""
+    prints = {print_of(model)}
+    for files in (SHARDS[:1], SHARDS[1:]):
+        write_index(model, *files, name=name)
+        prints.add(print_of(model))
+    assert len(prints) == 3
+
+
+def test_an_index_that_names_all_files_is_not(model: Path) -> None:
+    """So the fingerprints of models that have no other files are those of releases that did not look at the index."""
+    before = print_of(model)
+    write_index(model, *SHARDS)
+    assert print_of(model) == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 1}', '{"weight_map": {"a": []}}', "{}"])
+def test_an_index_that_cannot_be_read_is_refused(model: Path, text: str) -> None:
+    write_index(model).write_text(text)
+    with pytest.raises(ConfigError, match="model.safetensors.index.json is no index of weights"):
+        print_of(model)
+
+
+def test_an_index_that_changes_is_seen_past_the_cache(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    found = []
+    for files in (SHARDS, SHARDS[:1], SHARDS[1:], SHARDS):
+        write_index(model, *files)
+        found.append(weights_fingerprint(model, cache))
+    assert found[0] == found[3] and len(set(found)) == 3
