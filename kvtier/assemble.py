@@ -263,7 +263,7 @@ def _admissions(settings: Settings, device: str) -> Admissions:
 def flushes_segments(settings: Settings, root: Root) -> bool:
     """Whether segments are flushed (fdatasync) before their records are published, so that other nodes read them."""
     found = file_system_of(root.folder)
-    flushes = {"auto": found.visibility is Visibility.FLUSHED, "always": True, "never": False}[settings.io.fdatasync]
+    flushes = found.is_flushed(settings.io.fdatasync)
     if flushes:
         log.info("%s: on %s, segments are flushed before they are published (io.fdatasync: %s)", root.path, found.kind,
                  settings.io.fdatasync)  # fmt: skip

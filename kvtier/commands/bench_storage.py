@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.io.calibrate import scratch_file
-from kvtier.io.ring import AlignedBuffer, ReadOp, Ring, RingSizes, WriteOp
+from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, RingSizes, WriteOp
 from kvtier.jobs import ThreadJobs
 from kvtier.record import RecordHeader
 
@@ -40,11 +40,19 @@ class Rates(NamedTuple):
     plain_read: float
 
 
-class Trial:
-    """One scratch file, and the buffers that go to and from it."""
+class How(NamedTuple):
+    """How segments are written: past the page cache, and flushed before they are published."""
 
-    def __init__(self, fd: int, records: int, sizes: RingSizes) -> None:
+    direct: bool
+    flushes: bool
+
+
+class Trial:
+    """One scratch file, and the buffers that go to and from it. flushes: a write ends with fdatasync."""
+
+    def __init__(self, fd: int, records: int, sizes: RingSizes, flushes: bool) -> None:
         self._fd = fd
+        self._flushes = flushes
         self._records = records
         self._sizes = sizes
         self._buffers = [AlignedBuffer(RECORD_BYTES) for _ in range(records)]
@@ -66,8 +74,9 @@ class Trial:
             WriteOp(self._fd, number * RECORD_BYTES, buffer.address, SLAB_BYTES, SLABS, KEY, 0, 0)
             for number, buffer in enumerate(self._buffers)
         ]
-        seconds, results = _run(ring, ops)
-        self._sums = results
+        seconds, self._sums = _run(ring, ops)
+        if self._flushes:
+            seconds += _run(ring, [FlushOp(self._fd)])[0]
         return self.n_bytes / seconds
 
     def read(self, ring: Ring) -> float:
@@ -102,6 +111,8 @@ class Trial:
         for piece in pieces:
             jobs.submit(lambda piece=piece: move(*piece))  # type: ignore[misc]
         ended = jobs.drain(HANGS_S)
+        if ended and self._flushes and call is os.pwritev:
+            os.fdatasync(self._fd)
         seconds = time.perf_counter() - started_s
         jobs.close()
         if faults or not ended:
@@ -110,9 +121,9 @@ class Trial:
 
 
 def measure(
-    folder: Path, sizes: RingSizes, direct: bool, n_bytes: int, tell: Callable[[], None]
+    folder: Path, sizes: RingSizes, how: How, n_bytes: int, tell: Callable[[], None]
 ) -> tuple[Rates, int]:  # fmt: skip
-    """The rates, and how many bytes were moved each time. tell: called after each step of STEPS.
+    """Return the rates, and how many bytes were moved each time. tell: called after each step of STEPS.
 
     Raises OSError, TierUnavailable.
     """
@@ -121,10 +132,10 @@ def measure(
     if records < 1:
         raise OSError(errno.ENOSPC, f"{folder}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
     found: dict[str, list[float]] = {name: [] for name in Rates._fields}
-    with scratch_file(folder, direct) as fd, Ring(
+    with scratch_file(folder, how.direct) as fd, Ring(
         sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes
     ) as ring:  # fmt: skip
-        trial = Trial(fd, records, sizes)
+        trial = Trial(fd, records, sizes, how.flushes)
         steps: dict[str, Callable[[], float]] = {
             "plain_write": lambda: trial.plain(os.pwritev),
             "write": lambda: trial.write(ring),
@@ -134,7 +145,7 @@ def measure(
         trial.write(ring)  # the first write allocates, and threads start
         for _ in range(ROUNDS):
             for name, step in steps.items():
-                if not direct:
+                if not how.direct:
                     os.fsync(fd)
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 found[name].append(step())
@@ -148,7 +159,7 @@ def measure(
 STEPS = ROUNDS * len(Rates._fields)
 
 
-def _run(ring: Ring, ops: list[WriteOp] | list[ReadOp]) -> tuple[float, list[tuple[int, ...]]]:
+def _run(ring: Ring, ops: list[WriteOp] | list[ReadOp] | list[FlushOp]) -> tuple[float, list[tuple[int, ...]]]:
     """Seconds, and the checksums of each record."""
     started_s = time.perf_counter()
     batch = ring.submit(ops)

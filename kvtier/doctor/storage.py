@@ -11,6 +11,7 @@ from pathlib import Path
 from kvtier import capacity_words
 from kvtier.config import SEGMENT_BYTES, Settings
 from kvtier.doctor.coherence import examine_peer
+from kvtier.doctor.filesystems import examine_file_system
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.errors import ConfigError, Corrupt
@@ -55,6 +56,8 @@ def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Pat
         return
     kind = file_system_of(place, host.text(host.proc / "self/mountinfo"))
     yield _file_system(root, place, kind, settings)
+    fdatasync = "auto" if settings is None else settings.io.fdatasync
+    yield from examine_file_system(kind, fdatasync, settings is not None and settings.index.kind == "redis")
     on_lustre = kind.kind == "lustre"
     if on_lustre:
         folder = root / f"v{FORMAT_VERSION}"
@@ -115,7 +118,8 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
     else:
         latency = f", a page in {1e3 * found.latency_s:.2f} ms" if found.latency_s else ""
         rates = f"reads {rate(found.read_bytes_s)} into {answer['device']}"
-        writes = f", writes {rate(found.write_bytes_s)}" if found.write_bytes_s else ""
+        synced = ", fdatasync counted" if kind.holds_direct_writes or alignment is None else ""
+        writes = f", writes {rate(found.write_bytes_s)}{synced}" if found.write_bytes_s else ""
         yield Verdict("ok", "storage rates", f"{rates}{writes}{latency}")
     *tried, why = found.reasons or ("as it comes",)
     yield Verdict("ok", "I/O engine", f"{found.choice}; {why.removeprefix(f'{found.choice} is ')}")
@@ -141,4 +145,8 @@ def _direct_io(alignment: int | None, wanted: bool, kind: FileSystem, settings: 
         fix = "reads and writes go through the page cache: a mount that takes O_DIRECT is faster"
         is_required = settings is not None and settings.io.direct == "require"
         return Verdict("bad" if is_required else "warn", "direct I/O", f"{kind.kind} refuses O_DIRECT", fix)
-    return Verdict("ok", "direct I/O", f"works, aligned to {alignment} bytes; kvtier aligns to {PAGE_BYTES}")
+    value = f"aligned to {alignment} bytes; kvtier aligns to {PAGE_BYTES}"
+    if kind.holds_direct_writes:
+        fix = "nothing is to be done: what is written counts as stored after fdatasync only"
+        return Verdict("ok", "direct I/O", f"accepted, but written bytes may stay in the client; {value}", fix)
+    return Verdict("ok", "direct I/O", f"works, {value}")

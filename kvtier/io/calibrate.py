@@ -28,7 +28,8 @@ from kvtier.io.calibration import (
     second_round,
 )
 from kvtier.io.engines import Choice, Reader, Reads, Target, open_engine
-from kvtier.io.ring import AlignedBuffer, ReadOp, Ring, WriteOp, sizes_for
+from kvtier.io.filesystem import file_system_of
+from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, WriteOp, sizes_for
 from kvtier.record import RecordHeader
 
 PREFIX = ".calibrate-"
@@ -39,7 +40,7 @@ SLAB_BYTES, SLABS = 512 << 10, 16
 RECORD_BYTES = PAGE_BYTES + SLABS * SLAB_BYTES
 FILE_BYTES_MAX = 512 << 20
 BUFFERED_BYTES_MAX = 64 << 20
-"""Through the page cache writing looks fast until the kernel has to store it all."""
+"""Through the page cache, or a client that writes behind, writing looks fast until it must all be stored."""
 FREE_SHARE = 4
 """At most a fourth of what is free is written."""
 
@@ -55,7 +56,7 @@ _left_behind: list[object] = []
 class Writer(Protocol):
     """What writes the file and reads single pages of it: a ring over host memory."""
 
-    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> Reads: ...
+    def submit(self, ops: Sequence[ReadOp | WriteOp | FlushOp]) -> Reads: ...
     def close(self, timeout_s: float = 1.0) -> bool: ...
 
 
@@ -176,7 +177,8 @@ class _Run:
     def _write(self, writer: Writer, fd: int) -> int:
         """Writes records for half a second; returns how many. Raises OSError when not even one fits."""
         disk = os.fstatvfs(fd)
-        bound = min(FILE_BYTES_MAX if self._ask.direct else BUFFERED_BYTES_MAX,
+        holds = file_system_of(self._ask.folder).holds_direct_writes
+        bound = min(FILE_BYTES_MAX if self._ask.direct and not holds else BUFFERED_BYTES_MAX,
                     disk.f_bavail * disk.f_frsize // FREE_SHARE)  # fmt: skip
         n_max = bound // RECORD_BYTES
         if n_max < 1:
@@ -207,6 +209,10 @@ class _Run:
             raise OSError(error, os.strerror(error))
         if not self._ask.direct:
             os.fsync(fd)
+        elif holds:
+            error = self._error_of(writer.submit([FlushOp(fd)]), (fd, writer))
+            if error:
+                raise OSError(error, os.strerror(error))
         self._write_bytes_s = done * RECORD_BYTES / max(self._clock() - started_s, 1e-9)
         return done
 

@@ -48,6 +48,8 @@ _VISIBILITY = {
 # synchronous, so fdatasync after them is free. All other kinds, and unknown ones, count as FLUSHED.
 #   fuse.glusterfs  9-13, 2-3, 0, 0        fuse.mfs (MooseFS)  23, 1-15, 0, 0
 #   fuse.juicefs    23, 23, 22-23, 0       fuse.ceph, nfs, nfs4  0, 0, 0, 0
+# FLUSHED kinds whose clients send direct writes to the server before they return.
+_WRITES_THROUGH = frozenset({"nfs", "nfs4", "ceph", "fuse.ceph", "fuse.ceph-fuse"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +57,28 @@ class FileSystem:
     """kind: the kernel's name of it ("ext4", "nfs4", "fuse.sshfs"), "unknown" when mountinfo does not tell.
 
     is_network: other nodes may see the same files, or memory maps may not be shared as on a local disk.
-    options: of the mount, as the file system itself reports them.
+    options: of the mount, as the file system itself reports them. source: device or server, as mounted.
     """
 
     kind: str
     is_network: bool
     mount_point: str
     options: tuple[str, ...] = field(default=(), compare=False)
+    source: str = field(default="", compare=False)
 
     @property
     def visibility(self) -> Visibility:
         return _VISIBILITY.get(self.kind, Visibility.FLUSHED)
+
+    @property
+    def holds_direct_writes(self) -> bool:
+        """Tell whether bytes of a direct write may stay in the client until fdatasync, so that a write looks faster
+        than the storage."""
+        return self.visibility is Visibility.FLUSHED and self.kind not in _WRITES_THROUGH
+
+    def is_flushed(self, setting: str) -> bool:
+        """Tell whether segments are flushed before their records are published. setting: io.fdatasync."""
+        return {"auto": self.visibility is Visibility.FLUSHED, "always": True, "never": False}[setting]
 
     @property
     def nfs_version(self) -> str | None:
@@ -94,10 +107,10 @@ def file_system_of(path: str | os.PathLike[str], mountinfo: str | None = None) -
     """
     resolved = os.path.realpath(path)
     best = FileSystem("unknown", False, "/")
-    for kind, mount_point, options in _mounts(_own_mountinfo() if mountinfo is None else mountinfo):
+    for found in _mounts(_own_mountinfo() if mountinfo is None else mountinfo):
         # The later of two mounts at one place hides the earlier, hence >=.
-        if _lies_under(resolved, mount_point) and len(mount_point) >= len(best.mount_point):
-            best = FileSystem(kind, is_network_kind(kind), mount_point, options)
+        if _lies_under(resolved, found.mount_point) and len(found.mount_point) >= len(best.mount_point):
+            best = found
     return best
 
 
@@ -113,15 +126,16 @@ def _own_mountinfo() -> str:
         return ""  # no /proc: the kind is unknown
 
 
-def _mounts(mountinfo: str) -> list[tuple[str, str, tuple[str, ...]]]:
-    """(kind, mount point, options) of each line; the optional fields before the lone "-" vary in number."""
+def _mounts(mountinfo: str) -> list[FileSystem]:
+    """One of each line; the optional fields before the lone "-" vary in number."""
     found = []
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")
         fields, about = before.split(" "), after.split(" ")
         if separator and len(fields) >= 6:
             options = tuple(about[2].split(",")) if len(about) > 2 else ()
-            found.append((about[0], _unescape(fields[4]), options))
+            source = _unescape(about[1]) if len(about) > 1 else ""
+            found.append(FileSystem(about[0], is_network_kind(about[0]), _unescape(fields[4]), options, source))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from kvtier.commands import bench, progress
+from kvtier.commands import bench, bench_storage, progress
 from kvtier.config import CONFIG_VARIABLE
 from kvtier.evictor import Evicted as Removed
 from kvtier.evictor import Evictor
 from kvtier.index.embedded import LmdbIndex
+from kvtier.io.filesystem import FileSystem
+from kvtier.io.ring import FlushOp, sizes_for
 from kvtier.owner import Owner, this_node
 from kvtier.reports import Latency, TopPrefix, WorkerReport
 from tests.cli.asking import refused
@@ -315,6 +318,37 @@ def test_bench_measures_beside_ceilings(config: Path, capsys: pytest.CaptureFixt
         assert figure["share"] == pytest.approx(over) and figure["value"] > 0
     assert not list(root_of(config).rglob(".calibrate-*"))
     assert "the ceiling is" in printed(capsys, "bench", str(root_of(config)), "--size", "16MiB")
+
+
+def test_bench_counts_fdatasync_where_engines_call_it(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a file system whose client writes behind it reported the rate of the client's memory."""
+    real, flushed = os.fdatasync, []
+
+    def flush(fd: int) -> None:
+        flushed.append(fd)
+        time.sleep(0.2)
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", flush)
+    found = printed_json(capsys, "bench", str(config), "--size", "16MiB")
+    assert not flushed and "writes count no fdatasync" in found["notes"][0]
+    gluster = FileSystem("fuse.glusterfs", True, "/")
+    monkeypatch.setattr(bench, "file_system_of", lambda _: gluster)
+    found = printed_json(capsys, "bench", str(config), "--size", "16MiB")
+    plain = next(figure for figure in found["figures"] if figure["what"] == "writing records")["ceiling"]
+    assert len(flushed) == bench_storage.ROUNDS and plain < (16 << 20) / 0.2
+    assert "writes count the fdatasync that engines call" in found["notes"][0]
+
+
+def test_the_ring_flushes_what_bench_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, ops = bench_storage._run, []
+    monkeypatch.setattr(bench_storage, "_run", lambda ring, batch: ops.append(type(batch[0])) or run(ring, batch))
+    sizes = sizes_for(False, 2, None)
+    for flushes in (False, True):
+        bench_storage.measure(tmp_path, sizes, bench_storage.How(False, flushes), 16 << 20, lambda: None)
+    assert ops.count(FlushOp) == bench_storage.ROUNDS + 1
 
 
 def test_bench_of_a_full_disk_is_said(

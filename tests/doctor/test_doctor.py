@@ -267,6 +267,41 @@ def test_storage(host: Host, tmp_path: Path) -> None:
     assert found["I/O engine"].value == "ring of 12 threads x 2 x 4 MiB; the fastest of 5 tried"
 
 
+@pytest.mark.parametrize(("mount", "level", "said", "fix"), [
+    ("ext4 /dev/vda rw", "ok", "ext4: local to this node; no fdatasync is needed", ""),
+    ("tmpfs none rw", "ok", "tmpfs: in memory", ""),
+    ("lustre 10.0.0.1@tcp:/kv rw", "ok", "lustre: coherent by its locks", ""),
+    ("nfs4 server:/kv rw,vers=4.2,hard", "ok", "NFS 4.2: close-to-open", ""),
+    ("nfs4 server:/kv rw,vers=4.1,hard", "warn", "NFS 4.1: close-to-open", "mount it with vers=4.2"),
+    ("nfs server:/kv rw,vers=3,hard", "warn", "NFS 3: close-to-open", "mount it with vers=4.2"),
+    ("fuse.glusterfs server:kv rw", "ok", "fuse.glusterfs: its client writes behind", "write-behind off"),
+    ("fuse.ceph-fuse ceph-fuse rw", "ok", "CephFS, fuse.ceph-fuse: its clients' caches are coherent", "well below"),
+    (r"fuse mfs\04310.79.0.1:9421 rw", "ok", "MooseFS, fuse: its client writes behind", "mfssettrashtime -r 0"),
+    ("fuse.juicefs JuiceFS:kv rw", "ok", "fuse.juicefs: its client writes behind", "--trash-days 0"),
+    ("beegfs beegfs_nodev rw", "ok", "beegfs: not known", "--peer"),
+])  # fmt: skip
+def test_the_file_system_is_named_with_what_is_known_of_it(
+    mount: str, level: str, said: str, fix: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (host.proc / "self/mountinfo").write_text(f"30 27 0:40 / {tmp_path} rw - {mount}\n")
+    found = by_name(list(examine_storage(measured(host), tmp_path, None)))
+    verdict = found["file system"]
+    assert verdict.level == level and verdict.value.startswith(said) and fix in verdict.fix
+    is_flushed = mount.split()[0] not in ("ext4", "tmpfs", "lustre")
+    assert ("kvtier calls fdatasync before it publishes" in verdict.value) is is_flushed
+    writes_behind = mount.startswith(("fuse.glusterfs", "fuse mfs", "fuse.juicefs", "beegfs"))
+    assert ("written bytes may stay in the client" in found["direct I/O"].value) is writes_behind
+    assert ("fdatasync counted" in found["storage rates"].value) is writes_behind
+
+
+def test_a_shared_root_that_is_not_flushed_is_warned_of(host: Host, tmp_path: Path) -> None:
+    (host.proc / "self/mountinfo").write_text(f"30 27 0:40 / {tmp_path} rw - fuse.glusterfs server:kv rw\n")
+    redis = {"kind": "redis", "url": "redis://127.0.0.1:1/0"}
+    settings = Settings.load({"root": str(tmp_path), "io": {"fdatasync": "never"}, "index": redis})
+    verdict = by_name(list(examine_storage(measured(host), tmp_path, settings)))["file system"]
+    assert verdict.level == "warn" and "set io.fdatasync to auto" in verdict.fix
+
+
 @pytest.mark.parametrize(("kind", "is_shown"), [("tmpfs", True), ("ext4", False)])
 def test_segments_that_a_gpu_copies_out_of(host: Host, tmp_path: Path, kind: str, is_shown: bool) -> None:
     (host.proc / "self/mountinfo").write_text(f"30 27 0:40 / {tmp_path} rw - {kind} none rw\n")

@@ -21,7 +21,8 @@ from kvtier.io import calibration as kept
 from kvtier.io.calibrate import LEFT_OVER_S, PREFIX, Makers, calibrate, sweep
 from kvtier.io.calibration import Ask, Calibration, calibrated
 from kvtier.io.engines import Choice, Reads, Target
-from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp, WriteOp
+from kvtier.io.filesystem import FileSystem
+from kvtier.io.ring import AlignedBuffer, FlushOp, OpResult, ReadOp, WriteOp
 
 from cuda_double import CudaDouble
 
@@ -43,6 +44,7 @@ class Machine:
         self.write_error_after = 1 << 30
         self.hangs = False
         self.read_fault: int | Exception | None = None  # of each engine's third read
+        self.flush_s = 0.0
 
     def clock(self) -> float:
         return self.now_s
@@ -62,7 +64,10 @@ class FakeEngine:
         self.written = self.read = 0
         self.flying: list[FakeReads] = []
 
-    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> Reads:
+    def submit(self, ops: Sequence[ReadOp | WriteOp | FlushOp]) -> Reads:
+        if isinstance(ops[0], FlushOp):
+            self.flying.append(flush := FakeReads(self, int(self.machine.flush_s * self.rate), 0))
+            return flush
         if self.rate <= 0:
             raise TierUnavailable("CUDA_ERROR_OUT_OF_MEMORY")
         error = 0
@@ -116,6 +121,20 @@ def ask_of(folder: Path, **changes: object) -> Ask:
 
 def run(machine: Machine, ask: Ask) -> Calibration:
     return calibrate(ask, machine.makers(), machine.clock)
+
+
+def test_a_client_that_writes_behind_is_measured_with_its_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A direct write there returns at the pace of the client's memory."""
+    machine = Machine()
+    machine.flush_s = 1.0
+    plain = run(machine, ask_of(tmp_path, direct=True, in_memory=False)).write_bytes_s
+    gluster = FileSystem("fuse.glusterfs", True, "/")
+    monkeypatch.setattr(measuring, "file_system_of", lambda _: gluster)
+    flushed = run(machine, ask_of(tmp_path, direct=True, in_memory=False)).write_bytes_s
+    assert plain == pytest.approx(2e9, rel=0.01) and flushed is not None
+    assert flushed < measuring.BUFFERED_BYTES_MAX / machine.flush_s
 
 
 # --- which is picked ---
