@@ -12,7 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvtier.codec_loss import check_key_bias
 from kvtier.config import Settings
+from kvtier.connectors.vllm_files import folder_of
 from kvtier.connectors.vllm_forms import check_cache_dtype
 from kvtier.errors import ConfigError
 from kvtier.layer_kinds import CHUNK, FULL, WINDOW, refusal
@@ -74,10 +76,25 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
         _check_load(getattr(speculative, "draft_load_config", None))
         for loaded in (model, getattr(speculative, "draft_model_config", None)):
             check_sources(getattr(loaded, "architecture", None), getattr(loaded, "registry", None))
+    _check_codec(vllm_config, settings)
     overrides = getattr(model, "hf_overrides", None)
     if callable(overrides) and settings.model_tag is None:
         fix = "what a function changes cannot be told apart; pass a mapping, or set model_tag to a name for the result"
         raise ConfigError("hf_overrides", getattr(overrides, "__qualname__", "function"), fix)
+
+
+def _check_codec(vllm_config: Any, settings: Settings) -> None:
+    """Refuses a codec that is known to lose too much of this model's KV. Raises ConfigError."""
+    if settings.codec != "fp8":
+        return
+    model = vllm_config.model_config
+    try:
+        folder = folder_of(model.model, getattr(model, "revision", None), vllm_config.load_config)
+    except ConfigError:  # not downloaded yet, or named by a model_tag
+        folder = None
+    text = getattr(model, "hf_text_config", None)
+    config = {} if text is None else text.to_dict()
+    check_key_bias(settings.codec, settings.codec_accept_key_bias, folder, config)
 
 
 def check_model(vllm_config: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import vllm
 
 from kvtier.assemble import load_limit, open_store
+from kvtier.codec_loss import loss_text
 from kvtier.config import Settings
 from kvtier.connectors import dynamo, vllm_platforms
 from kvtier.connectors.announcements import Announcements, ChunkBlocks
@@ -50,6 +51,8 @@ class SchedulerHalf:
             log.warning(
                 "after each update of the weights call reset_prefix_cache(reset_connector=True), or old KV is reused"
             )
+        if loss := loss_text(settings.codec):
+            log.warning("%s", loss)
         loads, self._saves = roles(vllm_config)
         if not can_continue(vllm_config):
             log.warning(

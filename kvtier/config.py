@@ -130,6 +130,7 @@ class Settings(BaseSettings):
     require_mount: refuse a root on the machine's root file system, where it lies when its own is not mounted.
     segment_bytes: of one file of one rank; chunk_tokens: tokens of a chunk, a multiple of the engine's block.
     codec_boundary_layers: so many first and so many last layers are stored as k6v4 instead.
+    codec_accept_key_bias: whether fp8 is accepted for models whose K has biases, of which it loses most.
     model_tag: stands for the weights where they do not lie in files; epoch: raise it to leave all stored KV behind.
     save_generated: whether generated tokens are stored too; min_load_tokens: shorter hits are computed.
     writer_lease_s: after so long without a sign of life a writer's open segments are taken for abandoned.
@@ -146,6 +147,7 @@ class Settings(BaseSettings):
     chunk_tokens: Count = 256
     codec: Literal["raw", "fp8", "k6v4", "k5v3", "k4v4", "k4v3", "k3v3", "k4v2"] = "raw"
     codec_boundary_layers: Natural = 0
+    codec_accept_key_bias: bool = False
     model_tag: Annotated[str, Field(min_length=1)] | None = None
     epoch: Natural = 0
     save_generated: bool = True

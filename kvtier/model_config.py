@@ -142,7 +142,7 @@ class Experts:
 class ModelConfig:
     """mlp_size: of layers without experts. max_tokens: the longest context that the model was made for, 0 if it does
     not say. dtype: of weights and activations; quantized: how weights are kept instead, {} where they are not.
-    notes: what was taken for granted."""
+    text: the text part of the file. notes: what was taken for granted."""
 
     family: str
     layers: int
@@ -156,6 +156,7 @@ class ModelConfig:
     max_tokens: int
     dtype: str
     quantized: Mapping[str, Any]
+    text: Mapping[str, Any]
     notes: tuple[str, ...]
 
     def geometry(self, kv_dtype: Literal["auto", "fp8"], chunk_tokens: int) -> Geometry:
@@ -182,6 +183,9 @@ class _Values:
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
+
+    def all(self) -> Mapping[str, Any]:
+        return self._values
 
     def get(self, key: str, default: T, null: T | None = None) -> T:
         """Return a value of the default's type. null: what a null in the file means, None: the same as no key."""
@@ -299,6 +303,7 @@ def _model(values: _Values, name: str, notes: list[str]) -> ModelConfig:
         max_tokens=values.natural("max_position_embeddings"),
         dtype=dtype,
         quantized=quantized,
+        text={**values.all(), "model_type": name},
         notes=tuple(notes),
     )
 

@@ -19,6 +19,7 @@ from kvtier.model_parameters import end_parameters, total_parameters
 
 INDEX = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
+SIZE_MAX = 1 << 62  # offsets in a file, bytes
 NAME_BYTES_MAX = 255
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -71,22 +72,35 @@ def _files(folder: Path, index: dict[str, Any]) -> list[Path]:
 
 
 def _tensor_bytes(path: Path, layers: int) -> int:
-    """Of the tensors that an engine loads: those of layers past the last are for drafts (DeepSeek's MTP)."""
+    """Sum the tensors that an engine loads: those of layers past the last are for drafts (DeepSeek's MTP)."""
+    total = 0
+    for name, part in read_tensor_ranges(path):
+        layer = _LAYER.search(name)
+        if layer is None or int(layer[1]) < layers:
+            total += len(part)
+    return total
+
+
+def read_tensor_ranges(path: Path) -> list[tuple[str, range]]:
+    """Read the name and the place of each tensor in a safetensors file from its header. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             if header_bytes > HEADER_BYTES_MAX:
                 raise ValueError(f"a header of {header_bytes} bytes")
             header = json.loads(file.read(header_bytes))
-        total = 0
+        found = []
         for name, tensor in header.items():
-            layer = _LAYER.search(name)
-            if name != "__metadata__" and (layer is None or int(layer[1]) < layers):
+            if name != "__metadata__":
                 begin, end = tensor["data_offsets"]
-                total += end - begin
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
+                if not 0 <= begin <= end < SIZE_MAX:
+                    raise ValueError(f"tensor {name} is stored at {begin} to {end}")
+                found.append((name, range(8 + header_bytes + begin, 8 + header_bytes + end)))
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError, struct.error,
+    ) as error:  # fmt: skip
         raise ConfigError(KEY, str(path), f"it is no safetensors file ({error}); get it again") from None
-    return total
+    return found
 
 
 def _bits(folder: Path, model: ModelConfig) -> int:

@@ -36,7 +36,7 @@ LAYERS = (
     ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
      "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.repeated_log", "kvtier.capacity",
      "kvtier.model_config", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.layer_kinds", "kvtier.entry",
-     "kvtier.sizes",
+     "kvtier.sizes", "kvtier.codec_loss",
      "kvtier.capacity_words",
      "kvtier.config_types", "kvtier.config_server", "kvtier.config_index", "kvtier.config_capacity", "kvtier.tenants",
      "kvtier.signing", "kvtier.config_signing", "kvtier.releases"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvtier.capacity import ChunkBytes, Engine, HbmPlan, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
+from kvtier.codec_loss import check_key_bias
 from kvtier.errors import ConfigError
 from kvtier.geometry import Geometry, RankShare
 from kvtier.model_config import ModelConfig, read_model
@@ -97,6 +98,12 @@ def make_plan(asked: Asked) -> Plan:
         )
         raise ConfigError("--gpu-memory", engine.gpu_bytes, fix)
     sizes, refused = chunks_of_codecs(geometry, shares, asked.boundary_layers)
+    for name in [name for name in sizes if name != "raw"]:
+        try:
+            check_key_bias(name, False, asked.model, model.text)
+        except ConfigError as fault:
+            del sizes[name]
+            refused[name] = fault.fix
     prefill, context = _prefill(asked, model), whole_chunks(_context(asked, model), asked.chunk_tokens)
     stagings = {
         name: staging_of(chunk, asked.staging_bytes, asked.step_tokens, engine) for name, chunk in sizes.items()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvtier.codec_loss import KL_NATS, MODELS, losses_line
 from kvtier.commands.plan_figures import CodecPlan, Plan
 from kvtier.sizes import size
 
@@ -15,6 +16,7 @@ Column = tuple[str, Callable[[CodecPlan], str]]
 def plan_values(plan: Plan) -> dict[str, Any]:
     """For JSON: the fields of `Plan`, and what follows from them."""
     values = asdict(plan)
+    del values["model"]["text"]
     experts = values["model"]["experts"]
     if experts is not None:
         experts["sparse"] = sorted(experts["sparse"])
@@ -24,6 +26,8 @@ def plan_values(plan: Plan) -> dict[str, Any]:
     for name, found in plan.codecs.items():
         values["codecs"][name]["chunk"]["token_bytes"] = found.chunk.token_bytes
         values["codecs"][name]["staging"] = found.staging._asdict()
+        if name in KL_NATS:
+            values["codecs"][name]["kl_nats"] = dict(zip(MODELS, KL_NATS[name], strict=True))
     return values
 
 
@@ -37,6 +41,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
             yield ""
             yield f"{title}:"
             yield from _table(plan, columns)
+    yield losses_line(plan.codecs)
     for names, reason in _together(plan.refused | _not_fitting(plan)):
         yield f"not with {', '.join(names)}: {reason}"
     yield ""

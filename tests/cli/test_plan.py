@@ -312,3 +312,17 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     for text, reason in (("{", "it is not JSON"), ("[]", "it is not a JSON object")):
         (tmp_path / "config.json").write_text(text)
         assert reason in refused(capsys, "--model", str(tmp_path), *GPU)
+
+
+def test_codecs_say_what_they_lose_and_fp8_is_not_offered_for_biased_keys(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an engine would refuse it."""
+    assert main(["plan", "--model", model, *GPU]) == 0
+    assert "lossy: KL to raw KV in nats, measured on SmolLM2-135M, " in capsys.readouterr().out
+    biased = folder_of(tmp_path / "qwen", LLAMA_8B | {"model_type": "qwen2"})
+    assert main(["plan", "--model", biased, *GPU]) == 0
+    out = capsys.readouterr().out
+    assert "not with fp8: K of this model has biases (model_type qwen2)" in out
+    values = planned(capsys, "--model", biased)
+    assert "fp8" not in values["codecs"] and values["codecs"]["k6v4"]["kl_nats"]["Qwen2.5-Coder-1.5B"] == 7e-4
