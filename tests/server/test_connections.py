@@ -32,7 +32,7 @@ def served(root: Path, monkeypatch: pytest.MonkeyPatch, **server: object) -> Ite
     given = {"port": 0, "connections_max": MAX, "timeout_s": 1.0, "history_s": 60.0, **server}
     settings = Settings.load({"root": str(root), "capacity_bytes": "64MiB", "segment_bytes": "4MiB", "server": given})
     listener = listen(settings)
-    server_ = uvicorn.Server(uvicorn_config(open_service(settings, Tokens())))
+    server_ = uvicorn.Server(uvicorn_config(open_service(settings, Tokens)))
     thread = threading.Thread(target=server_.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
