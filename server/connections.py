@@ -96,7 +96,7 @@ def bounded(connections_max: int, timeout_s: float) -> type[Connection]:
 class Loop(asyncio.SelectorEventLoop):
     """An event loop whose servers wait less than a minute for a TLS handshake, which uvicorn has no option for."""
 
-    async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:  # type: ignore[override]
+    async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = HANDSHAKE_S
         server: asyncio.Server = await super().create_server(*args, **options)
