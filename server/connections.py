@@ -7,7 +7,10 @@ rest of a head that was begun, for the rest of a body after the answer, and for 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+import socket
+from collections.abc import Callable
+from ssl import SSLContext
+from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -96,8 +99,11 @@ def bounded(connections_max: int, timeout_s: float) -> type[Connection]:
 class Loop(asyncio.SelectorEventLoop):
     """An event loop whose servers wait less than a minute for a TLS handshake, which uvicorn has no option for."""
 
-    async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
-        if options.get("ssl") is not None:
-            options["ssl_handshake_timeout"] = HANDSHAKE_S
-        server: asyncio.Server = await super().create_server(*args, **options)
-        return server
+    async def create_server(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.Protocol], *, sock: socket.socket, ssl: SSLContext | None,
+        backlog: int,
+    ) -> asyncio.Server:  # fmt: skip
+        timeout_s = None if ssl is None else HANDSHAKE_S
+        return await super().create_server(
+            protocol_factory, sock=sock, ssl=ssl, backlog=backlog, ssl_handshake_timeout=timeout_s
+        )
