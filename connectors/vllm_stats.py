@@ -28,6 +28,9 @@ OF_ALL_RANKS = frozenset(
         names.LOAD_FAILURES,
         names.CHECKSUM_FAILURES,
         names.GONE_CHUNKS,
+        names.AWAY_CHUNKS,
+        names.REREAD_CHUNKS,
+        names.STALE_READS,
         names.INDEX_ERRORS,
         FAULTS,
     }
@@ -67,6 +70,9 @@ HELP = {
     names.SKIPPED_REFUSED: "Chunks not saved because the codec cannot keep what they hold, such as NaN.",
     names.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
     names.GONE_CHUNKS: "Chunks whose segment file, or its end, was gone: evicted meanwhile, removed or cut short.",
+    names.AWAY_CHUNKS: "Chunks whose file was missing on shared storage though the index has it: kept, a miss.",
+    names.REREAD_CHUNKS: "Chunks read again through a new descriptor, because other nodes' writes may show late.",
+    names.STALE_READS: "Chunks that were not as written when read again: a miss, looked at once more a second later.",
     names.INDEX_ERRORS: "Operations that the index did not answer.",
     names.EVICTED_BYTES: "Bytes of segment sets that this engine evicted.",
     FAULTS: "Faults of the tier that were turned into misses.",
@@ -98,7 +104,8 @@ class KVTierStats(KVConnectorStats):
             "save GB/s": round(save_bytes / save_s / 1e9, 2) if save_s else 0.0,
         }
         troubles = (
-            names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.GONE_CHUNKS, names.INDEX_ERRORS, FAULTS,
+            names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.GONE_CHUNKS, names.AWAY_CHUNKS, names.STALE_READS,
+            names.INDEX_ERRORS, FAULTS,
             names.SKIPPED_QUEUE_FULL, names.SKIPPED_NO_SPACE, names.SKIPPED_FAILED, names.SKIPPED_REFUSED,
         )  # fmt: skip
         return shown | {name.replace("_", " "): int(self.data[name]) for name in troubles if self.data.get(name)}

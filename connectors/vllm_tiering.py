@@ -62,6 +62,9 @@ PREFIX = "vllm:kv_offload_kvtier_"
 HELP: Mapping[str, str] = {
     metrics.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
     metrics.GONE_CHUNKS: "Chunks whose segment file, or its end, was gone: evicted meanwhile, removed or cut short.",
+    metrics.AWAY_CHUNKS: "Chunks whose file was missing on shared storage though the index has it: kept, a miss.",
+    metrics.REREAD_CHUNKS: "Chunks read again through a new descriptor, because other nodes' writes may show late.",
+    metrics.STALE_READS: "Chunks that were not as written when read again: a miss, looked at once more a second later.",
     metrics.LOAD_FAILURES: "Loads from kvtier that failed in part or whole; what was not loaded is computed.",
     metrics.INDEX_ERRORS: "Operations that kvtier's index did not answer.",
     metrics.SKIPPED_NO_SPACE: "Chunks not stored because there was no space.",

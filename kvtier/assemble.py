@@ -46,7 +46,7 @@ from kvtier.saves import SaveBounds
 from kvtier.signing import Signer
 from kvtier.sizes import exact
 from kvtier.store import Store
-from kvtier.tiers.segments import SegmentFolders, direct_io_works
+from kvtier.tiers.segments import SegmentFolders, Sharing, direct_io_works
 from kvtier.transfer import Transfer, TransferJobs, Upkeep
 from kvtier.worker import Quarantine, Worker, arena_slot_bytes
 
@@ -208,7 +208,7 @@ def open_transfer(
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)
     files = SegmentFolders(
-        root.folder, direct, check, engines.ring.forget, partial(is_in_place, root), flushes_segments(settings, root)
+        root.folder, direct, check, engines.ring.forget, partial(is_in_place, root), sharing_of(settings, root)
     )
     index = open_index(settings, root, metrics, is_engines=True)
     worker = Worker(
@@ -260,8 +260,8 @@ def _admissions(settings: Settings, device: str) -> Admissions:
     return Admissions(Admission(settings.hbm.admit if settings.hbm.arena_bytes else "never"), host)
 
 
-def flushes_segments(settings: Settings, root: Root) -> bool:
-    """Whether segments are flushed (fdatasync) before their records are published, so that other nodes read them."""
+def sharing_of(settings: Settings, root: Root) -> Sharing:
+    """What holds of the root's files between the nodes that share it, by its file system and io.fdatasync."""
     found = file_system_of(root.folder)
     flushes = found.is_flushed(settings.io.fdatasync)
     if flushes:
@@ -272,7 +272,7 @@ def flushes_segments(settings: Settings, root: Root) -> bool:
                     "to auto unless only this node uses the root", root.path, found.kind)  # fmt: skip
     if found.nfs_fix is not None:
         log.warning("%s: %s", root.path, found.nfs_fix)
-    return flushes
+    return Sharing(flushes, found.visibility is Visibility.FLUSHED, found.visibility is not Visibility.LOCAL)
 
 
 def use_direct_io(settings: Settings, root: Root) -> bool:

@@ -20,6 +20,7 @@ from kvtier.keep import HostKeeper
 from kvtier.kernels.paged import SlabRun
 from kvtier.order import Mark
 from kvtier.plan import LoadChunk
+from kvtier.rechecks import Rechecks
 from kvtier.repeated_log import RepeatedLog
 from kvtier.sources import Source, end_of
 from kvtier.worker import ChunkArena, Worker
@@ -45,6 +46,7 @@ class Fetch:
     held: what must stay until the bytes have arrived: open segments, or the lease of a host slot.
     landing: slot of the host arena that signed bytes are read into and looked at, before they go up; -1: none.
     copied: when a copy from the host arena is done. is_verified: the checksums were seen to match; bad: where not.
+    was_reread: read again already, because what came first may have been stale.
     """
 
     chunk: LoadChunk
@@ -58,6 +60,7 @@ class Fetch:
     copied: Mark = None
     awaited: threading.Event | None = None
     is_verified: bool = False
+    was_reread: bool = False
     bad: tuple[Source, ...] = ()
 
 
@@ -93,7 +96,8 @@ class Fetcher:
             if not self._begin(namespace, fetch, slot_timeout_s):
                 return False
         if fetch.reads is not None:
-            self._files.wait(fetch.reads, deadline_s)
+            while not self._files.wait(fetch.reads, deadline_s):
+                self._read_anew(namespace, fetch)
             self._end_reads(fetch)
         return True
 
@@ -125,8 +129,15 @@ class Fetcher:
 
     def reject(self, namespace: bytes, fetch: Fetch) -> None:
         """The bytes are bad. A copy is forgotten, to be read again; raises FetchFailed where they came from files."""
-        self._worker.metrics.add(names.CHECKSUM_FAILURES)
         bad, fetch.bad = fetch.bad, ()
+        if fetch.origin is Origin.FILES and self._files.may_be_stale():
+            if not fetch.was_reread:
+                self._read_anew(namespace, fetch)
+                return
+            for source in bad:
+                self._files.rechecks.add(namespace, fetch.chunk.key, source.location)
+            raise FetchFailed(f"{place_of(bad[0].location)}: a checksum does not match, also when it is opened again")
+        self._worker.metrics.add(names.CHECKSUM_FAILURES)
         if fetch.origin is Origin.FILES:
             for source in bad:
                 self._files.retract(fetch.chunk.key, source.location)
@@ -173,6 +184,10 @@ class Fetcher:
         cached = arena.lease(key)
         if cached is not None:  # else it was pushed out already
             keeper.keep(cached[0], key, cached[1], partial(arena.release, cached[0], key))
+
+    @property
+    def rechecks(self) -> Rechecks:
+        return self._files.rechecks
 
     def retract_gone(self, namespace: bytes, chunks: Sequence[LoadChunk]) -> None:
         """See FileReader."""
@@ -299,6 +314,17 @@ class Fetcher:
             slot = fetch.landing
         fetch.reads = self._files.begin(namespace, fetch.chunk, slot, fetch.held)
         fetch.sources = fetch.reads.sources
+
+    def _read_anew(self, namespace: bytes, fetch: Fetch) -> None:
+        """Read the chunk once more into its slot, through new descriptors: what came may be stale."""
+        assert fetch.held is not None
+        self._worker.metrics.add(names.REREAD_CHUNKS)
+        fetch.was_reread = True
+        slot = fetch.landing if self._landing is not None and fetch.landing >= 0 else fetch.slot
+        try:
+            fetch.reads = self._files.begin(namespace, fetch.chunk, slot, fetch.held, anew=True)
+        except Corrupt as fault:
+            raise FetchFailed(str(fault)) from fault
 
     def _end_reads(self, fetch: Fetch) -> None:
         """All of the chunk has arrived."""

@@ -17,11 +17,14 @@ from kvtier.index.base import Location
 from kvtier.io.engines import Reads
 from kvtier.io.ring import AlignedBuffer, ReadOp
 from kvtier.plan import LoadChunk
+from kvtier.rechecks import Rechecks
 from kvtier.record import tags_in
 from kvtier.sources import Source, place_in_file, sources_of
-from kvtier.tiers.descriptors import OpenSegment
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.tiers.descriptors import GONE, OpenSegment
+from kvtier.tiers.segments import segment_name
 from kvtier.worker import Worker
+
+UNSIGNED = "it was not signed with this engine's secret"
 
 
 class FetchFailed(Exception):
@@ -44,6 +47,7 @@ class FileReads:
     batch: Reads
     begun_s: float
     pages: AlignedBuffer | None
+    is_reread: bool = False  # the segments were opened for these reads
 
 
 class FileReader:
@@ -54,18 +58,21 @@ class FileReader:
         self._signer = worker.io.signer
         is_staged = self._signer is not None and worker.host is not None
         self.arena = worker.host if is_staged and worker.host is not None else worker.arena
+        self.rechecks = Rechecks(worker)
+        self._sharing = worker.files.sharing
         self._stalled_until_s = 0.0
         self._sizes: dict[Extent, int] = {}
 
-    def begin(self, namespace: bytes, chunk: LoadChunk, slot: int, held: ExitStack) -> FileReads:
+    def begin(self, namespace: bytes, chunk: LoadChunk, slot: int, held: ExitStack, *, anew: bool = False) -> FileReads:
         """Submits the reads; the segments stay open until `held` is closed, which is not before they have ended.
+        anew: through descriptors that are opened for this.
 
         Raises FetchFailed, Corrupt, TierUnavailable; `held` is to be closed all the same.
         """
         begun_s = self._worker.clock()
         if begun_s < self._stalled_until_s:
             raise FetchFailed("the storage did not answer lately")
-        files = self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
+        self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
         located = entries.unpack(chunk.entry)
         for location in located:
             wanted_bytes = self._slab_bytes(location.extent)
@@ -79,7 +86,7 @@ class FileReader:
         if sources is None:
             self._retract_all(chunk, located)
             raise FetchFailed("its records do not make up this rank's share")
-        segments = [self._open(files, chunk.key, source.location, held) for source in sources]
+        segments = [self._open(namespace, chunk.key, source.location, held, anew) for source in sources]
         ops = [self._op(chunk.key, slot, part, segment) for part, segment in zip(sources, segments, strict=True)]
         engine, pages = self._worker.io.reader, None
         if self._signer is not None:
@@ -87,27 +94,37 @@ class FileReader:
             pages = AlignedBuffer(len(sources) * PAGE_BYTES)
             held.callback(pages.view.release)  # late bytes may land there until then
             ops += _page_ops(chunk.key, sources, segments, pages.address)
-        return FileReads(namespace, chunk.key, slot, sources, engine.submit(ops), begun_s, pages)
+        return FileReads(namespace, chunk.key, slot, sources, engine.submit(ops), begun_s, pages, anew)
 
     def have_arrived(self, reads: FileReads) -> bool:
         """Whether all of the chunk is in the slot by now."""
         return reads.batch.wait(0) and self._first_bad(reads) is None
 
-    def wait(self, reads: FileReads, deadline_s: float) -> None:
-        """Returns when all of the chunk is in the slot. Raises FetchFailed, then and if it takes too long."""
+    def wait(self, reads: FileReads, deadline_s: float) -> bool:
+        """Returns when all of the chunk is in the slot; False where what came may be stale, and is to be read anew.
+        Raises FetchFailed, then and if it takes too long."""
         if not reads.batch.wait(max(0.0, deadline_s - self._worker.clock())):
             self._note_stall(reads)
             raise FetchFailed("the storage does not answer in time")
         failed = self._first_bad(reads)
         if failed is None:
-            return
+            return True
         location, error, what = failed
+        if not reads.is_reread and error in (0, errno.ENODATA, *GONE) and self.may_be_stale(error):
+            return False
         if error not in (0, errno.ENODATA):
             raise FetchFailed(f"{place_of(location)}: {errno.errorcode.get(error, error)}")
+        if self.may_be_stale(error) and what != UNSIGNED:
+            self.rechecks.add(reads.namespace, reads.key, location)
+            raise FetchFailed(f"{place_of(location)}: {what}, also when it is opened again; it is kept for now")
         self.retract(reads.key, location)
         # A file that was cut short says nothing of the storage; bytes that are others do.
         self._worker.metrics.add(names.GONE_CHUNKS if error else names.CHECKSUM_FAILURES)
         raise (SegmentGone if error else FetchFailed)(f"{place_of(location)}: {what}")
+
+    def may_be_stale(self, error: int = 0) -> bool:
+        """Whether a read that ended with `error` (0: with other bytes) tells nothing yet of what is stored."""
+        return self._sharing.may_be_away if error else self._sharing.may_be_stale
 
     def _retract_all(self, chunk: LoadChunk, located: Sequence[Location]) -> None:
         """Records that overlap, being of unlike cuts, and so do not fit the slot together, all go: nobody saves the
@@ -123,6 +140,8 @@ class FileReader:
         files = self._worker.files(namespace)
         if not files.is_there():
             return
+        if self._sharing.may_be_away:
+            chunks = self._of_removed_sets(chunks)
         there: dict[tuple[int, int], int] = {}
         for chunk in chunks:
             for location in entries.locations_of(chunk.entry):
@@ -132,6 +151,20 @@ class FileReader:
                 if there[segment] < place_in_file(location).stop:
                     self.retract(chunk.key, location)
 
+    def _of_removed_sets(self, chunks: Sequence[LoadChunk]) -> list[LoadChunk]:
+        """Those of the chunks none of whose sets the index knows any more."""
+        sets_of = {chunk.key: {at.set_id for at in entries.locations_of(chunk.entry)} for chunk in chunks}
+        known = self._known_sets(set().union(*sets_of.values()))
+        return [chunk for chunk in chunks if not sets_of[chunk.key] & known]
+
+    def _known_sets(self, set_ids: set[int]) -> set[int]:
+        """Those of the sets that the index has; all while it does not answer."""
+        try:
+            return {info.set_id for info in self._worker.index.some_sets(set_ids)}
+        except IndexUnavailable:
+            self._worker.metrics.add(names.INDEX_ERRORS)
+            return set_ids
+
     def retract(self, key: bytes, location: Location) -> None:
         """What is bad or gone is not offered again (compare-and-delete: never another writer's record)."""
         try:
@@ -139,21 +172,39 @@ class FileReader:
         except IndexUnavailable:
             self._worker.metrics.add(names.INDEX_ERRORS)
 
-    def _open(self, files: SegmentFiles, key: bytes, location: Location, held: ExitStack) -> OpenSegment:
-        try:
-            segment = files.lease(location.set_id, location.rank)
-        except Corrupt:
-            self.retract(key, location)
-            raise
+    def _open(self, namespace: bytes, key: bytes, location: Location, held: ExitStack, anew: bool) -> OpenSegment:
+        segment = self._lease(namespace, key, location, anew)
         if segment is None:
+            name = segment_name(location.set_id, location.rank)
+            if self._sharing.may_be_away and self._known_sets({location.set_id}):
+                self._worker.metrics.add(names.AWAY_CHUNKS)
+                raise FetchFailed(f"{name} is missing, and the index has its set: is part of the storage down?")
             self.retract(key, location)
             self._worker.metrics.add(names.GONE_CHUNKS)
-            raise SegmentGone(f"segment {location.set_id:016x}-{location.rank:04d} is gone")
+            raise SegmentGone(f"{name} is gone")
         held.callback(segment.release)
+        if anew:
+            self._worker.io.reopen(segment.fd)
         if not segment.header.has_slot(location.slot, location.extent, location.slab_bytes):
             self.retract(key, location)
             raise FetchFailed(f"{place_of(location)}: that segment has no such records")
         return segment
+
+    def _lease(self, namespace: bytes, key: bytes, location: Location, anew: bool) -> OpenSegment | None:
+        """Raises Corrupt, TierUnavailable, FetchFailed."""
+        files = self._worker.files(namespace)
+        try:
+            if anew:
+                return files.lease_anew(location.set_id, location.rank)
+            return files.lease(location.set_id, location.rank)
+        except Corrupt as fault:
+            if not self.may_be_stale():
+                self.retract(key, location)
+                raise
+            if not anew:
+                return self._lease(namespace, key, location, anew=True)
+            self.rechecks.add(namespace, key, location)
+            raise FetchFailed(f"{fault}; it is kept for now, for it may be seen too early") from fault
 
     def _op(self, key: bytes, slot: int, source: Source, segment: OpenSegment) -> ReadOp:
         arena = self.arena
@@ -173,7 +224,7 @@ class FileReader:
                 return sources[number % len(sources)].location, result.error, what
         for number, source in enumerate(sources if self._signer is not None else ()):
             if not self._is_ours(reads, number, source):
-                return source.location, 0, "it was not signed with this engine's secret"
+                return source.location, 0, UNSIGNED
         return None
 
     def _is_ours(self, reads: FileReads, number: int, source: Source) -> bool:

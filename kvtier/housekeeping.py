@@ -22,6 +22,7 @@ from pathlib import Path
 
 from kvtier.errors import Corrupt, KVTierError, TierUnavailable
 from kvtier.index.base import Index, Location, SetInfo, slots_used
+from kvtier.io.filesystem import Visibility, file_system_of
 from kvtier.read_back import HeldUp, ReadBack
 from kvtier.removal import Remover
 from kvtier.root import NAMESPACE_FILE, namespace_folders, remove_leftovers
@@ -32,6 +33,10 @@ log = logging.getLogger("kvtier")
 
 SWEPT_NOTE = "swept"
 _TIME = struct.Struct("<d")
+MISSING_NOTE = "missing"
+_MISSING = struct.Struct("<Qd")
+MISSING_SETS_MAX = 1024  # sets without files that are remembered between two looks
+MISSING_GRACE_S = 600.0  # time between two looks that found no file of a set, before the set is removed, seconds
 LOOKED_INTO_MAX = 1024
 """Closed sets in one sweep."""
 ORPHAN_GRACE_S = 600.0
@@ -82,6 +87,7 @@ class Housekeeper:
         self.clock = clock
         self.look_at_root: Callable[[], object] = lambda: None
         self._lease = SweepLease(index, owner, lambda: self.clock())
+        self._may_be_away = file_system_of(folder).visibility is not Visibility.LOCAL
         self._read_back = ReadBack(index, self._lease, lambda: self.clock(), lambda: self.look_at_root())
 
     def sweep(self) -> None:
@@ -99,11 +105,13 @@ class Housekeeper:
                 on_disk.update(files.set_bytes())
                 self._settle_orphans(files, known)
             self.look_at_root()  # it may have gone while its folders were listed
+            if self._may_be_away and (known.keys() - on_disk.keys() or self._index.notes(MISSING_NOTE, self.clock())):
+                self._remove_lost()
             looked_into = self._next_closed(known)
             for info in known.values():
                 self._lease.renew()
                 if info.is_open or info.set_id in looked_into or on_disk.get(info.set_id, 0) != info.n_bytes:
-                    self._settle(info, on_disk.get(info.set_id, 0))
+                    self._settle(info, on_disk.get(info.set_id))
             remove_leftovers(self._folder, self.clock() - ORPHAN_GRACE_S)
             self._index.put_note(SWEPT_NOTE, _TIME.pack(self.clock()), None)
         finally:
@@ -199,9 +207,12 @@ class Housekeeper:
         return Rebuilt(total, records, tuple(unreadable), self._remove_lost(), taken_out.gone, taken_out.bad)
 
     def _remove_lost(self) -> int:
-        """Takes sets without files out of the index; how many."""
+        """Take sets without files out of the index; return how many. Where files may be away for a while, only those
+        that an earlier look missed too, MISSING_GRACE_S ago or longer."""
         unwritten = {info.set_id for info in self._index.sets() if not self._is_written(info)}
         missing = unwritten - self._on_disk()  # listed after the sets: a set is registered before it has files
+        if self._may_be_away:
+            missing = self._missing_for_long(missing)
         self.look_at_root()
         for set_id in missing:
             self._index.take_over(set_id)
@@ -211,6 +222,18 @@ class Housekeeper:
             self._index.remove_set(set_id)
         return len(lost)
 
+    def _missing_for_long(self, missing: set[int]) -> set[int]:
+        """Note in the index since when each of the sets has been missing; return those that are for long."""
+        note, now_s = self._index.notes(MISSING_NOTE, self.clock()).get(MISSING_NOTE, b""), self.clock()
+        known = dict(_MISSING.iter_unpack(note)) if len(note) % _MISSING.size == 0 else {}
+        since = {set_id: min(known.get(set_id, now_s), now_s) for set_id in missing}
+        oldest = sorted(since.items(), key=lambda found: found[1])[:MISSING_SETS_MAX]
+        if oldest:
+            self._index.put_note(MISSING_NOTE, b"".join(_MISSING.pack(*found) for found in oldest), None)
+        elif note:
+            self._index.drop_note(MISSING_NOTE)
+        return {set_id for set_id, since_s in oldest if now_s - since_s >= MISSING_GRACE_S}
+
     def _on_disk(self) -> set[int]:
         """The sets that have a segment."""
         return {set_id for files in self._namespaces() for set_id, _ in files.ids()}
@@ -219,7 +242,8 @@ class Housekeeper:
         """Whether a living engine may still add records to the set."""
         return info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
 
-    def _settle(self, info: SetInfo, n_bytes: int) -> None:
+    def _settle(self, info: SetInfo, n_bytes: int | None) -> None:
+        """n_bytes: what its files take; None where there are none."""
         if self._is_written(info):
             return
         lapses = self._lease.lapses
@@ -235,6 +259,10 @@ class Housekeeper:
         if not members:
             self._remover.remove(info)
             return
+        if n_bytes is None:
+            if self._may_be_away:
+                return  # it is booked, and closed, when its files are back
+            n_bytes = 0
         if info.is_open:
             if not self._lease.is_held_since(lapses):
                 return  # the next sweep closes it

@@ -327,7 +327,7 @@ class Saver:
             deadline_s = self._worker.clock() + self._worker.timeout_s
             batch = self._worker.io.ring.submit(ops)
             results = batch.results() if batch.wait(self._worker.timeout_s) else None
-            if results is not None and self._worker.files.flushes:
+            if results is not None and self._worker.files.sharing.flushes:
                 # Once a batch and file: other nodes may read nothing of it before.
                 files = sorted({op.fd for op, result in zip(ops, results, strict=True) if result.ok})
                 batch = self._worker.io.ring.submit([FlushOp(fd) for fd in files])

@@ -18,6 +18,7 @@ from kvtier.keep import HostKeeper
 from kvtier.loads import Loader
 from kvtier.metrics import Metrics
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
+from kvtier.rechecks import RECHECK_INTERVAL_S
 from kvtier.reports import ArenaFill, RankFigures
 from kvtier.saves import SaveBounds, Saver
 from kvtier.worker import Worker
@@ -71,10 +72,12 @@ class Transfer:
         self._worker = worker
         self._jobs = jobs
         self._upkeep = upkeep or Upkeep()
-        self._ticker: Ticker | None = None
+        self._tickers: list[Ticker] = []
         self._saver = Saver(worker, jobs.lower, jobs.save, bounds, admit)
         keeper = None if worker.host is None else HostKeeper(worker, worker.host, jobs.keep, admit.host)
-        self._loader = Loader(worker, jobs.load, Fetcher(worker, admit.arena, keeper))
+        fetcher = Fetcher(worker, admit.arena, keeper)
+        self._rechecks = fetcher.rechecks
+        self._loader = Loader(worker, jobs.load, fetcher)
 
     @property
     def metrics(self) -> Metrics:
@@ -122,7 +125,9 @@ class Transfer:
     def start(self) -> None:
         """Tidies in the background until `close`."""
         self._upkeep.begin()
-        self._ticker = Ticker("tidy", TIDY_INTERVAL_S, self.tidy)
+        self._tickers.append(Ticker("tidy", TIDY_INTERVAL_S, self.tidy))
+        if self._worker.files.sharing.may_be_away:
+            self._tickers.append(Ticker("recheck", RECHECK_INTERVAL_S, self._rechecks.run))
 
     def tidy(self) -> None:
         """Takes back slots of I/O that hung and has returned; lets go of segments that were evicted."""
@@ -138,8 +143,8 @@ class Transfer:
 
     def close(self) -> None:
         """Ends the background work; what is still queued is dropped. Call `drain` first."""
-        if self._ticker is not None:
-            self._ticker.close(CLOSE_TIMEOUT_S)
+        for ticker in self._tickers:
+            ticker.close(CLOSE_TIMEOUT_S)
         self._upkeep.stop()
         for jobs in self._jobs:
             jobs.close()

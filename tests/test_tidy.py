@@ -25,6 +25,7 @@ LAYERS = (
     ("kvtier.store", "kvtier.transfer", "kvtier.indexes"),
     ("kvtier.keeper", "kvtier.kept_costs", "kvtier.lookups", "kvtier.saves", "kvtier.own_segments", "kvtier.lower",
      "kvtier.loads", "kvtier.load_walk", "kvtier.fetch", "kvtier.fetch_files", "kvtier.keep", "kvtier.worker",
+     "kvtier.rechecks",
      "kvtier.memory", "kvtier.mount", "kvtier.pinned_segments", "kvtier.housekeeping",
      "kvtier.read_back", "kvtier.sweep_lease", "kvtier.evictor",
      "kvtier.removal", "kvtier.capacity_watch",

@@ -35,6 +35,11 @@ class Engines(NamedTuple):
     ring: Ring
     signer: Signer | None = None
 
+    def reopen(self, fd: int) -> None:
+        """Read the file of this descriptor, which was just opened, through no handle that was opened before."""
+        if isinstance(self.reader, KvikioReader):
+            self.reader.reopen(fd)
+
     def close_unused(self) -> None:
         """Lets go of files that were not read lately, so that the space of evicted ones becomes free."""
         if isinstance(self.reader, KvikioReader):

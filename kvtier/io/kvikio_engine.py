@@ -199,6 +199,10 @@ class KvikioReader:
         self._returns.give(self, self._kvikio.bounce_buffer_free)
         return not self._is_registered
 
+    def reopen(self, fd: int) -> None:
+        """Read this file through a new handle from now on: an open one may show stale bytes."""
+        self._files.reopen(fd)
+
     def close_unused(self) -> None:
         """Closes files that were evicted or long unused."""
         self._files.close_unused(0.0)

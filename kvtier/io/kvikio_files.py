@@ -62,7 +62,7 @@ class OpenFiles:
         self._returns = returns
         self._lock = lock
         self._clock = clock
-        self._files: dict[tuple[int, int], OpenFile] = {}
+        self._files: dict[tuple[int, ...], OpenFile] = {}
         self._swept_s = clock()
 
     def open(self, fd: int) -> OpenFile:
@@ -88,6 +88,19 @@ class OpenFiles:
         """One user less. Under the lock."""
         file.users -= 1
         file.used_s = self._clock()
+
+    def reopen(self, fd: int) -> None:
+        """Have the next `open` of this file open it anew: an open handle may show bytes from before another node
+        wrote."""
+        try:
+            found = os.fstat(fd)
+        except OSError:
+            return
+        key = (found.st_dev, found.st_ino)
+        with self._lock:
+            file = self._files.pop(key, None)
+            if file is not None:
+                self._files[*key, id(file)] = file  # found by nobody, and closed when it is unused
 
     def close_unused(self, interval_s: float) -> None:
         """Closes files that were evicted (open, they keep their space on the disk) or long unused.
@@ -128,7 +141,7 @@ class OpenFiles:
             file.users += 1
             return file
 
-    def _close(self, key: tuple[int, int], file: OpenFile) -> None:
+    def _close(self, key: tuple[int, ...], file: OpenFile) -> None:
         with self._lock:
             if file.users or self._files.get(key) is not file:
                 return

@@ -78,6 +78,14 @@ class Descriptors:
         self._close_all(self._excess())
         return segment
 
+    def lease_anew(self, name: Name) -> OpenSegment | None:
+        """As `lease`, through a descriptor that is opened after this call: an open one may show stale bytes."""
+        segment = self._take(name)
+        if segment is not None:
+            self._forget(name, segment)
+            segment.release()
+        return self.lease(name)
+
     def close_unlinked(self) -> None:
         """Lets go of files that were evicted: as long as they are open, they keep their space on the disk."""
         self._forget_those(lambda segment: segment.is_unlinked() is True)

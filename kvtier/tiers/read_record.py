@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import Enum
 
 from kvtier.checksum import slab_seed
 from kvtier.errors import Corrupt, TierUnavailable
@@ -20,38 +21,46 @@ RECORD_BYTES_MAX = 4 << 30
 _PAIR_BYTES = 8
 
 
-def is_as_summed(files: SegmentFiles, key: bytes, location: Location) -> bool:
-    """Whether the slabs at `location` have its checksums under the chunk's key. False where the segment is gone, or has
-    no such record; True also where it can't be read for now, or is larger than any record: that tells nothing."""
+class Verdict(Enum):
+    """What was found at a record's place. UNKNOWN: it can't be read for now, or is larger than any record."""
+
+    AS_SUMMED = 0
+    OTHER = 1  # other bytes, or a file that is no such segment or ends before
+    GONE = 2  # no such file
+    UNKNOWN = 3
+
+
+def judge(files: SegmentFiles, key: bytes, location: Location) -> Verdict:
+    """Read the slabs at `location`, through a descriptor that is opened now, and compare them with its checksums."""
     try:
-        segment = files.lease(location.set_id, location.rank)
+        segment = files.lease_anew(location.set_id, location.rank)
     except TierUnavailable:
-        return True
+        return Verdict.UNKNOWN
     except Corrupt:
-        return False
+        return Verdict.OTHER
     if segment is None:
-        return False
+        return Verdict.GONE
     try:
-        return _is_as_summed(segment, key, location)
+        return _judge(segment, key, location)
     except OSError:
-        return True
+        return Verdict.UNKNOWN
     finally:
         segment.release()
 
 
-def _is_as_summed(segment: OpenSegment, key: bytes, location: Location) -> bool:
+def _judge(segment: OpenSegment, key: bytes, location: Location) -> Verdict:
     header, extent = segment.header, location.extent
     if not header.has_slot(location.slot, extent, location.slab_bytes):
-        return False
+        return Verdict.OTHER
     if record_bytes(extent, header.slab_bytes) > RECORD_BYTES_MAX:
-        return True
+        return Verdict.UNKNOWN
     buffer = AlignedBuffer(min(PIECE_BYTES, header.slab_bytes))
     start = header.slot_offset(location.slot) + PAGE_BYTES
     for number, expected in enumerate(location.checksums):
         seed = slab_seed(key, extent.first_head + number, extent.first_layer)
         if _sum(segment.fd, start + number * header.slab_bytes, header.slab_bytes, seed, buffer) != expected:
-            return False
-    return True
+            return Verdict.OTHER
+    return Verdict.AS_SUMMED
 
 
 def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) -> int | None:

@@ -12,9 +12,11 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
@@ -42,6 +44,19 @@ def parse_segment_name(name: str) -> tuple[int, int] | None:
     except ValueError:
         return None
     return parsed if rank.isdigit() and segment_name(*parsed) == name else None  # int() takes signs and blanks too
+
+
+class Sharing(NamedTuple):
+    """What holds of a root's files between the nodes that share it.
+
+    flushes: segments are flushed (fdatasync) before what was written to them is published.
+    may_be_stale: a read may show what was there before another node wrote.
+    may_be_away: a file may be missing, or shorter, as long as a part of the storage is down.
+    """
+
+    flushes: bool = False
+    may_be_stale: bool = False
+    may_be_away: bool = False
 
 
 class NeverBegun(Corrupt):
@@ -109,6 +124,15 @@ class SegmentFiles:
         in another one, as on a mount that is away: what lies there is not gone.
         """
         return self._descriptors.lease((set_id, rank))
+
+    def lease_anew(self, set_id: int, rank: int) -> OpenSegment | None:
+        """As `lease`, through a descriptor that is opened after this call and without what the page cache has: both may
+        hold bytes from before another node wrote."""
+        segment = self._descriptors.lease_anew((set_id, rank))
+        if segment is not None:
+            with suppress(OSError):  # a file system without page cache
+                os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return segment
 
     def is_there(self) -> bool:
         """Whether the folder is, in the root that was opened: else nothing in it is gone."""
@@ -261,7 +285,7 @@ class SegmentFolders:
 
     check: raises TierUnavailable when a namespace is none that may be used here; asked until it does not.
     before_close, is_in_place: see SegmentFiles.
-    flushes: whether a segment is to be flushed before what was written to it is published.
+    sharing: what holds of the files between nodes.
     """
 
     def __init__(
@@ -271,9 +295,9 @@ class SegmentFolders:
         check: Callable[[bytes], None] = lambda namespace: None,
         before_close: Callable[[int], None] = lambda fd: None,
         is_in_place: Callable[[], bool] = lambda: True,
-        flushes: bool = False,
+        sharing: Sharing = Sharing(),  # noqa: B008 - immutable
     ) -> None:
-        self.flushes = flushes
+        self.sharing = sharing
         self._folder = folder
         self._is_in_place = is_in_place
         self._before_close = before_close
@@ -290,7 +314,7 @@ class SegmentFolders:
         self._check(namespace)
         with self._lock:
             folder = self._folder / namespace.hex()
-            made = SegmentFiles(folder, self._direct, self._before_close, self._is_in_place, self.flushes)
+            made = SegmentFiles(folder, self._direct, self._before_close, self._is_in_place, self.sharing.flushes)
             return self._known.setdefault(namespace, made)
 
     def close_unlinked(self) -> None:

@@ -182,7 +182,7 @@ class LazyEngine(Engine):
         self._admissions = Admissions(Admission(hbm_admit), Admission(admit))
         self._bounds = SaveBounds(staging_slots // 2, hbm_slots)
         self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
-        transfer._ticker.close(1.0)  # type: ignore[union-attr]
+        transfer._tickers[0].close(1.0)
         for jobs in transfer._jobs:
             jobs.close()
 

@@ -164,8 +164,8 @@ def cut_off(engine: Engine) -> None:
     assert ticker is not None
     ticker.close(5.0)
     for transfer in engine.transfers:
-        if transfer._ticker is not None:
-            transfer._ticker.close(1.0)
+        for ticker in transfer._tickers:
+            ticker.close(1.0)
         for jobs in transfer._jobs:
             jobs.close()
         transfer._worker.io.close()

@@ -130,6 +130,26 @@ def test_evicted_files_are_let_go(
     assert kvikio.opened[0].closed
 
 
+def test_a_file_is_opened_anew_when_its_bytes_may_be_stale(
+    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
+) -> None:
+    path = tmp_path / "segment"
+    content(path, SLAB * SLABS)
+    release = threading.Event()
+    kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
+    with path.open("rb") as file, path.open("rb") as anew:
+        first = reader.submit([op_of(file.fileno(), target)])
+        reader.reopen(anew.fileno())
+        second = reader.submit([op_of(anew.fileno(), target, 1)])
+        assert len(kvikio.opened) == 2 and not kvikio.opened[0].closed
+        release.set()
+        assert first.wait(TIMEOUT_S) and second.wait(TIMEOUT_S)
+        third = reader.submit([op_of(anew.fileno(), target, 1)])
+        assert third.wait(TIMEOUT_S) and len(kvikio.opened) == 2
+    assert reader.close()
+    assert all(file.closed for file in kvikio.opened)
+
+
 def test_files_long_unused_are_closed(kvikio: FakeKvikio, target: AlignedBuffer, tmp_path: Path) -> None:
     now = [0.0]
     reader = KvikioReader((target.address, target.n_bytes), load=lambda: kvikio, clock=lambda: now[0])

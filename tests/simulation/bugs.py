@@ -129,7 +129,8 @@ def published_before_the_write_is_done(original: Any, saver: Saver, plan: Any, f
 
 @planted(Saver, "_write_records", "shared_disk")
 def published_before_the_flush(original: Any, saver: Saver, *args: Any) -> Any:
-    saver._worker.files.flushes = False
+    files = saver._worker.files
+    files.sharing = files.sharing._replace(flushes=False)
     return original(saver, *args)
 
 

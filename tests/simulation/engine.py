@@ -38,7 +38,7 @@ from kvtier.root import check_namespace, open_namespace
 from kvtier.saves import SaveBounds
 from kvtier.store import Store
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.segments import SegmentFolders
+from kvtier.tiers.segments import SegmentFolders, Sharing
 from kvtier.transfer import Transfer, TransferJobs
 from kvtier.worker import ChunkArena, Quarantine, Worker, arena_slot_bytes
 from tests.simulation.index import SimIndex
@@ -212,7 +212,7 @@ class EngineProcess:
             self._open_index(rng, metrics),
             SegmentFolders(
                 place.root.folder, False, lambda named: check_namespace(place.root, self.namespace, named),
-                flushes=place.disk.is_shared,
+                sharing=Sharing(place.disk.is_shared, place.disk.is_shared, place.disk.is_shared),
             ),
             Quarantine(), metrics, TIMEOUT_S, self._monotonic,
         )  # fmt: skip

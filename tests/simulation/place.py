@@ -66,7 +66,7 @@ ON_MACHINE = (
     (kvtier.reports, "socket", socket),
 )
 ON_DISK = (kvtier.housekeeping, kvtier.tiers.descriptors, kvtier.tiers.read_record, kvtier.tiers.segments)
-LOCAL_DISK = FileSystem("ext4", False, "/")
+LOCAL_DISK, SHARED_DISK = FileSystem("ext4", False, "/"), FileSystem("nfs4", True, "/")
 
 
 @dataclass(eq=False)
@@ -115,7 +115,8 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         for module, name, real in ON_MACHINE:
             put(module, name, OwnThread(machine, real))
         put_function(SegmentFiles, "unlink", meeting(disk, SegmentFiles.unlink))
-        put_function(kvtier.tiers.segments, "file_system_of", lambda path: LOCAL_DISK)
+        for module in (kvtier.housekeeping, kvtier.tiers.segments):
+            put_function(module, "file_system_of", lambda path: SHARED_DISK if disk.is_shared else LOCAL_DISK)
         put_function(kvtier.tiers.segments, "fallocate", calls.fallocate)
         put_function(kvtier.lookups, "_Question", ask)
         put_function(kvtier.reports, "_own_version", lambda: "simulated")
