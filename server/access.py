@@ -9,7 +9,7 @@ from fastapi.security import HTTPBearer
 
 from kvtier.admin.opened import Opened
 from kvtier.server.auth import CHALLENGE, Role
-from kvtier.server.problems import Refused
+from kvtier.server.problems import FIELD_ERRORS_MAX, WHERE_CHARS_MAX, Refused
 from kvtier.server.schemas import Problem
 from kvtier.server.service import Service
 
@@ -24,6 +24,7 @@ DESCRIPTIONS = {
     408: "The request did not come in time.",
     409: "It cannot be done as things are.",
     413: "The request is too large.",
+    415: "The body is sent as something else than application/json.",
     421: "Without a token, the service answers to the names of loopback only.",
     422: "The request does not fit the schema.",
     429: "Others are at it; try again.",
@@ -35,12 +36,19 @@ DESCRIPTIONS = {
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Documents these errors of a route, and those that any may have."""
-    every = (400, 401, 403, 405, 408, 413, 421, 500, 503, 504)
+    every = (400, 401, 403, 405, 408, 413, 421, 422, 500, 503, 504)
     schema = {"$ref": f"#/components/schemas/{Problem.__name__}"}
     return {
         status: {"description": DESCRIPTIONS[status], "content": {"application/problem+json": {"schema": schema}}}
         for status in sorted({*every, *statuses})
     }
+
+
+def no_parameters(request: Request) -> None:
+    """Refuses a query, for the route has none: whoever sends one believes that it does something."""
+    names = ", ".join(name[:WHERE_CHARS_MAX] for name in list(request.query_params)[:FIELD_ERRORS_MAX])
+    if names:
+        raise Refused(422, f"{request.url.path} takes no parameters in its query; unknown: {names}")
 
 
 def the_service(request: Request) -> Service:

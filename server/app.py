@@ -71,8 +71,8 @@ def make_routes(service: Service) -> FastAPI:
     )  # fmt: skip
     app.state.service = service
     add_handlers(app)
-    for routes in (routes_look, routes_change, routes_health):
-        app.include_router(routes.router)
+    for router in (routes_look.router, routes_look.paged, routes_change.router, routes_health.router):
+        app.include_router(router)
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     @app.api_route("/ui", methods=["GET", "HEAD"], include_in_schema=False)

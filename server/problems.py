@@ -19,6 +19,7 @@ from kvtier.server.schemas import FieldError, Problem
 log = logging.getLogger("kvtier")
 
 MEDIA_TYPE = "application/problem+json"
+JSON = "application/json"
 RETRY_AFTER_S = 2
 FIELD_ERRORS_MAX = 20
 WHERE_CHARS_MAX = 100
@@ -105,11 +106,14 @@ def _allowed(request: Request) -> str:
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
     """Says where, and what is wrong, but not what was sent: that may be somebody's prompt."""
+    if error.body and isinstance(error.body, bytes):  # FastAPI has not parsed it
+        return problem(415, "the body must be JSON: send the header Content-Type: application/json", {"Accept": JSON})
     found = [
         FieldError(where=".".join(map(str, one["loc"]))[:WHERE_CHARS_MAX], what=str(one["msg"]))
         for one in error.errors()[:FIELD_ERRORS_MAX]
     ]
-    return problem(422, f"things that are wrong with this request: {len(error.errors())}", errors=found)
+    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
+    return problem(422, f"{found[0].where}: {found[0].what}{more}", errors=found)
 
 
 async def _index_is_down(request: Request, fault: IndexUnavailable) -> Response:

@@ -1,10 +1,12 @@
-"""What the admin service takes. Unknown fields are refused, and nothing is converted: "5" is no number."""
+"""Bodies and parameters that the admin service takes. Unknown names are refused with the valid ones, and nothing in a
+body is converted: "5" is no number."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvtier.admin.answers import HexId
 from kvtier.admin.change import PIN_KEYS_MAX, PIN_LABEL_CHARS_MAX
@@ -14,6 +16,24 @@ from kvtier.config_capacity import TENANT_BYTES_MAX
 BYTES_MAX = 1 << 53
 """Beyond that a JSON number is not exact."""
 _SPACE = "73d5c1a90e2f44b68a11c09b27de5f03"
+
+
+NAMES_SHOWN_MAX = 5  # unknown names that an answer repeats
+NAME_CHARS_MAX = 50  # of each of them, characters
+
+
+class Named(BaseModel):
+    """Values by name, of which no other name is taken."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, values: object) -> object:
+        unknown = [str(name) for name in values if name not in cls.model_fields] if isinstance(values, dict) else []
+        if unknown:
+            names = ", ".join(name[:NAME_CHARS_MAX] for name in unknown[:NAMES_SHOWN_MAX])
+            context = {"names": names, "valid": ", ".join(cls.model_fields)}
+            raise PydanticCustomError("unknown_name", "unknown: {names}; valid names: {valid}", context)
+        return values
 
 
 def _request(*examples: dict[str, JsonValue]) -> ConfigDict:
@@ -45,7 +65,7 @@ Tenant = Annotated[
 ]
 
 
-class TokensToLookUp(BaseModel):
+class TokensToLookUp(Named):
     """Token ids of a prompt. namespace null: in all of them."""
 
     model_config = _request(
@@ -57,7 +77,7 @@ class TokensToLookUp(BaseModel):
     namespace: HexId | None = None
 
 
-class TextToLookUp(BaseModel):
+class TextToLookUp(Named):
     """A prompt's text, where the tokenizer of the engines can be had on the service's machine."""
 
     model_config = _request({"prompt": "The capital of France is"})
@@ -66,7 +86,17 @@ class TextToLookUp(BaseModel):
     namespace: HexId | None = None
 
 
-class PromptPrefix(BaseModel):
+def _kind(asked: object) -> str:
+    """Text only where there is no list of tokens, so that an answer speaks of one of the two."""
+    return "text" if isinstance(asked, dict) and "prompt" in asked else "tokens"
+
+
+ToLookUp = Annotated[
+    Annotated[TokensToLookUp, Tag("tokens")] | Annotated[TextToLookUp, Tag("text")], Discriminator(_kind)
+]
+
+
+class PromptPrefix(Named):
     """A prompt's first whole chunks."""
 
     model_config = _request({"namespace": _SPACE, "tokens": [128000, 791, 6864, 315, 9822, 374]})
@@ -75,7 +105,7 @@ class PromptPrefix(BaseModel):
     cache_salt: Salt = ""
 
 
-class Eviction(BaseModel):
+class Eviction(Named):
     """Which segment sets: those for which all that is given holds. n_bytes: no more than make up so much, the least
     valuable first. unused_s: not used for so long. prefix: that hold a part of it (and of other prompts: sets go as
     wholes). Sets that a living engine fills stay, and pinned ones: the answer counts them as `kept`."""
@@ -94,7 +124,7 @@ class Eviction(BaseModel):
         return all(value is None for value in given)
 
 
-class Clearing(BaseModel):
+class Clearing(Named):
     """All segment sets of a namespace, or of all. Those that a living engine fills stay."""
 
     model_config = _request({"namespace": _SPACE}, {"namespace": _SPACE, "include_pinned": True, "dry_run": False})
@@ -103,7 +133,7 @@ class Clearing(BaseModel):
     dry_run: bool = True
 
 
-class PinRequest(BaseModel):
+class PinRequest(Named):
     """What is not to be evicted: a namespace, or of it what holds a prefix; tokens, or the keys of its chunks.
     expires_in_s null: until it is removed."""
 
@@ -119,7 +149,7 @@ class PinRequest(BaseModel):
     expires_in_s: Seconds | None = None
 
 
-class Quota(BaseModel):
+class Quota(Named):
     """quota_bytes null: as much as there is, whatever the settings say."""
 
     model_config = _request({"quota_bytes": 500 << 30})

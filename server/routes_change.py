@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Depends, Path, Response
 
 from kvtier.admin import change
 from kvtier.admin.answers import Evicted, HexId, PinRow, QuotaList, VerifyJob
@@ -15,7 +15,7 @@ from kvtier.admin.verifying import TooMany
 from kvtier.config_capacity import TENANT_BYTES_MAX
 from kvtier.eviction.choice import Selection
 from kvtier.eviction.limits import namespace_note
-from kvtier.server.access import AnAdmin, TheRoot, TheService, problems
+from kvtier.server.access import AnAdmin, TheRoot, TheService, no_parameters, problems
 from kvtier.server.problems import RETRY_AFTER_S, Refused
 from kvtier.server.requests import Clearing, Eviction, PinRequest, PromptPrefix, Quota
 from kvtier.server.routes_look import JobId
@@ -23,14 +23,14 @@ from kvtier.server.service import Service
 
 log = logging.getLogger("kvtier")
 
-router = APIRouter(prefix="/api/v1")
+router = APIRouter(prefix="/api/v1", dependencies=[Depends(no_parameters)])
 
 Label = Annotated[str, Path(min_length=1, max_length=TENANT_BYTES_MAX, pattern=r"^[^/]+$")]
 NamespaceId = Annotated[HexId, Path()]
 PinId = Annotated[HexId, Path()]
 
 
-@router.post("/evict", summary="Evict segment sets", tags=["eviction"], responses=problems(404, 409, 422, 429))
+@router.post("/evict", summary="Evict segment sets", tags=["eviction"], responses=problems(404, 409, 415, 429))
 def evict(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Eviction) -> Evicted:
     """Removes segment sets, or with dry_run (the default) says which. The answer names what stays, and why."""
     if wanted.is_of_all and not wanted.dry_run:
@@ -46,7 +46,7 @@ def evict(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Eviction)
     "/clear",
     summary="Evict everything, or a whole namespace",
     tags=["eviction"],
-    responses=problems(404, 409, 422, 429),
+    responses=problems(404, 409, 415, 429),
 )
 def clear(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Clearing) -> Evicted:
     """Removes all segment sets of a namespace, or of all; with dry_run (the default) it says which. The answer names
@@ -56,7 +56,7 @@ def clear(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Clearing)
 
 
 @router.post(
-    "/pins", summary="Pin a namespace or a prefix", tags=["pins"], status_code=201, responses=problems(404, 409, 422)
+    "/pins", summary="Pin a namespace or a prefix", tags=["pins"], status_code=201, responses=problems(404, 409, 415)
 )
 def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest) -> PinRow:
     """Keeps a namespace, or a prefix in it, from being evicted."""
@@ -83,7 +83,7 @@ def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest)
 
 @router.delete(
     "/pins/{pin_id}", summary="Remove a pin", tags=["pins"], status_code=204, response_class=Response,
-    responses=problems(404, 422),
+    responses=problems(404),
 )  # fmt: skip
 def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: PinId) -> None:
     """What it kept may be evicted again."""
@@ -93,7 +93,7 @@ def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: PinId) ->
     service.changed()
 
 
-@router.put("/quotas/tenants/{label}", summary="Set a tenant's quota", tags=["quotas"], responses=problems(409, 422))
+@router.put("/quotas/tenants/{label}", summary="Set a tenant's quota", tags=["quotas"], responses=problems(409, 415))
 def put_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label, wanted: Quota) -> QuotaList:
     """Wins over the settings. What is above it goes soon."""
     return _set_quota(opened, service, _tenant_note(label), wanted)
@@ -101,7 +101,7 @@ def put_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label:
 
 @router.delete(
     "/quotas/tenants/{label}", summary="Reset a tenant's quota", tags=["quotas"], status_code=204,
-    response_class=Response, responses=problems(404, 409, 422),
+    response_class=Response, responses=problems(404, 409),
 )  # fmt: skip
 def drop_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label) -> None:
     """Back to what the settings say."""
@@ -109,7 +109,7 @@ def drop_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label
 
 
 @router.put(
-    "/quotas/namespaces/{namespace}", summary="Set a namespace's quota", tags=["quotas"], responses=problems(422)
+    "/quotas/namespaces/{namespace}", summary="Set a namespace's quota", tags=["quotas"], responses=problems(415)
 )
 def put_namespace_quota(
     role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId, wanted: Quota
@@ -120,7 +120,7 @@ def put_namespace_quota(
 
 @router.delete(
     "/quotas/namespaces/{namespace}", summary="Reset a namespace's quota", tags=["quotas"], status_code=204,
-    response_class=Response, responses=problems(404, 422),
+    response_class=Response, responses=problems(404),
 )  # fmt: skip
 def drop_namespace_quota(role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId) -> None:
     """Back to what the settings say."""
@@ -138,7 +138,7 @@ def start_verify(role: AnAdmin, service: TheService) -> VerifyJob:
     return job
 
 
-@router.post("/verify/{job_id}/cancel", summary="End a verify job", tags=["verify"], responses=problems(404, 422))
+@router.post("/verify/{job_id}/cancel", summary="End a verify job", tags=["verify"], responses=problems(404))
 def cancel_verify(role: AnAdmin, service: TheService, job_id: JobId) -> VerifyJob:
     """Ends it after the segment that it reads."""
     job = service.verifying.cancel(job_id)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Depends, Path, Query
+from pydantic import ConfigDict, Field
 
 from kvtier.admin.answers import (
     HexId,
@@ -24,20 +24,21 @@ from kvtier.admin.listing import PAGE_MAX, Filter, describe_set, list_sets
 from kvtier.admin.lookup import TOKENS_MAX, Prompt, UnknownNamespace, look_up
 from kvtier.admin.prompts import NoTokenizer
 from kvtier.reports import LABEL_CHARS_MAX
-from kvtier.server.access import TheRole, TheRoot, TheService, problems
+from kvtier.server.access import TheRole, TheRoot, TheService, no_parameters, problems
 from kvtier.server.auth import Role
 from kvtier.server.problems import Refused
-from kvtier.server.requests import Tenant, TextToLookUp, TokensToLookUp
+from kvtier.server.requests import Named, Tenant, TokensToLookUp, ToLookUp
 from kvtier.server.schemas import Deployment, History, Overview, Stats, Workers
 from kvtier.server.service import Service
 from kvtier.server.version import VERSION
 
-router = APIRouter(prefix="/api/v1")
+router = APIRouter(prefix="/api/v1", dependencies=[Depends(no_parameters)])
+paged = APIRouter(prefix="/api/v1")  # its query is checked by name
 
 JobId = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
 
 
-class SetQuery(BaseModel):
+class SetQuery(Named):
     """after: a set's id, as the page before said in `next_after`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -74,7 +75,7 @@ def workers(role: TheRole, service: TheService) -> Workers:
     return Workers(workers=seen.workers, unreadable=seen.unreadable_reports)
 
 
-@router.get("/workers/{owner}", summary="One engine", tags=["workers"], responses=problems(404, 422))
+@router.get("/workers/{owner}", summary="One engine", tags=["workers"], responses=problems(404))
 def worker(
     role: TheRole, service: TheService, owner: Annotated[str, Path(min_length=1, max_length=LABEL_CHARS_MAX)]
 ) -> Worker:
@@ -85,8 +86,8 @@ def worker(
     return found
 
 
-@router.post("/lookup", summary="What is stored of a prompt", tags=["lookup"], responses=problems(404, 409, 422))
-def lookup(role: TheRole, opened: TheRoot, service: TheService, asked: TokensToLookUp | TextToLookUp) -> LookupAnswer:
+@router.post("/lookup", summary="What is stored of a prompt", tags=["lookup"], responses=problems(404, 409, 415))
+def lookup(role: TheRole, opened: TheRoot, service: TheService, asked: ToLookUp) -> LookupAnswer:
     """How much of a prompt is stored, and where. Changes nothing, recency neither."""
     namespace = None if asked.namespace is None else bytes.fromhex(asked.namespace)
     try:
@@ -103,7 +104,7 @@ def lookup(role: TheRole, opened: TheRoot, service: TheService, asked: TokensToL
         raise Refused(409, str(fault)) from None
 
 
-@router.get("/segments", summary="Segment sets, by page", tags=["segments"], responses=problems(422))
+@paged.get("/segments", summary="Segment sets, by page", tags=["segments"], responses=problems())
 def segments(role: TheRole, opened: TheRoot, query: Annotated[SetQuery, Query()]) -> SetPage:
     """Segment sets by age, a page at a time."""
     namespace = None if query.namespace is None else bytes.fromhex(query.namespace)
@@ -111,7 +112,7 @@ def segments(role: TheRole, opened: TheRoot, query: Annotated[SetQuery, Query()]
     return list_sets(opened, wanted, -1 if query.after is None else int(query.after, 16), query.limit)
 
 
-@router.get("/segments/{set_id}", summary="One segment set", tags=["segments"], responses=problems(404, 422))
+@router.get("/segments/{set_id}", summary="One segment set", tags=["segments"], responses=problems(404))
 def segment_set(role: TheRole, opened: TheRoot, set_id: SetId) -> SetDetails:
     """One segment set, with its files."""
     found = describe_set(opened, int(set_id, 16))
@@ -138,7 +139,7 @@ def verify_jobs(role: TheRole, service: TheService) -> VerifyJobs:
     return VerifyJobs(jobs=service.verifying.all())
 
 
-@router.get("/verify/{job_id}", summary="One verify job", tags=["verify"], responses=problems(404, 422))
+@router.get("/verify/{job_id}", summary="One verify job", tags=["verify"], responses=problems(404))
 def verify_job(role: TheRole, service: TheService, job_id: JobId) -> VerifyJob:
     """How far it is, and what it found."""
     found = service.verifying.find(job_id)

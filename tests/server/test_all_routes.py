@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_the_document_says_of_each_operation_what_it_is_and_how_it_is_asked(
                 seen.add(operation["summary"])
                 if "requestBody" in operation:
                     schema = operation["requestBody"]["content"]["application/json"]["schema"]
-                    for one in schema.get("anyOf", [schema]):
+                    for one in schema.get("oneOf", [schema]):
                         for example in schemas[one["$ref"].rpartition("/")[2]]["examples"]:
                             url = path.format(label="search", namespace=served.filled.namespace)
                             answer = served.call(method.upper(), url, json=example)
@@ -161,9 +162,48 @@ def test_a_malformed_body(served: Serving, subtests: Subtests) -> None:
                     call.method, path, content=content, headers={"Content-Type": "application/json"}
                 )  # fmt: skip
                 assert_problem(answer, 400 if content.startswith(b"[[") else 422)
-        with subtests.test(call=str(call), content="text"):
-            text = served.call(call.method, path, content=b"tokens=1", headers={"Content-Type": "text/plain"})
-            assert_problem(text, 422)
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "nonsense", None):
+            with subtests.test(call=str(call), kind=kind):
+                headers = {} if kind is None else {"Content-Type": kind}
+                answer = served.call(call.method, path, content=json.dumps(body), headers=headers)
+                assert "Content-Type: application/json" in assert_problem(answer, 415)["detail"]
+                assert answer.headers["accept"] == "application/json"
+
+
+def test_an_unknown_name_is_answered_with_those_there_are(served: Serving, subtests: Subtests) -> None:
+    schemas = make_routes(served.service).openapi()["components"]["schemas"]
+    for call, name in (
+        ("evict", "Eviction"), ("clear", "Clearing"), ("pins", "PinRequest"), ("quotas/tenants/acme", "Quota"),
+        ("lookup", "TokensToLookUp"), ("lookup", "TextToLookUp"),
+    ):  # fmt: skip
+        with subtests.test(call=call, name=name):
+            (*_, body) = schemas[name]["examples"]
+            method = "PUT" if name == "Quota" else "POST"
+            answer = served.call(method, f"/api/v1/{call}", json={**body, "tokenz": "a secret", "x" * 500: 1})
+            said = assert_problem(answer, 422)
+            assert said["detail"].startswith("body") and said["detail"] == f"{said['errors'][0]['where']}: " + (
+                f"unknown: tokenz, {'x' * 50}; valid names: {', '.join(schemas[name]['properties'])}"
+            )
+            assert "secret" not in answer.text
+    wrong = served.call("POST", "/api/v1/evict", json={"prefix": {"namespace": "0" * 32, "token": [1]}})
+    assert (
+        assert_problem(wrong, 422)["detail"]
+        == "body.prefix: unknown: token; valid names: namespace, tokens, cache_salt"
+    )
+
+
+def test_a_parameter_that_does_nothing_is_refused(served: Serving, subtests: Subtests) -> None:
+    for call in CALLS:
+        path, body = call.made(served)
+        if not call.path.startswith("/api/v1/") or call.path.endswith("openapi.json"):
+            continue
+        with subtests.test(call=str(call)):
+            said = assert_problem(served.call(call.method, path, json=body, params={"tenent": "search"}), 422)
+            assert "tenent" in said["detail"] and (
+                "valid names: namespace, tenant, is_open, after, limit" in said["detail"]
+                if path == "/api/v1/segments"
+                else "takes no parameters" in said["detail"]
+            )
 
 
 def test_changes_are_written_to_the_log(
