@@ -8,7 +8,7 @@ import time
 import uuid
 from pathlib import Path
 
-from kvtier.plain_files import open_plain
+from kvtier.plain_files import hand_over, open_plain
 
 SMALL_FILE_BYTES_MAX = 1 << 20
 WAIT_FOR_WRITER_S = 2.0
@@ -81,7 +81,9 @@ def _create_exclusively(path: Path, content: bytes) -> None:
 
 
 def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    hand_over(path)
+    return descriptor
 
 
 def _fill(descriptor: int, content: bytes) -> None:

@@ -1,11 +1,19 @@
 """Whom a root belongs to, and where its index lies: `<root>/v1/owner.json`.
 
 An index that lives on one node knows nothing of what others write or evict, so a root with such an index is one
-node's alone. The file is written once, by whoever comes first:
+node's alone. The first process writes the file, and later ones only if the machine was started again since:
 
-    {"index_path": "index", "node": {"host": "gpu-07", "machine": "5d1c..."}}
+    {"index_path": "index", "node": {"boot": "0c9f...", "host": "gpu-07", "machine": "5d1c..."}}
 
 index_path: "index" for the one beside this file, which moves and is copied with the root; else absolute.
+
+A node is recognised (`is_recognised`) under any host name, which changes with each pod:
+
+1. by its boot id, which the kernel makes at each start: all containers of one host see the same one, and no other host;
+2. else by its machine id: after a restart. Containers and machines of one image may have it in common on different
+   hosts, but a local file system, in which the index stands beside the segments, is mounted on one of them at a time;
+3. an index outside of the root (that is on a network file system) must also be there, or the host name the same: the
+   path names another folder on another host, and in another container that does not mount it.
 
 A root whose index all nodes reach belongs to none of them, and has an id by which that index knows it again:
 
@@ -19,6 +27,7 @@ import os
 import socket
 import stat
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,16 +41,19 @@ from kvtier.once import create_once, read_small, replace_small
 OWNER_FILE = "owner.json"
 INSIDE = "index"
 MACHINE_ID_FILE = Path("/etc/machine-id")
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 LOCAL_STATE = Path("/var/tmp")
 """Local to the node and kept over a reboot: for what must not lie under a network root."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """machine: /etc/machine-id or one made up here once; host: its name (containers may share a machine id)."""
+    """machine: /etc/machine-id or one made up here once. host: its name. boot: the kernel's id of this start; "" in files
+    of releases that did not write it, and where there is no /proc."""
 
     machine: str
     host: str
+    boot: str = ""
 
     def __str__(self) -> str:
         return f"{self.host} ({self.machine})"
@@ -78,18 +90,41 @@ def this_node() -> Node:
             raise ConfigError(
                 "root", str(path), f"cannot keep an id of this node there: {error.strerror}; make it writable"
             ) from None
-    return Node(machine, socket.gethostname())
+    return Node(machine, socket.gethostname(), _boot_id())
 
 
-def private_folder() -> Path:
-    """This user's folder on the node's own disk, 0700. Raises ConfigError when somebody else has taken its name."""
-    folder = LOCAL_STATE / f"kvtier-{os.getuid()}"
+def _boot_id() -> str:
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        return BOOT_ID_FILE.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def is_recognised(folder: Path, theirs: Owner, node: Node | None) -> bool:
+    """Return whether `folder` was claimed by the node that `node` is. The rule stands at the top of this module."""
+    other = theirs.node
+    if other is None or node is None:
+        return other == node
+    if not (other.machine == node.machine or (other.boot == node.boot and node.boot)):
+        return False
+    is_inside = theirs.index_path in (None, folder / INSIDE)
+    is_same_place = (other.machine, other.host) == (node.machine, node.host)
+    return is_inside or is_same_place or (theirs.index_path is not None and theirs.index_path.is_dir())
+
+
+def private_folder(user: int | None = None) -> Path:
+    """A user's folder on the node's own disk, 0700. user: None for this one; another's only as root. Raises ConfigError
+    when somebody else has taken its name."""
+    user = os.getuid() if user is None else user
+    folder = LOCAL_STATE / f"kvtier-{user}"
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+            os.chown(folder, user, -1, follow_symlinks=False)
         found = folder.lstat()
     except OSError as error:
         raise ConfigError("index.path", str(folder), f"cannot make this folder: {error}; set index.path") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user:
         raise ConfigError("index.path", str(folder), "this folder is another user's; set index.path to one of yours")
     if found.st_mode & 0o077:
         folder.chmod(0o700)  # somebody made it by hand, or under a lax umask
@@ -101,23 +136,34 @@ def default_index_path(root: Path, folder: Path) -> Path:
     if not file_system_of(folder).is_network:
         return folder / INSIDE
     name = blake3(os.path.realpath(root).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    return private_folder() / "index" / name
+    # Root looks where the engines' user has it.
+    user = os.stat(folder).st_uid if os.geteuid() == 0 and folder.exists() else None
+    return private_folder(user) / "index" / name
 
 
 def claim(folder: Path, mine: Owner) -> None:
     """Takes `folder` for this node, or agrees with the process of this node that did. Raises ConfigError, OSError."""
     path = folder / OWNER_FILE
     theirs = _parse(path, create_once(path, mine.to_json(folder)))
+    check_claim(folder, theirs, mine)
+    has_new_index = mine.index_path is not None and theirs.index_path is None
+    if has_new_index or _boot_of(theirs) != _boot_of(mine):  # the next pod may be known by the boot alone
+        replace_small(path, Owner(mine.node, mine.index_path or theirs.index_path).to_json(folder))
+
+
+def check_claim(folder: Path, theirs: Owner, mine: Owner) -> None:
+    """Raises ConfigError unless who says `mine` may use a folder of which owner.json says `theirs`. Writes nothing."""
     _check_node(folder, theirs, mine.node)
-    if mine.index_path is None or theirs.index_path == mine.index_path:
-        return
-    if theirs.index_path is not None:
+    if None not in (mine.index_path, theirs.index_path) and theirs.index_path != mine.index_path:
         fix = (
             f"the index of root {folder.parent} lies in {theirs.index_path}; two would not know of each other. Set "
-            f"index.path to that, or, to move it, stop all engines on this root and remove {path}"
+            f"index.path to that, or, to move it, stop all engines on this root and remove {folder / OWNER_FILE}"
         )
         raise ConfigError("index.path", str(mine.index_path), fix)
-    replace_small(path, mine.to_json(folder))
+
+
+def _boot_of(owner: Owner) -> str:
+    return "" if owner.node is None else owner.node.boot
 
 
 def claim_shared(folder: Path, root_id: str = "") -> str:
@@ -150,10 +196,11 @@ def _check_node(folder: Path, theirs: Owner, node: Node | None) -> None:
             f"{folder / OWNER_FILE}"
         )
         raise ConfigError("root", str(folder.parent), fix)
-    if theirs.node != node:
+    if not is_recognised(folder, theirs, node):
         fix = (
-            f"it belongs to node {theirs.node}, and its index lies there; this is {node}. Give each node its own "
-            f"root. If that node is gone, or is this one under a new name, stop all engines on it and remove "
+            f"it belongs to node {theirs.node}, and its index lies there; this is {node}, of another machine id and "
+            f"boot, or without that index. Give each node its own root, or all one index in Redis (index.kind: redis). "
+            f"If that node is gone, or is this one under a new name, stop all engines on it and remove "
             f"{folder / OWNER_FILE}"
         )
         raise ConfigError("root", str(folder.parent), fix)
@@ -174,7 +221,7 @@ def _parse(path: Path, content: bytes) -> Owner:
         values = json.loads(content)
         if "root_id" in values:
             return Owner(None, None, str(values["root_id"]))
-        node = Node(str(values["node"]["machine"]), str(values["node"]["host"]))
+        node = Node(*(str(values["node"][name]) for name in ("machine", "host")), str(values["node"].get("boot", "")))
         index_path = values["index_path"]
         if index_path is not None and index_path != INSIDE and not Path(index_path).is_absolute():
             raise ValueError

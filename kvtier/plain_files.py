@@ -46,6 +46,15 @@ def folder_within(folder: Path, depth: int = BELOW_ROOT) -> Iterator[int]:
         os.close(descriptor)
 
 
+def hand_over(path: str | Path) -> None:
+    """Give what root made to the owner of the folder that it is in, because one command that root runs must not take a
+    root or its index away from the engines' user. Where that is refused (NFS, a user namespace) it stays as it is."""
+    if os.geteuid() == 0:
+        with suppress(OSError):
+            owner = os.stat(os.path.dirname(path) or ".")
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+
+
 def make_private(path: str) -> None:
     """A folder, with those above it that are missing, all for their user alone: os.makedirs takes what the umask leaves
     for those above. Raises OSError."""
@@ -53,6 +62,7 @@ def make_private(path: str) -> None:
         make_private(os.path.dirname(path))
         with suppress(FileExistsError):  # another process was quicker; if it is no folder, its use says so
             os.mkdir(path, 0o700)
+            hand_over(path)
 
 
 def is_plain(status: os.stat_result) -> bool:

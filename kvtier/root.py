@@ -28,7 +28,7 @@ from kvtier.identity import Namespace
 from kvtier.io.filesystem import file_system_of
 from kvtier.once import create_once, read_small
 from kvtier.owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
-from kvtier.plain_files import NOT_ANSWERING, folder_within
+from kvtier.plain_files import NOT_ANSWERING, folder_within, hand_over
 from kvtier.record import FORMAT_VERSION
 from kvtier.sizes import exact
 from kvtier.tiers.segments import SUFFIX
@@ -278,6 +278,7 @@ def _make_folder(path: Path) -> None:
     """Within the root. Raises OSError; NotADirectoryError also when a file or a link has the name."""
     try:
         path.mkdir(mode=0o700)
+        hand_over(path)
     except FileExistsError:
         pass
     except OSError:

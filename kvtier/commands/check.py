@@ -25,7 +25,7 @@ from kvtier.indexes import look_at_redis
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import sizes_for
 from kvtier.machine import beyond_available, check_host_arena, memory_here
-from kvtier.owner import Owner, claim, default_index_path, read_owner, this_node
+from kvtier.owner import Owner, check_claim, default_index_path, read_owner, this_node
 from kvtier.record import FORMAT_VERSION
 from kvtier.root import check_mount, check_space, find_root
 from kvtier.sizes import size
@@ -185,6 +185,5 @@ def _look_at_index(settings: Settings, folder: Path) -> str:
     owner = read_owner(folder) if folder.is_dir() else None
     if owner is None:
         return f"to be created at {index_path}"
-    if owner.index_path is not None or owner.node != this_node():
-        claim(folder, Owner(this_node(), index_path))  # with an owner it writes nothing: it agrees or raises
+    check_claim(folder, owner, Owner(this_node(), index_path))
     return f"at {index_path}, of this node"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
+import uuid
 
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex
-from kvtier.owner import read_owner, this_node
+from kvtier.owner import is_recognised, read_owner, this_node
 from kvtier.root import Root
 
 
@@ -18,7 +20,7 @@ def open_embedded(root: Root) -> LmdbIndex:
     if root.index_path is None:
         raise ConfigError("index.path", None, f"root {root.path} has no embedded index: there is nothing to rebuild")
     owner = read_owner(root.folder)
-    if owner is None or owner.node != this_node():
+    if owner is None or not is_recognised(root.folder, owner, this_node()):
         fix = f"the index of this root lies on node {owner.node if owner else '?'}: run this there"
         raise ConfigError("index.path", str(root.index_path), fix)
     index = LmdbIndex(str(root.index_path))
@@ -31,4 +33,4 @@ def open_embedded(root: Root) -> LmdbIndex:
 
 
 def housekeeper(index: Index, root: Root) -> Housekeeper:
-    return Housekeeper(index, root.folder, f"cli/{os.getpid()}")
+    return Housekeeper(index, root.folder, f"cli/{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")

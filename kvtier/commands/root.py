@@ -16,6 +16,7 @@ from kvtier.commands.tables import counted, print_table, when
 from kvtier.commands.tables import seconds as duration
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Index
+from kvtier.index.embedded import is_of_this_boot
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verify
 from kvtier.root import Root
@@ -66,7 +67,7 @@ def _readable_index(root: Root) -> Iterator[Index]:
 
 def _embedded_index(root: Root) -> Index | None:
     """The root's own index, if it is here, can be opened and holds something."""
-    if root.index_path is None or not root.index_path.is_dir():
+    if root.index_path is None or not is_of_this_boot(root.index_path):  # one of another boot would be emptied
         return None
     try:
         index = open_embedded(root)

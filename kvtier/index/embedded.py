@@ -74,8 +74,7 @@ class LmdbIndex:
                 f"it is on {file_system.kind} (mounted at {file_system.mount_point}), where processes do not share "
                 "memory maps and locks as LMDB needs: name a folder on a local disk",
             )  # fmt: skip
-        stamp = f"{_FORMAT_VERSION} {_this_boot() if boot_id is None else boot_id}\n"
-        self._shared = lmdb_env.attach(os.fspath(path), map_bytes, timeout_s, stamp, _DATABASES, reopen)
+        self._shared = lmdb_env.attach(os.fspath(path), map_bytes, timeout_s, _stamp(boot_id), _DATABASES, reopen)
         self._path = os.fspath(path)
         self._is_closed = False
 
@@ -213,6 +212,12 @@ class LmdbIndex:
 
         self._shared.write(work)
 
+    def shared_s(self, at_s: float) -> float:
+        return at_s
+
+    def local_s(self, at_s: float) -> float:
+        return at_s
+
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         def work(view: View) -> int | None:
             token, expires_s, holder = _get_lease(view, name)
@@ -280,6 +285,15 @@ class LmdbIndex:
         if not self._is_closed:
             self._is_closed = True
             lmdb_env.detach(self._shared)
+
+
+def is_of_this_boot(path: Path) -> bool:
+    """Return whether an index is there that opening keeps as it is: who only looks opens no other one."""
+    return lmdb_env.has_stamp(path, _stamp())
+
+
+def _stamp(boot_id: str | None = None) -> str:
+    return f"{_FORMAT_VERSION} {_this_boot() if boot_id is None else boot_id}\n"
 
 
 def _this_boot() -> str:

@@ -27,6 +27,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import lmdb
@@ -34,7 +35,7 @@ import lmdb
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.index.lmdb_view import Identity, Opened, Work
 from kvtier.index.locks import file_lock, held
-from kvtier.plain_files import make_private, remove_strange
+from kvtier.plain_files import hand_over, make_private, remove_strange
 
 log = logging.getLogger("kvtier")
 
@@ -85,7 +86,7 @@ class SharedEnvironment:
         try:
             self._ready(self._deadline())
         except _WRONG_PATH as error:
-            raise ConfigError("index.path", self.path, f"{error.strerror}: name a folder that may be written") from None
+            raise ConfigError("index.path", self.path, f"{error.strerror}: {self._whose()}") from None
         except lmdb.LockError as error:
             # LMDB marks readers by process id, and found this process's own taken.
             fix = (
@@ -95,6 +96,15 @@ class SharedEnvironment:
             raise ConfigError("index.path", self.path, fix) from None
         except (lmdb.Error, OSError) as error:
             raise self._unavailable(None, error) from error
+
+    def _whose(self) -> str:
+        """Say what to do about a folder that cannot be used: another user may have made its files."""
+        for path in (self.path, *(os.path.join(self.path, name) for name in _FILES)):
+            with contextlib.suppress(OSError):
+                user = os.lstat(path).st_uid
+                if user != os.geteuid():
+                    return f"{path} is user {user}'s, this is user {os.geteuid()}: chown it, or run this as user {user}"
+        return "name a folder that may be written"
 
     def read(self, work: Work[T], *, at_once: bool = False) -> T:
         """Runs `work` in a read transaction. Raises IndexUnavailable.
@@ -234,7 +244,7 @@ class SharedEnvironment:
         if os.stat(self.path).st_mode & 0o077:
             os.chmod(self.path, 0o700)
         remove_strange(self.path, _FILES)
-        self._lock_file = os.open(os.path.join(self.path, _LOCK), _OPENING | os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock_file = self._make(_LOCK, os.O_RDWR)
         with file_lock(self._lock_file, deadline):
             self._check_stamp()
             if self._has(_DATA) and not self._has(_LMDB_LOCK):
@@ -257,6 +267,7 @@ class SharedEnvironment:
         elif self._reopen is None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path, 0o700)
+                hand_over(self.path)
         else:
             try:
                 self._reopen()
@@ -278,12 +289,13 @@ class SharedEnvironment:
             log.warning("the index %s is of another boot or format: starting an empty one", self.path)
             self._unlink()
         new_path = os.path.join(self.path, _NEW_STAMP)
-        with open(os.open(new_path, _OPENING | os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        with open(self._make(_NEW_STAMP, os.O_WRONLY | os.O_TRUNC), "w") as file:
             file.write(self._stamp)
         os.replace(new_path, stamp_path)
 
     def _open_env(self) -> Opened:
         self._allocate_readers()
+        os.close(self._make(_DATA, os.O_RDWR))
         env = lmdb.open(
             self.path, map_size=self._map_bytes, max_dbs=len(self._databases), max_readers=_READERS_MAX, mode=0o600,
             sync=False, metasync=False, writemap=False, lib_version=0,
@@ -306,12 +318,21 @@ class SharedEnvironment:
 
     def _allocate_readers(self) -> None:
         """Raises OSError when the disk has no room for them."""
-        path = os.path.join(self.path, _LMDB_LOCK)
-        descriptor = os.open(path, _OPENING | os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = self._make(_LMDB_LOCK, os.O_RDWR)
         try:
             os.posix_fallocate(descriptor, 0, _READERS_BYTES)
         finally:
             os.close(descriptor)
+
+    def _make(self, name: str, access: int) -> int:
+        """Open one of the files, made if it is missing. Raises OSError."""
+        path = os.path.join(self.path, name)
+        try:
+            descriptor = os.open(path, _OPENING | access | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return os.open(path, _OPENING | access | os.O_CREAT, 0o600)
+        hand_over(path)
+        return descriptor
 
     def _discard(self, opened: Opened) -> None:
         """Unlinks the files if they are still those of `opened`; whoever comes next starts an empty index."""
@@ -326,6 +347,15 @@ class SharedEnvironment:
         for name in (_DATA, _LMDB_LOCK):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.path, name))
+
+
+def has_stamp(path: Path, stamp: str) -> bool:
+    """Return whether `path` has the files of an index, with this stamp. Writes nothing."""
+    try:
+        found = (path / _STAMP).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return found == stamp and all((path / name).exists() for name in (_DATA, _LMDB_LOCK))
 
 
 _registry: dict[str, SharedEnvironment] = {}

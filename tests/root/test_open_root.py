@@ -298,7 +298,7 @@ def test_owner_file_is_what_the_docstring_says(tmp_path: Path) -> None:
     root = open_root(settings_for(tmp_path))
     node = owner.this_node()
     assert json.loads((root.folder / "owner.json").read_bytes()) == {
-        "node": {"machine": node.machine, "host": node.host},
+        "node": {"machine": node.machine, "host": node.host, "boot": node.boot},
         "index_path": "index",
     }
     assert root.index_path == root.folder / "index"
@@ -310,6 +310,52 @@ def test_node_without_a_machine_id_makes_one_and_keeps_it(tmp_path: Path, monkey
     monkeypatch.setattr(owner, "LOCAL_STATE", tmp_path)
     node = owner.this_node()
     assert len(node.machine) == 32 and owner.this_node() == node
+
+
+POD, HOST = Node("5d1c", "pod-7f9c", "boot-1"), Node("5d1c", "vm", "boot-1")
+
+
+def claimed(folder: Path, node: Node, index_path: Path | None = None) -> Node:
+    """The node that owner.json names after `node` claimed the folder. Raises ConfigError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    owner.claim(folder, Owner(node, index_path or folder / "index"))
+    found = read_owner(folder)
+    assert found is not None and found.node is not None
+    return found.node
+
+
+def test_a_pod_with_a_new_name_is_the_same_node(tmp_path: Path) -> None:
+    assert claimed(tmp_path, HOST) == HOST
+    assert claimed(tmp_path, POD) == HOST, "and two that run at a time do not write it again and again"
+    assert claimed(tmp_path, Node("made up in a container", "pod-2", "boot-1")) == HOST, "the boot is the same"
+
+
+def test_a_pod_with_a_new_name_after_a_restart_of_its_host_is_the_same_node(tmp_path: Path) -> None:
+    claimed(tmp_path, HOST)
+    after = Node("5d1c", "pod-8", "boot-2")
+    assert claimed(tmp_path, after) == after, "or what has another machine id would not be known from now on"
+    assert claimed(tmp_path, Node("made up in a container", "pod-9", "boot-2")) == after
+    for other in (Node("f00d", "vm", "boot-3"), Node("f00d", "vm")):
+        with pytest.raises(ConfigError, match="it belongs to node pod-8 .*another machine id and boot"):
+            claimed(tmp_path, other)
+
+
+def test_a_root_of_a_release_before_is_still_this_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "owner.json"
+    path.write_text('{"index_path":"index","node":{"host":"vm","machine":"5d1c"}}')
+    assert read_owner(tmp_path) == Owner(Node("5d1c", "vm"), tmp_path / "index")
+    assert claimed(tmp_path, POD) == POD
+
+
+def test_an_index_outside_of_the_root_must_be_there_for_a_pod_with_a_new_name(tmp_path: Path) -> None:
+    """On a network file system: hosts, and containers, of one image may have the machine id in common."""
+    folder, index = tmp_path / "v1", tmp_path / "var" / "index"
+    claimed(folder, HOST, index)
+    assert claimed(folder, HOST, index) == HOST, "it may have been removed"
+    with pytest.raises(ConfigError, match="or without that index"):
+        claimed(folder, POD, index)
+    index.mkdir(parents=True)
+    assert claimed(folder, POD, index) == HOST
 
 
 # --- looking at one ---
