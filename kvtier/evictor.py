@@ -20,6 +20,7 @@ from kvtier.errors import StaleLease
 from kvtier.eviction import base, limits, pins
 from kvtier.eviction.base import Policy
 from kvtier.eviction.choice import Choice, Kept, Selection
+from kvtier.eviction.future import FutureTimes
 from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, Used
 from kvtier.eviction.lru import Lru
 from kvtier.housekeeping import writer_lease
@@ -71,6 +72,7 @@ class Evictor:
         self._owner = owner
         self._policy = policy or Lru()
         self._clock = clock
+        self._future = FutureTimes()
         self._before = (0, 0)  # bytes of all sets at the last look; what there was room for when nothing was held
         self._held: deque[tuple[float, int]] = deque()
 
@@ -193,7 +195,7 @@ class Evictor:
 
     def protected(self, sets: Sequence[SetInfo], capacity_bytes: int) -> frozenset[int]:
         """Ids of the sets that pins protect, within their cap."""
-        found = pins.read_pins(self._index.notes(pins.PREFIX, self._clock()), self._clock())
+        found = pins.pins_in(self._index, self._clock())
         held = {pin.pin_id: self.sets_of(pin.keys) for pin in found if pin.keys}
         return pins.protected_sets(sets, found, held, int(capacity_bytes * self.rules.pinned_max_fraction))
 
@@ -205,7 +207,7 @@ class Evictor:
         return frozenset(info.set_id for info in sets if info.is_open and info.owner in living)
 
     def _choice(self, capacity_bytes: int, for_admin: bool) -> tuple[Choice, base.State]:
-        sets = self._index.sets()
+        sets = self._future.corrected(self._index.sets(), self._clock())
         kept = self._index.notes(STATE_NOTE, self._clock()).get(STATE_NOTE, b"")
         state = base.unpack(kept, sets)
         filled = self._filled(sets) if for_admin else None

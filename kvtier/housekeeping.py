@@ -113,14 +113,14 @@ class Housekeeper:
                 if info.is_open or info.set_id in looked_into or on_disk.get(info.set_id, 0) != info.n_bytes:
                     self._settle(info, on_disk.get(info.set_id))
             remove_leftovers(self._folder, self.clock() - ORPHAN_GRACE_S)
-            self._index.put_note(SWEPT_NOTE, _TIME.pack(self.clock()), None)
+            self._index.put_note(SWEPT_NOTE, _TIME.pack(self._index.shared_s(self.clock())), None)
         finally:
             self._lease.release()
 
     def swept_s(self) -> float:
         """When a sweep by anybody came to its end, seconds since the epoch; 0 when none is known of."""
         value = self._index.notes(SWEPT_NOTE, self.clock()).get(SWEPT_NOTE, b"")
-        return float(_TIME.unpack(value)[0]) if len(value) == _TIME.size else 0.0
+        return self._index.local_s(_TIME.unpack(value)[0]) if len(value) == _TIME.size else 0.0
 
     def _next_closed(self, known: dict[int, SetInfo]) -> set[int]:
         """Closed sets of which this sweep sees whether they still hold a record: those that follow the ones of the

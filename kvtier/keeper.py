@@ -212,8 +212,9 @@ class Keeper:
             plan = self._plan
             self._index.acquire_lease(writer_lease(plan.owner), plan.owner, now, plan.writer_lease_s)
             self._due.beat_s = now + plan.writer_lease_s / 3
-            report = self.reporter.report(now, self._epoch[0].id).note()
-            self._index.put_note(NOTE_PREFIX + plan.owner, report, now + 2 * plan.writer_lease_s)
+            report = self.reporter.report(now, self._epoch[0].id)
+            shared = report.model_copy(update={"at_s": self._index.shared_s(now)})
+            self._index.put_note(NOTE_PREFIX + plan.owner, shared.note(), now + 2 * plan.writer_lease_s)
             plan.with_beat(now)
             self._leave_lost_sets()
 
@@ -343,7 +344,7 @@ class Keeper:
         """The id of a new, registered set. It stands among those to drop until it is known to be ready: where an answer
         of the index was lost it may be registered, and as long as this engine lives nobody else would remove it."""
         self._plan.make_folder(namespace)
-        set_id = int(now * 1000) << 20 | self._rng.getrandbits(20)
+        set_id = int(self._index.shared_s(now) * 1000) << 20 | self._rng.getrandbits(20)
         info = SetInfo(set_id, namespace.id, self._plan.owner, need.n_bytes, now, now, tenant=need.tenant)
         self._done_with.to_drop.append(set_id)
         if self._index.create_set(info):

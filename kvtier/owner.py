@@ -48,8 +48,8 @@ LOCAL_STATE = Path("/var/tmp")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """machine: /etc/machine-id or one made up here once. host: its name. boot: the kernel's id of this start; "" in files
-    of releases that did not write it, and where there is no /proc."""
+    """machine: /etc/machine-id or one made up here once. host: its name. boot: the kernel's id of this start; "" in
+    files of releases that did not write it, and where there is no /proc."""
 
     machine: str
     host: str
@@ -221,7 +221,8 @@ def _parse(path: Path, content: bytes) -> Owner:
         values = json.loads(content)
         if "root_id" in values:
             return Owner(None, None, str(values["root_id"]))
-        node = Node(*(str(values["node"][name]) for name in ("machine", "host")), str(values["node"].get("boot", "")))
+        of_node = values["node"]
+        node = Node(str(of_node["machine"]), str(of_node["host"]), str(of_node.get("boot", "")))
         index_path = values["index_path"]
         if index_path is not None and index_path != INSIDE and not Path(index_path).is_absolute():
             raise ValueError
@@ -231,6 +232,6 @@ def _parse(path: Path, content: bytes) -> Owner:
             fix = f"the index {inside} is a link out of the root; remove the link, or set index.path to where it leads"
             raise ConfigError("root", str(path.parent.parent), fix)
         return Owner(node, None if index_path is None else path.parent / index_path)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         fix = "this file is damaged; stop all engines on this root and remove it"
         raise ConfigError("root", str(path), fix) from None

@@ -204,7 +204,8 @@ class ReadBack:
                 yield slot, record
 
     def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
-        created_s = min(header.created_ms / 1000, self._clock())  # one from the future would never be evicted
+        # One from the future would never be evicted.
+        created_s = min(self._index.local_s(header.created_ms / 1000), self._clock())
         n_bytes = files.set_bytes_of(header.set_id)
         return SetInfo(header.set_id, header.namespace, NOBODY, n_bytes, created_s, created_s, is_open=False,
                        tenant=header.tenant)  # fmt: skip

@@ -91,9 +91,8 @@ class NewPin:
 
 def list_pins(opened: Opened) -> Pins:
     """Raises IndexUnavailable."""
-    now = opened.clock()
     sets = opened.index.sets()
-    found = pins.read_pins(opened.index.notes(pins.PREFIX, now), now)
+    found = pins.pins_in(opened.index, opened.clock())
     held = _held(opened, found)
     protected = pins.protected_sets(sets, found, held, _max_bytes(opened))
     rows = [_pin_row(pin, [info for info in _meant(pin, held, sets) if info.set_id in protected]) for pin in found]
@@ -107,10 +106,11 @@ def list_pins(opened: Opened) -> Pins:
 def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
     """Raises OverCap when it would not be protected whole: a pin that holds nothing helps nobody. A prefix that is not
     stored yet can be pinned; what is stored of it later counts then. Raises IndexUnavailable."""
-    now = opened.clock()
-    pin = Pin(uuid.uuid4().hex, wanted.namespace, wanted.keys, wanted.label, now, wanted.expires_s)
+    now, shared_s = opened.clock(), opened.index.shared_s
+    expires_s = None if wanted.expires_s is None else shared_s(wanted.expires_s)
+    pin = Pin(uuid.uuid4().hex, wanted.namespace, wanted.keys, wanted.label, shared_s(now), expires_s)
     sets = opened.index.sets()
-    others = pins.read_pins(opened.index.notes(pins.PREFIX, now), now)
+    others = pins.pins_in(opened.index, now)
     if len(others) >= PINS_MAX:
         raise OverCap(f"there are {len(others)} pins already; remove some")
     held = _held(opened, [*others, pin])
@@ -124,7 +124,7 @@ def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
             f"pins would protect {total} bytes and may protect {_max_bytes(opened)} "
             "(capacity.pinned_max_fraction of capacity_bytes)"
         )
-    opened.index.put_note(pin.name, pin.pack(), pin.expires_s)
+    opened.index.put_note(pin.name, pin.pack(), wanted.expires_s)
     return _pin_row(pin, meant)
 
 

@@ -28,7 +28,7 @@ def snapshot(opened: Opened) -> Snapshot:
     sets = opened.index.sets()
     counts = opened.index.counts()
     reports, unreadable = read_reports(opened, now)
-    keys = {key.hex() for pin in pins.read_pins(opened.index.notes(pins.PREFIX, now), now) for key in pin.keys or ()}
+    keys = {key.hex() for pin in pins.pins_in(opened.index, now) for key in pin.keys or ()}
     protected = opened.protected(sets)
     capacity = _capacity(opened, sets, protected)
     on_disk = TierFill(tier="filesystem", used_bytes=capacity.used_bytes, size_bytes=capacity.capacity_bytes)
@@ -62,7 +62,7 @@ def read_reports(opened: Opened, now_s: float) -> tuple[list[WorkerReport], int]
         with suppress(Corrupt):
             report = WorkerReport.read(note)
             if report.owner == name.removeprefix(NOTE_PREFIX)[:LABEL_CHARS_MAX]:
-                reports.append(report)
+                reports.append(report.model_copy(update={"at_s": max(0.0, opened.index.local_s(report.at_s))}))
     return reports, len(notes) - len(reports)
 
 

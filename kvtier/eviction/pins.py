@@ -2,7 +2,8 @@
 
     {"namespace": hex, "keys": [hex, ...] | null, "label": text, "created_s": number, "expires_s": number | null}
 
-Without keys all sets of the namespace are protected, with keys the sets that their records lie in.
+Its times are by the index's clock. Without keys all sets of the namespace are protected, with keys the sets that their
+records lie in.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.index.base import SetInfo
+from kvtier.index.base import Index, SetInfo
 
 log = logging.getLogger("kvtier")
 
@@ -22,7 +23,7 @@ ID_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """keys: None where the whole namespace is meant. expires_s: None where it does not."""
+    """keys: None where the whole namespace is meant. created_s, expires_s: by the index's clock; None: never."""
 
     pin_id: str
     namespace: bytes
@@ -44,8 +45,14 @@ class Pin:
         }).encode()  # fmt: skip
 
 
+def pins_in(index: Index, now_s: float) -> list[Pin]:
+    """Return the pins that have not expired, the oldest first. now_s: by the caller's clock. May raise
+    IndexUnavailable."""
+    return read_pins(index.notes(PREFIX, now_s), index.shared_s(now_s))
+
+
 def read_pins(notes: Mapping[str, bytes], now_s: float) -> list[Pin]:
-    """Those of the notes that are pins and have not expired, the oldest first."""
+    """Those of the notes that are pins and have not expired, the oldest first. now_s: by the index's clock."""
     found = [_pin(name.removeprefix(PREFIX), value) for name, value in notes.items()]
     pins = [pin for pin in found if pin is not None and (pin.expires_s is None or now_s < pin.expires_s)]
     return sorted(pins, key=lambda pin: (pin.created_s, pin.pin_id))

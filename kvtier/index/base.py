@@ -2,7 +2,9 @@
 
 Implementations are synchronous and safe to call from several threads; `kvtier.index.memory` is the model that the
 others are tested against. Keys are 16 bytes and unique over namespaces (they chain from the namespace id).
-Times are seconds since the epoch and passed in (I6).
+Times are seconds since the epoch by the caller's clock, and passed in (I6). An index of many nodes keeps them by one
+clock, its own, and turns them: clocks of nodes may differ by days. A time within a name, a file or a note's content is
+kept by that clock too, with `shared_s` and `local_s`.
 """
 
 from __future__ import annotations
@@ -159,6 +161,14 @@ class Index(Protocol):
     def touch(self, used: Mapping[int, Use]) -> None:
         """Books hits on sets (by id): raises `used_s`, never lowers it, and adds to `uses`. Unknown ids are
         ignored."""
+        ...
+
+    def shared_s(self, at_s: float) -> float:
+        """Return a time of the caller's clock by the index's."""
+        ...
+
+    def local_s(self, at_s: float) -> float:
+        """Return a time of the index's clock by the caller's."""
         ...
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:

@@ -185,6 +185,12 @@ class GuardedIndex:
     def touch(self, used: Mapping[int, Use]) -> None:
         self._call(lambda: self._index.touch(used))
 
+    def shared_s(self, at_s: float) -> float:
+        return self._call(lambda: self._index.shared_s(at_s))
+
+    def local_s(self, at_s: float) -> float:
+        return self._call(lambda: self._index.local_s(at_s))
+
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         return self._call(lambda: self._index.acquire_lease(name, owner, now_s, ttl_s))
 

@@ -164,6 +164,12 @@ class MemoryIndex:
                     used_s = max(info.used_s, use.at_s)
                     self._sets[set_id] = replace(info, used_s=used_s, uses=info.uses + use.count)
 
+    def shared_s(self, at_s: float) -> float:
+        return at_s
+
+    def local_s(self, at_s: float) -> float:
+        return at_s
+
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         with self._lock:
             lease = self._leases.setdefault(name, _Lease("", 0.0, 0))

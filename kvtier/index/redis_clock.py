@@ -1,5 +1,5 @@
-"""The time by the server's clock: leases and notes go by it, for the clocks of the nodes that share an index may differ
-by more than a lease is long."""
+"""The time by the server's clock. Leases, notes and the times of segment sets go by it, because the clocks of the nodes
+that share an index may differ by more than a lease is long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Clock = Callable[[], float]
 
 
 class ServerClock:
-    """Turns times of this node's clock into the server's. key: on the shard whose clock is meant.
+    """Turns times of this node's clock into the server's and back. key: on the shard whose clock is meant.
 
     wall, steady: this node's clock, seconds since the epoch, and one that nobody sets. The former may jump between two
     answers of the server.
@@ -36,13 +36,27 @@ class ServerClock:
         self._asked_s = -ASKED_EVERY_S
 
     def of(self, now_s: float) -> float:
-        """`now_s` of this node, by the server's clock. Raises IndexUnavailable when it does not answer."""
+        """Return `now_s` of this node by the server's clock. Raises IndexUnavailable when it does not answer."""
+        return now_s + self._behind_s()
+
+    def past(self, at_s: float) -> float:
+        """Return `at_s` of this node by the server's clock, and its present for what would be in its future: of a clock
+        that was set in between nothing else is known."""
+        behind_s = self._behind_s()
+        return min(at_s, self._wall()) + behind_s
+
+    def local(self, at_s: float) -> float:
+        """Return `at_s` of the server by this node's clock. Raises IndexUnavailable when it does not answer."""
+        return at_s - self._behind_s()
+
+    def _behind_s(self) -> float:
+        """Return by how much this node's clock is behind the server's."""
         if self._steady() - self._asked_s >= ASKED_EVERY_S:
             self._ask()
         if self._ahead_s is None:
-            return now_s
+            return 0.0
         behind_s = self._steady() + self._ahead_s - self._wall()
-        return now_s if abs(behind_s) < TOLERATED_S else now_s + behind_s
+        return 0.0 if abs(behind_s) < TOLERATED_S else behind_s
 
     def _ask(self) -> None:
         """Where this user may not ask, the node's own clock must do."""
@@ -51,7 +65,7 @@ class ServerClock:
         self._asked_s = self._steady()
         if isinstance(answer, ResponseError):
             if self._ahead_s is None:
-                log.debug("leases go by this node's own clock, for Redis does not tell its time: %s", answer)
+                log.debug("times go by this node's own clock, for Redis does not tell its time: %s", answer)
             return
         seconds, microseconds = answer
         self._ahead_s = int(seconds) + int(microseconds) / 1e6 - (began_s + self._asked_s) / 2

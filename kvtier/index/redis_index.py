@@ -127,7 +127,8 @@ class RedisIndex:
         if records and self._sets.is_free(info.set_id):
             self._caller.one(name, "HSET", name, LIST_STATE, state)
             self.publish(records, from_files=True)
-        before = self._sets.add(info)
+        created_s, used_s = self._clock.past(info.created_s), self._clock.past(info.used_s)
+        before = self._sets.add(replace(info, created_s=created_s, used_s=used_s))
         if not before:
             self._caller.one(name, "HSET", name, LIST_STATE, state)
         elif not is_going(before):  # its list may be lost, where that shard lost its memory
@@ -143,10 +144,14 @@ class RedisIndex:
         self._sets.change(set_id, lambda info: replace(info, is_open=False, n_bytes=n_bytes))
 
     def sets(self) -> list[SetInfo]:
-        return self._sets.all()
+        return self._local(self._sets.all())
 
     def some_sets(self, set_ids: Collection[int]) -> list[SetInfo]:
-        return self._sets.get(set_ids)
+        return self._local(self._sets.get(set_ids))
+
+    def _local(self, infos: Sequence[SetInfo]) -> list[SetInfo]:
+        local = self._clock.local
+        return [replace(info, created_s=local(info.created_s), used_s=local(info.used_s)) for info in infos]
 
     def members(self, set_id: int) -> list[tuple[bytes, Location]]:
         name = self._keys.list_of(set_id)
@@ -179,9 +184,16 @@ class RedisIndex:
         return removed
 
     def touch(self, used: Mapping[int, Use]) -> None:
-        self._sets.touch(used)
+        past = self._clock.past
+        self._sets.touch({set_id: replace(use, at_s=past(use.at_s)) for set_id, use in used.items()})
 
-    # --- leases and notes ---
+    # --- times, leases and notes ---
+
+    def shared_s(self, at_s: float) -> float:
+        return self._clock.of(at_s)
+
+    def local_s(self, at_s: float) -> float:
+        return self._clock.local(at_s)
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         return self._leases.acquire(name, owner, self._clock.of(now_s), ttl_s)

@@ -1,4 +1,4 @@
-"""Nodes whose clocks differ by more than a lease is long: leases and notes go by the server's clock."""
+"""Nodes whose clocks differ by more than a lease is long: leases, notes and the times of sets go by the server's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.index.base import EVICT_LEASE
+from kvtier.eviction import pins
+from kvtier.eviction.limits import Rules
+from kvtier.evictor import Evictor
+from kvtier.index.base import EVICT_LEASE, SetInfo, Use
 from kvtier.index.redis_clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
 from kvtier.index.redis_index import RedisIndex
 from kvtier.index.redis_wire import open_wire
@@ -17,6 +20,7 @@ from tests.redis_server import Server, has_redis, index_settings, standalone
 pytestmark = has_redis
 
 FAR_S, LEASE_S = 3600.0, 30.0
+DAY_S = 86400.0
 
 
 @pytest.fixture
@@ -54,6 +58,54 @@ def test_nobody_takes_a_lease_that_another_node_holds(server: Server, off_s: flo
     later_s = LEASE_S + TOLERATED_S
     assert far.acquire_lease(EVICT_LEASE, "far", clock() + later_s, LEASE_S) == token + 1
     assert other.acquire_lease(EVICT_LEASE, "other", time.time() + later_s, LEASE_S) is None
+    far.close()
+    other.close()
+
+
+@pytest.mark.parametrize("off_s", [-8 * DAY_S, 365 * DAY_S])
+def test_what_a_node_uses_whose_clock_is_far_off_stays_as_long_as_what_others_use(
+    server: Server, tmp_path: Path, off_s: float
+) -> None:
+    """Eight days behind, its sets went at once; a year ahead, they stayed for a year."""
+    now_s, clock = time.time(), clock_off_by(off_s)
+    far, other = RedisIndex(index_settings(server.url), clock), RedisIndex(index_settings(server.url))
+    for index, set_id, made_s in ((far, 1, clock()), (other, 2, now_s)):
+        index.create_set(SetInfo(set_id, bytes(16), "gone", 100, made_s, made_s))
+        index.touch({set_id: Use(made_s, 1)})
+        index.close_set(set_id, 100)
+    for index, at_s in ((far, clock()), (other, now_s)):
+        seen = [time_s for info in index.sets() for time_s in (info.created_s, info.used_s)]
+        assert seen == pytest.approx([at_s] * 4, abs=TOLERATED_S + 10), "each node sees its own time"
+    for days, left in ((6, [1, 2]), (8, [])):
+        for index, at_s in ((far, clock()), (other, time.time())):
+            later = lambda at_s=at_s, days=days: at_s + days * DAY_S  # noqa: E731
+            Evictor(index, tmp_path, "evictor", Rules(ttl_s=7 * DAY_S), clock=later).keep_limits(10**9)
+            assert [info.set_id for info in index.sets()] == left
+    far.close()
+    other.close()
+
+
+def test_a_use_while_the_clock_was_wrong_for_a_moment_is_one_now(server: Server) -> None:
+    index = RedisIndex(index_settings(server.url))
+    made_s = time.time()
+    index.create_set(SetInfo(1, bytes(16), "gone", 100, made_s, made_s))
+    index.touch({1: Use(made_s + 365 * DAY_S, 1)})  # booked when the clock was set right
+    (info,) = index.sets()
+    assert info.uses == 1 and made_s <= info.used_s <= time.time()
+    index.close()
+
+
+@pytest.mark.parametrize("off_s", [-8 * DAY_S, 365 * DAY_S])
+def test_a_pin_is_as_long_for_all_nodes(server: Server, off_s: float) -> None:
+    clock = clock_off_by(off_s)
+    far, other = RedisIndex(index_settings(server.url), clock), RedisIndex(index_settings(server.url))
+    expires_s = clock() + DAY_S
+    pin = pins.Pin("a", bytes(16), None, "", far.shared_s(clock()), far.shared_s(expires_s))
+    far.put_note(pin.name, pin.pack(), expires_s)
+    for index, now in ((far, clock), (other, time.time)):
+        assert [found.pin_id for found in pins.pins_in(index, now() + 0.9 * DAY_S)] == ["a"]
+        assert far.local_s(far.shared_s(5.0)) == pytest.approx(5.0, abs=0.01)
+    assert pins.pins_in(other, time.time() + 1.1 * DAY_S) == []
     far.close()
     other.close()
 

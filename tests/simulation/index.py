@@ -73,6 +73,12 @@ class SimIndex:
     def close(self) -> None:
         """The shared one stays."""
 
+    def shared_s(self, at_s: float) -> float:
+        return self._shared.real.shared_s(at_s)
+
+    def local_s(self, at_s: float) -> float:
+        return self._shared.real.local_s(at_s)
+
     def _ask(self, name: str, *args: Any, **options: Any) -> Any:
         return self._call(name, lambda: getattr(self._shared.real, name)(*args, **options))
 
