@@ -41,7 +41,16 @@ from kvtier.pinned_segments import PinnedSegments
 from kvtier.policies import make_evictor
 from kvtier.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
 from kvtier.reports import COUNT_MAX, About
-from kvtier.root import Root, check_namespace, check_space, is_in_place, open_again, open_namespace, open_root
+from kvtier.root import (
+    Root,
+    check_namespace,
+    check_reserve,
+    check_space,
+    is_in_place,
+    open_again,
+    open_namespace,
+    open_root,
+)
 from kvtier.saves import SaveBounds
 from kvtier.signing import Signer
 from kvtier.sizes import exact
@@ -129,6 +138,7 @@ def open_store(
     shape = set_shape(settings, namespace.geometry, codec, shares)
     settings.check_capacity(shape.set_bytes)
     check_space(root.path, shape.set_bytes)
+    check_reserve(root.path, settings.capacity.reserve_bytes, shape.set_bytes)
     open_namespace(root, namespace)
     index = open_index(settings, root, is_engines=True)
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

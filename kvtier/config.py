@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -34,12 +35,19 @@ from kvtier.config_index import IndexSettings
 from kvtier.config_server import ServerSettings
 from kvtier.config_signing import SigningSettings
 from kvtier.config_sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
-from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, absolute_path, multiple
-from kvtier.errors import ConfigError
+from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, Timeout, absolute_path, multiple
+from kvtier.errors import HIDDEN, ConfigError
 from kvtier.geometry import PAGE_BYTES
 from kvtier.sizes import exact
 
 CONFIG_VARIABLE = "KVTIER_CONFIG"
+# Variables that Kubernetes sets in each container for a Service: "kvtier", "kvtier-redis" and so on.
+_SERVICE_LINK = re.compile(
+    r"KVTIER(_[A-Z0-9_]+?)??_((?P<host>SERVICE_HOST)|(?P<number>SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)_PORT)"
+    r"|(?P<addr>PORT_\d+_(TCP|UDP|SCTP)_ADDR)|(?P<proto>PORT_\d+_(TCP|UDP|SCTP)_PROTO)|PORT(_\d+_(TCP|UDP|SCTP))?)"
+)
+_NO_GROUP = ("model_type", "model_attributes_type")  # complaints of a value that stands for a whole group
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 CHUNK_TOKENS_UNIT = 16
 """The smallest block of any engine: a chunk is a whole number of them."""
 CODECS_WITHOUT_BOUNDARY = ("raw", "fp8", "k6v4")
@@ -98,7 +106,7 @@ class IoSettings(BaseModel):
     pin_bytes: BytesOrZero | None = None
     direct: Literal["auto", "require", "never"] = "auto"
     fdatasync: Literal["auto", "always", "never"] = "auto"
-    timeout_s: Seconds = 30.0
+    timeout_s: Timeout = 30.0
 
     @field_validator("piece_bytes")
     @classmethod
@@ -192,7 +200,7 @@ class Settings(BaseSettings):
         connector = dict(overrides or {})
         for name in connector:
             if not isinstance(name, str):
-                raise ConfigError(str(name), connector[name], "keys of the connector config must be texts")
+                raise ConfigError(str(name), HIDDEN, "keys of the connector config must be texts")
         config = connector.pop("config", None)
         path, namer = (config, "config") if config is not None else (os.environ.get(CONFIG_VARIABLE), CONFIG_VARIABLE)
         sources = [
@@ -210,7 +218,7 @@ class Settings(BaseSettings):
             settings.check_capacity(settings.segment_bytes)
             settings.check_codec()
             settings.check_hbm()
-            settings.capacity.check()
+            settings.capacity.check(settings.touch_interval_s)
             settings.index.check()
         except ValidationError as error:
             raise _config_error(cls, error, sources) from None
@@ -250,7 +258,7 @@ class Settings(BaseSettings):
                 f"times that) or lower segment_bytes ({exact(self.segment_bytes)})"
             )
             raise ConfigError("capacity_bytes", self.capacity_bytes, fix)
-        self.capacity.check_sets(set_bytes)
+        self.capacity.check_sets(set_bytes, self.capacity_bytes)
 
     def check_block(self, block_tokens: int) -> None:
         """Raises ConfigError unless a chunk is a whole number of the engine's blocks."""
@@ -266,10 +274,9 @@ def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
     leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
     names = {ENV_PREFIX + "__".join(path).upper() for path in leaves} | {CONFIG_VARIABLE}
     for name, value in os.environ.items():
-        if _is_service_link(name, value):
-            continue
-        if name.upper().startswith(ENV_PREFIX) and name.upper() not in names:
-            raise ConfigError(name, value, f"unknown environment variable: unset it{_near(name.upper(), names)}")
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in names and not _is_service_link(name, value):
+            # Its value is not shown: it may be a secret whose name is misspelt.
+            raise ConfigError(name, HIDDEN, f"unknown environment variable: unset it{_near(name.upper(), names)}")
     try:
         return EnvSettingsSource(settings_cls)()
     except (SettingsError, RecursionError):  # of a list, which stands there as JSON; it names the group only
@@ -284,10 +291,15 @@ def _is_list(settings_cls: type[Settings], path: tuple[str, ...]) -> bool:
 
 
 def _is_service_link(name: str, value: str) -> bool:
-    """Whether Kubernetes set it, for a Service that happens to be called kvtier."""
-    return name.startswith("KVTIER_SERVICE_") or (name.startswith("KVTIER_PORT") and (
-        value.startswith(("tcp://", "udp://", "sctp://")) or name.startswith("KVTIER_PORT_")
-    ))  # fmt: skip
+    """Tell whether Kubernetes set the variable, for a Service whose name begins with kvtier."""
+    match = _SERVICE_LINK.fullmatch(name)
+    if match is None:
+        return False
+    if match["host"] or match["addr"]:
+        return re.fullmatch(r"[0-9a-fA-F:.]*[:.][0-9a-fA-F:.]*", value) is not None  # an IP address
+    if match["number"]:
+        return value.isdecimal()
+    return value in ("tcp", "udp", "sctp") if match["proto"] else _SERVICE_URL.match(value) is not None
 
 
 def _paths(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
@@ -323,14 +335,15 @@ def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: l
         path = whole
         source = next((source for source in sources if source.holds(path)), sources[0])
         fix = "unknown key" + _suggestion(path, known, source) + f" (from {source.name})"
-        return ConfigError(".".join(path), complaint["input"], fix)
+        return ConfigError(".".join(path), HIDDEN, fix)
     elif complaint["type"] == "missing":
         return ConfigError(
             ".".join(path), None, f"not set, and it has no default: set {ENV_PREFIX}{path[-1].upper()}, or "
             f"{path[-1]} in the YAML file or the connector config, to an absolute path"
         )  # fmt: skip
-    elif complaint["type"] in ("model_type", "model_attributes_type"):
+    elif complaint["type"] in _NO_GROUP:
         fix = f"must be a mapping with keys {', '.join(sorted(p[-1] for p in known if p[:-1] == path))}"
+        return ConfigError(".".join(path), HIDDEN, fix + _origin(path, sources))
     elif complaint["type"] == "path_type":
         fix = "must be an absolute path"
     else:
@@ -344,6 +357,8 @@ def _entry_error(whole: tuple[str, ...], complaint: ErrorDetails, origin: str) -
     known = {"missing": "not set, and it has no default", "extra_forbidden": "unknown key",
              "tuple_type": "must be a list"}  # fmt: skip
     fix = known.get(complaint["type"]) or _reason(complaint)
+    if complaint["type"] in ("extra_forbidden", *_NO_GROUP):
+        return ConfigError(".".join(whole), HIDDEN, fix + origin)
     return ConfigError(".".join(whole), None if is_missing else complaint["input"], fix + origin)
 
 

@@ -11,6 +11,7 @@ from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Seconds, no_bool
 from kvtier.errors import ConfigError
 from kvtier.sizes import exact
 
+HIGH_WATERMARK, LOW_WATERMARK = 0.95, 0.9  # defaults, as parts of capacity_bytes
 TENANT_BYTES_MAX = 32
 """Of a tenant's name in UTF-8: it stands in segment headers."""
 
@@ -46,8 +47,8 @@ class CapacitySettings(BaseModel):
     """
 
     model_config = FROZEN
-    high_watermark: Fraction = 0.95
-    low_watermark: Fraction = 0.9
+    high_watermark: Fraction = HIGH_WATERMARK
+    low_watermark: Fraction = LOW_WATERMARK
     reserve_bytes: BytesOrZero = 0
     ttl_s: Seconds | None = None
     policy: Literal["lru", "s3fifo"] = "lru"
@@ -55,8 +56,14 @@ class CapacitySettings(BaseModel):
     namespace_quota_bytes: Bytes | None = None
     tenants: tuple[TenantSettings, ...] = ()
 
-    def check(self) -> None:
-        """Raises ConfigError for settings that do not go together."""
+    def check(self, touch_interval_s: float) -> None:
+        """Raises ConfigError for settings that do not go together. touch_interval_s: how often recency is written."""
+        if self.ttl_s is not None and self.ttl_s < 2 * touch_interval_s:
+            fix = (
+                f"recency of use is written every {touch_interval_s:g} s (touch_interval_s), so sets in use would be "
+                f"evicted: set it to at least {2 * touch_interval_s:g}, as a number of seconds or as 12h or 7d"
+            )
+            raise ConfigError("capacity.ttl_s", self.ttl_s, fix)
         if not 0 < self.low_watermark <= self.high_watermark:
             fix = f"must be more than 0 and at most capacity.high_watermark ({self.high_watermark})"
             raise ConfigError("capacity.low_watermark", self.low_watermark, fix)
@@ -64,8 +71,17 @@ class CapacitySettings(BaseModel):
         salts = [salt for tenant in self.tenants for salt in tenant.cache_salts]
         _check_unlike(salts, "this cache salt stands twice: name it with one tenant, and there once")
 
-    def check_sets(self, set_bytes: int) -> None:
-        """Raises ConfigError for a quota that not even one segment set (`set_bytes` over all ranks) fits into."""
+    def check_sets(self, set_bytes: int, capacity_bytes: int) -> None:
+        """Raises ConfigError for a quota, or a watermark, that not even one segment set (`set_bytes` over all ranks)
+        fits into."""
+        for name, usual in (("high_watermark", HIGH_WATERMARK), ("low_watermark", LOW_WATERMARK)):
+            fraction = getattr(self, name)
+            if fraction < usual and fraction * capacity_bytes < set_bytes:
+                fix = (
+                    f"that part of capacity_bytes ({exact(capacity_bytes)}) is less than one segment set "
+                    f"({exact(set_bytes)}), so nothing would stay: raise it, or lower segment_bytes"
+                )
+                raise ConfigError(f"capacity.{name}", fraction, fix)
         quotas = [("capacity.namespace_quota_bytes", self.namespace_quota_bytes)] + [
             (f"capacity.tenants.{tenant.name}.quota_bytes", tenant.quota_bytes) for tenant in self.tenants
         ]

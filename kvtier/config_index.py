@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
-from kvtier.config_types import FROZEN, Bytes, Count, Seconds, absolute_path, no_bool
+from kvtier.config_types import FROZEN, Bytes, Count, Timeout, absolute_path, no_bool
 from kvtier.errors import ConfigError
 
 _URL = re.compile(
@@ -24,6 +24,8 @@ _URL = re.compile(
     r"(?P<path>/[^?#]*)?(?:\?(?P<query>[^#]*))?"
 )
 _FORMS = "redis://host:6379/0, rediss://..., unix:///path, redis+sentinel://host:26379,.../service, redis+cluster://..."
+# Of the index's map: tables need the least; it may grow eightfold, within a process's 128 TiB of addresses.
+MAP_BYTES_MIN, MAP_BYTES_MAX = 1 << 20, 8 << 40
 _PORTS = {"sentinel": 26379}
 _FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file", "password_file", "sentinel_password_file")
 
@@ -64,8 +66,8 @@ class IndexSettings(BaseModel):
     model_config = FROZEN
     kind: Literal["embedded", "memory", "redis"] = "embedded"
     path: Path | None = None
-    map_bytes: Bytes = 16 << 30
-    timeout_s: Seconds = 2.0
+    map_bytes: Annotated[Bytes, Field(ge=MAP_BYTES_MIN, le=MAP_BYTES_MAX)] = 16 << 30
+    timeout_s: Timeout = 2.0
     url: str | None = None
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")] = "kvtier"
     username: str | None = None
@@ -211,7 +213,7 @@ def parse_url(url: str) -> RedisPlace:
 
 
 def _host(text: str, port: int) -> tuple[str, int]:
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]]+)(?::(\d{1,5}))?", text)
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
     if match is None:
         raise ValueError("a host is a name or an address, with :PORT behind it; several are divided by commas")
     return match[1].strip("[]"), int(match[2] or port)

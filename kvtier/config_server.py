@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, SecretStr, field_validator
 
-from kvtier.config_types import FROZEN, Bytes, Count, Seconds, absolute_path, no_bool
+from kvtier.config_types import FROZEN, Bytes, Count, Seconds, Timeout, absolute_path, no_bool
 from kvtier.errors import ConfigError
 
 TOKEN_CHARS_MIN = 16
@@ -35,7 +35,7 @@ class ServerSettings(BaseModel):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     body_bytes_max: Bytes = 4 << 20
-    timeout_s: Seconds = 30.0
+    timeout_s: Timeout = 30.0
     connections_max: Count = 256
     history_s: Seconds = 5.0
 

@@ -1,4 +1,5 @@
-"""The types of settings, and what they check: shared by the groups of the tree. Byte sizes are numbers or texts."""
+"""The types of settings, and what they check: shared by the groups of the tree. Byte sizes are numbers or texts; so are
+times."""
 
 from __future__ import annotations
 
@@ -15,6 +16,11 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("iB", 1024), ("i", 1024), ("B", 1000))
     for power, letter in enumerate("KMGT", start=1)
 }
+DAY_S = 86_400.0
+TIMEOUT_S_MIN = 0.1  # least time-out: below, ordinary answers of a storage come too late
+SECONDS_MAX = 3660 * DAY_S  # longest time of a setting; clocks of C libraries hold it
+_TIME = re.compile(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?) ?([smhdw]?)")
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S, "w": 7 * DAY_S}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -38,6 +44,16 @@ def no_bool(value: object) -> object:
     return value
 
 
+def parse_seconds(value: object) -> object:
+    """Read a time as "90s" or "7d"; a number is left as it is. Raises ValueError."""
+    if not isinstance(value, str):
+        return no_bool(value)
+    match = _TIME.fullmatch(value.strip())
+    if match is None:
+        raise ValueError('must be a number of seconds, or a time with a unit: "90s", "15m", "12h", "7d" or "2w"')
+    return float(match[1]) * _SECONDS[match[2]]
+
+
 def multiple(value: int, unit: int, why: str) -> int:
     if value % unit:
         raise ValueError(f"must be a multiple of {unit} ({why}); the next one is {-(-value // unit) * unit}")
@@ -57,4 +73,5 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 BytesOrZero = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Count = Annotated[int, BeforeValidator(no_bool), Field(gt=0)]
 Natural = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
-Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, le=SECONDS_MAX, allow_inf_nan=False)]
+Timeout = Annotated[float, BeforeValidator(parse_seconds), Field(ge=TIMEOUT_S_MIN, le=DAY_S, allow_inf_nan=False)]

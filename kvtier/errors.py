@@ -17,18 +17,18 @@ from collections.abc import Mapping
 
 _SECRET_NAME = re.compile(r"(pas+(w(or)?d|phrase)?|pwd|secret|token)$", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=:/)(/?).*@", re.DOTALL)
-_HIDDEN = "***"
+HIDDEN = "***"  # stands for a value that may be a secret
 
 
 def without_secrets(key: str, value: object) -> object:
     """What may be printed of a setting's value: no password or token, and no credentials within an URL."""
     if value is not None and _SECRET_NAME.search(key):
-        return _HIDDEN
+        return HIDDEN
     if isinstance(value, Mapping):
         return {name: without_secrets(str(name), below) for name, below in value.items()}
     if isinstance(value, list | tuple):
         return [without_secrets(key, below) for below in value]
-    return _CREDENTIALS.sub(rf"\1{_HIDDEN}@", value) if isinstance(value, str) else value
+    return _CREDENTIALS.sub(rf"\1{HIDDEN}@", value) if isinstance(value, str) else value
 
 
 class KVTierError(Exception):

@@ -179,6 +179,19 @@ def check_space(path: Path, needed_bytes: int) -> None:
         raise _full(path, free_bytes, needed_bytes)
 
 
+def check_reserve(path: Path, reserve_bytes: int, needed_bytes: int) -> None:
+    """Raises ConfigError where the disk of the root at `path` is too small for what is left free for others
+    (capacity.reserve_bytes) and `needed_bytes`."""
+    disk = os.statvfs(nearest(path))
+    total_bytes = disk.f_blocks * disk.f_frsize
+    if reserve_bytes and reserve_bytes + needed_bytes > total_bytes:
+        fix = (
+            f"the root's disk has {exact(total_bytes)} in all, so no segment set ({exact(needed_bytes)}) could ever be "
+            "made: lower it"
+        )
+        raise ConfigError("capacity.reserve_bytes", reserve_bytes, fix)
+
+
 def check_mount(settings: Settings) -> None:
     """Raises ConfigError for a root on the machine's root file system where a mount is required; OSError where nobody
     can tell. A file system that is not mounted is an empty folder, and would fill the machine's own disk."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -12,11 +11,9 @@ from kvtier.admin.lookup import TOKENS_MAX, Prompt, keys_of
 from kvtier.admin.opened import Opened
 from kvtier.admin.prompts import Tokenizers
 from kvtier.commands.place import NotDone
-from kvtier.config_types import parse_bytes
+from kvtier.config_types import parse_bytes, parse_seconds
 
 STANDARD_INPUT = "-"
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
 def size_argument(text: str) -> int:
@@ -27,11 +24,14 @@ def size_argument(text: str) -> int:
 
 
 def duration_argument(text: str) -> float:
-    """In seconds."""
-    match = _DURATION.fullmatch(text.strip())
-    if match is None or not float(match[1]):
+    """Read a time with its unit, as settings take it. Returns seconds."""
+    try:
+        seconds = 0.0 if text.strip()[-1:].isdecimal() else float(str(parse_seconds(text)))
+    except ValueError:
+        seconds = 0.0
+    if not seconds:
         raise argparse.ArgumentTypeError(f'{text!r}: must be a time with a unit: "90s", "15m", "12h", "7d" or "2w"')
-    return float(match[1]) * _SECONDS[match[2]]
+    return seconds
 
 
 def add_namespace(parser: argparse._ActionsContainer) -> None:

@@ -94,6 +94,9 @@ class SharedEnvironment:
                 f"process ids ({error})"
             )
             raise ConfigError("index.path", self.path, fix) from None
+        except lmdb.MemoryError as error:
+            fix = f"this process has no room for a map of that size ({error}): lower it, or raise ulimit -v"
+            raise ConfigError("index.map_bytes", self._map_bytes, fix) from None
         except (lmdb.Error, OSError) as error:
             raise self._unavailable(None, error) from error
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from kvtier.commands.prompts import duration_argument
 from kvtier.config import PIN_BYTES_MIN, Settings
 from kvtier.config_types import parse_bytes
 from kvtier.errors import ConfigError
@@ -130,7 +131,7 @@ def test_byte_sizes(value: object, n_bytes: int) -> None:
 
 def test_misspelt_key_in_the_connector_config() -> None:
     error = refusal({"root": "/x", "capacty_bytes": "1GiB"})
-    assert error.key == "capacty_bytes" and error.value == "1GiB"
+    assert error.key == "capacty_bytes" and error.value == "***"
     assert "did you mean 'capacity_bytes'?" in error.fix and "connector config" in error.fix
 
 
@@ -147,7 +148,7 @@ def test_key_in_the_wrong_place_is_shown_the_right_one() -> None:
 def test_misspelt_key_in_yaml(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "root: /x\nindex:\n  knd: memory\n")
     error = refusal({"config": path})
-    assert error.key == "index.knd" and error.value == "memory"
+    assert error.key == "index.knd" and error.value == "***"
     assert "'index.kind', written index: {kind: ...}?" in error.fix and path in error.fix
 
 
@@ -164,7 +165,7 @@ def test_key_that_is_like_no_other(tmp_path: Path) -> None:
 def test_misspelt_environment_variable(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "7")
     error = refusal({"root": "/x"})
-    assert error.key == name and error.value == "7"
+    assert error.key == name and error.value == "***"
     assert error.fix == f"unknown environment variable: unset it, or did you mean {near!r}?"
 
 
@@ -268,13 +269,13 @@ def test_several_bad_values_are_counted_and_listed() -> None:
     assert "1 more settings are wrong" in refusal({"root": "/x", "epoch": -1, "io": {"threads": 0}}).fix
     error = refusal({"root": "/x", "epoch": -1, "io": {"threads": 0}, "hots": 1})
     assert error.key == "epoch" and "2 more settings are wrong: io.threads = 0: must be" in error.fix
-    assert "; hots = 1: unknown key; did you mean 'host'" in error.fix
+    assert "; hots = '***': unknown key; did you mean 'host'" in error.fix
 
 
 def test_key_that_is_written_with_dots(tmp_path: Path) -> None:
     """As kvtier's own messages name it."""
     error = refusal({"root": "/x", "host.arena_bytes": "1GiB"})
-    assert error.key == "host.arena_bytes" and error.value == "1GiB"
+    assert error.key == "host.arena_bytes" and error.value == "***"
     assert """did you mean 'host.arena_bytes', written {"host": {"arena_bytes": ...}}?""" in error.fix
     error = refusal({"config": yaml_file(tmp_path, "root: /x\nio.threads: 4\n")})
     assert "did you mean 'io.threads', written io: {threads: ...}?" in error.fix
@@ -356,12 +357,94 @@ def test_gpu_memory_without_a_gpu(key: str) -> None:
     Settings.load({"root": "/x", "hbm": {"arena_bytes": 0}}).check_device(has_gpu=False)
 
 
-def test_variables_of_a_kubernetes_service_called_kvtier_are_not_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "KVTIER_PORT": "tcp://10.0.0.1:80", "KVTIER_SERVICE_HOST": "10.0.0.1", "KVTIER_PORT_80_TCP_ADDR": "10.0.0.1",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+SERVICE_LINKS = {
+    "KVTIER_SERVICE_HOST": "10.0.0.1", "KVTIER_SERVICE_PORT": "80", "KVTIER_SERVICE_PORT_HTTP": "80",
+    "KVTIER_PORT": "tcp://10.0.0.1:80", "KVTIER_PORT_80_TCP": "tcp://10.0.0.1:80", "KVTIER_PORT_80_TCP_PROTO": "tcp",
+    "KVTIER_PORT_80_TCP_PORT": "80", "KVTIER_PORT_80_TCP_ADDR": "10.0.0.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("service", ["KVTIER", "KVTIER_REDIS", "KVTIER_ADMIN_2"])
+def test_variables_of_kubernetes_services_are_not_settings(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a service called kvtier-redis stopped start-up."""
+    for name, value in SERVICE_LINKS.items():
+        monkeypatch.setenv(name.replace("KVTIER", service, 1), value)
     assert Settings.load({"root": "/x"}).root == Path("/x")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("KVTIER_SERVICE__ADMIN_TOKEN", "0123456789abcdef"), ("KVTIER_SERVICE__PORT", "9000"),
+    ("KVTIER_SERVICE_TOKEN", "x"),
+    ("KVTIER_PORT_X", "1"), ("KVTIER_REDIS_PORT", "6379"), ("KVTIER_SERVICE_HOST", "all"),
+])  # fmt: skip
+def test_what_kubernetes_does_not_set_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token for the admin service under such a name was ignored without a word."""
+    monkeypatch.setenv(name, value)
+    error = refusal({"root": "/x"})
+    assert error.key == name and "unknown environment variable" in error.fix
+
+
+SECRET = "S3CRETs3cretS3CRET"
+
+
+@pytest.mark.parametrize("overrides", [
+    {"server": {"admin_tokn": SECRET}}, {"index": {"passphrase_of_redis": SECRET}}, {"server": SECRET}, {"zzz": SECRET},
+    {"capacity": {"tenants": [SECRET]}}, {"capacity": {"tenants": [{"name": "a", "cache_salts": ["a"], "x": SECRET}]}},
+    {"index": [SECRET]}, {7: SECRET},
+])  # fmt: skip
+def test_values_of_unknown_keys_are_not_shown(overrides: Any) -> None:
+    """A secret under a misspelt key was printed."""
+    with pytest.raises(ConfigError) as caught:
+        Settings.load({"root": "/x"} | overrides)
+    assert SECRET not in str(caught.value) and "***" in str(caught.value)
+
+
+def test_values_of_unknown_variables_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_SERVER__ADMIN_TOKN", SECRET)
+    error = refusal({"root": "/x"})
+    assert SECRET not in str(error) and "'KVTIER_SERVER__ADMIN_TOKEN'" in error.fix
+
+
+@pytest.mark.parametrize(("overrides", "key", "fix"), [
+    ({"io": {"timeout_s": 1e10}}, "io.timeout_s", "less than or equal to 86400"),
+    ({"io": {"timeout_s": 1e-6}}, "io.timeout_s", "greater than or equal to 0.1"),
+    ({"index": {"timeout_s": 1e10}}, "index.timeout_s", "less than or equal to 86400"),
+    ({"server": {"timeout_s": 1e10}}, "server.timeout_s", "less than or equal to 86400"),
+    ({"touch_interval_s": 1e300}, "touch_interval_s", "less than or equal to"),
+    ({"writer_lease_s": "9999999w"}, "writer_lease_s", "less than or equal to"),
+    ({"index": {"map_bytes": 1}}, "index.map_bytes", "greater than or equal to 1048576"),
+    ({"index": {"map_bytes": 1 << 60}}, "index.map_bytes", "less than or equal to"),
+    ({"capacity": {"ttl_s": 0.001}}, "capacity.ttl_s", "set it to at least 10"),
+    ({"capacity": {"high_watermark": 0.001, "low_watermark": 0.001}}, "capacity.high_watermark", "nothing would stay"),
+    ({"capacity": {"low_watermark": 0.001}}, "capacity.low_watermark", "less than one segment set (1GiB)"),
+    ({"capacity": {"namespace_quota_bytes": "1MiB"}}, "capacity.namespace_quota_bytes", "nothing would ever be stored"),
+])  # fmt: skip
+def test_settings_of_a_tier_that_keeps_nothing_are_refused(overrides: dict[str, Any], key: str, fix: str) -> None:
+    error = refusal({"root": "/x"} | overrides)
+    assert error.key == key and fix in error.fix
+
+
+def test_the_default_watermarks_pass_for_a_capacity_of_one_set() -> None:
+    assert Settings.load({"root": "/x", "capacity_bytes": "1GiB"}).capacity.low_watermark == 0.9
+
+
+@pytest.mark.parametrize(("written", "seconds"), [
+    ("7d", 7 * 86_400), ("12h", 43_200), ("90s", 90), ("2w", 14 * 86_400), ("15m", 900), ("1.5h", 5400), ("30", 30),
+    (30, 30), ("1e3", 1000),
+])  # fmt: skip
+def test_times_have_units_as_on_the_command_line(
+    written: object, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Settings.load({"root": "/x", "capacity": {"ttl_s": written}}).capacity.ttl_s == seconds
+    monkeypatch.setenv("KVTIER_CAPACITY__TTL_S", str(written))
+    assert Settings.load({"root": "/x"}).capacity.ttl_s == seconds
+    if str(written)[-1].isalpha():
+        assert duration_argument(str(written)) == seconds
+
+
+@pytest.mark.parametrize("written", ["7 days", "d", "-7d", True, "0x10", "1_0"])
+def test_times_that_are_none_are_refused(written: object) -> None:
+    assert refusal({"root": "/x", "capacity": {"ttl_s": written}}).key == "capacity.ttl_s"
 
 
 def test_a_root_with_a_nul_byte_is_refused() -> None:

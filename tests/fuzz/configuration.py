@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 
 TENANTS = """root: /mnt/kv
 capacity:
-  ttl_s: 5
+  ttl_s: 7d
   tenants:
     - {name: a, cache_salts: ["a*", "b"], quota_bytes: 5GiB}
 index:

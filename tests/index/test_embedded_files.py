@@ -349,3 +349,10 @@ def test_refused_places_leave_nothing_open(tmp_path: Path) -> None:
     index = LmdbIndex(str(tmp_path / "index"), MAP_BYTES)
     assert index.create_set(set_info(1))
     index.close()
+
+
+def test_a_map_that_has_no_room_names_the_setting(tmp_path: Path) -> None:
+    """It was called an index that does not answer."""
+    with pytest.raises(ConfigError) as caught:
+        LmdbIndex(str(tmp_path / "index"), map_bytes=1 << 60)
+    assert caught.value.key == "index.map_bytes" and "lower it" in caught.value.fix
