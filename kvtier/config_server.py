@@ -22,7 +22,8 @@ class ServerSettings(BaseModel):
     admin_token, read_token: who brings one may do everything, or only look; the files hold the same, and one line.
     tls_cert, tls_key: PEM files; with them it speaks https alone.
     body_bytes_max, timeout_s, connections_max: bounds of a request, of its body's coming and its answer, and of
-    connections at a time. history_s: how often the dashboard's curves get a point.
+    connections at a time, of which one address has half at most. history_s: how often the dashboard's curves get a
+    point.
     """
 
     model_config = FROZEN

@@ -16,7 +16,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from kvtier.server import routes_change, routes_health, routes_look
-from kvtier.server.guards import Door, SecurityHeaders, TimeLimit, WholeBody
+from kvtier.server.guards import Door, HeadAsGet, SecurityHeaders, TimeLimit, WholeBody
 from kvtier.server.problems import add_handlers
 from kvtier.server.schemas import FieldError, Problem
 from kvtier.server.service import Service
@@ -50,7 +50,7 @@ def make_app(service: Service) -> ASGIApp:
     settings = service.settings.server
     limited = TimeLimit(make_routes(service), settings.timeout_s)
     door = Door(WholeBody(limited, settings.body_bytes_max, settings.timeout_s), service.tokens)
-    return SecurityHeaders(door, is_tls=settings.tls_cert is not None)
+    return SecurityHeaders(HeadAsGet(door), is_tls=settings.tls_cert is not None)
 
 
 def make_routes(service: Service) -> FastAPI:
@@ -74,10 +74,10 @@ def make_routes(service: Service) -> FastAPI:
     for router in (routes_look.router, routes_look.paged, routes_change.router, routes_health.router):
         app.include_router(router)
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    @app.api_route("/ui", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.get("/", include_in_schema=False)
+    @app.get("/ui", include_in_schema=False)
     def to_the_page() -> RedirectResponse:
-        return RedirectResponse("/ui/")
+        return RedirectResponse("ui/")  # relative: a proxy may serve this below a prefix that it strips
 
     app.mount("/ui", StaticFiles(directory=PAGE, html=True, check_dir=False))
 

@@ -1,6 +1,6 @@
 """What stands before the routes, as ASGI wrappers: who asks, how much, how long; and headers on every answer.
 
-    SecurityHeaders( Door( WholeBody( TimeLimit( routes ))))
+    SecurityHeaders( HeadAsGet( Door( WholeBody( TimeLimit( routes )))))
 
 A request without a valid token costs nothing but reading its head: its body is never read.
 """
@@ -59,6 +59,25 @@ class SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, with_headers)
+
+
+class HeadAsGet:
+    """Answers HEAD as the routes answer GET, without the body: load balancers and monitors probe with it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
 class Door:

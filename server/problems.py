@@ -89,9 +89,12 @@ async def _refused(request: Request, refused: Refused) -> Response:
 
 
 async def _http(request: Request, error: HTTPException) -> Response:
-    details = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
-    headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
-    return problem(error.status_code, details.get(error.status_code, str(error.detail)), headers)
+    path = request.url.path
+    if error.status_code == 405:
+        allowed = _allowed(request)
+        return problem(405, f"{path} takes another method: {allowed}", {"Allow": allowed})
+    detail = f"there is nothing at {path}" if error.status_code == 404 else str(error.detail)
+    return problem(error.status_code, detail, error.headers)
 
 
 def _allowed(request: Request) -> str:
@@ -101,7 +104,8 @@ def _allowed(request: Request) -> str:
     for route in request.app.routes:
         if isinstance(route, Route) and route.path_regex.match(request.url.path):
             methods |= route.methods or set()
-    return ", ".join(sorted(methods or {"GET", "HEAD"}))
+    methods = methods or {"GET"}
+    return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:

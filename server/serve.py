@@ -19,10 +19,10 @@ from kvtier.config import Settings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.server.app import make_app
 from kvtier.server.auth import Tokens
+from kvtier.server.connections import IDLE_S, bounded
 from kvtier.server.rotated import Rotated
 from kvtier.server.service import Service
 
-KEEP_ALIVE_S = 15
 SHUTDOWN_S = 5
 HEAD_BYTES_MAX = 16 << 10
 BACKLOG = 2048
@@ -79,9 +79,10 @@ def uvicorn_config(service: Service) -> uvicorn.Config:
     settings = service.settings.server
     return uvicorn.Config(
         make_app(service), backlog=BACKLOG, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
-        limit_concurrency=settings.connections_max, timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=SHUTDOWN_S, h11_max_incomplete_event_size=HEAD_BYTES_MAX, http="h11", ws="none",
-        proxy_headers=False, server_header=False, access_log=False, log_level="warning", lifespan="on",
+        http=bounded(settings.connections_max, settings.timeout_s), loop="kvtier.server.connections:Loop",
+        timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=SHUTDOWN_S, h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+        limit_concurrency=settings.connections_max + 1,  # uvicorn refuses from this number on
+        ws="none", proxy_headers=False, server_header=False, access_log=False, log_level="warning", lifespan="on",
     )  # fmt: skip
 
 

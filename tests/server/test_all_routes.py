@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 from fastapi.routing import APIRoute
@@ -71,12 +72,23 @@ def test_the_document_says_of_each_operation_what_it_is_and_how_it_is_asked(
     assert len(seen) == sum(map(len, document["paths"].values())), "each has a summary of its own"
 
 
-def test_the_way_to_the_page_answers_head_as_it_does_get(served: Serving) -> None:
-    for path, status in (("/", 307), ("/ui", 307), ("/ui/", 200), ("/ui/app.js", 200)):
-        get, head = served.call("GET", path, None), served.call("HEAD", path, None)
-        assert get.status_code == head.status_code == status and head.content == b"", path
-        for name in ("location", "content-type", "content-security-policy"):
-            assert get.headers.get(name) == head.headers.get(name)
+def test_head_is_answered_as_get_is_without_the_body(served: Serving, subtests: Subtests) -> None:
+    looks = [call for call in CALLS if call.method == "GET"]
+    files = [("/ui/", 200), ("/ui/app.js", 200), ("/nothing", 404), ("/api/v1/evict", 405)]
+    for path, status in [(call.made(served)[0], call.status) for call in looks] + files:
+        with subtests.test(path=path):
+            get, head = served.call("GET", path), served.call("HEAD", path)
+            assert get.status_code == head.status_code == status and head.content == b""
+            for name in ("location", "content-type", "content-security-policy", "allow"):
+                assert get.headers.get(name) == head.headers.get(name)
+    assert served.call("HEAD", "/metrics", None).status_code == 401
+
+
+@pytest.mark.parametrize(("path", "leads_to"), [("/kv/", "/kv/ui/"), ("/kv/ui", "/kv/ui/"), ("/", "/ui/")])
+def test_redirects_stay_below_the_prefix_of_a_proxy(served: Serving, path: str, leads_to: str) -> None:
+    """The proxy strips the prefix, so the service does not know it."""
+    answer = served.call("GET", path.removeprefix("/kv"))
+    assert urljoin(f"https://proxy{path}", answer.headers["location"]) == f"https://proxy{leads_to}"
 
 
 def test_a_right_call(served: Serving, subtests: Subtests) -> None:

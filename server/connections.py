@@ -1,0 +1,109 @@
+"""Bounds of a connection: how long it may take over each of its steps, and how many there may be.
+
+uvicorn closes a connection that is idle after an answer. It waits without an end for the first request's head, for the
+rest of a head that was begun, for the rest of a body after the answer, and for a client that does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from ssl import SSLContext
+from typing import ClassVar
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+IDLE_S = 15  # from a connection's start, or its last answer, to the end of the next request's head; seconds
+HANDSHAKE_S = 10.0  # a connection's TLS handshake; seconds
+
+
+class Connection(H11Protocol):
+    """A connection with deadlines. Where there is one too many, the one that has waited longest for a request's head
+    is closed in its place: whoever opens many without a request takes them from itself, or from other such clients.
+    """
+
+    connections_max: ClassVar[int]
+    exchange_s: ClassVar[float]
+    _step: object = None
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+        self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Between two requests, or with a part of a head."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _watch(self) -> None:
+        """Starts the deadline of a step that has begun; further bytes of the same step do not prolong it."""
+        if self.transport.is_closing():
+            step: object = "close"
+        else:
+            step = "wait" if self._is_waiting else self.cycle
+        if step is self._step:
+            return
+        self._step = step
+        if self._deadline is not None:
+            self._deadline.cancel()
+        timeout_s = IDLE_S if isinstance(step, str) else self.exchange_s
+        self._deadline = self.loop.call_later(timeout_s, self.transport.abort)
+
+    def _make_room(self) -> None:
+        """Keeps the bounds of all connections, and of those from one address, which may have half of them."""
+        everyone = [other for other in self.connections if isinstance(other, Connection)]
+        own = [other for other in everyone if other._host == self._host]
+        if len(own) > max(1, self.connections_max // 2):
+            crowd = own
+        elif len(everyone) > self.connections_max:
+            crowd = everyone
+        else:
+            return
+        waiting = [other for other in crowd if other is not self and other._is_waiting and other._deadline is not None]
+        dropped = min(waiting, key=lambda other: other._ends_s, default=self)
+        self.connections.discard(dropped)
+        dropped.transport.abort()
+
+    @property
+    def _host(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @property
+    def _ends_s(self) -> float:
+        """The time of the deadline, by the loop's clock."""
+        assert self._deadline is not None
+        return self._deadline.when()
+
+
+def bounded(connections_max: int, timeout_s: float) -> type[Connection]:
+    """The protocol for uvicorn. timeout_s: of a request's body, of the beginning of its answer, and of the rest."""
+    return type("BoundedConnection", (Connection,), {"connections_max": connections_max, "exchange_s": 3 * timeout_s})
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose servers wait less than a minute for a TLS handshake, which uvicorn has no option for."""
+
+    async def create_server(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.Protocol], *, sock: socket.socket, ssl: SSLContext | None,
+        backlog: int,
+    ) -> asyncio.Server:  # fmt: skip
+        timeout_s = None if ssl is None else HANDSHAKE_S
+        return await super().create_server(
+            protocol_factory, sock=sock, ssl=ssl, backlog=backlog, ssl_handshake_timeout=timeout_s
+        )

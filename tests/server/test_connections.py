@@ -1,0 +1,174 @@
+"""Connections that take their time: none may keep others out, nor last."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from kvtier.config import Settings
+from kvtier.server import connections
+from kvtier.server.auth import Tokens
+from kvtier.server.serve import listen, open_service, uvicorn_config
+from tests.server.test_process import own_certificate
+
+IDLE_S = 1.0
+MAX = 16
+
+
+@contextmanager
+def served(root: Path, monkeypatch: pytest.MonkeyPatch, **server: object) -> Iterator[int]:
+    """The port of a service in this process, whose deadlines are short."""
+    monkeypatch.setattr(connections, "IDLE_S", IDLE_S)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", IDLE_S)
+    given = {"port": 0, "connections_max": MAX, "timeout_s": 1.0, "history_s": 60.0, **server}
+    settings = Settings.load({"root": str(root), "capacity_bytes": "64MiB", "segment_bytes": "4MiB", "server": given})
+    listener = listen(settings)
+    server_ = uvicorn.Server(uvicorn_config(open_service(settings, Tokens)))
+    thread = threading.Thread(target=server_.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not server_.started and thread.is_alive():
+            time.sleep(0.01)
+        yield listener.getsockname()[1]
+    finally:
+        server_.should_exit = True
+        thread.join(30)
+
+
+@pytest.fixture
+def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    with served(tmp_path / "kv", monkeypatch) as found:
+        yield found
+
+
+def connect(port: int, sent: bytes = b"") -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", port), timeout=10)
+    made.sendall(sent)
+    return made
+
+
+def answer(connection: socket.socket, sent: bytes = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") -> bytes:
+    """The status line of an answer in JSON, if there is one."""
+    found = b""
+    try:
+        connection.sendall(sent)
+        while not found.endswith(b"}") and (more := connection.recv(65536)):
+            found += more
+    except OSError:
+        return b""
+    return found.split(b"\r\n")[0]
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the service has closed it; reads what it has sent."""
+    connection.settimeout(0.01)
+    try:
+        while connection.recv(1 << 20):
+            pass
+        return True
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.settimeout(10)
+
+
+def wait_until_closed(connection: socket.socket, at_most_s: float, dripped: bytes = b"") -> float:
+    """After how many seconds it was."""
+    began = time.monotonic()
+    while not is_closed(connection):
+        assert time.monotonic() - began < at_most_s, "it is open still"
+        time.sleep(0.1)
+        if dripped:
+            try:
+                connection.sendall(dripped)
+            except OSError:
+                break
+    return time.monotonic() - began
+
+
+def test_idle_connections_keep_nobody_out(port: int) -> None:
+    heads = [b"", b"GET / HTTP/1.1\r\nHost: x\r\n"]
+    idle = [connect(port, heads[number % 2]) for number in range(2 * MAX)]
+    with closing(connect(port)) as other:
+        assert answer(other) == b"HTTP/1.1 200 OK"
+    assert sum(map(is_closed, idle)) >= 2 * MAX - MAX // 2, "an address has half of the connections"
+    for connection in idle:
+        wait_until_closed(connection, 10)
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "dripped"),
+    [
+        (b"", b""),
+        (b"GET / HTTP/1.1\r\n", b"X-A: b\r\n"),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT", b""),
+        (b"POST /nothing HTTP/1.1\r\nHost: evil\r\nContent-Length: 100000\r\n\r\n", b"x"),
+        (b"POST /api/v1/clear HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n", b"x"),
+        (b"GET /ui/ HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b""),
+    ],
+    ids=["silent", "head", "second head", "body after the answer", "body", "done"],
+)
+def test_no_step_lasts(port: int, sent: bytes, dripped: bytes) -> None:
+    with closing(connect(port, sent)) as slow:
+        assert wait_until_closed(slow, 10, dripped) < 4 * IDLE_S
+
+
+def test_who_does_not_read_is_dropped(port: int) -> None:
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    slow.connect(("127.0.0.1", port))
+    with closing(slow):
+        request = b"GET /api/v1/openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        slow.setblocking(False)
+        began = time.monotonic()
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            while time.monotonic() - began < 30:
+                try:
+                    slow.send(request)
+                except BlockingIOError:
+                    time.sleep(0.1)
+
+
+def test_a_client_that_asks_now_and_then_keeps_its_connection(port: int) -> None:
+    with closing(connect(port)) as client:
+        for _ in range(8):
+            assert answer(client) == b"HTTP/1.1 200 OK"
+            time.sleep(IDLE_S / 2)
+
+
+def test_what_is_at_work_is_not_closed_for_others(port: int) -> None:
+    """Those of an address that has its share at work wait for none of them: they are refused."""
+    body = json.dumps({}).encode()
+    head = (
+        b"POST /api/v1/clear HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n"
+    )
+    busy = [connect(port, head) for _ in range(MAX // 2)]
+    time.sleep(0.3)
+    assert is_closed(connect(port)) or answer(connect(port)) == b""
+    assert [answer(connection, body) for connection in busy] == [b"HTTP/1.1 200 OK"] * len(busy)
+    for connection in busy:
+        connection.close()
+
+
+def test_handshakes_have_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = own_certificate(tmp_path)
+    trusting = ssl.create_default_context(cafile=paths["tls_cert"])
+    with served(tmp_path / "kv", monkeypatch, **paths) as port:
+        idle = [connect(port) for _ in range(2 * MAX)]
+        with trusting.wrap_socket(connect(port), server_hostname="localhost") as client:
+            assert answer(client) == b"HTTP/1.1 200 OK"
+        for connection in idle:
+            wait_until_closed(connection, 10)
+            connection.close()
