@@ -111,7 +111,7 @@ class Housekeeper:
             for info in known.values():
                 self._lease.renew()
                 if info.is_open or info.set_id in looked_into or on_disk.get(info.set_id, 0) != info.n_bytes:
-                    self._settle(info, on_disk.get(info.set_id))
+                    self._settle(info, on_disk.get(info.set_id, 0))
             remove_leftovers(self._folder, self.clock() - ORPHAN_GRACE_S)
             self._index.put_note(SWEPT_NOTE, _TIME.pack(self._index.shared_s(self.clock())), None)
         finally:
@@ -242,8 +242,7 @@ class Housekeeper:
         """Whether a living engine may still add records to the set."""
         return info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
 
-    def _settle(self, info: SetInfo, n_bytes: int | None) -> None:
-        """n_bytes: what its files take; None where there are none."""
+    def _settle(self, info: SetInfo, n_bytes: int) -> None:
         if self._is_written(info):
             return
         lapses = self._lease.lapses
@@ -259,10 +258,8 @@ class Housekeeper:
         if not members:
             self._remover.remove(info)
             return
-        if n_bytes is None:
-            if self._may_be_away:
-                return  # it is booked, and closed, when its files are back
-            n_bytes = 0
+        if self._may_be_away and self._is_away(info, members):
+            return  # it is booked, and closed, when its files are back
         if info.is_open:
             if not self._lease.is_held_since(lapses):
                 return  # the next sweep closes it
@@ -270,6 +267,11 @@ class Housekeeper:
             n_bytes = self._trim(info, [location for _, location in members])
         if info.is_open or n_bytes != info.n_bytes:
             self._index.close_set(info.set_id, n_bytes)
+
+    def _is_away(self, info: SetInfo, members: list[tuple[bytes, Location]]) -> bool:
+        """Whether a file is missing that records of the set are in."""
+        files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
+        return not all(files.exists(info.set_id, rank) for rank in {place.rank for _, place in members})
 
     def _may_come(self, info: SetInfo) -> bool:
         """Whether records of a closed set may still become visible: they wait at a living writer's, for whom the index
