@@ -160,6 +160,16 @@ def what_the_index_refused_is_called_saved(original: Any, segments: OwnSegments,
 # --- loading ---
 
 
+@planted(FileReader, "may_be_stale", "shared_disk")
+def a_stale_read_is_taken_for_damage(original: Any, reader: FileReader, error: int = 0) -> bool:
+    return False
+
+
+@planted(FileReader, "_known_sets", "shared_disk")
+def what_is_away_is_taken_for_gone(original: Any, reader: FileReader, set_ids: set[int]) -> set[int]:
+    return set()
+
+
 @planted(SlotTable, "_evict_one", "slow_disk")
 def a_leased_slot_is_given_to_another(original: Any, table: SlotTable[Any]) -> bool:
     for key, cached in table._cached.items():

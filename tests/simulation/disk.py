@@ -18,6 +18,9 @@ from kvtier.record import SegmentHeader
 from kvtier.tiers.segments import SegmentFiles, parse_segment_name
 from tests.simulation.runtime import Runtime
 
+STALE_S = 8.0  # time for which an open descriptor may show what was there before another process's flush
+AWAY_S = 20.0  # longest time for which a segment is missing
+
 Segment = tuple[int, int]
 """(set id, rank)"""
 
@@ -26,7 +29,7 @@ Segment = tuple[int, int]
 class Weather:
     """How often an operation is slow (up to so many seconds), hangs (so long), ends with an error, ends too soon or is
     torn: some of its pages are not what they should be, with an error or without a word. hang_calls: of all other
-    system calls, such as open."""
+    system calls, such as open. away: how often a segment of a shared disk is missing for a few seconds."""
 
     slow: float = 0.5
     slow_s: float = 0.01
@@ -36,6 +39,7 @@ class Weather:
     error: float = 0.0
     short: float = 0.0
     torn: float = 0.0
+    away: float = 0.0
 
 
 class Unflushed(NamedTuple):
@@ -57,7 +61,8 @@ class Unflushed(NamedTuple):
 class Disk:
     """damaged: segments in which bytes were changed behind the tier's back: nothing is promised of them any more.
     capacity_bytes: of the whole disk. is_shared: each process has a client cache of its own: what it wrote to a segment
-    and did not flush, `unflushed`, reads as zeros elsewhere."""
+    and did not flush, `unflushed`, reads as zeros elsewhere; what was flushed in the last STALE_S, `flushed`, does so
+    through descriptors that were open before. away: until when segments are missing."""
 
     runtime: Runtime
     folder: Path
@@ -68,6 +73,10 @@ class Disk:
     descriptors: dict[int, tuple[Any, Segment | None]] = field(default_factory=dict)
     is_shared: bool = False
     unflushed: list[Unflushed] = field(default_factory=list)
+    flushed: list[tuple[Unflushed, int, float]] = field(default_factory=list)
+    away: dict[Segment, float] = field(default_factory=dict)
+    opened: dict[int, int] = field(default_factory=dict)
+    n_opened: int = 0
 
     def meet(self, what: str) -> None:
         """A system call is about to be made: by a process that lives, in its time, and it may fail."""
@@ -118,7 +127,11 @@ class Disk:
 
     def flush(self, fd: int) -> None:
         writer, segment = self.descriptors[fd]
-        self.unflushed = [part for part in self.unflushed if (part.segment, part.writer) != (segment, writer)]
+        ours = [part for part in self.unflushed if (part.segment, part.writer) == (segment, writer)]
+        self.unflushed = [part for part in self.unflushed if part not in ours]
+        now_s = self.runtime.now_s
+        self.flushed = [old for old in self.flushed if old[2] > now_s]
+        self.flushed += [(part, self.n_opened, now_s + STALE_S) for part in ours]
 
     def write_back(self, process: object) -> None:
         """What a client does of itself, some time after its process has ended."""
@@ -127,10 +140,21 @@ class Disk:
     def hide(self, fd: int, offset: int, target: memoryview) -> None:
         """Zeroes, of what was just read, the bytes that other processes have not flushed."""
         reader, segment = self.descriptors.get(fd, (None, None))
-        for part in self.unflushed:
+        stale = [part for part, n_opened, until_s in self.flushed
+                 if self.opened.get(fd, 0) <= n_opened and self.runtime.now_s < until_s]  # fmt: skip
+        for part in (*self.unflushed, *stale):
             hidden = part.overlap(segment, offset, len(target))
             if hidden and part.writer is not reader:
+                self.runtime.tried["a read is stale"] += 1
                 target[hidden.start : hidden.stop] = bytes(len(hidden))
+
+    def is_away(self, segment: Segment | None) -> bool:
+        """Whether the part of the storage is down that the segment is on."""
+        if segment is None or not self.is_shared or not self.runtime.is_inside:
+            return False
+        if self.runtime.tries("a segment is away for a while", self.weather.away):
+            self.away[segment] = self.runtime.now_s + AWAY_S * self.runtime.rng.random()
+        return self.runtime.now_s < self.away.get(segment, 0.0)
 
     def stamp(self, fd: int) -> None:
         """Files are as old as the virtual clock says."""
@@ -148,8 +172,14 @@ class SimOs:
 
     def open(self, path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         self._disk.meet("open")
+        segment = parse_segment_name(os.path.basename(path))
+        if self._disk.is_away(segment):
+            fault = errno.EIO if flags & os.O_CREAT else errno.ENOENT
+            raise OSError(fault, os.strerror(fault))
         fd = os.open(path, flags, mode, dir_fd=dir_fd)
-        self._disk.descriptors[fd] = (self._disk.runtime.process, parse_segment_name(os.path.basename(path)))
+        self._disk.descriptors[fd] = (self._disk.runtime.process, segment)
+        self._disk.n_opened += 1
+        self._disk.opened[fd] = self._disk.n_opened
         if flags & os.O_CREAT:
             self._disk.stamp(fd)
         return fd
@@ -192,9 +222,14 @@ class SimOs:
     def listdir(self, path: str | Path | int) -> list[str]:
         """In an order of the seed's: file systems have one each."""
         self._disk.meet("listdir")
-        names = sorted(os.listdir(path))
+        names = sorted(name for name in os.listdir(path) if not self._disk.is_away(parse_segment_name(name)))
         self._disk.runtime.rng.shuffle(names)
         return names
+
+    def lstat(self, path: Path) -> os.stat_result:
+        if self._disk.is_away(parse_segment_name(path.name)):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        return os.lstat(path)
 
     def statvfs(self, path: str | Path) -> SimpleNamespace:
         self._disk.meet("statvfs")

@@ -28,6 +28,7 @@ import kvtier.lookups
 import kvtier.once
 import kvtier.own_segments
 import kvtier.plain_files
+import kvtier.rechecks
 import kvtier.reports
 import kvtier.saves
 import kvtier.sets
@@ -51,7 +52,7 @@ from tests.simulation.truth import Truth
 
 THREADED = (
     kvtier.fetch, kvtier.index.guard, kvtier.keeper, kvtier.load_walk, kvtier.loads, kvtier.lookups,
-    kvtier.own_segments, kvtier.saves, kvtier.sets, kvtier.tiers.arena, kvtier.tiers.descriptors,
+    kvtier.own_segments, kvtier.rechecks, kvtier.saves, kvtier.sets, kvtier.tiers.arena, kvtier.tiers.descriptors,
     kvtier.tiers.segments, kvtier.worker,
 )  # fmt: skip
 TIMED = (

@@ -62,7 +62,8 @@ NAMED = {
         Recipe("lapsed_writers", {"jump_clock": 1.5, "sweep": 8}, Weather(hang=0.03, hang_s=9.0),
                IndexWeather(slow=0.25, slow_s=3.0)),
         Recipe("new_weights", {"reset": 1.5}),
-        Recipe("shared_disk", {"kill": 0.5}, Weather(slow=0.8, slow_s=0.1), is_shared=True),
+        Recipe("shared_disk", {"kill": 0.5, "sweep": 1.0, "rebuild": 0.5}, Weather(slow=0.8, slow_s=0.1, away=0.003),
+               is_shared=True),
         Recipe("tenants", {"set_quota": 0.5, "pin": 0.5}, sets=12),
     )
 }  # fmt: skip
@@ -85,7 +86,7 @@ def drawn(rng: random.Random) -> Recipe:
     disk = Weather(
         slow=rng.random(), slow_s=rng.choice([0.002, 0.02, 0.3]), hang=some(0.04), hang_s=rng.choice([1.5, 3.0, 9.0]),
         hang_calls=some(0.02),
-        error=some(0.05), short=some(0.02), torn=some(0.02),
+        error=some(0.05), short=some(0.02), torn=some(0.02), away=some(0.005),
     )  # fmt: skip
     index = IndexWeather(
         slow=some(0.5, 0.6), slow_s=rng.choice([0.001, 0.05, 2.0, 7.0]), lost=some(0.1), stale=some(0.3),
