@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kvtier import kept_notes
 from kvtier.errors import Corrupt, KVTierError, TierUnavailable
 from kvtier.index.base import Index, Location, SetInfo, slots_used
 from kvtier.io.filesystem import Visibility, file_system_of
+from kvtier.kept_notes import Restored
 from kvtier.read_back import HeldUp, ReadBack
 from kvtier.removal import Remover
 from kvtier.root import NAMESPACE_FILE, namespace_folders, remove_leftovers
@@ -61,7 +63,8 @@ def is_to_be_rebuilt(index: Index, folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What `Housekeeper.rebuild` did. gone_records, bad_records: taken out of the index, as read_back.TakenOut says."""
+    """What `Housekeeper.rebuild` did. gone_records, bad_records: taken out of the index, as read_back.TakenOut says.
+    restored: pins and quotas that the index had lost."""
 
     segments: int
     records: int
@@ -69,6 +72,7 @@ class Rebuilt:
     removed_sets: int
     gone_records: int
     bad_records: int
+    restored: Restored = Restored()
 
 
 class Housekeeper:
@@ -185,6 +189,8 @@ class Housekeeper:
             self._lease.release()
 
     def _rebuild(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
+        # Before there are sets that somebody could evict.
+        restored = kept_notes.restore(self._index, self._folder, self.clock())
         # The newest come first: of a chunk that was found bad and saved again, the newer record mostly is the good one,
         # and the bad one never comes in.
         sets = [(files, *found) for files in self._namespaces() for found in reversed(files.sets())]
@@ -204,7 +210,8 @@ class Housekeeper:
             return None
         progress(total, total)
         taken_out = self._read_back.taken_out
-        return Rebuilt(total, records, tuple(unreadable), self._remove_lost(), taken_out.gone, taken_out.bad)
+        removed_sets = self._remove_lost()
+        return Rebuilt(total, records, tuple(unreadable), removed_sets, taken_out.gone, taken_out.bad, restored)
 
     def _remove_lost(self) -> int:
         """Take sets without files out of the index; return how many. Where files may be away for a while, only those

@@ -1,6 +1,7 @@
 """The root folder of the file-system tier: opening it, and finding every fault of it before the engine starts (I8).
 
     <root>/v1/owner.json                        kvtier.owner
+    <root>/v1/notes/                            kvtier.kept_notes
     <root>/v1/index/                            the embedded index, where the root's file system is local
     <root>/v1/<namespace id>/namespace.json     the canonical JSON that the id is the hash of
     <root>/v1/<namespace id>/*.kvseg            kvtier.record
@@ -36,6 +37,7 @@ from kvtier.tiers.segments import SUFFIX
 log = logging.getLogger("kvtier")
 
 NAMESPACE_FILE = "namespace.json"
+NOTES_FOLDER = "notes"
 
 MACHINE_ROOT = Path("/")
 _NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{32}")
@@ -231,7 +233,7 @@ def namespace_folders(folder: Path) -> list[Path]:
 def remove_leftovers(folder: Path, before_s: float) -> None:
     """Removes what processes left in a root that died while they tried it, or while they wrote a small file, if it was
     last written before that time. `folder`: `<root>/v1`. What cannot be removed stays."""
-    for place in (folder.parent, folder, *namespace_folders(folder)):
+    for place in (folder.parent, folder, folder / NOTES_FOLDER, *namespace_folders(folder)):
         with suppress(OSError):
             for entry in os.scandir(place):
                 if _LEFTOVER.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_mtime < before_s:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from kvtier import kept_notes
 from kvtier.admin.answers import Evicted, KeptSets, PinRow, Pins, QuotaList, QuotaRow
 from kvtier.admin.listing import row_of
 from kvtier.admin.lookup import SETS_SHOWN_MAX, UnknownNamespace
@@ -105,7 +106,7 @@ def list_pins(opened: Opened) -> Pins:
 
 def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
     """Raises OverCap when it would not be protected whole: a pin that holds nothing helps nobody. A prefix that is not
-    stored yet can be pinned; what is stored of it later counts then. Raises IndexUnavailable."""
+    stored yet can be pinned; what is stored of it later counts then. Raises IndexUnavailable, TierUnavailable."""
     now, shared_s = opened.clock(), opened.index.shared_s
     expires_s = None if wanted.expires_s is None else shared_s(wanted.expires_s)
     pin = Pin(uuid.uuid4().hex, wanted.namespace, wanted.keys, wanted.label, shared_s(now), expires_s)
@@ -124,13 +125,13 @@ def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
             f"pins would protect {total} bytes and may protect {_max_bytes(opened)} "
             "(capacity.pinned_max_fraction of capacity_bytes)"
         )
-    opened.index.put_note(pin.name, pin.pack(), wanted.expires_s)
+    kept_notes.put(opened.index, opened.root.folder, pin.name, pin.pack(), wanted.expires_s)
     return _pin_row(pin, meant)
 
 
 def drop_pin(opened: Opened, pin_id: str) -> bool:
-    """False when there was none. Raises IndexUnavailable."""
-    return opened.index.drop_note(pins.PREFIX + pin_id)
+    """False when there was none. Raises IndexUnavailable, TierUnavailable."""
+    return kept_notes.drop(opened.index, opened.root.folder, pins.PREFIX + pin_id)
 
 
 def list_quotas(opened: Opened) -> QuotaList:
@@ -161,13 +162,13 @@ def tenant_note(label: str) -> str:
 
 def set_quota(opened: Opened, name: str, n_bytes: int | None) -> None:
     """name: `tenant_note` or `limits.namespace_note` of whose it is; None lifts what the settings say. Raises
-    IndexUnavailable."""
-    opened.index.put_note(name, quota_value(n_bytes), None)
+    IndexUnavailable, TierUnavailable."""
+    kept_notes.put(opened.index, opened.root.folder, name, quota_value(n_bytes), None)
 
 
 def drop_quota(opened: Opened, name: str) -> bool:
-    """Back to what the settings say; False when nothing else was set. Raises IndexUnavailable."""
-    return opened.index.drop_note(name)
+    """Back to what the settings say; False when nothing else was set. Raises IndexUnavailable, TierUnavailable."""
+    return kept_notes.drop(opened.index, opened.root.folder, name)
 
 
 def _pin_row(pin: Pin, held: Sequence[SetInfo]) -> PinRow:

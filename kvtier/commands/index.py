@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.housekeeping import Rebuilt
 from kvtier.index.base import Index
 from kvtier.indexes import open_redis_to_mend
-from kvtier.root import Root, open_root
+from kvtier.root import NOTES_FOLDER, Root, open_root
 from kvtier.sweep_lease import SWEEP_LEASE
 
 OTHERS_TIMEOUT_S = 60.0
@@ -47,7 +47,8 @@ def run_rebuild(options: argparse.Namespace) -> int:
     if options.json:
         path = None if root.index_path is None else str(root.index_path)
         head = {"root": str(root.path), "index_path": path, "index": where}
-        print_json({**head, **asdict(rebuilt), "removed_records": removed_records})
+        values = asdict(rebuilt) | {"restored": rebuilt.restored._asdict(), "removed_records": removed_records}
+        print_json({**head, **values})
         return FOUND_BAD if rebuilt.unreadable else OK
     for fault in rebuilt.unreadable:
         print(f"BAD {fault}")
@@ -59,6 +60,8 @@ def run_rebuild(options: argparse.Namespace) -> int:
     )
     added = f"{counted(rebuilt.records, 'record')} of {counted(rebuilt.segments, 'segment')}"
     print(f"{root.path}: {added} added to {where}; taken out of it: {', '.join(taken_out)}")
+    restored = f"{counted(rebuilt.restored.pins, 'pin')} and {counted(rebuilt.restored.quotas, 'quota')}"
+    print(f"{restored} that the index had lost were restored from {root.folder / NOTES_FOLDER}")
     return FOUND_BAD if rebuilt.unreadable else OK
 
 

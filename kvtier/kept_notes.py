@@ -1,0 +1,145 @@
+"""Pins and run-time quotas, kept in the root beside the index: an index that loses its content (a Redis that restarts
+empty, an embedded one at each boot) gets them back when it is rebuilt.
+
+    <root>/v1/notes/<first 32 hex digits of the name's BLAKE3>.json
+    {"expires_s": number | null, "name": "pin/5f0c...", "value": "{...}"}      expires_s: by the index's clock
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from kvtier.errors import TierUnavailable
+from kvtier.eviction import limits, pins
+from kvtier.identity import canonical_text
+from kvtier.index.base import Index
+from kvtier.once import read_small, replace_small
+from kvtier.plain_files import folder_within, make_private
+from kvtier.root import NOTES_FOLDER
+
+log = logging.getLogger("kvtier")
+
+PREFIXES = (pins.PREFIX, limits.PREFIX)
+FILES_MAX = 8192  # files that a restore reads: others can write to a share
+NAME_BYTES_MAX = 200  # of a note's name, see Index.put_note
+_SUFFIX = ".json"
+
+
+class Restored(NamedTuple):
+    pins: int = 0
+    quotas: int = 0
+
+
+class _Kept(NamedTuple):
+    name: str
+    value: bytes
+    expires_s: float | None
+
+
+def put(index: Index, folder: Path, name: str, value: bytes, expires_s: float | None) -> None:
+    """Keep a note in the root and put it into the index. folder: `<root>/v1`. Raises IndexUnavailable, TierUnavailable;
+    a note that is in one of the two only is not left."""
+    path = _path(folder, name)
+    shared_s = None if expires_s is None else index.shared_s(expires_s)
+    content = canonical_text({"name": name, "value": value.decode(), "expires_s": shared_s}).encode()
+    try:
+        before = read_small(path) if path.exists() else None
+        make_private(str(path.parent))
+        if path.parent.is_symlink():
+            raise NotADirectoryError(f"{path.parent} is a link")
+        replace_small(path, content)
+    except OSError as error:
+        raise TierUnavailable(f"{path} cannot be written: {error}; nothing was changed") from error
+    try:
+        index.put_note(name, value, expires_s)
+    except BaseException:
+        _undo(path, before)
+        raise
+
+
+def _undo(path: Path, before: bytes | None) -> None:
+    try:
+        if before is None:
+            path.unlink(missing_ok=True)
+        else:
+            replace_small(path, before)
+    except OSError as error:
+        log.warning("%s was written, but not the index, and it cannot be taken back: %s", path, error)
+
+
+def drop(index: Index, folder: Path, name: str) -> bool:
+    """Remove a note from the root and the index; False when the index had none. Raises as `put`."""
+    path = _path(folder, name)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise TierUnavailable(f"{path} cannot be removed: {error}; nothing was changed") from error
+    return index.drop_note(name)
+
+
+def restore(index: Index, folder: Path, now_s: float) -> Restored:
+    """Put the notes that the root has and the index lacks into the index, and remove the files of expired ones. Raises
+    IndexUnavailable. What cannot be read is logged."""
+    known = {name for prefix in PREFIXES for name in index.notes(prefix, now_s)}
+    counts = dict.fromkeys(PREFIXES, 0)
+    for path, kept in _read_all(folder):
+        expires_s = None if kept.expires_s is None else index.local_s(kept.expires_s)
+        if expires_s is not None and expires_s <= now_s:
+            _remove(path)
+        elif kept.name not in known:
+            index.put_note(kept.name, kept.value, expires_s)
+            counts[next(prefix for prefix in PREFIXES if kept.name.startswith(prefix))] += 1
+    found = Restored(counts[pins.PREFIX], counts[limits.PREFIX])
+    if any(found):
+        log.info("the index had lost %d pins and %d quotas, which are restored from the root", *found)
+    return found
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s has expired and cannot be removed: %s", path, error)
+
+
+def _read_all(folder: Path) -> Iterator[tuple[Path, _Kept]]:
+    place = folder / NOTES_FOLDER
+    try:
+        with folder_within(place) as opened:
+            names = sorted(name for name in os.listdir(opened) if name.endswith(_SUFFIX) and not name.startswith("."))
+            for name in names[:FILES_MAX]:
+                try:
+                    kept = _parse(read_small(Path(name), opened))
+                except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as fault:
+                    log.warning("%s is no pin or quota and is passed over: %s", place / name, fault)
+                    continue
+                yield place / name, kept
+    except FileNotFoundError:
+        return
+    except OSError as fault:
+        log.warning("pins and quotas cannot be restored from %s: %s", place, fault)
+
+
+def _parse(content: bytes) -> _Kept:
+    """Raises ValueError, KeyError, TypeError, OverflowError, RecursionError."""
+    values = json.loads(content)
+    name, value, expires_s = values["name"], values["value"], values["expires_s"]
+    if not isinstance(name, str) or not name.startswith(PREFIXES) or len(name.encode()) > NAME_BYTES_MAX:
+        raise ValueError(f"its name is {name!r}")
+    if not isinstance(value, str):
+        raise ValueError(f"its value is {value!r}")
+    if expires_s is not None and not math.isfinite(float(expires_s)):
+        raise ValueError(f"it expires at {expires_s}")
+    return _Kept(name, value.encode(), None if expires_s is None else float(expires_s))
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / NOTES_FOLDER / (blake3(name.encode()).hexdigest()[:32] + _SUFFIX)
