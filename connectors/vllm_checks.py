@@ -43,6 +43,7 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
         fix = 'add "kv_load_failure_policy": "recompute" to --kv-transfer-config: a block that cannot be loaded is then'
         raise ConfigError("kv_load_failure_policy", policy, f"{fix} computed, instead of ending its request")
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    _check_index(parallel, settings)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -81,6 +82,18 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
     if callable(overrides) and settings.model_tag is None:
         fix = "what a function changes cannot be told apart; pass a mapping, or set model_tag to a name for the result"
         raise ConfigError("hf_overrides", getattr(overrides, "__qualname__", "function"), fix)
+
+
+def _check_index(parallel: Any, settings: Settings) -> None:
+    """Refuses an index in memory where the engine's workers are processes of their own. Raises ConfigError."""
+    backend, ranks = getattr(parallel, "distributed_executor_backend", None), getattr(parallel, "world_size", 1)
+    is_one_process = backend in (None, "uni", "external_launcher") and ranks == 1
+    if settings.index.kind == "memory" and not is_one_process:
+        fix = (
+            f"it is seen by one process only, and this engine's workers are others (distributed_executor_backend "
+            f"{_plain(backend)}, {ranks} ranks): nothing would ever be found; set it to embedded, or redis"
+        )
+        raise ConfigError("index.kind", "memory", fix)
 
 
 def _check_codec(vllm_config: Any, settings: Settings) -> None:

@@ -28,7 +28,7 @@ LAYERS = (
      "kvtier.rechecks",
      "kvtier.memory", "kvtier.mount", "kvtier.pinned_segments", "kvtier.housekeeping",
      "kvtier.read_back", "kvtier.sweep_lease", "kvtier.evictor",
-     "kvtier.removal", "kvtier.capacity_watch",
+     "kvtier.removal", "kvtier.capacity_watch", "kvtier.kept_notes",
      "kvtier.inspect", "kvtier.agreement", "kvtier.doctor"),
     ("kvtier.eviction", "kvtier.slots", "kvtier.jobs", "kvtier.plan", "kvtier.sets", "kvtier.sources",
      "kvtier.admission", "kvtier.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",

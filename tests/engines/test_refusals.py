@@ -38,6 +38,21 @@ def settings(**changes: Any) -> Settings:
     return Settings.load({"root": "/tmp/kvtier-never-made", "chunk_tokens": 64} | changes)
 
 
+@pytest.mark.parametrize(("backend", "ranks"), [("mp", 1), ("mp", 2), ("ray", 1), ("uni", 2), (object, 1)])
+def test_an_index_in_memory_where_workers_are_other_processes(backend: object, ranks: int) -> None:
+    """It never had a hit, and nothing said why."""
+    config = engine(parallel__distributed_executor_backend=backend, parallel__world_size=ranks)
+    with pytest.raises(ConfigError, match="index.kind = 'memory': it is seen by one process only"):
+        vllm_checks.check_engine(config, settings(index={"kind": "memory"}))
+    vllm_checks.check_engine(config, settings())
+
+
+@pytest.mark.parametrize("backend", ["uni", "external_launcher", None])
+def test_an_index_in_memory_where_there_is_one_process(backend: str | None) -> None:
+    config = engine(parallel__distributed_executor_backend=backend, parallel__world_size=1)
+    vllm_checks.check_engine(config, settings(index={"kind": "memory"}))
+
+
 def rewrite(config: Any) -> None:
     """What a callable hf_overrides looks like."""
 
