@@ -1,6 +1,6 @@
 """An LMDB environment that is safe to share: by threads, by several users in one process, by processes, over fork.
 
-Holds no knowledge of what is stored. Six things stand between a caller and LMDB:
+Holds no knowledge of what is stored. Seven things stand between a caller and LMDB:
 
 - One environment a process and folder, counted by reference: LMDB's POSIX locks forbid a second open (and py-lmdb
   refuses it), while both halves of a connector may live in one process.
@@ -13,8 +13,8 @@ Holds no knowledge of what is stored. Six things stand between a caller and LMDB
   have open, and open the new ones.
 - A reserve: LMDB writes new pages even to remove, so on a full disk nothing could be evicted any more. What adds
   keeps some allocated bytes behind the pages in use, for what does not.
-
 - Room for LMDB's table of readers, which it maps and writes: on a full disk the first touch of a hole is a SIGBUS.
+- Another process id where a process of another container has this one's (`lmdb_pid`).
 
 Never open lock.mdb while LMDB has it open: closing the descriptor would drop LMDB's locks.
 """
@@ -27,12 +27,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import lmdb
 
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
+from kvtier.index.lmdb_pid import open_with_another_id
 from kvtier.index.lmdb_view import Identity, Opened, Work
 from kvtier.index.locks import file_lock, held
 from kvtier.plain_files import hand_over, make_private, remove_strange
@@ -88,7 +90,7 @@ class SharedEnvironment:
         except _WRONG_PATH as error:
             raise ConfigError("index.path", self.path, f"{error.strerror}: {self._whose()}") from None
         except lmdb.LockError as error:
-            # LMDB marks readers by process id, and found this process's own taken.
+            # LMDB marks readers by process id, found this process's own taken, and could not be given another one.
             fix = (
                 "a process with this one's id, so in another container, uses it: let both share one namespace of "
                 f"process ids ({error})"
@@ -299,10 +301,14 @@ class SharedEnvironment:
     def _open_env(self) -> Opened:
         self._allocate_readers()
         os.close(self._make(_DATA, os.O_RDWR))
-        env = lmdb.open(
-            self.path, map_size=self._map_bytes, max_dbs=len(self._databases), max_readers=_READERS_MAX, mode=0o600,
-            sync=False, metasync=False, writemap=False, lib_version=0,
+        open_it = partial(
+            lmdb.open, self.path, map_size=self._map_bytes, max_dbs=len(self._databases), max_readers=_READERS_MAX,
+            mode=0o600, sync=False, metasync=False, writemap=False, lib_version=0,
         )  # fmt: skip
+        try:
+            env = open_it()
+        except lmdb.LockError:
+            env = open_with_another_id(open_it)
         try:
             env.reader_check()
             identity = self._identity()

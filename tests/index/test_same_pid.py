@@ -1,0 +1,103 @@
+"""Processes with one id, of containers that each have process ids of their own, share an index."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from kvtier.index import lmdb_pid
+from kvtier.index.embedded import LmdbIndex
+
+SAME_PID = """
+import os, sys
+from kvtier.index.embedded import LmdbIndex
+assert os.getpid() == 1
+index = LmdbIndex(sys.argv[1])
+index.put_note(sys.argv[2], b"here", None)
+print(sorted(index.notes("", 0.0)), flush=True)
+for line in sys.stdin:
+    index.put_note(sys.argv[2] + line.strip(), b"here", None)
+    print(sorted(index.notes("", 0.0)), flush=True)
+index.close()
+"""
+
+
+def container(folder: Path, name: str) -> subprocess.Popen[str]:
+    words = ["unshare", "--pid", "--fork", sys.executable, "-c", SAME_PID, str(folder), name]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def said(one: subprocess.Popen[str], line: str | None = None) -> str:
+    assert one.stdin is not None and one.stdout is not None
+    if line is not None:
+        one.stdin.write(f"{line}\n")
+        one.stdin.flush()
+    return one.stdout.readline().strip()
+
+
+def end(one: subprocess.Popen[str]) -> int:
+    assert one.stdin is not None
+    one.stdin.close()
+    return one.wait(60)
+
+
+def can_unshare() -> bool:
+    try:
+        return subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not can_unshare(), reason="may make no namespace of process ids here")
+def test_three_containers_whose_processes_have_the_same_id_share_an_index(tmp_path: Path) -> None:
+    """The second one did not start."""
+    folder = tmp_path / "index"
+    one, two, three = container(folder, "a"), None, None
+    try:
+        assert said(one) == "['a']"
+        two = container(folder, "b")
+        assert said(two) == "['a', 'b']"
+        assert said(one, "1") == "['a', 'a1', 'b']"
+        three = container(folder, "c")
+        assert said(three) == "['a', 'a1', 'b', 'c']"
+        assert end(one) == 0
+        assert said(two, "2") == "['a', 'a1', 'b', 'b2', 'c']", "it is no stale reader to those that come or go"
+        index = LmdbIndex(str(folder))
+        with index._shared._opened.env.begin():  # type: ignore[union-attr]
+            assert said(two, "3")  # one that reads, and one that adds
+            assert index._shared._opened.env.reader_check() == 0, "readers that live are not taken for dead"  # type: ignore[union-attr]
+        index.close()
+        assert said(three, "3") == "['a', 'a1', 'b', 'b2', 'b3', 'c', 'c3']"
+        assert end(two) == end(three) == 0
+    finally:
+        for process in (one, two, three):
+            if process is not None and process.poll() is None:
+                process.kill()
+
+
+def test_where_the_id_cannot_be_replaced_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for image in (b"", b"MZ", b"\x7fELF\x02\x01", b"\x7fELF\x01\x01" + bytes(100)):
+        path = tmp_path / "other.so"
+        path.write_bytes(image)
+        monkeypatch.setattr(lmdb.cpython, "__file__", str(path))
+        with pytest.raises(lmdb.LockError):
+            lmdb_pid.open_with_another_id(lambda: None)
+
+
+def test_the_id_is_replaced_only_while_it_opens(tmp_path: Path) -> None:
+    places = lmdb_pid._places()
+    before = [place[0] for place in places]
+    tries = []
+
+    def refused() -> None:
+        tries.append([place[0] for place in places])
+        raise lmdb.LockError
+
+    with pytest.raises(lmdb.LockError):
+        lmdb_pid.open_with_another_id(refused)
+    assert len(tries) == lmdb_pid.TRIES and before not in tries
+    assert [place[0] for place in places] == before
