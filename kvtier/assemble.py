@@ -54,6 +54,7 @@ from kvtier.root import (
 from kvtier.saves import SaveBounds
 from kvtier.signing import Signer
 from kvtier.sizes import exact
+from kvtier.storage_wait import in_time, said
 from kvtier.store import Store
 from kvtier.tiers.segments import SegmentFolders, Sharing, direct_io_works
 from kvtier.transfer import Transfer, TransferJobs, Upkeep
@@ -134,12 +135,13 @@ def open_store(
     codec = codec or make_codec(settings)
     codec.check(namespace.geometry)
     signer_of(settings, namespace, shares)
-    root = open_root(settings)
+    root = in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
     shape = set_shape(settings, namespace.geometry, codec, shares)
     settings.check_capacity(shape.set_bytes)
-    check_space(root.path, shape.set_bytes)
-    check_reserve(root.path, settings.capacity.reserve_bytes, shape.set_bytes)
-    open_namespace(root, namespace)
+    in_time(root.path, "asking for its free space", partial(check_space, root.path, shape.set_bytes))
+    reserve = partial(check_reserve, root.path, settings.capacity.reserve_bytes, shape.set_bytes)
+    in_time(root.path, "asking for its free space", reserve)
+    in_time(root.path, "opening this model's folder", partial(open_namespace, root, namespace))
     index = open_index(settings, root, is_engines=True)
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     about = replace(about or About(len(shares)), capacity_bytes=min(settings.capacity_bytes, COUNT_MAX))
@@ -205,15 +207,16 @@ def open_transfer(
     settings.check_device(has_gpu=device.type == "cuda")
     codec, geometry = codec or make_codec(settings), namespace.geometry
     codec.check(geometry)
-    root = open_root(settings)
+    root = in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
     slot_bytes = arena_slot_bytes(geometry, codec, share)
     if device.type == "cpu":
         memory = host_memory(settings, slot_bytes)
     else:
         memory = cuda_memory(settings, slot_bytes, -(-work.step_tokens // geometry.chunk_tokens), device)
     codec.prepare(pages, geometry, share.reads)
-    direct = use_direct_io(settings, root)
-    io = open_io(settings, root, direct, memory.arena, device, work.ranks)
+    direct = in_time(root.path, "trying direct I/O", partial(use_direct_io, settings, root))
+    with said(root.path, "measuring its reads (io.calibrate)"):
+        io = open_io(settings, root, direct, memory.arena, device, work.ranks)
     engines = io.engines._replace(signer=signer_of(settings, namespace, [share]))
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)

@@ -239,6 +239,8 @@ class Fetcher:
             self._worker.metrics.add(names.ARENA_HIT_CHUNKS)
             (fetch.slot, fetch.sources), fetch.origin = cached, Origin.ARENA
             return True
+        if slots is None and key in self._reading:
+            self._files.refuse_stuck(fetch.chunk)  # another's read of it would be waited for in vain
         with self._lock:
             fetch.awaited = self._reading.get(key)
             if fetch.awaited is not None:

@@ -4,7 +4,7 @@ what is bad or gone is not offered again."""
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from kvtier.plan import LoadChunk
 from kvtier.rechecks import Rechecks
 from kvtier.record import tags_in
 from kvtier.sources import Source, place_in_file, sources_of
+from kvtier.stuck_files import StuckFiles
 from kvtier.tiers.descriptors import GONE, OpenSegment
 from kvtier.tiers.segments import segment_name
 from kvtier.worker import Worker
@@ -60,7 +61,7 @@ class FileReader:
         self.arena = worker.host if is_staged and worker.host is not None else worker.arena
         self.rechecks = Rechecks(worker)
         self._sharing = worker.files.sharing
-        self._stalled_until_s = 0.0
+        self.stuck = StuckFiles(worker.timeout_s, worker.clock)
         self._sizes: dict[Extent, int] = {}
 
     def begin(self, namespace: bytes, chunk: LoadChunk, slot: int, held: ExitStack, *, anew: bool = False) -> FileReads:
@@ -70,8 +71,7 @@ class FileReader:
         Raises FetchFailed, Corrupt, TierUnavailable; `held` is to be closed all the same.
         """
         begun_s = self._worker.clock()
-        if begun_s < self._stalled_until_s:
-            raise FetchFailed("the storage did not answer lately")
+        self.refuse_stuck(chunk)
         self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
         located = entries.unpack(chunk.entry)
         for location in located:
@@ -96,18 +96,28 @@ class FileReader:
             ops += _page_ops(chunk.key, sources, segments, pages.address)
         return FileReads(namespace, chunk.key, slot, sources, engine.submit(ops), begun_s, pages, anew)
 
+    def refuse_stuck(self, chunk: LoadChunk) -> None:
+        """Raise FetchFailed if a segment of the chunk does not answer."""
+        why = self.stuck.why_not(_names(entries.locations_of(chunk.entry))) if self.stuck.has_any else ""
+        if why:
+            raise FetchFailed(why)
+
     def have_arrived(self, reads: FileReads) -> bool:
         """Whether all of the chunk is in the slot by now."""
-        return reads.batch.wait(0) and self._first_bad(reads) is None
+        has_arrived = reads.batch.wait(0) and self._first_bad(reads) is None
+        if has_arrived:
+            self.stuck.answered()
+        return has_arrived
 
     def wait(self, reads: FileReads, deadline_s: float) -> bool:
         """Returns when all of the chunk is in the slot; False where what came may be stale, and is to be read anew.
         Raises FetchFailed, then and if it takes too long."""
         if not reads.batch.wait(max(0.0, deadline_s - self._worker.clock())):
-            self._note_stall(reads)
+            self.stuck.note_read(_names(source.location for source in reads.sources), reads.begun_s)
             raise FetchFailed("the storage does not answer in time")
         failed = self._first_bad(reads)
         if failed is None:
+            self.stuck.answered()
             return True
         location, error, what = failed
         if not reads.is_reread and error in (0, errno.ENODATA, *GONE) and self.may_be_stale(error):
@@ -173,7 +183,8 @@ class FileReader:
             self._worker.metrics.add(names.INDEX_ERRORS)
 
     def _open(self, namespace: bytes, key: bytes, location: Location, held: ExitStack, anew: bool) -> OpenSegment:
-        segment = self._lease(namespace, key, location, anew)
+        with self.stuck.opening((location.set_id, location.rank)):
+            segment = self._lease(namespace, key, location, anew)
         if segment is None:
             name = segment_name(location.set_id, location.rank)
             if self._sharing.may_be_away and self._known_sets({location.set_id}):
@@ -244,12 +255,9 @@ class FileReader:
             known = self._sizes[extent] = slab_bytes(self._worker.codec, self._worker.geometry, extent)
         return known
 
-    def _note_stall(self, reads: FileReads) -> None:
-        """Reads that had half of a load's whole time and did not end: nothing is read for a while. A load that was
-        late for other reasons (a long queue) says nothing about the storage."""
-        now = self._worker.clock()
-        if now - reads.begun_s >= self._worker.timeout_s / 2:
-            self._stalled_until_s = now + self._worker.timeout_s
+
+def _names(locations: Iterable[Location]) -> set[tuple[int, int]]:
+    return {(location.set_id, location.rank) for location in locations}
 
 
 def place_of(location: Location) -> str:

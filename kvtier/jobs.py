@@ -10,9 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future, wait
+from typing import Protocol, TypeVar
 
 Job = Callable[[], None]
+T = TypeVar("T")
+
+EXTRA_THREADS_MAX = 16  # threads of one queue beside its own, while jobs hang in the kernel
 
 
 class Jobs(Protocol):
@@ -22,6 +26,10 @@ class Jobs(Protocol):
 
     def pending(self) -> int:
         """Jobs queued or running."""
+        ...
+
+    def widen(self, n_stuck: int) -> None:
+        """Run other jobs beside `n_stuck` that hang in the kernel, on as many threads more, up to EXTRA_THREADS_MAX."""
         ...
 
     def drain(self, timeout_s: float) -> bool:
@@ -43,6 +51,7 @@ class ThreadJobs:
         self._closed = False
         self._changed = threading.Condition()
         self._name = name
+        self._n_own = self._n_wanted = self._n_threads = threads
         for _ in range(threads):
             self._start_thread()
 
@@ -57,6 +66,15 @@ class ThreadJobs:
     def pending(self) -> int:
         with self._changed:
             return len(self._queue) + self._running
+
+    def widen(self, n_stuck: int) -> None:
+        with self._changed:
+            self._n_wanted = self._n_own + min(n_stuck, EXTRA_THREADS_MAX)
+            n_more = 0 if self._closed else max(0, self._n_wanted - self._n_threads)
+            self._n_threads += n_more
+            self._changed.notify_all()
+        for _ in range(n_more):
+            self._start_thread()
 
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -78,9 +96,10 @@ class ThreadJobs:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._queue and not self._closed:
+                while not self._queue and not self._closed and self._n_threads <= self._n_wanted:
                     self._changed.wait()
-                if not self._queue:
+                if not self._queue or self._n_threads > self._n_wanted:
+                    self._n_threads -= 1
                     return
                 job = self._queue.popleft()
                 self._running += 1
@@ -133,3 +152,26 @@ class Ticker:
                     self._start_thread()
             if not self._closed.is_set():
                 self._woken.wait(self._interval_s)
+
+
+def begin(name: str, work: Callable[[], T]) -> Future[T]:
+    """Run `work` on a daemon thread of its own."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as fault:
+            future.set_exception(fault)
+
+    threading.Thread(target=run, name=f"kvtier-{name}", daemon=True).start()
+    return future
+
+
+def run_within(name: str, timeout_s: float, work: Job) -> bool:
+    """Run `work` on a thread of its own. Return False if it did not end in `timeout_s`, and goes on (I10)."""
+    future = begin(name, work)
+    if not wait([future], timeout_s).done:
+        return False
+    future.result()
+    return True

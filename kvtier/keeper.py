@@ -23,7 +23,7 @@ from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.identity import Namespace
 from kvtier.index import entry as entries
 from kvtier.index.base import Index, SetInfo, Use
-from kvtier.jobs import Ticker
+from kvtier.jobs import Ticker, run_within
 from kvtier.metrics import Metrics
 from kvtier.repeated_log import RepeatedLog
 from kvtier.reports import NOTE_PREFIX, About, Reporter
@@ -195,8 +195,14 @@ class Keeper:
         done, for it may be at the very same: when no sign of life comes any more, others take care of the sets."""
         self._is_leaving = True
         if self._ticker is not None and not self._ticker.close(CLOSE_TIMEOUT_S):
-            log.warning("leaving without a word to the index: a background duty hangs")
-            return
+            log.warning(
+                "the background thread did not stop in %.0f s: this engine's lease is left to expire", CLOSE_TIMEOUT_S
+            )
+        elif not run_within("leave", CLOSE_TIMEOUT_S, self._leave):
+            log.warning("closing this engine's segment sets took more than %.0f s, as on storage that does not answer: "
+                        "its lease is left to expire, and others close them", CLOSE_TIMEOUT_S)  # fmt: skip
+
+    def _leave(self) -> None:
         self._done_with.epochs.append(self._epoch)
         try:
             self._book_uses()

@@ -48,7 +48,7 @@ class LoadWalk:
     ) -> None:
         self.plan = plan
         self.deadline_s = deadline_s
-        self.is_walking = False
+        self.moved_s = deadline_s  # when a chunk was begun, came or landed last; later than any, before it walks
         self.n_chunks = 0  # that have landed
         self.n_bytes = 0  # of them
         self.moving: deque[Moving] = deque()
@@ -74,9 +74,9 @@ class LoadWalk:
 
         Whatever it raises: `land`, `end` and `let_go` are still to be called.
         """
-        self.is_walking = True
         while self._waiting or self._coming:
-            if self._worker.clock() >= self.deadline_s:
+            self.moved_s = self._worker.clock()
+            if self.moved_s >= self.deadline_s:
                 raise FetchFailed("its time is over")
             self.land(waits=not self._coming)
             self._read_ahead()

@@ -25,6 +25,7 @@ ALONE_FACTOR, ALONE_SHARE = 2, 4
 """What one request has read ahead of the chunk being scattered; more only takes slots from other requests. A load that
 is alone may have twice as much, but no more than a fourth of the arena: on an H200 host 512 MiB are read in 9 ms, and a
 step of the engine, which holds the interpreter lock meanwhile, took up to 8."""
+STILL_S = 1.0  # a load that got no chunk for so long may hang in the kernel, seconds; at most a quarter of its time
 ANSWER_GRACE_S = 0.25
 """A load whose own thread has not answered so long after the deadline is answered for it."""
 
@@ -42,7 +43,8 @@ class Loader:
         self._chunks_ahead_alone = max(self._chunks_ahead, alone)
         self._lock = threading.Condition()
         self._loads: dict[LoadWalk, None] = {}  # in the order in which they were asked for
-        self._hangs_until_s = 0.0
+        self._walking: dict[LoadWalk, None] = {}  # whose threads are in them, answered or not
+        self._n_still = 0
         self._log = RepeatedLog(worker.clock)
         self._done: list[LoadDone] = []
         self._timings: list[tuple[int, float]] = []
@@ -53,7 +55,7 @@ class Loader:
         load = LoadWalk(self._worker, self._fetcher, plan, deadline_s, self._window)
         with self._lock:
             self._loads[load] = None
-        if self._worker.clock() < self._hangs_until_s or not self._jobs.submit(partial(self._run, load)):
+        if not self._jobs.submit(partial(self._run, load)):
             self._answer(load)
 
     def take_timings(self) -> list[tuple[int, float]]:
@@ -69,10 +71,13 @@ class Loader:
                 self._lock.wait(timeout_s)
             late_s = self._worker.clock() - ANSWER_GRACE_S
             overdue = [load for load in self._loads if load.deadline_s < late_s]
+            still_s = self._worker.clock() - min(STILL_S, self._worker.timeout_s / 4)
+            n_still = sum(load.moved_s < still_s for load in self._walking)
+        if n_still != self._n_still:
+            self._n_still = n_still
+            self._jobs.widen(2 * n_still)  # twice: the next ones may wait for what these read
         for load in overdue:
             self._answer(load, is_overdue=True)
-            if load.is_walking:  # its thread hangs in the kernel: others would only follow it there
-                self._hangs_until_s = self._worker.clock() + self._worker.timeout_s
         with self._lock:
             done, self._done = self._done, []
         return done
@@ -84,6 +89,8 @@ class Loader:
     def _run(self, load: LoadWalk) -> None:
         started = time.perf_counter()
         failure: Exception | None = None
+        with self._lock:
+            self._walking[load] = None
         try:
             load.walk()
         except (FetchFailed, TierUnavailable) as fault:
@@ -94,6 +101,8 @@ class Loader:
             finally:
                 self._answer(load)
                 load.let_go()
+                with self._lock:
+                    del self._walking[load]
         if failure is not None:
             self._log.warning(cause_of(failure), "request %s: recomputed from chunk %d of its load on: %s",
                               load.plan.request_id, load.n_chunks, failure)  # fmt: skip

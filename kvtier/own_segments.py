@@ -9,8 +9,8 @@ a segment is there, not before: who removes the set later than that finds the se
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
@@ -30,16 +30,18 @@ class OwnSegments:
     def __init__(self, worker: Worker, writes: Extent) -> None:
         self._worker = worker
         self._writes = writes
-        self._making = threading.Lock()
+        self._free = threading.Condition()
+        self._making: set[int] = set()  # sets whose segment is just made, opened or left
         self._log = RepeatedLog(worker.clock)
 
-    def lease(self, plan: SavePlan, chunk: SaveChunk) -> OpenSegment | None:
+    def lease(self, plan: SavePlan, chunk: SaveChunk, deadline_s: float) -> OpenSegment | None:
         """The segment for the chunk, until its release; None when its set is in the index no more.
 
+        deadline_s: of the wait for another save that makes or opens it. The storage may take longer.
         Raises TierUnavailable, Corrupt.
         """
         files, rank = self._worker.files(plan.namespace), self._worker.share.rank
-        with self._making:  # a file that another job is just making has no header yet
+        with self._alone({chunk.set_id}, deadline_s):  # a file that another job is just making has no header yet
             header = self._header(plan, chunk)
             leased = files.lease(chunk.set_id, rank)
             if leased is None:
@@ -61,13 +63,30 @@ class OwnSegments:
         return SegmentHeader(plan.namespace, chunk.set_id, self._worker.share.rank, plan.slots, slot, self._writes,
                              slab, created_ms, chunk.tenant)  # fmt: skip
 
-    def leave(self, namespace: bytes, set_ids: Collection[int]) -> set[int]:
+    @contextmanager
+    def _alone(self, set_ids: Collection[int], deadline_s: float) -> Iterator[None]:
+        """Keep other saves off the segments of these sets. Raises TierUnavailable."""
+        with self._free:
+            while not self._making.isdisjoint(set_ids):
+                left_s = deadline_s - self._worker.clock()
+                if left_s <= 0:
+                    raise TierUnavailable("another save has been making or opening this segment for too long")
+                self._free.wait(left_s)
+            self._making.update(set_ids)
+        try:
+            yield
+        finally:
+            with self._free:
+                self._making.difference_update(set_ids)
+                self._free.notify_all()
+
+    def leave(self, namespace: bytes, set_ids: Collection[int], deadline_s: float) -> set[int]:
         """After the index refused a record: those of the sets that are still ours. Our segments of those that it does
         not know are unlinked; those of sets that were taken over are cut behind what is visible of them, as the sweeper
         did before this record was written: it may have cut the record's bytes while they were on their way, and the
-        header page came last. Raises IndexUnavailable."""
+        header page came last. Raises IndexUnavailable, TierUnavailable."""
         files = self._worker.files(namespace)
-        with self._making:
+        with self._alone(set_ids, deadline_s):
             ours, taken_over = self._leave_unknown(files, set_ids)
         for set_id in taken_over:
             self._cut(files, set_id)

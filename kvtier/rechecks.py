@@ -12,11 +12,10 @@ import threading
 from kvtier import metrics as names
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.base import Location
+from kvtier.repeated_log import RepeatedLog
 from kvtier.tiers.read_record import Verdict, judge
 from kvtier.tiers.segments import segment_name
 from kvtier.worker import Worker
-
-log = logging.getLogger("kvtier")
 
 RECHECK_S = 1.0  # time after which a record is looked at again, seconds; clients showed new bytes within it
 RECHECK_INTERVAL_S = 0.5  # interval between two looks for records that are due, seconds
@@ -32,6 +31,7 @@ class Rechecks:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._lock = threading.Lock()
+        self._log = RepeatedLog(worker.clock)
         self._waiting: dict[_Record, float] = {}  # -> when it is due
 
     def add(self, namespace: bytes, key: bytes, location: Location) -> None:
@@ -64,5 +64,6 @@ class Rechecks:
             self._worker.metrics.add(names.INDEX_ERRORS)
             return
         self._worker.metrics.add(names.CHECKSUM_FAILURES)
-        log.error("slot %d of segment %s is bad, also when it is read again after %.0f s: it is not offered any more",
-                  location.slot, segment_name(location.set_id, location.rank), RECHECK_S)  # fmt: skip
+        name = segment_name(location.set_id, location.rank)
+        self._log.line(logging.ERROR, "bad", "slot %d of segment %s is bad, also when it is read again after %.0f s: "
+                       "it is not offered any more", location.slot, name, RECHECK_S)  # fmt: skip

@@ -26,7 +26,7 @@ from kvtier.config import Settings
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace
-from kvtier.io.filesystem import file_system_of
+from kvtier.io.filesystem import file_system_of, mounted_at
 from kvtier.once import create_once, read_small
 from kvtier.owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
 from kvtier.plain_files import NOT_ANSWERING, folder_within, hand_over
@@ -360,7 +360,7 @@ def segments_bytes(path: Path) -> int:
 
 def _described(path: Path) -> str:
     """Kind and mount point, without asking the file system."""
-    found = file_system_of(path)
+    found = mounted_at(os.path.abspath(path))
     return f"{found.kind} mounted at {found.mount_point}"
 
 

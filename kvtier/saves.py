@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -38,6 +40,7 @@ from kvtier.sources import Source
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.worker import Worker
 
+ANSWER_GRACE_S = 0.25  # a job that has not ended so long after its deadline is answered for its thread, seconds
 JOB_CHUNKS = 16
 """Chunks of one background job: one job copies down and the next writes."""
 
@@ -58,6 +61,26 @@ class _Gathered(NamedTuple):
     encoded: Encoded | None
 
 
+@dataclass(eq=False, slots=True)
+class _Write:
+    """A background job that writes chunks. It ends by its thread, or at its deadline if the thread hangs outside of the
+    ring: creating, opening or preallocating a segment, or publishing. (The ring's writes have the same deadline.)
+
+    ours: chunks whose slots are to be given back. in_ring: writes are under way, which read the slots. has_ended: the
+    chunks were answered, and their slots given back; the thread touches nothing more.
+    """
+
+    staged: list[Staged]
+    ours: list[Staged]
+    deadline_s: float
+    in_ring: bool = False
+    has_ended: bool = False
+
+
+class _GivenUp(Exception):
+    """The job ended at its deadline."""
+
+
 class SaveBounds(NamedTuple):
     """Chunks that saves may hold in the arena that they are gathered into. gathered_max: until they are copied down, or
     written from it; held_max: beside those, copied down already, until they may stay there as a cache."""
@@ -76,8 +99,8 @@ class Saver:
         host, writes = worker.host, worker.share.writes
         is_whole = writes == worker.share.reads
         self._keeps_written = is_whole and (admit.arena if host is None else admit.host).keeps_saved()
-        self._gathered_max = bounds.gathered_max
-        self._held_max = bounds.held_max if is_whole and admit.arena.keeps_saved() else 0
+        held_max = bounds.held_max if is_whole and admit.arena.keeps_saved() else 0
+        self._bounds = SaveBounds(bounds.gathered_max, held_max)
         self._lowering = None if host is None or writes is None else Lowering(worker, host, writes)
         self._segments = None if writes is None else OwnSegments(worker, writes)
         self._lock = threading.Lock()
@@ -85,6 +108,7 @@ class Saver:
         self._in_flight = 0
         self._n_held = 0
         self._disk = Backoff()
+        self._writing: dict[_Write, None] = {}
         self._log = RepeatedLog(worker.clock)
         self._slots_used: dict[tuple[bytes, int], tuple[int, int]] = {}
 
@@ -94,6 +118,7 @@ class Saver:
         writes = self._worker.share.writes
         if writes is None:
             return
+        self.end_overdue()
         staged: list[Staged] = []  # ours to give back until a job has them
         outcomes = {chunk.key: SaveOutcome.FAILED for chunk in plan.chunks}  # of those that no job answers
         try:
@@ -126,9 +151,25 @@ class Saver:
         return self._lower_jobs.submit(partial(self._lower, plan, part, writes, gathered))
 
     def take_done(self) -> list[SaveDone]:
+        self.end_overdue()
         with self._lock:
             done, self._done = self._done, []
         return done
+
+    def end_overdue(self) -> None:
+        """Answer the jobs whose threads hang beyond the deadline, give their slots back, and have others' jobs run."""
+        late_s = self._worker.clock() - ANSWER_GRACE_S
+        with self._lock:
+            overdue = [w for w in self._writing if w.deadline_s < late_s and not (w.in_ring or w.has_ended)]
+            for write in overdue:
+                write.has_ended = True
+        for write in overdue:
+            self._end_hold(write.staged, {})
+            self._give_back(write.ours)
+            self._rest(f"creating, opening or publishing a segment took more than {self._worker.timeout_s:.0f} s")
+            self._answer([(item.chunk, SaveOutcome.FAILED) for item in write.staged])
+        if overdue:
+            self._widen()
 
     def trim(self) -> None:
         """After the last save: gives back the slots of our segments that will stay empty."""
@@ -148,7 +189,7 @@ class Saver:
         with self._lock:
             if self._disk.is_resting(self._worker.clock()):
                 return None, SaveOutcome.RESTING
-            slot = self._worker.arena.reserve() if self._in_flight < self._gathered_max else None
+            slot = self._worker.arena.reserve() if self._in_flight < self._bounds.gathered_max else None
             self._in_flight += slot is not None
             return slot, SaveOutcome.QUEUE_FULL
 
@@ -166,7 +207,7 @@ class Saver:
         """What may stay above waits there for its record, as many as the hbm arena is for; other staging slots are
         free. None counts as gathered: the next step finds as many slots as ever, however slow the storage is."""
         with self._lock:
-            n_held = min(len(lowered), self._held_max - self._n_held)
+            n_held = min(len(lowered), self._bounds.held_max - self._n_held)
             self._n_held += n_held
         for item in lowered[n_held:]:
             assert item.above is not None
@@ -264,14 +305,18 @@ class Saver:
         gathered: unless they were judged already."""
         started = time.perf_counter()
         outcomes = {item.chunk.key: SaveOutcome.FAILED for item in staged}
-        ours = list(staged)
+        write = _Write(staged, list(staged), math.inf)
         try:
             refused = [] if gathered is None else self._judge(staged, gathered)
+            is_begun = self._begin(write)
             outcomes.update((item.chunk.key, SaveOutcome.REFUSED) for item in refused)
             kept = [item for item in staged if item not in refused]
+            if not is_begun:
+                outcomes.update((item.chunk.key, SaveOutcome.RESTING) for item in kept)
+                return
             fresh = [item for item in kept if not self._is_present(item.chunk.key)]
             outcomes.update((item.chunk.key, SaveOutcome.PRESENT) for item in kept if item not in fresh)
-            results = self._write_records(plan, fresh, ours)
+            results = self._write_records(plan, fresh, write)
             for item, result in results:
                 if result.bad_slabs:
                     self._worker.metrics.add(names.CHECKSUM_FAILURES)
@@ -283,10 +328,13 @@ class Saver:
                                 self._slab_bytes(writes), writes, result.checksums))
                 for item, result in results if result.ok
             ]  # fmt: skip
-            published = self._publish(plan, written)
+            published = self._publish(plan, written, write.deadline_s)
+            self._end(write)
             outcomes.update((item.chunk.key, SaveOutcome.SAVED) for item, _ in published)
-            self._keep_slots(published, ours)
+            self._keep_slots(published, write.ours)
             self._note_disk(outcomes)
+        except _GivenUp:
+            pass
         except TierUnavailable as fault:
             if fault.is_full:
                 outcomes.update(
@@ -298,13 +346,53 @@ class Saver:
         except Corrupt as fault:
             self._log.warning(cause_of(fault), "a save fails: %s", fault)
         finally:
-            self._end_hold(staged, {})
-            self._give_back(ours)
-            self._answer([(item.chunk, outcomes[item.chunk.key]) for item in staged])
+            self._finish(write, outcomes)
         saved = sum(outcome is SaveOutcome.SAVED for outcome in outcomes.values())
         self._worker.metrics.add(names.SAVE_TOKENS, saved * self._worker.geometry.chunk_tokens)
         self._worker.metrics.add(names.SAVE_BYTES, saved * record_bytes(writes, self._slab_bytes(writes)))
         self._worker.metrics.add(names.SAVE_SECONDS, time.perf_counter() - started)
+
+    def _begin(self, write: _Write) -> bool:
+        """Start the job's time. Return False if saving rests because others hang: what is queued does not follow."""
+        now = self._worker.clock()
+        hangs = len(self._worker.quarantine) > 0
+        with self._lock:
+            hangs |= any(other.has_ended for other in self._writing)
+            if hangs and self._disk.is_resting(now):
+                return False
+            write.deadline_s = now + self._worker.timeout_s
+            self._writing[write] = None
+            return True
+
+    def _go_on(self, write: _Write, *, in_ring: bool) -> None:
+        """Enter or leave the ring. Raises _GivenUp when the job has ended."""
+        with self._lock:
+            if write.has_ended:
+                raise _GivenUp
+            write.in_ring = in_ring
+
+    def _end(self, write: _Write) -> None:
+        """Keep the job from ending at its deadline: its thread answers now. Raises _GivenUp."""
+        with self._lock:
+            if write.has_ended:
+                raise _GivenUp
+            self._writing.pop(write, None)
+
+    def _finish(self, write: _Write, outcomes: Mapping[bytes, SaveOutcome]) -> None:
+        with self._lock:
+            self._writing.pop(write, None)
+            was_given_up = write.has_ended
+        if was_given_up:
+            self._widen()
+            return
+        self._end_hold(write.staged, {})
+        self._give_back(write.ours)
+        self._answer([(item.chunk, outcomes[item.chunk.key]) for item in write.staged])
+
+    def _widen(self) -> None:
+        with self._lock:
+            n_hung = sum(write.has_ended for write in self._writing)
+        self._jobs.widen(n_hung)
 
     def _is_present(self, key: bytes) -> bool:
         try:
@@ -312,40 +400,46 @@ class Saver:
         except IndexUnavailable:
             return False
 
-    def _write_records(self, plan: SavePlan, fresh: list[Staged], ours: list[Staged]) -> list[tuple[Staged, OpResult]]:
+    def _write_records(self, plan: SavePlan, fresh: list[Staged], write: _Write) -> list[tuple[Staged, OpResult]]:
         """Writes the records of those whose sets are still ours; no results when that took too long (their slots are
-        then no longer `ours`)."""
+        then no longer the job's). Raises _GivenUp."""
         assert self._segments is not None
         with ExitStack() as stack:
-            ops, begun = [], []
+            leased = []
             for item in fresh:
-                segment = self._segments.lease(plan, item.chunk)
+                segment = self._segments.lease(plan, item.chunk, write.deadline_s)
                 if segment is not None:
                     stack.callback(segment.release)
-                    ops.append(self._write_op(plan, item, segment))
-                    begun.append(item)
-            deadline_s = self._worker.clock() + self._worker.timeout_s
+                    leased.append((item, segment))
+            self._go_on(write, in_ring=True)
+            begun = [item for item, _ in leased]
+            ops = [self._write_op(plan, item, segment) for item, segment in leased]
             batch = self._worker.io.ring.submit(ops)
-            results = batch.results() if batch.wait(self._worker.timeout_s) else None
+            results = batch.results() if batch.wait(self._left_s(write)) else None
             if results is not None and self._worker.files.sharing.flushes:
                 # Once a batch and file: other nodes may read nothing of it before.
                 files = sorted({op.fd for op, result in zip(ops, results, strict=True) if result.ok})
                 batch = self._worker.io.ring.submit([FlushOp(fd) for fd in files])
-                left_s = max(0.0, deadline_s - self._worker.clock())
-                flushed = dict(zip(files, batch.results(), strict=True)) if batch.wait(left_s) else None
+                has_flushed = batch.wait(self._left_s(write))
+                flushed = dict(zip(files, batch.results(), strict=True)) if has_flushed else None
                 results = None if flushed is None else [
                     result._replace(error=flushed[op.fd].error) if result.ok else result
                     for op, result in zip(ops, results, strict=True)
                 ]  # fmt: skip
             if results is not None:
+                self._go_on(write, in_ring=False)
                 return list(zip(begun, results, strict=True))
             # Descriptors and slots stay taken until the kernel gives the last write back.
             for item in begun:
-                ours.remove(item)
+                write.ours.remove(item)
             stack.callback(self._give_back, begun)
             self._worker.quarantine.add(batch, stack.pop_all().close)
+            self._go_on(write, in_ring=False)
             self._rest(f"a write took more than {self._worker.timeout_s:.0f} s")
             return []
+
+    def _left_s(self, write: _Write) -> float:
+        return max(0.0, write.deadline_s - self._worker.clock())
 
     def _write_op(self, plan: SavePlan, item: Staged, segment: OpenSegment) -> WriteOp:
         chunk, arena, header = item.chunk, item.arena, segment.header
@@ -372,14 +466,16 @@ class Saver:
         slabs = item.arena.slabs(item.slot, PAGE_BYTES, header.extent.n_heads, header.slab_bytes)
         return signer.tags(plan.namespace, item.chunk.key, header.extent, slabs.numpy())
 
-    def _publish(self, plan: SavePlan, written: list[tuple[Staged, Location]]) -> list[tuple[Staged, Location]]:
+    def _publish(
+        self, plan: SavePlan, written: list[tuple[Staged, Location]], deadline_s: float
+    ) -> list[tuple[Staged, Location]]:
         """Those that are visible now, or others' records of the same; not what lies in a set that was removed or taken
         over meanwhile."""
         assert self._segments is not None
         index, whole = self._worker.index, self._worker.geometry.whole
         if index.publish([NewRecord(item.chunk.key, location, whole) for item, location in written]) == len(written):
             return written
-        ours = self._segments.leave(plan.namespace, {location.set_id for _, location in written})
+        ours = self._segments.leave(plan.namespace, {location.set_id for _, location in written}, deadline_s)
         return [(item, location) for item, location in written if location.set_id in ours]
 
     def _keep_slots(self, written: list[tuple[Staged, Location]], ours: list[Staged]) -> None:

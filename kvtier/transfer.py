@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from kvtier.admission import Admissions
 from kvtier.breakeven import LoadCost
 from kvtier.codecs.base import slab_bytes
 from kvtier.fetch import Fetcher
-from kvtier.jobs import Jobs, Ticker
+from kvtier.jobs import Jobs, Ticker, run_within
 from kvtier.keep import HostKeeper
 from kvtier.loads import Loader
 from kvtier.metrics import Metrics
@@ -25,6 +26,8 @@ from kvtier.worker import Worker
 
 TIDY_INTERVAL_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
+
+log = logging.getLogger("kvtier")
 
 
 class Progress(NamedTuple):
@@ -131,6 +134,7 @@ class Transfer:
 
     def tidy(self) -> None:
         """Takes back slots of I/O that hung and has returned; lets go of segments that were evicted."""
+        self._saver.end_overdue()
         self._worker.quarantine.sweep()
         self._worker.files.close_unlinked()
         self._worker.io.close_unused()
@@ -148,16 +152,25 @@ class Transfer:
         self._upkeep.stop()
         for jobs in self._jobs:
             jobs.close()
-        if self._jobs.save.pending() == 0:
-            self._saver.trim()
-        self._worker.quarantine.sweep()
+        has_tidied = run_within("trim", CLOSE_TIMEOUT_S, self._leave_files)
         has_ended = self._worker.io.close() and not len(self._worker.quarantine)
-        if has_ended and not any(jobs.pending() for jobs in self._jobs):
+        if has_ended and has_tidied and not any(jobs.pending() for jobs in self._jobs):
             self._upkeep.release()
         else:
             _outlived.append(self._worker)  # its memory is still in use by work that hangs
-        self._worker.files.close()
+        if has_tidied:
+            has_tidied = run_within("close", CLOSE_TIMEOUT_S, self._worker.files.close)
+        if not has_tidied:
+            log.warning(
+                "the storage does not answer: segments stay open and as long as they are, until a sweep trims them"
+            )
         self._worker.index.close()
+
+    def _leave_files(self) -> None:
+        """Give back what our segments do not need, and slots of I/O that has returned. Waits for the storage."""
+        if self._jobs.save.pending() == 0:
+            self._saver.trim()
+        self._worker.quarantine.sweep()
 
 
 _outlived: list[Worker] = []

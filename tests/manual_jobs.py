@@ -26,6 +26,9 @@ class ManualJobs:
     def pending(self) -> int:
         return len(self._queue)
 
+    def widen(self, n_stuck: int) -> None:
+        pass
+
     def drain(self, timeout_s: float) -> bool:
         while self._queue:
             self.run()

@@ -26,6 +26,7 @@ LAYERS = (
     ("kvtier.keeper", "kvtier.kept_costs", "kvtier.lookups", "kvtier.saves", "kvtier.own_segments", "kvtier.lower",
      "kvtier.loads", "kvtier.load_walk", "kvtier.fetch", "kvtier.fetch_files", "kvtier.keep", "kvtier.worker",
      "kvtier.rechecks",
+     "kvtier.stuck_files", "kvtier.storage_wait",
      "kvtier.memory", "kvtier.mount", "kvtier.pinned_segments", "kvtier.housekeeping",
      "kvtier.read_back", "kvtier.sweep_lease", "kvtier.evictor",
      "kvtier.removal", "kvtier.capacity_watch", "kvtier.kept_notes",
@@ -55,7 +56,7 @@ USES_TORCH = (
 )  # fmt: skip
 READS_THE_ENVIRONMENT = ("kvtier.config", "benchmarks")  # benchmarks set that of the engines that they start
 STARTS_THREADS = ("kvtier.jobs", "benchmarks")
-CATCHES_EVERYTHING = ("kvtier.connectors.bridge",)
+CATCHES_EVERYTHING = ("kvtier.connectors.bridge", "kvtier.jobs")  # the latter passes on to who waits
 # The engine's base class has them; any method is timed.
 OVERRIDES_OPEN_SIGNATURES = ("kvtier.connectors.vllm",)
 ENGINES_AND_WEB = ("vllm", "lmcache", "dynamo", "fastapi", "starlette", "uvicorn")

@@ -105,11 +105,15 @@ def file_system_of(path: str | os.PathLike[str], mountinfo: str | None = None) -
 
     mountinfo: the text to read instead of this process's own mount table.
     """
-    resolved = os.path.realpath(path)
+    return mounted_at(os.path.realpath(path), mountinfo)
+
+
+def mounted_at(path: str, mountinfo: str | None = None) -> FileSystem:
+    """As `file_system_of`, of an absolute path without links. Asks no file system, which may hang."""
     best = FileSystem("unknown", False, "/")
     for found in _mounts(_own_mountinfo() if mountinfo is None else mountinfo):
         # The later of two mounts at one place hides the earlier, hence >=.
-        if _lies_under(resolved, found.mount_point) and len(found.mount_point) >= len(best.mount_point):
+        if _lies_under(path, found.mount_point) and len(found.mount_point) >= len(best.mount_point):
             best = found
     return best
 

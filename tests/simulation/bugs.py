@@ -110,11 +110,11 @@ def old_blocks_are_saved_under_new_weights(original: Any, bridge: SchedulerBridg
 
 
 @planted(Saver, "_write_records", "slow_disk")
-def published_before_the_write_is_done(original: Any, saver: Saver, plan: Any, fresh: Any, ours: Any) -> Any:
+def published_before_the_write_is_done(original: Any, saver: Saver, plan: Any, fresh: Any, write: Any) -> Any:
     assert saver._segments is not None
     ops: list[WriteOp] = []
     for item in fresh:
-        segment = saver._segments.lease(plan, item.chunk)
+        segment = saver._segments.lease(plan, item.chunk, write.deadline_s)
         assert segment is not None
         ops.append(saver._write_op(plan, item, segment))
         segment.release()

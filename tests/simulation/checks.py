@@ -192,7 +192,10 @@ class Checks:
                 if arena._table.n_slots != arena.n_slots:
                     yield "slots were added while it ran (I7)", str(arena._table.n_slots)
             saver = transfer._saver
-            if not 0 <= saver._in_flight <= saver._gathered_max or not 0 <= saver._n_held <= saver._held_max:
+            if (
+                not 0 <= saver._in_flight <= saver._bounds.gathered_max
+                or not 0 <= saver._n_held <= saver._bounds.held_max
+            ):
                 yield "saves hold more than they may (I4)", f"{saver._in_flight}, {saver._n_held}"
             for jobs in transfer._jobs:
                 assert isinstance(jobs, SimJobs)

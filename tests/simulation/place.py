@@ -32,6 +32,7 @@ import kvtier.rechecks
 import kvtier.reports
 import kvtier.saves
 import kvtier.sets
+import kvtier.stuck_files
 import kvtier.tiers.arena
 import kvtier.tiers.descriptors
 import kvtier.tiers.read_record
@@ -52,7 +53,8 @@ from tests.simulation.truth import Truth
 
 THREADED = (
     kvtier.fetch, kvtier.index.guard, kvtier.keeper, kvtier.load_walk, kvtier.loads, kvtier.lookups,
-    kvtier.own_segments, kvtier.rechecks, kvtier.saves, kvtier.sets, kvtier.tiers.arena, kvtier.tiers.descriptors,
+    kvtier.own_segments, kvtier.rechecks, kvtier.saves, kvtier.sets, kvtier.stuck_files, kvtier.tiers.arena,
+    kvtier.tiers.descriptors,
     kvtier.tiers.segments, kvtier.worker,
 )  # fmt: skip
 TIMED = (
@@ -68,6 +70,12 @@ ON_MACHINE = (
 )
 ON_DISK = (kvtier.housekeeping, kvtier.tiers.descriptors, kvtier.tiers.read_record, kvtier.tiers.segments)
 LOCAL_DISK, SHARED_DISK = FileSystem("ext4", False, "/"), FileSystem("nfs4", True, "/")
+
+
+def run_in_place(name: str, timeout_s: float, work: Callable[[], None]) -> bool:
+    """`kvtier.jobs.run_within` on the thread that asks."""
+    work()
+    return True
 
 
 @dataclass(eq=False)
@@ -111,6 +119,8 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
             put(module, "time", OwnThread(clock, time))
         for module in TICKING:
             put_function(module, "Ticker", partial(SimTicker, runtime))
+        for module in (kvtier.keeper, kvtier.transfer):
+            put_function(module, "run_within", run_in_place)
         for module in ON_DISK:
             put(module, "os", OwnThread(calls, os))
         for module, name, real in ON_MACHINE:

@@ -148,6 +148,7 @@ class SimJobs:
         self._process = process
         self._name = name
         self._threads = threads
+        self._n_stuck = 0
         self._running = 0
         self._closed = False
         self._queue: deque[Job] = deque()
@@ -157,10 +158,12 @@ class SimJobs:
         if self._closed or len(self._queue) >= self.queued_max:
             return False
         self._queue.append(job)
-        if self._running < self._threads:
-            self._running += 1
-            self._runtime.spawn(self._process, self._name, self._work)
+        self._start(1)
         return True
+
+    def widen(self, n_stuck: int) -> None:
+        self._n_stuck = n_stuck
+        self._start(len(self._queue))
 
     def pending(self) -> int:
         return len(self._queue) + self._running
@@ -175,6 +178,11 @@ class SimJobs:
     def close(self) -> None:
         self._closed = True
         self._queue.clear()
+
+    def _start(self, n_jobs: int) -> None:
+        for _ in range(min(n_jobs, self._threads + self._n_stuck - self._running)):
+            self._running += 1
+            self._runtime.spawn(self._process, self._name, self._work)
 
     def _work(self) -> None:
         try:

@@ -1,0 +1,66 @@
+"""Waiting for a root's storage while an engine starts: it says so when that takes long, and ends by a deadline.
+
+A call that hangs in the kernel cannot be taken back: it is left behind on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from kvtier.errors import ConfigError
+from kvtier.io.filesystem import mounted_at
+from kvtier.jobs import Ticker, begin
+
+log = logging.getLogger("kvtier")
+
+SAID_AFTER_S = 5.0  # a start that waits so long says what it waits for, seconds
+TIMEOUT_S = 60.0  # a start that waits so long ends
+
+T = TypeVar("T")
+
+
+def in_time(root: Path, what: str, work: Callable[[], T]) -> T:
+    """Return or raise what `work` does, within TIMEOUT_S. Raises ConfigError after that."""
+    result = begin("start", work)
+    if not wait([result], SAID_AFTER_S).done:
+        _say(root, what, SAID_AFTER_S)
+        log.warning("it ends in %.0f s if that does not change", TIMEOUT_S - SAID_AFTER_S)
+    if not wait([result], max(0.0, TIMEOUT_S - SAID_AFTER_S)).done:
+        fix = (
+            f"its storage does not answer ({_mount(root)}): {what} took more than {TIMEOUT_S:.0f} s; mend or mount the "
+            "file system anew, then start this again, or choose another root"
+        )
+        raise ConfigError("root", str(root), fix)
+    return result.result()
+
+
+@contextmanager
+def said(root: Path, what: str) -> Iterator[None]:
+    """Say every SAID_AFTER_S that `what` is still waited for, until the end."""
+    begun_s = time.monotonic()
+
+    def tick() -> None:
+        waited_s = time.monotonic() - begun_s
+        if waited_s > SAID_AFTER_S / 2:
+            _say(root, what, waited_s)
+
+    ticker = Ticker("start", SAID_AFTER_S, tick)
+    try:
+        yield
+    finally:
+        ticker.close(0.0)
+
+
+def _say(root: Path, what: str, waited_s: float) -> None:
+    log.warning("the start waits for the storage of root %s (%s) since %.0f s: %s", root, _mount(root), waited_s, what)
+
+
+def _mount(root: Path) -> str:
+    found = mounted_at(os.path.abspath(root))
+    return f"{found.kind} mounted at {found.mount_point}"

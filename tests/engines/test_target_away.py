@@ -1,0 +1,124 @@
+"""Engines' halves on a striped file system of which one target is away, with the errors that Lustre gave: what the
+others hold is loaded and saved, everything ends in time, and nothing is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.owner import OWNER_FILE
+from kvtier.plan import SaveOutcome
+from kvtier.root import NAMESPACE_FILE
+from kvtier.tiers.segments import segment_name
+from tests.core.rig import Engine
+from tests.core.test_hung_files import answers, begin_load, begin_save, saves
+from tests.engines.targets import Targets, targets
+from tests.waiting import wait_until
+
+TIMEOUT_S = 3.0
+FIRST, SECOND = list(range(64 * 2)), list(range(5000, 5000 + 64 * 2))
+BLOCKS, OTHERS = list(range(8)), list(range(8, 16))
+
+
+@pytest.fixture
+def striped(tmp_path: Path) -> Iterator[Targets]:
+    with targets(tmp_path) as made:
+        yield made
+
+
+def engine_on(striped: Targets, **more: object) -> Engine:
+    io = {"threads": 4, "timeout_s": TIMEOUT_S}
+    never = {"arena_bytes": 8 << 20, "admit": "never"}
+    index = {"path": str(striped.below.with_name("index"))}
+    return Engine(striped.root, changes={"io": io, "host": never, "index": index, **more})
+
+
+def two_sets(striped: Targets) -> list[str]:
+    """FIRST and SECOND in a segment each, of a target each; their files' names."""
+    for tokens, blocks in ((FIRST, BLOCKS), (SECOND, OTHERS)):
+        writer = engine_on(striped)
+        assert {done.outcome for done in writer.save(tokens, blocks)} == {SaveOutcome.SAVED}
+        writer.close()
+    return sorted(path.name for path in striped.below.glob("v1/*/*.kvseg"))
+
+
+@pytest.mark.parametrize("fault", ["fails", "short reads", "hangs"])
+def test_what_other_targets_hold_is_loaded_and_nothing_is_lost(
+    striped: Targets, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = two_sets(striped)
+    reader = engine_on(striped)
+    striped.take_away(first, fault)
+    started_s = time.monotonic()
+    begin_load(reader, "away", FIRST, BLOCKS)
+    for number in range(4):
+        begin_load(reader, f"other {number}", SECOND, OTHERS)
+    found = answers(reader, 5, 20)
+    assert len(found) == 5 and time.monotonic() - started_s < TIMEOUT_S + 2
+    assert {name for name, done in found.items() if done.failed_blocks} == {"away"}
+    for _ in range(20):
+        begin_load(reader, "again", FIRST, BLOCKS)
+        assert answers(reader, 1, 20)["again"].failed_blocks
+    assert sum("recomputed" in line for line in caplog.messages) <= 3, "a line a cause, not a request"
+    striped.mend()
+    wait_until(lambda: not reader.load(FIRST, BLOCKS)[1][0].failed_blocks, timeout_s=30)
+    assert len(reader.store.lookup(reader.keys(FIRST)) or ()) == 2
+    reader.close()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "fails"])
+def test_a_save_whose_target_is_away_ends_in_time_and_another_set_is_filled(striped: Targets, fault: str) -> None:
+    engine = engine_on(striped, queues={"save_threads": 1})
+    engine.wait_for_set()
+    first = engine.store._keeper.supplies.common._spares[0].set_id
+    striped.take_away(segment_name(first, 0), fault)
+    started_s = time.monotonic()
+    begin_save(engine, FIRST, BLOCKS)
+    done = saves(engine, 2, 20)
+    assert [answer.outcome for answer in done] == [SaveOutcome.FAILED] * 2
+    assert time.monotonic() - started_s < TIMEOUT_S + 2
+    engine.store.saved(done)
+    engine.store._keeper.supplies.forget({first})
+    engine.transfers[0]._saver._disk.clear()
+    engine.wait_for_set()
+    begin_save(engine, SECOND, OTHERS)
+    assert [answer.outcome for answer in saves(engine, 2, 20)] == [SaveOutcome.SAVED] * 2
+    striped.mend()
+    engine.close()
+
+
+def test_an_engine_goes_on_while_the_roots_own_files_are_away(
+    striped: Targets, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_on(striped)
+    engine.save(FIRST, BLOCKS)
+    make_folder = engine.store._keeper._plan.make_folder
+    for name in (OWNER_FILE, NAMESPACE_FILE):
+        striped.take_away(name, "fails")
+        make_folder(engine.namespace)
+    engine.store._keeper.supplies.forget(engine.store._keeper.supplies.set_ids())
+    assert {done.outcome for done in engine.save(SECOND, OTHERS)} == {SaveOutcome.SAVED}
+    assert not [line for line in caplog.messages if "cannot be used any more" in line]
+    striped.mend()
+    engine.close()
+
+
+def test_no_thread_ends_with_a_traceback(striped: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    first, _ = two_sets(striped)
+    reader = engine_on(striped)
+    with_open = reader.load(FIRST, BLOCKS)
+    assert not with_open[1][0].failed_blocks
+    striped.take_away(first, "fails")  # fstat of an open descriptor says ESHUTDOWN now
+    assert reader.load(FIRST, BLOCKS)[1][0].failed_blocks
+    reader.transfers[0].tidy()
+    assert not reader.load(SECOND, OTHERS)[1][0].failed_blocks
+    striped.mend()
+    wait_until(lambda: not reader.load(FIRST, BLOCKS)[1][0].failed_blocks, timeout_s=30)
+    reader.close()
+    assert ended == []
