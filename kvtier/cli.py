@@ -124,6 +124,9 @@ def _add_doctor(commands: Any) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     """Its packages are an extra: who only looks at a root needs none of them."""
+    if options.path is not None and options.path.is_dir():
+        fix = f"is a folder: name a settings file with `root: {options.path}` and the engines' capacity_bytes"
+        raise ConfigError("config", str(options.path), fix)
     settings = Settings.load({} if options.path is None else {"config": str(options.path)})
     try:
         from kvtier.server.serve import run_serve

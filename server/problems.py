@@ -89,7 +89,7 @@ async def _refused(request: Request, refused: Refused) -> Response:
 
 
 async def _http(request: Request, error: HTTPException) -> Response:
-    path = request.url.path
+    path = request.url.path[:WHERE_CHARS_MAX]
     if error.status_code == 405:
         allowed = _allowed(request)
         return problem(405, f"{path} takes another method: {allowed}", {"Allow": allowed})

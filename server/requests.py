@@ -88,11 +88,13 @@ class TextToLookUp(Named):
 
 def _kind(asked: object) -> str:
     """Text only where there is no list of tokens, so that an answer speaks of one of the two."""
-    return "text" if isinstance(asked, dict) and "prompt" in asked else "tokens"
+    is_text = isinstance(asked, dict) and "prompt" in asked
+    return (TextToLookUp if is_text else TokensToLookUp).__name__
 
 
 ToLookUp = Annotated[
-    Annotated[TokensToLookUp, Tag("tokens")] | Annotated[TextToLookUp, Tag("text")], Discriminator(_kind)
+    Annotated[TokensToLookUp, Tag(TokensToLookUp.__name__)] | Annotated[TextToLookUp, Tag(TextToLookUp.__name__)],
+    Discriminator(_kind),
 ]
 
 
@@ -150,7 +152,7 @@ class PinRequest(Named):
 
 
 class Quota(Named):
-    """quota_bytes null: as much as there is, whatever the settings say."""
+    """quota_bytes null: as much as there is, whatever the settings say; 0: nothing. Else a segment set must fit."""
 
     model_config = _request({"quota_bytes": 500 << 30})
     quota_bytes: Bytes | None

@@ -65,16 +65,18 @@ def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest)
         raise Refused(409, "give tokens or keys, not both")
     if opened.book.find(namespace) is None:
         raise Refused(404, f"there is no namespace {wanted.namespace}")
+    if wanted.cache_salt and wanted.tokens is None:
+        raise Refused(409, "cache_salt belongs to tokens: give these, too")
     keys = None if wanted.keys is None else tuple(bytes.fromhex(key) for key in wanted.keys)
     if wanted.tokens is not None:
         prefix = PromptPrefix(namespace=wanted.namespace, tokens=wanted.tokens, cache_salt=wanted.cache_salt)
         keys = tuple(_keys(opened, prefix))
-        if not 0 < len(keys) <= change.PIN_KEYS_MAX:
-            raise Refused(409, f"these are {len(keys)} whole chunks; a pin is of 1 to {change.PIN_KEYS_MAX}")
+        if len(keys) > change.PIN_KEYS_MAX:
+            raise Refused(409, f"these are {len(keys)} chunks; a pin is of {change.PIN_KEYS_MAX} at most")
     expires_s = None if wanted.expires_in_s is None else opened.clock() + wanted.expires_in_s
     try:
         row = change.add_pin(opened, change.NewPin(namespace, keys, wanted.label, expires_s))
-    except change.OverCap as fault:
+    except (change.OverCap, change.WrongLabel) as fault:
         raise Refused(409, str(fault)) from None
     log.info("pin %s: %s of namespace %s", row.id, "all" if keys is None else f"{len(keys)} chunks", row.namespace)
     service.changed()
@@ -109,12 +111,17 @@ def drop_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label
 
 
 @router.put(
-    "/quotas/namespaces/{namespace}", summary="Set a namespace's quota", tags=["quotas"], responses=problems(415)
+    "/quotas/namespaces/{namespace}",
+    summary="Set a namespace's quota",
+    tags=["quotas"],
+    responses=problems(404, 409, 415),
 )
 def put_namespace_quota(
     role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId, wanted: Quota
 ) -> QuotaList:
     """Wins over the settings. What is above it goes soon."""
+    if opened.book.find(bytes.fromhex(namespace)) is None:
+        raise Refused(404, f"there is no namespace {namespace} in {opened.root.path}")
     return _set_quota(opened, service, namespace_note(bytes.fromhex(namespace)), wanted)
 
 
@@ -165,7 +172,10 @@ def _evict(
 
 
 def _set_quota(opened: Opened, service: Service, note: str, wanted: Quota) -> QuotaList:
-    change.set_quota(opened, note, wanted.quota_bytes)
+    try:
+        change.set_quota(opened, note, wanted.quota_bytes)
+    except change.UselessQuota as fault:
+        raise Refused(409, str(fault)) from None
     log.info("%s: %s bytes", note, wanted.quota_bytes)
     service.changed()
     return change.list_quotas(opened)
@@ -187,9 +197,12 @@ def _tenant_note(label: str) -> str:
 
 def _keys(opened: Opened, prefix: PromptPrefix) -> list[bytes]:
     try:
-        return keys_of(opened, Prompt(prefix.tokens, prefix.cache_salt), bytes.fromhex(prefix.namespace))
+        keys = keys_of(opened, Prompt(prefix.tokens, prefix.cache_salt), bytes.fromhex(prefix.namespace))
     except UnknownNamespace as fault:
         raise Refused(404, str(fault)) from None
+    if not keys:
+        raise Refused(409, f"{len(prefix.tokens)} tokens are less than a chunk: nothing is stored of them")
+    return keys
 
 
 def _id(text: str | None) -> bytes | None:

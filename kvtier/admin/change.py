@@ -18,6 +18,7 @@ from kvtier.eviction.choice import Kept, KeptReason, Selection
 from kvtier.eviction.limits import Used, quota_value
 from kvtier.eviction.pins import Pin
 from kvtier.index.base import SetInfo
+from kvtier.sizes import exact
 
 KEPT_OWNERS_MAX = 5  # engines named in an answer about sets that stay
 PINS_MAX = 1000
@@ -35,7 +36,11 @@ class OverCap(Exception):
 
 
 class WrongLabel(Exception):
-    """No tenant can be called so."""
+    """No tenant or pin can be called so."""
+
+
+class UselessQuota(Exception):
+    """Not one segment set fits into it, and it is not 0."""
 
 
 class UnknownTenant(LookupError):
@@ -105,8 +110,10 @@ def list_pins(opened: Opened) -> Pins:
 
 
 def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
-    """Raises OverCap when it would not be protected whole: a pin that holds nothing helps nobody. A prefix that is not
-    stored yet can be pinned; what is stored of it later counts then. Raises IndexUnavailable, TierUnavailable."""
+    """Pins a namespace or a prefix; one that is not stored yet, too: what is stored of it later counts then. Raises
+    OverCap when it would not be protected whole, WrongLabel, IndexUnavailable, TierUnavailable."""
+    if len(wanted.label) > PIN_LABEL_CHARS_MAX or not wanted.label.isprintable():
+        raise WrongLabel(f"the label {wanted.label!r}: at most {PIN_LABEL_CHARS_MAX} printable characters")
     now, shared_s = opened.clock(), opened.index.shared_s
     expires_s = None if wanted.expires_s is None else shared_s(wanted.expires_s)
     pin = Pin(uuid.uuid4().hex, wanted.namespace, wanted.keys, wanted.label, shared_s(now), expires_s)
@@ -153,7 +160,7 @@ def list_quotas(opened: Opened) -> QuotaList:
 
 def tenant_note(label: str) -> str:
     """The name of the note with a tenant's quota. Raises WrongLabel for one that no settings can have."""
-    is_plain = label.isprintable() and "/" not in label and label == label.strip()
+    is_plain = label.isprintable() and not set("/\ufffd") & set(label) and label == label.strip()
     if not is_plain or not 0 < len(label.encode()) <= TENANT_BYTES_MAX:
         what = "printable, without a / and without blanks around it"
         raise WrongLabel(f"{label!r} is no tenant's label: that is 1 to {TENANT_BYTES_MAX} bytes in UTF-8, {what}")
@@ -162,7 +169,13 @@ def tenant_note(label: str) -> str:
 
 def set_quota(opened: Opened, name: str, n_bytes: int | None) -> None:
     """name: `tenant_note` or `limits.namespace_note` of whose it is; None lifts what the settings say. Raises
-    IndexUnavailable, TierUnavailable."""
+    UselessQuota, IndexUnavailable, TierUnavailable."""
+    set_bytes = opened.settings.segment_bytes
+    if n_bytes and n_bytes < set_bytes:
+        raise UselessQuota(
+            f"a quota of {exact(n_bytes)} has no room for one segment set ({exact(set_bytes)} or more): set several "
+            "times that, or 0 to keep nothing"
+        )
     kept_notes.put(opened.index, opened.root.folder, name, quota_value(n_bytes), None)
 
 

@@ -47,7 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_evict(options: argparse.Namespace) -> int:
     """Evicts. Status 2 where an open set stays, or one that was not reached; that pins keep theirs is as asked for."""
     chosen = (options.bytes, options.unused, options.namespace, options.tenant)
-    if not options.all and all(value is None for value in chosen) and not has_prompt(options):
+    by_prompt = has_prompt(options)
+    if not options.all and all(value is None for value in chosen) and not by_prompt:
         raise NotDone("which sets? say --bytes, --unused, --namespace, --tenant or a prompt, or --all for everything")
     if options.include_pinned and not options.all:
         raise NotDone("--include-pinned goes with --all only: remove the pins of what is to go (kvtier unpin)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvtier.admin.answers import PinRow, Pins
-from kvtier.admin.change import PIN_KEYS_MAX, PIN_LABEL_CHARS_MAX, NewPin, add_pin, drop_pin, list_pins
+from kvtier.admin.change import PIN_KEYS_MAX, NewPin, add_pin, drop_pin, list_pins
 from kvtier.admin.opened import Opened
 from kvtier.commands.place import NotDone, add_place, deployment
 from kvtier.commands.prompts import (
@@ -79,8 +79,6 @@ def run_unpin(options: argparse.Namespace) -> int:
 def _wanted(options: argparse.Namespace, opened: Opened) -> NewPin:
     namespace = namespace_of(options, opened)
     assert namespace is not None
-    if len(options.label) > PIN_LABEL_CHARS_MAX or not options.label.isprintable():
-        raise NotDone(f"--label {options.label!r}: at most {PIN_LABEL_CHARS_MAX} printable characters")
     keys = prefix_keys(options, opened, namespace) if has_prompt(options) else None
     if keys is not None and len(keys) > PIN_KEYS_MAX:
         raise NotDone(f"these are {len(keys)} chunks; a pin is of {PIN_KEYS_MAX} at most")

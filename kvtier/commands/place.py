@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.admin.change import Busy, OverCap, UnknownTenant, WrongLabel
+from kvtier.admin.change import Busy, OverCap, UnknownTenant, UselessQuota, WrongLabel
 from kvtier.admin.lookup import UnknownNamespace
 from kvtier.admin.opened import Opened, open_for_admin
 from kvtier.admin.prompts import NoTokenizer
@@ -93,7 +93,7 @@ def deployment(options: argparse.Namespace, needs_settings: bool = True) -> Iter
     opened = open_for_admin(place.settings)
     try:
         yield opened
-    except (Busy, OverCap, UnknownTenant, WrongLabel, NoTokenizer, UnknownNamespace) as refusal:
+    except (Busy, OverCap, UnknownTenant, UselessQuota, WrongLabel, NoTokenizer, UnknownNamespace) as refusal:
         raise NotDone(str(refusal)) from refusal
     finally:
         opened.close()

@@ -51,7 +51,11 @@ def add_prompt(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def has_prompt(options: argparse.Namespace) -> bool:
-    return any(getattr(options, name) is not None for name in ("tokens", "prompt", "prompt_file"))
+    """Raises NotDone for a salt alone, which would say nothing."""
+    found = any(getattr(options, name) is not None for name in ("tokens", "prompt", "prompt_file"))
+    if options.salt and not found:
+        raise NotDone("--salt belongs to a prompt: add --tokens, --prompt or --prompt-file")
+    return found
 
 
 def prompt_of(options: argparse.Namespace, opened: Opened, namespace: bytes | None) -> Prompt:
@@ -80,8 +84,10 @@ def namespace_of(options: argparse.Namespace, opened: Opened) -> bytes | None:
     if options.namespace is None:
         return None
     wanted = options.namespace.lower()
+    if not wanted:
+        raise NotDone("--namespace is empty; is a variable of your shell not set?")
     found = [known for known in opened.book.ids() if known.hex().startswith(wanted)]
-    if len(found) != 1 or not wanted:
+    if len(found) != 1:
         what = f"{len(found)} namespaces begin so" if found else "there is no such namespace"
         raise NotDone(f"--namespace {options.namespace}: {what} in {opened.root.path}")
     return found[0]

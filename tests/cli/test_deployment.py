@@ -179,7 +179,7 @@ def test_lookup_that_cannot_be_done(config: Path, tmp_path: Path, capsys: pytest
     assert "send token ids" in refused(capsys, "lookup", str(config), "--prompt", "a text")
     for namespace in ("ffff", ""):
         text = refused(capsys, "lookup", str(config), "--tokens", str(bad), "--namespace", namespace)
-        assert f"--namespace {namespace}:" in text
+        assert ("--namespace ffff: there is no such" if namespace else "--namespace is empty") in text
 
 
 # --- evict, pin, quota ---
@@ -234,6 +234,9 @@ def test_evict_of_nothing_in_particular_is_refused(
 ) -> None:
     assert "which sets?" in refused(capsys, "evict", str(config), "--yes")
     assert "add --namespace" in refused(capsys, "evict", str(config), "--tokens", tokens, "--yes")
+    for command in (["evict", "--all", "--yes"], ["pin"], ["pin", "--namespace", namespace_of(config)]):
+        said = refused(capsys, command[0], str(config), *command[1:], "--salt", "x")
+        assert "--salt belongs to a prompt" in said
     assert "goes with --all only" in refused(capsys, "evict", str(config), "--bytes", "1", "--include-pinned")
 
 
@@ -298,6 +301,9 @@ def test_quotas_are_set_lifted_and_reset(config: Path, capsys: pytest.CaptureFix
     printed(capsys, "quota", str(config), "--namespace", namespace_of(config)[:10], "--set", "2MiB")
     (row,) = [row for row in printed_json(capsys, "quota", str(config))["quotas"] if row["kind"] == "namespace"]
     assert (row["of"], row["quota_bytes"]) == (namespace_of(config), 2 << 20)
+    for which in (["--tenant", "search"], ["--namespace", namespace_of(config)]):
+        assert "no room for one segment set (1MiB" in refused(capsys, "quota", str(config), *which, "--set", "1023KiB")
+    printed(capsys, "quota", str(config), "--tenant", "search", "--set", "0")
     assert "add --tenant LABEL" in refused(capsys, "quota", str(config), "--set", "1GiB")
     assert "add --set SIZE" in refused(capsys, "quota", str(config), "--tenant", "search")
     for label in ("a/b", "\u00e9" * 17, " a", "\udcff"):  # the last is what a shell makes of a byte that is no UTF-8

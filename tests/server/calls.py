@@ -39,7 +39,7 @@ def _made_pin(served: Serving) -> tuple[str, Any]:
 def _made_quota(kind: str, name: Callable[[Serving], str]) -> Callable[[Serving], tuple[str, Any]]:
     def make(served: Serving) -> tuple[str, Any]:
         path = f"/api/v1/quotas/{kind}/{name(served)}"
-        assert served.call("PUT", path, json={"quota_bytes": 5}).status_code == 200
+        assert served.call("PUT", path, json={"quota_bytes": 8 << 20}).status_code == 200
         return path, None
 
     return make

@@ -293,7 +293,8 @@ def test_pins_have_a_cap(served: Serving) -> None:
     [
         ({"namespace": "0" * 32}, 404), ({"tokens": [1]}, 409), ({"tokens": PROMPT, "keys": ["0" * 32]}, 409),
         ({"keys": []}, 422), ({"keys": ["0"]}, 422), ({"expires_in_s": 0}, 422), ({"label": "x" * 201}, 422),
-        ({"tokens": [-1]}, 422), ({"tokens": [1 << 32]}, 422), ({"tokens": [True]}, 422),
+        ({"label": "a\nb"}, 409), ({"cache_salt": "x"}, 409), ({"keys": ["0" * 32], "cache_salt": "x"}, 409),
+        ({"tokens": []}, 409), ({"tokens": [-1]}, 422), ({"tokens": [1 << 32]}, 422), ({"tokens": [True]}, 422),
     ],
 )  # fmt: skip
 def test_pins_that_are_refused(served: Serving, changes: Any, status: int) -> None:
@@ -303,13 +304,13 @@ def test_pins_that_are_refused(served: Serving, changes: Any, status: int) -> No
 
 def test_quotas_are_set_and_lifted(served: Serving) -> None:
     space = served.filled.namespace
-    ok(served, "PUT", "/api/v1/quotas/tenants/acme", json={"quota_bytes": 1 << 20})
+    ok(served, "PUT", "/api/v1/quotas/tenants/acme", json={"quota_bytes": 4 << 20})
     rows = ok(served, "PUT", f"/api/v1/quotas/namespaces/{space}", json={"quota_bytes": None})["quotas"]
     assert [(row["kind"], row["of"], row["quota_bytes"], row["is_run_time"]) for row in rows] == [
-        ("tenant", "acme", 1 << 20, True), ("namespace", space, None, True),
+        ("tenant", "acme", 4 << 20, True), ("namespace", space, None, True),
     ]  # fmt: skip
     assert rows[1]["used_bytes"] > 0
-    assert ok(served, "GET", "/api/v1/overview")["tenants"][1]["quota_bytes"] == 1 << 20
+    assert ok(served, "GET", "/api/v1/overview")["tenants"][1]["quota_bytes"] == 4 << 20
     ok(served, "DELETE", "/api/v1/quotas/tenants/acme")
     ok(served, "DELETE", f"/api/v1/quotas/namespaces/{space}")
     assert ok(served, "GET", "/api/v1/quotas")["quotas"] == []
@@ -317,12 +318,30 @@ def test_quotas_are_set_and_lifted(served: Serving) -> None:
 
 def test_quotas_of_labels_that_no_settings_can_have(served: Serving) -> None:
     """The limit is of bytes in UTF-8, not of characters."""
-    ok(served, "PUT", "/api/v1/quotas/tenants/" + "\u00e9" * 16, json={"quota_bytes": 1})
-    for label in ("\u00e9" * 17, "a%0Ab", "%20a", "%00"):
-        answer = served.call("PUT", f"/api/v1/quotas/tenants/{label}", json={"quota_bytes": 1})
+    ok(served, "PUT", "/api/v1/quotas/tenants/" + "\u00e9" * 16, json={"quota_bytes": 0})
+    for label in ("\u00e9" * 17, "a%0Ab", "%20a", "%00", "%ff"):
+        answer = served.call("PUT", f"/api/v1/quotas/tenants/{label}", json={"quota_bytes": 0})
         assert "is no tenant's label" in assert_problem(answer, 409)["detail"]
         assert_problem(served.call("DELETE", f"/api/v1/quotas/tenants/{label}"), 409)
     assert len(ok(served, "GET", "/api/v1/quotas")["quotas"]) == 1
+
+
+@pytest.mark.parametrize("kind", ["tenants/acme", "namespaces"])
+def test_a_quota_that_no_segment_set_fits_into_is_refused(served: Serving, kind: str) -> None:
+    path = f"/api/v1/quotas/{kind}" + (f"/{served.filled.namespace}" if kind == "namespaces" else "")
+    for n_bytes in (1, (4 << 20) - 1):
+        said = assert_problem(served.call("PUT", path, json={"quota_bytes": n_bytes}), 409)
+        assert "4MiB" in said["detail"]
+    for n_bytes in (0, 4 << 20):
+        ok(served, "PUT", path, json={"quota_bytes": n_bytes})
+
+
+def test_a_quota_of_no_namespace_is_refused(served: Serving) -> None:
+    assert_problem(served.call("PUT", f"/api/v1/quotas/namespaces/{'0' * 32}", json={"quota_bytes": None}), 404)
+
+
+def test_an_error_repeats_no_more_of_a_path_than_names_it(served: Serving) -> None:
+    assert len(assert_problem(served.call("GET", "/" + "a" * 10_000), 404)["detail"]) < 200
 
 
 # --- verify ---

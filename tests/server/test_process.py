@@ -78,6 +78,10 @@ def test_it_does_not_start_with_a_certificate_that_is_none(tmp_path: Path) -> No
     assert not (tmp_path / "kv").exists()
 
 
+def test_a_folder_in_place_of_settings_is_refused_with_what_to_name(tmp_path: Path) -> None:
+    assert f"name a settings file with `root: {tmp_path}`" in refused(tmp_path)
+
+
 def test_an_index_of_one_process_is_refused(tmp_path: Path) -> None:
     said = refused(write_config(tmp_path, tmp_path / "kv"), KVTIER_INDEX__KIND="memory")
     assert "index.kind" in said
