@@ -18,6 +18,7 @@ from kvtier.connectors.vllm_files import folder_of
 from kvtier.connectors.vllm_forms import check_cache_dtype
 from kvtier.errors import ConfigError
 from kvtier.layer_kinds import CHUNK, FULL, WINDOW, refusal
+from kvtier.transfer_config import POLICY, check_policy, roles_of
 
 # Kinds of layers by the class of their spec. A windowed layer beside full ones comes as a full one (`layer_kinds`).
 SPECS = {
@@ -38,10 +39,7 @@ WITHOUT = "run this model without the kvtier connector"
 def check_engine(vllm_config: Any, settings: Settings) -> None:
     """Checks what is known before the KV cache is laid out. Raises ConfigError."""
     transfer = vllm_config.kv_transfer_config
-    policy = getattr(transfer, "kv_load_failure_policy", "recompute")
-    if policy != "recompute":
-        fix = 'add "kv_load_failure_policy": "recompute" to --kv-transfer-config: a block that cannot be loaded is then'
-        raise ConfigError("kv_load_failure_policy", policy, f"{fix} computed, instead of ending its request")
+    check_policy(getattr(transfer, "kv_load_failure_policy", POLICY))
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     _check_index(parallel, settings)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -226,10 +224,8 @@ def roles(vllm_config: Any) -> tuple[bool, bool]:
     An engine that cannot continue from loaded KV loads nothing, and saves only where that is all its role asks for.
     """
     role = vllm_config.kv_transfer_config.kv_role
-    known = {"kv_both": (True, True), "kv_consumer": (True, False), "kv_producer": (False, True)}
-    if role not in known:
-        raise ConfigError("kv_role", role, "use kv_both (load and save), kv_producer (save) or kv_consumer (load)")
-    return known[role] if can_continue(vllm_config) else (False, role == "kv_producer")
+    known = roles_of(role)
+    return known if can_continue(vllm_config) else (False, role == "kv_producer")
 
 
 def can_continue(vllm_config: Any) -> bool:

@@ -31,7 +31,7 @@ from typing import Any
 
 from kvtier.commands import bench, evict, lookup, pins, quotas, stats, verify
 from kvtier.commands import index as on_index
-from kvtier.commands.check import run_check
+from kvtier.commands.check import Asked, run_check
 from kvtier.commands.doctor import run_doctor
 from kvtier.commands.place import path_argument
 from kvtier.commands.plan import add_options, run_plan
@@ -103,10 +103,17 @@ def _add_command(
 
 def _add_check(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
-        return run_check(options.path, options.json, options.all)
+        if options.path is None and options.kv_transfer_config is None:
+            check.error("name the settings file, or give --kv-transfer-config")
+        return run_check(Asked(options.path, options.model, options.kv_transfer_config), options.json, options.all)
 
     check = _add_command(commands, "check", "whether an engine would start with a settings file", run)
-    check.add_argument("path", metavar="CONFIG.yaml", type=path_argument, help="the settings file")
+    text = "the settings file; left out: the one that --kv-transfer-config names"
+    check.add_argument("path", metavar="CONFIG.yaml", type=path_argument, nargs="?", help=text)
+    text = "folder of a Hugging Face model: is it served, and do its chunks fit"
+    check.add_argument("--model", metavar="DIR", type=path_argument, help=text)
+    text = "what vLLM is given: also whether its kv_role and kv_load_failure_policy will do"
+    check.add_argument("--kv-transfer-config", metavar="JSON", help=text)
     text = "print every setting; otherwise those that are set, and what tells most"
     check.add_argument("--all", action="store_true", help=text)
 

@@ -21,6 +21,8 @@ from kvtier.index.seen import Seen
 from kvtier.jobs import ThreadJobs
 from kvtier.lookups import InBackground, InPlace, Lookups
 from kvtier.metrics import Metrics
+from kvtier.owner import read_owner
+from kvtier.record import FORMAT_VERSION
 from kvtier.root import Root, open_again
 
 if TYPE_CHECKING:
@@ -73,15 +75,26 @@ def open_redis_to_mend(settings: Settings, root: Root) -> Index:
 
 
 def look_at_redis(settings: Settings) -> Seen:
-    """Writes nothing. Raises ConfigError as an engine's start would."""
+    """Look whether an engine finds its index. Writes nothing. Raises ConfigError as an engine's start would; a server
+    that does not answer stops none."""
     index, url = _redis(settings.index), settings.index.url
     assert url is not None, "it is checked with the settings"
     try:
-        return Seen(url, True, index.look())
+        return Seen(url, True, *index.look(_root_id(settings)))
     except IndexUnavailable as fault:
         return Seen(url, False, str(fault))
     finally:
         index.close()
+
+
+def _root_id(settings: Settings) -> str | None:
+    """Return the id of the configured root, "" where it has none yet, None where this user cannot tell."""
+    folder = settings.root / f"v{FORMAT_VERSION}"
+    try:
+        owner = read_owner(folder) if folder.is_dir() else None
+    except OSError:
+        return None
+    return owner.root_id if owner is not None else ""
 
 
 def _redis(settings: IndexSettings) -> RedisIndex:

@@ -172,13 +172,19 @@ def claim_shared(folder: Path, root_id: str = "") -> str:
     path = folder / OWNER_FILE
     mine = Owner(None, None, root_id or uuid.uuid4().hex)
     theirs = _parse(path, create_once(path, mine.to_json(folder)))
+    check_shared(folder, theirs)
+    return theirs.root_id
+
+
+def check_shared(folder: Path, theirs: Owner) -> None:
+    """Raises ConfigError for a folder whose owner.json says that one node has an index of its own for it."""
     if theirs.node is not None:
+        path = folder / OWNER_FILE
         fix = (
             f"root {folder.parent} has an index of its own on node {theirs.node}. To share it through Redis, stop all "
             f"engines on it and remove {path}: the index in Redis is then made from the segments"
         )
         raise ConfigError("index.kind", "redis", fix)
-    return theirs.root_id
 
 
 def check_node(folder: Path) -> None:

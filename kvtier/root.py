@@ -375,6 +375,19 @@ def _full(path: Path, free_bytes: int, needed_bytes: int) -> ConfigError:
     return ConfigError("root", str(path), fix)
 
 
+def squash_hint(error: OSError) -> str:
+    """Return what to do where a server refuses root, "" elsewhere: root_squash of NFS and Lustre maps it to a user who
+    may do nothing."""
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        return ""
+    if os.geteuid():
+        return "; run this as the engines' user, who must own the folder"
+    return (
+        "; root is refused, so the server maps it to another user (root_squash): make the folder on the server, chown "
+        "it to the engines' user, and run this and the engines as that user"
+    )
+
+
 def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
     if error.errno in _FULL:
         return _full(path, _free_bytes(nearest(path)), needed_bytes)
@@ -391,5 +404,6 @@ def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
     else:
         fix = (
             f"not writable: {error.strerror} ({error.filename}); make it writable for this user or choose another root"
+            f"{squash_hint(error)}"
         )
     return ConfigError("root", str(path), fix)

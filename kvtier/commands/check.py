@@ -1,4 +1,7 @@
-"""`kvtier check CONFIG.yaml`: would an engine start with these settings? Writes nothing.
+"""`kvtier check CONFIG.yaml`: whether an engine would start with these settings, and cache. Writes nothing.
+
+Whether it starts goes by the checks of its own start. One whose Redis does not answer starts, and caches nothing until
+it does: that is status 1 here, as the answer is no.
 
 Shown are the settings that are set, then those that tell most of a deployment, as far as there is room.
 """
@@ -11,11 +14,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from kvtier.capacity_words import few_segments
+from kvtier.commands.check_model import look_at_model
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.config import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed
@@ -25,10 +29,11 @@ from kvtier.indexes import look_at_redis
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import sizes_for
 from kvtier.machine import beyond_available, check_host_arena, memory_here
-from kvtier.owner import Owner, check_claim, default_index_path, read_owner, this_node
+from kvtier.owner import Owner, check_claim, check_shared, default_index_path, read_owner, this_node
 from kvtier.record import FORMAT_VERSION
-from kvtier.root import check_mount, check_space, find_root
-from kvtier.sizes import size
+from kvtier.root import check_mount, check_reserve, check_space, find_root, squash_hint
+from kvtier.sizes import exact, size
+from kvtier.transfer_config import read_transfer_config
 
 SHOWN_MAX = 18
 """Settings, unless all are asked for: with what lies at the root and what may hurt, a screen of 25 lines."""
@@ -38,29 +43,65 @@ TELLING = (
 )  # fmt: skip
 
 
-def run_check(config: Path, as_json: bool, shows_all: bool) -> int:
-    """Prints what an engine would use; status 1, and one line on standard error, when it would not start."""
+class Asked(NamedTuple):
+    """config: the settings file, None where transfer names it. model: folder of the model; transfer: the JSON of vLLM's
+    --kv-transfer-config."""
+
+    config: Path | None
+    model: Path | None = None
+    transfer: str | None = None
+
+
+class Found(NamedTuple):
+    """root: state of root and index, by title. but: warnings. bad: why an engine would start and cache nothing."""
+
+    root: dict[str, str]
+    but: list[str]
+    bad: list[str]
+
+
+def run_check(asked: Asked, as_json: bool, shows_all: bool) -> int:
+    """Print what an engine would use. Status 1 where it would not start, as one line on standard error says, or would
+    cache nothing."""
     try:
-        settings = Settings.load({"config": str(config)})
+        settings = _settings(asked)
         settings.signing.signer()
         _look_at_gpu(settings)
-        root = _look_at_root(settings)
-        warnings = [*_look_at_rooms(settings), *_look_at_service(settings)]
+        found = _look_at_root(settings)
+        found.but.extend([*_look_at_rooms(settings), *_look_at_service(settings)])
+        if asked.model is not None:
+            found.root["model is"] = look_at_model(settings, asked.model)
+    except OSError as fault:
+        refusal = ConfigError("root", str(fault.filename or ""), f"{fault.strerror}{squash_hint(fault)}")
+        print(" ".join(str(refusal).split()), file=sys.stderr)
+        return FOUND_BAD
     except ConfigError as fault:
         print(" ".join(str(fault).split()), file=sys.stderr)
         return FOUND_BAD
+    status = FOUND_BAD if found.bad else OK
     if as_json:
         chosen = _chosen_where_unset(settings)
-        found = {"settings": settings.model_dump(mode="json"), "chosen": chosen, "root": root, "but": warnings}
-        print_json(found)
-        return OK
-    for warning in warnings:
-        print(f"but: {warning}")
+        print_json({"settings": settings.model_dump(mode="json"), "chosen": chosen, **found._asdict()})
+        return status
+    for title, lines in (("bad", found.bad), ("but", found.but)):
+        for line in lines:
+            print(f"{title}: {line}")
     for line in _lines(settings, shows_all):
         print(line)
-    for what, text in root.items():
+    for what, text in found.root.items():
         print(f"{what}: {text}")
-    return OK
+    return status
+
+
+def _settings(asked: Asked) -> Settings:
+    """Raises ConfigError."""
+    given = {} if asked.transfer is None else dict(read_transfer_config(asked.transfer))
+    if asked.config is not None:
+        if given.get("config") not in (None, str(asked.config)):
+            fix = f"--kv-transfer-config names it, and {asked.config} was given: leave one of them out"
+            raise ConfigError("config", given["config"], fix)
+        given["config"] = str(asked.config)
+    return Settings.load(given)
 
 
 def _lines(settings: Settings, shows_all: bool) -> list[str]:
@@ -133,6 +174,16 @@ def _look_at_rooms(settings: Settings) -> list[str]:
     return [warning for warning in found if warning]
 
 
+def _beyond_the_whole_disk(settings: Settings) -> list[str]:
+    """Name a capacity that was set to more than the disk has in all: it is never reached, so it bounds nothing."""
+    disk = os.statvfs(place_of(settings.root))
+    total_bytes = disk.f_blocks * disk.f_frsize
+    if "capacity_bytes" not in settings.model_fields_set or settings.capacity_bytes <= total_bytes:
+        return []
+    what = f"capacity_bytes ({exact(settings.capacity_bytes)}) is more than the disk has in all ({exact(total_bytes)})"
+    return [f"{what}: set it to less than what is free"]
+
+
 def _look_at_service(settings: Settings) -> list[str]:
     """What stops `kvtier serve`, but no engine: on an engine's host its tokens may rightly be missing."""
     try:
@@ -149,7 +200,7 @@ def _look_at_gpu(settings: Settings) -> None:
             settings.check_device(has_gpu=Host().probe("kvtier.doctor.probe", "driver") is not None)
 
 
-def _look_at_root(settings: Settings) -> dict[str, str]:
+def _look_at_root(settings: Settings) -> Found:
     """What lies at the root, as far as looking tells. Raises ConfigError as an engine's start would."""
     path = settings.root
     nearest = place_of(path)
@@ -162,27 +213,39 @@ def _look_at_root(settings: Settings) -> dict[str, str]:
             raise ConfigError("root", str(path), fix)
     check_mount(settings)
     check_space(path, settings.segment_bytes)
+    check_reserve(path, settings.capacity.reserve_bytes, settings.segment_bytes)
     kind = file_system_of(path)
     state = "there" if folder.is_dir() else "to be created"
-    return {
-        "root is": f"{state}, on {kind.kind} (mounted at {kind.mount_point})",
-        "index is": _look_at_index(settings, folder),
-    }
+    found = Found({"root is": f"{state}, on {kind.kind} (mounted at {kind.mount_point})"}, [], [])
+    found.bad.extend(_beyond_the_whole_disk(settings))
+    if kind.nfs_fix is not None:
+        found.but.append(kind.nfs_fix)
+    found.root["index is"] = _look_at_index(settings, folder, found)
+    return found
 
 
-def _look_at_index(settings: Settings, folder: Path) -> str:
+def _look_at_index(settings: Settings, folder: Path, found: Found) -> str:
     if settings.index.kind == "memory":
         return "in memory: forgotten when the engine ends"
+    owner = read_owner(folder) if folder.is_dir() else None
     if settings.index.kind == "redis":
+        if owner is not None:
+            check_shared(folder, owner)
         seen = look_at_redis(settings)
-        silent = f"which does not answer: engines start, and go on without ({seen.said})"
-        return f"in Redis at {seen.url}, {seen.said if seen.does_answer else silent}"
+        if seen.warning:
+            found.but.append(seen.warning)
+        if seen.does_answer:
+            return f"in Redis at {seen.url}, {seen.said}"
+        found.bad.append(
+            f"the Redis of index.url ({seen.url}) does not answer ({seen.said}): an engine starts, and caches nothing "
+            "until it does; start it, or correct index.url"
+        )
+        return f"in Redis at {seen.url}, which does not answer"
     index_path = settings.index.path or default_index_path(settings.root, folder)
     kind = file_system_of(index_path)
     if kind.is_network:
         fix = f"it is on {kind.kind} (mounted at {kind.mount_point}): name a folder on a local disk"
         raise ConfigError("index.path", str(index_path), fix)
-    owner = read_owner(folder) if folder.is_dir() else None
     if owner is None:
         return f"to be created at {index_path}"
     check_claim(folder, owner, Owner(this_node(), index_path))

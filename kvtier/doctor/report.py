@@ -57,10 +57,12 @@ def _redis(settings: Settings | None, look: Callable[[Settings], Seen] | None) -
     try:
         seen = look(settings)
     except ConfigError as fault:
-        return Verdict("bad", "Redis", f"{settings.index.url}: {fault.key} is refused", fault.fix)
+        return Verdict("bad", "Redis", f"{settings.index.url}: {fault.key} = {fault.value!r} is refused", fault.fix)
     if not seen.does_answer:
-        fix = "start it, or correct index.url: until it answers, all is a miss"
+        fix = "start it, or correct index.url: engines start, but until it answers all is a miss"
         return Verdict("warn", "Redis", f"at {seen.url}, which does not answer ({seen.said})", fix)
+    if seen.warning:
+        return Verdict("warn", "Redis", f"at {seen.url}, {seen.said}", seen.warning)
     return Verdict("ok", "Redis", f"at {seen.url}, {seen.said}")
 
 

@@ -37,9 +37,28 @@ class Binding:
         self._ask()
         self._caller.gate = None
 
-    def look(self) -> str:
-        version, root = self._checked([])[0]
-        return "to be created" if version is None else f"there, of root {(root or b'?').decode()}"
+    def look(self, root_id: str | None) -> tuple[str, str]:
+        """Return what is stored there, and what is wrong with the server; writes nothing. Raises ConfigError where an
+        engine of that root would not start. root_id: "" for a root that is to be made, None: any root will do."""
+        (version, root), _ = self._checked([])
+        if version is not None and root_id is not None:
+            self._check_root(version, root, root_id.encode())
+        return "to be created" if version is None else f"there, of root {(root or b'?').decode()}", self._evicts()
+
+    def _evicts(self) -> str:
+        """Return what to do about a server that evicts keys. One that does not tell passes: INFO needs a right that an
+        engine does not."""
+        (answer,) = self._wire.run([Request(self._meta, ("INFO", "memory"))])
+        if not isinstance(answer, bytes):
+            return ""
+        told = dict(line.split(":", 1) for line in answer.decode("ascii", "replace").split() if ":" in line)
+        policy, room = told.get("maxmemory_policy", "noeviction"), told.get("maxmemory", "0")
+        if policy == "noeviction" or room == "0":
+            return ""
+        return (
+            f"Redis evicts keys when it is full (maxmemory {room}, maxmemory-policy {policy}), and the index loses "
+            "chunks then: set maxmemory-policy to noeviction"
+        )
 
     def check(self, root_id: bytes | None) -> None:
         """Whose it is by now: it may have been emptied, or replaced, and become another root's. Raises
@@ -68,16 +87,21 @@ class Binding:
                 Request(meta, ("HSETNX", meta, "root", self._root_id)),
             ]
         )
+        self._check_root(version, root, self._root_id)
+
+    def _check_root(self, version: bytes, root: bytes | None, own_id: bytes) -> None:
+        """Raises ConfigError for an index of another format or root."""
         prefix = self._settings.prefix
         if version != FORMAT:
             fix = (
                 f"an index of format {version.decode()} lies under it, this is {FORMAT.decode()}: choose another prefix"
             )
             raise ConfigError("index.prefix", prefix, fix)
-        if root != self._root_id:
+        if root != own_id:
+            own = f"this is {own_id.decode()} (in its owner.json)" if own_id else "this one is new"
             fix = (
-                f"under it lies the index of root {root.decode()}, and this is {self._root_id.decode()} (in its "
-                f"owner.json): give each root a prefix of its own. If that root is gone, remove the keys {prefix}:*"
+                f"under it lies the index of root {(root or b'?').decode()}, and {own}: give each root a prefix of its "
+                f"own. If that root is gone, remove the keys {prefix}:*"
             )
             raise ConfigError("index.prefix", prefix, fix)
 

@@ -265,9 +265,9 @@ class RedisIndex:
         """
         self._binding.begin(root_id)
 
-    def look(self) -> str:
-        """Whose index lies there, in words; writes nothing. Raises ConfigError as `bind` does."""
-        return self._binding.look()
+    def look(self, root_id: str | None = None) -> tuple[str, str]:
+        """Return what is stored there, and what is wrong with the server; writes nothing. See Binding.look."""
+        return self._binding.look(root_id)
 
     def close(self) -> None:
         self._wire.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from kvtier.machine import Memory
 from kvtier.owner import Node, Owner
 from kvtier.record import SegmentHeader
 from tests.core.rig import Engine
+from tests.model_configs import LLAMA_8B
 
 CHUNKS = 5
 
@@ -253,14 +255,73 @@ def test_check_of_a_capacity_of_few_segments(config: Path, capsys: pytest.Captur
 
 
 def test_check_of_a_capacity_beyond_the_disk(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config.write_text(f"root: {config.parent}\ncapacity_bytes: 9000Ti\n")
+    """More than is free is a warning; more than the whole disk can never be reached, and was called right."""
+    disk = os.statvfs(config.parent)
+    config.write_text(f"root: {config.parent}\ncapacity_bytes: {disk.f_blocks * disk.f_frsize}\n")
     assert main(["check", str(config)]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("but: capacity_bytes (9000TiB) is more than the tier can have here")
-    assert main(["check", "--json", str(config)]) == 0
+    assert "is more than the tier can have here" in capsys.readouterr().out.splitlines()[0]
+    config.write_text(f"root: {config.parent}\ncapacity_bytes: 9000Ti\n")
+    assert main(["check", str(config)]) == 1
+    assert capsys.readouterr().out.startswith("bad: capacity_bytes (9000TiB) is more than the disk has in all")
+    assert main(["check", "--json", str(config)]) == 1
     values = printed_json(capsys)
-    assert [warning.split(" ")[0] for warning in values["but"]] == ["capacity_bytes"]
+    assert [line.split(" ")[0] for line in (*values["bad"], *values["but"])] == ["capacity_bytes", "capacity_bytes"]
     assert values["settings"]["host"]["admit"] is None and values["chosen"]["host.admit"].startswith("always")
+
+
+def transfer_of(config: Path, **changes: object) -> str:
+    return json.dumps({
+        "kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config": str(config)},
+    } | changes)  # fmt: skip
+
+
+def test_check_takes_what_vllm_is_given(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--kv-transfer-config", transfer_of(config)]) == 0
+    assert "io.threads: 3" in capsys.readouterr().out.splitlines()
+    for changes, said in (
+        ({"kv_role": "kv_all"}, "kv_role = 'kv_all': use kv_both"),
+        ({"kv_load_failure_policy": "fail"}, 'add "kv_load_failure_policy": "recompute"'),
+        ({"kv_connector": "LMCacheConnectorV1"}, "vLLM would not load kvtier: set it to KVTierConnector"),
+        ({"kv_connector_extra_config": {"config": str(config), "io": {"threads": 0}}}, "io.threads = 0"),
+    ):
+        assert main(["check", "--kv-transfer-config", transfer_of(config, **changes)]) == 1
+        assert said in capsys.readouterr().err
+    without = {key: value for key, value in json.loads(transfer_of(config)).items() if "policy" not in key}
+    assert main(["check", "--kv-transfer-config", json.dumps(without)]) == 1
+    assert "kv_load_failure_policy = 'fail'" in capsys.readouterr().err
+    assert main(["check", "--kv-transfer-config", "{password: S3CRET}"]) == 1
+    assert "it is not JSON" in (said := capsys.readouterr().err) and "S3CRET" not in said
+
+
+def test_check_looks_at_a_model(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert main(["check", str(config), "--model", str(model)]) == 0
+    assert "model is: llama of 32 layers, served: a segment set has 31 chunks" in capsys.readouterr().out
+    config.write_text(config.read_text() + "segment_bytes: 16MiB\n")
+    assert main(["check", str(config), "--model", str(model)]) == 1
+    assert "segment_bytes" in capsys.readouterr().err
+    (model / "config.json").write_text(json.dumps(LLAMA_8B | {"model_type": "mamba2"}))
+    assert main(["check", str(config), "--model", str(model)]) == 1
+    assert "layers without attention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("user", "said"), [(0, "root_squash"), (1000, "run this as the engines' user")])
+def test_check_of_a_root_that_refuses_this_user(
+    user: int, said: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under root_squash it ended with a bare errno."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/mnt/lustre/kv/v1")
+
+    monkeypatch.setattr(check, "place_of", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert main(["check", str(config)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("kvtier: root = '/mnt/lustre/kv/v1': Permission denied; ") and said in error
 
 
 def test_check_says_what_is_used_where_a_setting_is_left_out(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

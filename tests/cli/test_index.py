@@ -237,4 +237,35 @@ def test_check_says_what_redis_says(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert status == 1 and "index.password" in out
         server.kill()
         status, out = run(url=f"redis://:hunter2@{address}/0")
-        assert status == 0 and "does not answer" in out
+        assert status == 1 and "does not answer" in out and "an engine starts, and caches nothing until it does" in out
+
+
+@has_redis
+def test_check_refuses_the_prefix_of_another_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine does not start with it; check called it right."""
+    with standalone(tmp_path / "redis") as server:
+        index = {"kind": "redis", "url": f"redis://127.0.0.1:{server.port}/0", **PATIENT}
+        Engine(tmp_path / "one", changes={"index": index}).close()
+        config = tmp_path / "kvtier.yaml"
+        for root, status in (("one", 0), ("new", 1), ("two", 1)):
+            if root == "two":
+                Engine(tmp_path / "two", changes={"index": index | {"prefix": "other"}}).close()
+            config.write_text(yaml.safe_dump({"root": str(tmp_path / root), "capacity_bytes": "4GiB", "index": index}))
+            assert main(["check", str(config)]) == status, root
+            said = capsys.readouterr().err
+            assert status == 0 or "index.prefix = 'kvtier': under it lies the index of root" in said
+        (verdict,) = [found for found in examine(config, look_at_redis=look_at_redis) if found.what == "Redis"]
+        assert verdict.level == "bad" and "prefix of its own" in verdict.fix
+
+
+@has_redis
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru", "volatile-ttl"])
+def test_a_redis_that_evicts_is_warned_of(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with standalone(tmp_path / "redis", ["--maxmemory", "100mb", "--maxmemory-policy", policy]) as server:
+        config = tmp_path / "kvtier.yaml"
+        index = {"kind": "redis", "url": f"redis://127.0.0.1:{server.port}/0", **PATIENT}
+        config.write_text(yaml.safe_dump({"root": str(tmp_path / "kv"), "index": index}))
+        assert main(["check", str(config)]) == 0
+        is_said = "set maxmemory-policy to noeviction" in capsys.readouterr().out
+        (verdict,) = [found for found in examine(config, look_at_redis=look_at_redis) if found.what == "Redis"]
+        assert is_said == (verdict.level == "warn") == (policy != "noeviction")

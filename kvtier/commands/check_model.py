@@ -1,0 +1,32 @@
+"""`kvtier check --model DIR`: whether kvtier serves the model with these settings, by its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.codec_loss import check_key_bias
+from kvtier.config import Settings
+from kvtier.geometry import share_of_rank
+from kvtier.model_config import read_model
+from kvtier.root import check_space
+from kvtier.sizes import size
+
+
+def look_at_model(settings: Settings, folder: Path) -> str:
+    """Say what a chunk and a segment set of the model take, on one rank. Raises ConfigError where an engine would not
+    start."""
+    from kvtier.assemble import make_codec, set_shape  # with torch, which takes seconds
+
+    model = read_model(folder)
+    codec = make_codec(settings)
+    geometry = model.geometry("auto", settings.chunk_tokens)
+    codec.check(geometry)
+    check_key_bias(settings.codec, settings.codec_accept_key_bias, folder, model.text)
+    shares = (share_of_rank(geometry, 0, 1, 0, range(geometry.layers)),)
+    shape = set_shape(settings, geometry, codec, shares)
+    settings.check_capacity(shape.set_bytes)
+    check_space(settings.root, shape.set_bytes)
+    return (
+        f"{model.family} of {model.layers} layers, served: a segment set has {shape.slots} chunks of "
+        f"{settings.chunk_tokens} tokens and {size(shape.set_bytes)} on one rank"
+    )

@@ -1,0 +1,50 @@
+"""Demands on an engine's KV transfer settings (vLLM's --kv-transfer-config): one rule for `kvtier check`, which reads
+their JSON, and for the connector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier.errors import HIDDEN, ConfigError
+
+CONNECTOR, MODULE = "KVTierConnector", "kvtier.connectors.vllm"
+ROLES = {"kv_both": (True, True), "kv_consumer": (True, False), "kv_producer": (False, True)}  # role -> (loads, saves)
+POLICY = "recompute"
+VLLM_POLICY = "fail"  # vLLM's default of kv_load_failure_policy
+SETTINGS_KEY = "kv_connector_extra_config"
+
+
+def roles_of(role: object) -> tuple[bool, bool]:
+    """Return (loads, saves) of a kv_role. Raises ConfigError for one that is not known."""
+    if not isinstance(role, str) or role not in ROLES:
+        raise ConfigError("kv_role", role, "use kv_both (load and save), kv_producer (save) or kv_consumer (load)")
+    return ROLES[role]
+
+
+def check_policy(policy: object) -> None:
+    """Raises ConfigError for a policy that ends requests."""
+    if policy != POLICY:
+        fix = f'add "kv_load_failure_policy": "{POLICY}" to --kv-transfer-config: a block that cannot be loaded is then'
+        raise ConfigError("kv_load_failure_policy", policy, f"{fix} computed, instead of ending its request")
+
+
+def read_transfer_config(text: str) -> Mapping[str, Any]:
+    """Check the JSON of --kv-transfer-config as an engine would. Return kvtier's settings in it. Raises ConfigError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # The text is not shown: settings may hold a password.
+        raise ConfigError("--kv-transfer-config", HIDDEN, f"it is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError("--kv-transfer-config", HIDDEN, "it must be a JSON object, as vLLM takes it")
+    for key, wanted in (("kv_connector", CONNECTOR), ("kv_connector_module_path", MODULE)):
+        if found.get(key) != wanted:
+            raise ConfigError(key, found.get(key), f"vLLM would not load kvtier: set it to {wanted}")
+    roles_of(found.get("kv_role"))
+    check_policy(found.get("kv_load_failure_policy", VLLM_POLICY))
+    settings = found.get(SETTINGS_KEY, {})
+    if not isinstance(settings, dict):
+        raise ConfigError(SETTINGS_KEY, HIDDEN, 'it must be an object of settings, as {"config": "/etc/kvtier.yaml"}')
+    return settings
