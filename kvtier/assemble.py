@@ -278,7 +278,8 @@ def sharing_of(settings: Settings, root: Root) -> Sharing:
     found = file_system_of(root.folder)
     flushes = found.is_flushed(settings.io.fdatasync)
     if flushes:
-        log.info("%s: on %s, segments are flushed before they are published (io.fdatasync: %s)", root.path, found.kind,
+        kind = found.kind if found.nfs_version is None else f"NFS {found.nfs_version}"
+        log.info("%s: on %s, segments are flushed before they are published (io.fdatasync: %s)", root.path, kind,
                  settings.io.fdatasync)  # fmt: skip
     elif found.visibility is Visibility.FLUSHED:
         log.warning("%s: on %s other nodes may read stale bytes of what is published without a flush; set io.fdatasync "

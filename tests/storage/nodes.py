@@ -17,7 +17,7 @@ from tests.redis_server import GENEROUS_MS
 from tests.waiting import wait_until
 
 SOURCE = Path(__file__).with_name("stale_fs.c")
-SWITCHES = ("write-behind", "no fallocate", "away", "fsync fails")
+SWITCHES = ("write-behind", "no fallocate", "away", "fsync fails", "write fails")
 """In the order of stale_fs.c."""
 COUNTERS = ("fsync", "write", "fallocate")
 

@@ -9,6 +9,7 @@
 //     1  fallocate is not supported
 //     2  segments are away: ENOENT, and no folder lists them
 //     3  fsync of a segment fails with this errno
+//     4  so does a write of more than one page to a segment
 //
 // From byte 64 on, 64-bit counters of calls for segments: fsync, write, fallocate that was done.
 #define FUSE_USE_VERSION 312
@@ -28,7 +29,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-enum { WRITE_BEHIND, NO_FALLOCATE, AWAY, FAIL_FSYNC };
+enum { WRITE_BEHIND, NO_FALLOCATE, AWAY, FAIL_FSYNC, FAIL_WRITE };
 enum { N_FSYNC, N_WRITE, N_FALLOCATE };
 static volatile unsigned char *control;
 static const char *below;
@@ -156,7 +157,10 @@ static int fs_read(const char *path, char *to, size_t n, off_t at, struct fuse_f
 
 static int fs_write(const char *path, const char *from, size_t n, off_t at, struct fuse_file_info *info) {
     Handle *handle = HANDLE(info);
-    if (is_segment(path)) count(N_WRITE);
+    if (is_segment(path)) {
+        count(N_WRITE);
+        if (control[FAIL_WRITE] && n > 4096) return -control[FAIL_WRITE];
+    }
     if (!handle->node) {
         ssize_t done = pwrite(handle->fd, from, n, at);
         return done < 0 ? -errno : (int)done;

@@ -96,6 +96,27 @@ def test_where_nothing_reserves_space_a_segment_grows_by_its_records(nodes: Node
     engine.close()
 
 
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT])
+def test_where_nothing_reserves_space_a_full_disk_shows_at_a_write(nodes: Nodes, server: Server, fault: int) -> None:
+    nodes.set("no fallocate")
+    engine = engine_on(nodes.mounts[0], server.url)
+    assert {answer.outcome for answer in engine.save(prompt(0), BLOCKS)} == {SaveOutcome.SAVED}
+    nodes.set("write fails", fault)
+    assert {answer.outcome for answer in engine.save(prompt(1), BLOCKS)} == {SaveOutcome.NO_SPACE}
+    assert loaded(engine, 0) == CHUNKS
+    engine.close()
+    nodes.set("write fails", 0)
+    other = engine_on(nodes.mounts[1], server.url)
+    assert loaded(other, 0) == CHUNKS
+    assert {answer.outcome for answer in other.save(prompt(1), BLOCKS)} == {SaveOutcome.SAVED}
+    assert loaded(other, 1) == CHUNKS
+    index = other.transfers[0]._worker.index
+    for segment in nodes.segments():  # what the writer left empty is given back and not booked
+        (info,) = index.some_sets([int(segment.name[:16], 16)])
+        assert info.is_open or segment.stat().st_blocks * 512 == info.n_bytes < segment.stat().st_size < 2 << 20
+    other.close()
+
+
 def flip_a_byte(nodes: Nodes, slot: int) -> None:
     (segment,) = nodes.segments()
     header = SegmentHeader.unpack(segment.read_bytes()[:PAGE_BYTES])
