@@ -12,6 +12,7 @@ import pytest
 from kvtier.index import lmdb_pid
 from kvtier.index.embedded import LmdbIndex
 
+OWN_IDS = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
 SAME_PID = """
 import os, sys
 from kvtier.index.embedded import LmdbIndex
@@ -27,7 +28,7 @@ index.close()
 
 
 def container(folder: Path, name: str) -> subprocess.Popen[str]:
-    words = ["unshare", "--pid", "--fork", sys.executable, "-c", SAME_PID, str(folder), name]
+    words = [*OWN_IDS, sys.executable, "-c", SAME_PID, str(folder), name]
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -47,7 +48,7 @@ def end(one: subprocess.Popen[str]) -> int:
 
 def can_unshare() -> bool:
     try:
-        return subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode == 0
+        return subprocess.run([*OWN_IDS, "true"], capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
         return False
 
