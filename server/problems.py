@@ -125,7 +125,7 @@ async def _index_is_down(request: Request, fault: IndexUnavailable) -> Response:
 
 
 async def _wrong_place(request: Request, fault: ConfigError) -> Response:
-    return problem(503, fault.fix, {"Retry-After": str(RETRY_AFTER_S)})
+    return problem(503, str(fault), {"Retry-After": str(RETRY_AFTER_S)})
 
 
 async def _fault(request: Request, fault: Exception) -> Response:

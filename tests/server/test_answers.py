@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.admin.lookup import TOKENS_MAX
+from kvtier.errors import ConfigError
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import chunk_keys, join_extras, salt_extra
 from kvtier.index.base import SetInfo
@@ -338,6 +339,16 @@ def test_a_quota_that_no_segment_set_fits_into_is_refused(served: Serving, kind:
 
 def test_a_quota_of_no_namespace_is_refused(served: Serving) -> None:
     assert_problem(served.call("PUT", f"/api/v1/quotas/namespaces/{'0' * 32}", json={"quota_bytes": None}), 404)
+
+
+def test_a_root_that_cannot_be_opened_is_named(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ConfigError("root", "/mnt/kv", "belongs to another deployment")
+
+    monkeypatch.setattr(served.service, "_opened", None)
+    monkeypatch.setattr(served.service, "_open_root", refuse)
+    said = assert_problem(served.call("GET", "/api/v1/pins"), 503)
+    assert said["detail"] == "kvtier: root = '/mnt/kv': belongs to another deployment"
 
 
 def test_an_error_repeats_no_more_of_a_path_than_names_it(served: Serving) -> None:
