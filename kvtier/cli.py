@@ -24,6 +24,7 @@ status means stands in `kvtier.commands.status`, and `kvtier --help` prints it.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -43,6 +44,12 @@ from kvtier.releases import installed
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status. `arguments`: without the program's name; None: those of the process."""
+    if sys.stdout is None:  # closed, as by `>&-`: the next file that is opened would get its number
+        print("standard output is closed: send it to a file, or to /dev/null", file=sys.stderr)
+        return NOT_DONE
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what its encoding cannot take is escaped
+            stream.reconfigure(errors="backslashreplace")
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -51,11 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # its reader has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return OK
     except (KVTierError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is full; the interpreter would say so once more as it ends
+            _drop_output()
         return NOT_DONE
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

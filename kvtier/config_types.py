@@ -60,7 +60,18 @@ def multiple(value: int, unit: int, why: str) -> int:
     return value
 
 
+def unreadable_name(path: Path) -> str:
+    """Return what to do about a path whose name is no text here, "" for any other: names are written into files."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return "its name is not UTF-8, or not in this locale: run this with PYTHONUTF8=1, or choose another name"
+    return ""
+
+
 def absolute_path(value: Path) -> Path:
+    if fix := unreadable_name(value):
+        raise ValueError(fix)
     if "\0" in str(value):
         raise ValueError("must be a path, and those hold no NUL byte")
     if not value.is_absolute():

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from kvtier.config import Settings
+from kvtier.config_types import unreadable_name
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace
@@ -152,6 +153,8 @@ def is_in_place(root: Root) -> bool:
 def find_root(path: Path) -> Root:
     """An existing root, for looking at; writes nothing. Raises ConfigError when there is none at `path`."""
     folder = path.absolute() / f"v{FORMAT_VERSION}"  # what the owner says of the index is within it
+    if fix := unreadable_name(path):
+        raise ConfigError("root", str(path), fix)
     try:
         if not path.is_dir():
             raise ConfigError(

@@ -1,0 +1,59 @@
+"""Surroundings of the command: output that cannot take a letter, a root whose name is not UTF-8, a closed output."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import Settings
+from kvtier.errors import ConfigError
+from tests.core.rig import Engine
+
+
+@pytest.fixture(scope="module", name="root")
+def _root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made") / "r\u00e4ume"
+    engine = Engine(root)
+    engine.save(list(range(128)), list(range(8)))
+    engine.close()
+    return root
+
+
+def run(*words: str | Path, environment: dict[str, str] | None = None, shell: str = "") -> tuple[int, str, str]:
+    """Status, output and errors of `kvtier WORDS`."""
+    command = [sys.executable, "-m", "kvtier.cli", *words]
+    if shell:
+        command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
+    done = subprocess.run(command, capture_output=True, env=os.environ | (environment or {}), check=False, timeout=120)
+    return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("command", ["stats", "verify", "doctor"])
+def test_letters_that_the_output_cannot_take_are_escaped(command: str, root: Path) -> None:
+    status, out, err = run(command, root, environment={"PYTHONIOENCODING": "ascii"})
+    assert status == 0 and "r\\xe4ume" in out and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", [["stats"], ["verify"], ["index", "check"], ["doctor"]])
+def test_a_root_whose_name_is_not_utf_8_is_refused(command: list[str], tmp_path: Path) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path / "caf") + b"\xe9")
+    os.mkdir(folder)
+    status, out, err = run(*command, folder)
+    assert status in (1, 2) and "its name is not UTF-8" in out + err and "Traceback" not in err
+    with pytest.raises(ConfigError, match="its name is not UTF-8"):
+        Settings.load({"root": folder})
+
+
+@pytest.mark.parametrize("command", [["stats"], ["verify", "--json"]])
+def test_a_closed_output_is_said(command: list[str], root: Path) -> None:
+    status, _, err = run(*command, root, shell=">&-")
+    assert status == 2 and err.splitlines() == ["standard output is closed: send it to a file, or to /dev/null"]
+
+
+def test_a_full_output_is_said_once(root: Path) -> None:
+    status, _, err = run("stats", root, shell=">/dev/full")
+    assert status == 2 and len(err.splitlines()) == 1 and "No space left" in err
