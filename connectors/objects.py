@@ -18,6 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from blake3 import blake3
@@ -33,6 +34,7 @@ from kvtier.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics, summed
 from kvtier.repeated_log import RepeatedLog
 from kvtier.reports import About
 from kvtier.root import namespace_folders, open_root, read_namespace
+from kvtier.storage_wait import in_time
 from kvtier.tenants import Tenants
 
 log = logging.getLogger("kvtier")
@@ -88,7 +90,8 @@ class ObjectTier:
         self._signing = "" if signer is None else signer.fingerprint
         self._tenants = Tenants(settings.capacity.tenants)
         self._family_id = self._namespace(0).id
-        self._root = open_root(settings)
+        opening = "opening the root and reading its owner.json"
+        self._root = in_time(settings.root, opening, partial(open_root, settings))
         self._metrics = Metrics()
         self._index = open_index(settings, self._root, self._metrics, is_engines=True)
         self._lock = threading.Lock()

@@ -57,14 +57,12 @@ class StepLookups:
             question.is_there = False
         return question.is_there
 
-    def end_step(self) -> int:
-        """Sends what is new, in one question. How many keys the queue had no place for: these are misses."""
+    def end_step(self) -> None:
+        """Sends what is new, in one question; what finds no room in the queue, at the end of a later step."""
         self._is_new_step = True
         keys, self._unsent = [key for key in self._unsent if key in self._questions], []
-        if not keys or self._jobs.submit(partial(self._answer, keys)):
-            return 0
-        self.mark_missing(keys)
-        return len(keys)
+        if keys and not self._jobs.submit(partial(self._answer, keys)):
+            self._unsent = keys
 
     def mark_missing(self, keys: Iterable[bytes]) -> None:
         """They are not there, or not good: requests that hold them are not sent there again (I11)."""

@@ -53,8 +53,8 @@ log = logging.getLogger("kvtier")
 TESTED_VERSIONS = ("0.32.0", "0.33.0")
 """Their scheduler's half, without a GPU: 0.32.0 by the tests, 0.33.0 once by hand with the same tests."""
 LOAD_THREADS, SAVE_THREADS = 4, 2
-TASKS_MAX = 1024
-"""That wait, of each kind; a further one fails at once. vLLM makes one of all that a request loads in a step."""
+TASKS_MAX = 1024  # tasks that wait, of each kind; a further one fails at once. vLLM makes one for a request's step
+LOADS_MAX = TASKS_MAX // 2  # loads that wait before hits are asked for again; those of this step still find room
 
 REFUSED = "refused_chunks_queue_full"
 FAULTS = "faults"
@@ -71,7 +71,7 @@ HELP: Mapping[str, str] = {
     metrics.SKIPPED_QUOTA: "Chunks not stored because their tenant or namespace is at its quota.",
     metrics.SKIPPED_FAILED: "Chunks not stored because writing them failed.",
     metrics.EVICTED_BYTES: "Bytes of segment sets that this engine evicted.",
-    REFUSED: "Chunks not looked up, stored or loaded because too much waited already.",
+    REFUSED: "Chunks not stored or loaded because too much waited already.",
     FAULTS: "Faults of kvtier that were turned into misses.",
 }
 """Counters that vLLM exports, under PREFIX and with _total behind them."""
@@ -135,14 +135,15 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._of_before.discard(req_context.req_id)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """RETRY until the index has answered, which it is asked at the end of the step."""
+        """RETRY until the index has answered, which it is asked at the end of the step, and while there is no room for
+        another load: vLLM would take one that is refused for a fault."""
         is_there = self._lookups.ask(key, req_context.req_id)
-        if is_there is None:
+        if is_there is None or (is_there and self._loads.pending() >= LOADS_MAX):
             return LookupResult.RETRY
         return LookupResult.HIT if is_there else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
-        self._counted[REFUSED] += self._lookups.end_step()
+        self._lookups.end_step()
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         if job_metadata.req_context.req_id in self._of_before:  # its KV is partly of what there was before a reset

@@ -29,7 +29,8 @@ class Index:
 def test_one_question_a_step_and_the_answer_in_a_later_one() -> None:
     index = Index()
     assert index.ask("ax") == [None, None] and index.ask("ab", "other") == [None, None]
-    assert index.jobs.pending() == 0 and index.lookups.end_step() == 0
+    assert index.jobs.pending() == 0
+    index.lookups.end_step()
     assert index.ask("axb") == [None, None, None]
     index.jobs.run()
     assert index.ask("axb") == [None, None, None], "within a step answers do not change"
@@ -62,7 +63,8 @@ def test_what_nobody_wants_any_more_is_not_asked_and_its_answer_is_dropped() -> 
     index = Index()
     index.ask("ab")
     index.lookups.forget("r")
-    assert index.lookups.end_step() == 0 and index.jobs.pending() == 0
+    index.lookups.end_step()
+    assert index.jobs.pending() == 0
     index.ask("a")
     index.lookups.end_step()
     index.lookups.forget("r")
@@ -83,13 +85,17 @@ def test_a_key_without_an_answer_in_time_is_a_miss() -> None:
     assert index.ask("a") == [False]
 
 
-def test_a_full_queue_is_a_miss() -> None:
+def test_what_finds_no_room_in_the_queue_is_asked_in_a_later_step() -> None:
     index = Index(queued_max=1)
     index.ask("a")
-    assert index.lookups.end_step() == 0
+    index.lookups.end_step()
     index.ask("bx")
-    assert index.lookups.end_step() == 2
-    assert index.ask("abx") == [None, False, False]
+    index.lookups.end_step()
+    assert index.ask("abx") == [None, None, None], "no answer of the index"
+    index.jobs.run()
+    index.lookups.end_step()
+    index.jobs.run()
+    assert index.ask("abx") == [True, True, False] and index.asked == [[b"a"], [b"b", b"x"]]
 
 
 def test_all_missing() -> None:
