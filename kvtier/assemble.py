@@ -221,7 +221,7 @@ def open_transfer(
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)
     files = SegmentFolders(
-        root.folder, direct, check, engines.ring.forget, partial(is_in_place, root), sharing_of(settings, root)
+        root.folder, direct, check, engines.forget, partial(is_in_place, root), sharing_of(settings, root)
     )
     index = open_index(settings, root, metrics, is_engines=True)
     worker = Worker(

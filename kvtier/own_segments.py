@@ -123,5 +123,4 @@ class OwnSegments:
         except TierUnavailable as fault:
             self._log.warning("stays", "a segment in no index stays, for a sweep to find: %s", fault)
             return
-        files.close_unlinked()
         self._worker.index.remove_set(set_id)  # a sweeper may have read it back just before its file was gone

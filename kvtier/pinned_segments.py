@@ -133,7 +133,7 @@ class PinnedSegments:
 
     def _let_go(self, files: SegmentFiles) -> None:
         for name, held in list(self._held.items()):
-            if held.segment.is_unlinked() is not False:
+            if held.segment.is_forgotten or held.segment.is_unlinked() is not False:
                 del self._held[name]
                 self.n_bytes -= held.n_bytes
                 held.segment.release()

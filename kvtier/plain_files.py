@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvtier.open_files import close_file, with_descriptors
+
 log = logging.getLogger("kvtier")
 
 BELOW_ROOT = 2
@@ -34,16 +36,23 @@ _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
 def folder_within(folder: Path, depth: int = BELOW_ROOT) -> Iterator[int]:
     """A descriptor of it until the end, for `dir_fd` and for listing. The last `depth` names of the path must be those
     of folders, not of links to any. Raises OSError: NotADirectoryError where they are not."""
-    descriptor = os.open(folder.parents[depth - 1], _FOLDER | os.O_PATH)
+    descriptor = with_descriptors(lambda: _open_folder(folder, depth))
     try:
-        for left, name in enumerate(folder.parts[-depth:], start=1 - depth):
-            access = os.O_PATH if left else os.O_RDONLY
-            below = os.open(name, _FOLDER | os.O_NOFOLLOW | access, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = below
         yield descriptor
     finally:
-        os.close(descriptor)
+        close_file(descriptor)
+
+
+def _open_folder(folder: Path, depth: int) -> int:
+    descriptor = os.open(folder.parents[depth - 1], _FOLDER | os.O_PATH)
+    for left, name in enumerate(folder.parts[-depth:], start=1 - depth):
+        access = os.O_PATH if left else os.O_RDONLY
+        above = descriptor
+        try:
+            descriptor = os.open(name, _FOLDER | os.O_NOFOLLOW | access, dir_fd=above)
+        finally:
+            close_file(above)
+    return descriptor
 
 
 def hand_over(path: str | Path) -> None:
@@ -74,9 +83,9 @@ def open_plain(path: str | Path, folder: int | None = None) -> int:
     if not is_plain(os.stat(path, dir_fd=folder, follow_symlinks=False)):  # to open a device may do something
         raise _not_plain(path)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = once_free(lambda: os.open(path, flags, dir_fd=folder))
+    descriptor = with_descriptors(lambda: once_free(lambda: os.open(path, flags, dir_fd=folder)))
     if not is_plain(os.fstat(descriptor)):
-        os.close(descriptor)
+        close_file(descriptor)
         raise _not_plain(path)
     return descriptor
 

@@ -24,7 +24,7 @@ from kvtier.reports import ArenaFill, RankFigures
 from kvtier.saves import SaveBounds, Saver
 from kvtier.worker import Worker
 
-TIDY_INTERVAL_S = 5.0
+TIDY_INTERVAL_S = 2.0  # interval at which segments of removed sets are looked for and closed, seconds
 CLOSE_TIMEOUT_S = 1.0
 
 log = logging.getLogger("kvtier")
@@ -133,10 +133,10 @@ class Transfer:
             self._tickers.append(Ticker("recheck", RECHECK_INTERVAL_S, self._rechecks.run))
 
     def tidy(self) -> None:
-        """Takes back slots of I/O that hung and has returned; lets go of segments that were evicted."""
+        """Take back slots of I/O that hung and has returned; close segments whose sets were removed."""
         self._saver.end_overdue()
         self._worker.quarantine.sweep()
-        self._worker.files.close_unlinked()
+        self._worker.close_removed()
         self._worker.io.close_unused()
 
     def drain(self, timeout_s: float) -> bool:

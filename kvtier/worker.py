@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from kvtier.codecs.base import Codec
+from kvtier.errors import IndexUnavailable
 from kvtier.geometry import PAGE_BYTES, Geometry, RankShare, padded
 from kvtier.index.base import Index
 from kvtier.io.engines import Engines, Reads
@@ -79,6 +80,21 @@ class Worker:
     @property
     def chunk_blocks(self) -> int:
         return self.geometry.chunk_tokens // self.pages.block_tokens
+
+    def close_removed(self) -> None:
+        """Close segments whose sets are no longer in the index, and those that the file system says were unlinked.
+
+        An index that does not answer, or that lost its content, says nothing of sets: the segments stay open. To close
+        one too many costs the next read an open.
+        """
+        open_sets = self.files.open_sets()
+        if open_sets:
+            with suppress(IndexUnavailable):
+                was_lost = self.index.was_reset
+                known = {info.set_id for info in self.index.some_sets(open_sets)}
+                if not (was_lost or self.index.was_reset):  # asked twice: it may be lost between the two questions
+                    self.files.close_sets(open_sets - known)
+        self.files.close_unlinked()
 
 
 def arena_slot_bytes(geometry: Geometry, codec: Codec, share: RankShare) -> int:

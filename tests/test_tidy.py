@@ -42,7 +42,7 @@ LAYERS = (
      "kvtier.sizes", "kvtier.codec_loss",
      "kvtier.capacity_words",
      "kvtier.config_types", "kvtier.config_server", "kvtier.config_index", "kvtier.config_capacity", "kvtier.tenants",
-     "kvtier.signing", "kvtier.config_signing", "kvtier.releases"),
+     "kvtier.signing", "kvtier.config_signing", "kvtier.releases", "kvtier.open_files"),
 )  # fmt: skip
 LAST_APART = 1
 """Up to this row, packages of a row know nothing of each other."""

@@ -37,6 +37,7 @@ from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.index.lmdb_pid import open_with_another_id
 from kvtier.index.lmdb_view import Identity, Opened, Work
 from kvtier.index.locks import file_lock, held
+from kvtier.open_files import close_file
 from kvtier.plain_files import hand_over, make_private, remove_strange
 
 log = logging.getLogger("kvtier")
@@ -159,7 +160,7 @@ class SharedEnvironment:
             self._opened.env.close()
             self._opened = None
         if self._lock_file >= 0:
-            os.close(self._lock_file)
+            close_file(self._lock_file)
             self._lock_file = -1
 
     @contextlib.contextmanager
@@ -207,7 +208,7 @@ class SharedEnvironment:
             try:
                 os.posix_fallocate(descriptor, used, RESERVE_BYTES)
             finally:
-                os.close(descriptor)
+                close_file(descriptor)
 
     def _ready(self, deadline: float, at_once: bool = False) -> None:
         """Opens what lies under the path, unless that is what is open. Needs no lock, takes both when it opens."""
@@ -331,7 +332,7 @@ class SharedEnvironment:
         try:
             os.posix_fallocate(descriptor, 0, _READERS_BYTES)
         finally:
-            os.close(descriptor)
+            close_file(descriptor)
 
     def _make(self, name: str, access: int) -> int:
         """Open one of the files, made if it is missing. Raises OSError."""

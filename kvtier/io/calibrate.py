@@ -30,6 +30,7 @@ from kvtier.io.calibration import (
 from kvtier.io.engines import Choice, Reader, Reads, Target, open_engine
 from kvtier.io.filesystem import file_system_of
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, WriteOp, sizes_for
+from kvtier.open_files import close_file
 from kvtier.record import RecordHeader
 
 PREFIX = ".calibrate-"
@@ -116,7 +117,7 @@ def scratch_file(folder: Path, direct: bool) -> Iterator[int]:
     finally:
         path.unlink(missing_ok=True)  # also when open refused O_DIRECT, which may leave an empty file
         if descriptor >= 0 and not hangs:
-            os.close(descriptor)
+            close_file(descriptor)
 
 
 def _makers(ask: Ask) -> Makers:

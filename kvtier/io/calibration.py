@@ -28,6 +28,7 @@ from kvtier.io.engines import Choice, EngineName, Target
 from kvtier.io.filesystem import file_system_of
 from kvtier.io.ring import sizes_for
 from kvtier.once import read_small, replace_small
+from kvtier.open_files import close_file
 from kvtier.owner import private_folder
 from kvtier.releases import installed
 
@@ -301,4 +302,4 @@ def _alone_on_this_node() -> Iterator[None]:
         yield
     finally:
         if descriptor >= 0:
-            os.close(descriptor)
+            close_file(descriptor)

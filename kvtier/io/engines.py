@@ -40,8 +40,15 @@ class Engines(NamedTuple):
         if isinstance(self.reader, KvikioReader):
             self.reader.reopen(fd)
 
+    def forget(self, fd: int) -> None:
+        """Note that the caller is about to close `fd`: what is mapped, pinned or opened of its file is let go. Does not
+        wait."""
+        self.ring.forget(fd)
+        if isinstance(self.reader, KvikioReader):
+            self.reader.forget(fd)
+
     def close_unused(self) -> None:
-        """Lets go of files that were not read lately, so that the space of evicted ones becomes free."""
+        """Close files that the caller has closed, and those that were not read lately."""
         if isinstance(self.reader, KvikioReader):
             self.reader.close_unused()
 

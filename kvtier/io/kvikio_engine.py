@@ -203,8 +203,12 @@ class KvikioReader:
         """Read this file through a new handle from now on: an open one may show stale bytes."""
         self._files.reopen(fd)
 
+    def forget(self, fd: int) -> None:
+        """Note that the caller is about to close `fd`; see `close_unused`."""
+        self._files.forget(fd)
+
     def close_unused(self) -> None:
-        """Closes files that were evicted or long unused."""
+        """Close files that the caller has closed, and those that are long unused."""
         self._files.close_unused(0.0)
 
     # --- the inside ---

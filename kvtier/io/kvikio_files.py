@@ -12,11 +12,13 @@ from types import ModuleType
 from typing import Any
 
 from kvtier.errors import TierUnavailable
+from kvtier.open_files import most_open
 
 log = logging.getLogger("kvtier")
 
-OPEN_FILES_MAX = 64
-UNUSED_S = 30.0
+OPEN_FILES_MAX = 64  # unused files kept open, where RLIMIT_NOFILE allows
+UNUSED_S = 30.0  # age of the last read from which on a file is closed, seconds
+FDS_PER_FILE = 2  # descriptors that KvikIO opens for a file: one with O_DIRECT, one without
 
 FAULTS = (RuntimeError, ValueError, TypeError, ArithmeticError, MemoryError, LookupError, SystemError)
 """What Cython makes of C++ exceptions, beside OSError."""
@@ -46,12 +48,13 @@ class Returns:
 
 
 class OpenFile:
-    """A file open in KvikIO. users: operations that are not done."""
+    """A file open in KvikIO. users: operations that are not done. fds: the caller's descriptors of it."""
 
     def __init__(self, handle: Any, used_s: float) -> None:
         self.handle = handle
         self.users = 0
         self.used_s = used_s
+        self.fds: set[int] = set()
 
 
 class OpenFiles:
@@ -63,6 +66,7 @@ class OpenFiles:
         self._lock = lock
         self._clock = clock
         self._files: dict[tuple[int, ...], OpenFile] = {}
+        self._most_unused = most_open(OPEN_FILES_MAX * FDS_PER_FILE) // FDS_PER_FILE
         self._swept_s = clock()
 
     def open(self, fd: int) -> OpenFile:
@@ -74,10 +78,10 @@ class OpenFiles:
         try:
             found = os.fstat(fd)
             key = (found.st_dev, found.st_ino)
-            file = self._take(key)
+            file = self._take(key, fd)
             if file is None:
                 made = OpenFile(self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r"), self._clock())
-                file = self._keep(key, made)
+                file = self._keep(key, made, fd)
                 if file is not made:
                     self._returns.give(made, made.handle.close)
             return file
@@ -100,10 +104,18 @@ class OpenFiles:
         with self._lock:
             file = self._files.pop(key, None)
             if file is not None:
-                self._files[*key, id(file)] = file  # found by nobody, and closed when it is unused
+                self._files[*key, id(file)] = file  # no `open` finds it
+                file.fds.clear()  # closed when it is unused
+
+    def forget(self, fd: int) -> None:
+        """Note that the caller closes its descriptor `fd`. `close_unused` closes a file that has none left: open, it
+        would keep the space of a segment that was evicted."""
+        with self._lock:
+            for file in self._files.values():
+                file.fds.discard(fd)
 
     def close_unused(self, interval_s: float) -> None:
-        """Closes files that were evicted (open, they keep their space on the disk) or long unused.
+        """Close files that the caller has closed, and those that are long unused.
 
         Does nothing when it was done less than `interval_s` ago.
         """
@@ -114,9 +126,9 @@ class OpenFiles:
             self._swept_s = now_s
             unused = [(key, file) for key, file in self._files.items() if file.users == 0]
         unused.sort(key=lambda item: item[1].used_s)
-        excess = len(unused) - OPEN_FILES_MAX
+        excess = len(unused) - self._most_unused
         for position, (key, file) in enumerate(unused):
-            if position < excess or now_s - file.used_s > UNUSED_S or _is_unlinked(file):
+            if position < excess or now_s - file.used_s > UNUSED_S or not file.fds:
                 self._close(key, file)
 
     def close_all(self) -> None:
@@ -126,19 +138,21 @@ class OpenFiles:
         for file in files.values():
             self._returns.give(file, file.handle.close)
 
-    def _take(self, key: tuple[int, int]) -> OpenFile | None:
+    def _take(self, key: tuple[int, int], fd: int) -> OpenFile | None:
         with self._lock:
             file = self._files.get(key)
             if file is not None:
                 file.users += 1
+                file.fds.add(fd)
                 file.used_s = self._clock()
             return file
 
-    def _keep(self, key: tuple[int, int], made: OpenFile) -> OpenFile:
-        """`made`, or the one that another thread opened meanwhile."""
+    def _keep(self, key: tuple[int, int], made: OpenFile, fd: int) -> OpenFile:
+        """Return `made`, or the file that another thread opened at the same time."""
         with self._lock:
             file = self._files.setdefault(key, made)
             file.users += 1
+            file.fds.add(fd)
             return file
 
     def _close(self, key: tuple[int, ...], file: OpenFile) -> None:
@@ -147,13 +161,6 @@ class OpenFiles:
                 return
             del self._files[key]
         self._returns.give(file, file.handle.close)
-
-
-def _is_unlinked(file: OpenFile) -> bool:
-    try:
-        return os.fstat(file.handle.fileno()).st_nlink == 0
-    except OSError:
-        return True  # of no use any more
 
 
 def load_kvikio() -> ModuleType:

@@ -1,4 +1,5 @@
-"""Open segments: descriptors shared by all users of a segment, counted, and closed when long unused or unlinked.
+"""Open segments: descriptors shared by all users of a segment, counted, and closed when long unused or when their set
+was removed.
 
 No system call is made while the lock is held: any of them may hang on a network file system, and the engine's own
 thread passes through `release` (I10).
@@ -10,15 +11,14 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from kvtier.open_files import close_file, most_open, register
 from kvtier.record import SegmentHeader
 
-OPEN_FILES_MAX = 256
-"""Segments kept open by one process: at 1 GiB each, 256 GiB of recently used KV without an open() per read."""
+OPEN_FILES_MAX = 256  # segments of a namespace kept open, where RLIMIT_NOFILE allows; 256 GiB of KV at 1 GiB each
 
-GONE = (errno.ESTALE, errno.ENOENT)
-"""What fstat says, instead of how many names there are, of a file that was unlinked elsewhere: NFS, and FUSE."""
+GONE = (errno.ESTALE, errno.ENOENT)  # what fstat raises for a file that was unlinked elsewhere: NFS, and FUSE
 
 Name = tuple[int, int]
 """(set id, rank)."""
@@ -38,7 +38,11 @@ class OpenSegment:
         self._release(self)
 
     def is_unlinked(self) -> bool | None:
-        """None where the storage does not tell."""
+        """Return whether the file system says that the file has no name any more; None if it does not say.
+
+        False does not mean that the file has a name: NFS gives a file that this client has open another name
+        (`.nfsXXXX`) when it is unlinked. So a segment is closed because its set was removed from the index.
+        """
         try:
             return os.fstat(self.fd).st_nlink == 0
         except OSError as fault:
@@ -46,8 +50,8 @@ class OpenSegment:
 
 
 class Descriptors:
-    """Thread-safe. `open_file` opens a segment and reads its header; None when there is no such file. `before_close` is
-    told of each descriptor that somebody had, and must not wait."""
+    """Thread-safe. `open_file` opens a segment and reads its header, and returns None when there is no such file.
+    `before_close` is called with each descriptor that had a user, and must not wait."""
 
     def __init__(
         self,
@@ -58,6 +62,8 @@ class Descriptors:
         self._before_close = before_close
         self._open: OrderedDict[Name, OpenSegment] = OrderedDict()
         self._lock = threading.Lock()
+        self._most_open = most_open(OPEN_FILES_MAX)
+        register(self)
 
     def lease(self, name: Name) -> OpenSegment | None:
         """The segment, open; None when it is gone. Whatever `open_file` raises."""
@@ -74,8 +80,8 @@ class Descriptors:
             segment = self._open.setdefault(name, OpenSegment(*found, self._give_back))
             segment.users += 1
         if segment.fd != found[0]:
-            os.close(found[0])  # another thread opened it meanwhile
-        self._close_all(self._excess())
+            close_file(found[0])  # another thread opened it at the same time
+        self._close_all(self._unused(beyond=self._most_open))
         return segment
 
     def lease_anew(self, name: Name) -> OpenSegment | None:
@@ -86,15 +92,29 @@ class Descriptors:
             segment.release()
         return self.lease(name)
 
+    def set_ids(self) -> set[int]:
+        """Return the ids of the sets that have a segment open here."""
+        with self._lock:
+            return {set_id for set_id, _ in self._open}
+
+    def close_sets(self, set_ids: Collection[int]) -> None:
+        """Close the segments of removed sets: an open file keeps its space on the disk. Those in use are closed by
+        their last release (I3)."""
+        self._forget_those(lambda name, segment: name[0] in set_ids)
+
     def close_unlinked(self) -> None:
-        """Lets go of files that were evicted: as long as they are open, they keep their space on the disk."""
-        self._forget_those(lambda segment: segment.is_unlinked() is True)
+        """Close the files of which the file system says that they were unlinked."""
+        self._forget_those(lambda name, segment: segment.is_unlinked() is True)
+
+    def close_unused(self) -> None:
+        """Close what is not in use, so that other files can be opened."""
+        self._close_all(self._unused())
 
     def close(self) -> None:
-        """Closes what is not in use; what is, is closed by its last release."""
-        self._forget_those(lambda segment: True)
+        """Close what is not in use; what is in use is closed by its last release."""
+        self._forget_those(lambda name, segment: True)
 
-    def _forget_those(self, meant: Callable[[OpenSegment], bool]) -> None:
+    def _forget_those(self, meant: Callable[[Name, OpenSegment], bool]) -> None:
         with self._lock:
             segments = list(self._open.items())
         for name, segment in segments:
@@ -102,7 +122,7 @@ class Descriptors:
                 if segment.is_forgotten:
                     continue
                 segment.users += 1  # so that nobody closes it while we look at it
-            if meant(segment):
+            if meant(name, segment):
                 self._forget(name, segment)
             segment.release()
 
@@ -128,10 +148,10 @@ class Descriptors:
         if is_last:
             self._close_all([segment])
 
-    def _excess(self) -> list[OpenSegment]:
-        """The longest unused descriptors beyond the bound, forgotten here and now."""
+    def _unused(self, beyond: int = 0) -> list[OpenSegment]:
+        """Take out the unused segments, the longest unused first, until `beyond` are left; return them to be closed."""
         with self._lock:
-            excess = len(self._open) - OPEN_FILES_MAX
+            excess = len(self._open) - beyond
             unused = [name for name, segment in self._open.items() if segment.users == 0][: max(0, excess)]
             closing = [self._open.pop(name) for name in unused]
             for segment in closing:
@@ -141,4 +161,4 @@ class Descriptors:
     def _close_all(self, segments: list[OpenSegment]) -> None:
         for segment in segments:
             self._before_close(segment.fd)
-            os.close(segment.fd)
+            close_file(segment.fd)

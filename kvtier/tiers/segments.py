@@ -11,7 +11,8 @@ import mmap
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
@@ -22,6 +23,7 @@ from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.native import fallocate
+from kvtier.open_files import close_file, with_descriptors
 from kvtier.plain_files import folder_within, is_plain, once_free
 from kvtier.record import SegmentHeader, is_blank
 from kvtier.tiers.descriptors import Descriptors, OpenSegment
@@ -94,19 +96,27 @@ class SegmentFiles:
         name = segment_name(header.set_id, header.rank)
         try:
             with folder_within(self.folder) as folder:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags
                 try:
-                    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, 0o600, dir_fd=folder)
+                    fd = with_descriptors(lambda: os.open(name, flags, 0o600, dir_fd=folder))
                 except FileExistsError:
                     return
                 try:
-                    self._fill(fd, header)
+                    self._fill_and_close(fd, header)
                 except OSError:
-                    os.unlink(name, dir_fd=folder)
+                    with suppress(OSError):  # a sweep finds it
+                        os.unlink(name, dir_fd=folder)
                     raise
-                finally:
-                    os.close(fd)
         except OSError as fault:
             raise _unavailable(self.folder / name, fault) from fault
+
+    def _fill_and_close(self, fd: int, header: SegmentHeader) -> None:
+        try:
+            self._fill(fd, header)
+        except BaseException:
+            close_file(fd)  # before the unlink, or NFS keeps it as `.nfsXXXX`
+            raise
+        os.close(fd)  # a network file system may say here that a quota or the disk is full
 
     def _fill(self, fd: int, header: SegmentHeader) -> None:
         if file_system_of(self.folder).kind in IN_MEMORY:
@@ -138,8 +148,16 @@ class SegmentFiles:
         """Whether the folder is, in the root that was opened: else nothing in it is gone."""
         return self.folder.is_dir() and self._is_in_place()
 
+    def open_sets(self) -> set[int]:
+        """Return the ids of the sets that have a segment open here."""
+        return self._descriptors.set_ids()
+
+    def close_sets(self, set_ids: Collection[int]) -> None:
+        """Close the segments of sets that were removed, so that their space becomes free."""
+        self._descriptors.close_sets(set_ids)
+
     def close_unlinked(self) -> None:
-        """Lets go of segments that were evicted, so that their space becomes free."""
+        """Close the segments that the file system says were unlinked."""
         self._descriptors.close_unlinked()
 
     def trim(self, set_id: int, rank: int, slots_used: int) -> None:
@@ -212,10 +230,11 @@ class SegmentFiles:
         for found, rank in self.ids():
             if found == set_id:
                 self.unlink(set_id, rank)
-        self.close_unlinked()
         return freed
 
     def unlink(self, set_id: int, rank: int) -> None:
+        self.close_sets({set_id})
+        close_in_process(self.folder, set_id)
         name = segment_name(set_id, rank)
         try:
             with folder_within(self.folder) as folder:
@@ -253,7 +272,7 @@ class SegmentFiles:
                 try:
                     if not is_plain(os.stat(path.name, dir_fd=folder, follow_symlinks=False)):
                         raise Corrupt(f"{path}: is not a plain file")
-                    fd = _open_to_write_or_read(path.name, folder, self._flags)
+                    fd = with_descriptors(lambda: _open_to_write_or_read(path.name, folder, self._flags))
                 except FileNotFoundError:
                     if self._is_in_place():
                         return None
@@ -272,12 +291,29 @@ class SegmentFiles:
             if (header.set_id, header.rank) != name or header.namespace.hex() != self.folder.name:
                 raise Corrupt(f"{path}: holds segment {segment_name(header.set_id, header.rank)}")
         except OSError as fault:
-            os.close(fd)
+            close_file(fd)
             raise _unavailable(path, fault) from fault
         except BaseException:
-            os.close(fd)
+            close_file(fd)
             raise
         return fd, header
+
+
+_folders: weakref.WeakSet[SegmentFolders] = weakref.WeakSet()
+_folders_lock = threading.Lock()
+
+
+def close_in_process(folder: Path, set_id: int) -> None:
+    """Close what any SegmentFolders of this process has open of a set in a namespace's folder.
+
+    Called before the set's files are unlinked: a file that an NFS client unlinks while it has it open becomes
+    `.nfsXXXX` and keeps its space. Where scheduler and worker are one process, nothing of the set stays open but what
+    is in use; other processes see in the index that the set is gone (kvtier.worker).
+    """
+    with _folders_lock:
+        found = list(_folders)
+    for folders in found:
+        folders.close_sets_in(folder, {set_id})
 
 
 class SegmentFolders:
@@ -305,6 +341,8 @@ class SegmentFolders:
         self._check = check
         self._known: dict[bytes, SegmentFiles] = {}
         self._lock = threading.Lock()
+        with _folders_lock:
+            _folders.add(self)
 
     def __call__(self, namespace: bytes) -> SegmentFiles:
         with self._lock:
@@ -317,17 +355,33 @@ class SegmentFolders:
             made = SegmentFiles(folder, self._direct, self._before_close, self._is_in_place, self.sharing.flushes)
             return self._known.setdefault(namespace, made)
 
+    def open_sets(self) -> set[int]:
+        """Return the ids of the sets that have a segment open here."""
+        return {set_id for files in self._files() for set_id in files.open_sets()}
+
+    def close_sets(self, set_ids: Collection[int]) -> None:
+        """Close the segments of sets that were removed, so that their space becomes free."""
+        for files in self._files():
+            files.close_sets(set_ids)
+
+    def close_sets_in(self, folder: Path, set_ids: Collection[int]) -> None:
+        """Close the segments of sets in the folder of one namespace."""
+        for files in self._files():
+            if files.folder == folder:
+                files.close_sets(set_ids)
+
     def close_unlinked(self) -> None:
-        with self._lock:
-            known = list(self._known.values())
-        for files in known:
+        """Close the segments that the file system says were unlinked."""
+        for files in self._files():
             files.close_unlinked()
 
     def close(self) -> None:
-        with self._lock:
-            known = list(self._known.values())
-        for files in known:
+        for files in self._files():
             files.close()
+
+    def _files(self) -> list[SegmentFiles]:
+        with self._lock:
+            return list(self._known.values())
 
 
 def _open_to_write_or_read(name: str, folder: int, flags: int) -> int:
@@ -378,7 +432,7 @@ def direct_io_works(folder: Path) -> bool:
                 if not flag or fault.errno != errno.EINVAL:
                     raise
             finally:
-                os.close(fd)
+                close_file(fd)
                 path.unlink(missing_ok=True)
         raise AssertionError("the buffered attempt returns or raises")
     except OSError as fault:

@@ -14,8 +14,10 @@ from pathlib import Path
 from tests.engines.conftest import HERE
 from tests.waiting import wait_until
 
-FLAGS = ("reads hang", "all hangs", "read-only", "reads fail")
-"""In the order of faulty_fs.c."""
+FLAGS = (
+    "reads hang", "all hangs", "read-only", "reads fail", "silly renames", "quota of MiB", "quota says ENOSPC",
+    "files at most", "free after tenths of a second", "close fails with",
+)  # fmt: skip  # in the order of faulty_fs.c
 THREADS = 256
 """More than all engines have: a read that hangs keeps none from being asked for."""
 _BALLAST = "ballast"
@@ -31,10 +33,11 @@ class Disk:
     flags: Path | None
     n_bytes: int | None
 
-    def set(self, fault: str, is_on: bool) -> None:
+    def set(self, fault: str, value: int) -> None:
+        """Set a flag: 1 or True for a fault without a number, 0 or False to end it."""
         assert self.flags is not None
         with self.flags.open("r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), bytes([is_on]), FLAGS.index(fault))
+            os.pwrite(file.fileno(), bytes([value]), FLAGS.index(fault))
 
     def fill(self) -> None:
         """Takes all the room that is left, also what was freed since."""
@@ -54,7 +57,7 @@ class Disk:
 
 
 @contextmanager
-def disk(folder: Path, n_bytes: int) -> Iterator[Disk]:
+def disk(folder: Path, n_bytes: int, silly_renames: bool = False) -> Iterator[Disk]:
     """With as much of it as can be had here, mounted in `folder`."""
     with ExitStack() as stack:
         below = folder / "below"
@@ -62,7 +65,7 @@ def disk(folder: Path, n_bytes: int) -> Iterator[Disk]:
         has_tmpfs = _mount(stack, ["mount", "-t", "tmpfs", "-o", f"size={n_bytes},mode=700", "kvtier-test", str(below)])
         (below / "root").mkdir(mode=0o700)
         flags = folder / "flags"
-        flags.write_bytes(bytes(len(FLAGS)))
+        flags.write_bytes(bytes(silly_renames and name == "silly renames" for name in FLAGS))
         through = _through_fuse(stack, below / "root", flags, folder)
         yield Disk(through or below / "root", below / "root", through and flags, n_bytes if has_tmpfs else None)
 

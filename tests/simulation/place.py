@@ -26,6 +26,7 @@ import kvtier.load_walk
 import kvtier.loads
 import kvtier.lookups
 import kvtier.once
+import kvtier.open_files
 import kvtier.own_segments
 import kvtier.plain_files
 import kvtier.rechecks
@@ -68,7 +69,13 @@ ON_MACHINE = (
     (kvtier.reports, "os", os),
     (kvtier.reports, "socket", socket),
 )
-ON_DISK = (kvtier.housekeeping, kvtier.tiers.descriptors, kvtier.tiers.read_record, kvtier.tiers.segments)
+ON_DISK = (
+    kvtier.housekeeping,
+    kvtier.open_files,
+    kvtier.tiers.descriptors,
+    kvtier.tiers.read_record,
+    kvtier.tiers.segments,
+)
 LOCAL_DISK, SHARED_DISK = FileSystem("ext4", False, "/"), FileSystem("nfs4", True, "/")
 
 
@@ -129,6 +136,8 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         for module in (kvtier.housekeeping, kvtier.tiers.segments):
             put_function(module, "file_system_of", lambda path: SHARED_DISK if disk.is_shared else LOCAL_DISK)
         put_function(kvtier.tiers.segments, "fallocate", calls.fallocate)
+        # Simulated processes are one real process: none closes the files of another.
+        put_function(kvtier.tiers.segments, "close_in_process", lambda folder, set_id: None)
         put_function(kvtier.lookups, "_Question", ask)
         put_function(kvtier.reports, "_own_version", lambda: "simulated")
         put(Namespace, "canonical_json", lru_cache(Namespace.canonical_json))  # asked for in every tick

@@ -28,7 +28,6 @@ from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.root import Root
 from kvtier.sweep_lease import SWEEP_LEASE
-from kvtier.transfer import TIDY_INTERVAL_S
 from tests.simulation.checks import Checks, watching
 from tests.simulation.disk import Disk, Vandal
 from tests.simulation.disk import Weather as CalmDisk
@@ -43,6 +42,7 @@ from tests.simulation.truth import BLOCK_TOKENS, CHUNK_BLOCKS, CHUNK_TOKENS
 
 SET_BYTES = 4 * (PAGE_BYTES + 3 * 3 * PAGE_BYTES)
 """More or less."""
+SETTLE_S = 6.0  # time for what was saved last to be answered: a read once more, tidying, seconds
 CALM_S = 400.0
 ORPHANS_S = 700.0
 LEASE_WAITS_MAX = 100
@@ -350,7 +350,7 @@ class World:
         ends_s = runtime.now_s + CALM_S
         while runtime.now_s < ends_s and any(not self._is_at_rest(seat) for seat in self._seats):
             self._step_all()
-        for wait_s in (0.0, TIDY_INTERVAL_S + 1.0 + 2 * self.recipe.disk.hang_s):
+        for wait_s in (0.0, SETTLE_S + 2 * self.recipe.disk.hang_s):
             self._step_all()  # what ended last is saved, and then answered
             runtime.run(100_000, wait_s)
         self._step_all()
