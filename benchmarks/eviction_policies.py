@@ -43,6 +43,7 @@ from kvtier.housekeeping import Housekeeper
 from kvtier.identity import CodecId, Namespace
 from kvtier.index.base import Index, Location, NewRecord
 from kvtier.index.memory import MemoryIndex
+from kvtier.io.filesystem import FreeSpace
 from kvtier.keeper import Keeper, KeeperPlan
 from kvtier.lookups import InPlace
 from kvtier.plan import SaveDone, SaveOutcome
@@ -77,8 +78,8 @@ class FilelessHousekeeper(Housekeeper):
     def close_set(self, set_id: int) -> None:
         self._index.close_set(set_id, SET_BYTES)
 
-    def free_bytes(self) -> int:
-        return 1 << 60
+    def free_space(self) -> FreeSpace:
+        return FreeSpace(1 << 60)
 
     def sweep(self) -> None:
         """Nothing is ever left behind."""

@@ -144,11 +144,13 @@ def open_store(
     in_time(root.path, "opening this model's folder", partial(open_namespace, root, namespace))
     index = open_index(settings, root, is_engines=True)
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    writers = sum(share.writes is not None for share in shares)
     about = replace(about or About(len(shares)), capacity_bytes=min(settings.capacity_bytes, COUNT_MAX))
     costs = KeptCosts(index, note_name(namespace.id, about)) if about.device else None
     plan = KeeperPlan(
         owner, shape.slots, shape.set_bytes, settings.capacity_bytes, settings.writer_lease_s,
         settings.touch_interval_s, partial(_make_namespace_folder, settings, root, {namespace.id}), about, spares_max,
+        set_files=writers,
     )  # fmt: skip
     evictor, housekeeper = make_evictor(settings, index, root, owner), Housekeeper(index, root.folder, owner)
     watch = CapacityWatch(
@@ -161,7 +163,6 @@ def open_store(
     keeper.start()
     log.info("tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB", root.path,
              settings.index.kind, namespace.id.hex(), shape.slots, shape.set_bytes >> 20)  # fmt: skip
-    writers = sum(share.writes is not None for share in shares)
     store = Store(namespace.id, settings.chunk_tokens, writers, open_lookups(index), keeper)
     store.costs = costs
     return store

@@ -22,6 +22,10 @@ class Backoff:
         self._pause_s = min(PAUSE_MAX_S, 2 * pause_s)
         return pause_s
 
+    def pause(self, now_s: float, pause_s: float) -> None:
+        """Begin a pause of this length; the next one of `refused` is as long as it would be without."""
+        self._resume_at_s = now_s + pause_s
+
     def worked(self) -> None:
         """The next pause is the shortest again."""
         self._pause_s = PAUSE_FIRST_S

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,10 +35,6 @@ does no harm: it is refused."""
 STATE_NOTE = "policy/state"
 HOLES_MAX = 64
 """Keys of a pin that are not stored are stepped over so often; what lies behind is not protected."""
-
-HELD_S = 8.0
-"""Evicted files keep their room until every worker has closed them, and unpinned them, which takes some seconds
-(kvtier.transfer.TIDY_INTERVAL_S, kvtier.pinned_segments.LOOK_INTERVAL_S)."""
 
 Clock = Callable[[], float]
 
@@ -68,34 +63,22 @@ class Evictor:
     ) -> None:  # fmt: skip
         self.rules = rules
         self._index = index
-        self._remover = Remover(index, folder)
+        self._remover = Remover(index, folder, clock)
         self._owner = owner
         self._policy = policy or Lru()
         self._clock = clock
         self._future = FutureTimes()
-        self._before = (0, 0)  # bytes of all sets at the last look; what there was room for when nothing was held
-        self._held: deque[tuple[float, int]] = deque()
-
-    def room(self, set_bytes: int, free_bytes: int) -> int:
-        """What the disk has for sets. What was evicted lately may still be held and is no less room for that: to evict
-        more in its place, which is held in its turn, would empty the root."""
-        now_s, (before_bytes, known_bytes) = self._clock(), self._before
-        if set_bytes < before_bytes:
-            self._held.append((now_s, before_bytes - set_bytes))
-        while self._held and not 0.0 <= now_s - self._held[0][0] < HELD_S:
-            self._held.popleft()
-        room_bytes = set_bytes + free_bytes
-        if self._held:
-            room_bytes = max(room_bytes, min(known_bytes, room_bytes + sum(n_bytes for _, n_bytes in self._held)))
-        else:
-            known_bytes = room_bytes
-        self._before = (set_bytes, known_bytes)
-        return room_bytes
+        self._evicted_bytes = 0  # since the last `take_evicted`
 
     def fits(self, need: Need, capacity_bytes: int) -> bool:
         """Whether the set can be made as things are: within the capacity and its tenant's and namespace's quota.
         What is being removed counts until its files are gone."""
         return self._lacking(need, capacity_bytes) is None
+
+    def waits_for_space(self, need: Need, capacity_bytes: int) -> bool:
+        """Return whether the set fits as soon as processes have closed the files of sets that were evicted."""
+        held_bytes = self._remover.held_bytes()
+        return held_bytes > 0 and self.fits(need, capacity_bytes + held_bytes)
 
     def why_no_room(self, need: Need, capacity_bytes: int, full_capacity_bytes: int) -> str:
         """In words, of a set that could not be made: which limit, and what to do. full_capacity_bytes: as configured,
@@ -113,8 +96,9 @@ class Evictor:
 
     def _lacking(self, need: Need, capacity_bytes: int) -> Literal["capacity", "tenant", "namespace"] | None:
         """The limit that the set would be above."""
-        n_bytes = self._index.counts().n_bytes
-        if n_bytes + self._remover.pending_bytes(self._clock()) + need.n_bytes > capacity_bytes:
+        now_s, n_bytes = self._clock(), self._index.counts().n_bytes
+        taken_bytes = n_bytes + self._remover.pending_bytes(now_s) + self._remover.held_bytes()
+        if taken_bytes + need.n_bytes > capacity_bytes:
             return "capacity"
         quotas = self.quotas()
         if quotas.of_tenant(need.tenant) is None and quotas.of_namespace(need.namespace) is None:
@@ -141,6 +125,11 @@ class Evictor:
 
         done = self._evict(choose, capacity_bytes)
         return done.freed_bytes if done is not None and self.fits(need, capacity_bytes) else None
+
+    def take_evicted(self) -> int:
+        """Return the bytes given back since the last call, also by evictions after which a set did not fit yet."""
+        taken, self._evicted_bytes = self._evicted_bytes, 0
+        return taken
 
     def keep_limits(self, capacity_bytes: int) -> int:
         """What needs no writer to ask for it: what was unused for too long goes, what is above a quota that was
@@ -246,6 +235,7 @@ class Evictor:
         else:
             if state or self._index.notes(STATE_NOTE, self._clock()):
                 self._index.put_note(STATE_NOTE, base.pack(state), None)
+        self._evicted_bytes += freed_bytes
         return Evicted(tuple(removed), freed_bytes)
 
     def _lease(self) -> int | None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from kvtier import kept_notes
 from kvtier.errors import Corrupt, KVTierError, TierUnavailable
 from kvtier.index.base import Index, Location, SetInfo, slots_used
-from kvtier.io.filesystem import Visibility, file_system_of
+from kvtier.io.filesystem import FreeSpace, Visibility, file_system_of
 from kvtier.kept_notes import Restored
 from kvtier.read_back import HeldUp, ReadBack
 from kvtier.removal import Remover
@@ -86,7 +86,7 @@ class Housekeeper:
     def __init__(self, index: Index, folder: Path, owner: str, clock: Clock = time.time) -> None:
         self._index = index
         self._folder = folder
-        self._remover = Remover(index, folder)
+        self._remover = Remover(index, folder, lambda: self.clock())
         self._looked_to = -1
         self.clock = clock
         self.look_at_root: Callable[[], object] = lambda: None
@@ -167,11 +167,14 @@ class Housekeeper:
         if folder.is_dir() and not any(path.suffix != SUFFIX for path in folder.iterdir()):
             folder.rmdir()
 
-    def free_bytes(self) -> int:
-        """Space that is left on the root's disk for this user."""
+    def free_space(self) -> FreeSpace:
+        """Return what the root's disk has left for this user. Raises TierUnavailable, OSError."""
         self.look_at_root()
-        disk = os.statvfs(self._folder)
-        return disk.f_bavail * disk.f_frsize
+        return FreeSpace.of(os.statvfs(self._folder))
+
+    def free_bytes(self) -> int:
+        """Return the bytes that the root's disk has left for this user. Raises TierUnavailable, OSError."""
+        return self.free_space().n_bytes
 
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt | None:
         """Makes the index agree with the files (kvtier.read_back); entries without a file go. None, and nothing is

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvtier import metrics as names
-from kvtier.backoff import PAUSE_FIRST_S
 from kvtier.errors import IndexResting, KVTierError
 from kvtier.eviction.limits import Need
+from kvtier.eviction.room import Room
 from kvtier.evictor import Evictor
 from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.identity import Namespace
@@ -28,6 +28,7 @@ from kvtier.metrics import Metrics
 from kvtier.repeated_log import RepeatedLog
 from kvtier.reports import NOTE_PREFIX, About, Reporter
 from kvtier.sets import Side, Supplies
+from kvtier.sizes import size
 from kvtier.sweep_turns import SweepTurns
 
 log = logging.getLogger("kvtier")
@@ -56,7 +57,7 @@ class KeeperPlan:
     writer_lease_s: how long the engine is believed to live without a sign of it.
     make_folder: looks at the root, and makes a namespace's folder if it is not there; also from time to time.
     about: what the engine reports of itself. spares_max: sets kept ready at most. with_beat: called with each sign of
-        life and at the end, with the time; it may wait for the index, and raise as that does.
+        life and at the end, with the time; it may wait for the index, and raise as that does. set_files: of one set.
     """
 
     owner: str
@@ -69,6 +70,7 @@ class KeeperPlan:
     about: About = About()
     spares_max: int = SPARES_MAX
     with_beat: Callable[[float], object] = lambda now_s: None
+    set_files: int = 1
 
     @property
     def spares(self) -> int:
@@ -85,9 +87,19 @@ class _Due:
     log: RepeatedLog
     beat_s: float = 0.0
     touch_s: float = 0.0
-    relief_s: float = 0.0
     limits_s: float = 0.0
     looked_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Space:
+    """State of the disk. was_refused, has_saved: by saves' answers since the last tick. refused_bytes: room when no set
+    could be made for one of the sides; None when there was always room."""
+
+    room: Room = field(default_factory=Room)
+    was_refused: bool = False
+    has_saved: bool = False
+    refused_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -126,7 +138,7 @@ class Keeper:
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
         self._done_with = _DoneWith()
         self._due = _Due(SweepTurns(plan.owner), RepeatedLog(housekeeper.clock))
-        self._disk_is_full = False
+        self._space = _Space()
 
     def start(self) -> None:
         """Ticks on a thread of its own until `close`; without it the caller ticks (simulation).
@@ -146,8 +158,12 @@ class Keeper:
         self._recent.append((now_s, entry))
 
     def report_full_disk(self) -> None:
-        """A save met a full disk although the capacity was not reached: space must be made."""
-        self._disk_is_full = True
+        """Note that a save met a full disk or quota, or found no inode."""
+        self._space.was_refused = True
+
+    def report_saved(self) -> None:
+        """Note that a record was written."""
+        self._space.has_saved = True
 
     def tick(self) -> None:
         """Does what is due. What fails is logged and tried again later; the other duties go on."""
@@ -158,7 +174,7 @@ class Keeper:
                 side.room.clear()
         self._due.looked_s = now
         for duty in (
-            self._beat, self._rebuild_lost_index, self._close_sets, self._book_uses_in_time, self._relieve_full_disk,
+            self._beat, self._rebuild_lost_index, self._close_sets, self._book_uses_in_time, self._learn_room,
             self._make_sets, self._keep_limits, self._sweep,
         ):  # fmt: skip
             if self._is_leaving:  # close() waits for this tick, or did so for long enough
@@ -277,20 +293,40 @@ class Keeper:
             self._due.touch_s = now + self._plan.touch_interval_s
             self._book_uses()
 
-    def _relieve_full_disk(self, now: float) -> None:
-        """Evicts one set's worth after a save met a full disk or quota, at most once a pause."""
-        if self._disk_is_full and now >= self._due.relief_s:
-            self._disk_is_full = False
-            self._due.relief_s = now + PAUSE_FIRST_S
-            need = Need(self._plan.set_bytes, self._epoch[0].id)
-            evicted = self._evictor.make_room(need, self._index.counts().n_bytes)
-            self._note_evicted(evicted)
-            if evicted is None:
-                self._due.sweep.want()
+    def _learn_room(self, now: float) -> None:
+        """Take what the storage refused to saves as a limit, and evict down to it."""
+        was_refused, has_saved = self._space.was_refused, self._space.has_saved
+        self._space.was_refused = self._space.has_saved = False
+        set_bytes = self._plan.set_bytes
+        if has_saved:
+            self._space.room.worked(
+                now, 0 if self._space.room.limit_bytes is None else self._written_bytes(), set_bytes
+            )
+        if not was_refused or self._index.was_reset:
+            return
+        is_first, space = self._space.room.limit_bytes is None, self._housekeeper.free_space()
+        room_bytes = space.for_sets(set_bytes, self._plan.set_files)
+        if not self._space.room.refused(now, self._written_bytes(), room_bytes, set_bytes):
+            return
+        if is_first:
+            log.warning("%s: sets are evicted until they take %s, and saving goes on", space.why_full(set_bytes),
+                        size(self._space.room.limit_bytes or 0))  # fmt: skip
+        self._due.limits_s = now + LIMITS_INTERVAL_S
+        evicted = self._evictor.keep_limits(self._capacity_bytes(now))
+        self._note_evicted()
+        if not evicted:
+            self._due.sweep.want()
 
     def _make_sets(self, now: float) -> None:
         """For each tenant in use; when one of them is at its quota, the others go on."""
         namespace, supplies = self._epoch
+        if self._space.refused_bytes is not None:
+            if not any(side.room.is_resting(now) for side in supplies.sides()):
+                self._space.refused_bytes = None
+            elif self._capacity_bytes(now) >= self._space.refused_bytes + self._plan.set_bytes:
+                self._space.refused_bytes = None
+                for side in supplies.sides():
+                    side.room.clear()
         for side in supplies.sides():
             while side.supply.wants_set() and not side.room.is_resting(now):
                 if not self._make_set(namespace, side, now):
@@ -300,17 +336,20 @@ class Keeper:
         """Makes room for a set and registers it. What others did in the same moment is looked at once more: two that
         saw the last room are not both given it. For that moment the index's sum may be a set above a limit; files never
         are, for nothing is written into a set before it is offered."""
-        capacity_bytes = self._capacity_bytes()
+        capacity_bytes = self._capacity_bytes(now)
         need = Need(self._plan.set_bytes, namespace.id, side.tenant)
         self._book_uses()  # or what was handed to a load a moment ago may be the longest unused
         evicted = self._evictor.make_room(need, capacity_bytes)
-        self._note_evicted(evicted)
+        self._note_evicted()
         set_id = None if evicted is None else self._add_set(need, namespace, now)
         if set_id is not None and not self._evictor.fits(replace(need, n_bytes=0), capacity_bytes):
             self._index.remove_set(set_id)
             self._done_with.to_drop.remove(set_id)
             set_id = None
+        if evicted is None and self._evictor.waits_for_space(need, capacity_bytes):
+            return False
         if set_id is None:
+            self._space.refused_bytes = capacity_bytes
             self._due.sweep.want()  # what dead writers left open may be all that fills the root
             pause_s, full = side.room.refused(now), self._plan.capacity_bytes
             why = self._evictor.why_no_room(need, capacity_bytes, full)
@@ -323,18 +362,23 @@ class Keeper:
         side.supply.offer(set_id)
         return True
 
-    def _capacity_bytes(self) -> int:
-        """The configured capacity, or less where the disk has no room for that: sets that are ready, but have no
-        files yet, take theirs first, and the reserve is others'."""
-        unwritten_bytes = self.supplies.n_unused * self._plan.set_bytes
-        on_disk_bytes = self._index.counts().n_bytes - unwritten_bytes
-        free_bytes = max(0, self._housekeeper.free_bytes() - self._evictor.rules.reserve_bytes)
-        return min(self._plan.capacity_bytes, self._evictor.room(on_disk_bytes, free_bytes))
+    def _capacity_bytes(self, now: float) -> int:
+        """Return the configured capacity, or less where the disk has no room for that. The reserve is others'."""
+        plan = self._plan
+        free_bytes = self._housekeeper.free_space().for_sets(plan.set_bytes, plan.set_files)
+        free_bytes = max(0, free_bytes - self._evictor.rules.reserve_bytes)
+        room_bytes = self._space.room.bytes_for_sets(now, self._written_bytes(), free_bytes, plan.set_bytes)
+        return min(plan.capacity_bytes, room_bytes)
+
+    def _written_bytes(self) -> int:
+        """Return what all sets take but for those of this engine that have no files yet."""
+        return self._index.counts().n_bytes - self.supplies.n_unused * self._plan.set_bytes
 
     def _keep_limits(self, now: float) -> None:
         if now >= self._due.limits_s and not self._index.was_reset:
             self._due.limits_s = now + LIMITS_INTERVAL_S
-            self._note_evicted(self._evictor.keep_limits(self._capacity_bytes()))
+            self._evictor.keep_limits(self._capacity_bytes(now))
+            self._note_evicted()
 
     def _sweep(self, now: float) -> None:
         if not self._due.sweep.is_due(now) or self._index.was_reset:
@@ -342,7 +386,8 @@ class Keeper:
         if self._due.sweep.takes(now, self._housekeeper.swept_s()):
             self._housekeeper.sweep()
 
-    def _note_evicted(self, n_bytes: int | None) -> None:
+    def _note_evicted(self) -> None:
+        n_bytes = self._evictor.take_evicted()
         if n_bytes:
             self.metrics.add(names.EVICTED_BYTES, n_bytes)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import StaleLease, TierUnavailable
+from kvtier.eviction.room import LATE_S
 from kvtier.index.base import Index, SetInfo
 from kvtier.tiers.segments import SegmentFiles
 
@@ -47,9 +49,34 @@ class Removal(NamedTuple):
 class Remover:
     """Thread-safe as far as its index is. `folder`: `<root>/v1`."""
 
-    def __init__(self, index: Index, folder: Path) -> None:
+    def __init__(self, index: Index, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._index = index
         self._folder = folder
+        self._clock = clock
+        self._watched_s: dict[bytes, float] = {}  # namespace -> time of the last removal here
+
+    def held_bytes(self) -> int:
+        """Return what files of removed sets still take because a process has them open, where a network file system
+        keeps such files under another name (`.nfsXXXX`).
+
+        Looked for in namespaces from which this process removed a set, and no longer than LATE_S: a process that hangs
+        must not keep others from saving.
+        """
+        total, now_s = 0, self._clock()
+        for namespace, removed_s in list(self._watched_s.items()):
+            n_bytes = SegmentFiles(self._folder / namespace.hex(), direct=False).held_bytes()
+            if n_bytes and 0.0 <= now_s - removed_s < LATE_S:
+                total += n_bytes
+                continue
+            self._watched_s.pop(namespace, None)
+            if n_bytes:
+                text = (
+                    "%d MiB of evicted sets still take space after %.0f s, because a process on some node holds their "
+                    "files open (`.nfs*` in %s): they no longer count against capacity_bytes; a sweep removes those "
+                    "that a crashed node left"
+                )
+                log.warning(text, n_bytes >> 20, LATE_S, namespace.hex())
+        return total
 
     def remove(self, info: SetInfo, token: int | None = None) -> int:
         """Bytes given back. `token`: see Index.remove_set. Raises StaleLease, IndexUnavailable, TierUnavailable."""
@@ -94,5 +121,6 @@ class Remover:
 
     def _unlink(self, set_id: int, namespace: bytes) -> int:
         freed_bytes = SegmentFiles(self._folder / namespace.hex(), direct=False).unlink_set(set_id)
+        self._watched_s[namespace] = self._clock()
         self._index.remove_set(set_id)  # who rebuilds the index may have read it back before its files were gone
         return freed_bytes

@@ -34,7 +34,7 @@ from kvtier.owner import Node, Owner, claim, claim_shared, default_index_path, r
 from kvtier.plain_files import NOT_ANSWERING, folder_within, hand_over
 from kvtier.record import FORMAT_VERSION
 from kvtier.sizes import exact
-from kvtier.tiers.segments import SUFFIX
+from kvtier.tiers.segments import KEPT_OPEN, SUFFIX
 
 log = logging.getLogger("kvtier")
 
@@ -240,8 +240,22 @@ def remove_leftovers(folder: Path, before_s: float) -> None:
     for place in (folder.parent, folder, folder / NOTES_FOLDER, *namespace_folders(folder)):
         with suppress(OSError):
             for entry in os.scandir(place):
-                if _LEFTOVER.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_mtime < before_s:
-                    os.unlink(entry.path)
+                with suppress(OSError):  # EBUSY: an NFS file that a process of this node has open
+                    if _is_leftover(entry, before_s):
+                        os.unlink(entry.path)
+
+
+def _is_leftover(entry: os.DirEntry[str], before_s: float) -> bool:
+    """Return whether no process can need the file any more.
+
+    A removed segment that a node has open (KEPT_OPEN) is removed by that node at the last close; what is left belongs
+    to a node that crashed. Its name, and so its ctime, is as old as the removal: no read takes so long. Were it open
+    somewhere, its reader would get ESTALE or go on; it never gets other bytes.
+    """
+    if not (_LEFTOVER.fullmatch(entry.name) or KEPT_OPEN.fullmatch(entry.name)):
+        return False
+    found = entry.stat(follow_symlinks=False)
+    return max(found.st_mtime, found.st_ctime) < before_s
 
 
 def read_namespace(folder: Path) -> Namespace:

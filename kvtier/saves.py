@@ -41,6 +41,7 @@ from kvtier.tiers.descriptors import OpenSegment
 from kvtier.worker import Worker
 
 ANSWER_GRACE_S = 0.25  # a job that has not ended so long after its deadline is answered for its thread, seconds
+FULL_PAUSE_S = 0.5  # pause after a save met a full disk or quota; the next one finds out whether there is room, seconds
 JOB_CHUNKS = 16
 """Chunks of one background job: one job copies down and the next writes."""
 
@@ -340,7 +341,9 @@ class Saver:
                 outcomes.update(
                     (key, SaveOutcome.NO_SPACE) for key, was in outcomes.items() if was is SaveOutcome.FAILED
                 )
-            self._rest(str(fault))
+                self._wait_for_room(str(fault))
+            else:
+                self._rest(str(fault))
         except IndexUnavailable as fault:  # nobody would find what is written now
             self._rest(str(fault))
         except Corrupt as fault:
@@ -492,10 +495,16 @@ class Saver:
 
     def _note_disk(self, outcomes: dict[bytes, SaveOutcome]) -> None:
         if SaveOutcome.NO_SPACE in outcomes.values():
-            self._rest("no space left on device")
+            self._wait_for_room("a write met a full disk or quota")
         elif SaveOutcome.SAVED in outcomes.values():
             with self._lock:
                 self._disk.worked()
+
+    def _wait_for_room(self, why: str) -> None:
+        """Pause briefly: the keeper evicts, and once there is room the next save works."""
+        with self._lock:
+            self._disk.pause(self._worker.clock(), FULL_PAUSE_S)
+        self._log.warning("full", "no room to save, tried again every %.1f s: %s", FULL_PAUSE_S, why)
 
     def _rest(self, why: str) -> None:
         with self._lock:

@@ -197,6 +197,8 @@ class Store:
         for answer in done:
             if answer.outcome is SaveOutcome.NO_SPACE:
                 self._keeper.report_full_disk()
+            elif answer.outcome is SaveOutcome.SAVED:
+                self._keeper.report_saved()
             if answer.outcome in (SaveOutcome.NO_SPACE, SaveOutcome.RESTING):
                 self._resume_at_s = self._clock() + REST_S
             known = self._known.get(answer.key)

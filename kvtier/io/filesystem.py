@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtier.sizes import size
+
 MOUNTINFO = "/proc/self/mountinfo"
 
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -19,6 +21,8 @@ NETWORK_KINDS = frozenset({
 })  # fmt: skip
 """File systems that other machines may have mounted at the same time. FUSE is added below: its daemon is unknown, and
 nothing promises that memory mapped by two processes is the same memory."""
+
+RESERVED_FILES = 8  # inodes left to files that are no segments: drafts, probes, locks
 
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
@@ -97,6 +101,37 @@ class FileSystem:
         return (
             f"{self.mount_point} is mounted with NFS {version}, which cannot reserve space: segments grow as they are "
             "written, and a full disk shows only then; mount it with vers=4.2"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSpace:
+    """What a file system has left for this user. n_files: inodes; None where it does not count any."""
+
+    n_bytes: int
+    n_files: int | None = None
+
+    @classmethod
+    def of(cls, disk: os.statvfs_result) -> FreeSpace:
+        """From the answer of statvfs."""
+        return cls(disk.f_bavail * disk.f_frsize, disk.f_favail if disk.f_files else None)
+
+    def for_sets(self, set_bytes: int, set_files: int) -> int:
+        """Return the bytes that segment sets of that size may take: each needs its files' inodes, too."""
+        if self.n_files is None:
+            return self.n_bytes
+        return min(self.n_bytes, max(0, self.n_files - RESERVED_FILES) // set_files * set_bytes)
+
+    def why_full(self, need_bytes: int) -> str:
+        """Name the cause for which this file system refused room for `need_bytes` (on disk, a set)."""
+        free = size(self.n_bytes)
+        if self.n_files is not None and self.n_files <= RESERVED_FILES:
+            return f"the root's file system has {self.n_files} inodes left ({free} are free; see df -i)"
+        if self.n_bytes < need_bytes:
+            return f"the root's disk is full ({free} are free)"
+        return (
+            f"the root's storage says that it is full, although {free} are free: a quota of this user, group, project "
+            "or folder, or one full OST, brick or disk of several"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import threading
 import uuid
 import weakref
@@ -29,6 +30,8 @@ from kvtier.record import SegmentHeader, is_blank
 from kvtier.tiers.descriptors import Descriptors, OpenSegment
 
 SUFFIX = ".kvseg"
+# Name of an unlinked file that a process of its node has open: kernel NFS, libfuse.
+KEPT_OPEN = re.compile(r"\.(nfs[0-9a-f]{24}|fuse_hidden[0-9a-f]{16})")
 _OFFSET_MAX = (1 << 63) - 1
 
 
@@ -223,6 +226,19 @@ class SegmentFiles:
             return os.lstat(self.folder / segment_name(set_id, rank))
         except FileNotFoundError:
             return None
+
+    def held_bytes(self) -> int:
+        """Return what unlinked files take on disk that a process has open, where the file system gives them another
+        name. Local file systems do not, and are not listed."""
+        if not file_system_of(self.folder).is_network:
+            return 0
+        total = 0
+        with suppress(OSError):  # the folder is gone, or away
+            for entry in os.scandir(self.folder):
+                if KEPT_OPEN.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+        return total
 
     def unlink_set(self, set_id: int) -> int:
         """Removes the set's files; readers that have one open read on (I3). Returns the bytes given back."""

@@ -20,7 +20,8 @@ from kvtier.assemble import open_transfer
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.eviction.limits import Need
 from kvtier.eviction.pins import Pin
-from kvtier.evictor import HELD_S, Evictor
+from kvtier.eviction.room import LATE_S, Room
+from kvtier.evictor import Evictor
 from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
@@ -228,16 +229,14 @@ def test_a_disk_smaller_than_the_capacity_is_used_and_never_emptied() -> None:
     shutil.rmtree(f"{root}-index")
 
 
-def test_room_that_evicted_files_still_take_is_not_made_once_more(tmp_path: Path) -> None:
-    now_s = 0.0
-    evictor = Evictor(MemoryIndex(), tmp_path, "", clock=lambda: now_s)
-    assert evictor.room(90, 10) == 100
-    now_s = 1.0
-    assert evictor.room(80, 10) == evictor.room(80, 10) == 100  # held
-    assert evictor.room(80, 20) == 100  # free at last
-    assert evictor.room(80, 0) == 90  # others took more than what was held
-    now_s += HELD_S
-    assert evictor.room(80, 0) == 80
+def test_room_that_evicted_files_still_take_is_not_made_once_more() -> None:
+    room = Room()
+    assert room.bytes_for_sets(0.0, 90, 10) == 100
+    assert room.bytes_for_sets(1.0, 80, 10) == room.bytes_for_sets(50.0, 80, 10) == 100  # not shown yet
+    assert room.bytes_for_sets(50.0, 80, 0) == 90  # others took more than what was late
+    assert room.bytes_for_sets(1.0 + LATE_S, 80, 0) == 80
+    assert room.bytes_for_sets(70.0, 70, 0) == 80 and room.bytes_for_sets(71.0, 70, 10) == 80  # shown at last
+    assert room.bytes_for_sets(73.0, 70, 0) == 70, "what others take after that is no room"
 
 
 def test_a_full_disk_is_not_emptied_while_readers_hold_what_was_evicted() -> None:

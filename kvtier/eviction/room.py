@@ -1,0 +1,88 @@
+"""Room on the disk: how many bytes a root's segment sets may take, by what the disk says and by what it refused. Pure.
+
+statvfs does not know of quotas, of one full OST behind a sum, and on some file systems not yet of space that was just
+freed. So a refused write, preallocation or create is a limit of its own, and evicted files count as room until their
+space had time to show: to evict more in their place would empty the root.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+LATE_S = 60.0  # longest time for the space of evicted files to show on the disk, seconds
+SETTLE_FIRST_S, SETTLE_MAX_S = 5.0, 60.0  # time after an eviction in which a refusal says nothing new, seconds
+PROBE_INTERVAL_S = 60.0  # interval at which a limit that was learned from a refusal is raised, seconds
+
+
+class Room:
+    """Of one root, as one engine sees it. Times are seconds of any clock."""
+
+    def __init__(self) -> None:
+        self._before = (0, 0)  # bytes of all sets at the last look; the room when no eviction was late
+        self._late: deque[tuple[float, int]] = deque()  # (time, bytes) of evictions whose space may not show yet
+        self._evicted_s = float("-inf")
+        self._settle_s = SETTLE_FIRST_S
+        self.limit_bytes: int | None = None  # room by the last refusal; None: nothing was refused
+        self._refused_s = float("-inf")
+        self._raise_s = 0.0
+        self._step_bytes = 0
+        self._disk_agreed = False  # statvfs said, too, that the disk is full
+
+    def bytes_for_sets(self, now_s: float, set_bytes: int, free_bytes: int, need_bytes: int = 0) -> int:
+        """Return how many bytes sets may take in all.
+
+        Args:
+            set_bytes: of all sets in the index that have files.
+            free_bytes: by statvfs.
+            need_bytes: of one set.
+        """
+        room_bytes = self._by_disk(now_s, set_bytes, free_bytes)
+        if self.limit_bytes is None:
+            return room_bytes
+        if self._disk_agreed and free_bytes >= need_bytes:  # what statvfs says was the whole truth
+            self.limit_bytes = None
+            return room_bytes
+        if now_s >= self._raise_s:
+            self._step_bytes = max(need_bytes, 2 * self._step_bytes)
+            self.limit_bytes += self._step_bytes
+            self._raise_s = now_s + PROBE_INTERVAL_S
+        return min(room_bytes, self.limit_bytes)
+
+    def _by_disk(self, now_s: float, set_bytes: int, free_bytes: int) -> int:
+        before_bytes, known_bytes = self._before
+        if set_bytes < before_bytes:
+            self._late.append((now_s, before_bytes - set_bytes))
+            self._evicted_s = now_s
+        room_bytes = set_bytes + free_bytes
+        if room_bytes >= known_bytes:  # all of it shows
+            self._late.clear()
+        while self._late and not 0.0 <= now_s - self._late[0][0] < LATE_S:
+            self._late.popleft()
+        if self._late:
+            room_bytes = min(known_bytes, room_bytes + sum(n_bytes for _, n_bytes in self._late))
+        else:
+            known_bytes = room_bytes
+        self._before = (set_bytes, known_bytes)
+        return room_bytes
+
+    def refused(self, now_s: float, set_bytes: int, free_bytes: int, need_bytes: int) -> bool:
+        """Take it as the limit that there was no room for a set beside `set_bytes`. Return whether it is news: soon
+        after an eviction it is not, because the space of what was evicted may still be on its way."""
+        self._refused_s = now_s
+        if 0.0 <= now_s - self._evicted_s < self._settle_s:
+            return False
+        self._settle_s = min(SETTLE_MAX_S, 2 * self._settle_s)
+        self._evicted_s = now_s  # of what the caller evicts now
+        self.limit_bytes = max(0, set_bytes - need_bytes)
+        self._disk_agreed = free_bytes < need_bytes
+        self._raise_s = now_s + PROBE_INTERVAL_S
+        self._step_bytes = 0
+        return True
+
+    def worked(self, now_s: float, set_bytes: int, need_bytes: int) -> None:
+        """Note that records were saved. Where nothing was refused for a while, there is room for what is written."""
+        if now_s - self._refused_s < SETTLE_FIRST_S:  # it may have been a segment that was made before
+            return
+        self._settle_s = SETTLE_FIRST_S
+        if self.limit_bytes is not None and set_bytes > self.limit_bytes:
+            self.limit_bytes = set_bytes + need_bytes
