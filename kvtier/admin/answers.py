@@ -268,13 +268,15 @@ class KeptSets(BaseModel):
 
 class Evicted(BaseModel):
     """What was evicted, or with dry_run would be; sets: the first SETS_SHOWN_MAX of n_sets. kept: what is meant and
-    stays, and why. is_complete: false when the evictor stopped before the end: ask again for the rest."""
+    stays, and why. is_complete: false when the evictor stopped before the end: ask again for the rest. unlinked_bytes:
+    what the files took on disk; a process that has one open keeps its space, engines for some seconds."""
 
     model_config = _ANSWER
     dry_run: bool
     is_complete: bool
     n_sets: int
     n_bytes: int
+    unlinked_bytes: int
     sets: list[SetRow]
     kept: list[KeptSets]
 

@@ -60,7 +60,8 @@ def evict(opened: Opened, selection: Selection, dry_run: bool, include_pinned: b
     kept = [row for why in get_args(KeptReason) if (row := _kept(done.kept, why)) is not None]
     return Evicted(
         dry_run=dry_run, is_complete=all(row.why != "not reached" for row in kept), n_sets=len(done.sets),
-        n_bytes=done.n_bytes, sets=[row_of(info, protected) for info in done.sets[:SETS_SHOWN_MAX]], kept=kept,
+        n_bytes=done.n_bytes, unlinked_bytes=done.freed_bytes,
+        sets=[row_of(info, protected) for info in done.sets[:SETS_SHOWN_MAX]], kept=kept,
     )  # fmt: skip
 
 

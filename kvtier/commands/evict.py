@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from kvtier.admin.answers import Evicted, KeptSets, SetRow
 from kvtier.admin.change import evict
 from kvtier.admin.opened import Opened
+from kvtier.commands.freed import free_bytes, holders, wait_until_free
 from kvtier.commands.place import NotDone, add_place, deployment
 from kvtier.commands.prompts import (
     add_namespace,
@@ -53,7 +55,8 @@ def run_evict(options: argparse.Namespace) -> int:
     if options.include_pinned and not options.all:
         raise NotDone("--include-pinned goes with --all only: remove the pins of what is to go (kvtier unpin)")
     with deployment(options) as opened:
-        selection = _selection(options, opened)
+        selection, folder = _selection(options, opened), opened.root.folder
+        before_bytes = free_bytes(folder)
         planned = evict(opened, selection, dry_run=True, include_pinned=options.include_pinned)
         if options.dry_run:
             done = planned
@@ -61,14 +64,28 @@ def run_evict(options: argparse.Namespace) -> int:
             done = evict(opened, selection, dry_run=False, include_pinned=options.include_pinned)
         else:  # there is nothing to ask about
             done = planned.model_copy(update={"dry_run": False})
+        freed_bytes = wait_until_free(folder, before_bytes, done.unlinked_bytes)
+        holding = holders(folder) if freed_bytes < done.unlinked_bytes else []
     if options.json:
-        print_json(done.model_dump(mode="json"))
+        print_json(done.model_dump(mode="json") | {"freed_bytes": freed_bytes, "held_by": holding})
     else:
         _print(done)
+        if done.unlinked_bytes:
+            print(_freed(done, freed_bytes, holding))
     asked_for = [kept for kept in done.kept if kept.why != "pinned"]
     if asked_for:
         raise NotDone("not all of it: " + "; ".join(_stays(kept) for kept in asked_for))
     return OK
+
+
+def _freed(done: Evicted, freed_bytes: int, holding: Sequence[str]) -> str:
+    if freed_bytes >= done.unlinked_bytes:
+        return f"{size(freed_bytes)} became free on the disk"
+    by = f"processes of this node hold files open: {', '.join(holding)}" if holding else (
+        "no process of this node that this user sees holds it: another node does, or the file system frees it later, "
+        "or it was used again"
+    )  # fmt: skip
+    return f"{size(freed_bytes)} of {size(done.unlinked_bytes)} became free on the disk so far; {by}"
 
 
 def _selection(options: argparse.Namespace, opened: Opened) -> Selection:

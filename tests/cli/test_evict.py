@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.cli import main
+from kvtier.commands import freed
 from kvtier.config import CONFIG_VARIABLE
+from kvtier.sizes import size
 from tests.cli.asking import refused
 from tests.core.rig import Engine
+from tests.core.test_capacity import small_disk
 
 CHUNKS = 5
 KILLED = """
@@ -64,6 +69,31 @@ def test_people_read_the_same(live: Engine, capsys: pytest.CaptureFixture[str]) 
     assert main(["evict", str(live.root.parent / "kvtier.yaml"), "--all", "--yes"]) == 2
     captured = capsys.readouterr()
     assert captured.out.startswith("0 segment sets evicted, 0") and "open, for a running engine" in captured.err
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_space_is_called_free_when_it_is(
+    is_held: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    monkeypatch.setattr(freed, "SHOW_TIMEOUT_S", 1.0)
+    config = tmp_path / "kvtier.yaml"
+    with small_disk(64) as disk, ExitStack() as stack:
+        index = f"index: {{path: {tmp_path / 'index'}}}\n"
+        config.write_text(f"root: {disk}\ncapacity_bytes: 32MiB\nsegment_bytes: 4MiB\n{index}")
+        engine = Engine(disk, changes={"index": {"path": str(tmp_path / "index")}, "capacity_bytes": 32 << 20})
+        engine.save(list(range(64 * CHUNKS)), list(range(4 * CHUNKS)))
+        engine.close()
+        (path,) = disk.glob("v1/*/*.kvseg")
+        n_bytes = path.stat().st_blocks * 512
+        if is_held:
+            stack.enter_context(path.open("rb"))
+        assert main(["evict", str(config), "--all", "--yes"]) == 0
+        said = capsys.readouterr().out
+        if is_held:
+            assert f"of {size(n_bytes)} became free" in said and f"(pid {os.getpid()})" in said, said
+        else:
+            assert f"{size(n_bytes)} became free on the disk" in said, said
 
 
 def test_enough_is_enough(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
