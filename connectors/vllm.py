@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvtier.config import Settings
+from kvtier.connectors import vllm_start
 from kvtier.connectors.bridge import Step
 from kvtier.connectors.vllm_checks import check_model
 from kvtier.connectors.vllm_log import join_log
@@ -202,3 +203,4 @@ def check_release() -> None:
 
 _label_hits()
 _register()
+vllm_start.install()

@@ -126,6 +126,14 @@ def signer_of(settings: Settings, namespace: Namespace, shares: Sequence[RankSha
     return signer
 
 
+def check_place(settings: Settings) -> None:
+    """Open the root and its index as an engine does, and close them, so that a start is refused before the model is
+    loaded. Raises ConfigError; IndexUnavailable where an embedded index does not open."""
+    root = open_root(settings)
+    if settings.index.kind != "memory":  # that one is shared by all of a process, and nothing of it can be wrong
+        open_index(settings, root).close()
+
+
 def open_store(
     settings: Settings, namespace: Namespace, shares: Sequence[RankShare], about: About | None = None,
     codec: Codec | None = None, spares_max: int = SPARES_MAX,

@@ -321,4 +321,5 @@ def test_a_refusal_stops_start_up_with_one_message(lab: Any) -> None:
     spec = {"root": str(lab.folder / "refused"), "transfer": {"kv_load_failure_policy": "fail"}, "scenarios": []}
     status, log = lab.start(lab.folder / "refused.json", spec, sys.executable)
     assert status != 0
-    assert "ConfigError: kvtier: kv_load_failure_policy = 'fail': add " in log
+    assert "ConfigError: kvtier: kv_load_failure_policy = 'fail': add " in log.splitlines()[-1]
+    assert "Loading safetensors" not in log, "weights were loaded before the refusal"

@@ -1,0 +1,85 @@
+"""Checks that run in vLLM's front end, where it chooses the executor: before any weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ConfigError
+
+pytest.importorskip("vllm")
+
+from vllm.config import KVTransferConfig
+from vllm.v1.executor.abstract import Executor
+
+from kvtier.connectors import vllm, vllm_start
+from tests.engines.test_refusals import engine
+
+
+def asked(extra: dict[str, Any], **changes: Any) -> Any:
+    transfer = KVTransferConfig(
+        kv_connector=vllm_start.NAME, kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector_module_path="kvtier.connectors.vllm", kv_connector_extra_config=extra,
+    )  # fmt: skip
+    return engine(kv_transfer_config=transfer, parallel__distributed_executor_backend="uni", **changes)
+
+
+def settings_at(root: Path, **more: Any) -> dict[str, Any]:
+    return {"root": str(root), "capacity_bytes": "1GiB", "segment_bytes": "16MiB", "chunk_tokens": 64, **more}
+
+
+def test_the_choice_of_an_executor_is_checked() -> None:
+    assert vllm.KVTierConnector.__name__ == vllm_start.NAME
+    assert hasattr(Executor.get_class, vllm_start.MARK)
+    choose = Executor.get_class
+    vllm_start.install()
+    assert Executor.get_class is choose, "it was wrapped twice"
+    assert Executor.get_class(engine(parallel__distributed_executor_backend="uni", kv_transfer_config=None))
+
+
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"no_such_key": 1}, "no_such_key"), ({"root": "/proc/nope"}, "root"),
+    ({"index": {"kind": "redis", "url": "nonsense"}}, "index.url"),
+    ({"host": {"arena_bytes": "1000TiB"}}, "host.arena_bytes"),
+])  # fmt: skip
+def test_wrong_settings_and_roots_are_refused(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Executor.get_class(asked(settings_at(tmp_path / "root") | changes))
+    assert caught.value.key == key
+
+
+def test_a_right_one_is_opened_and_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = asked(settings_at(tmp_path / "root"))
+    Executor.get_class(config)
+    assert (tmp_path / "root" / "v1" / "owner.json").exists()
+    monkeypatch.setattr(vllm_start, "check_place", lambda settings: pytest.fail("it was opened a second time"))
+    Executor.get_class(config)
+
+
+@pytest.mark.parametrize("elsewhere", [{"data_parallel_backend": "ray"}, {"data_parallel_size_local": 0}])
+def test_the_root_of_another_machine_is_left_alone(elsewhere: dict[str, Any], tmp_path: Path) -> None:
+    changes = {f"parallel__{name}": value for name, value in elsewhere.items()}
+    Executor.get_class(asked(settings_at(tmp_path / "root"), **changes))
+    assert not (tmp_path / "root").exists()
+    with pytest.raises(ConfigError):
+        Executor.get_class(asked({"no_such_key": 1}, **changes))
+
+
+def test_children_of_a_multi_connector_are_checked(tmp_path: Path) -> None:
+    child = {
+        "kv_connector": vllm_start.NAME, "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": settings_at(tmp_path / "root"),
+    }  # fmt: skip
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+    def several(one: dict[str, Any]) -> Any:
+        extra = {"connectors": [other, one]}
+        transfer = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+        return engine(kv_transfer_config=transfer, parallel__distributed_executor_backend="uni")
+
+    Executor.get_class(several(child))
+    assert (tmp_path / "root" / "v1").is_dir()
+    with pytest.raises(ConfigError, match="/proc/nope"):
+        Executor.get_class(several(child | {"kv_connector_extra_config": settings_at(Path("/proc/nope"))}))
