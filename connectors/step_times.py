@@ -1,19 +1,16 @@
 """How long the engine's steps take, from when they are planned. Pure: the clock is passed in.
 
-An engine that schedules ahead plans step k+1 before step k has ended, so the time between two plans belongs to one
-step or to the one before it. It is counted only within a run of steps that have a request in common (so the engine was
-busy throughout) and are alike (so it does not matter which of them the time belongs to).
+An engine that plans `ahead` steps before the oldest one ended plans step k + 1 + ahead as soon as step k ends, as long
+as it has something to compute. That is so where steps k to k + 1 + ahead have a request in common. Step k began when
+step k + ahead was planned: at once after its own plan where the engine was idle, else when the step before it ended.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-
-ALIKE = 0.8
-"""Two steps are alike when the smaller has that much of the larger one's tokens, or both are of few tokens."""
-FEW_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +21,26 @@ class _Planned:
 
 
 class StepTimes:
-    """`report` is called with (tokens, seconds) of each step that could be timed."""
+    """`report` is called with (tokens, seconds) of each step that could be timed. ahead: 0 where a step is planned once
+    the one before it ended."""
 
-    def __init__(self, report: Callable[[int, float], None]) -> None:
+    def __init__(self, report: Callable[[int, float], None], ahead: int = 0) -> None:
         self._report = report
-        self._last: tuple[_Planned, ...] = ()
+        self._ahead = ahead
+        self._steps: deque[_Planned] = deque(maxlen=ahead + 2)
 
     def planned(self, requests: AbstractSet[str], n_tokens: int, now_s: float) -> None:
         """A step is planned that computes `n_tokens` tokens of these requests."""
-        step = _Planned(now_s, n_tokens, frozenset(requests))
-        if len(self._last) == 2:
-            one, two = self._last
-            if one.requests & two.requests & step.requests and _is_alike(one.n_tokens, two.n_tokens):
-                self._report(min(one.n_tokens, two.n_tokens), step.at_s - two.at_s)
-        self._last = (*self._last[-1:], step)
+        self._steps.append(_Planned(now_s, n_tokens, frozenset(requests)))
+        if len(self._steps) < self._ahead + 2:
+            return
+        oldest, newest = self._steps[0], self._steps[-1]
+        if frozenset.intersection(*(step.requests for step in self._steps)):
+            self._report(oldest.n_tokens, newest.at_s - self._steps[-2].at_s)
 
-
-def _is_alike(one: int, two: int) -> bool:
-    return max(one, two) <= FEW_TOKENS or min(one, two) >= ALIKE * max(one, two)
+    def ended(self, request_id: str, now_s: float) -> None:
+        """A request ended. Where nothing is planned ahead, so did the step that was planned last, if it was in it."""
+        if not self._ahead and self._steps and request_id in self._steps[-1].requests:
+            step = self._steps[-1]
+            self._steps.clear()  # others may have ended with it
+            self._report(step.n_tokens, now_s - step.at_s)

@@ -51,15 +51,8 @@ class SchedulerHalf:
             log.warning(
                 "after each update of the weights call reset_prefix_cache(reset_connector=True), or old KV is reused"
             )
-        if loss := loss_text(settings.codec):
-            log.warning("%s", loss)
         loads, self._saves = roles(vllm_config)
-        if not can_continue(vllm_config):
-            log.warning(
-                "this model's pooling needs all tokens of a prompt in one step, so vLLM caches no prefixes of it: "
-                "nothing is loaded, and %s; run it without the kvtier connector",
-                "saves are of use to other engines only" if self._saves else "nothing is saved",
-            )
+        _warn_at_start(vllm_config, settings, self._saves)
         self._faults = Faults()
         model = vllm_config.model_config
         label = getattr(model, "served_model_name", None) or model.model
@@ -68,8 +61,11 @@ class SchedulerHalf:
             vllm_platforms.device_name(),
         )  # fmt: skip
         self._store = open_store(settings, identity.namespace, identity.shares, about)
-        self._costs = LoadCosts(load_limit(settings), self._store.costs)
-        self._step_times = StepTimes(self._saw_step)
+        kept = self._store.costs
+        self._costs = LoadCosts(load_limit(settings), kept)
+        if kept is not None and kept.expected is not None:
+            self._store.reporter.expect(kept.expected.prefill_token_s)
+        self._step_times = StepTimes(self._saw_step, _steps_ahead(vllm_config))
         shape = ChunkShape(settings.chunk_tokens, spec.block_size)
         self._bridge = SchedulerBridge(
             self._store, shape, self._costs.limit, settings.index.answer_timeout_s, self._faults
@@ -129,6 +125,7 @@ class SchedulerHalf:
         """A request ended, however it did; its blocks are free from the next step on, after that step's `before`."""
         if request.request_id not in self._requests:
             return
+        self._step_times.ended(request.request_id, time.monotonic())
         self._tables.pop(request.request_id, None)
         reached = self._given.ended(request.request_id)
         frontier = self._faults.guard("looking at an end", lambda: self._frontiers.of_end(request, reached), 0)
@@ -242,6 +239,27 @@ class SchedulerHalf:
             elif request_id in self._tables:
                 self._tables[request_id] += added[0]
         return True
+
+
+def _warn_at_start(vllm_config: Any, settings: Settings, saves: bool) -> None:
+    """Log what costs answers or hits, and does not stop a start."""
+    if loss := loss_text(settings.codec):
+        log.warning("%s", loss)
+    if not can_continue(vllm_config):
+        log.warning(
+            "this model's pooling needs all tokens of a prompt in one step, so vLLM caches no prefixes of it: "
+            "nothing is loaded, and %s; run it without the kvtier connector",
+            "saves are of use to other engines only" if saves else "nothing is saved",
+        )
+
+
+def _steps_ahead(vllm_config: Any) -> int:
+    """Return how many steps vLLM plans before the oldest one ended."""
+    batches = getattr(vllm_config, "max_concurrent_batches", None)
+    if batches is None:  # before 0.27 only the executor knows it
+        is_async = getattr(vllm_config.scheduler_config, "async_scheduling", False)
+        batches = max(vllm_config.parallel_config.pipeline_parallel_size, 2 if is_async else 1)
+    return int(batches) - 1
 
 
 def rewritten_blocks(scheduled: Any) -> frozenset[int]:

@@ -60,7 +60,7 @@ HELP = {
     names.PINNED_FILE_BYTES: "Bytes of segments on tmpfs that were pinned, so that GPUs copy out of them.",
     names.SAVE_TOKENS: "Tokens whose KV was saved.",
     names.SAVE_BYTES: "Bytes of KV that were saved, over all ranks.",
-    names.SAVE_SECONDS: "Seconds that saves took in the background.",
+    names.SAVE_SECONDS: "Seconds that batches of saves took to be written and published, without waits in queues.",
     names.SKIPPED_QUEUE_FULL: "Chunks not saved because the queue was full.",
     names.SKIPPED_NO_SPACE: "Chunks not saved because there was no space.",
     names.SKIPPED_PRESENT: "Chunks not saved because another engine had saved them.",

@@ -84,9 +84,14 @@ class SaveOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SaveDone:
-    """One answer to a SaveChunk, by each rank that has something of it to write."""
+    """One answer to a SaveChunk, by each rank that has something of it to write.
+
+    took_s: from its gather to this answer, seconds; the wait in the queue is in it, the wait for the engine's next
+    step, which takes the answer, is not.
+    """
 
     key: bytes
     set_id: int
     slot: int
     outcome: SaveOutcome
+    took_s: float = 0.0

@@ -102,7 +102,9 @@ class WorkerReport(BaseModel):
     read_ceiling_bytes_s: what the storage gave when it was calibrated; None: not measured (without a GPU it never is).
     prefill_token_s: what computing a token takes, measured from the engine's own steps; None: no long prefill yet.
     capacity_bytes: of the root, by the engine's settings; None: it does not tell.
-    ttft_saved_s: sum over loads of what their tokens would have taken to compute, less what the loads took.
+    ttft_saved_s: sum over loads of what their tokens would have taken to compute, less what the loads took; None: not
+    measured, for no step of PREFILL_TOKENS_MIN tokens was timed yet. ttft_saved_recent_s: how much it grew in the last
+    `interval_s` seconds.
     """
 
     model_config = _FROZEN
@@ -127,8 +129,8 @@ class WorkerReport(BaseModel):
     save: Latency = Latency()
     read_ceiling_bytes_s: Amount | None = None
     prefill_token_s: Amount | None = None
-    ttft_saved_s: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    ttft_saved_recent_s: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    ttft_saved_s: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    ttft_saved_recent_s: Annotated[float, Field(allow_inf_nan=False)] | None = None
     arenas: Annotated[tuple[ArenaFill, ...], Field(max_length=4)] = ()
     top_prefixes: Annotated[tuple[TopPrefix, ...], Field(max_length=TOP_PREFIXES)] = ()
 
@@ -207,7 +209,10 @@ class _Seen:
     ceiling_bytes_s: float | None = None
     times: dict[What, _Times] = field(default_factory=lambda: {what: _Times() for what in get_args(What)})
     prefill_token_s: float | None = None
-    saved_s: float = 0.0
+    expected_token_s: float | None = None  # of an engine like this one, until a prefill of this one was timed
+    saved_s: float | None = None
+    load_tokens: float = 0.0  # of loads that ended before a prefill was timed, a rank, tokens
+    load_s: float = 0.0  # what these loads took, a rank, seconds
     hits: dict[bytes, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -240,14 +245,30 @@ class Reporter:
         """One rank's part of a load ended."""
         self.took("load", seconds)
         with self._lock:
-            if self._seen.prefill_token_s is not None:
-                self._seen.saved_s += (tokens * self._seen.prefill_token_s - seconds) / self._about.ranks
+            self._seen.load_tokens += tokens / self._about.ranks
+            self._seen.load_s += seconds / self._about.ranks
+            self._count_loads()
 
     def saw_step(self, tokens: int, seconds: float) -> None:
         """One step of the engine that computed `tokens` tokens in all."""
         if tokens >= PREFILL_TOKENS_MIN and seconds > 0:
             with self._lock:
                 self._seen.prefill_token_s = running_mean(self._seen.prefill_token_s, seconds / tokens)
+                self._count_loads()
+
+    def expect(self, prefill_token_s: float) -> None:
+        """Take what computing a token took in an engine like this one, until a prefill of this one was timed."""
+        with self._lock:
+            self._seen.expected_token_s = prefill_token_s
+            self._count_loads()
+
+    def _count_loads(self) -> None:
+        """Turn loads into time saved, also those that ended before it was known what computing takes."""
+        seen = self._seen
+        token_s = seen.prefill_token_s or seen.expected_token_s
+        if token_s is not None:
+            seen.saved_s = (seen.saved_s or 0.0) + seen.load_tokens * token_s - seen.load_s
+            seen.load_tokens = seen.load_s = 0.0
 
     def saw_hit(self, key: bytes, tokens: int) -> None:
         """A load of the prefix that ends with chunk `key` was planned."""
@@ -277,10 +298,12 @@ class Reporter:
                 counters=counters, recent={name: value for name, value in recent.items() if value},
                 **{what: times.latency() for what, times in seen.times.items()},
                 read_ceiling_bytes_s=seen.ceiling_bytes_s, prefill_token_s=seen.prefill_token_s,
-                ttft_saved_s=seen.saved_s, ttft_saved_recent_s=seen.saved_s - self._last_saved_s, arenas=seen.arenas,
+                ttft_saved_s=seen.saved_s,
+                ttft_saved_recent_s=None if seen.saved_s is None else seen.saved_s - self._last_saved_s,
+                arenas=seen.arenas,
                 top_prefixes=tuple(TopPrefix(key=key.hex(), tokens=n, hits=hits) for key, (n, hits) in top),
             )  # fmt: skip
-            self._last_s, self._last_counters, self._last_saved_s = now_s, counters, seen.saved_s
+            self._last_s, self._last_counters, self._last_saved_s = now_s, counters, seen.saved_s or 0.0
         return made
 
 

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +82,33 @@ class _GivenUp(Exception):
     """The job ended at its deadline."""
 
 
+class _Answers:
+    """Answers to saves, each with the time since its chunk was gathered. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._began_s: dict[bytes, float] = {}  # by key, of chunks that are not answered yet
+        self._done: list[SaveDone] = []
+
+    def begin(self, chunks: Iterable[SaveChunk]) -> None:
+        now = self._clock()
+        with self._lock:
+            self._began_s.update((chunk.key, now) for chunk in chunks)
+
+    def add(self, outcomes: Iterable[tuple[SaveChunk, SaveOutcome]]) -> None:
+        now = self._clock()
+        with self._lock:
+            for chunk, outcome in outcomes:
+                took_s = max(0.0, now - self._began_s.pop(chunk.key, now))
+                self._done.append(SaveDone(chunk.key, chunk.set_id, chunk.slot, outcome, took_s))
+
+    def take(self) -> list[SaveDone]:
+        with self._lock:
+            done, self._done = self._done, []
+        return done
+
+
 class SaveBounds(NamedTuple):
     """Chunks that saves may hold in the arena that they are gathered into. gathered_max: until they are copied down, or
     written from it; held_max: beside those, copied down already, until they may stay there as a cache."""
@@ -105,7 +132,7 @@ class Saver:
         self._lowering = None if host is None or writes is None else Lowering(worker, host, writes)
         self._segments = None if writes is None else OwnSegments(worker, writes)
         self._lock = threading.Lock()
-        self._done: list[SaveDone] = []
+        self._answers = _Answers(worker.clock)
         self._in_flight = 0
         self._n_held = 0
         self._disk = Backoff()
@@ -120,6 +147,7 @@ class Saver:
         if writes is None:
             return
         self.end_overdue()
+        self._answers.begin(plan.chunks)
         staged: list[Staged] = []  # ours to give back until a job has them
         outcomes = {chunk.key: SaveOutcome.FAILED for chunk in plan.chunks}  # of those that no job answers
         try:
@@ -153,9 +181,7 @@ class Saver:
 
     def take_done(self) -> list[SaveDone]:
         self.end_overdue()
-        with self._lock:
-            done, self._done = self._done, []
-        return done
+        return self._answers.take()
 
     def end_overdue(self) -> None:
         """Answer the jobs whose threads hang beyond the deadline, give their slots back, and have others' jobs run."""
@@ -515,8 +541,7 @@ class Saver:
         for _, outcome in outcomes:
             if outcome in _SKIPS:
                 self._worker.metrics.add(_SKIPS[outcome])
-        with self._lock:
-            self._done += [SaveDone(chunk.key, chunk.set_id, chunk.slot, outcome) for chunk, outcome in outcomes]
+        self._answers.add(outcomes)
 
 
 def _failure(result: OpResult) -> SaveOutcome:

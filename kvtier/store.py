@@ -47,7 +47,8 @@ class WantedChunk(NamedTuple):
 class _Known:
     """A chunk that is stored or on its way to a slot.
 
-    missing: ranks that have not answered yet. is_blank: so far, none of them wrote anything.
+    missing: ranks that have not answered yet. is_blank: so far, none of them wrote anything. took_s: of the slowest
+    rank.
     """
 
     set_id: int
@@ -56,6 +57,7 @@ class _Known:
     missing: int
     is_blank: bool = True
     has_failed: bool = False
+    took_s: float = 0.0
 
     @property
     def is_stored(self) -> bool:
@@ -207,6 +209,7 @@ class Store:
             if answer.outcome is SaveOutcome.REFUSED:
                 self._refuse(answer.key)
             known.missing -= 1
+            known.took_s = max(known.took_s, answer.took_s)
             known.is_blank &= answer.outcome.wrote_nothing
             known.has_failed |= answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT)
             if known.missing == 0:
@@ -214,7 +217,7 @@ class Store:
                 if known.has_failed:
                     del self._known[answer.key]
                 elif not known.is_blank:
-                    self.reporter.took("save", max(0.0, self._clock() - known.since_s))
+                    self.reporter.took("save", known.took_s)
 
     def reset(self) -> None:
         """Weights changed in place, or the engine's cache was reset: from now on, a namespace that nobody else has."""

@@ -47,8 +47,8 @@ class _Collected(Collector):
 def _of_root(seen: Snapshot) -> Iterator[Metric]:
     capacity, index = seen.capacity, seen.index
     for name, text, value in (
-        ("kvtier_capacity_bytes", "What segments may take on disk.", capacity.capacity_bytes),
-        ("kvtier_used_bytes", "What segments take on disk.", capacity.used_bytes),
+        ("kvtier_capacity_bytes", "What segment sets may reserve.", capacity.capacity_bytes),
+        ("kvtier_used_bytes", "What segment sets reserve: open ones with their whole size.", capacity.used_bytes),
         ("kvtier_pinned_bytes", "What pins protect.", capacity.pinned_bytes),
         ("kvtier_disk_free_bytes", "What is free on the root's disk.", capacity.disk_free_bytes),
         ("kvtier_high_watermark_ratio", "Above this part of the capacity, sets are evicted.", capacity.high_watermark),
@@ -74,11 +74,13 @@ def _of_root(seen: Snapshot) -> Iterator[Metric]:
 
 def _of_shares(seen: Snapshot) -> Iterator[Metric]:
     labels = ("namespace", "model", "codec")
-    n_bytes = GaugeMetricFamily("kvtier_namespace_bytes", "What a namespace takes on disk.", labels=labels)
+    n_bytes = GaugeMetricFamily("kvtier_namespace_bytes", "What a namespace's segment sets reserve.", labels=labels)
     for space in seen.namespaces[:NAMESPACES_MAX]:
         n_bytes.add_metric((space.id, space.model, space.codec), space.n_bytes)
-    of_tenant = GaugeMetricFamily("kvtier_tenant_bytes", "What a tenant takes on disk.", labels=("tenant",))
-    quota = GaugeMetricFamily("kvtier_tenant_quota_bytes", "What a tenant may take on disk.", labels=("tenant",))
+    of_tenant = GaugeMetricFamily("kvtier_tenant_bytes", "What a tenant's segment sets reserve.", labels=("tenant",))
+    quota = GaugeMetricFamily(
+        "kvtier_tenant_quota_bytes", "What a tenant's segment sets may reserve.", labels=("tenant",)
+    )
     for tenant in seen.tenants[:TENANTS_MAX]:
         of_tenant.add_metric((tenant.label,), tenant.n_bytes)
         if tenant.quota_bytes is not None:
@@ -99,10 +101,16 @@ def _of_workers(workers: Sequence[Worker]) -> Iterator[Metric]:
     started = GaugeMetricFamily("kvtier_worker_start_time_seconds", "When an engine was started.", labels=OF_A_WORKER)
     for worker in workers:
         age.add_metric(_labels(worker), worker.age_s)
-        saved.add_metric(_labels(worker), worker.report.ttft_saved_s)
+        if worker.report.ttft_saved_s is not None:  # no prefill was timed yet
+            saved.add_metric(_labels(worker), worker.report.ttft_saved_s)
         started.add_metric(_labels(worker), worker.report.started_s)
     yield from (age, saved, started)
-    for what, text in (("lookup", "Lookups in the index."), ("load", "Loads."), ("save", "Saves.")):
+    texts = {
+        "lookup": "Lookups in the index, a prompt each.",
+        "load": "Loads, a request on a rank each, from asking a worker to the last byte.",
+        "save": "Saves, a chunk each, from its gather in the worker to its publication.",
+    }
+    for what, text in texts.items():
         family = HistogramMetricFamily(f"kvtier_{what}_duration_seconds", text, labels=OF_A_WORKER)
         for worker in workers:
             latency: Latency = getattr(worker.report, what)

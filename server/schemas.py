@@ -85,7 +85,7 @@ class HistoryPoint(BaseModel):
     load_bytes_s: float
     save_bytes_s: float
     evicted_bytes_s: float
-    ttft_saved_s_per_s: float
+    ttft_saved_s_per_s: float | None
 
 
 class History(BaseModel):

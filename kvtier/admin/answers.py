@@ -28,11 +28,14 @@ class IndexState(BaseModel):
     chunks: int
     records: int
     sets: int
-    set_bytes: int = Field(description="what all segment sets take on disk")
+    set_bytes: int = Field(
+        description="what all segment sets reserve: open ones with their whole size, closed ones as they are on disk"
+    )
 
 
 class TierFill(BaseModel):
-    """hbm and host: sums over all engines that report. filesystem: size_bytes is the configured capacity."""
+    """hbm and host: sums over all engines that report. filesystem: what segment sets reserve of the configured
+    capacity."""
 
     model_config = _ANSWER
     tier: Literal["hbm", "host", "filesystem"]
@@ -41,7 +44,8 @@ class TierFill(BaseModel):
 
 
 class Capacity(BaseModel):
-    """Of the root. Watermarks are fractions of capacity_bytes."""
+    """Of the root. Watermarks are fractions of capacity_bytes. used_bytes: what segment sets reserve, as set_bytes of
+    the index, which is what evicting goes by; less may be on disk, where open sets are not full yet."""
 
     model_config = _ANSWER
     capacity_bytes: int
@@ -67,7 +71,9 @@ class Rates(BaseModel):
     evicted_bytes_s: float
     skipped_chunks_s: float
     errors_s: float
-    ttft_saved_s_per_s: float = Field(description="seconds of time to first token that were saved in each second")
+    ttft_saved_s_per_s: float | None = Field(
+        description="seconds of time to first token that were saved in each second; null: no prefill was timed yet"
+    )
 
 
 class Totals(BaseModel):
@@ -84,7 +90,7 @@ class Totals(BaseModel):
     evicted_bytes: float
     skipped_chunks: float
     errors: float
-    ttft_saved_s: float
+    ttft_saved_s: float | None = Field(description="null: no prefill was timed yet")
 
 
 class LatencySummary(BaseModel):
@@ -102,7 +108,8 @@ class LatencySummary(BaseModel):
 
 
 class Latencies(BaseModel):
-    """lookup: in the index. load: from asking a worker to the last byte. save: from planning it to its publication."""
+    """lookup: of a prompt, in the index. load: of a request, from asking a worker to the last byte. save: of a chunk,
+    from its gather in the worker to its publication, with the wait in the queue."""
 
     model_config = _ANSWER
     lookup: LatencySummary
@@ -147,7 +154,7 @@ class Worker(BaseModel):
 
     model_config = _ANSWER
     age_s: float
-    hit_ratio: float | None = Field(description="of its last interval")
+    hit_ratio: float | None = Field(description="since its start")
     skipped_chunks: float = Field(description="since its start: not saved, though nobody else had saved them")
     errors: float = Field(description="since its start: of loads, checksums and the index")
     report: WorkerReport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvtier import metrics as names
 from kvtier.admin.answers import Latencies, LatencySummary, Prefix, Rates, TierFill, Totals, Worker
@@ -16,7 +16,7 @@ INTERVAL_S_MIN = 1e-3
 def workers_of(reports: Sequence[WorkerReport], now_s: float) -> list[Worker]:
     return [
         Worker(
-            age_s=max(0.0, now_s - report.at_s), hit_ratio=hit_ratio(report.recent),
+            age_s=max(0.0, now_s - report.at_s), hit_ratio=hit_ratio(report.counters),
             skipped_chunks=_sum(report.counters, names.UNSAVED), errors=_sum(report.counters, names.ERRORS),
             report=report,
         )
@@ -27,7 +27,7 @@ def workers_of(reports: Sequence[WorkerReport], now_s: float) -> list[Worker]:
 def totals_of(reports: Sequence[WorkerReport]) -> Totals:
     """Since each engine's start; engines that have ended are no longer in it."""
     counters = _added([report.counters for report in reports], [1.0] * len(reports))
-    ttft_saved_s = sum(report.ttft_saved_s for report in reports)
+    ttft_saved_s = _known_sum(report.ttft_saved_s for report in reports)
     return Totals(hit_ratio=hit_ratio(counters), ttft_saved_s=ttft_saved_s, **_amounts(counters))
 
 
@@ -36,7 +36,10 @@ def rates_of(reports: Sequence[WorkerReport]) -> Rates:
     rates = _added([report.recent for report in timed], [1 / report.interval_s for report in timed])
     return Rates(
         hit_ratio=hit_ratio(_added([report.recent for report in reports], [1.0] * len(reports))),
-        ttft_saved_s_per_s=sum(report.ttft_saved_recent_s / report.interval_s for report in timed),
+        ttft_saved_s_per_s=_known_sum(
+            None if report.ttft_saved_recent_s is None else report.ttft_saved_recent_s / report.interval_s
+            for report in timed
+        ),
         **{f"{name}_s": value for name, value in _amounts(rates).items()},
     )
 
@@ -93,6 +96,12 @@ def _amounts(counters: Mapping[str, float]) -> dict[str, float]:
     )  # fmt: skip
     groups = {"skipped_chunks": _sum(counters, names.UNSAVED), "errors": _sum(counters, names.ERRORS)}
     return {name: counters.get(name, 0.0) for name in shown} | groups
+
+
+def _known_sum(values: Iterable[float | None]) -> float | None:
+    """Return the sum of the values that were measured; None where none was."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _sum(counters: Mapping[str, float], group: Sequence[str]) -> float:

@@ -43,7 +43,7 @@ def _print(opened: Opened, seen: Snapshot) -> None:
         ("namespaces", _namespaces(seen), (3, 4, 5)),
         ("tenants", _tenants(seen), (1, 2, 3)),
         ("latencies, since the engines' start", _latencies(seen), (1, 2, 3, 4)),
-        ("engines", _workers(seen), (2, 3, 4, 5, 6, 7)),
+        ("engines, since the start of each", _workers(seen), (2, 3, 4, 5, 6, 7)),
         ("prefixes that are loaded most", _prefixes(seen), (2, 3, 4)),
     ):
         if len(rows) > 1:
@@ -60,18 +60,23 @@ def _facts(opened: Opened, seen: Snapshot) -> list[str]:
     ceiling = seen.read_ceiling_bytes_s
     of_ceiling = f" ({percent(now.file_read_bytes_s / ceiling)} of {rate(ceiling)} from files)" if ceiling else ""
     return [
-        f"{opened.root.path}: {share(capacity.used_bytes, capacity.capacity_bytes)}, {size(capacity.pinned_bytes)} "
-        f"pinned, {size(capacity.disk_free_bytes)} free on the disk",
+        f"{opened.root.path}: {share(capacity.used_bytes, capacity.capacity_bytes)} reserved by segment sets, "
+        f"{size(capacity.pinned_bytes)} pinned, {size(capacity.disk_free_bytes)} free on the disk",
         f"index: {opened.settings.index.kind}, {counted(index.chunks, 'chunk')} in "
         f"{counted(index.sets, 'segment set')}{state}",
         f"eviction: {capacity.policy}, above {percent(capacity.high_watermark)} down to "
         f"{percent(capacity.low_watermark)}",
         f"engines: {len(seen.workers)}" + ("" if seen.workers else "; none reports, so there are no rates"),
-        f"now: hit ratio {percent(now.hit_ratio)}, loading {rate(now.load_bytes_s)}{of_ceiling}, saving "
-        f"{rate(now.save_bytes_s)}, evicting {rate(now.evicted_bytes_s)}",
+        f"in the last interval: hit ratio {percent(now.hit_ratio)}, loading {rate(now.load_bytes_s)}{of_ceiling}, "
+        f"saving {rate(now.save_bytes_s)}, evicting {rate(now.evicted_bytes_s)}",
         f"since the engines' start: hit ratio {percent(total.hit_ratio)}, {size(total.load_bytes)} loaded, "
-        f"{size(total.save_bytes)} saved, {seconds(total.ttft_saved_s)} of TTFT saved, {total.errors:,.0f} errors",
+        f"{size(total.save_bytes)} saved, {_saved(total.ttft_saved_s)}, {total.errors:,.0f} errors",
     ]
+
+
+def _saved(ttft_saved_s: float | None) -> str:
+    unknown = "TTFT saved not measured (no prefill was timed yet)"
+    return unknown if ttft_saved_s is None else f"{seconds(ttft_saved_s)} of TTFT saved"
 
 
 def _tiers(seen: Snapshot) -> list[tuple[str, ...]]:
@@ -87,7 +92,7 @@ def _namespaces(seen: Snapshot) -> list[tuple[str, ...]]:
          f"{row.sets:,}", share(row.n_bytes, row.quota_bytes), f"{row.hits:,}", when(row.last_used_s))
         for row in seen.namespaces
     ]  # fmt: skip
-    return [("namespace", "model", "KV", "sets", "on disk", "uses", "last used"), *rows]
+    return [("namespace", "model", "KV", "sets", "reserved", "uses", "last used"), *rows]
 
 
 def _tenants(seen: Snapshot) -> list[tuple[str, ...]]:
@@ -96,12 +101,13 @@ def _tenants(seen: Snapshot) -> list[tuple[str, ...]]:
         return []
     rows = [(row.label or "(without a label)", f"{row.sets:,}", share(row.n_bytes, row.quota_bytes), f"{row.hits:,}",
              when(row.last_used_s)) for row in seen.tenants]  # fmt: skip
-    return [("tenant", "sets", "on disk", "uses", "last used"), *rows]
+    return [("tenant", "sets", "reserved", "uses", "last used"), *rows]
 
 
 def _latencies(seen: Snapshot) -> list[tuple[str, ...]]:
     found: tuple[tuple[str, LatencySummary], ...] = (
-        ("lookup", seen.latencies.lookup), ("load", seen.latencies.load), ("save", seen.latencies.save),
+        ("lookup of a prompt", seen.latencies.lookup), ("load of a request", seen.latencies.load),
+        ("save of a chunk, gather to publication", seen.latencies.save),
     )  # fmt: skip
     rows = [(name, f"{of.count:,}", seconds(of.p50_s), seconds(of.p95_s), seconds(of.p99_s))
             for name, of in found if of.count]  # fmt: skip

@@ -24,8 +24,8 @@ export function drawTiles({ rates, totals, capacity, read_ceiling_bytes_s: ceili
   byId("tiles").replaceChildren(
     tile("Hit ratio", known(rates.hit_ratio, format.percentParts), [`${format.percent(totals.hit_ratio)} since the engines' start`], line("hit_ratio", 1)),
     tile("Loading", format.rateParts(rates.load_bytes_s), [share], line("load_bytes_s")),
-    tile("TTFT saved", { value: format.factor(rates.ttft_saved_s_per_s), unit: "s each second" }, [`${format.seconds(totals.ttft_saved_s)} in all`], line("ttft_saved_s_per_s")),
-    tile("Stored", known(fill, format.percentParts), [`${format.size(capacity.used_bytes)} of ${format.size(capacity.capacity_bytes)}`], line("used_bytes", capacity.capacity_bytes)),
+    tile("TTFT saved", known(rates.ttft_saved_s_per_s, (value) => ({ value: format.factor(value), unit: "s each second" })), [totals.ttft_saved_s === null ? "not measured: no prefill was timed yet" : `${format.seconds(totals.ttft_saved_s)} in all`], line("ttft_saved_s_per_s")),
+    tile("Reserved", known(fill, format.percentParts), [`${format.size(capacity.used_bytes)} of ${format.size(capacity.capacity_bytes)}`], line("used_bytes", capacity.capacity_bytes)),
     tile("Evicting", format.rateParts(rates.evicted_bytes_s), [`${format.size(totals.evicted_bytes)} in all`], line("evicted_bytes_s")),
   );
 }
@@ -136,7 +136,7 @@ export function makeTables() {
       { title: "Engine", head: true, show: ({ report }) => [`${report.host} `, h("small", null, `${report.pid}`)] },
       { title: "Model", wrap: true, show: ({ report }) => [report.model || format.UNKNOWN, " ", h("small", null, `${report.engine} ${report.engine_version}`)] },
       { title: "Ranks", number: true, show: ({ report }) => format.count(report.ranks) },
-      { title: "Hit ratio", number: true, show: (row) => format.percent(row.hit_ratio) },
+      { title: "Hit ratio", number: true, hint: "since its start", show: (row) => format.percent(row.hit_ratio) },
       { title: "Loaded", number: true, show: ({ report }) => format.size(report.counters.load_bytes ?? 0) },
       { title: "Saved", number: true, show: ({ report }) => format.size(report.counters.save_bytes ?? 0) },
       { title: "TTFT saved", number: true, show: ({ report }) => format.seconds(report.ttft_saved_s) },
@@ -153,7 +153,7 @@ export function makeTables() {
       { title: "Workers", number: true, show: (row) => format.count(row.workers) },
       { title: "Loads", number: true, show: (row, rows) => [format.count(row.hits), meter(row.hits, Math.max(...rows.map((other) => other.hits)))] },
     ]),
-    latencies: new Table(byId("latencies"), "Of all engines since their start", "", [
+    latencies: new Table(byId("latencies"), "Of all engines since their start: lookups of a prompt, loads of a request, saves of a chunk from its gather to its publication", "", [
       { title: "", head: true, show: (row) => row.name },
       { title: "Count", number: true, show: (row) => format.count(row.count) },
       { title: "Median", number: true, show: (row) => format.seconds(row.p50_s) },
@@ -165,13 +165,13 @@ export function makeTables() {
       { title: "Namespace", head: true, show: (row) => [copyable(row.id), row.is_readable ? "" : h("span", { class: "tag bad-text" }, "unreadable")] },
       { title: "Model", wrap: true, show: (row) => [row.model || row.engine, " ", h("small", null, `${row.kv}, ${row.codec}`)] },
       { title: "Sets", number: true, show: (row) => format.count(row.sets) },
-      { title: "On disk", number: true, show: (row) => [format.size(row.n_bytes), row.quota_bytes === null ? "" : h("small", null, ` of ${format.size(row.quota_bytes)}`)] },
+      { title: "Reserved", number: true, show: (row) => [format.size(row.n_bytes), row.quota_bytes === null ? "" : h("small", null, ` of ${format.size(row.quota_bytes)}`)] },
       { title: "Uses", number: true, show: (row) => format.count(row.hits) },
     ]),
     tenants: new Table(byId("tenants"), "By the label of the tenant", "Nothing is stored yet.", [
       { title: "Tenant", head: true, show: (row) => row.label || h("small", null, "without a label") },
       { title: "Sets", number: true, show: (row) => format.count(row.sets) },
-      { title: "On disk", number: true, show: (row) => [format.size(row.n_bytes), row.quota_bytes === null ? "" : h("small", null, ` of ${format.size(row.quota_bytes)}`)] },
+      { title: "Reserved", number: true, show: (row) => [format.size(row.n_bytes), row.quota_bytes === null ? "" : h("small", null, ` of ${format.size(row.quota_bytes)}`)] },
       { title: "Uses", number: true, show: (row) => format.count(row.hits) },
     ]),
   };

@@ -126,7 +126,13 @@ def test_stats_of_a_deployment(config: Path, capsys: pytest.CaptureFixture[str])
     assert f"{root_of(config)}: " in out and "of 64.0 MiB" in out
     assert f"index: embedded, {CHUNKS} chunks in 1 segment set\n" in out
     assert "engines: 1\n" in out and "hit ratio 75.0 %" in out
-    for title in ("tiers:", "namespaces:", "tenants:", "engines:", "prefixes that are loaded most:"):
+    for title in (
+        "tiers:",
+        "namespaces:",
+        "tenants:",
+        "engines, since the start of each:",
+        "prefixes that are loaded most:",
+    ):
         assert f"\n{title}\n" in out
     assert "search" in out and "0 bytes of 16.0 MiB" in out and "a-model" in out
 

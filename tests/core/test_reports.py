@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -69,15 +70,27 @@ def test_ranks_are_merged_and_travel() -> None:
 
 def test_what_loads_saved_is_known_once_a_prefill_was_measured() -> None:
     made = reporter()
-    made.saw_load(1000, 0.1)
-    made.saw_step(100, 5.0)  # too short to tell
-    assert made.report(101.0, SPACE).ttft_saved_s == 0 and made.report(101.0, SPACE).prefill_token_s is None
-    made.saw_step(1000, 1.0)
     for _ in range(2):  # both ranks of one load
+        made.saw_load(1000, 0.1)
+    made.saw_step(100, 5.0)  # too short to tell
+    unknown = made.report(101.0, SPACE)
+    assert unknown.ttft_saved_s is unknown.ttft_saved_recent_s is unknown.prefill_token_s is None, "0 would be a figure"
+    made.saw_step(1000, 1.0)
+    for _ in range(2):
         made.saw_load(2000, 0.5)
     found = made.report(102.0, SPACE)
-    assert found.prefill_token_s == pytest.approx(0.001) and found.ttft_saved_s == pytest.approx(1.5)
-    assert found.ttft_saved_recent_s == pytest.approx(1.5) and made.report(103.0, SPACE).ttft_saved_recent_s == 0
+    assert found.prefill_token_s == pytest.approx(0.001) and found.ttft_saved_s == pytest.approx(0.9 + 1.5)
+    assert found.ttft_saved_recent_s == pytest.approx(2.4) and made.report(103.0, SPACE).ttft_saved_recent_s == 0
+
+
+def test_what_loads_saved_is_known_from_an_engine_like_this_one() -> None:
+    """A new process may load long before it computes as much as a prefill."""
+    made = reporter()
+    for _ in range(2):
+        made.saw_load(1000, 0.1)
+    made.expect(0.002)
+    found = made.report(101.0, SPACE)
+    assert found.ttft_saved_s == pytest.approx(1.9) and found.prefill_token_s is None
 
 
 def test_top_prefixes_are_the_most_loaded_ones() -> None:
@@ -160,7 +173,12 @@ def test_figures_add_up_over_engines_and_hosts() -> None:
 def test_an_engine_reports_while_it_lives(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv", changes={"index": {"kind": "memory"}})
     tokens = list(range(64 * 3))
-    engine.save(tokens, list(range(12)))
+    take, answers = engine.store.saved, []
+    engine.store.saved = answers.extend  # type: ignore[method-assign]
+    saved = engine.save(tokens, list(range(12)))
+    time.sleep(0.3)  # the engine's next step comes late: that is no time of the save
+    take(answers)
+    assert sum(done.took_s for done in saved) < 0.3 * len(saved)
     assert engine.load(tokens, list(range(20, 32)))[0] == 3
     keeper, index = by_hand(engine), engine.store._keeper._index
     keeper._due.beat_s = 0.0
@@ -169,6 +187,7 @@ def test_an_engine_reports_while_it_lives(tmp_path: Path) -> None:
     report = WorkerReport.read(note)
     assert report.namespace == engine.store.namespace_id.hex() and report.counters[names.HIT_TOKENS] == len(tokens)
     assert sum(report.save.counts) == 3 and sum(report.lookup.counts) == 1
+    assert report.save.sum_s == pytest.approx(sum(done.took_s for done in saved)) and all(d.took_s > 0 for d in saved)
     assert [(prefix.key, prefix.tokens) for prefix in report.top_prefixes] == [
         (engine.keys(tokens)[-1].hex(), len(tokens))
     ]

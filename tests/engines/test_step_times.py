@@ -1,37 +1,55 @@
-"""Steps are timed only where it is sure what the time between two plans belongs to."""
+"""Steps are timed where it is known what the time between two plans belongs to."""
 
 from __future__ import annotations
 
 from kvtier.connectors.step_times import StepTimes
 
 
-def timed(*steps: tuple[str, int, float]) -> list[tuple[int, float]]:
-    """steps: requests (a letter each), tokens, and when the step was planned."""
+def timed(*steps: tuple[str, int, float], ahead: int = 0) -> list[tuple[int, float]]:
+    """steps: requests (a letter each), tokens, and when the step was planned; without tokens: its requests ended."""
     found: list[tuple[int, float]] = []
-    times = StepTimes(lambda tokens, seconds: found.append((tokens, round(seconds, 6))))
+    times = StepTimes(lambda tokens, seconds: found.append((tokens, round(seconds, 6))), ahead)
     for requests, n_tokens, at_s in steps:
-        times.planned(set(requests), n_tokens, at_s)
+        if n_tokens:
+            times.planned(set(requests), n_tokens, at_s)
+        else:
+            for request in requests:
+                times.ended(request, at_s)
     return found
 
 
+def test_a_prefill_of_one_step_is_timed() -> None:
+    """Most prompts are shorter than a step; with these alone an engine would never know what a hit saves."""
+    assert timed(("a", 1100, 0), ("a", 1, 5.6), ("a", 1, 5.7)) == [(1100, 5.6), (1, 0.1)]
+    assert timed(("a", 1100, 0), ("a", 1, 0.001), ("a", 1, 5.6), ("a", 1, 5.7), ahead=1) == [(1100, 5.599), (1, 0.1)]
+
+
+def test_a_prefill_of_two_unlike_steps_is_timed() -> None:
+    assert timed(("a", 2048, 0), ("a", 300, 2), ("a", 1, 2.4)) == [(2048, 2), (300, 0.4)]
+
+
+def test_a_request_of_one_token_ends_its_step() -> None:
+    assert timed(("a", 1100, 0), ("a", 0, 5.6), ("b", 900, 9), ("b", 0, 10)) == [(1100, 5.6), (900, 1)]
+    assert timed(("ab", 1100, 0), ("ab", 0, 5.6), ("c", 1, 9)) == [(1100, 5.6)], "one step is one time"
+
+
+def test_what_ended_without_a_step_of_its_own_is_not_timed() -> None:
+    assert timed(("a", 1100, 0), ("b", 0, 5.6)) == []
+    assert timed(("a", 1100, 0), ("a", 0, 5.6), ahead=1) == [], "the step before it may still have run"
+
+
 def test_a_long_prefill_is_timed_step_by_step() -> None:
-    assert timed(("a", 8192, 0), ("a", 8192, 0.1), ("a", 8192, 0.4), ("a", 8192, 0.7)) == [(8192, 0.3), (8192, 0.3)]
+    steps = (("a", 8192, 0), ("a", 8192, 0.1), ("a", 8192, 0.4), ("a", 8192, 0.7))
+    assert timed(*steps) == [(8192, 0.1), (8192, 0.3), (8192, 0.3)]
+    assert timed(*steps, ahead=1) == [(8192, 0.3), (8192, 0.3)]
 
 
 def test_the_pause_between_two_prompts_is_no_step() -> None:
-    assert timed(("a", 8192, 0), ("b", 8192, 10), ("c", 8192, 20)) == []
+    for ahead in (0, 1):
+        assert timed(("a", 8192, 0), ("b", 8192, 10), ("c", 8192, 20), ahead=ahead) == []
 
 
-def test_a_step_planned_ahead_does_not_count_for_another_kind() -> None:
-    # with plans made ahead, what passes after the first decode was planned is still the prefill's time
-    assert timed(("a", 8192, 0), ("a", 8192, 0.01), ("a", 1, 0.3), ("a", 1, 0.6), ("a", 1, 0.61)) == [
-        (8192, 0.29), (1, 0.01),
-    ]  # fmt: skip
-
-
-def test_decoding_is_timed() -> None:
-    assert timed(("ab", 2, 0), ("ab", 2, 0.01), ("ab", 2, 0.02)) == [(2, 0.01)]
-
-
-def test_steps_of_unlike_sizes_are_not() -> None:
-    assert timed(("a", 8192, 0), ("a", 2000, 0.3), ("a", 8192, 0.6)) == []
+def test_the_wait_for_the_step_before_is_not_counted() -> None:
+    """Planned ahead, b's prefill begins when a's step ends, at 0.5."""
+    steps = (("a", 8192, 0), ("ab", 4096, 0.01), ("ab", 2, 0.5), ("ab", 2, 0.7), ("ab", 2, 0.71))
+    assert timed(*steps, ahead=1) == [(8192, 0.49), (4096, 0.2), (2, 0.01)]

@@ -47,8 +47,19 @@ def test_totals_and_rates_are_told_of_the_same() -> None:
                "save_bytes": 2e6, "evicted_bytes": 1e6}  # fmt: skip
     one = report(**counted)
     rest = {"skipped_chunks": 0.0, "errors": 0.0}
-    assert figures.totals_of([one]) == Totals(hit_ratio=0.75, ttft_saved_s=0.0, **counted, **rest)
+    assert figures.totals_of([one]) == Totals(hit_ratio=0.75, ttft_saved_s=None, **counted, **rest)
     per_second = {f"{name}_s": value / 10 for name, value in (counted | rest).items()}
-    assert figures.rates_of([one]).model_dump() == pytest.approx(
-        Rates(hit_ratio=0.75, ttft_saved_s_per_s=0.0, **per_second).model_dump()
-    )
+    expected = Rates(hit_ratio=0.75, ttft_saved_s_per_s=None, **per_second)
+    assert figures.rates_of([one]).model_dump() == pytest.approx(expected.model_dump())
+
+
+def test_saved_time_is_summed_over_the_engines_that_measured_it() -> None:
+    unknown = report()
+    known = unknown.model_copy(update={"ttft_saved_s": 4.0, "ttft_saved_recent_s": 2.0})
+    assert figures.totals_of([unknown, known]).ttft_saved_s == 4.0
+    assert figures.rates_of([unknown, known]).ttft_saved_s_per_s == pytest.approx(0.2)
+
+
+def test_an_engine_s_hit_ratio_is_since_its_start_as_the_sums_beside_it() -> None:
+    one = report(lookup_tokens=400.0, hit_tokens=300.0).model_copy(update={"recent": {"lookup_tokens": 10.0}})
+    assert [worker.hit_ratio for worker in figures.workers_of([one], 110.0)] == [0.75]
