@@ -34,7 +34,7 @@ def install() -> None:
         return
 
     @wraps(choose)
-    def checked(vllm_config: Any) -> type[Executor]:
+    def checked(vllm_config: Any) -> Any:
         check_start(vllm_config)
         return choose(vllm_config)
 
