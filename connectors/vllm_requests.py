@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 from kvtier.connectors.requests import RequestView
 from kvtier.connectors.vllm_adapters import Adapters
 from kvtier.identity import join_extras, lora_extra, multimodal_extra, salt_extra
+from kvtier.repeated_log import RepeatedLog
 from kvtier.tenants import NO_TENANTS, Tenants
 
-log = logging.getLogger("kvtier")
+_repeated = RepeatedLog()  # what clients send wrongly comes with each of their requests
 
 SWITCHES = ("kvtier_load", "kvtier_save")
 """Of a request's kv_transfer_params."""
@@ -65,11 +65,11 @@ def _switches(request: Any) -> tuple[bool, bool]:
     opt out, and wrote "no", is out."""
     switches = request.kv_transfer_params or {}
     if not isinstance(switches, Mapping):
-        log.warning("kv_transfer_params is no mapping; the request passes by the tier")
+        _repeated.warning("mapping", "kv_transfer_params is no mapping; the request passes by the tier")
         return False, False
     unknown = [key for key in switches if str(key).startswith("kvtier") and key not in SWITCHES]
     if unknown:
-        log.warning("kv_transfer_params has no %s; it has %s", unknown[0], " and ".join(SWITCHES))
+        _repeated.warning("unknown", "kv_transfer_params has no %s; it has %s", unknown[0], " and ".join(SWITCHES))
         return False, False
     load, save = (switches.get(name, True) is True for name in SWITCHES)
     return load, save

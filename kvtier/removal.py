@@ -7,7 +7,6 @@ whoever evicts or sweeps next.
 
 from __future__ import annotations
 
-import logging
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +16,8 @@ from typing import NamedTuple
 from kvtier.errors import StaleLease, TierUnavailable
 from kvtier.eviction.room import LATE_S
 from kvtier.index.base import Index, SetInfo
+from kvtier.repeated_log import RepeatedLog
 from kvtier.tiers.segments import SegmentFiles
-
-log = logging.getLogger("kvtier")
 
 PREFIX = "evicting/"
 _NOTE = struct.Struct("<16sQ")
@@ -52,6 +50,7 @@ class Remover:
     def __init__(self, index: Index, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._index = index
         self._folder = folder
+        self._log = RepeatedLog()
         self._clock = clock
         self._watched_s: dict[bytes, float] = {}  # namespace -> time of the last removal here
 
@@ -75,7 +74,7 @@ class Remover:
                     "files open (`.nfs*` in %s): they no longer count against capacity_bytes; a sweep removes those "
                     "that a crashed node left"
                 )
-                log.warning(text, n_bytes >> 20, LATE_S, namespace.hex())
+                self._log.warning("held", text, n_bytes >> 20, LATE_S, namespace.hex())
         return total
 
     def remove(self, info: SetInfo, token: int | None = None) -> int:
@@ -100,7 +99,7 @@ class Remover:
                 self._index.remove_set(begun.set_id)
                 self._unlink(begun.set_id, begun.namespace)
             except (ValueError, struct.error, TierUnavailable) as fault:
-                log.warning("a set whose removal was begun stays for now: %s", fault)
+                self._log.warning("stays", "a set whose removal was begun stays for now: %s", fault)
                 continue
             self._index.drop_note(note)
 

@@ -29,8 +29,7 @@ def in_time(root: Path, what: str, work: Callable[[], T]) -> T:
     """Return or raise what `work` does, within TIMEOUT_S. Raises ConfigError after that."""
     result = begin("start", work)
     if not wait([result], SAID_AFTER_S).done:
-        _say(root, what, SAID_AFTER_S)
-        log.warning("it ends in %.0f s if that does not change", TIMEOUT_S - SAID_AFTER_S)
+        _say(root, f"{what}; it ends after {TIMEOUT_S:.0f} s if that does not change", SAID_AFTER_S)
     if not wait([result], max(0.0, TIMEOUT_S - SAID_AFTER_S)).done:
         fix = (
             f"its storage does not answer ({_mount(root)}): {what} took more than {TIMEOUT_S:.0f} s; mend or mount the "

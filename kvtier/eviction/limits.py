@@ -7,14 +7,14 @@ wins over the settings, and null lifts theirs.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvtier.config_capacity import CapacitySettings
+from kvtier.repeated_log import RepeatedLog
 
-log = logging.getLogger("kvtier")
+_repeated = RepeatedLog()  # quotas are read each time room is made
 
 PREFIX = "quota/"
 _TENANT, _NAMESPACE = PREFIX + "tenant/", PREFIX + "namespace/"
@@ -62,7 +62,7 @@ class Quotas:
                 elif name.startswith(_NAMESPACE):
                     namespaces[bytes.fromhex(name.removeprefix(_NAMESPACE))] = n_bytes
             except (ValueError, KeyError, TypeError, RecursionError) as fault:
-                log.warning("the note %s is not a quota and limits nothing: %r", name, fault)
+                _repeated.warning(name, "the note %s is not a quota and limits nothing: %r", name, fault)
         return replace(self, namespaces=namespaces, tenants=tenants)
 
 

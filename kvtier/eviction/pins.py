@@ -9,13 +9,13 @@ records lie in.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.index.base import Index, SetInfo
+from kvtier.repeated_log import RepeatedLog
 
-log = logging.getLogger("kvtier")
+_repeated = RepeatedLog()  # pins are read each time room is made
 
 PREFIX = "pin/"
 ID_BYTES = 16
@@ -69,7 +69,7 @@ def _pin(pin_id: str, value: bytes) -> Pin | None:
             None if expires_s is None else float(expires_s),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
-        log.warning("the note pin/%s is not a pin and protects nothing: %r", pin_id, fault)
+        _repeated.warning(pin_id, "the note pin/%s is not a pin and protects nothing: %r", pin_id, fault)
         return None
 
 
