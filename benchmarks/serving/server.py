@@ -144,9 +144,13 @@ def launch(command: Sequence[str], log: Path) -> Process:
 
 
 def environment() -> dict[str, str]:
-    """Of the server's process: nothing is downloaded and nobody is told; what is set already stays."""
-    usual = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-             "VLLM_CPU_KVCACHE_SPACE": "1"}  # fmt: skip
+    """Return the environment of a server's process: nothing is downloaded or reported; what is set already stays."""
+    usual = {
+        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # By itself vLLM computes on one core less where any kv_transfer_config is set: systems would not be alike.
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    }  # fmt: skip
     return {name: os.environ.get(name, value) for name, value in usual.items()}
 
 

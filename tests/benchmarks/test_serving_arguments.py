@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import aiperf_ttft, capacity, long_doc_qa
 from benchmarks.serving import arguments, client
+from benchmarks.serving.server import environment
 from tests.benchmarks.rounds import Wrapper
 
 
@@ -131,3 +132,11 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert status == 1 and printed.endswith("no-such-program: No such file or directory\n")
     status, printed = Wrapper(tmp_path).run("long_doc_qa", ["--work", "/proc/none"])
     assert status == 1 and "cannot be written" in printed and "Traceback" not in printed
+
+
+def test_all_systems_have_the_same_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM on a CPU reserves a core more where any kv_transfer_config is set."""
+    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU", raising=False)
+    assert environment()["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "3")
+    assert environment()["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "3"
