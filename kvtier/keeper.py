@@ -72,10 +72,10 @@ class KeeperPlan:
     with_beat: Callable[[float], object] = lambda now_s: None
     set_files: int = 1
 
-    @property
-    def spares(self) -> int:
-        """Sets kept ready: enough for a long prompt, and not more than an eighth of the capacity, but one."""
-        return max(1, min(self.spares_max, self.capacity_bytes // self.set_bytes // 8))
+    def spares(self, capacity_bytes: int) -> int:
+        """Return how many sets are kept ready: enough for a long prompt, and at most an eighth of what all sets may
+        take, but one."""
+        return max(1, min(self.spares_max, capacity_bytes // self.set_bytes // 8))
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Keeper:
     ) -> None:  # fmt: skip
         self.metrics = Metrics()
         self.reporter = Reporter(plan.owner, plan.about, self.metrics, housekeeper.clock)
-        self._epoch = (namespace, Supplies(plan.slots, plan.spares))
+        self._epoch = (namespace, Supplies(plan.slots, plan.spares(plan.capacity_bytes)))
         self._plan = plan
         self._index = index
         self._housekeeper = housekeeper
@@ -201,7 +201,7 @@ class Keeper:
         """Leaves the namespace for a new one that no other engine has; returns its id."""
         left = self._epoch
         namespace = replace(left[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
-        self._epoch = (namespace, Supplies(self._plan.slots, self._plan.spares))
+        self._epoch = (namespace, Supplies(self._plan.slots, self._plan.spares(self._plan.capacity_bytes)))
         self._done_with.epochs.append(left)  # now: nobody makes another set for it
         self.refill()
         return namespace.id
@@ -368,7 +368,17 @@ class Keeper:
         free_bytes = self._housekeeper.free_space().for_sets(plan.set_bytes, plan.set_files)
         free_bytes = max(0, free_bytes - self._evictor.rules.reserve_bytes)
         room_bytes = self._space.room.bytes_for_sets(now, self._written_bytes(), free_bytes, plan.set_bytes)
-        return min(plan.capacity_bytes, room_bytes)
+        capacity_bytes = min(plan.capacity_bytes, room_bytes)
+        # Sets that are only kept ready go before any with records.
+        self._done_with.to_drop += self.supplies.bound_spares(plan.spares(capacity_bytes))
+        self._drop_sets()
+        return capacity_bytes
+
+    def _drop_sets(self) -> None:
+        ids = self._done_with.to_drop
+        while ids:
+            self._index.remove_set(ids[0])
+            ids.popleft()
 
     def _written_bytes(self) -> int:
         """Return what all sets take but for those of this engine that have no files yet."""

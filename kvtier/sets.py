@@ -121,6 +121,12 @@ class SetSupply:
         with self._lock:
             return {s.set_id for s in self._sets()}
 
+    def bound_spares(self, spares_max: int) -> list[int]:
+        """Keep so many sets ready at most from now on; return the ids of those that are too many."""
+        with self._lock:
+            self._spares_max = spares_max
+            return [self._spares.pop().set_id for _ in range(len(self._spares) - spares_max)]
+
     def forget(self, lost: Collection[int]) -> int:
         """Gives nothing more of these sets: others have taken them over, or they are lost. Returns how many it had."""
         with self._lock:
@@ -206,6 +212,16 @@ class Supplies:
 
     def forget(self, lost: Collection[int]) -> int:
         return sum(side.supply.forget(lost) for side in self.sides())
+
+    def bound_spares(self, spares_max: int) -> list[int]:
+        """Keep so many sets ready at most, a quarter for each tenant; return the ids of those that are too many."""
+        with self._lock:
+            self._spares_max = max(1, spares_max // 4)
+        return [
+            set_id
+            for side in self.sides()
+            for set_id in side.supply.bound_spares(self._spares_max if side.tenant else spares_max)
+        ]
 
     def leave_idle(self, now_s: float) -> tuple[list[int], list[int], list[int]]:
         """Drops the supplies of tenants that nothing was heard of for a while, those with saves on their way a while

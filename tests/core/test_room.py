@@ -17,6 +17,7 @@ from kvtier.eviction.room import LATE_S, PROBE_INTERVAL_S, SETTLE_FIRST_S, Room
 from kvtier.io.filesystem import RESERVED_FILES, FreeSpace
 from kvtier.removal import Remover
 from kvtier.root import remove_leftovers
+from kvtier.sets import Supplies
 from kvtier.tiers import segments
 from tests.core.rig import Engine
 from tests.core.test_capacity import BLOCKS, SEGMENT_BYTES, tokens_of
@@ -64,7 +65,7 @@ def test_a_quota_that_statvfs_does_not_show_is_learned_and_saving_goes_on(
         for number in range(40, 80):
             later += save_some(engine, range(number, number + 1))
             fewest = min(fewest, index.counts().n_bytes)
-        assert later["SAVED"] >= 0.9 * 5 * 40, (first, later)
+        assert later["SAVED"] >= 0.7 * 5 * 40, (first, later)
         assert fewest > fits / 2, (fewest, fits)
         assert sum("a quota of this user" in record.getMessage() for record in caplog.records) == 1
         engine.close()
@@ -156,6 +157,19 @@ def test_saving_resumes_within_2_s_after_the_disk_has_room(tmp_path: Path) -> No
             assert time.monotonic() - freed_s < 30
         assert time.monotonic() - freed_s < 2.0
         engine.close()
+
+
+def test_sets_kept_ready_are_an_eighth_of_what_there_is_room_for() -> None:
+    supplies = Supplies(4, 8)
+    tenant = supplies.of("red", 0.0).supply
+    for set_id in range(8):
+        supplies.common.offer(set_id)
+    for set_id in range(8, 10):
+        tenant.offer(set_id)
+    assert supplies.common.take(0.0) == (0, 0), "one of them is filled"
+    assert sorted(supplies.bound_spares(3)) == [4, 5, 6, 7, 9]
+    assert supplies.n_unused == 4 and not supplies.bound_spares(8)
+    assert supplies.want_sets(0.0)
 
 
 def test_files_that_other_processes_keep_open_count_until_they_are_closed(
