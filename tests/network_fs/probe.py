@@ -1,0 +1,358 @@
+"""Measurements of kvtier on two mounts of one file system, printed as JSON.
+
+    python -m tests.network_fs.probe M1 M2 MEASUREMENT... [--disks FOLDER...] [--out FILE]
+
+MEASUREMENT is fresh[=ROUNDS], rate[=BATCHES], capacity[=PROMPTS], full[=PERCENT] or faults[=SECONDS], each once; see
+the functions.
+The index is in a Redis of its own. Nothing is imported from pytest, so that it runs in a guest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvtier.store import WantedChunk
+from kvtier.transfer import TIDY_INTERVAL_S
+from tests.core.rig import Engine, geometry
+from tests.network_fs.node import ANSWER_TIMEOUT_S, CHUNKS, Node, settings
+from tests.redis_server import standalone
+
+REREAD_AFTER_S = 3.0  # second look at what was read fresh, seconds after the last round
+FREED_WITHIN_S = 10.0  # time that the file system has to show what was evicted, seconds
+CAPACITY = 96 << 20  # capacity_bytes of the capacity measurement
+POOL = 80  # prompts that are loaded under faults; most are not open on node 2 when the first fault comes
+STARTED = "started"  # line that says that faults may begin
+WHOLE_AFTER_S = 5.0  # pause between the end of all faults and the look for losses, seconds
+SEGMENT = 8 << 20  # segment_bytes of all nodes
+RATE_BATCH = 8  # chunks of a batch
+RATE_SHAPE = {"layers": 2, "kv_heads": 8, "k_head_size": 128, "v_head_size": 128, "chunk_tokens": 256}  # 4 MiB
+PIECE = 1 << 20  # one plain direct write, bytes
+WRITERS = 4  # threads of plain writes, and of kvtier's ring
+
+
+@dataclass(frozen=True)
+class Place:
+    """Two mounts, the server's disks (empty: unknown), an index, and a folder for logs."""
+
+    m1: Path
+    m2: Path
+    disks: Sequence[Path]
+    url: str
+    folder: Path
+
+    @contextmanager
+    def nodes(self, name: str, **changes: Any) -> Iterator[list[Node]]:
+        """Start two nodes on a root of this name, and end them."""
+        every = settings(self.url, **changes)
+        every["index"] = every["index"] | {"prefix": name}
+        made: list[Node] = []
+        try:
+            for mount in (self.m1, self.m2):
+                made.append(Node(mount / name, every, self.folder / f"{name}-{len(made) + 1}.log"))
+                assert made[-1].answer() == "ready"
+            yield made
+        finally:
+            for node in made:
+                node.close()
+            shutil.rmtree(self.m1 / name, ignore_errors=True)
+
+    def stored_bytes(self) -> int:
+        """Return what files take, on the servers if their disks are known."""
+        if self.disks:  # files that are unlinked and still open count as well
+            found = [os.statvfs(disk) for disk in self.disks]
+            return sum((one.f_blocks - one.f_bfree) * one.f_frsize for one in found)
+        total = 0
+        for path in self.m2.rglob("*"):
+            with suppress(OSError):
+                total += path.lstat().st_blocks * 512
+        return total
+
+    def available(self) -> int:
+        found = os.statvfs(self.m1)
+        return found.f_bavail * found.f_frsize
+
+
+def fresh(place: Place, rounds: int) -> dict[str, Any]:
+    """Load on node 2 what node 1 saved at the moment when it is published, and all of it again later."""
+    at_once, later = Counter[str](), Counter[str]()
+    with place.nodes("fresh") as (writer, reader):
+        saved = 0
+        for number in range(1, rounds + 1):
+            reader.send("watch", number)
+            writer.ask("prepare", number)
+            assert reader.answer() == "watching"
+            writer.send("save", number, True)
+            at_once.update(_sums(reader.answer()))
+            saved += writer.answer()["outcomes"].get("SAVED", 0)
+        time.sleep(REREAD_AFTER_S)
+        for number in range(1, rounds + 1):
+            later.update(_sums(reader.ask("load", number)))
+        counters = reader.ask("counters")
+    return {
+        "saved": saved, "offered": at_once["offered"], "failed": at_once["failed"], "wrong": at_once["wrong"],
+        "retracted": saved - later["offered"], "later_failed": later["failed"], "later_wrong": later["wrong"],
+        "reader_counters": counters,
+    }  # fmt: skip
+
+
+def rate(place: Place, batches: int) -> dict[str, Any]:
+    """Write batches of chunks through kvtier and plain direct writes with one fdatasync a batch, in turn."""
+    every = settings(place.url, segment_bytes=132 << 20, host={"arena_bytes": 96 << 20, "admit": "never"})
+    every["index"] = every["index"] | {"prefix": "rate"}
+    engine = Engine(place.m1 / "rate", shape=geometry(**RATE_SHAPE), n_blocks=16 * RATE_BATCH, changes=every)
+    plain_writer = PlainWriter(place.m1 / "plain", batches + 1)
+    seconds: dict[str, list[float]] = {"kvtier": [], "plain": []}
+    try:
+        for transfer in engine.transfers:
+            transfer.start()
+        engine.prefill(range(16 * 16), range(16))
+        for number in range(batches + 1):
+            seconds["kvtier"].append(_save_batch(engine, number))
+            seconds["plain"].append(plain_writer.write(number))
+    finally:
+        engine.close()
+        plain_writer.close()
+        shutil.rmtree(place.m1 / "rate")
+        (place.m1 / "plain").unlink()
+    n_bytes = RATE_BATCH * 4 << 20
+    speed = {name: batches * n_bytes / sum(found[1:]) / 1e6 for name, found in seconds.items()}  # the first one warms
+    median = {name: n_bytes / sorted(found[1:])[batches // 2] / 1e6 for name, found in seconds.items()}
+    return {
+        "kvtier_mb_s": speed["kvtier"], "plain_mb_s": speed["plain"], "share": speed["kvtier"] / speed["plain"],
+        "median_share": median["kvtier"] / median["plain"],
+    }  # fmt: skip
+
+
+def _save_batch(engine: Engine, number: int) -> float:
+    """Save one batch of new chunks, whatever is in the blocks. Seconds until all are saved."""
+    engine.wait_for_set()
+    size = engine.shape.chunk_tokens
+    keys = engine.keys(range(number << 20, (number << 20) + RATE_BATCH * size))
+    parents = [engine.store.namespace_id, *keys]
+    per = engine.chunk_blocks
+    wanted = [WantedChunk(key, parents[i], tuple(range(per * i, per * (i + 1)))) for i, key in enumerate(keys)]
+    transfer, done = engine.transfers[0], []
+    began = time.monotonic()
+    plan = engine.store.plan_save(wanted)
+    assert plan is not None and len(plan.chunks) == RATE_BATCH
+    transfer.save(plan)
+    while len(done) < RATE_BATCH and time.monotonic() - began < 60:
+        done += transfer.poll(0.002).saves
+    seconds = time.monotonic() - began
+    engine.store.saved(done)
+    assert [one.outcome.name for one in done] == ["SAVED"] * RATE_BATCH, done
+    return seconds
+
+
+class PlainWriter:
+    """A file that grows by direct writes of several threads, with one fdatasync a batch."""
+
+    def __init__(self, path: Path, batches: int) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        self._batch = RATE_BATCH * 4 << 20
+        libc = ctypes.CDLL(None, use_errno=True)  # not os.posix_fallocate: glibc emulates it by small writes
+        libc.fallocate(self._fd, 0, ctypes.c_long(0), ctypes.c_long(batches * self._batch))
+        self._page = mmap.mmap(-1, PIECE)
+        self._page.write(os.urandom(PIECE))
+        self._pool = ThreadPoolExecutor(WRITERS)
+
+    def write(self, number: int) -> float:
+        began = time.monotonic()
+        first = number * self._batch
+        offsets = range(first, first + self._batch, PIECE)
+        list(self._pool.map(lambda offset: os.pwritev(self._fd, [self._page], offset), offsets))
+        os.fdatasync(self._fd)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        os.close(self._fd)
+
+
+def capacity(place: Place, prompts: int) -> dict[str, Any]:
+    """Save more than capacity_bytes from both nodes, and sample what the servers' disks hold."""
+    before = place.stored_bytes()
+    outcomes, most, indexed, began = Counter[str](), 0, 0, time.monotonic()
+    with place.nodes("capacity", capacity_bytes=CAPACITY) as nodes:
+        for number in range(1, prompts + 1):
+            outcomes.update(nodes[number % 2].ask("save", number)["outcomes"])
+            if number % 2:
+                nodes[0].ask("load", number)  # both hold files of the same sets
+                most = max(most, place.stored_bytes() - before)
+                indexed = max(indexed, nodes[0].ask("indexed_bytes"))
+        speed = (outcomes["SAVED"] << 20) / (time.monotonic() - began)
+        time.sleep(FREED_WITHIN_S)
+        idle = place.stored_bytes() - before
+    # A node closes what the other one removed within TIDY_INTERVAL_S.
+    return {
+        "capacity_mib": CAPACITY >> 20, "limit_mib": (CAPACITY + 2 * SEGMENT) >> 20,
+        "saved_between_looks_mib": round(speed * TIDY_INTERVAL_S) >> 20, "most_stored_mib": most >> 20,
+        "stored_idle_mib": idle >> 20, "most_indexed_mib": indexed >> 20, "outcomes": dict(outcomes),
+    }  # fmt: skip
+
+
+def full(place: Place, percent: int) -> dict[str, Any]:
+    """Save so many percent of what fits on the disk, then evict everything while the engines are open."""
+    fits = place.available()
+    outcomes, indexed = Counter[str](), []
+    with place.nodes("full", capacity_bytes=4 * fits) as nodes:
+        for number in range(1, percent * fits // 100 // (CHUNKS << 20) + 1):
+            outcomes.update(nodes[number % 2].ask("save", number)["outcomes"])
+            if number % 4 == 0:
+                nodes[0].ask("load", number)
+                indexed.append(nodes[0].ask("indexed_bytes"))
+        before = place.available()
+        freed, evict = _evict_all(place, "full")
+        shown = _wait_for(lambda: place.available() - before >= 0.9 * freed)
+        room = place.available() - before
+        log = {node: (place.folder / f"full-{node}.log").read_text()[-1500:] for node in (1, 2)}
+    second_half = indexed[len(indexed) // 2 :]
+    return {
+        "fits_mib": fits >> 20, "least_indexed_mib": min(second_half) >> 20, "last_indexed_mib": indexed[-1] >> 20,
+        "least_share": min(second_half) / fits, "outcomes": dict(outcomes), "evicted_mib": freed >> 20,
+        "freed_mib": room >> 20, "freed_after_s": shown, "evict": evict, "log": log,
+    }  # fmt: skip
+
+
+def faults(place: Place, seconds: int) -> dict[str, Any]:
+    """Save on one node and load on the other while the parent breaks parts of the storage; then look for losses.
+
+    STARTED is printed when the parent may begin; it must have mended everything within `seconds`.
+    """
+    with place.nodes("faults", capacity_bytes=2 << 30) as (writer, reader):
+        pool = [n for n in range(1, POOL + 1) if writer.ask("save", n)["outcomes"] == {"SAVED": CHUNKS}]
+        print(STARTED, flush=True)
+        writer.send("save_until", 101, seconds, 0.4)
+        reader.send("load_until", pool, seconds)
+        loads, saves = reader.answer(seconds + ANSWER_TIMEOUT_S), writer.answer(seconds + ANSWER_TIMEOUT_S)
+        began, number = time.monotonic(), 10_000
+        while writer.ask("save", number)["outcomes"] != {"SAVED": CHUNKS} and time.monotonic() - began < 90:
+            number += 1
+        recovered = time.monotonic() - began
+        claimed = [*pool, *saves.pop("saved")]
+        time.sleep(WHOLE_AFTER_S)
+        after = Counter[str]()
+        for one in claimed:
+            after.update(_sums(reader.ask("load", one)))
+        lost = writer.ask("lost")
+        rebuilt = subprocess.run(
+            kvtier("index", "rebuild", "--json", str(config(place, "faults"))),
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        rebuild = json.loads(rebuilt.stdout) if rebuilt.stdout.startswith("{") else {"error": rebuilt.stderr}
+        lost_for_good = writer.ask("lost")
+        counters = reader.ask("counters")
+    return {
+        "loads": loads, "saves": saves, "claimed": CHUNKS * len(claimed), "saves_whole_after_s": recovered,
+        "offered": after["offered"], "failed": after["failed"], "wrong": after["wrong"] + loads["wrong"], "lost": lost,
+        "lost_for_good": lost_for_good,
+        "rebuild": rebuild, "reader_counters": counters,
+        "log_lines": sum(path.read_text().count("\n") for path in place.folder.glob("faults-*.log")),
+    }  # fmt: skip
+
+
+def _evict_all(place: Place, name: str) -> tuple[int, str]:
+    """Run `kvtier evict --all`. (bytes that it says are free, its output)"""
+    done = subprocess.run(
+        kvtier("evict", "--all", "--yes", "--json", "--config", str(config(place, name))),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    try:
+        found = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        return 0, done.stdout + done.stderr
+    return found["n_bytes"], done.stderr
+
+
+def config(place: Place, name: str) -> Path:
+    """Write the settings file of a root, for the command line."""
+    path = place.folder / f"{name}.yaml"
+    index = settings(place.url)["index"] | {"prefix": name}
+    own = {"root": str(place.m1 / name), "index": index, "segment_bytes": SEGMENT, "capacity_bytes": 1 << 30}
+    path.write_text(yaml.safe_dump(own))
+    return path
+
+
+def kvtier(*words: str) -> list[str]:
+    return [sys.executable, "-c", "import sys; from kvtier.cli import main; sys.exit(main())", *words]
+
+
+def _sums(found: dict[str, Any]) -> dict[str, int]:
+    return {name: found[name] for name in ("offered", "failed", "wrong", "unanswered")}
+
+
+def _wait_for(is_so: Callable[[], bool]) -> float | None:
+    """Return the seconds until it is so; None if it is not within FREED_WITHIN_S."""
+    began = time.monotonic()
+    while time.monotonic() - began < FREED_WITHIN_S:
+        if is_so():
+            return time.monotonic() - began
+        time.sleep(0.2)
+    return None
+
+
+MEASUREMENTS = {
+    "fresh": (fresh, 100),
+    "rate": (rate, 12),
+    "capacity": (capacity, 200),
+    "full": (full, 250),
+    "faults": (faults, 70),
+}
+
+
+def tracebacks(folder: Path) -> list[str]:
+    """Return the tracebacks in the nodes' logs, without repetitions."""
+    found: dict[str, None] = {}
+    for log in folder.glob("*.log"):
+        before, *each = log.read_text().split("Traceback (most recent call last):\n")
+        for above, text in zip([before, *each], each, strict=False):
+            found[above[-200:].rpartition("\n\n")[2] + text[:2000]] = None
+    return list(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("m1", type=Path)
+    parser.add_argument("m2", type=Path)
+    parser.add_argument("measurements", nargs="+")
+    parser.add_argument("--disks", nargs="*", type=Path, default=[])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, standalone(Path(folder) / "redis") as redis:
+        place = Place(options.m1, options.m2, options.disks, redis.url, Path(folder))
+        for text in options.measurements:
+            name, _, number = text.partition("=")
+            measure, usual = MEASUREMENTS[name]
+            began = time.monotonic()
+            results[name] = measure(place, int(number or usual))
+            results[name]["took_s"] = round(time.monotonic() - began, 1)
+            results[name]["tracebacks"] = tracebacks(Path(folder))
+            print(name, json.dumps(results[name]), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(results))
+    if threading.active_count() > 1:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
