@@ -65,9 +65,9 @@ class _Gathered(NamedTuple):
 @dataclass(eq=False, slots=True)
 class _Write:
     """A background job that writes chunks. It ends by its thread, or at its deadline if the thread hangs outside of the
-    ring: creating, opening or preallocating a segment, or publishing. (The ring's writes have the same deadline.)
+    ring: creating, opening or preallocating a segment. (The ring's writes have the same deadline.)
 
-    ours: chunks whose slots are to be given back. in_ring: writes are under way, which read the slots. has_ended: the
+    ours: chunks whose slots are to be given back. in_ring: writes are, or were, under way. has_ended: the
     chunks were answered, and their slots given back; the thread touches nothing more.
     """
 
@@ -193,7 +193,7 @@ class Saver:
         for write in overdue:
             self._end_hold(write.staged, {})
             self._give_back(write.ours)
-            self._rest(f"creating, opening or publishing a segment took more than {self._worker.timeout_s:.0f} s")
+            self._rest(f"creating or opening a segment took more than {self._worker.timeout_s:.0f} s")
             self._answer([(item.chunk, SaveOutcome.FAILED) for item in write.staged])
         if overdue:
             self._widen()
@@ -393,12 +393,13 @@ class Saver:
             self._writing[write] = None
             return True
 
-    def _go_on(self, write: _Write, *, in_ring: bool) -> None:
-        """Enter or leave the ring. Raises _GivenUp when the job has ended."""
+    def _enter_ring(self, write: _Write) -> None:
+        """Keep the job from ending at its deadline from here on: its records may become visible late, and their set is
+        not to be closed and trimmed before. (Ring and index have deadlines.) Raises _GivenUp when it has ended."""
         with self._lock:
             if write.has_ended:
                 raise _GivenUp
-            write.in_ring = in_ring
+            write.in_ring = True
 
     def _end(self, write: _Write) -> None:
         """Keep the job from ending at its deadline: its thread answers now. Raises _GivenUp."""
@@ -440,7 +441,7 @@ class Saver:
                 if segment is not None:
                     stack.callback(segment.release)
                     leased.append((item, segment))
-            self._go_on(write, in_ring=True)
+            self._enter_ring(write)
             begun = [item for item, _ in leased]
             ops = [self._write_op(plan, item, segment) for item, segment in leased]
             batch = self._worker.io.ring.submit(ops)
@@ -456,14 +457,12 @@ class Saver:
                     for op, result in zip(ops, results, strict=True)
                 ]  # fmt: skip
             if results is not None:
-                self._go_on(write, in_ring=False)
                 return list(zip(begun, results, strict=True))
             # Descriptors and slots stay taken until the kernel gives the last write back.
             for item in begun:
                 write.ours.remove(item)
             stack.callback(self._give_back, begun)
             self._worker.quarantine.add(batch, stack.pop_all().close)
-            self._go_on(write, in_ring=False)
             self._rest(f"a write took more than {self._worker.timeout_s:.0f} s")
             return []
 
