@@ -157,7 +157,7 @@ class SharedEnvironment:
     def close(self) -> None:
         """Called when nothing runs in it: by its last user, before it is opened anew, and by a forked child."""
         if self._opened is not None:
-            self._opened.env.close()
+            self._opened.close()
             self._opened = None
         if self._lock_file >= 0:
             close_file(self._lock_file)
@@ -308,14 +308,15 @@ class SharedEnvironment:
         )  # fmt: skip
         try:
             env = open_it()
+            close = env.close
         except lmdb.LockError:
-            env = open_with_another_id(open_it)
+            env, close = open_with_another_id(open_it)
         try:
             env.reader_check()
             identity = self._identity()
             if identity is None:
                 raise IndexUnavailable(f"index {self.path}: somebody removes its files")
-            opened = Opened(env, identity)
+            opened = Opened(env, identity, close)
             # A file that was cut off would be a SIGBUS on the first page that is missing.
             data_bytes = os.stat(os.path.join(self.path, _DATA)).st_size
             if data_bytes < opened.used_bytes():
@@ -323,7 +324,7 @@ class SharedEnvironment:
             opened.open_databases(self._databases)
             return opened
         except BaseException:
-            env.close()
+            close()
             raise
 
     def _allocate_readers(self) -> None:

@@ -2,8 +2,9 @@
 
 LMDB tells readers by process id: it locks the byte of its lock file that has this number, and refuses a process whose
 number is taken. Two containers of one image often start the same processes with the same ids. LMDB asks for the id with
-getpid() as it opens an environment, and keeps it. `open_with_another_id` replaces that function, in LMDB's table of
-imported functions alone and for the time of that call, by one that sets upper bits, which no id has.
+getpid() as it opens an environment, and keeps it, and asks again as it closes one, to free the readers of that id.
+`open_with_another_id` replaces that function, in LMDB's table of imported functions alone and for the time of either
+call, by one that sets upper bits, which no id has.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import logging
 import os
 import random
 import struct
+import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from contextlib import contextmanager
+from functools import partial
 
 import lmdb
 
@@ -31,33 +34,51 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, s
 _RELOCATION = struct.Struct("<QQq")  # offset, info, addend
 _SYMBOL_BYTES = 24
 
-T = TypeVar("T")
+_replacing = threading.Lock()
 
 
-def open_with_another_id(open_it: Callable[[], T]) -> T:
-    """Return what `open_it` returns, which opens an environment. Called by one thread at a time. Raises lmdb.LockError
-    where the id cannot be replaced (another machine's format, LMDB through cffi), and what `open_it` raises."""
+def open_with_another_id(open_it: Callable[[], lmdb.Environment]) -> tuple[lmdb.Environment, Callable[[], None]]:
+    """Return the environment that `open_it` opens, and what closes it. Raises lmdb.LockError where the id cannot be
+    replaced (another machine's format, LMDB through cffi), and what `open_it` raises."""
     places = _places()
     if not places:
         raise lmdb.LockError("another process has this one's id, and it cannot be replaced here")
     fault: lmdb.LockError | None = None
     for salt in random.SystemRandom().sample(range(1, SALTS + 1), TRIES):
-        instead = ctypes.CFUNCTYPE(ctypes.c_int)(lambda salt=salt: salt << PID_BITS | os.getpid())
+        try:
+            with _replaced(places, salt):
+                env = open_it()
+        except lmdb.LockError as error:
+            fault = error
+            continue
+        # Freed at the interpreter's end, it would be closed under the process's own id.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(env))
+        log.info("a process of another container has this one's id %d; LMDB uses another", os.getpid())
+        return env, partial(_close, env, places, salt)
+    assert fault is not None
+    raise fault
+
+
+def _close(env: lmdb.Environment, places: list[ctypes._Pointer[ctypes.c_void_p]], salt: int) -> None:
+    """Close an environment under the id that it was opened with: under its own id, the readers of the other process
+    that has this id would be freed, and pages that they read be overwritten."""
+    with _replaced(places, salt):
+        env.close()
+
+
+@contextmanager
+def _replaced(places: list[ctypes._Pointer[ctypes.c_void_p]], salt: int) -> Iterator[None]:
+    """Have LMDB see another process id, also in a forked child."""
+    instead = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: salt << PID_BITS | os.getpid())
+    with _replacing:
         before = [place[0] for place in places]
         try:
             for place in places:
                 place[0] = ctypes.cast(instead, ctypes.c_void_p).value
-            opened = open_it()
-        except lmdb.LockError as error:
-            fault = error
-            continue
+            yield
         finally:
             for place, value in zip(places, before, strict=True):
                 place[0] = value
-        log.info("a process of another container has this one's id %d; LMDB uses another", os.getpid())
-        return opened
-    assert fault is not None
-    raise fault
 
 
 def _places() -> list[ctypes._Pointer[ctypes.c_void_p]]:

@@ -64,10 +64,11 @@ class View:
 class Opened:
     """One open environment and its named databases; closed as a whole when the files under it are replaced."""
 
-    def __init__(self, env: lmdb.Environment, identity: Identity) -> None:
-        """identity: device and inode of its files."""
+    def __init__(self, env: lmdb.Environment, identity: Identity, close: Callable[[], None]) -> None:
+        """identity: device and inode of its files. close: closes `env`."""
         self.env = env
         self.identity = identity
+        self.close = close
         self.databases: dict[str, Database] = {}
 
     def open_databases(self, names: tuple[str, ...]) -> None:

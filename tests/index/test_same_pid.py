@@ -53,6 +53,38 @@ def can_unshare() -> bool:
         return False
 
 
+READER = """
+import sys
+from kvtier.index.embedded import LmdbIndex
+index = LmdbIndex(sys.argv[1])
+env = index._shared._opened.env
+with env.begin():
+    for _ in range(2):
+        print(len(env.readers().splitlines()) - 1, flush=True)
+        sys.stdin.readline()
+    index.put_note("still", b"here", None)
+"""
+
+
+@pytest.mark.skipif(not can_unshare(), reason="may make no namespace of process ids here")
+@pytest.mark.parametrize("last", ["index.close()", "sys.exit()", "os._exit(0)"])
+def test_a_reader_stays_when_a_process_with_its_id_ends(tmp_path: Path, last: str) -> None:
+    """LMDB freed it, and a writer could overwrite what it was reading."""
+    words = [*OWN_IDS, sys.executable, "-c"]
+    reader = subprocess.Popen(
+        [*words, READER, str(tmp_path / "index")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert said(reader) == "1"
+        source = SAME_PID.replace("index.close()", last)
+        other = [*words, source, str(tmp_path / "index"), "b"]
+        assert subprocess.run(other, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=True).stdout
+        assert said(reader, "?") == "1"
+        assert end(reader) == 0
+    finally:
+        reader.kill()
+
+
 @pytest.mark.skipif(not can_unshare(), reason="may make no namespace of process ids here")
 def test_three_containers_whose_processes_have_the_same_id_share_an_index(tmp_path: Path) -> None:
     """The second one did not start."""
