@@ -12,6 +12,7 @@ from kvtier import read_back
 from kvtier.errors import IndexUnavailable
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Location
+from kvtier.tiers.read_record import Verdict
 from kvtier.tiers.segments import SegmentFiles, parse_segment_name
 from tests.core.test_faults import flip_payload
 from tests.core.test_held_up_sweeps import Clock
@@ -80,13 +81,13 @@ def test_who_reads_what_lies_there_twice_gives_signs_of_life_and_reads_it_once(
     index = opened(tmp_path)
     told: list[tuple[int, int]] = []
     told_before: list[int] = []
-    plain = read_back.is_as_summed
+    plain = read_back.judge
 
-    def look(files: SegmentFiles, key: bytes, location: Location) -> bool:
+    def look(files: SegmentFiles, key: bytes, location: Location) -> Verdict:
         told_before.append(len(told))
         return plain(files, key, location)
 
-    monkeypatch.setattr(read_back, "is_as_summed", look)
+    monkeypatch.setattr(read_back, "judge", look)
     keeper = Housekeeper(index, tmp_path / "v1", "me")
     assert keeper.rebuild(lambda done, total: told.append((done, total))) is not None
     assert told_before == [3] and told == [(0, 2), (1, 2), (2, 2), (2, 2)], "each segment, the look, the end"

@@ -16,7 +16,7 @@ import torch
 from kvtier.cli import main
 from kvtier.index.base import Location
 from kvtier.tiers import read_record
-from kvtier.tiers.read_record import is_as_summed
+from kvtier.tiers.read_record import Verdict, judge
 from kvtier.tiers.segments import SegmentFiles, parse_segment_name
 from tests.core.rig import Engine
 from tests.core.test_faults import flip_payload
@@ -121,23 +121,23 @@ def test_a_record_is_compared_with_its_sums(
 ) -> None:
     files, path, key, location = saved
     monkeypatch.setattr(read_record, "PIECE_BYTES", piece_bytes)
-    assert is_as_summed(files, key, location)
-    assert not is_as_summed(files, bytes(16), location)
-    assert not is_as_summed(files, key, location._replace(slot=0))
-    assert not is_as_summed(files, key, location._replace(slot=1 << 30))
-    assert not is_as_summed(files, key, location._replace(slab_bytes=2 * location.slab_bytes))
-    assert not is_as_summed(files, key, location._replace(set_id=1)), "there is no such segment"
+    assert judge(files, key, location) is Verdict.AS_SUMMED
+    assert judge(files, bytes(16), location) is not Verdict.AS_SUMMED
+    assert judge(files, key, location._replace(slot=0)) is not Verdict.AS_SUMMED
+    assert judge(files, key, location._replace(slot=1 << 30)) is not Verdict.AS_SUMMED
+    assert judge(files, key, location._replace(slab_bytes=2 * location.slab_bytes)) is not Verdict.AS_SUMMED
+    assert judge(files, key, location._replace(set_id=1)) is not Verdict.AS_SUMMED, "there is no such segment"
     flip_payload(path, BAD)
-    assert not is_as_summed(files, key, location)
+    assert judge(files, key, location) is not Verdict.AS_SUMMED
     flip_payload(path, BAD)
-    assert is_as_summed(files, key, location)
+    assert judge(files, key, location) is Verdict.AS_SUMMED
     with path.open("r+b") as file:
         file.truncate(4096 + 4096)
-    assert not is_as_summed(files, key, location)
+    assert judge(files, key, location) is not Verdict.AS_SUMMED
     path.rename(path.with_name("elsewhere"))
     files.close()
     shutil.move(path.parent, path.parent.with_name("away"))
-    assert is_as_summed(files, key, location), "of a mount that is away nothing is known"
+    assert judge(files, key, location) is Verdict.UNKNOWN, "of a mount that is away nothing is known"
 
 
 def test_a_read_that_gives_less_goes_on(
@@ -156,6 +156,6 @@ def test_a_read_that_gives_less_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "preadv", short)
-        assert is_as_summed(files, key, location)
+        assert judge(files, key, location) is Verdict.AS_SUMMED
     assert max(sizes) > 4096
     files.close()

@@ -17,7 +17,7 @@ from kvtier.index import entry
 from kvtier.index.base import Location
 from kvtier.index.redis_index import RedisIndex
 from kvtier.record import RecordHeader, SegmentHeader
-from kvtier.tiers.read_record import is_as_summed
+from kvtier.tiers.read_record import Verdict, judge
 from kvtier.tiers.segments import SegmentFiles, segment_name
 from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt
 
@@ -81,7 +81,7 @@ class Published:
                 now = {(at.set_id, at.rank, at.slot): at for at in entry.locations_of(value)}
                 was = [f"{segment_name(*at[:2])} slot {at[2]}: {self._state_of(files, key, at)}, "
                        f"set {known.get(at[0])}" for at in places]  # fmt: skip
-                good = {at: is_as_summed(files, key, location) for at, location in now.items()}
+                good = {at: judge(files, key, location) is Verdict.AS_SUMMED for at, location in now.items()}
                 if not good or not all(good.values()):
                     found.append(f"{key.hex()} was at {was}; is at {good}")
         finally:
@@ -100,7 +100,7 @@ class Published:
                 except Corrupt as fault:
                     return f"no header: {fault}"
                 where = Location(*slot, header.slab_bytes, header.extent, header.checksums)
-                return f"its record: {header.key == key}, good: {is_as_summed(files, key, where)}"
+                return f"its record: {header.key == key}, good: {judge(files, key, where) is Verdict.AS_SUMMED}"
         return "nothing there"
 
     def all(self) -> list[Slot]:
