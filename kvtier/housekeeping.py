@@ -234,7 +234,8 @@ class Housekeeper:
 
     def _missing_for_long(self, missing: set[int]) -> set[int]:
         """Note in the index since when each of the sets has been missing; return those that are for long."""
-        note, now_s = self._index.notes(MISSING_NOTE, self.clock()).get(MISSING_NOTE, b""), self.clock()
+        note = self._index.notes(MISSING_NOTE, self.clock()).get(MISSING_NOTE, b"")
+        now_s = self._index.shared_s(self.clock())  # the next look may be another node's
         known = dict(_MISSING.iter_unpack(note)) if len(note) % _MISSING.size == 0 else {}
         since = {set_id: min(known.get(set_id, now_s), now_s) for set_id in missing}
         oldest = sorted(since.items(), key=lambda found: found[1])[:MISSING_SETS_MAX]

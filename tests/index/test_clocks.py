@@ -8,14 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from kvtier import housekeeping
 from kvtier.eviction import pins
 from kvtier.eviction.limits import Rules
 from kvtier.evictor import Evictor
+from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import EVICT_LEASE, SetInfo, Use
 from kvtier.index.redis_clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
 from kvtier.index.redis_index import RedisIndex
 from kvtier.index.redis_wire import open_wire
+from kvtier.io.filesystem import FileSystem
 from tests.redis_server import Server, has_redis, index_settings, standalone
+
+from index_data import record
 
 pytestmark = has_redis
 
@@ -81,6 +86,26 @@ def test_what_a_node_uses_whose_clock_is_far_off_stays_as_long_as_what_others_us
             later = lambda at_s=at_s, days=days: at_s + days * DAY_S  # noqa: E731
             Evictor(index, tmp_path, "evictor", Rules(ttl_s=7 * DAY_S), clock=later).keep_limits(10**9)
             assert [info.set_id for info in index.sets()] == left
+    far.close()
+    other.close()
+
+
+@pytest.mark.parametrize("off_s", [-FAR_S, FAR_S])
+def test_a_set_is_missing_for_as_long_as_one_clock_says(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off_s: float
+) -> None:
+    """Another node, an hour ahead of the one that looked first, took it out of the index at once."""
+    monkeypatch.setattr(housekeeping, "file_system_of", lambda _: FileSystem("nfs4", True, "/"))
+    (tmp_path / "v1").mkdir()
+    clock = clock_off_by(off_s)
+    far, other = RedisIndex(index_settings(server.url), clock), RedisIndex(index_settings(server.url))
+    other.create_set(SetInfo(1, bytes(16), "gone", 100, time.time(), time.time()))
+    other.publish([record(1, 1, 0)])
+    other.close_set(1, 100)
+    for after_s, left in ((0.0, [1]), (500.0, [1]), (601.0, [])):
+        for index, now in ((far, clock), (other, time.time)):
+            Housekeeper(index, tmp_path / "v1", "keeper", lambda now=now, s=after_s: now() + s).sweep()  # type: ignore[misc]
+        assert [info.set_id for info in other.sets()] == left
     far.close()
     other.close()
 
