@@ -420,9 +420,8 @@ class Saver:
         self._answer([(item.chunk, outcomes[item.chunk.key]) for item in write.staged])
 
     def _widen(self) -> None:
-        with self._lock:
-            n_hung = sum(write.has_ended for write in self._writing)
-        self._jobs.widen(n_hung)
+        with self._lock:  # until the queue has it: an older count that came later would leave it without a thread
+            self._jobs.widen(sum(write.has_ended for write in self._writing))
 
     def _is_present(self, key: bytes) -> bool:
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.plan import LoadDone, SaveDone, SaveOutcome
+from kvtier.saves import _Write
 from kvtier.store import WantedChunk
 from kvtier.stuck_files import HUNG_FILES_MIN, StuckFiles
 from kvtier.tiers import segments as segments_module
@@ -237,3 +238,30 @@ def test_a_read_that_had_waited_for_its_turn_says_nothing() -> None:
     stuck = StuckFiles(10.0, clock)
     stuck.note_read([(1, 0)], begun_s=96.0)
     assert not stuck.has_any
+
+
+def test_a_save_that_comes_back_takes_no_thread_from_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue was given the older count last, and no thread was left for other jobs."""
+    engine = Engine(tmp_path)
+    saver, counts, is_late = engine.transfers[0]._saver, [], threading.Event()
+
+    def widen(n_stuck: int) -> None:
+        if not n_stuck:
+            is_late.set()
+            time.sleep(0.3)
+        counts.append(n_stuck)
+
+    monkeypatch.setattr(saver._jobs, "widen", widen)
+    back, hangs = _Write([], [], 0.0, has_ended=True), _Write([], [], 0.0)
+    saver._writing[back] = None
+    finishing = threading.Thread(target=saver._finish, args=(back, {}))
+    finishing.start()
+    assert is_late.wait(10)
+    saver._writing[hangs] = None
+    saver.end_overdue()
+    finishing.join()
+    assert counts == [0, 1]
+    saver._finish(hangs, {})
+    engine.close()
