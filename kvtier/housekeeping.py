@@ -16,6 +16,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ MISSING_NOTE = "missing"
 _MISSING = struct.Struct("<Qd")
 MISSING_SETS_MAX = 1024  # sets without files that are remembered between two looks
 MISSING_GRACE_S = 600.0  # time between two looks that found no file of a set, before the set is removed, seconds
+CLOCK_TOLERANCE_S = 5.0  # difference of two clocks that is not corrected, seconds
 LOOKED_INTO_MAX = 1024
 """Closed sets in one sweep."""
 ORPHAN_GRACE_S = 600.0
@@ -116,10 +118,20 @@ class Housekeeper:
                 self._lease.renew()
                 if info.is_open or info.set_id in looked_into or on_disk.get(info.set_id, 0) != info.n_bytes:
                     self._settle(info, on_disk.get(info.set_id, 0))
-            remove_leftovers(self._folder, self.clock() - ORPHAN_GRACE_S)
+            remove_leftovers(self._folder, self._disk_s() - ORPHAN_GRACE_S)
             self._index.put_note(SWEPT_NOTE, _TIME.pack(self._index.shared_s(self.clock())), None)
         finally:
             self._lease.release()
+
+    def _disk_s(self) -> float:
+        """Return the present time by the clock that the root's files are dated with. On a network file system that is
+        the server's, from which a node's may differ by more than a grace time is long."""
+        now_s, ahead_s = self.clock(), 0.0
+        if self._may_be_away:
+            with suppress(OSError):
+                os.utime(self._folder)
+                ahead_s = os.stat(self._folder).st_mtime - time.time()
+        return now_s + (ahead_s if abs(ahead_s) > CLOCK_TOLERANCE_S else 0.0)
 
     def swept_s(self) -> float:
         """When a sweep by anybody came to its end, seconds since the epoch; 0 when none is known of."""
@@ -290,7 +302,7 @@ class Housekeeper:
         if self._index.lease_owner(writer_lease(info.owner), self.clock()) is None:
             return False
         files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
-        ages_s = [files.age_s(*name, self.clock()) for name in files.ids() if name[0] == info.set_id]
+        ages_s = [files.age_s(*name, self._disk_s()) for name in files.ids() if name[0] == info.set_id]
         return any(age_s < ORPHAN_GRACE_S for age_s in ages_s)
 
     def _trim(self, info: SetInfo, locations: list[Location]) -> int:
@@ -308,8 +320,9 @@ class Housekeeper:
     def _settle_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
         """A segment in no index was being evicted when its evictor died, or was unreadable when the index was made
         anew. What can be read is taken in (and evicted in its turn); what is no segment at all goes."""
+        now_s = self._disk_s()
         for set_id, ranks in reversed(files.sets()):
-            if set_id in known or min(files.age_s(set_id, rank, self.clock()) for rank in ranks) < ORPHAN_GRACE_S:
+            if set_id in known or min(files.age_s(set_id, rank, now_s) for rank in ranks) < ORPHAN_GRACE_S:
                 continue
             faults: dict[int, KVTierError] = {}
             taken = self._read_back.read_set(files, set_id, ranks, faults)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,6 +121,13 @@ def test_inodes_are_room_too(tmp_path: Path) -> None:
         assert seen["SAVED"] >= 0.9 * 5 * 60, seen
         assert engine.store._keeper._index.counts().sets > 15
         engine.close()
+
+
+def test_inodes_that_a_file_system_does_not_count() -> None:
+    """CephFS answers how many files exist and -1 for those that may be made; btrfs answers 0 and 0."""
+    for n_files, n_left, counted in ((6, -1, None), (0, 0, None), (100, 40, 40)):
+        answer = SimpleNamespace(f_bavail=413, f_frsize=4 << 20, f_files=n_files, f_favail=n_left)
+        assert FreeSpace.of(answer) == FreeSpace(413 * (4 << 20), counted)
 
 
 @pytest.mark.parametrize("tenths", [25, 120])
