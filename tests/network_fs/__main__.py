@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--images", type=Path, default=Path(tempfile.gettempdir()) / "kvtier-nfs-guest")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # beds end with the process
     if "vers=" in options.bed:
         results = nfs.measure(options.images, options.bed, options.measurements)
     else:

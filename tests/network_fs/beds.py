@@ -133,7 +133,7 @@ class Juice(Bed):
                     "--protected-mode", "no", "--dir", str(self.folder))  # fmt: skip
         time.sleep(1)
         self.command("juicefs", "format", "--storage", "redis", "--bucket", f"redis://{SERVER_IP}:6391/2",
-                     "--trash-days", "0", "--capacity", "2", meta, "kv")  # fmt: skip
+                     "--trash-days", "0", "--capacity", "2", meta, "kvtier")  # fmt: skip
         for node, path in ((1, self.m1), (2, self.m2)):
             self.mount(node, "juicefs", "mount", "--no-usage-report", "--no-syslog", "--cache-dir",
                        str(self.folder / f"cache{node}"), "--cache-size", "256", meta, str(path))  # fmt: skip
