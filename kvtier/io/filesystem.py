@@ -114,7 +114,8 @@ class FreeSpace:
     @classmethod
     def of(cls, disk: os.statvfs_result) -> FreeSpace:
         """From the answer of statvfs."""
-        return cls(disk.f_bavail * disk.f_frsize, disk.f_favail if disk.f_files else None)
+        is_counted = disk.f_files and disk.f_favail >= 0  # CephFS counts the files that exist, and answers -1 here
+        return cls(disk.f_bavail * disk.f_frsize, disk.f_favail if is_counted else None)
 
     def for_sets(self, set_bytes: int, set_files: int) -> int:
         """Return the bytes that segment sets of that size may take: each needs its files' inodes, too."""

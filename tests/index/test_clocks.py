@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,15 +13,16 @@ from kvtier import housekeeping
 from kvtier.eviction import pins
 from kvtier.eviction.limits import Rules
 from kvtier.evictor import Evictor
-from kvtier.housekeeping import Housekeeper
+from kvtier.housekeeping import Housekeeper, writer_lease
 from kvtier.index.base import EVICT_LEASE, SetInfo, Use
 from kvtier.index.redis_clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
 from kvtier.index.redis_index import RedisIndex
 from kvtier.index.redis_wire import open_wire
 from kvtier.io.filesystem import FileSystem
+from kvtier.tiers.segments import segment_name
 from tests.redis_server import Server, has_redis, index_settings, standalone
 
-from index_data import record
+from index_data import NAMESPACE, record, set_info
 
 pytestmark = has_redis
 
@@ -106,6 +108,30 @@ def test_a_set_is_missing_for_as_long_as_one_clock_says(
         for index, now in ((far, clock), (other, time.time)):
             Housekeeper(index, tmp_path / "v1", "keeper", lambda now=now, s=after_s: now() + s).sweep()  # type: ignore[misc]
         assert [info.set_id for info in other.sets()] == left
+    far.close()
+    other.close()
+
+
+def test_a_node_whose_clock_is_ahead_leaves_young_files_alone(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of a closed set wait at its living writer, and its files, a moment old, were taken for old ones."""
+    clock = clock_off_by(DAY_S)
+    monkeypatch.setattr(housekeeping, "file_system_of", lambda _: FileSystem("nfs4", True, "/"))
+    monkeypatch.setattr(housekeeping, "time", SimpleNamespace(time=clock))
+    far, other = RedisIndex(index_settings(server.url), clock), RedisIndex(index_settings(server.url))
+    folder = tmp_path / "v1" / NAMESPACE.hex()
+    folder.mkdir(parents=True)
+    names = [segment_name(set_id, 0) for set_id in (1, 2)]  # of the second set the index knows nothing yet
+    for name in (*names, ".nfs" + 24 * "0"):
+        (folder / name).write_bytes(bytes(4096))
+    other.rebuilt(other.loss())
+    other.create_set(set_info(1, "writer"))
+    other.close_set(1, 4096)
+    other.acquire_lease(writer_lease("writer"), "writer", time.time(), LEASE_S)
+    Housekeeper(far, tmp_path / "v1", "keeper", clock).sweep()
+    assert [info.set_id for info in other.sets()] == [1]
+    assert len(list(folder.iterdir())) == 3
     far.close()
     other.close()
 
