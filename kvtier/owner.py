@@ -13,7 +13,8 @@ A node is recognised (`is_recognised`) under any host name, which changes with e
 2. else by its machine id: after a restart. Containers and machines of one image may have it in common on different
    hosts, but a local file system, in which the index stands beside the segments, is mounted on one of them at a time;
 3. an index outside of the root (that is on a network file system) must also be there, or the host name the same: the
-   path names another folder on another host, and in another container that does not mount it.
+   path names another folder on another host, and in another container that does not mount it. After a restart it must
+   be of the boot that the file names: another host of one image may have an index there, too, if it had the root once.
 
 A root whose index all nodes reach belongs to none of them, and has an id by which that index knows it again:
 
@@ -35,6 +36,7 @@ from blake3 import blake3
 
 from kvtier.errors import ConfigError
 from kvtier.identity import canonical_text
+from kvtier.index.lmdb_env import stamp_of
 from kvtier.io.filesystem import file_system_of
 from kvtier.once import create_once, read_small, replace_small
 
@@ -108,8 +110,12 @@ def is_recognised(folder: Path, theirs: Owner, node: Node | None) -> bool:
     if not (other.machine == node.machine or (other.boot == node.boot and node.boot)):
         return False
     is_inside = theirs.index_path in (None, folder / INSIDE)
-    is_same_place = (other.machine, other.host) == (node.machine, node.host)
-    return is_inside or is_same_place or (theirs.index_path is not None and theirs.index_path.is_dir())
+    if is_inside or (other.machine, other.host) == (node.machine, node.host):
+        return True
+    if theirs.index_path is None or not theirs.index_path.is_dir():
+        return False
+    is_of_theirs = other.boot in stamp_of(theirs.index_path).split()
+    return is_of_theirs or not other.boot or other.boot == node.boot
 
 
 def private_folder(user: int | None = None) -> Path:

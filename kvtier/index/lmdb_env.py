@@ -360,13 +360,17 @@ class SharedEnvironment:
                 os.unlink(os.path.join(self.path, name))
 
 
+def stamp_of(path: Path) -> str:
+    """Return the stamp of the index in `path`: format and boot; "" where there is none. Writes nothing."""
+    try:
+        return (path / _STAMP).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
 def has_stamp(path: Path, stamp: str) -> bool:
     """Return whether `path` has the files of an index, with this stamp. Writes nothing."""
-    try:
-        found = (path / _STAMP).read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return found == stamp and all((path / name).exists() for name in (_DATA, _LMDB_LOCK))
+    return stamp_of(path) == stamp and all((path / name).exists() for name in (_DATA, _LMDB_LOCK))
 
 
 _registry: dict[str, SharedEnvironment] = {}

@@ -18,6 +18,7 @@ from kvtier import owner
 from kvtier import root as root_module
 from kvtier.config import Settings
 from kvtier.errors import ConfigError
+from kvtier.index.embedded import LmdbIndex
 from kvtier.io.filesystem import FileSystem
 from kvtier.owner import Node, Owner, read_owner
 from kvtier.root import Root, check_space, find_root, open_root
@@ -356,6 +357,18 @@ def test_an_index_outside_of_the_root_must_be_there_for_a_pod_with_a_new_name(tm
         claimed(folder, POD, index)
     index.mkdir(parents=True)
     assert claimed(folder, POD, index) == HOST
+
+
+def test_an_index_outside_of_the_root_is_told_from_one_that_another_host_has_there(tmp_path: Path) -> None:
+    """A host of the same image that once had the root took it from the one that has it now, which runs."""
+    folder, index = tmp_path / "v1", tmp_path / "var" / "index"
+    LmdbIndex(str(index), 1 << 20, boot_id="boot-0").close()
+    claimed(folder, HOST, index)
+    other = Node(HOST.machine, "pod-2", "boot-2")
+    with pytest.raises(ConfigError, match="or without that index"):
+        claimed(folder, other, index)
+    LmdbIndex(str(index), 1 << 20, boot_id="boot-1").close()
+    assert claimed(folder, other, index) == other, "its host was started again"
 
 
 # --- looking at one ---
