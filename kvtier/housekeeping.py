@@ -94,7 +94,9 @@ class Housekeeper:
         self.look_at_root: Callable[[], object] = lambda: None
         self._lease = SweepLease(index, owner, lambda: self.clock())
         self._may_be_away = file_system_of(folder).visibility is not Visibility.LOCAL
-        self._read_back = ReadBack(index, self._lease, lambda: self.clock(), lambda: self.look_at_root())
+        self._read_back = ReadBack(
+            index, self._lease, lambda: self.clock(), lambda: self.look_at_root(), self._may_be_away
+        )
 
     def sweep(self) -> None:
         """Closes the sets of dead writers, drops the empty ones, books what files really take, and takes care of
@@ -117,7 +119,7 @@ class Housekeeper:
             for info in known.values():
                 self._lease.renew()
                 if info.is_open or info.set_id in looked_into or on_disk.get(info.set_id, 0) != info.n_bytes:
-                    self._settle(info, on_disk.get(info.set_id, 0))
+                    self._settle(info)
             remove_leftovers(self._folder, self._disk_s() - ORPHAN_GRACE_S)
             self._index.put_note(SWEPT_NOTE, _TIME.pack(self._index.shared_s(self.clock())), None)
         finally:
@@ -151,8 +153,7 @@ class Housekeeper:
         """Its writer adds no more: books what its files take, and from now on it may be evicted."""
         self.look_at_root()
         for info in self._index.some_sets([set_id]):
-            files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
-            self._index.close_set(set_id, files.set_bytes_of(set_id))
+            self._index.close_set(set_id, self._measured(info, self._index.members(set_id), info.n_bytes))
 
     def close_early(self, set_id: int) -> None:
         """As `close_set`, of a set that is not full and all of whose records are visible: gives back what is behind
@@ -160,8 +161,9 @@ class Housekeeper:
         self.look_at_root()
         for info in self._index.some_sets([set_id]):
             self._index.take_over(set_id)  # a record that waits for the index is in what is cut
-            n_bytes = self._trim(info, [location for _, location in self._index.members(set_id)])
-            self._index.close_set(set_id, n_bytes)
+            members = self._index.members(set_id)
+            self._trim(info, [location for _, location in members])
+            self._index.close_set(set_id, self._measured(info, members, info.n_bytes))
 
     def erase_namespace(self, namespace: bytes) -> None:
         """Removes a namespace that nobody can ask for again, with its folder. Raises OSError when a late writer makes a
@@ -265,7 +267,7 @@ class Housekeeper:
         """Whether a living engine may still add records to the set."""
         return info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
 
-    def _settle(self, info: SetInfo, n_bytes: int) -> None:
+    def _settle(self, info: SetInfo) -> None:
         if self._is_written(info):
             return
         lapses = self._lease.lapses
@@ -281,20 +283,22 @@ class Housekeeper:
         if not members:
             self._remover.remove(info)
             return
-        if self._may_be_away and self._is_away(info, members):
+        if self._measured(info, members, -1) < 0:
             return  # it is booked, and closed, when its files are back
         if info.is_open:
             if not self._lease.is_held_since(lapses):
                 return  # the next sweep closes it
             log.info("closing segment set %016x of a writer that is gone", info.set_id)
-            n_bytes = self._trim(info, [location for _, location in members])
+            self._trim(info, [location for _, location in members])
+        n_bytes = self._measured(info, members, info.n_bytes)
         if info.is_open or n_bytes != info.n_bytes:
             self._index.close_set(info.set_id, n_bytes)
 
-    def _is_away(self, info: SetInfo, members: list[tuple[bytes, Location]]) -> bool:
-        """Whether a file is missing that records of the set are in."""
-        files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
-        return not all(files.exists(info.set_id, rank) for rank in {place.rank for _, place in members})
+    def _measured(self, info: SetInfo, members: list[tuple[bytes, Location]], otherwise: int) -> int:
+        """Return the bytes that the set's files take, or `otherwise` while one is away that has records of the set."""
+        sizes = SegmentFiles(self._folder / info.namespace.hex(), direct=False).rank_bytes(info.set_id)
+        is_away = self._may_be_away and not sizes.keys() >= {place.rank for _, place in members}
+        return otherwise if is_away else sum(sizes.values())
 
     def _may_come(self, info: SetInfo) -> bool:
         """Whether records of a closed set may still become visible: they wait at a living writer's, for whom the index
@@ -305,7 +309,7 @@ class Housekeeper:
         ages_s = [files.age_s(*name, self._disk_s()) for name in files.ids() if name[0] == info.set_id]
         return any(age_s < ORPHAN_GRACE_S for age_s in ages_s)
 
-    def _trim(self, info: SetInfo, locations: list[Location]) -> int:
+    def _trim(self, info: SetInfo, locations: list[Location]) -> None:
         files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
         used = slots_used(locations)
         for set_id, rank in files.ids():
@@ -315,7 +319,6 @@ class Housekeeper:
                 except (Corrupt, TierUnavailable) as fault:
                     log.warning("cannot trim: %s", fault)
         files.close()
-        return files.set_bytes_of(info.set_id)
 
     def _settle_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
         """A segment in no index was being evicted when its evictor died, or was unreadable when the index was made

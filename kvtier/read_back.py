@@ -43,13 +43,17 @@ class TakenOut:
 
 
 class ReadBack:
-    """Of one process, which holds `lease`. taken_out: since `begin`. look_at_root: see Housekeeper."""
+    """Of one process, which holds `lease`. taken_out: since `begin`. look_at_root: see Housekeeper. may_be_away: files
+    can be missing for a while, as on a brick that is down, or show old bytes."""
 
-    def __init__(self, index: Index, lease: SweepLease, clock: Clock, look_at_root: Callable[[], object]) -> None:
+    def __init__(
+        self, index: Index, lease: SweepLease, clock: Clock, look_at_root: Callable[[], object], may_be_away: bool
+    ) -> None:
         self._index = index
         self._lease = lease
         self._clock = clock
         self._look_at_root = look_at_root
+        self._may_be_away = may_be_away
         self._good: set[tuple[bytes, Location]] = set()
         self.taken_out = TakenOut()
 
@@ -103,13 +107,14 @@ class ReadBack:
         self.taken_out.gone += sum(self._index.retract(key, place) for key, place in gone)
         known = set(members) - gone
         missing = [record for member, record in records.items() if member not in known]
-        self._make_way(files, sorted({record.key for record in missing}), lambda: progress(len(ranks)))
+        self._make_way(files, missing, lambda: progress(len(ranks)))
         self._check_held(lapses)  # somebody may have cut it since
         is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
         taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
         if taken is None:
             taken = self._add_missing(set_id, missing, known, lapses)
-        if not all(files.exists(set_id, rank) for rank in found):
+        is_missing = not all(files.exists(set_id, rank) for rank in found)
+        if is_missing and not (self._may_be_away and members):  # a known set is kept: its file may come back
             self._look_at_root()
             self._index.remove_set(set_id)  # it was evicted while it was read
             return 0
@@ -119,9 +124,11 @@ class ReadBack:
         if not self._lease.is_held_since(lapses):
             raise HeldUp("others may have swept while it was read")
 
-    def _make_way(self, files: SegmentFiles, keys: Sequence[bytes], progress: Callable[[], None]) -> None:
+    def _make_way(self, files: SegmentFiles, missing: Sequence[NewRecord], progress: Callable[[], None]) -> None:
         """Takes what is bad of these chunks out of the index, where it stands in the way of records that were read.
         Before those are published: of a set that is in the index, a late writer may cut what it does not see there."""
+        read = {record.key: record.location for record in missing}
+        keys = sorted(read)
         for first in range(0, len(keys), KEYS_AT_ONCE):
             some = keys[first : first + KEYS_AT_ONCE]
             for key, value in zip(some, self._index.find(some), strict=True):
@@ -129,12 +136,15 @@ class ReadBack:
                     if (key, location) not in self._good:
                         progress()
                         self._lease.renew()
-                        self._look_at(files, key, location)
+                        self._look_at(files, key, location, read[key])
 
-    def _look_at(self, files: SegmentFiles, key: bytes, location: Location) -> None:
+    def _look_at(self, files: SegmentFiles, key: bytes, location: Location, other: Location) -> None:
         # A record whose file is missing makes way too: the chunk is read back from elsewhere.
         if judge(files, key, location) in (Verdict.AS_SUMMED, Verdict.UNKNOWN):
             self._good.add((key, location))
+            return
+        # Where it may only be away or stale, it makes way for nothing but a record that is good.
+        if self._may_be_away and judge(files, key, other) is not Verdict.AS_SUMMED:
             return
         name = segment_name(location.set_id, location.rank)
         log.info("slot %d of %s is bad, and another record of its chunk is read back", location.slot, name)

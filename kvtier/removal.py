@@ -1,8 +1,11 @@
 """Taking a segment set away: out of the index first, then off the disk, in steps that anybody can be killed between.
 
 Before the first step a note `evicting/<set id>` (the namespace, bytes u64 little-endian, the tenant's label) says what
-is going on, and after the last one it goes. Until then the bytes count. What somebody left half done is finished by
-whoever evicts or sweeps next.
+is going on, and after the last one it is dropped. Until then the bytes count. What a killed process left half done is
+finished by the next one that evicts or sweeps.
+
+On storage of which a part may be down, files of the set may be missing at its removal, and come back. A note
+`away/<set id>` then counts what was not freed, for AWAY_S at most; the next eviction or sweep unlinks what is back.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ from typing import NamedTuple
 from kvtier.errors import StaleLease, TierUnavailable
 from kvtier.eviction.room import LATE_S
 from kvtier.index.base import Index, SetInfo
+from kvtier.io.filesystem import Visibility, file_system_of
 from kvtier.repeated_log import RepeatedLog
 from kvtier.tiers.segments import SegmentFiles
 
 PREFIX = "evicting/"
+AWAY_PREFIX = "away/"  # notes of removed sets some of whose files were missing, as on a brick that is down
+AWAY_S = 600.0  # time in which files that were missing are expected back, and their bytes count, seconds
 _NOTE = struct.Struct("<16sQ")
 
 
@@ -38,9 +44,10 @@ class Removal(NamedTuple):
     def read(cls, name: str, value: bytes) -> Removal:
         """From its note. Raises ValueError, struct.error for one that is none of ours."""
         namespace, n_bytes = _NOTE.unpack_from(value)
-        set_id = int(name.removeprefix(PREFIX), 16)
+        id_text = name.rpartition("/")[2]
+        set_id = int(id_text, 16)
         if not 0 <= set_id < 1 << 64:
-            raise ValueError(f"no set has the id {name.removeprefix(PREFIX)}")
+            raise ValueError(f"no set has the id {id_text}")
         return cls(set_id, namespace, n_bytes, value[_NOTE.size :].decode())
 
 
@@ -53,6 +60,7 @@ class Remover:
         self._log = RepeatedLog()
         self._clock = clock
         self._watched_s: dict[bytes, float] = {}  # namespace -> time of the last removal here
+        self._may_be_away = file_system_of(folder).visibility is not Visibility.LOCAL
 
     def held_bytes(self) -> int:
         """Return what files of removed sets still take because a process has them open, where a network file system
@@ -88,8 +96,16 @@ class Remover:
             self._index.drop_note(note)
             raise
         freed_bytes = self._unlink(info.set_id, info.namespace)
+        self._expect_back(removal, freed_bytes)
         self._index.drop_note(note)
         return freed_bytes
+
+    def _expect_back(self, removal: Removal, freed_bytes: int) -> None:
+        """Note what was not freed: where files may be away for a while, they come back and take their space again."""
+        left_bytes = removal.n_bytes - freed_bytes
+        if self._may_be_away and left_bytes > 0:
+            note = removal._replace(n_bytes=left_bytes).pack()
+            self._index.put_note(f"{AWAY_PREFIX}{removal.set_id:016x}", note, self._clock() + AWAY_S)
 
     def finish(self, now_s: float) -> None:
         """Ends the removals that others began. Called under the lease of who evicts, or of who sweeps."""
@@ -97,11 +113,28 @@ class Remover:
             try:
                 begun = Removal.read(note, value)
                 self._index.remove_set(begun.set_id)
-                self._unlink(begun.set_id, begun.namespace)
+                self._expect_back(begun, self._unlink(begun.set_id, begun.namespace))
             except (ValueError, struct.error, TierUnavailable) as fault:
                 self._log.warning("stays", "a set whose removal was begun stays for now: %s", fault)
                 continue
             self._index.drop_note(note)
+        for note, value in self._index.notes(AWAY_PREFIX, now_s).items():
+            self._finish_away(note, value)
+
+    def _finish_away(self, note: str, value: bytes) -> None:
+        """Unlink the files of a removed set that are back by now."""
+        try:
+            removal = Removal.read(note, value)
+            # A sweep may have taken the set in again: then the index counts it, and it is evicted in its turn.
+            is_back = bool(self._index.some_sets([removal.set_id]))
+            freed_bytes = 0 if is_back else self._unlink(removal.set_id, removal.namespace)
+        except (ValueError, struct.error, TierUnavailable) as fault:
+            self._log.warning("stays", "a set whose removal was begun stays for now: %s", fault)
+            return
+        if is_back or freed_bytes >= removal.n_bytes:
+            self._index.drop_note(note)
+        elif freed_bytes:
+            self._expect_back(removal, freed_bytes)
 
     def pending_bytes(self, now_s: float) -> int:
         """Of sets that left the index, but maybe not the disk yet. To be asked for after what the index has was summed:
@@ -111,8 +144,9 @@ class Remover:
         return sum(removal.n_bytes for removal in begun if removal.set_id not in known)
 
     def begun(self, now_s: float) -> Iterator[Removal]:
-        """Removals that may not have come to their end."""
-        for note, value in self._index.notes(PREFIX, now_s).items():
+        """Removals that may not have come to their end, or whose files may come back."""
+        notes = self._index.notes(PREFIX, now_s) | self._index.notes(AWAY_PREFIX, now_s)
+        for note, value in notes.items():
             try:
                 yield Removal.read(note, value)
             except (ValueError, struct.error):

@@ -201,9 +201,18 @@ class SegmentFiles:
             total[set_id] = total.get(set_id, 0) + self.bytes_of(set_id, rank)
         return total
 
+    def rank_bytes(self, set_id: int) -> dict[int, int]:
+        """Return the bytes on disk of each of the set's files, by rank. Stats no other file: there may be a million."""
+        sizes = {}
+        for found, rank in self.ids():
+            status = self._status(found, rank) if found == set_id else None
+            if status is not None:
+                sizes[rank] = status.st_blocks * 512
+        return sizes
+
     def set_bytes_of(self, set_id: int) -> int:
-        """Bytes that the files of one set take on disk. No other file is looked at: there may be a million."""
-        return sum(self.bytes_of(set_id, rank) for found, rank in self.ids() if found == set_id)
+        """Return the bytes that the files of one set take on disk."""
+        return sum(self.rank_bytes(set_id).values())
 
     def bytes_of(self, set_id: int, rank: int) -> int:
         """0 when it is gone."""
@@ -241,14 +250,11 @@ class SegmentFiles:
         return total
 
     def unlink_set(self, set_id: int) -> int:
-        """Removes the set's files; readers that have one open read on (I3). Returns the bytes given back."""
-        freed = self.set_bytes_of(set_id)
-        for found, rank in self.ids():
-            if found == set_id:
-                self.unlink(set_id, rank)
-        return freed
+        """Remove the set's files; readers that have one open read on (I3). Return the bytes of those found."""
+        return sum(n_bytes for rank, n_bytes in self.rank_bytes(set_id).items() if self.unlink(set_id, rank))
 
-    def unlink(self, set_id: int, rank: int) -> None:
+    def unlink(self, set_id: int, rank: int) -> bool:
+        """Remove a file. Return False if there is none. Raises TierUnavailable."""
         self.close_sets({set_id})
         close_in_process(self.folder, set_id)
         name = segment_name(set_id, rank)
@@ -256,9 +262,10 @@ class SegmentFiles:
             with folder_within(self.folder) as folder:
                 os.unlink(name, dir_fd=folder)
         except FileNotFoundError:
-            return
+            return False
         except OSError as fault:
             raise _unavailable(self.folder / name, fault) from fault
+        return True
 
     def close(self) -> None:
         self._descriptors.close()

@@ -58,10 +58,10 @@ def fill(opened: Opened) -> None:
     now_s = opened.clock()
     for label, expires_s in (("for good", None), ("an hour", now_s + 3600), ("over", now_s + 0.01)):
         add_pin(opened, NewPin(NAMESPACE, None, label, expires_s))
-    set_quota(opened, tenant_note("sé arch"), 1000)
-    set_quota(opened, tenant_note("sé arch"), 2000)
+    set_quota(opened, tenant_note("sé arch"), 10 << 20)
+    set_quota(opened, tenant_note("sé arch"), 20 << 20)
     set_quota(opened, tenant_note("ads"), None)
-    set_quota(opened, namespace_note(NAMESPACE), 3000)
+    set_quota(opened, namespace_note(NAMESPACE), 30 << 20)
 
 
 def seen(opened: Opened) -> tuple[list[str], dict[str, int | None]]:
@@ -75,7 +75,7 @@ def test_they_are_restored_with_an_index_that_lost_all(place: Place) -> None:
     fill(opened)
     time.sleep(0.02)
     before = seen(opened)
-    assert before == (["for good", "an hour"], {"sé arch": 2000, "ads": None, NAMESPACE.hex(): 3000})
+    assert before == (["for good", "an hour"], {"sé arch": 20 << 20, "ads": None, NAMESPACE.hex(): 30 << 20})
     opened.close()
     place.lose()
     opened = place.open()
@@ -151,10 +151,10 @@ def test_what_cannot_be_kept_is_not_set(tmp_path: Path, monkeypatch: pytest.Monk
     opened = place.open()
     (opened.root.folder / NOTES_FOLDER).write_text("in the way")
     with pytest.raises(TierUnavailable, match="nothing was changed"):
-        set_quota(opened, tenant_note("a"), 1)
+        set_quota(opened, tenant_note("a"), 1 << 20)
     assert seen(opened) == ([], {})
     (opened.root.folder / NOTES_FOLDER).unlink()
-    set_quota(opened, tenant_note("a"), 1)
+    set_quota(opened, tenant_note("a"), 1 << 20)
 
     def down(*_: object) -> None:
         raise IndexUnavailable("gone")
@@ -168,6 +168,6 @@ def test_what_cannot_be_kept_is_not_set(tmp_path: Path, monkeypatch: pytest.Monk
     for name in opened.index.notes("", opened.clock()):
         opened.index.drop_note(name)
     rebuild(opened)
-    assert seen(opened) == ([], {"a": 1})
+    assert seen(opened) == ([], {"a": 1 << 20})
     index.close()
     opened.close()
