@@ -51,10 +51,10 @@ def test_what_a_writer_was_refused_is_not_read_back_while_it_cuts_that_off(
     assert segments is not None
     leave, left = segments.leave, []
 
-    def while_it_is_read_back(namespace: bytes, set_ids: Collection[int]) -> set[int]:
+    def while_it_is_read_back(namespace: bytes, set_ids: Collection[int], deadline_s: float) -> set[int]:
         """The rebuild has read all pages when the writer cuts."""
         rebuilding = housekeeper(writer, "rebuilding")
-        cut = once(lambda: left.append(leave(namespace, set_ids)))
+        cut = once(lambda: left.append(leave(namespace, set_ids, deadline_s)))
         with monkeypatch.context() as patched:
             reading = rebuilding._read_back
             patched.setattr(reading, "_add_missing", before(reading._add_missing, cut))

@@ -153,7 +153,9 @@ def a_slot_that_was_written_to_is_given_again(
 
 
 @planted(OwnSegments, "leave", "slow_writers")
-def what_the_index_refused_is_called_saved(original: Any, segments: OwnSegments, namespace: bytes, set_ids: Any) -> Any:
+def what_the_index_refused_is_called_saved(
+    original: Any, segments: OwnSegments, namespace: bytes, set_ids: Any, deadline_s: float
+) -> Any:
     return set(set_ids)
 
 

@@ -48,9 +48,11 @@ class Checks:
         self._violate = place.runtime.violate
         self.evicting: dict[Process | None, int] = {}
         self._homes: dict[bytes, set[int]] = {}
+        self._overlapping: set[bytes] = set()
         self._removing: dict[Process | None, int] = {}
         self._condemned: set[int] = set()
         place.index.on_publish = self.look_at_publish
+        place.index.on_retract = self.look_at_retract
         place.index.removing = self.removal
 
     # --- the index ---
@@ -75,6 +77,25 @@ class Checks:
         first = PAGE_BYTES + at.slot * n_bytes
         if any(part.overlap((at.set_id, at.rank), first, n_bytes) for part in self._place.disk.unflushed):
             self._violate(f"slot {at.slot} of set {at.set_id:016x} was published before it was flushed (I1)")
+
+    def look_at_retract(self, key: bytes, at: Location) -> None:
+        """Check that no whole record is retracted while other nodes may still read what was there before it."""
+        place, disk = self._place, self._place.disk
+        n_bytes, segment = record_bytes(at.extent, at.slab_bytes), (at.set_id, at.rank)
+        if segment in disk.damaged or segment in disk.away:
+            return  # a rebuild retracts what is away if it found another record of the chunk
+        if not disk.may_be_stale(segment, PAGE_BYTES + at.slot * n_bytes, n_bytes):
+            return
+        held = [one.extent for value in place.index.real.resolve([key]) for one in entry.unpack(value)]
+        if sum(e.n_layers * e.n_heads for e in held) > SHAPE.whole.n_layers * SHAPE.whole.n_heads:
+            self._overlapping.add(key)  # records of unlike cuts are all retracted, one after another
+        if key in self._overlapping:
+            return
+        for info in place.index.real.some_sets({at.set_id}):
+            path = place.root.folder / info.namespace.hex() / segment_name(*segment)
+            record = _read(path, at)
+            if record is not None and self._fault_of(record, key, at) is None:
+                self._violate(f"slot {at.slot} of {path.name} was retracted, is whole, and may be read stale")
 
     def look_at_index(self, *, may_be_gone: bool = True) -> None:
         """I1 of all that is visible; no entry names a set that is not there; each is of one whole chunk. may_be_gone:

@@ -148,6 +148,11 @@ class Disk:
                 self.runtime.tried["a read is stale"] += 1
                 target[hidden.start : hidden.stop] = bytes(len(hidden))
 
+    def may_be_stale(self, segment: Segment, offset: int, n_bytes: int) -> bool:
+        """Return whether some process may still read other bytes there than were flushed."""
+        return any(part.overlap(segment, offset, n_bytes) and self.runtime.now_s < until_s
+                   for part, _, until_s in self.flushed)  # fmt: skip
+
     def is_away(self, segment: Segment | None) -> bool:
         """Whether the part of the storage is down that the segment is on."""
         if segment is None or not self.is_shared or not self.runtime.is_inside:

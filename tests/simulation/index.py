@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.errors import IndexUnavailable
-from kvtier.index.base import EVICT_LEASE, Index, NewRecord, SetInfo
+from kvtier.index.base import EVICT_LEASE, Index, Location, NewRecord, SetInfo
 from tests.simulation.runtime import Process, Runtime
 
 REMEMBERED_MAX = 256
@@ -34,8 +34,8 @@ class IndexWeather:
 @dataclass(eq=False)
 class SharedIndex:
     """What all processes ask. make: a new, empty one, as after its loss. is_remote: asked over a network. evict_token:
-    the latest that an evictor was given. on_publish: told of what becomes visible now. removing: what the removal
-    of a set by a process is done within."""
+    the latest that an evictor was given. on_publish: told of what becomes visible now. on_retract: called before
+    a record is retracted. removing: what the removal of a set by a process is done within."""
 
     runtime: Runtime
     make: Callable[[], Index]
@@ -48,6 +48,7 @@ class SharedIndex:
         self.real.rebuilt(self.real.loss())
         self.evict_token = 0
         self.on_publish: Callable[[Sequence[NewRecord], bool], None] = lambda records, from_files: None
+        self.on_retract: Callable[[bytes, Location], None] = lambda key, location: None
         self.removing: Callable[[int, Process], AbstractContextManager[None]] = lambda set_id, process: nullcontext()
 
     def forget(self) -> None:
@@ -107,6 +108,14 @@ class SimIndex:
             shared.runtime.call_at(shared.runtime.now_s + later_s, lambda: self._arrive(records, from_files))
         taken: int = self._call("publish", work)
         return taken
+
+    def retract(self, key: bytes, location: Location) -> bool:
+        def work() -> bool:
+            self._shared.on_retract(key, location)
+            return self._shared.real.retract(key, location)
+
+        was_there: bool = self._call("retract", work)
+        return was_there
 
     def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
         def work() -> bool:
