@@ -93,6 +93,7 @@ class Engine:
     weights: str = "test"
     changes: dict[str, object] = field(default_factory=dict)
     device: str = "cpu"
+    is_closed: bool = False
 
     def __post_init__(self) -> None:
         self.settings = settings(self.root, **({"chunk_tokens": self.shape.chunk_tokens} | self.changes))
@@ -174,6 +175,9 @@ class Engine:
         return [plane[index].cpu() for pages in self.pages for layer in pages.layers for plane in layer.planes]
 
     def close(self) -> None:
+        if self.is_closed:
+            return
+        self.is_closed = True
         for transfer in self.transfers:
             transfer.drain(5)
             transfer.close()

@@ -26,6 +26,7 @@ from tests.core.test_removed_sets import bytes_on, engine_on, silly_files
 from tests.engines.disk import Disk, disk
 
 MIB = 1 << 20
+PACE_S = 0.2  # time between two prompts where their share counts: a refusal stops saves for REST_S, seconds
 
 
 @contextmanager
@@ -64,14 +65,14 @@ def test_a_quota_that_statvfs_does_not_show_is_learned_and_saving_goes_on(
         fits, index = bytes_on(place), engine.store._keeper._index
         fewest, later = fits, Counter[str]()
         for number in range(40, 80):
-            later += save_some(engine, range(number, number + 1))
+            later += save_some(engine, range(number, number + 1), PACE_S)
             fewest = min(fewest, index.counts().n_bytes)
         assert later["SAVED"] >= 0.7 * 5 * 40, (first, later)
         assert fewest > fits / 2, (fewest, fits)
         assert sum("a quota of this user" in record.getMessage() for record in caplog.records) == 1
         engine.close()
         second = engine_on(place, sets=100)  # started on what is full
-        again = save_some(second, range(100, 130))
+        again = save_some(second, range(100, 130), PACE_S)
         assert again["SAVED"] >= 0.6 * 5 * 30, again
         second.close()
 

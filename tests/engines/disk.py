@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.engines.conftest import HERE
@@ -26,12 +26,14 @@ _BALLAST = "ballast"
 @dataclass
 class Disk:
     """root: where the engines' root lies. below: the same folder, past all faults. flags: None where there is no FUSE;
-    n_bytes: None where it is no file system of its own, and so cannot be filled."""
+    n_bytes: None where it is no file system of its own, and so cannot be filled. users: closed before the disk is
+    unmounted, also when a test fails."""
 
     root: Path
     below: Path
     flags: Path | None
     n_bytes: int | None
+    users: ExitStack = field(default_factory=ExitStack)
 
     def set(self, fault: str, value: int) -> None:
         """Set a flag: 1 or True for a fault without a number, 0 or False to end it."""
@@ -67,7 +69,9 @@ def disk(folder: Path, n_bytes: int, silly_renames: bool = False) -> Iterator[Di
         flags = folder / "flags"
         flags.write_bytes(bytes(silly_renames and name == "silly renames" for name in FLAGS))
         through = _through_fuse(stack, below / "root", flags, folder)
-        yield Disk(through or below / "root", below / "root", through and flags, n_bytes if has_tmpfs else None)
+        made = Disk(through or below / "root", below / "root", through and flags, n_bytes if has_tmpfs else None)
+        with made.users:
+            yield made
 
 
 def _mount(stack: ExitStack, command: list[str]) -> bool:
