@@ -168,6 +168,12 @@ WRITES_PARTS_AT(pwritev64)
 WRITES_PARTS_AS(pwritev2)
 WRITES_PARTS_AS(pwritev64v2)
 
+/* Return 1: space is reserved. Holes and the like would change bytes, and cannot be recorded. */
+static int grows(int mode) {
+  if (mode != 0) abort();
+  return 1;
+}
+
 #define WITH_FD(name, declared, arguments, ok, kind, at)                                   \
   int name declared {                                                                      \
     char path[1024];                                                                       \
@@ -178,6 +184,8 @@ WITH_FD(ftruncate, (int fd, off_t size), (fd, size), 1, SIZE, size)
 WITH_FD(ftruncate64, (int fd, off_t size), (fd, size), 1, SIZE, size)
 WITH_FD(posix_fallocate, (int fd, off_t at, off_t bytes), (fd, at, bytes), answer == 0, ALLOCATE, at + bytes)
 WITH_FD(posix_fallocate64, (int fd, off_t at, off_t bytes), (fd, at, bytes), answer == 0, ALLOCATE, at + bytes)
+WITH_FD(fallocate, (int fd, int mode, off_t at, off_t bytes), (fd, mode, at, bytes), grows(mode), ALLOCATE, at + bytes)
+WITH_FD(fallocate64, (int fd, int mode, off_t at, off_t bytes), (fd, mode, at, bytes), grows(mode), ALLOCATE, at + bytes)
 WITH_FD(fsync, (int fd), (fd), 1, SYNC, 0)
 WITH_FD(fdatasync, (int fd), (fd), 1, SYNC, 0)
 
