@@ -243,10 +243,10 @@ class SegmentFiles:
             return 0
         total = 0
         with suppress(OSError):  # the folder is gone, or away
-            for entry in os.scandir(self.folder):
-                if KEPT_OPEN.fullmatch(entry.name):
+            for name in os.listdir(self.folder):
+                if KEPT_OPEN.fullmatch(name):
                     with suppress(FileNotFoundError):
-                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+                        total += os.lstat(self.folder / name).st_blocks * 512
         return total
 
     def unlink_set(self, set_id: int) -> int:

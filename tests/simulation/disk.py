@@ -236,6 +236,11 @@ class SimOs:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
         return os.lstat(path)
 
+    def utime(self, path: str | Path) -> None:
+        """Date it by the virtual clock, which is that of all nodes and of the file system."""
+        now_s = self._disk.runtime.now_s
+        os.utime(path, (now_s, now_s))
+
     def statvfs(self, path: str | Path) -> SimpleNamespace:
         self._disk.meet("statvfs")
         free_bytes = 0 if self._disk.is_full else max(0, self._disk.capacity_bytes - self._disk.used_bytes())

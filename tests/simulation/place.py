@@ -59,8 +59,8 @@ THREADED = (
     kvtier.tiers.segments, kvtier.worker,
 )  # fmt: skip
 TIMED = (
-    kvtier.index.lmdb_env, kvtier.index.locks, kvtier.loads, kvtier.once, kvtier.plain_files, kvtier.saves,
-    kvtier.tiers.arena, kvtier.transfer,
+    kvtier.housekeeping, kvtier.index.lmdb_env, kvtier.index.locks, kvtier.loads, kvtier.once, kvtier.plain_files,
+    kvtier.saves, kvtier.tiers.arena, kvtier.transfer,
 )  # fmt: skip
 TICKING = (kvtier.index.guard, kvtier.keeper, kvtier.transfer)
 ON_MACHINE = (
