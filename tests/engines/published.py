@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -156,6 +156,16 @@ class Published:
         for segment in segments:
             self.path(segment).unlink(missing_ok=True)
         return Damage(segments=set(segments))
+
+    def drop_sets(self, set_ids: Collection[int]) -> None:
+        """Take the sets out of the index."""
+        index = RedisIndex(self._settings.index)
+        try:
+            for info in index.some_sets(set_ids):
+                index.take_over(info.set_id)
+                index.remove_set(info.set_id)
+        finally:
+            index.close()
 
     def _header(self, segment: Segment) -> SegmentHeader | None:
         """None: the file is gone already."""
