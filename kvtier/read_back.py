@@ -111,10 +111,11 @@ class ReadBack:
         self._check_held(lapses)  # somebody may have cut it since
         is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
         taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
+        was_known = taken is None
         if taken is None:
             taken = self._add_missing(set_id, missing, known, lapses)
         is_missing = not all(files.exists(set_id, rank) for rank in found)
-        if is_missing and not (self._may_be_away and members):  # a known set is kept: its file may come back
+        if is_missing and not (self._may_be_away and was_known):  # a set that the index kept may only be away
             self._look_at_root()
             self._index.remove_set(set_id)  # it was evicted while it was read
             return 0
