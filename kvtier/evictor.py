@@ -22,9 +22,8 @@ from kvtier.eviction.choice import Choice, Kept, Selection
 from kvtier.eviction.future import FutureTimes
 from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, Used
 from kvtier.eviction.lru import Lru
-from kvtier.housekeeping import writer_lease
 from kvtier.index import entry as entries
-from kvtier.index.base import EVICT_LEASE, Index, SetInfo
+from kvtier.index.base import EVICT_LEASE, Index, SetInfo, writer_lease
 from kvtier.removal import Remover
 
 log = logging.getLogger("kvtier")

@@ -59,7 +59,7 @@ class FileReader:
         self._signer = worker.io.signer
         is_staged = self._signer is not None and worker.host is not None
         self.arena = worker.host if is_staged and worker.host is not None else worker.arena
-        self.rechecks = Rechecks(worker)
+        self.rechecks = Rechecks(worker.files, worker.index, worker.metrics, worker.clock)
         self._sharing = worker.files.sharing
         self.stuck = StuckFiles(worker.timeout_s, worker.clock)
         self._sizes: dict[Extent, int] = {}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kvtier import kept_notes
 from kvtier.errors import Corrupt, KVTierError, TierUnavailable
-from kvtier.index.base import Index, Location, SetInfo, slots_used
+from kvtier.index.base import Index, Location, SetInfo, slots_used, writer_lease
 from kvtier.io.filesystem import FreeSpace, Visibility, file_system_of
 from kvtier.kept_notes import Restored
 from kvtier.read_back import HeldUp, ReadBack
@@ -45,11 +45,6 @@ LOOKED_INTO_MAX = 1024
 """Closed sets in one sweep."""
 ORPHAN_GRACE_S = 600.0
 """A segment in no index is left alone for this long: its writer may be about to register it."""
-
-
-def writer_lease(owner: str) -> str:
-    """Name of the lease that says this engine lives and may add records to its open sets."""
-    return f"writer/{owner}"
 
 
 def is_to_be_rebuilt(index: Index, folder: Path) -> bool:

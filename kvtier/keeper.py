@@ -19,10 +19,10 @@ from kvtier.errors import IndexResting, KVTierError
 from kvtier.eviction.limits import Need
 from kvtier.eviction.room import Room
 from kvtier.evictor import Evictor
-from kvtier.housekeeping import Housekeeper, writer_lease
+from kvtier.housekeeping import Housekeeper
 from kvtier.identity import Namespace
 from kvtier.index import entry as entries
-from kvtier.index.base import Index, SetInfo, Use
+from kvtier.index.base import Index, SetInfo, Use, writer_lease
 from kvtier.jobs import Ticker, run_within
 from kvtier.metrics import Metrics
 from kvtier.repeated_log import RepeatedLog

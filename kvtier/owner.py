@@ -36,7 +36,6 @@ from blake3 import blake3
 
 from kvtier.errors import ConfigError
 from kvtier.identity import canonical_text
-from kvtier.index.lmdb_env import stamp_of
 from kvtier.io.filesystem import file_system_of
 from kvtier.once import create_once, read_small, replace_small
 
@@ -46,6 +45,8 @@ MACHINE_ID_FILE = Path("/etc/machine-id")
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 LOCAL_STATE = Path("/var/tmp")
 """Local to the node and kept over a reboot: for what must not lie under a network root."""
+
+INDEX_STAMP = "boot-id"  # file in an embedded index's folder: its format, and the boot that it was made in
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def is_recognised(folder: Path, theirs: Owner, node: Node | None) -> bool:
         return True
     if theirs.index_path is None or not theirs.index_path.is_dir():
         return False
-    is_of_theirs = other.boot in stamp_of(theirs.index_path).split()
+    is_of_theirs = other.boot in index_stamp(theirs.index_path).split()
     return is_of_theirs or not other.boot or other.boot == node.boot
 
 
@@ -135,6 +136,14 @@ def private_folder(user: int | None = None) -> Path:
     if found.st_mode & 0o077:
         folder.chmod(0o700)  # somebody made it by hand, or under a lax umask
     return folder
+
+
+def index_stamp(path: Path) -> str:
+    """Return the stamp of the embedded index in `path`: format and boot; "" where there is none. Writes nothing."""
+    try:
+        return (path / INDEX_STAMP).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
 
 
 def default_index_path(root: Path, folder: Path) -> Path:

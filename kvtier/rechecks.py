@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 
 from kvtier import metrics as names
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.index.base import Location
+from kvtier.index.base import Index, Location
+from kvtier.metrics import Metrics
 from kvtier.repeated_log import RepeatedLog
 from kvtier.tiers.read_record import Verdict, judge
-from kvtier.tiers.segments import segment_name
-from kvtier.worker import Worker
+from kvtier.tiers.segments import SegmentFolders, segment_name
 
 RECHECK_S = 1.0  # time after which a record is looked at again, seconds; clients showed new bytes within it
 RECHECK_INTERVAL_S = 0.5  # interval between two looks for records that are due, seconds
@@ -28,23 +30,25 @@ _Record = tuple[bytes, bytes, Location]
 class Rechecks:
     """Thread-safe."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(
+        self, files: SegmentFolders, index: Index, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._files, self._index, self._metrics, self._clock = files, index, metrics, clock
         self._lock = threading.Lock()
-        self._log = RepeatedLog(worker.clock)
+        self._log = RepeatedLog(clock)
         self._waiting: dict[_Record, float] = {}  # -> when it is due
 
     def add(self, namespace: bytes, key: bytes, location: Location) -> None:
         """Have `run` look at a record again. Counts the miss."""
-        self._worker.metrics.add(names.STALE_READS)
+        self._metrics.add(names.STALE_READS)
         with self._lock:
             if len(self._waiting) < WAITING_MAX:
-                self._waiting.setdefault((namespace, key, location), self._worker.clock() + RECHECK_S)
+                self._waiting.setdefault((namespace, key, location), self._clock() + RECHECK_S)
 
     def run(self) -> None:
         """Look at the records that are due, and retract those whose bytes are still others. Reads in the caller's
         thread, so not for one that anybody waits for."""
-        now_s = self._worker.clock()
+        now_s = self._clock()
         with self._lock:
             due = [record for record, due_s in self._waiting.items() if due_s <= now_s]
             for record in due:
@@ -55,15 +59,15 @@ class Rechecks:
     def _look_at(self, namespace: bytes, key: bytes, location: Location) -> None:
         try:
             # A missing file is left to garbage collection, which tells a removed one from one that is away.
-            if judge(self._worker.files(namespace), key, location) is not Verdict.OTHER:
+            if judge(self._files(namespace), key, location) is not Verdict.OTHER:
                 return
-            self._worker.index.retract(key, location)
+            self._index.retract(key, location)
         except TierUnavailable:
             return  # a later load finds out
         except IndexUnavailable:
-            self._worker.metrics.add(names.INDEX_ERRORS)
+            self._metrics.add(names.INDEX_ERRORS)
             return
-        self._worker.metrics.add(names.CHECKSUM_FAILURES)
+        self._metrics.add(names.CHECKSUM_FAILURES)
         name = segment_name(location.set_id, location.rank)
         self._log.line(logging.ERROR, "bad", "slot %d of segment %s is bad, also when it is read again after %.0f s: "
                        "it is not offered any more", location.slot, name, RECHECK_S)  # fmt: skip

@@ -23,6 +23,11 @@ Loss = tuple[bytes, ...]
 """Tells one loss of an index's content from the next: a mark for each part that may be lost by itself."""
 
 
+def writer_lease(owner: str) -> str:
+    """Return the name of the lease by which an engine keeps its open sets. Only its holder adds records to them."""
+    return f"writer/{owner}"
+
+
 class Location(NamedTuple):
     """Where one rank's record of a chunk lies: `<set>-<rank>.kvseg`, slot `slot`."""
 

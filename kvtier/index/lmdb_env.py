@@ -38,6 +38,7 @@ from kvtier.index.lmdb_pid import open_with_another_id
 from kvtier.index.lmdb_view import Identity, Opened, Work
 from kvtier.index.locks import file_lock, held
 from kvtier.open_files import close_file
+from kvtier.owner import INDEX_STAMP, index_stamp
 from kvtier.plain_files import hand_over, make_private, remove_strange
 
 log = logging.getLogger("kvtier")
@@ -45,7 +46,13 @@ log = logging.getLogger("kvtier")
 T = TypeVar("T")
 Reopen = Callable[[], object]
 
-_FILES = _DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP = "data.mdb", "lock.mdb", "lock", "boot-id", "boot-id.new"
+_FILES = _DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP = (
+    "data.mdb",
+    "lock.mdb",
+    "lock",
+    INDEX_STAMP,
+    f"{INDEX_STAMP}.new",
+)
 _OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READERS_MAX = 1024  # one a running read transaction; 64 bytes each
 _READERS_BYTES = 64 * (_READERS_MAX + 2)  # of lock.mdb, with its head
@@ -360,17 +367,9 @@ class SharedEnvironment:
                 os.unlink(os.path.join(self.path, name))
 
 
-def stamp_of(path: Path) -> str:
-    """Return the stamp of the index in `path`: format and boot; "" where there is none. Writes nothing."""
-    try:
-        return (path / _STAMP).read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-
-
 def has_stamp(path: Path, stamp: str) -> bool:
     """Return whether `path` has the files of an index, with this stamp. Writes nothing."""
-    return stamp_of(path) == stamp and all((path / name).exists() for name in (_DATA, _LMDB_LOCK))
+    return index_stamp(path) == stamp and all((path / name).exists() for name in (_DATA, _LMDB_LOCK))
 
 
 _registry: dict[str, SharedEnvironment] = {}

@@ -42,7 +42,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
             [c.c_void_p, c.c_size_t, c.c_uint32, c.c_char_p, c.c_uint32, c.c_uint32, c.c_void_p],
         ),
         ("kvtier_reads_issued", c.c_uint64, []),
-        ("kvtier_reserve", c.c_int, [c.c_int, c.c_int64]),
         ("kvtier_ring_open", c.c_int, [c.c_char_p, c.POINTER(handle), c.c_char_p, c.c_size_t]),
         ("kvtier_ring_close", c.c_int, [handle, c.c_int64]),
         ("kvtier_ring_forget", None, [handle, c.c_int]),
@@ -101,16 +100,6 @@ def instruction_set() -> str:
 def reads_issued() -> int:
     """Calls with which the rings of this process have read so far; neighbours in a file are one."""
     return int(quick.kvtier_reads_issued())
-
-
-def fallocate(fd: int, n_bytes: int) -> None:
-    """fallocate(2) from the file's start. Raises OSError: EOPNOTSUPP where the file system has none.
-
-    `os.posix_fallocate` instead writes once for each 4 KiB there, which takes a minute for a segment on NFS 3.
-    """
-    error = library.kvtier_reserve(fd, n_bytes)
-    if error:
-        raise OSError(error, os.strerror(error))
 
 
 def checksum(

@@ -22,8 +22,8 @@ from kvtier.eviction.limits import Need
 from kvtier.eviction.pins import Pin
 from kvtier.eviction.room import LATE_S, Room
 from kvtier.evictor import Evictor
-from kvtier.housekeeping import Housekeeper, writer_lease
-from kvtier.index.base import SetInfo
+from kvtier.housekeeping import Housekeeper
+from kvtier.index.base import SetInfo, writer_lease
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import stats, verify
 from kvtier.kernels.paged import PagedKV, PagedLayer

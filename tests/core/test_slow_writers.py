@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.housekeeping import Housekeeper, writer_lease
+from kvtier.housekeeping import Housekeeper
+from kvtier.index.base import writer_lease
 from kvtier.keeper import Keeper
 from kvtier.plan import SaveOutcome
 from kvtier.read_back import ReadBack

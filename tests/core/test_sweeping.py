@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.evictor import Evictor
-from kvtier.housekeeping import SWEPT_NOTE, Housekeeper, writer_lease
+from kvtier.housekeeping import SWEPT_NOTE, Housekeeper
+from kvtier.index.base import writer_lease
 from kvtier.index.memory import MemoryIndex
 from kvtier.keeper import SET_BACK_S, Keeper, KeeperPlan
 from kvtier.sweep_turns import AT_ONCE_AFTER_S, SWEEP_INTERVAL_S, SWEEP_SPREAD_S

@@ -13,8 +13,8 @@ from kvtier import housekeeping
 from kvtier.eviction import pins
 from kvtier.eviction.limits import Rules
 from kvtier.evictor import Evictor
-from kvtier.housekeeping import Housekeeper, writer_lease
-from kvtier.index.base import EVICT_LEASE, SetInfo, Use
+from kvtier.housekeeping import Housekeeper
+from kvtier.index.base import EVICT_LEASE, SetInfo, Use, writer_lease
 from kvtier.index.redis_clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
 from kvtier.index.redis_index import RedisIndex
 from kvtier.index.redis_wire import open_wire

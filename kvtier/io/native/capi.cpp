@@ -76,8 +76,6 @@ EXPORT uint64_t kvtier_checksum(int which, const uint8_t* data, size_t bytes, ui
 // Reads that this process's engines have asked the kernel for.
 EXPORT uint64_t kvtier_reads_issued() { return kvtier::reads_issued(); }
 
-// fallocate(2): 0, or errno.
-EXPORT int kvtier_reserve(int fd, int64_t bytes) { return kvtier::reserve(fd, bytes); }
 
 EXPORT void kvtier_slab_checksums(const uint8_t* data, size_t slab_bytes, uint32_t n_slabs, const uint8_t* key,
                                   uint32_t first_head, uint32_t first_layer, uint64_t* sums) {

@@ -47,12 +47,6 @@ int flush(int fd) {
   return 0;
 }
 
-int reserve(int fd, int64_t bytes) {
-  while (fallocate(fd, 0, 0, bytes) != 0)
-    if (errno != EINTR) return errno;
-  return 0;
-}
-
 uint64_t reads_issued() { return n_reads.load(std::memory_order_relaxed); }
 
 void touch_pages(int fd, int64_t offset, size_t bytes) {

@@ -17,10 +17,6 @@ int64_t read_once(int fd, const iovec* parts, size_t n_parts, int64_t offset);
 // fdatasync: 0, also on a file system without it, or errno.
 int flush(int fd);
 
-// fallocate(2) from the file's start: 0, or errno. Not posix_fallocate, which glibc replaces by one write for each 4 KiB
-// where the file system has no fallocate: 41 s for 8 MiB on NFS 3.
-int reserve(int fd, int64_t bytes);
-
 // Calls that read_fully and read_once have made so far in this process.
 uint64_t reads_issued();
 
