@@ -30,13 +30,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from kvtier.geometry import PAGE_BYTES, Extent
-from kvtier.io import memory_reads
-from kvtier.io.memory_reads import BOUNCED, IN_PLACE, MemoryReads
 from kvtier.io.native import instruction_set
 from kvtier.io.ring import (
     AlignedBuffer,
     Batch,
-    InMemory,
     ReadOp,
     Ring,
     WriteOp,
@@ -54,12 +51,6 @@ SEED = 20240607
 GOAL_PERCENT = 90
 TIMEOUT_S = 120.0
 SECONDS, PASSES_MAX = 1.5, 20
-
-READS = {
-    "in-place": MemoryReads(IN_PLACE, "in place"),
-    "bounced": MemoryReads(BOUNCED, "through bounce buffers"),
-    "mapped": MemoryReads(BOUNCED._replace(map_reads=True), "mapped"),
-}
 
 # The double's model: 8 stripes of 100 MB/s, 2 ms a request. 800 MB/s at best, known by construction.
 OSTFS = {"OSTS": "8", "OST_MBPS": "100", "LAT_US": "2000", "STRIPE_MB": "1", "MDS_OPS": "5000", "MDS_LAT_US": "500"}
@@ -327,7 +318,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, help=f"records in flight, instead of {DEPTH} ({MEMORY_DEPTH} on tmpfs)")
     parser.add_argument("--threads", type=int, help="of the ring, instead of its own choice for memory and devices")
     parser.add_argument("--piece-bytes", type=int, help="likewise")
-    parser.add_argument("--reads", choices=tuple(READS), help="how files in memory are read, instead of measuring it")
     parser.add_argument("--record-mib", type=int, action="append", help="instead of 4 and 32")
     return parser.parse_args()
 
@@ -341,13 +331,7 @@ def main() -> int:
     def run(place: str, work: Path, memory_backed: bool) -> None:
         depth = arguments.depth or (MEMORY_DEPTH if memory_backed else DEPTH)
         sizes = sizes_for(memory_backed, arguments.threads, arguments.piece_bytes)
-        how = InMemory()
-        if memory_backed:
-            reads = READS.get(arguments.reads) or memory_reads.measured(work, sizes)
-            print(f"{place}: reads {reads.said}")
-            how = reads.how
-        how = how._replace(touch_written=False)
-        with Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, in_memory=how) as ring:
+        with Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes) as ring:
             for mib in arguments.record_mib or RECORD_MIB:
                 n_records = max(depth, (arguments.bytes // (mib << 20)) // depth * depth)
                 setup = Setup(place, work, (mib << 20) // HEADS, n_records, depth)

@@ -12,12 +12,11 @@ from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import Geometry, RankShare
-from kvtier.io import memory_reads
 from kvtier.io.calibrate import calibrate
 from kvtier.io.calibration import Ask, Calibration, cache_share, calibrated, default_choice, engines_for
 from kvtier.io.engines import Choice, Engines, Target, open_engine
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.io.ring import InMemory, Ring, RingSizes, sizes_for
+from kvtier.io.ring import Ring, RingSizes, sizes_for
 from kvtier.root import Root
 from kvtier.worker import ChunkArena
 
@@ -56,10 +55,9 @@ def open_io(
     in_memory = file_system_of(root.folder).kind in IN_MEMORY
     if not arena.is_device:
         sizes = sizes_for(in_memory, settings.io.threads, settings.io.piece_bytes)
-        reads = memory_reads.measured(root.folder, sizes) if in_memory else None
-        log.info("%s: ring of %d threads, writes of %d KiB, reads of %d KiB%s", root.path, sizes.threads,
-                 sizes.write_piece_bytes >> 10, sizes.piece_bytes >> 10, f" {reads.said}" if reads else "")  # fmt: skip
-        ring = _ring(sizes, reads.how if reads else None)
+        log.info("%s: ring of %d threads, writes of %d KiB, reads of %d KiB", root.path, sizes.threads,
+                 sizes.write_piece_bytes >> 10, sizes.piece_bytes >> 10)  # fmt: skip
+        ring = _ring(sizes, in_memory)
         return MountIo(Engines(ring, ring), None)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
@@ -99,12 +97,12 @@ def _open(settings: Settings, choice: Choice, ask: Ask) -> Engines:
         raise ConfigError("io.engine", settings.io.engine, str(fault)) from fault
     if isinstance(reader, Ring):
         return Engines(reader, reader)
-    return Engines(reader, _ring(sizes_for(ask.in_memory), InMemory() if ask.in_memory else None))
+    return Engines(reader, _ring(sizes_for(ask.in_memory), ask.in_memory))
 
 
-def _ring(sizes: RingSizes, how: InMemory | None) -> Ring:
+def _ring(sizes: RingSizes, in_memory: bool) -> Ring:
     """Between files and host memory."""
-    return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, in_memory=how)
+    return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, touch_written=in_memory)
 
 
 def _cost(measured: Calibration) -> MountCost | None:

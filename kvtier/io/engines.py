@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes
-from kvtier.io.ring import DeviceRing, InMemory, OpResult, ReadOp, Ring, sizes_for
+from kvtier.io.ring import DeviceRing, OpResult, ReadOp, Ring, sizes_for
 from kvtier.signing import Signer
 
 EngineName = Literal["ring", "kvikio"]
@@ -41,7 +41,7 @@ class Engines(NamedTuple):
             self.reader.reopen(fd)
 
     def forget(self, fd: int) -> None:
-        """Note that the caller is about to close `fd`: what is mapped, pinned or opened of its file is let go. Does not
+        """Note that the caller is about to close `fd`: unpin its file, and close what else was opened of it. Does not
         wait."""
         self.ring.forget(fd)
         if isinstance(self.reader, KvikioReader):
@@ -94,10 +94,10 @@ def open_engine(choice: Choice, target: Target, direct: bool, in_memory: bool) -
         sizes = KvikioSizes(choice.threads, choice.piece_bytes)
         return KvikioReader((target.address, target.n_bytes), sizes, direct=direct)
     if target.ordinal is None:
-        return Ring(choice.threads, choice.piece_bytes, in_memory=InMemory() if in_memory else None)
+        return Ring(choice.threads, choice.piece_bytes, touch_written=in_memory)
     host = sizes_for(in_memory)
     device = DeviceRing(target.ordinal, choice.piece_bytes, choice.slots)
     return Ring(
         choice.threads, host.piece_bytes, write_piece_bytes=host.write_piece_bytes, device=device,
-        in_memory=InMemory() if in_memory else None,
+        touch_written=in_memory,
     )  # fmt: skip

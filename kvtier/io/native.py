@@ -48,7 +48,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("kvtier_ring_share", handle, [handle]),
         ("kvtier_ring_release", None, [handle]),
         ("kvtier_ring_pin_file", c.c_int, [handle, c.c_int, c.c_int64, c.c_char_p, c.c_size_t]),
-        ("kvtier_ring_still_maps", c.c_int, [handle]),
         ("kvtier_submit", c.c_int, [handle, c.c_char_p, c.c_size_t, c.c_char_p, c.POINTER(handle)]),
         ("kvtier_batch_wait", c.c_int, [handle, c.c_int64]),
         ("kvtier_batch_cancel", None, [handle]),

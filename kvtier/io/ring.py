@@ -13,7 +13,6 @@ import array
 import contextlib
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import struct
@@ -25,8 +24,6 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.native import Message, library, quick
-
-log = logging.getLogger("kvtier")
 
 THREADS, PIECE_BYTES = 16, 1 << 20
 WRITE_PIECES = 4
@@ -52,7 +49,7 @@ once the buffers of all threads outgrow the last-level cache (300 MiB there). A 
 file."""
 
 _OP = struct.Struct("=iiqQQIIII16s")
-_OPTIONS = struct.Struct("=IIQQiIQIIII")
+_OPTIONS = struct.Struct("=IIQQiIQII")
 _READ, _WRITE, _FLUSH = 0, 1, 2
 _VERIFY, _ON_DEVICE = 1, 2
 _HUGE_PAGE_BYTES = 2 << 20
@@ -157,25 +154,6 @@ class DeviceRing(NamedTuple):
     slots: int = DEVICE_SLOTS  # of each thread: how many of its pieces are read or copied at a time
 
 
-class InMemory(NamedTuple):
-    """Of a ring for a file system in memory, where the processor does the work.
-
-    touch_written: each page is read once when it has been written, so that the first load is as fast as later ones.
-    bounce_reads: into host memory, through a buffer of each thread's own as large as a piece; the copy from there is
-        summed in the same pass.
-    map_reads: into host memory, from mapped files, copied and summed in one pass: what is mapped of a file stays so
-        until `Ring.forget`. What cannot be mapped is read as the others are. The first such ring of a process takes
-        over SIGBUS, for files that are cut meanwhile (`native/bus_guard.h`); where somebody else takes it over
-        afterwards, nothing is mapped any more.
-
-    `memory_reads.measured` says which pays.
-    """
-
-    touch_written: bool = True
-    bounce_reads: bool = False
-    map_reads: bool = False
-
-
 class Ring:
     """A fixed number of native I/O threads over one bounded queue (I4).
 
@@ -189,7 +167,8 @@ class Ring:
         piece_bytes: of reads. Small enough to stay in a core's L2 cache until it is summed.
         write_piece_bytes: of writes; by default as large.
         queued_ops_max: operations that wait for a thread; more are refused.
-        in_memory: for file systems in memory.
+        touch_written: read each page once when it has been written, so that on a file system in memory the first load
+            is as fast as later ones.
         device: reads may then have `on_device`. Their pieces go through pinned buffers of the threads' own; a piece is
             done when its copy to the device has ended.
 
@@ -204,7 +183,7 @@ class Ring:
         write_piece_bytes: int | None = None,
         queued_ops_max: int = QUEUED_OPS_MAX,
         device: DeviceRing | None = None,
-        in_memory: InMemory | None = None,
+        touch_written: bool = False,
     ) -> None:
         handle = ctypes.c_void_p()
         write_bytes = write_piece_bytes or piece_bytes
@@ -213,9 +192,7 @@ class Ring:
         if device is not None and device.ordinal < 0:
             raise ValueError(described)
         try:
-            options = _OPTIONS.pack(
-                threads, queued_ops_max, piece_bytes, write_bytes, *on_device, *(in_memory or (False,) * 3), 0
-            )
+            options = _OPTIONS.pack(threads, queued_ops_max, piece_bytes, write_bytes, *on_device, touch_written, 0)
         except struct.error:
             raise ValueError(described) from None
         message = Message()
@@ -229,7 +206,6 @@ class Ring:
         self._handle: ctypes.c_void_p | None = handle
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._maps = in_memory is not None and in_memory.map_reads
 
     def submit(self, ops: Sequence[ReadOp | WriteOp | FlushOp]) -> Batch:
         """Start the operations, or none of them. Their order is not kept: flush what was written in a batch of its own.
@@ -245,10 +221,6 @@ class Ring:
             if self._pid != os.getpid():
                 raise RuntimeError("a ring was carried across a fork: the child makes its own")
             error = quick.kvtier_submit(self._handle, packed, len(ops), expected, ctypes.byref(batch))
-            if self._maps and not quick.kvtier_ring_still_maps(self._handle):
-                self._maps = False
-                log.warning("files in memory are no longer mapped, so reading them takes longer: that needs a handler "
-                            "of SIGBUS, and something else in this process has replaced kvtier's")  # fmt: skip
         if error == errno.EINVAL:
             raise ValueError("an operation is not whole, aligned pages")
         if error == errno.ENODEV:
@@ -259,7 +231,7 @@ class Ring:
 
     def forget(self, fd: int) -> None:
         """Call this before closing a descriptor that was read through this ring, and when no read of it is under way:
-        else its file may stay mapped or pinned, and keep its memory after it was unlinked. Never waits."""
+        else its file may stay pinned, and keep its memory after it was unlinked. Never waits."""
         with self._lock:
             if self._handle is not None and self._pid == os.getpid():
                 quick.kvtier_ring_forget(self._handle, fd)

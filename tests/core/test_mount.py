@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +12,10 @@ import pytest
 import torch
 
 from kvtier import mount
-from kvtier.io import memory_reads
 from kvtier.io.calibration import Ask, Calibration, engines_for
 from kvtier.io.engines import Choice, Target
 from kvtier.io.filesystem import FileSystem
-from kvtier.io.memory_reads import MemoryReads
-from kvtier.io.ring import InMemory, RingSizes, sizes_for
+from kvtier.io.ring import sizes_for
 from kvtier.root import open_root
 from tests.core.rig import settings
 
@@ -67,32 +64,24 @@ def test_a_mount_is_measured_anew_when_kvikio_comes_or_goes_and_else_once_a_day(
     assert machine.asked[2:] == [("ring",)]
 
 
-@pytest.mark.parametrize("how", [InMemory(), InMemory(bounce_reads=True), InMemory(map_reads=True), None])
-def test_a_file_system_in_memory_is_read_as_was_measured_and_the_log_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: InMemory | None
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_pages_that_were_written_are_read_once_on_a_file_system_in_memory_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
 ) -> None:
-    """None: on a device, where nothing is measured."""
-    root, rings, folders = open_root(settings(tmp_path)), [], []
-
-    def measured(folder: Path, sizes: RingSizes) -> MemoryReads:
-        folders.append((folder, sizes))
-        assert how is not None
-        return MemoryReads(how, "in whichever way (for a reason)")
+    root, rings = open_root(settings(tmp_path)), []
 
     def ring(threads: int, piece_bytes: int, **options: Any) -> Any:
-        rings.append(options)
+        rings.append((threads, piece_bytes, options))
         return SimpleNamespace(close=lambda timeout_s=1.0: True)
 
-    kind = "ext4" if how is None else "tmpfs"
-    monkeypatch.setattr(mount, "file_system_of", lambda path: FileSystem(kind, False, "/"))
-    monkeypatch.setattr(memory_reads, "measured", measured)
+    monkeypatch.setattr(mount, "file_system_of", lambda path: FileSystem("tmpfs" if in_memory else "ext4", False, "/"))
     monkeypatch.setattr(mount, "Ring", ring)
     arena: Any = SimpleNamespace(is_device=False)
-    with caplog.at_level(logging.INFO, "kvtier"):
-        mount.open_io(settings(tmp_path), root, True, arena, torch.device("cpu")).engines.close()
-    assert folders == ([] if how is None else [(root.folder, sizes_for(True))])
-    assert [options["in_memory"] for options in rings] == [how]
-    assert ("reads of 256 KiB in whichever way (for a reason)" in caplog.text) == (how is not None)
+    own = settings(tmp_path)
+    mount.open_io(own, root, True, arena, torch.device("cpu")).engines.close()
+    sizes = sizes_for(in_memory, own.io.threads)
+    options = {"write_piece_bytes": sizes.write_piece_bytes, "touch_written": in_memory}
+    assert rings == [(sizes.threads, sizes.piece_bytes, options)]
 
 
 @pytest.mark.parametrize("has_kvikio", [True, False])

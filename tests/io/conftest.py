@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.io.ring import InMemory, Ring
+from kvtier.io.ring import Ring
 
 from cuda_double import CudaDouble, build
 from records import PIECE_BYTES, open_file
@@ -18,10 +18,9 @@ from records import PIECE_BYTES, open_file
 SHM = Path("/dev/shm")
 
 
-@pytest.fixture(name="ring", params=["in place", "bounced", "mapped"])
-def _ring(request: pytest.FixtureRequest) -> Iterator[Ring]:
-    way = InMemory(bounce_reads=request.param == "bounced", map_reads=request.param == "mapped")
-    with Ring(4, PIECE_BYTES, in_memory=way) as ring:
+@pytest.fixture(name="ring")
+def _ring() -> Iterator[Ring]:
+    with Ring(4, PIECE_BYTES) as ring:
         yield ring
 
 

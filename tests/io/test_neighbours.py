@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvtier.checksum import slab_checksum, slab_seed
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.native import reads_issued
-from kvtier.io.ring import AlignedBuffer, Batch, DeviceRing, InMemory, ReadOp, Ring
+from kvtier.io.ring import AlignedBuffer, Batch, DeviceRing, ReadOp, Ring
 
 from cuda_double import CudaDouble
 from hang import HungRead
@@ -95,12 +95,11 @@ STEPS = st.lists(st.tuples(st.sampled_from(DISTANCES), st.integers(1, 3), st.int
     piece_pages=st.sampled_from([1, 2, 5, 16, 1024]),
     end=st.one_of(st.just(FILE_PAGES * PAGE_BYTES), st.integers(0, FILE_PAGES * PAGE_BYTES)),
     seed=st.integers(0, 99),
-    bounce=st.booleans(),
 )
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_asked_for_is_as_if_read_one_by_one(
     full: int, steps: list[tuple[int, int, int]], order: str, batches: int, threads: int, piece_pages: int, end: int,
-    seed: int, bounce: bool,
+    seed: int,
 ) -> None:  # fmt: skip
     """The model: all bytes and sums of a read that the file holds whole, ENODATA for any other."""
     with open(f"/proc/self/fd/{full}", "wb") as file:
@@ -116,7 +115,7 @@ def test_whatever_is_asked_for_is_as_if_read_one_by_one(
         ops.reverse()
     if order == "shuffled":
         random.Random(seed).shuffle(ops)
-    with Ring(threads, piece_pages * PAGE_BYTES, in_memory=InMemory(bounce_reads=bounce)) as ring:
+    with Ring(threads, piece_pages * PAGE_BYTES) as ring:
         submitted = [(ops[i::batches], ring.submit(ops[i::batches])) for i in range(batches)]
         for of_batch, batch in submitted:
             for op, result in zip(of_batch, finished(batch), strict=True):
@@ -192,25 +191,23 @@ def test_an_error_is_that_operations_own(full: int) -> None:
     assert all(reads.landed(op) and result.ok for op, result in zip(ops, results, strict=True) if not result.error)
 
 
-@pytest.mark.parametrize("bounce", [False, True])
-def test_damage_is_named_by_slab(full: int, tmp_path: Path, bounce: bool) -> None:
+def test_damage_is_named_by_slab(full: int, tmp_path: Path) -> None:
     reads = Reads(full)
     ops = [reads.op(7 * i + 1, 2, 3) for i in range(8)]
     with open(tmp_path / "segment", "r+b") as file:
         file.seek(ops[5].offset + 3 * PAGE_BYTES)  # in its second slab
         file.write(bytes(8))
-    with Ring(1, LARGE_PIECE_BYTES, in_memory=InMemory(bounce_reads=bounce)) as ring:
+    with Ring(1, LARGE_PIECE_BYTES) as ring:
         before = reads_issued()
         results = finished(ring.submit(ops))
         assert reads_issued() - before == 1
     assert [result.bad_slabs for result in results] == [(1,) if i == 5 else () for i in range(8)]
 
 
-@pytest.mark.parametrize("bounce", [False, True])
-def test_a_run_that_hangs_ends_later_and_a_cancel_drops_the_rest(full: int, hung: HungRead, bounce: bool) -> None:
+def test_a_run_that_hangs_ends_later_and_a_cancel_drops_the_rest(full: int, hung: HungRead) -> None:
     reads = Reads(full)
     ops = [reads.op(0), hung.op._replace(fd=full, offset=PAGE_BYTES), reads.op(2), reads.op(200)]
-    with Ring(1, LARGE_PIECE_BYTES, in_memory=InMemory(bounce_reads=bounce)) as ring:
+    with Ring(1, LARGE_PIECE_BYTES) as ring:
         batch = ring.submit(ops)
         hung.wait_until_hanging(TIMEOUT_S)
         batch.cancel()
@@ -219,18 +216,6 @@ def test_a_run_that_hangs_ends_later_and_a_cancel_drops_the_rest(full: int, hung
         results = finished(batch)
     assert [result.error for result in results] == [0, 0, 0, errno.ECANCELED]
     assert reads.landed(ops[0]) and reads.landed(ops[2])
-
-
-def test_what_cannot_be_read_touches_no_target_when_it_bounces(full: int) -> None:
-    """The buffer holds bytes of an earlier run where the file ends: they must not land as this read's."""
-    reads = Reads(full)
-    with Ring(1, LARGE_PIECE_BYTES, in_memory=InMemory(bounce_reads=True)) as ring:
-        assert all(result.ok for result in finished(ring.submit([reads.op(i) for i in range(8)])))
-        os.ftruncate(full, 5 * PAGE_BYTES + 100)
-        ops = [reads.op(i) for i in range(8)]
-        assert [result.error for result in finished(ring.submit(ops))] == [0] * 5 + [errno.ENODATA] * 3
-    assert all(map(reads.landed, ops[:5]))
-    assert not any(any(reads.got(op)) for op in ops[5:])
 
 
 # --- for a device ---

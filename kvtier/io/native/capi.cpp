@@ -97,7 +97,7 @@ EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
   return ended;
 }
 
-// Before a descriptor is closed that reads came through: what is mapped or pinned of its file goes.
+// Before a descriptor is closed that reads came through: what is pinned of its file is unregistered.
 EXPORT void kvtier_ring_forget(kvtier_ring* ring, int fd) {
   try {
     ring->engine->forget(fd);
@@ -115,9 +115,6 @@ EXPORT void kvtier_ring_release(kvtier_ring* ring) { delete ring; }
 EXPORT int kvtier_ring_pin_file(kvtier_ring* ring, int fd, int64_t end, char* message, size_t message_bytes) {
   return kvtier::without_exceptions(message, message_bytes, [&] { ring->engine->pin_file(fd, end); });
 }
-
-// 0: the ring was to read from mappings, and has stopped doing so, because its handler of SIGBUS was replaced.
-EXPORT int kvtier_ring_still_maps(kvtier_ring* ring) { return ring->engine->still_maps(); }
 
 // 0 or errno; EINVAL: an operation is not whole aligned pages; ENODEV: it is for a device, and the ring has none.
 // `expected`: one checksum a slab of the batch.

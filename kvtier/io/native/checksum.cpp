@@ -69,49 +69,32 @@ inline __attribute__((always_inline)) void fill_table(uint64_t* table, uint64_t 
     table[l] = key_in_page(l, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
 }
 
-// A sum of whole pages, which also go to `target` where a version copies.
-using PagesFunction = uint64_t (*)(uint8_t* target, const uint8_t* data, size_t pages, uint64_t seed,
-                                   uint64_t first_page);
+// A sum of whole pages.
+using PagesFunction = uint64_t (*)(const uint8_t* data, size_t pages, uint64_t seed, uint64_t first_page);
 
-// How far ahead of a copy its target is fetched: 10.9 GB/s a core from L2 to memory that is not, 9.5 without (a Xeon
-// of 2019, AVX-512; as good as fetching it to be written, and stores past the caches reach 6.8). Past the end of the
-// target it is a hint that nothing comes of.
-constexpr size_t kAheadBytes = 2048;
-
-// Whole pages by `kPages`, what stands before and after them pair by pair. target: null where it does not copy.
+// Whole pages by `kPages`, what stands before and after them pair by pair.
 template <PagesFunction kPages>
-uint64_t sum_by_pages(uint8_t* target, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
+uint64_t sum_with(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
   const uint64_t pairs = bytes / 8;
   uint64_t head = (kPagePairs - first_pair % kPagePairs) % kPagePairs;
   if (head > pairs) head = pairs;
   const uint64_t pages = (pairs - head) / kPagePairs, tail = pairs - head - pages * kPagePairs;
-  uint8_t* const pages_target = target != nullptr ? target + head * 8 : nullptr;
-  uint64_t sum = 0;
-  if (pages != 0) sum += kPages(pages_target, data + head * 8, pages, seed, (first_pair + head) / kPagePairs);
-  const uint8_t* ends = data;
-  if (target != nullptr) {
-    std::memcpy(target, data, head * 8);
-    std::memcpy(target + (pairs - tail) * 8, data + (pairs - tail) * 8, tail * 8);
-    ends = target;  // what was stored is summed
-  }
-  return sum + sum_pairs(ends, head, seed, first_pair) +
-         sum_pairs(ends + (pairs - tail) * 8, tail, seed, first_pair + pairs - tail);
+  const uint64_t sum =
+      pages != 0 ? kPages(data + head * 8, pages, seed, (first_pair + head) / kPagePairs) : 0;
+  return sum + sum_pairs(data, head, seed, first_pair) +
+         sum_pairs(data + (pairs - tail) * 8, tail, seed, first_pair + pairs - tail);
 }
 
-template <bool kCopy>
-uint64_t pages_scalar(uint8_t* target, const uint8_t* data, size_t pages, uint64_t seed, uint64_t first_page) {
+uint64_t pages_scalar(const uint8_t* data, size_t pages, uint64_t seed, uint64_t first_page) {
   alignas(64) uint64_t table[kPagePairs];
   fill_table(table, seed);
   uint64_t sum = 0;
   for (size_t j = 0; j < pages; j++, data += 8 * kPagePairs) {
-    const uint8_t* words_of = data;
-    if constexpr (kCopy)  // what was stored is summed: the source may be a file that somebody writes
-      words_of = static_cast<const uint8_t*>(std::memcpy(target + j * 8 * kPagePairs, data, 8 * kPagePairs));
     const uint64_t page_key =
         key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
     for (uint32_t l = 0; l < kPagePairs; l++) {
       uint32_t words[2];
-      std::memcpy(words, words_of + 8 * l, 8);
+      std::memcpy(words, data + 8 * l, 8);
       const uint64_t key = table[l] ^ page_key;
       sum += static_cast<uint64_t>(words[0] + static_cast<uint32_t>(key)) *
              static_cast<uint64_t>(words[1] + static_cast<uint32_t>(key >> 32));
@@ -122,8 +105,7 @@ uint64_t pages_scalar(uint8_t* target, const uint8_t* data, size_t pages, uint64
 
 #if defined(__x86_64__)
 
-template <bool kCopy>
-__attribute__((target("avx2"))) uint64_t pages_avx2(uint8_t* target, const uint8_t* data, size_t pages, uint64_t seed,
+__attribute__((target("avx2"))) uint64_t pages_avx2(const uint8_t* data, size_t pages, uint64_t seed,
                                                     uint64_t first_page) {
   alignas(64) uint64_t table[kPagePairs];
   fill_table(table, seed);
@@ -135,13 +117,10 @@ __attribute__((target("avx2"))) uint64_t pages_avx2(uint8_t* target, const uint8
     for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays) {
       for (int way = 0; way < kWays; way++) {
         const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + way);
-        if (kCopy) _mm256_storeu_si256(reinterpret_cast<__m256i*>(target) + way, words);
-        if (kCopy && way % 2 == 0) __builtin_prefetch(target + kAheadBytes + 32 * way);
         const __m256i keys = _mm256_load_si256(reinterpret_cast<const __m256i*>(table + l) + way);
         const __m256i both = _mm256_add_epi32(words, _mm256_xor_si256(keys, page_key));
         sums[way] = _mm256_add_epi64(sums[way], _mm256_mul_epu32(both, _mm256_srli_epi64(both, 32)));
       }
-      if (kCopy) target += 8 * kLanes * kWays;
     }
   }
   alignas(32) uint64_t lanes[kLanes];
@@ -150,9 +129,8 @@ __attribute__((target("avx2"))) uint64_t pages_avx2(uint8_t* target, const uint8
   return lanes[0] + lanes[1] + lanes[2] + lanes[3];
 }
 
-template <bool kCopy>
-__attribute__((target("avx512f"))) uint64_t pages_avx512(uint8_t* target, const uint8_t* data, size_t pages,
-                                                         uint64_t seed, uint64_t first_page) {
+__attribute__((target("avx512f"))) uint64_t pages_avx512(const uint8_t* data, size_t pages, uint64_t seed,
+                                                         uint64_t first_page) {
   alignas(64) uint64_t table[kPagePairs];
   fill_table(table, seed);
   constexpr int kLanes = 8, kWays = 4;
@@ -163,13 +141,10 @@ __attribute__((target("avx512f"))) uint64_t pages_avx512(uint8_t* target, const 
     for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays) {
       for (int way = 0; way < kWays; way++) {
         const __m512i words = _mm512_loadu_si512(data + 64 * way);
-        if (kCopy) _mm512_storeu_si512(target + 64 * way, words);
-        if (kCopy) __builtin_prefetch(target + kAheadBytes + 64 * way);
         const __m512i keys = _mm512_load_si512(table + l + kLanes * way);
         const __m512i both = _mm512_add_epi32(words, _mm512_xor_si512(keys, page_key));
         sums[way] = _mm512_add_epi64(sums[way], _mm512_mul_epu32(both, _mm512_srli_epi64(both, 32)));
       }
-      if (kCopy) target += 8 * kLanes * kWays;
     }
   }
   alignas(64) uint64_t lanes[kLanes];
@@ -198,27 +173,17 @@ void detect(bool* avx2, bool* avx512) { *avx2 = *avx512 = false; }
 
 #endif
 
-template <PagesFunction kPages>
-uint64_t sum_with(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
-  return sum_by_pages<kPages>(nullptr, data, bytes, seed, first_pair);
-}
-
-template <PagesFunction kPages>
-uint64_t copy_and_sum_with(uint8_t* target, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
-  return sum_by_pages<kPages>(target, data, bytes, seed, first_pair);
-}
-
 struct Table {
   InstructionSet sets[kInstructionSets];
   Table() {
     bool avx2, avx512;
     detect(&avx2, &avx512);
-    sets[0] = {"scalar", sum_with<pages_scalar<false>>, copy_and_sum_with<pages_scalar<true>>, true};
-    sets[1] = {"avx2", nullptr, nullptr, avx2};
-    sets[2] = {"avx512", nullptr, nullptr, avx512};
+    sets[0] = {"scalar", sum_with<pages_scalar>, true};
+    sets[1] = {"avx2", nullptr, avx2};
+    sets[2] = {"avx512", nullptr, avx512};
 #if defined(__x86_64__)
-    sets[1] = {"avx2", sum_with<pages_avx2<false>>, copy_and_sum_with<pages_avx2<true>>, avx2};
-    sets[2] = {"avx512", sum_with<pages_avx512<false>>, copy_and_sum_with<pages_avx512<true>>, avx512};
+    sets[1] = {"avx2", sum_with<pages_avx2>, avx2};
+    sets[2] = {"avx512", sum_with<pages_avx512>, avx512};
 #endif
   }
 };

@@ -9,14 +9,9 @@ namespace kvtier {
 // Summands of disjoint pieces add up (mod 2^64) to the checksum of the slab.
 using SumFunction = uint64_t (*)(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair);
 
-// The same sum, of bytes that go to `target` in the same pass: what was summed is what was stored.
-using CopyAndSumFunction = uint64_t (*)(uint8_t* target, const uint8_t* data, size_t bytes, uint64_t seed,
-                                        uint64_t first_pair);
-
 struct InstructionSet {
   const char* name;
-  SumFunction sum;  // null, as the next, where the compiler's target has no such instructions
-  CopyAndSumFunction copy_and_sum;
+  SumFunction sum;  // null where the compiler's target has no such instructions
   bool usable;  // this processor and operating system run it
 };
 

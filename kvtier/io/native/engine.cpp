@@ -27,11 +27,10 @@ constexpr size_t kLookAhead = 32;
 constexpr uint64_t kPinnedPieceBytes = 16 << 20;
 constexpr uint32_t kPinnedRunsMax = 4;
 
-// Signals are the application's own threads' business, but for what a copy here may meet: see BusGuard.
+// Signals are the business of the application's own threads.
 void become_worker() {
   sigset_t all;
   sigfillset(&all);
-  sigdelset(&all, SIGBUS);
   pthread_sigmask(SIG_SETMASK, &all, nullptr);
   pthread_setname_np(pthread_self(), "kvtier-io");
 }
@@ -69,23 +68,19 @@ bool is_any_bad(const Batch& batch, const Op& op) {
 Engine::Engine(const EngineOptions& options)
     : options_(options),
       sum_(best_instruction_set().sum),
-      copy_and_sum_(best_instruction_set().copy_and_sum),
       pinned_(options.device_ordinal) {}
 
 std::shared_ptr<Engine> Engine::start(const EngineOptions& options) {
   std::shared_ptr<Engine> engine(new Engine(options));
-  if (options.map_reads && !catch_bus_errors()) engine->mappings_.stop();
   std::vector<std::unique_ptr<DeviceStage>> stages(options.threads);
   if (options.has_device())
     stages = open_stages(options.device_ordinal, options.threads, options.device_slots, options.device_piece_bytes);
   try {
     for (uint32_t i = 0; i < options.threads; i++) {
-      // Reads of a run are no larger than a piece, gaps and all.
-      auto landing = std::make_unique<Landing>(options.bounce_reads ? options.read_piece_bytes : 0,
-                                               options.map_reads ? &engine->mappings_ : nullptr);
+      auto gaps = std::make_unique<Gaps>();
       std::lock_guard<std::mutex> lock(engine->mutex_);
-      std::thread([engine, stage = std::move(stages[i]), landing = std::move(landing)]() mutable {
-        engine->work(std::move(stage), std::move(landing));
+      std::thread([engine, stage = std::move(stages[i]), gaps = std::move(gaps)]() mutable {
+        engine->work(std::move(stage), std::move(gaps));
       }).detach();
       engine->threads_alive_++;
     }
@@ -144,12 +139,11 @@ void Engine::drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* 
 }
 
 void Engine::forget(int fd) {
-  std::shared_ptr<const void> mapping = mappings_.take_out(fd), pinned = pinned_.take_out(fd);
-  if (!mapping && !pinned) return;
+  std::shared_ptr<const PinnedFile> pinned = pinned_.take_out(fd);
+  if (!pinned) return;
   std::lock_guard<std::mutex> lock(mutex_);
   if (stop_) return;
-  for (auto* gone : {&mapping, &pinned})
-    if (*gone) forgotten_.push_back(std::move(*gone));
+  forgotten_.push_back(std::move(pinned));
   work_or_stop_.notify_one();
 }
 
@@ -160,7 +154,6 @@ void Engine::pin_file(int fd, int64_t end) {
 
 bool Engine::close(std::chrono::nanoseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  mappings_.stop();
   std::unique_lock<std::mutex> lock(mutex_);
   stop_ = true;
   for (auto& lane : lanes_) {
@@ -176,12 +169,11 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   const bool ended = thread_ended_.wait_until(lock, deadline, [this] { return threads_alive_ == 0; });
   const auto gone = std::move(forgotten_);  // batches may keep the engine for long, but no file's memory
   lock.unlock();
-  mappings_.clear();
   let_go_until(deadline, pinned_.take_all());
   return ended;
 }
 
-void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> landing) {
+void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps) {
   become_worker();
   if (stage) stage->enter();
   Writer writer;
@@ -212,7 +204,7 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> l
     if (kind != kPinnedRead && may_take_pinned()) work_or_stop_.notify_one();
     lock.unlock();
     if (copying) report_landed(*stage, writer);
-    perform(std::move(run), stage.get(), *landing, writer);
+    perform(std::move(run), stage.get(), *gaps, writer);
     lock.lock();
     if (kind == kWrite) {
       writing_--;
@@ -228,7 +220,7 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> l
 }
 
 void Engine::let_go_of_one(std::unique_lock<std::mutex>& lock) {
-  std::shared_ptr<const void> gone = std::move(forgotten_.back());
+  std::shared_ptr<const PinnedFile> gone = std::move(forgotten_.back());
   forgotten_.pop_back();
   letting_go_ = true;
   lock.unlock();
@@ -314,11 +306,11 @@ uint64_t Engine::piece_bytes(const Op& op) const {
   return op.spec.kind == kRead ? options_.read_piece_bytes : options_.write_piece_bytes;
 }
 
-void Engine::perform(Run run, DeviceStage* stage, Landing& landing, Writer& writer) {
+void Engine::perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer) {
   if (run.is_wanted()) {
     // On its way to the device, it is reported when its copies have ended.
     if (run.on_device() && stage->send(run)) return;
-    if (!run.on_device()) run.kind() == kRead ? land(run, landing) : store(run.pieces.front(), writer);
+    if (!run.on_device()) run.kind() == kRead ? land(run, gaps) : store(run.pieces.front(), writer);
   }
   report(run, writer);
 }
@@ -337,9 +329,10 @@ void Engine::report(const Run& run, Writer& writer) {
   for (const Piece& piece : run.pieces) piece_done(piece, writer);
 }
 
-void Engine::land(const Run& run, Landing& landing) {
-  landing.read(run);
-  landing.take(run, [this](const Piece& piece, const uint8_t* bytes) { sum(piece, bytes); });
+void Engine::land(const Run& run, Gaps& gaps) {
+  read_run(run, gaps);
+  for (const Piece& piece : run.pieces)
+    if (piece.op->error.load(std::memory_order_relaxed) == 0) sum(piece);
 }
 
 void Engine::store(const Piece& piece, Writer& writer) {
@@ -348,25 +341,21 @@ void Engine::store(const Piece& piece, Writer& writer) {
     if (const int error = flush(op.spec.fd)) op.fail(error);
     return;
   }
-  sum(piece, piece.memory());
+  sum(piece);
   const int error = writer.write_fully(op.spec.fd, piece.memory(), piece.bytes, piece.offset());
   if (error != 0) return op.fail(error);
   if (options_.touch_written) touch_pages(op.spec.fd, piece.offset(), piece.bytes);
 }
 
-void Engine::sum(const Piece& piece, const uint8_t* bytes) {
+void Engine::sum(const Piece& piece) {
   const OpSpec& spec = piece.op->spec;
-  uint8_t* const memory = piece.memory();
   uint64_t start = piece.start, left = piece.bytes;
   while (left > 0) {
     const uint32_t slab = static_cast<uint32_t>(start / spec.slab_bytes);
     const uint64_t within = start % spec.slab_bytes;
     const uint64_t part = std::min(left, spec.slab_bytes - within);
     const uint64_t seed = slab_seed(spec.key, spec.first_head + slab, spec.first_layer);
-    const uint64_t at = start - piece.start;
-    const uint64_t summand = bytes == memory ? sum_(bytes + at, part, seed, within / 8)
-                                             : copy_and_sum_(memory + at, bytes + at, part, seed, within / 8);
-    piece.batch->add_to_sum(piece.op->first_sum + slab, summand);
+    piece.batch->add_to_sum(piece.op->first_sum + slab, sum_(piece.op->slabs() + start, part, seed, within / 8));
     start += part;
     left -= part;
   }

@@ -1,9 +1,8 @@
 // Threads that move the pieces of batches between files and memory, and sum them on the way.
 //
 // An operation is cut into pieces small enough that a piece is still in a core's L2 cache when it is summed: a read
-// piece is summed as soon as it has landed, a write piece just before it goes out. Where reads are copies by the
-// processor they may land in a bounce buffer of the thread's own first, or be copied out of a mapping: see Landing. A
-// read for a device goes through the thread's DeviceStage, in pieces of its own size, and is summed by the device.
+// piece is summed as soon as it has landed, a write piece just before it goes out. A read for a device goes through the
+// thread's DeviceStage, in pieces of its own size, and is summed by the device.
 // Reads that are smaller are taken together with their neighbours in the file, as far as these are waiting too, up to
 // the size of a piece.
 //
@@ -17,7 +16,6 @@
 #include "batch.h"
 #include "checksum.h"
 #include "device_stage.h"
-#include "landing.h"
 #include "pinned_files.h"
 #include "transfer.h"
 
@@ -33,13 +31,11 @@ struct EngineOptions {
   uint32_t device_slots = 0;    // pinned buffers a thread, of a device piece each
   uint64_t device_piece_bytes = 0;
   uint32_t touch_written = 0;   // of a file system in memory: see touch_pages()
-  uint32_t bounce_reads = 0;    // into host memory: see Landing
-  uint32_t map_reads = 0;       // likewise, where the file can be mapped; else as the others are read
   uint32_t unused = 0;
 
   bool has_device() const { return device_ordinal >= 0; }
 };
-static_assert(sizeof(EngineOptions) == 56, "the layout is part of the C interface");
+static_assert(sizeof(EngineOptions) == 48, "the layout is part of the C interface");
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -52,15 +48,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Drops the pieces that nobody has taken; their operations end with ECANCELED once those in flight have returned.
   void cancel(const std::shared_ptr<Batch>& batch);
 
-  // The caller is about to close this descriptor, and no read of it is under way: what is mapped or pinned of its file
-  // is let go of, by a thread of the engine, because that takes a while (40 ns a page).
+  // The caller is about to close this descriptor, and no read of it is under way: what is pinned of its file is
+  // unregistered, by a thread of the engine, because that takes a while (40 ns a page).
   void forget(int fd);
 
   // See PinnedFiles::pin. Throws std::system_error: ENODEV without a device.
   void pin_file(int fd, int64_t end);
-
-  // False when reads were to come from mappings, and do so no longer: SIGBUS is somebody else's.
-  bool still_maps() const { return !mappings_.has_stopped(); }
 
   // Cancels everything queued and waits for the threads, but no longer than `timeout`: a thread that hangs in the
   // kernel is left behind (it holds its own reference to the engine). True when all have ended.
@@ -70,7 +63,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   explicit Engine(const EngineOptions& options);
-  void work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Landing> landing);
+  void work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps);
   void let_go_of_one(std::unique_lock<std::mutex>& lock);  // of forgotten_, which is not empty
   int choose();                                    // lane of the next run, -1: none. Under mutex_
   bool may_take_pinned() const;                    // under mutex_
@@ -80,26 +73,24 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piece);  // true: its operation's last. Under mutex_
   void drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended);  // under mutex_
   uint64_t piece_bytes(const Op& op) const;
-  void perform(Run run, DeviceStage* stage, Landing& landing, Writer& writer);
+  void perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer);
   void report_landed(DeviceStage& stage, Writer& writer);
   void finish_oldest(DeviceStage& stage, Writer& writer);
   void report(const Run& run, Writer& writer);
-  void land(const Run& run, Landing& landing);
+  void land(const Run& run, Gaps& gaps);
   void store(const Piece& piece, Writer& writer);
-  void sum(const Piece& piece, const uint8_t* bytes);  // which are copied to the piece's memory if they lie elsewhere
+  void sum(const Piece& piece);
   void piece_done(const Piece& piece, Writer& writer);
   void write_header(Batch& batch, Op& op, Writer& writer);
 
   const EngineOptions options_;
   const SumFunction sum_;
-  const CopyAndSumFunction copy_and_sum_;
-  Mappings mappings_;
   PinnedFiles pinned_;
   std::mutex mutex_;
   std::condition_variable work_or_stop_, thread_ended_;
   std::deque<std::shared_ptr<Batch>> lanes_[kLanes];  // batches with pieces of that kind to give out
-  std::vector<std::shared_ptr<const void>> forgotten_;  // mappings and pinned files
-  bool letting_go_ = false;                             // a thread is about one of those
+  std::vector<std::shared_ptr<const PinnedFile>> forgotten_;
+  bool letting_go_ = false;               // a thread unregisters one of those
   size_t queued_ops_ = 0;
   uint32_t threads_alive_ = 0;
   uint32_t idle_ = 0;           // threads that wait for work

@@ -1,6 +1,9 @@
 #include "pinned_files.h"
 
-#include <sys/stat.h>
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/mman.h>
+#include <sys/vfs.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +13,30 @@
 #include "batch.h"
 
 namespace kvtier {
+namespace {
+
+bool is_in_memory(int fd) {
+  struct statfs system;
+  if (fstatfs(fd, &system) != 0) return false;
+  return system.f_type == TMPFS_MAGIC || static_cast<unsigned long>(system.f_type) == RAMFS_MAGIC;
+}
+
+}  // namespace
+
+std::shared_ptr<const Mapping> Mapping::make(int fd, const struct stat& file) {
+  if (file.st_size <= 0 || !S_ISREG(file.st_mode) || !is_in_memory(fd)) return nullptr;
+  const size_t bytes = static_cast<size_t>(file.st_size);
+  void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);  // EACCES if fd is read-only
+  if (data == MAP_FAILED) return nullptr;
+  madvise(data, bytes, MADV_DONTFORK);  // a child would keep the file's memory
+  madvise(data, bytes, MADV_DONTDUMP);
+  return std::shared_ptr<const Mapping>(new Mapping(static_cast<uint8_t*>(data), bytes, file));
+}
+
+Mapping::Mapping(uint8_t* data, size_t bytes, const struct stat& file)
+    : data_(data), bytes_(bytes), device_(file.st_dev), inode_(file.st_ino) {}
+
+Mapping::~Mapping() { munmap(data_, bytes_); }
 
 class PinnedFile::Part {
  public:
@@ -65,7 +92,7 @@ void PinnedFiles::pin(int fd, int64_t end) {
     if (found != by_fd_.end() && found->second->is_of(file)) known = found->second;
   }
   if (!known) {
-    auto mapping = Mapping::make(fd, file, Mapping::kToPin);
+    auto mapping = Mapping::make(fd, file);
     if (!mapping) throw std::system_error(EINVAL, std::generic_category());
     known = std::make_shared<const PinnedFile>(std::move(mapping), PinnedFile::Parts{});
   }

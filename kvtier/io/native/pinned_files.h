@@ -2,6 +2,8 @@
 // processor before it. (H200, tmpfs: 55 GB/s, all of PCIe, where the ring's slots bring 51. Registering takes 0.13 to 0.4
 // s a GiB, so it is done in the background and in steps.)
 #pragma once
+#include <sys/stat.h>
+
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -9,10 +11,32 @@
 #include <utility>
 #include <vector>
 
-#include "mapped.h"
 #include "pinned.h"
 
 namespace kvtier {
+
+// One file of a file system in memory, mapped to be pinned. It keeps the file's memory even when the file has no name
+// any more.
+class Mapping {
+ public:
+  // Null where it cannot be mapped: not in memory, empty, not open for writing, no room.
+  static std::shared_ptr<const Mapping> make(int fd, const struct stat& file);
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  bool is_of(const struct stat& file) const { return file.st_dev == device_ && file.st_ino == inode_; }
+  size_t bytes() const { return bytes_; }
+  uint8_t* data() const { return data_; }
+
+ private:
+  Mapping(uint8_t* data, size_t bytes, const struct stat& file);
+
+  uint8_t* const data_;
+  const size_t bytes_;
+  const dev_t device_;
+  const ino_t inode_;
+};
 
 // What is pinned of one file, from its first byte on: registrations, one behind the other, of one mapping. Immutable.
 //
