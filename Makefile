@@ -5,6 +5,7 @@
 #   make soak    the tests that run for many minutes
 #   make aiperf  aiperf in an environment of its own, for benchmarks/aiperf_ttft.py
 #   make lint    ruff and mypy
+#   make docs    the site of docs/, in build/site
 #   make clean   removes what the above made
 
 PYTHON ?= python3
@@ -42,7 +43,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
 step = @printf '== %s ' "$(1)"; ( while sleep 5; do printf .; done ) & dots=$$!; \
 	status=0; { $(2); } || status=$$?; kill $$dots; printf '\n'; exit $$status
 
-.PHONY: demo test soak aiperf lint format setup setup-dev clean
+.PHONY: demo test soak aiperf lint docs format setup setup-dev clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -62,6 +63,9 @@ lint: setup-dev
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvtier
 	@ln -s $(CURDIR)/kvtier/* $(CURDIR)/connectors $(CURDIR)/server $(TYPED)/kvtier/
 	@cd $(TYPED) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p kvtier
+
+docs: setup-dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: setup-dev
 	@$(BIN)/ruff check --fix-only .

@@ -1,4 +1,4 @@
-"""The keyed checksum of a slab: its definition, in numpy, against which every fast version is tested.
+"""Seeded checksum of a slab: its definition, in numpy, against which every fast version is tested.
 
 NH of UMAC (RFC 4418, section 5.2.2) over little-endian u32 pairs. Its key stream is the exclusive or of two mixed
 counters, one over the pairs of a page and one over the pages, so that fast versions keep the first in a table (CPU) or

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -37,29 +36,6 @@ def test_a_table_is_filled_between_its_marks() -> None:
 def test_every_table_is_in_a_page_and_has_rows(name: str) -> None:
     assert any(f"<!-- table {name} -->" in (ROOT / page).read_text() for page in tables.FILES)
     assert len([line for line in tables.TABLES[name]() if line.startswith("| ")]) > 2
-
-
-def test_every_refusal_of_the_connectors_is_in_kvtiers_readme() -> None:
-    """By its key, as the error names it."""
-    refused = (ROOT / "kvtier" / "README.md").read_text().split("## What stops start-up")[1].split("\n#")[0]
-    keys = {key for path in (ROOT / "connectors").glob("*.py") for key in refusals(path.read_text())}
-    assert len(keys) > 10 and not [key for key in sorted(keys) if f"`{key}`" not in refused]
-
-
-def refusals(source: str) -> list[str]:
-    """Keys of the ConfigErrors that are raised; those of a loop are the texts that it goes over."""
-    found: list[str] = []
-    tree = ast.parse(source)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "ConfigError"]
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-    for call in calls:
-        key = call.args[0]
-        if isinstance(key, ast.Constant):
-            found.append(key.value)
-        for loop in loops:
-            if isinstance(key, ast.Name) and ast.unparse(loop.target) == key.id and call in ast.walk(loop):
-                found += ast.literal_eval(loop.iter)
-    return found
 
 
 PAGES = [ROOT / folder / "README.md" for folder in (".", "benchmarks", "configs", "tests")]

@@ -3,7 +3,7 @@
     .venv/bin/python -m tests.dynamo aggregated    --python /path/to/dynamo/bin/python [--record FILE --commit C]
     .venv/bin/python -m tests.dynamo disaggregated --python /path/to/dynamo/bin/python [--record FILE --commit C]
 
-configs/dynamo/README.md says how such an environment is made. Every line is an assertion that held; what was last
+docs/quickstart/dynamo.md says how such an environment is made. Every line is an assertion that held; what was last
 recorded is in tests/dynamo/recorded.
 """
 
