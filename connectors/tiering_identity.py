@@ -32,8 +32,8 @@ from vllm.platforms import current_platform
 
 from kvtier.config import Settings
 from kvtier.connectors.objects import ObjectHost
-from kvtier.connectors.vllm_checks import check_sources
-from kvtier.connectors.vllm_identity import FINGERPRINTS, LENGTH_DEPENDENT_ROPES
+from kvtier.connectors.vllm.compatibility import check_sources
+from kvtier.connectors.vllm.namespace import FINGERPRINTS, LENGTH_DEPENDENT_ROPES
 from kvtier.errors import ConfigError
 from kvtier.fingerprint import weights_fingerprint
 from kvtier.identity import canonical_text

@@ -35,7 +35,7 @@ from kvtier.connectors.bridge import Faults
 from kvtier.connectors.objects import Object, ObjectTier, settings_of
 from kvtier.connectors.tiering_identity import host_of
 from kvtier.connectors.tiering_lookups import StepLookups
-from kvtier.connectors.vllm_log import join_log
+from kvtier.connectors.vllm.platform import join_log
 from kvtier.errors import ConfigError
 from kvtier.jobs import ThreadJobs
 

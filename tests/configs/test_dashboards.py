@@ -47,7 +47,7 @@ def exported_by_engines() -> set[str]:
     """What the connector adds to vLLM's metrics, and those of vLLM's own that its sources name."""
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    from kvtier.connectors.vllm_stats import HELP, PREFIX
+    from kvtier.connectors.vllm.metrics import HELP, PREFIX
 
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None

@@ -39,7 +39,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig, PoolerConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from kvtier.connectors import vllm_platforms
+from kvtier.connectors.vllm import platform
 
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 32
@@ -147,7 +147,7 @@ class Engine:
             extra = {"config": spec["config"]}
         self.root = Path(spec["root"])
         if spec.get("even_if_it_cannot_continue"):
-            vllm_platforms.check_continuation = lambda vllm_config: None
+            platform.check_continuation = lambda vllm_config: None
         self.llm = LLM(
             model=spec["model"],
             kv_transfer_config=KVTransferConfig(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.v1.request import RequestStatus
 
-from kvtier.connectors.vllm_frontiers import StepsBehind
+from kvtier.connectors.vllm.save_progress import StepsBehind
 
 N_TOKENS = 200
 

@@ -14,7 +14,7 @@ from events_log import EventsLog
 from failed_forward_scenario import failed_forward  # noqa: F401
 from vllm import PoolingParams, SamplingParams
 
-from kvtier.connectors.vllm_worker import FIGURES_INTERVAL_S
+from kvtier.connectors.vllm.worker import FIGURES_INTERVAL_S
 
 VOCABULARY = range(3, 512)
 MIXED_LENGTHS = (64, 128, 512, 640, 896, 65, 63, 1, 30, 100, 127, 129, 190, 200, 255, 257, 333, 500, 700, 777)

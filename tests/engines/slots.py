@@ -28,8 +28,8 @@ from vllm.model_executor.layers.quantization.turboquant.config import TurboQuant
 from vllm.v1.attention.ops.triton_turboquant_decode import _tq_full_dequant_kv
 from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
 
-from kvtier.connectors.vllm_forms import SLOTS
-from kvtier.connectors.vllm_layouts import CacheShape, engine_pages
+from kvtier.connectors.vllm.kv_dtypes import SLOTS
+from kvtier.connectors.vllm.kv_layout import CacheShape, engine_pages
 from kvtier.kernels.device import DevicePages
 from kvtier.kernels.paged import Move, Patch
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvtier.connectors.vllm_adapters import Adapters
+from kvtier.connectors.vllm.lora import Adapters
 
 from .adapter_files import write
 
@@ -24,7 +24,7 @@ def lora(path: Path, number: int = 1, name: str = "a", load_inplace: bool = Fals
 def test_unchanged_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapters, path = Adapters(), write(tmp_path / "a", 1.0)
     found = adapters.fingerprint(lora(path))
-    monkeypatch.setattr("kvtier.connectors.vllm_adapters.adapter_fingerprint", None)
+    monkeypatch.setattr("kvtier.connectors.vllm.lora.adapter_fingerprint", None)
     assert found is not None and adapters.fingerprint(lora(path, number=2)) == found
 
 

@@ -20,15 +20,15 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kvtier.connectors import vllm as connector_module
 from kvtier.connectors.bridge import Faults, Step
 from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
-from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_frontiers import Frontiers, StepsBehind
-from kvtier.connectors.vllm_report import ReportMetadata, StepMetadata
-from kvtier.connectors.vllm_requests import GivenBlocks, view_of
-from kvtier.connectors.vllm_scheduler import SchedulerHalf
+from kvtier.connectors.vllm import connector as connector_module
+from kvtier.connectors.vllm.lora import Adapters
+from kvtier.connectors.vllm.messages import ReportMetadata, StepMetadata
+from kvtier.connectors.vllm.requests import GivenBlocks, view_of
+from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
+from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.plan import SaveOutcome
 
 from .fakes import answer_to_save

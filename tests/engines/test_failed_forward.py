@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvtier.connectors.vllm_forwards import Forwards
+from kvtier.connectors.vllm.worker import Forwards
 
 
 @contextmanager

@@ -27,9 +27,9 @@ except ImportError:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 from kvtier.config import Settings
-from kvtier.connectors import vllm_forms, vllm_identity
-from kvtier.connectors.vllm_checks import check_cache, layer_specs
-from kvtier.connectors.vllm_forms import (
+from kvtier.connectors.vllm import kv_dtypes, namespace
+from kvtier.connectors.vllm.compatibility import check_cache, layer_specs
+from kvtier.connectors.vllm.kv_dtypes import (
     SLOTS,
     check_cache_dtype,
     check_specs,
@@ -38,10 +38,10 @@ from kvtier.connectors.vllm_forms import (
     slot_bytes,
     slot_name,
 )
-from kvtier.connectors.vllm_identity import Identity
-from kvtier.connectors.vllm_layouts import CacheShape, in_layer_order
-from kvtier.connectors.vllm_platforms import Packing
-from kvtier.connectors.vllm_worker import WorkerHalf
+from kvtier.connectors.vllm.kv_layout import CacheShape, in_layer_order
+from kvtier.connectors.vllm.namespace import Identity
+from kvtier.connectors.vllm.platform import Packing
+from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import ConfigError
 from kvtier.geometry import LayerForm
 
@@ -53,7 +53,7 @@ SKIPPED = ["0", "1", "6", "7"]
 
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_identity, "packing_of", lambda spec, config: Packing("vllm", False))
+    monkeypatch.setattr(namespace, "packing_of", lambda spec, config: Packing("vllm", False))
 
 
 def spec_of(cache_dtype: str, head_size: int = 128) -> Any:
@@ -107,7 +107,7 @@ def settings(**changes: Any) -> Settings:
 
 
 def identity_of(config: Any, spec: Any, names: list[str] = NAMES) -> Identity:
-    return vllm_identity.identity_of(config, spec, names, settings())
+    return namespace.identity_of(config, spec, names, settings())
 
 
 def test_every_kv_dtype_of_this_release_is_moved_or_refused_for_a_reason_of_its_own() -> None:
@@ -117,7 +117,7 @@ def test_every_kv_dtype_of_this_release_is_moved_or_refused_for_a_reason_of_its_
         try:
             check_cache_dtype(name)
         except ConfigError as refused:
-            assert vllm_forms.REFUSED[name] in refused.fix
+            assert kv_dtypes.REFUSED[name] in refused.fix
             assert "use auto" in refused.fix
 
 
@@ -177,7 +177,7 @@ def test_presets_never_share(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = [(preset, SKIPPED) for preset in SLOTS] + [("fp8", SKIPPED), ("fp8_e5m2", SKIPPED), ("fp8", [])]
     engines += [(SLOTS[1], [*SKIPPED, "2"]), ("auto", [])]
     spaces = [identity_of(engine(*each), spec_of("auto" if each[1] else each[0])).namespace for each in engines]
-    monkeypatch.setattr(vllm_forms, "_fp8_is_e4b15", lambda: True)
+    monkeypatch.setattr(kv_dtypes, "_fp8_is_e4b15", lambda: True)
     spaces += [identity_of(engine(preset, SKIPPED), spec_of("auto")).namespace for preset in SLOTS[:1]]
     assert spaces[-1].geometry.dtype == "turboquant_k8v4:e4b15"
     monkeypatch.setattr("vllm.__version__", "0.99.0+cu999")
@@ -187,7 +187,7 @@ def test_presets_never_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_releases_whose_slots_are_the_same_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert vllm.__version__.split("+")[0] in vllm_forms.SLOT_RELEASES
+    assert vllm.__version__.split("+")[0] in kv_dtypes.SLOT_RELEASES
     names = set()
     for release in ("0.25.1", "0.27.1+cpu", "0.32.0"):
         monkeypatch.setattr("vllm.__version__", release)
@@ -307,7 +307,7 @@ def test_a_worker_finds_every_byte_of_a_token_and_head(preset: str) -> None:
 
 
 def test_a_slot_of_another_size_is_refused() -> None:
-    from kvtier.connectors.vllm_layouts import engine_pages
+    from kvtier.connectors.vllm.kv_layout import engine_pages
 
     shape = CacheShape(6, 16, HEADS, 134, 0, is_slots=True, element_bytes=1)
     good = torch.zeros(6, HEADS, 16, 134, dtype=torch.uint8)
@@ -328,7 +328,7 @@ def test_scales_of_the_checkpoint_are_in_the_key(scale: str, tmp_path: Path, mon
     """fp8 means nothing without its scales, which lie outside of the blocks. One number makes other weights."""
     from safetensors.torch import save_file
 
-    monkeypatch.setattr(vllm_identity, "FINGERPRINTS", tmp_path / "fingerprints")
+    monkeypatch.setattr(namespace, "FINGERPRINTS", tmp_path / "fingerprints")
     known = {f"model.layers.{number}.self_attn.{name}": torch.tensor([0.03125 + number])
              for number in range(LAYERS) for name in ("k_scale", "v_scale")}  # fmt: skip
     known["model.embed_tokens.weight"] = torch.ones(1 << 16)
@@ -340,5 +340,5 @@ def test_scales_of_the_checkpoint_are_in_the_key(scale: str, tmp_path: Path, mon
         save_file(tensors, tmp_path / folder / "model.safetensors")
         config = engine("fp8", [], model=str(tmp_path / folder))
         unnamed = settings(model_tag=None)
-        ids.append(vllm_identity.identity_of(config, spec_of("fp8"), NAMES, unnamed).namespace.id)
+        ids.append(namespace.identity_of(config, spec_of("fp8"), NAMES, unnamed).namespace.id)
     assert ids[0] == ids[1] != ids[2]

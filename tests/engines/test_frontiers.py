@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_frontiers import Frontiers, StepsBehind
+from kvtier.connectors.vllm.lora import Adapters
+from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
 
 from .adapter_files import write
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvtier.config import Settings
-from kvtier.connectors import vllm_forms, vllm_identity
-from kvtier.connectors.vllm_platforms import Packing
+from kvtier.connectors.vllm import kv_dtypes, namespace
+from kvtier.connectors.vllm.platform import Packing
 from kvtier.errors import ConfigError
 from kvtier.geometry import Extent
 
@@ -35,8 +35,8 @@ MLA = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch
 
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(vllm_identity, "packing_of", lambda spec, config: Packing("vllm", False))
-    monkeypatch.setattr(vllm_identity, "FINGERPRINTS", tmp_path / "fingerprints")
+    monkeypatch.setattr(namespace, "packing_of", lambda spec, config: Packing("vllm", False))
+    monkeypatch.setattr(namespace, "FINGERPRINTS", tmp_path / "fingerprints")
 
 
 def model_folder(folder: Path, value: float = 1.0) -> Path:
@@ -77,7 +77,7 @@ def settings(**changes: Any) -> Settings:
 
 
 def identity(config: SimpleNamespace, spec: Any = FULL, names: list[str] = LAYERS, **changes: Any) -> Any:
-    return vllm_identity.identity_of(config, spec, names, settings(**changes))
+    return namespace.identity_of(config, spec, names, settings(**changes))
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_what_deepseek_models_make_of_their_configuration_changes_nothing(folder
     kinds = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
     texts = [{"rope_parameters": {"rope_theta": 1e4, "rope_type": kind, "factor": 40.0}} for kind in kinds]
     positions = [
-        {vllm_identity.positions_text(engine(folder, text=text, use_mla=is_mla).model_config) for text in texts}
+        {namespace.positions_text(engine(folder, text=text, use_mla=is_mla).model_config) for text in texts}
         for is_mla in (True, False)
     ]
     assert [len(found) for found in positions] == [1, 3] and positions[0] < positions[1]
@@ -176,11 +176,11 @@ def test_a_rank_must_hold_what_its_share_says(folder: Path) -> None:
     found = identity(engine(folder, tensor=2))
     geometry = found.namespace.geometry
     half = FullAttentionSpec(**vars(FULL) | {"num_kv_heads": 4})
-    vllm_identity.check_share(found.shares[0], half, LAYERS, geometry)
+    namespace.check_share(found.shares[0], half, LAYERS, geometry)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        vllm_identity.check_share(found.shares[0], FULL, LAYERS, geometry)
+        namespace.check_share(found.shares[0], FULL, LAYERS, geometry)
     with pytest.raises(ConfigError, match="pipeline_parallel_size"):
-        vllm_identity.check_share(found.shares[0], half, LAYERS[:3], geometry)
+        namespace.check_share(found.shares[0], half, LAYERS[:3], geometry)
 
 
 def test_drafts_with_kv_are_in_the_namespace(folder: Path, tmp_path: Path) -> None:
@@ -217,4 +217,4 @@ def test_files_of_another_hub_are_not_looked_for_in_the_cache(folder: Path, monk
     ],
 )  # fmt: skip
 def test_names_of_kv_dtypes(configured: str, stored: torch.dtype, name: str) -> None:
-    assert vllm_forms.cache_dtype_name(configured, stored) == name
+    assert kv_dtypes.cache_dtype_name(configured, stored) == name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtier.connectors.vllm_layouts import CacheShape, EnginePages, engine_pages, in_layer_order, layer_number
+from kvtier.connectors.vllm.kv_layout import CacheShape, EnginePages, engine_pages, in_layer_order, layer_number
 from kvtier.errors import ConfigError
 from kvtier.kernels.paged import Patch, gather
 

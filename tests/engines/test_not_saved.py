@@ -21,10 +21,10 @@ from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.requests import ChunkShape
 from kvtier.connectors.step_times import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
-from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_frontiers import Frontiers, StepsBehind
-from kvtier.connectors.vllm_requests import GivenBlocks, view_of
-from kvtier.connectors.vllm_scheduler import SchedulerHalf, rewritten_blocks
+from kvtier.connectors.vllm.lora import Adapters
+from kvtier.connectors.vllm.requests import GivenBlocks, view_of
+from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
+from kvtier.connectors.vllm.scheduler import SchedulerHalf, rewritten_blocks
 
 from .fakes import FakeStore
 

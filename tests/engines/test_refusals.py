@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtier.config import Settings
-from kvtier.connectors import vllm_checks, vllm_forms, vllm_platforms
+from kvtier.connectors.vllm import compatibility, kv_dtypes, platform
 from kvtier.errors import ConfigError
 from kvtier.layer_kinds import refusal
 
@@ -43,14 +43,14 @@ def test_an_index_in_memory_where_workers_are_other_processes(backend: object, r
     """It never had a hit, and nothing said why."""
     config = engine(parallel__distributed_executor_backend=backend, parallel__world_size=ranks)
     with pytest.raises(ConfigError, match="index.kind = 'memory': it is seen by one process only"):
-        vllm_checks.check_engine(config, settings(index={"kind": "memory"}))
-    vllm_checks.check_engine(config, settings())
+        compatibility.check_engine(config, settings(index={"kind": "memory"}))
+    compatibility.check_engine(config, settings())
 
 
 @pytest.mark.parametrize("backend", ["uni", "external_launcher", None])
 def test_an_index_in_memory_where_there_is_one_process(backend: str | None) -> None:
     config = engine(parallel__distributed_executor_backend=backend, parallel__world_size=1)
-    vllm_checks.check_engine(config, settings(index={"kind": "memory"}))
+    compatibility.check_engine(config, settings(index={"kind": "memory"}))
 
 
 def rewrite(config: Any) -> None:
@@ -74,10 +74,10 @@ def cache(*specs: SimpleNamespace) -> SimpleNamespace:
 
 
 def test_a_plain_engine_passes() -> None:
-    vllm_checks.check_engine(engine(), settings())
+    compatibility.check_engine(engine(), settings())
     spec = FullAttentionSpec(block_size=16)
-    assert vllm_checks.check_cache(cache(spec), settings()) is spec
-    assert vllm_checks.check_cache(cache(MLAAttentionSpec(block_size=64)), settings())
+    assert compatibility.check_cache(cache(spec), settings()) is spec
+    assert compatibility.check_cache(cache(MLAAttentionSpec(block_size=64)), settings())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_plain_engine_passes() -> None:
 )  # fmt: skip
 def test_refused_engine_settings(changes: dict[str, Any], key: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        vllm_checks.check_engine(engine(**changes), settings())
+        compatibility.check_engine(engine(**changes), settings())
     assert caught.value.key == key
     assert fix in caught.value.fix
 
@@ -156,25 +156,25 @@ def test_models_that_load_other_weights_need_a_model_tag(architecture: str, plac
     else:
         config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(**model))
     with pytest.raises(ConfigError, match=f"{architecture}: this model also loads weights") as caught:
-        vllm_checks.check_engine(config, settings())
+        compatibility.check_engine(config, settings())
     assert caught.value.key == "model_tag"
-    vllm_checks.check_engine(config, settings(model_tag="mine"))
+    compatibility.check_engine(config, settings(model_tag="mine"))
 
 
 def test_fp8_is_refused_for_biased_keys(tmp_path: Any) -> None:
     """By the model's own configuration, as no checkpoint is there yet when vLLM builds its configuration."""
     text = SimpleNamespace(to_dict=lambda: {"model_type": "qwen2"})
     config = engine(model__model=str(tmp_path), model__hf_text_config=text)
-    vllm_checks.check_engine(config, settings())
+    compatibility.check_engine(config, settings())
     with pytest.raises(ConfigError, match="K of this model has biases"):
-        vllm_checks.check_engine(config, settings(codec="fp8"))
-    vllm_checks.check_engine(config, settings(codec="fp8", codec_accept_key_bias=True))
+        compatibility.check_engine(config, settings(codec="fp8"))
+    compatibility.check_engine(config, settings(codec="fp8", codec_accept_key_bias=True))
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2VLForConditionalGeneration", "NeverHeardOf"])
 def test_models_of_one_folder_pass(architecture: str) -> None:
     registry = pytest.importorskip("vllm.model_executor.models.registry").ModelRegistry
-    vllm_checks.check_engine(engine(model__architecture=architecture, model__registry=registry), settings())
+    compatibility.check_engine(engine(model__architecture=architecture, model__registry=registry), settings())
 
 
 @pytest.mark.parametrize(
@@ -194,19 +194,19 @@ def test_what_vllm_cannot_continue_is_neither_loaded_nor_saved(
 ) -> None:
     changes = {f"model__{name}": value for name, value in model.items()}
     config = engine(cache__enable_prefix_caching=caches, **changes)
-    assert vllm_checks.roles(config) == expected
+    assert compatibility.roles(config) == expected
     config.kv_transfer_config.kv_role = "kv_producer"
-    assert vllm_checks.roles(config) == (False, True)
+    assert compatibility.roles(config) == (False, True)
 
 
 def test_an_engine_that_only_saves_may_return_routed_experts() -> None:
     experts = SimpleNamespace(enable_return_routed_experts=True)
-    vllm_checks.check_engine(engine(aux_output_config=experts, kv_transfer__kv_role="kv_producer"), settings())
+    compatibility.check_engine(engine(aux_output_config=experts, kv_transfer__kv_role="kv_producer"), settings())
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "fastsafetensors", "pt", "sharded_state", "runai_streamer"])
 def test_formats_that_read_the_folder_pass(load_format: str) -> None:
-    vllm_checks.check_engine(engine(load__load_format=load_format), settings())
+    compatibility.check_engine(engine(load__load_format=load_format), settings())
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_formats_that_read_the_folder_pass(load_format: str) -> None:
     [{"load__load_format": "dummy"}, {"load__load_format": "tensorizer"}, {"model__hf_overrides": rewrite}],
 )
 def test_a_model_tag_stands_for_weights_that_no_file_tells(changes: dict[str, Any]) -> None:
-    vllm_checks.check_engine(engine(**changes), settings(model_tag="mine"))
+    compatibility.check_engine(engine(**changes), settings(model_tag="mine"))
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e5m2", "fp8_inc", *vllm_forms.SLOTS])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e5m2", "fp8_inc", *kv_dtypes.SLOTS])
 def test_cache_dtypes_that_are_moved_pass(dtype: str) -> None:
-    vllm_checks.check_cache_dtype(dtype)
+    compatibility.check_cache_dtype(dtype)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_cache_dtypes_that_are_moved_pass(dtype: str) -> None:
 )  # fmt: skip
 def test_refused_caches(specs: list[SimpleNamespace], key: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        vllm_checks.check_cache(cache(*specs), settings())
+        compatibility.check_cache(cache(*specs), settings())
     assert caught.value.key == key
     assert text in caught.value.fix
 
@@ -268,7 +268,7 @@ def test_plan_refuses_the_layers_that_an_engine_refuses(kinds: list[str]) -> Non
         groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[name]) for name, spec in specs.items()]
         if len({type(spec) for spec in specs.values()}) == 1:
             groups = groups[:1]
-        vllm_checks.check_cache(SimpleNamespace(kv_cache_groups=groups), settings())
+        compatibility.check_cache(SimpleNamespace(kv_cache_groups=groups), settings())
         is_served = True
     except (ConfigError, ValueError):
         is_served = False
@@ -282,26 +282,26 @@ def test_layers_that_share_kv_are_refused() -> None:
         "model.layers.1.attn": SimpleNamespace(kv_sharing_target_layer_name="model.layers.0.attn"),
     }
     with pytest.raises(ConfigError, match=r"KV-sharing layer = 'model\.layers\.1\.attn'"):
-        vllm_checks.check_layers(config, list(config.compilation_config.static_forward_context))
+        compatibility.check_layers(config, list(config.compilation_config.static_forward_context))
 
 
 def test_scales_found_by_a_layer_are_refused() -> None:
     config = engine()
     config.compilation_config.static_forward_context = {"layers.0": SimpleNamespace(calculate_kv_scales=True)}
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
-        vllm_checks.check_layers(config, ["layers.0"])
+        compatibility.check_layers(config, ["layers.0"])
 
 
 @pytest.mark.parametrize(
     ("role", "expected"), [("kv_both", (True, True)), ("kv_consumer", (True, False)), ("kv_producer", (False, True))]
 )
 def test_roles(role: str, expected: tuple[bool, bool]) -> None:
-    assert vllm_checks.roles(engine(kv_transfer__kv_role=role)) == expected
+    assert compatibility.roles(engine(kv_transfer__kv_role=role)) == expected
 
 
 def test_an_unknown_role_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_role"):
-        vllm_checks.roles(engine(kv_transfer__kv_role=None))
+        compatibility.roles(engine(kv_transfer__kv_role=None))
 
 
 class Platform:
@@ -315,24 +315,24 @@ class Platform:
         return self.device_name == "cpu"
 
 
-@pytest.mark.parametrize(("platform", "refused"), [("cpu", True), ("cuda", False)])
+@pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False)])
 def test_mla_that_cannot_continue_from_loaded_kv_is_refused(
-    platform: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm.platforms.current_platform", Platform(platform))
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform(device))
     config = engine(model__use_mla=True, scheduler__enable_chunked_prefill=False)
     if refused:
         with pytest.raises(ConfigError, match="cannot continue from loaded KV"):
-            vllm_platforms.check_continuation(config)
+            platform.check_continuation(config)
     else:
-        vllm_platforms.check_continuation(config)
-    vllm_platforms.check_continuation(engine(scheduler__enable_chunked_prefill=False))
+        platform.check_continuation(config)
+    platform.check_continuation(engine(scheduler__enable_chunked_prefill=False))
 
 
 def test_platforms_whose_packing_is_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform", Platform("rocm"))
     with pytest.raises(ConfigError, match="platform = 'rocm'"):
-        vllm_platforms.packing_of(FullAttentionSpec(block_size=16), engine())
+        platform.packing_of(FullAttentionSpec(block_size=16), engine())
 
 
 def test_packing_on_the_cpu_names_block_and_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,8 +343,8 @@ def test_packing_on_the_cpu_names_block_and_instruction_set(monkeypatch: pytest.
     small = FullAttentionSpec(block_size=32, head_size=64, dtype=torch.float32)
     large = FullAttentionSpec(block_size=64, head_size=64, dtype=torch.float32)
     monkeypatch.setattr("vllm.platforms.current_platform", Platform("cuda"))
-    assert vllm_platforms.packing_of(small, config) == vllm_platforms.packing_of(large, config)
+    assert platform.packing_of(small, config) == platform.packing_of(large, config)
     monkeypatch.setattr("vllm.platforms.current_platform", Platform("cpu"))
-    families = [vllm_platforms.packing_of(spec, config) for spec in (small, large)]
+    families = [platform.packing_of(spec, config) for spec in (small, large)]
     assert families[0] != families[1] and all(packing.is_halved for packing in families)
     assert families[0].family.startswith("vllm-cpu-") and families[0].family.endswith("-b32")

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_frontiers import final_frontier, step_frontier
-from kvtier.connectors.vllm_requests import view_of, why_items_pass_by
+from kvtier.connectors.vllm.lora import Adapters
+from kvtier.connectors.vllm.requests import view_of, why_items_pass_by
+from kvtier.connectors.vllm.save_progress import final_frontier, step_frontier
 
 CHUNK = 64
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors import vllm_settings
-from kvtier.connectors.vllm_settings import settings_text
+from kvtier.connectors.vllm import namespace
+from kvtier.connectors.vllm.namespace import settings_text
 from kvtier.errors import ConfigError
 
 from .conftest import Lab
@@ -170,7 +170,7 @@ def test_what_cannot_be_written_down_is_refused() -> None:
 
 def test_quantization_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
-    monkeypatch.setattr(vllm_settings, "ENVIRONMENT", {"VLLM_MARLIN_INPUT_DTYPE": ()})
+    monkeypatch.setattr(namespace, "ENVIRONMENT", {"VLLM_MARLIN_INPUT_DTYPE": ()})
     if not hasattr(vllm.envs, "VLLM_MARLIN_INPUT_DTYPE"):
         pytest.skip("not in this release")
     assert text(engine()) == '{"environment":{"VLLM_MARLIN_INPUT_DTYPE":"fp8"}}'

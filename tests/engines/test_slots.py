@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 import vllm
 
-from kvtier.connectors.vllm_forms import SLOTS
+from kvtier.connectors.vllm.kv_dtypes import SLOTS
 
 HERE = Path(__file__).parent
 

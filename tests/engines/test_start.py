@@ -14,13 +14,13 @@ pytest.importorskip("vllm")
 from vllm.config import KVTransferConfig
 from vllm.v1.executor.abstract import Executor
 
-from kvtier.connectors import vllm, vllm_start
+from kvtier.connectors.vllm import KVTierConnector, compatibility
 from tests.engines.test_refusals import engine
 
 
 def asked(extra: dict[str, Any], **changes: Any) -> Any:
     transfer = KVTransferConfig(
-        kv_connector=vllm_start.NAME, kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector=compatibility.NAME, kv_role="kv_both", kv_load_failure_policy="recompute",
         kv_connector_module_path="kvtier.connectors.vllm", kv_connector_extra_config=extra,
     )  # fmt: skip
     return engine(kv_transfer_config=transfer, parallel__distributed_executor_backend="uni", **changes)
@@ -31,10 +31,10 @@ def settings_at(root: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_the_choice_of_an_executor_is_checked() -> None:
-    assert vllm.KVTierConnector.__name__ == vllm_start.NAME
-    assert hasattr(Executor.get_class, vllm_start.MARK)
+    assert KVTierConnector.__name__ == compatibility.NAME
+    assert hasattr(Executor.get_class, compatibility.MARK)
     choose = Executor.get_class
-    vllm_start.install()
+    compatibility.install()
     assert Executor.get_class is choose, "it was wrapped twice"
     assert Executor.get_class(engine(parallel__distributed_executor_backend="uni", kv_transfer_config=None))
 
@@ -54,7 +54,7 @@ def test_a_right_one_is_opened_and_closed_once(tmp_path: Path, monkeypatch: pyte
     config = asked(settings_at(tmp_path / "root"))
     Executor.get_class(config)
     assert (tmp_path / "root" / "v1" / "owner.json").exists()
-    monkeypatch.setattr(vllm_start, "check_place", lambda settings: pytest.fail("it was opened a second time"))
+    monkeypatch.setattr(compatibility, "check_place", lambda settings: pytest.fail("it was opened a second time"))
     Executor.get_class(config)
 
 
@@ -69,7 +69,7 @@ def test_the_root_of_another_machine_is_left_alone(elsewhere: dict[str, Any], tm
 
 def test_children_of_a_multi_connector_are_checked(tmp_path: Path) -> None:
     child = {
-        "kv_connector": vllm_start.NAME, "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
+        "kv_connector": compatibility.NAME, "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": settings_at(tmp_path / "root"),
     }  # fmt: skip
     other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from kvtier import metrics as names
 from kvtier.connectors.vllm import KVTierConnector
-from kvtier.connectors.vllm_stats import FAULTS, HELP, KVTierStats, stats_of
+from kvtier.connectors.vllm.metrics import FAULTS, HELP, KVTierStats, stats_of
 
 
 def test_every_counter_has_a_help_text() -> None:

@@ -28,7 +28,7 @@ from kvtier.connectors.announcements import Added, ChunkBlocks, Removed
 from kvtier.connectors.bridge import Faults
 from kvtier.connectors.dynamo import chunk_blocks, events_of, wants_events
 from kvtier.connectors.requests import ChunkShape
-from kvtier.connectors.vllm_scheduler import SchedulerHalf
+from kvtier.connectors.vllm.scheduler import SchedulerHalf
 
 BLOCK, CHUNK = 16, 64
 SHAPE = ChunkShape(CHUNK, BLOCK)

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from kvtier.admin.prompts import NoTokenizer, _text
 from kvtier.commands.place import NotDone
 from kvtier.commands.prompts import _tokens
-from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_requests import view_of
+from kvtier.connectors.vllm.lora import Adapters
+from kvtier.connectors.vllm.requests import view_of
 from kvtier.errors import ConfigError
 from kvtier.eviction import limits, pins
 from kvtier.eviction.limits import Need

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier.connectors.vllm_layouts import CacheShape, engine_pages
+from kvtier.connectors.vllm.kv_layout import CacheShape, engine_pages
 from kvtier.kernels.paged import PagedKV
 from tests.kernels.device_rig import DEVICE
 

@@ -22,14 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvtier.config import Settings
-from kvtier.connectors import vllm_start
 from kvtier.connectors.bridge import Step
-from kvtier.connectors.vllm_checks import check_model
-from kvtier.connectors.vllm_log import join_log
-from kvtier.connectors.vllm_report import ReportMetadata, StepMetadata
-from kvtier.connectors.vllm_scheduler import SchedulerHalf
-from kvtier.connectors.vllm_stats import KVTierPromMetrics, KVTierStats
-from kvtier.connectors.vllm_worker import WorkerHalf
+from kvtier.connectors.vllm.compatibility import NAME, check_model, install
+from kvtier.connectors.vllm.messages import ReportMetadata, StepMetadata
+from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier.connectors.vllm.platform import join_log
+from kvtier.connectors.vllm.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import ConfigError
 
 log = logging.getLogger("kvtier")
@@ -187,7 +186,7 @@ def _register() -> None:
     """vLLM's front end looks for the children of a MultiConnector by name alone when it adds up what they counted, and
     ends if one is not known so."""
     with suppress(ValueError):  # it is, from an earlier import
-        KVConnectorFactory.register_connector(KVTierConnector.__name__, __name__, KVTierConnector.__name__)
+        KVConnectorFactory.register_connector(NAME, __package__, NAME)
 
 
 def check_release() -> None:
@@ -203,4 +202,4 @@ def check_release() -> None:
 
 _label_hits()
 _register()
-vllm_start.install()
+install()

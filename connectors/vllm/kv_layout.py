@@ -5,7 +5,7 @@ equal pieces where the attention kernel wants smaller ones; N is the tokens of a
 
     (B, H, N, K+V)      vLLM 0.27 and later: each vector is K, then V; any strides
     (B, H, N, 2*size)   vLLM on the CPU: a page (block, head) is all its K, then all its V. Within a page K is packed
-                        as the CPU's kernels like it: opaque here, and so part of the namespace (vllm_platforms)
+                        as the CPU's kernels like it: opaque here, and so part of the namespace (platform)
     (B, 2, N, H, size)  vLLM 0.25, FlashAttention and FlashInfer; any strides, so NHD and HND alike
     (2, B, N, H, size)  older backends: all of K, then all of V
     (B, N, size)        MLA before 0.32: one latent vector a token

@@ -1,9 +1,16 @@
-"""The half of the connector in each vLLM worker: gathers after the forward, loads in the background, answers."""
+"""The half of the connector in each vLLM worker: gathers after the forward, loads in the background, answers.
+
+A forward may raise: out of memory, a fault of a collective, SIGTERM. vLLM's first model runner calls `wait_for_save`
+while the exception passes through, as if all had been computed; the second one does not call it, and where the engine
+goes on, its next step gathers what the scheduler takes for computed. And vLLM's own prefix cache has taken the step's
+blocks in when it was planned. So after such a step nothing in the blocks is known to be what its tokens stand for.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,16 +21,15 @@ import torch
 from kvtier.assemble import Work, open_transfer
 from kvtier.breakeven import LoadCost
 from kvtier.config import Settings
-from kvtier.connectors import vllm_platforms
 from kvtier.connectors.bridge import Faults, Step, WorkerBridge
 from kvtier.connectors.requests import ChunkShape
-from kvtier.connectors.vllm_checks import check_cache, check_engine, check_layers, layer_specs
-from kvtier.connectors.vllm_forms import check_specs
-from kvtier.connectors.vllm_forwards import Forwards
-from kvtier.connectors.vllm_identity import Identity, check_share, identity_of
-from kvtier.connectors.vllm_layouts import CacheShape, EnginePages, engine_pages, in_layer_order
-from kvtier.connectors.vllm_report import RankReport, ReportMetadata, StepMetadata
-from kvtier.connectors.vllm_stats import KVTierStats, stats_of
+from kvtier.connectors.vllm import platform
+from kvtier.connectors.vllm.compatibility import check_cache, check_engine, check_layers, layer_specs
+from kvtier.connectors.vllm.kv_dtypes import check_specs
+from kvtier.connectors.vllm.kv_layout import CacheShape, EnginePages, engine_pages, in_layer_order
+from kvtier.connectors.vllm.messages import RankReport, ReportMetadata, StepMetadata
+from kvtier.connectors.vllm.metrics import KVTierStats, stats_of
+from kvtier.connectors.vllm.namespace import Identity, check_share, identity_of
 from kvtier.geometry import LayerForm, RankShare
 from kvtier.plan import LoadPlan, SavePlan
 from kvtier.reports import RankFigures
@@ -39,7 +45,7 @@ class WorkerHalf:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         check_engine(vllm_config, settings)
-        vllm_platforms.check_continuation(vllm_config)
+        platform.check_continuation(vllm_config)
         self._spec = check_cache(kv_cache_config, settings)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -193,3 +199,35 @@ def _rank() -> int:
 
     tensor = get_tp_group()
     return int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
+
+
+class Forwards:
+    """One worker's. Steps are numbered one by one, so that one that never came here is missed, too."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        """Since the start; vLLM has no way back from it that would be known to connectors."""
+        self._number: int | None = None
+        self._has_ended = True
+        self._handled: BaseException | None = None
+
+    def begins(self, number: int) -> None:
+        """Call with each step's number before anything is done for it."""
+        if not self._has_ended or (self._number is not None and number != self._number + 1):
+            self._failed(None)
+        self._number, self._has_ended = number, False
+        # An engine may run in a caller's handler of another exception.
+        self._handled = sys.exc_info()[1]
+
+    def ends(self) -> None:
+        """Call where vLLM says that the step's KV is there, and where it is done with the step."""
+        raised = sys.exc_info()[1]
+        if raised is not None and raised is not self._handled:
+            self._failed(raised)
+        self._has_ended = True
+
+    def _failed(self, fault: BaseException | None) -> None:
+        if not self.has_failed:
+            why = "it did not end" if fault is None else repr(fault)[:200]
+            log.error("a forward failed (%s): what vLLM's blocks hold is not known, and nothing more is saved", why)
+        self.has_failed = True

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvtier.breakeven import LoadCost
 from kvtier.connectors.bridge import Step
-from kvtier.connectors.vllm_stats import stats_of
+from kvtier.connectors.vllm.metrics import stats_of
 from kvtier.plan import SaveDone
 from kvtier.reports import RankFigures
 from kvtier.transfer import Transfer

@@ -13,20 +13,21 @@ import vllm
 from kvtier.assemble import load_limit, open_store
 from kvtier.codec_loss import loss_text
 from kvtier.config import Settings
-from kvtier.connectors import dynamo, vllm_platforms
+from kvtier.connectors import dynamo
 from kvtier.connectors.announcements import Announcements, ChunkBlocks
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.load_costs import LoadCosts
 from kvtier.connectors.requests import ChunkShape, RequestView
 from kvtier.connectors.step_times import StepTimes
-from kvtier.connectors.vllm_adapters import Adapters
-from kvtier.connectors.vllm_checks import can_continue, check_cache, check_engine, roles
-from kvtier.connectors.vllm_frontiers import Frontiers, StepsBehind
-from kvtier.connectors.vllm_identity import identity_of
-from kvtier.connectors.vllm_layouts import in_layer_order
-from kvtier.connectors.vllm_report import ReportMetadata, StepMetadata
-from kvtier.connectors.vllm_requests import GivenBlocks, view_of, why_items_pass_by
-from kvtier.connectors.vllm_stats import KVTierStats, stats_of
+from kvtier.connectors.vllm import platform
+from kvtier.connectors.vllm.compatibility import can_continue, check_cache, check_engine, roles
+from kvtier.connectors.vllm.kv_layout import in_layer_order
+from kvtier.connectors.vllm.lora import Adapters
+from kvtier.connectors.vllm.messages import ReportMetadata, StepMetadata
+from kvtier.connectors.vllm.metrics import KVTierStats, stats_of
+from kvtier.connectors.vllm.namespace import identity_of
+from kvtier.connectors.vllm.requests import GivenBlocks, view_of, why_items_pass_by
+from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
 from kvtier.reports import About
 from kvtier.tenants import Tenants
 
@@ -43,7 +44,7 @@ class SchedulerHalf:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         check_engine(vllm_config, settings)
-        vllm_platforms.check_continuation(vllm_config)
+        platform.check_continuation(vllm_config)
         spec = check_cache(kv_cache_config, settings)
         layer_names = in_layer_order(kv_cache_config.kv_cache_groups[0].layer_names)
         identity = identity_of(vllm_config, spec, layer_names, settings)
@@ -58,7 +59,7 @@ class SchedulerHalf:
         label = getattr(model, "served_model_name", None) or model.model
         about = About(
             len(identity.shares), "vllm", vllm.__version__, str(label), str(model.tokenizer),
-            vllm_platforms.device_name(),
+            platform.device_name(),
         )  # fmt: skip
         self._store = open_store(settings, identity.namespace, identity.shares, about)
         kept = self._store.costs

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from kvtier.connectors.vllm_adapters import Adapters, Signature
+from kvtier.connectors.vllm.lora import Adapters, Signature
 
 
 def step_frontier(request: Any, computed_tokens: int, scheduled_tokens: int, save_generated: bool) -> int:

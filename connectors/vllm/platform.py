@@ -14,7 +14,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.connectors.vllm_forms import is_slot, kv_dtype_of
+from kvtier.connectors.vllm.kv_dtypes import is_slot, kv_dtype_of
 from kvtier.errors import ConfigError
 
 log = logging.getLogger("kvtier")
@@ -24,7 +24,7 @@ FAMILY = "vllm"
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """family: engines whose KV bytes can be exchanged, as far as the platform goes. is_halved: see vllm_layouts."""
+    """family: engines whose KV bytes can be exchanged, as far as the platform goes. is_halved: see kv_layout."""
 
     family: str
     is_halved: bool
@@ -94,3 +94,11 @@ def _cpu_packing(spec: Any, vllm_config: Any) -> str:
     of_all = packing(kv_dtype_of(vllm_config, spec))
     of_plain = packing("auto") if getattr(cache, "kv_cache_dtype_skip_layers", None) else of_all
     return of_all if of_plain == of_all else f"{of_all}+{of_plain}"
+
+
+def join_log() -> None:
+    """Lets kvtier's lines appear as vLLM's own do, unless the caller has arranged for logging."""
+    if not log.handlers and not logging.getLogger().handlers:
+        log.handlers = list(logging.getLogger("vllm").handlers)
+        log.setLevel(logging.getLogger("vllm").level)
+        log.propagate = False

@@ -1,0 +1,371 @@
+"""From vLLM's configuration to the namespace of its KV, and to the share of it that each rank holds.
+
+vLLM's settings that change KV and have no field of their own in the namespace, as one text.
+
+A setting counts where it is not plain: not what vLLM does by itself. So the text of most engines is "", and one setting
+more in this file leaves what others have stored. What is plain is written here and not asked of the release that runs:
+where a release changes a default, its KV then differs in name, too. A setting that a release lacks is plain.
+
+Not here: what changes KV by rounding only (kernels, parallel sizes, where a step computes), and what the keys tell of a
+request (which adapter, which image, its own processor arguments).
+
+Where the files of a model lie on this machine, by the name that vLLM was given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.assemble import make_codec
+from kvtier.config import Settings
+from kvtier.connectors.vllm.kv_dtypes import forms_of, torch_name
+from kvtier.connectors.vllm.kv_layout import layer_number
+from kvtier.connectors.vllm.platform import packing_of
+from kvtier.errors import ConfigError
+from kvtier.fingerprint import config_fingerprint, file_fingerprint, weights_fingerprint
+from kvtier.geometry import Geometry, RankShare, share_of_rank
+from kvtier.identity import CodecId, Namespace, canonical_text
+
+DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""Ways of drafting that keep no KV of their own."""
+LENGTH_DEPENDENT_ROPES = frozenset({"longrope", "su", "dynamic"})
+"""Positional encodings that look at the engine's own maximum length."""
+RENAMED_ROPES = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
+"""What vLLM's models with MLA make of the configuration's names, in the processes that they are made in. Other models
+take both, as different encodings."""
+
+FINGERPRINTS = Path(f"/var/tmp/kvtier-{os.getuid()}/fingerprints")
+
+NOTHING: tuple[Any, ...] = (None, False, 0, "", {}, [])
+"""Plain, whatever the setting."""
+
+# name -> values that are plain besides NOTHING
+MODEL: Mapping[str, tuple[Any, ...]] = {
+    "config_format": ("auto",),
+    "model_class_overrides": (),
+    "model_impl": ("auto", "vllm"),
+}
+MULTIMODAL: Mapping[str, tuple[Any, ...]] = {
+    "media_io_kwargs": (),
+    "mm_encoder_attn_dtype": (),
+    "video_pruning_rate": (),
+}
+LORA: Mapping[str, tuple[Any, ...]] = {
+    "enable_tower_connector_lora": (),
+    "enable_mixed_moe_lora_format": (),
+    "enable_moe_shared_loras": (),
+}
+ENVIRONMENT: Mapping[str, tuple[Any, ...]] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": (),
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": (),
+    "VLLM_FLOAT32_MATMUL_PRECISION": ("highest",),
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": (),
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": (),
+    "VLLM_HUMMING_USE_F16_ACCUM": (),
+    "VLLM_MARLIN_INPUT_DTYPE": (),
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": (),
+}
+"""Of vllm.envs: what quantizes weights or activations, or routes tokens to experts, past all configuration."""
+ON_BY_DEFAULT = ("VLLM_CPU_INT4_W4A8", "VLLM_USE_DEEP_GEMM_E8M0")
+"""The same, of switches that are plain as long as nobody turns them off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """namespace: of this engine's KV. shares: of all ranks, by rank. is_halved: see kv_layout."""
+
+    namespace: Namespace
+    shares: tuple[RankShare, ...]
+    is_halved: bool
+
+
+def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], settings: Settings) -> Identity:
+    """What this engine's KV is.
+
+    spec: of any layer of its only KV-cache group; layer_names: the layers of that group, on this rank, in order.
+    Raises ConfigError.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    draft = _draft(vllm_config, settings)
+    layers = _total_layers(vllm_config, layer_names, bool(draft))
+    is_mla = type(spec).__name__ == "MLAAttentionSpec"
+    # Over several stages layers are numbered as the model has them; on one, a draft model's may follow with a gap.
+    numbers = range(layers) if parallel.pipeline_parallel_size > 1 else [layer_number(name) for name in layer_names]
+    forms = forms_of(vllm_config, spec, numbers)
+    geometry = Geometry(
+        layers=layers,
+        kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
+        k_head_size=forms.main.k_head_size,
+        v_head_size=forms.main.v_head_size,
+        dtype=forms.main.dtype,
+        element_bytes=forms.main.element_bytes,
+        attention="mla" if is_mla else "heads",
+        chunk_tokens=settings.chunk_tokens,
+        plain_layers=forms.plain_layers,
+        plain=forms.plain,
+    )
+    codec, signer = make_codec(settings), settings.signing.signer()
+    packing = packing_of(spec, vllm_config)
+    namespace = Namespace(
+        engine=packing.family,
+        weights=settings.model_tag or _weights(model, vllm_config.load_config),
+        geometry=geometry,
+        model_dtype=torch_name(model.dtype),
+        quantization=str(model.quantization or ""),
+        positions=positions_text(model),
+        hf_overrides=_overrides_text(model),
+        codec=CodecId(codec.name, codec.version, codec.seed),
+        draft=draft,
+        epoch=str(settings.epoch),
+        settings=settings_text(vllm_config, settings.model_tag is not None, bool(draft)),
+        signing=signer.fingerprint if signer else "",
+    )
+    return Identity(namespace, _shares(geometry, parallel), packing.is_halved)
+
+
+def check_share(share: RankShare, spec: Any, layer_names: Sequence[str], geometry: Geometry) -> None:
+    """On a worker: its tensors must be what its share says. Raises ConfigError."""
+    if len(layer_names) != share.reads.n_layers:
+        fix = f"vLLM put {len(layer_names)} attention layers on this rank, kvtier expected {share.reads.n_layers}"
+        raise ConfigError("pipeline_parallel_size", share.rank, f"{fix}; run without the kvtier connector")
+    if geometry.attention == "heads" and spec.num_kv_heads != share.reads.n_heads:
+        fix = f"vLLM put {spec.num_kv_heads} KV heads on this rank, kvtier expected {share.reads.n_heads}"
+        raise ConfigError("tensor_parallel_size", share.rank, f"{fix}; run without the kvtier connector")
+
+
+def positions_text(model: Any) -> str:
+    """What decides how positions enter K, in a form that does not change with the version that read it."""
+    config = model.hf_text_config
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        found = getattr(config, name, None)
+        if isinstance(found, dict):
+            rope |= found
+    kind = rope.pop("type", None)
+    kind = rope.pop("rope_type", kind)
+    if getattr(model, "use_mla", False):
+        kind = RENAMED_ROPES.get(str(kind), kind)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        value = getattr(config, name, None)
+        if value is not None:
+            rope.setdefault(name, value)
+    if kind not in (None, "default"):
+        rope["rope_type"] = kind
+    settings: dict[str, Any] = {
+        "rope": {name: _number(value) for name, value in rope.items() if value is not None},
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None),
+        "sliding_window": getattr(config, "sliding_window", None),
+    }
+    if kind in LENGTH_DEPENDENT_ROPES:
+        settings["max_model_len"] = model.max_model_len
+    return canonical_text({name: value for name, value in settings.items() if value is not None})
+
+
+def _number(value: Any) -> Any:
+    """10000 and 10000.0 are the same setting."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _overrides_text(model: Any) -> str:
+    overrides = getattr(model, "hf_overrides", None)
+    if not overrides:
+        return ""
+    if callable(overrides):  # start-up asked for a model_tag, which stands for the result
+        return f"function {getattr(overrides, '__qualname__', '')}"
+    try:
+        return canonical_text(overrides)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("hf_overrides", overrides, f"cannot be written as JSON: {error}") from None
+
+
+def _weights(model: Any, load_config: Any) -> str:
+    return weights_fingerprint(folder_of(model.model, model.revision, load_config), FINGERPRINTS)
+
+
+def _draft(vllm_config: Any, settings: Settings) -> str:
+    """Who the draft model is, if its layers may be among the cached ones; "" if there is none."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    method = str(getattr(speculative, "method", None) or "")
+    if speculative is None or method in DRAFTS_WITHOUT_KV:
+        return ""
+    model = getattr(speculative, "draft_model_config", None)
+    if model is None:
+        raise ConfigError("speculative_config.method", method, "this draft model is not known to kvtier; use another")
+    if os.path.isdir(model.model) or settings.model_tag is None:
+        return f"{method}:{_weights(model, vllm_config.load_config)}"
+    return f"{method}:{model.model}"
+
+
+def _total_layers(vllm_config: Any, layer_names: Sequence[str], has_draft: bool) -> int:
+    """Attention layers over all pipeline stages, those of a draft model included."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return len(layer_names)
+    if has_draft:
+        fix = "a draft model with KV of its own lies on one stage only; use pipeline_parallel_size 1 or no draft model"
+        raise ConfigError("pipeline_parallel_size", stages, fix)
+    return int(vllm_config.model_config.get_total_num_hidden_layers())
+
+
+def _shares(geometry: Geometry, parallel: Any) -> tuple[RankShare, ...]:
+    from vllm.distributed.utils import get_pp_indices
+
+    tensor_size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    shares = []
+    for stage in range(stages):
+        first, end = get_pp_indices(geometry.layers, stage, stages)
+        for tensor_rank in range(tensor_size):
+            rank = stage * tensor_size + tensor_rank
+            try:
+                shares.append(share_of_rank(geometry, tensor_rank, tensor_size, rank, range(first, end)))
+            except ValueError as error:
+                raise ConfigError("tensor_parallel_size", tensor_size, str(error)) from None
+    return tuple(shares)
+
+
+def settings_text(vllm_config: Any, has_tag: bool, has_draft: bool) -> str:
+    """canonical_text of all settings here that are not plain, by vLLM's name of each; "" where all are.
+
+    has_tag: a model_tag stands for the weights, however they are loaded. has_draft: a draft model's KV is stored too.
+    Raises ConfigError where a value cannot be written down.
+    """
+    import vllm.envs
+
+    model, load = vllm_config.model_config, vllm_config.load_config
+    found = _model_settings(model, load)
+    load_format = _settled("load_format", getattr(load, "load_format", "auto"))
+    if load_format != "auto" and not has_tag:  # of one folder, different formats may read different files
+        found["load_format"] = load_format
+    parts = {
+        "multimodal": _multimodal(getattr(model, "multimodal_config", None)),
+        "lora": _lora(getattr(vllm_config, "lora_config", None), model),
+        "draft": _draft_settings(vllm_config.speculative_config, model, load) if has_draft else {},
+        "environment": _environment(vllm.envs),
+    }
+    found |= {name: part for name, part in parts.items() if part}
+    return canonical_text(found) if found else ""
+
+
+def _environment(envs: Any) -> dict[str, Any]:
+    return _named(envs, ENVIRONMENT) | {name: False for name in ON_BY_DEFAULT if not getattr(envs, name, True)}
+
+
+def _model_settings(model: Any, load: Any) -> dict[str, Any]:
+    found = _named(model, MODEL)
+    online = _online_quantization(model)
+    if online is not None:
+        found["quantization_config"] = _settled("quantization_config", online)
+    elsewhere = getattr(model, "hf_config_path", None)
+    if elsewhere and elsewhere != model.model:
+        revision = getattr(model, "_hf_config_revision", None) or model.revision
+        found["hf_config_path"] = config_fingerprint(folder_of(elsewhere, revision, load, "hf_config_path"))
+    return found
+
+
+def _online_quantization(model: Any) -> Any:
+    """How weights are quantized as they are loaded, if otherwise than the name in `quantization` says by itself."""
+    config = getattr(model, "quantization_config", None)
+    if not config:
+        return None
+    try:
+        from vllm.config.quantization import resolve_quantization_config
+    except ImportError:
+        return config
+    return None if config == resolve_quantization_config(model.quantization, None) else config
+
+
+def _multimodal(config: Any) -> dict[str, Any]:
+    """What the identifier of an image does not tell: vLLM hashes the item and the request's own arguments."""
+    if config is None:
+        return {}
+    found = _named(config, MULTIMODAL)
+    arguments = dict(getattr(config, "mm_processor_kwargs", None) or {})
+    arguments.pop("device", None)  # where, not what
+    if arguments:
+        found["mm_processor_kwargs"] = _settled("mm_processor_kwargs", arguments)
+    if "video_pruning_rate" in found:
+        found["video_pruning_method"] = _settled("video_pruning_method", getattr(config, "video_pruning_method", None))
+    scales = getattr(config, "mm_encoder_fp8_scale_path", None)
+    if scales:
+        found["mm_encoder_fp8_scale_path"] = file_fingerprint(Path(scales), "mm_encoder_fp8_scale_path")
+    return found
+
+
+def _lora(config: Any, model: Any) -> dict[str, Any]:
+    """How adapters are applied. Requests without one are kept apart with it, which costs hits and nothing else."""
+    if config is None:
+        return {}
+    found = _named(config, LORA)
+    modules = getattr(config, "target_modules", None)
+    if modules is not None:  # an empty list is none of them
+        found["target_modules"] = sorted(modules)
+    dtype = torch_name(getattr(config, "lora_dtype", None) or "auto")
+    if dtype not in ("auto", torch_name(model.dtype)):
+        found["lora_dtype"] = dtype
+    return found
+
+
+def _draft_settings(speculative: Any, model: Any, load: Any) -> dict[str, Any]:
+    draft = speculative.draft_model_config
+    found = _model_settings(draft, getattr(speculative, "draft_load_config", None) or load)
+    quantization = getattr(speculative, "quantization", None)
+    if quantization not in (None, model.quantization):
+        found["quantization"] = str(quantization)
+    return found
+
+
+def _named(config: Any, names: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    values = {name: _settled(name, getattr(config, name, None)) for name in names}
+    return {name: value for name, value in values.items() if value not in (*NOTHING, *names[name])}
+
+
+def _settled(name: str, value: Any) -> Any:
+    """`value` as JSON has it. Raises ConfigError where a part of it has no lasting text."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Enum):
+        return _settled(name, value.value)
+    if isinstance(value, torch.dtype):
+        return torch_name(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        value = {part: below for part, below in parts.items() if below is not None}  # a release may have more fields
+    if isinstance(value, Mapping):
+        return {str(key): _settled(name, below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_settled(name, below) for below in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_settled(name, below) for below in value), key=canonical_text)
+    fix = f"has a {type(value).__name__}, which cannot be written down and compared; use numbers, texts and lists"
+    raise ConfigError(name, value, fix)
+
+
+def folder_of(name: str, revision: str | None, load_config: Any, key: str = "model") -> Path:
+    """A model's own folder, or its snapshot in the Hugging Face cache.
+
+    key: vLLM's setting that `name` is of. Raises ConfigError where there is neither.
+    """
+    if os.path.isdir(name):
+        return Path(name)
+    import vllm.envs
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if getattr(vllm.envs, "VLLM_USE_MODELSCOPE", False):  # what the Hugging Face cache has under the name may differ
+        raise ConfigError(key, name, "its files come from ModelScope; give their folder, or set model_tag")
+    try:
+        cache = getattr(load_config, "download_dir", None)
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
+        fix = "its files lie neither in a folder nor in the Hugging Face cache; set model_tag to a name for its weights"
+        raise ConfigError(key, name, fix) from None
