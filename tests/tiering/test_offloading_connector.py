@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import Request
 
-from kvtier.connectors import tiering_identity
+from kvtier.connectors.vllm_tiering import identity
 from tests.objects.rig import content, flip_byte_of
 from tests.tiering.rig import ROW_BYTES, ROWS, UNTAGGED, Offloader, expected, tier_config, write_model
 from tests.waiting import wait_until
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tiering_identity, "FINGERPRINTS", tmp_path / "fingerprints")
+    monkeypatch.setattr(identity, "FINGERPRINTS", tmp_path / "fingerprints")
     init_none_hash(sha256)
     (tmp_path / "model").mkdir()
     write_model(tmp_path / "model", 1.0)

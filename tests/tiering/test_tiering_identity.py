@@ -13,8 +13,8 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 
 from kvtier.config import Settings
-from kvtier.connectors import tiering_identity
-from kvtier.connectors.tiering_identity import host_of
+from kvtier.connectors.vllm_tiering import identity as identity_module
+from kvtier.connectors.vllm_tiering.identity import host_of
 from kvtier.errors import ConfigError
 from tests.tiering.rig import (
     ROOM,
@@ -56,7 +56,7 @@ def test_what_decides_where_bytes_lie_keeps_engines_apart(other: str) -> None:
 def test_bytes_of_a_row_and_releases_keep_engines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert identity(row_bytes=2 * ROW_BYTES) != identity()
     here = identity()
-    monkeypatch.setattr(tiering_identity.vllm, "__version__", "0.99.0")
+    monkeypatch.setattr(identity_module.vllm, "__version__", "0.99.0")
     assert identity() != here
 
 
@@ -67,7 +67,7 @@ def test_canonical_rows_of_any_parallel_size_are_one() -> None:
 
 
 def test_weights_are_those_in_the_folder_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiering_identity, "FINGERPRINTS", tmp_path / "fingerprints")
+    monkeypatch.setattr(identity_module, "FINGERPRINTS", tmp_path / "fingerprints")
     folders = [tmp_path / name for name in ("one", "same", "other")]
     for folder, weight in zip(folders, (1.0, 1.0, 2.0), strict=True):
         folder.mkdir()
@@ -90,7 +90,7 @@ def test_positions_that_depend_on_the_engines_longest_prompt_need_a_tag(
     rope: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines of one folder compute other KV with another --max-model-len, of which a tier is not told."""
-    monkeypatch.setattr(tiering_identity, "FINGERPRINTS", tmp_path / "fingerprints")
+    monkeypatch.setattr(identity_module, "FINGERPRINTS", tmp_path / "fingerprints")
     write_model(tmp_path, 1.0)
     assert identity(UNTAGGED, name=str(tmp_path))
     path = tmp_path / "config.json"

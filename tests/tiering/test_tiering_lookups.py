@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.connectors.tiering_lookups import StepLookups
+from kvtier.connectors.vllm_tiering.lookups import StepLookups
 from tests.manual_jobs import ManualJobs
 
 

@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvtier.connectors import vllm_tiering
-from kvtier.connectors.vllm_tiering import PREFIX, KVTierSecondaryTier
+from kvtier.connectors.vllm_tiering import tier as tier_module
+from kvtier.connectors.vllm_tiering.tier import PREFIX, KVTierSecondaryTier
 from kvtier.errors import ConfigError
 from tests.objects.rig import content, flip_byte_of, segments
 from tests.tiering.rig import ROW_BYTES, Offloader, expected, key, keys, offloader, offloader_at, tier_config
@@ -219,7 +219,7 @@ def damage(root: Path, rng: random.Random, what: str) -> None:
 def test_a_task_too_many_fails_at_once_and_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with offloader_at(tmp_path) as first:
         first.store(KEYS)
-    monkeypatch.setattr(vllm_tiering, "TASKS_MAX", 0)
+    monkeypatch.setattr(tier_module, "TASKS_MAX", 0)
     with offloader_at(tmp_path) as full:
         assert full.load(KEYS) == [None] * 8
         full.store(keys(range(3), "new"))
@@ -333,7 +333,7 @@ def test_an_untested_release_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for release, warns in (("0.32.0+cpu", False), ("0.99.0", True)):
-        monkeypatch.setattr(vllm_tiering.vllm, "__version__", release)
+        monkeypatch.setattr(tier_module.vllm, "__version__", release)
         with offloader_at(tmp_path):
             assert (f"vLLM {release} is not tested as a host of tiers" in caplog.text) is warns
 
@@ -342,10 +342,10 @@ def test_vllm_knows_each_metric_before_it_comes(tmp_path: Path) -> None:
     """One that it was not told of ends its front end."""
     tier = tier_config(tmp_path)
     known = TieringOffloadingSpec.build_metric_definitions({"cpu_bytes_to_use": 1, "secondary_tiers": [tier]})
-    assert {PREFIX + name for name in vllm_tiering.HELP} <= known.keys()
+    assert {PREFIX + name for name in tier_module.HELP} <= known.keys()
     with offloader(tier) as engine:
         total = engine.tier._tier.counters()
-        engine.tier._tier.counters = lambda: total | dict.fromkeys(vllm_tiering.HELP, 2.0)  # type: ignore[method-assign]
+        engine.tier._tier.counters = lambda: total | dict.fromkeys(tier_module.HELP, 2.0)  # type: ignore[method-assign]
         assert {PREFIX + name for name in counted(engine)} <= known.keys()
         assert counted(engine) == {}, "what was told is not told again"
 

@@ -9,7 +9,7 @@ are kvtier's.
 
 One object is one row of the CPU tier, under vLLM's own block hash and group, behind the hash that all of vLLM's chains
 begin with. That hash tells algorithm and seed: engines share where both are equal, so with xxhash, which vLLM seeds at
-random, only where PYTHONHASHSEED is set. What else must be equal, and what can't be told: tiering_identity.
+random, only where PYTHONHASHSEED is set. What else must be equal, and what can't be told: identity.
 
 vLLM calls from its scheduler's thread, so nothing here waits but `drain_jobs` and `shutdown`. It drains when its cache
 is reset, as after new weights: from then on this engine neither finds nor leaves anything in what it shared before.
@@ -33,9 +33,9 @@ import vllm
 from kvtier import metrics
 from kvtier.connectors.bridge import Faults
 from kvtier.connectors.objects import Object, ObjectTier, settings_of
-from kvtier.connectors.tiering_identity import host_of
-from kvtier.connectors.tiering_lookups import StepLookups
 from kvtier.connectors.vllm.platform import join_log
+from kvtier.connectors.vllm_tiering.identity import host_of
+from kvtier.connectors.vllm_tiering.lookups import StepLookups
 from kvtier.errors import ConfigError
 from kvtier.jobs import ThreadJobs
 
