@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvtier.connectors.bridge import Faults
-from kvtier.connectors.objects import Object, ObjectHost, ObjectTier, settings_of
+from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
 from kvtier.jobs import ThreadJobs
 from kvtier.releases import installed

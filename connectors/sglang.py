@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from kvtier.connectors.bridge import Faults
-from kvtier.connectors.objects import Object, ObjectHost, ObjectTier, settings_of
+from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
 from kvtier.identity import canonical_text
 from kvtier.releases import installed

@@ -32,7 +32,7 @@ import vllm
 
 from kvtier import metrics
 from kvtier.connectors.bridge import Faults
-from kvtier.connectors.objects import Object, ObjectTier, settings_of
+from kvtier.connectors.objects.store import Object, ObjectTier, settings_of
 from kvtier.connectors.vllm.platform import join_log
 from kvtier.connectors.vllm_tiering.identity import host_of
 from kvtier.connectors.vllm_tiering.lookups import StepLookups

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.config import Settings
-from kvtier.connectors.objects import Object, ObjectHost, ObjectTier
+from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier
 from kvtier.geometry import PAGE_BYTES
 
 HOST = ObjectHost("host")

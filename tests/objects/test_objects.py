@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvtier import metrics
 from kvtier.cli import main
 from kvtier.commands.status import OK
-from kvtier.connectors.object_codec import object_geometry, slab_bytes_of
-from kvtier.connectors.objects import SHELVES_MAX, Object, ObjectHost, ObjectTier
+from kvtier.connectors.objects.codec import object_geometry, slab_bytes_of
+from kvtier.connectors.objects.store import SHELVES_MAX, Object, ObjectHost, ObjectTier
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.root import find_root
 from tests.core.rig import Engine

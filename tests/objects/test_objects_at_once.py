@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.object_shelf import Shelf
-from kvtier.connectors.objects import SHELVES_MAX, ObjectTier
+from kvtier.connectors.objects.size_class import Shelf
+from kvtier.connectors.objects.store import SHELVES_MAX, ObjectTier
 from kvtier.errors import TierUnavailable
 from tests.objects.rig import expected, get, names, put, tier_at
 

@@ -323,7 +323,7 @@ def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
 def test_a_vllm_without_tiers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     place = "vllm.v1.kv_offload.tiering.base"
     monkeypatch.setitem(sys.modules, place, ModuleType(place))  # 0.25.1 has it without TransferJob
-    source = importlib.util.spec_from_file_location("tier_of_another_vllm", str(vllm_tiering.__file__))
+    source = importlib.util.spec_from_file_location("tier_of_another_vllm", str(tier_module.__file__))
     assert source is not None and source.loader is not None
     with pytest.raises(ConfigError, match="vllm = '.*': its tiers are not those of 0.32.0; use that or a later"):
         source.loader.exec_module(importlib.util.module_from_spec(source))

@@ -3,7 +3,7 @@
     namespaces   one for each number of pages that objects take; none of an engine, for codec and family differ
     key          blake3-128(family id || the host's key); the family id is that of a namespace for no pages at all
     found by     the key alone: its entry in the index says how large the slab is, and so which namespace it is in
-    length       under the slab's checksum (object_codec); an object of another length than is asked for is a miss, and
+    length       under the slab's checksum (codec); an object of another length than is asked for is a miss, and
                  makes way for the one that the host will put
 
 The first object under a key stays until it is deleted, evicted or found to be of another length: hosts hash contents
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from kvtier.config import Settings
-from kvtier.connectors.object_codec import CODEC_ID, object_geometry, octets, slab_bytes_of
-from kvtier.connectors.object_shelf import Found, Shelf, Wanted
+from kvtier.connectors.objects.codec import CODEC_ID, object_geometry, octets, slab_bytes_of
+from kvtier.connectors.objects.size_class import Found, Shelf, Wanted
 from kvtier.errors import ConfigError, IndexResting, IndexUnavailable, TierUnavailable
 from kvtier.identity import ID_BYTES, Namespace
 from kvtier.index import entry as entries

@@ -1,0 +1,1 @@
+"""Opaque objects of other hosts (LMCache, SGLang, vLLM's OffloadingConnector), stored like an engine's chunks."""
