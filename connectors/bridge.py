@@ -18,8 +18,8 @@ from typing import TypeVar
 
 from kvtier import metrics as names
 from kvtier.breakeven import LoadLimit
-from kvtier.connectors.announcements import Unwatched, Watcher
-from kvtier.connectors.requests import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
+from kvtier.connectors.kv_events import Unwatched, Watcher
+from kvtier.connectors.tracked_request import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
 from kvtier.lookups import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.repeated_log import RepeatedLog

@@ -23,8 +23,8 @@ from typing import Any
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
 
-from kvtier.connectors.announcements import Added, Announcements, Change, ChunkBlocks, Removed
-from kvtier.connectors.requests import ChunkShape
+from kvtier.connectors.kv_events import Added, Announcements, Change, ChunkBlocks, Removed
+from kvtier.connectors.tracked_request import ChunkShape
 
 log = logging.getLogger("kvtier")
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtier.connectors.requests import RequestView
+from kvtier.connectors.tracked_request import RequestView
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.identity import join_extras, lora_extra, multimodal_extra, salt_extra
 from kvtier.repeated_log import RepeatedLog

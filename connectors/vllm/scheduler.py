@@ -14,11 +14,10 @@ from kvtier.assemble import load_limit, open_store
 from kvtier.codec_loss import loss_text
 from kvtier.config import Settings
 from kvtier.connectors import dynamo
-from kvtier.connectors.announcements import Announcements, ChunkBlocks
 from kvtier.connectors.bridge import Faults, SchedulerBridge
-from kvtier.connectors.load_costs import LoadCosts
-from kvtier.connectors.requests import ChunkShape, RequestView
-from kvtier.connectors.step_times import StepTimes
+from kvtier.connectors.kv_events import Announcements, ChunkBlocks
+from kvtier.connectors.load_costs import LoadCosts, StepTimes
+from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.compatibility import can_continue, check_cache, check_engine, roles
 from kvtier.connectors.vllm.kv_layout import in_layer_order

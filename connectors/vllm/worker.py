@@ -22,7 +22,7 @@ from kvtier.assemble import Work, open_transfer
 from kvtier.breakeven import LoadCost
 from kvtier.config import Settings
 from kvtier.connectors.bridge import Faults, Step, WorkerBridge
-from kvtier.connectors.requests import ChunkShape
+from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.compatibility import check_cache, check_engine, check_layers, layer_specs
 from kvtier.connectors.vllm.kv_dtypes import check_specs

@@ -12,7 +12,7 @@ from kvtier import keeper
 from kvtier.assemble import open_store
 from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge
-from kvtier.connectors.requests import ChunkShape, RequestView
+from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.index.base import SetInfo
 from kvtier.index.embedded import LmdbIndex
 from kvtier.sets import SET_COMES_S, SetSupply

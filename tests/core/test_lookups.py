@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge
-from kvtier.connectors.requests import ChunkShape, RequestView
+from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.errors import IndexUnavailable
 from kvtier.index.memory import MemoryIndex
 from kvtier.jobs import ThreadJobs

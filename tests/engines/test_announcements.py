@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvtier.breakeven import FixedLimit
-from kvtier.connectors.announcements import SETS_AT_ONCE, Added, Announcements, Bounds, Change, ChunkBlocks, Removed
 from kvtier.connectors.bridge import Faults, SchedulerBridge
-from kvtier.connectors.requests import ChunkShape, RequestView
+from kvtier.connectors.kv_events import SETS_AT_ONCE, Added, Announcements, Bounds, Change, ChunkBlocks, Removed
+from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.errors import IndexUnavailable
 from kvtier.identity import chunk_keys
 from kvtier.index.base import Index

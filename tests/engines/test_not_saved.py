@@ -18,8 +18,8 @@ pytest.importorskip("vllm")
 from kvtier import metrics as names
 from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge
-from kvtier.connectors.requests import ChunkShape
-from kvtier.connectors.step_times import StepTimes
+from kvtier.connectors.load_costs import StepTimes
+from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import GivenBlocks, view_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.connectors.step_times import StepTimes
+from kvtier.connectors.load_costs import StepTimes
 
 
 def timed(*steps: tuple[str, int, float], ahead: int = 0) -> list[tuple[int, float]]:

@@ -10,7 +10,7 @@ import pytest
 from kvtier.breakeven import FixedLimit
 from kvtier.config_capacity import TenantSettings
 from kvtier.connectors.bridge import Faults, SchedulerBridge
-from kvtier.connectors.requests import ChunkShape
+from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of
 from kvtier.tenants import NO_TENANTS, Tenants

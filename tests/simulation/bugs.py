@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from kvtier.connectors import requests
+from kvtier.connectors import tracked_request
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.errors import ConfigError
 from kvtier.fetch import Fetch, Fetcher
@@ -80,7 +80,7 @@ def what_lies_in_an_arena_is_not_verified(original: Any, fetcher: Fetcher, fetch
     return len(fetches)
 
 
-@planted(requests, "chunk_keys", "calm")
+@planted(tracked_request, "chunk_keys", "calm")
 def a_key_without_its_parent(original: Any, namespace: bytes, tokens: Any, size: int, extras: Any, **chain: Any) -> Any:
     keys = []
     for number in range(chain.get("first", 0), len(tokens) // size):
@@ -89,7 +89,7 @@ def a_key_without_its_parent(original: Any, namespace: bytes, tokens: Any, size:
     return keys
 
 
-@planted(requests, "chunk_keys", "calm")
+@planted(tracked_request, "chunk_keys", "calm")
 def a_key_without_the_tenants_salt(
     original: Any, namespace: bytes, tokens: Any, size: int, extras: Any, **chain: Any
 ) -> Any:

@@ -14,7 +14,7 @@ from kvtier.codecs.base import slab_bytes
 from kvtier.codecs.raw import RawCodec
 from kvtier.config import Admit
 from kvtier.connectors.bridge import Faults, SchedulerBridge, WorkerBridge
-from kvtier.connectors.requests import ChunkShape
+from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.eviction.lru import Lru
 from kvtier.eviction.s3fifo import S3Fifo

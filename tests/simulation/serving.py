@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.connectors import requests
+from kvtier.connectors import tracked_request
 from kvtier.connectors.bridge import Step
-from kvtier.connectors.requests import RequestView
+from kvtier.connectors.tracked_request import RequestView
 from kvtier.identity import salt_extra
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SaveOutcome, SavePlan
 from tests.simulation.engine import N_BLOCKS, TIMEOUT_S, EngineProcess
@@ -132,7 +132,7 @@ class Serving:
             name = f"{self.engine.process.name}-{self._n_requests}"
             extras = {0: salt_extra(prompt.salt)} if prompt.salt else {}
             view = RequestView(name, prompt.tokens, len(prompt.tokens), extras, True, True, prompt.salt)
-            keys = requests.chunk_keys(self.engine.store.namespace_id, prompt.tokens, CHUNK_TOKENS, extras)
+            keys = tracked_request.chunk_keys(self.engine.store.namespace_id, prompt.tokens, CHUNK_TOKENS, extras)
             fault = self._place.truth.learn(keys, self.weights, prompt.salt, prompt.tokens)
             if fault is not None:
                 self._violate(fault)
