@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
-from kvtier.io.native import fallocate
 from kvtier.record import SegmentHeader
-from kvtier.tiers.segments import SegmentFiles, parse_segment_name
+from kvtier.tiers.segments import SegmentFiles, fallocate, parse_segment_name
 from tests.simulation.runtime import Runtime
 
 STALE_S = 8.0  # time for which an open descriptor may show what was there before another process's flush
@@ -194,7 +193,7 @@ class SimOs:
         os.close(fd)
 
     def fallocate(self, fd: int, n_bytes: int) -> None:
-        """Stands in for `kvtier.io.native.fallocate`."""
+        """Stands in for `kvtier.tiers.segments.fallocate`."""
         disk = self._disk
         disk.meet("fallocate")
         if disk.is_full or disk.used_bytes() + n_bytes > disk.capacity_bytes:
