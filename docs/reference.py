@@ -129,18 +129,22 @@ def _meanings(text: str) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield (key, (default, comment)) of each setting of default.yaml, and of each group."""
     comment: list[str] = []
     groups: list[tuple[int, str]] = []
+    above = ""  # the key whose comment also describes the keys that follow it without one
     for line in text.splitlines():
         found = KEY.fullmatch(line.rstrip())
         if not line.strip():
-            comment = []
-        elif line.lstrip().startswith("#") and not re.match(r"# root: ", line):
-            comment.append(line.strip().removeprefix("#").strip())
+            comment, above = [], ""
+        elif line.lstrip().startswith("#") and not line.startswith("# root: "):
+            prose = line.strip().removeprefix("# ")
+            if not prose.startswith(" ") and prose != "tenants:":  # else an example
+                comment.append(prose)
         elif found:
             depth, name, default = len(found[1]), found[2], (found[3] or "").strip()
             groups = [group for group in groups if group[0] < depth]
             key = ".".join([*(name for _, name in groups), name])
-            is_commented = line.startswith("#")
-            yield key, ("" if is_commented else default, " ".join(comment).replace("|", "\\|"))
+            above = above if above and not comment else key
+            meaning = " ".join(comment).replace("|", "\\|") if comment else f"see `{above}`"
+            yield key, ("" if line.startswith("#") else default, meaning)
             groups.append((depth, name))
             comment = []
 
