@@ -206,6 +206,25 @@ def redis_index() -> Lines:
     ]
 
 
+@table
+def eviction() -> Lines:
+    """Hit ratios of the eviction policies that were compared; the code of the comparison and of S3-FIFO was removed."""
+    result = read("eviction_policies")
+    cells: dict[str, dict[str, str]] = {}
+    for cell in result["cells"]:
+        of_trace = cells.setdefault(cell["trace"], {})
+        of_trace[f"{cell['policy']} {cell['sets']}"] = f"{cell['hit_ratio']:.1%}"
+    runs = [f"{policy} {sets}" for sets in (32, 64, 128) for policy in ("lru", "s3fifo", "belady")]
+    lines = [[trace, *(found[run] for run in ("infinite 0", *runs))] for trace, found in cells.items()]
+    lru, s3fifo = (f"{100 * sum(result['means'][name]) / len(result['seeds']):.1f}%" for name in ("lru", "s3fifo"))
+    return [
+        f"**Eviction policies on generated traces** (measured once, {source(result)}; share of the chunks asked for "
+        f"that were stored, median of {len(result['seeds'])} seeds, by policy and capacity in sets; belady knows the "
+        f"future and evicts single chunks; mean of all: lru {lru}, s3fifo {s3fifo}; kvtier has lru only):",
+        *rows(["trace", "unlimited", *runs], lines),
+    ]
+
+
 def serving(name: str, title: str, found: tuple[Sequence[str], Iterable[Sequence[str]]]) -> Lines:
     return [
         f"**{title}** (`python -m benchmarks.serving {name}`, {source(read(name))}):",

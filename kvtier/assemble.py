@@ -23,6 +23,8 @@ from kvtier.codecs.raw import RawCodec
 from kvtier.codecs.turboquant.codec import Turboquant
 from kvtier.config import HOST_ADMIT, Settings
 from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.eviction.limits import Rules
+from kvtier.evictor import Evictor
 from kvtier.geometry import PAGE_BYTES, Geometry, RankShare
 from kvtier.housekeeping import Housekeeper
 from kvtier.identity import Namespace
@@ -38,7 +40,6 @@ from kvtier.memory import Memory, cuda_memory, host_memory
 from kvtier.metrics import Metrics
 from kvtier.mount import open_io
 from kvtier.pinned_segments import PinnedSegments
-from kvtier.policies import make_evictor
 from kvtier.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
 from kvtier.reports import COUNT_MAX, About
 from kvtier.root import (
@@ -160,7 +161,8 @@ def open_store(
         settings.touch_interval_s, partial(_make_namespace_folder, settings, root, {namespace.id}), about, spares_max,
         set_files=writers,
     )  # fmt: skip
-    evictor, housekeeper = make_evictor(settings, index, root, owner), Housekeeper(index, root.folder, owner)
+    evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
+    housekeeper = Housekeeper(index, root.folder, owner)
     watch = CapacityWatch(
         owner, plan.capacity_bytes, index, lambda: housekeeper.free_bytes() - evictor.rules.reserve_bytes
     )

@@ -60,6 +60,11 @@ SEGMENT_BYTES_MIN = 3 * PAGE_BYTES
 PIN_BYTES_MIN = 32 << 20
 """Pinned in one call (kvtier.memory.PIN_BYTES): with less, none is made."""
 
+# Keys of earlier releases -> what to do instead, for the message that refuses them.
+REMOVED_KEYS = {
+    ("capacity", "policy"): "removed with S3-FIFO: the least recently used segment sets are evicted first; leave it out"
+}
+
 Admit = Literal["always", "saved", "second_hit", "never"]
 HOST_ARENA_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
 HOST_ADMIT: dict[str, Admit] = {"cpu": "always", "cuda": "saved"}
@@ -272,17 +277,22 @@ def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
     """What KVTIER_* variables set. Raises ConfigError for one that no setting has."""
     paths = list(_paths(settings_cls))
     leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
-    names = {ENV_PREFIX + "__".join(path).upper() for path in leaves} | {CONFIG_VARIABLE}
+    names = {_variable(path) for path in leaves} | {CONFIG_VARIABLE}
+    removed = {_variable(path): fix for path, fix in REMOVED_KEYS.items()}
     for name, value in os.environ.items():
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in names and not _is_service_link(name, value):
-            # Its value is not shown: it may be a secret whose name is misspelt.
-            raise ConfigError(name, HIDDEN, f"unknown environment variable: unset it{_near(name.upper(), names)}")
+            fix = removed.get(name.upper()) or f"unknown environment variable: unset it{_near(name.upper(), names)}"
+            raise ConfigError(name, HIDDEN, fix)  # the value is not shown: it may be a secret whose name is misspelt
     try:
         return EnvSettingsSource(settings_cls)()
     except (SettingsError, RecursionError):  # of a list, which stands there as JSON; it names the group only
-        lists = {ENV_PREFIX + "__".join(path).upper() for path in leaves if _is_list(settings_cls, path)}
+        lists = {_variable(path) for path in leaves if _is_list(settings_cls, path)}
         name, value = next((name, value) for name, value in os.environ.items() if name.upper() in lists)
         raise ConfigError(name, value, "must be a list in JSON, as a connector config has it") from None
+
+
+def _variable(path: tuple[str, ...]) -> str:
+    return ENV_PREFIX + "__".join(path).upper()
 
 
 def _is_list(settings_cls: type[Settings], path: tuple[str, ...]) -> bool:
@@ -334,8 +344,8 @@ def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: l
     if complaint["type"] == "extra_forbidden":
         path = whole
         source = next((source for source in sources if source.holds(path)), sources[0])
-        fix = "unknown key" + _suggestion(path, known, source) + f" (from {source.name})"
-        return ConfigError(".".join(path), HIDDEN, fix)
+        fix = REMOVED_KEYS.get(path) or "unknown key" + _suggestion(path, known, source)
+        return ConfigError(".".join(path), HIDDEN, f"{fix} (from {source.name})")
     elif complaint["type"] == "missing":
         return ConfigError(
             ".".join(path), None, f"not set, and it has no default: set {ENV_PREFIX}{path[-1].upper()}, or "

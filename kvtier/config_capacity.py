@@ -1,9 +1,9 @@
-"""Settings of how a root's capacity is shared and kept: watermarks, quotas, pins, and which segment sets go first."""
+"""Settings of how a root's capacity is shared and kept: watermarks, quotas and pins."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
@@ -42,7 +42,7 @@ class CapacitySettings(BaseModel):
 
     high_watermark, low_watermark: fractions of it; above the first, sets go in the background until it is below the
     second. reserve_bytes: of the disk, left free for others. ttl_s: a set that is unused for so long goes.
-    policy: which sets go first. pinned_max_fraction: how much of the capacity pins protect at most.
+    pinned_max_fraction: how much of the capacity pins protect at most.
     namespace_quota_bytes: what each namespace may take. tenants: who is told apart by cache salt.
     """
 
@@ -51,7 +51,6 @@ class CapacitySettings(BaseModel):
     low_watermark: Fraction = LOW_WATERMARK
     reserve_bytes: BytesOrZero = 0
     ttl_s: Seconds | None = None
-    policy: Literal["lru", "s3fifo"] = "lru"
     pinned_max_fraction: Fraction = 0.5
     namespace_quota_bytes: Bytes | None = None
     tenants: tuple[TenantSettings, ...] = ()

@@ -1,8 +1,7 @@
 """Making room on a root: what kvtier.eviction chooses is removed, by one evictor at a time.
 
 It holds a lease and renews it with every set. One that was taken for dead meanwhile is refused by the index (its
-fencing token is an old one) and stops. What a policy remembers lies in the index, in a note; when an evictor dies
-before it is written, the next one goes on from the state before.
+fencing token is an old one) and stops.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from typing import Literal
 
 from kvtier.capacity_words import beyond_capacity, beyond_quota
 from kvtier.errors import StaleLease
-from kvtier.eviction import base, limits, pins
-from kvtier.eviction.base import Policy
+from kvtier.eviction import limits, pins
 from kvtier.eviction.choice import Choice, Kept, Selection
-from kvtier.eviction.future import FutureTimes
 from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, Used
-from kvtier.eviction.lru import Lru
+from kvtier.eviction.lru import FutureTimes
 from kvtier.index import entry as entries
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo, writer_lease
 from kvtier.removal import Remover
@@ -31,7 +28,6 @@ log = logging.getLogger("kvtier")
 LEASE_TTL_S = 5.0
 """Renewed with every set that is taken care of; so long, nobody evicts after a killed evictor. One that is merely slow
 does no harm: it is refused."""
-STATE_NOTE = "policy/state"
 HOLES_MAX = 64
 """Keys of a pin that are not stored are stepped over so often; what lies behind is not protected."""
 
@@ -57,14 +53,12 @@ class Evictor:
     """Thread-safe as far as its index is. `folder`: `<root>/v1`, with one folder a namespace."""
 
     def __init__(
-        self, index: Index, folder: Path, owner: str, rules: Rules = UNLIMITED, policy: Policy | None = None,
-        clock: Clock = time.time,
-    ) -> None:  # fmt: skip
+        self, index: Index, folder: Path, owner: str, rules: Rules = UNLIMITED, clock: Clock = time.time
+    ) -> None:
         self.rules = rules
         self._index = index
         self._remover = Remover(index, folder, clock)
         self._owner = owner
-        self._policy = policy or Lru()
         self._clock = clock
         self._future = FutureTimes()
         self._evicted_bytes = 0  # since the last `take_evicted`
@@ -151,7 +145,7 @@ class Evictor:
 
     def preview(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> Evicted:
         """What `evict` would remove now."""
-        choice, _ = self._choice(0 if ignore_pins else capacity_bytes, for_admin=True)
+        choice = self._choice(0 if ignore_pins else capacity_bytes, for_admin=True)
         choice.select(selection, self._clock())
         return Evicted(tuple(choice.victims), 0, tuple(choice.kept))
 
@@ -194,12 +188,9 @@ class Evictor:
         living = {o for o in owners if self._index.lease_owner(writer_lease(o), self._clock()) is not None}
         return frozenset(info.set_id for info in sets if info.is_open and info.owner in living)
 
-    def _choice(self, capacity_bytes: int, for_admin: bool) -> tuple[Choice, base.State]:
+    def _choice(self, capacity_bytes: int, for_admin: bool) -> Choice:
         sets = self._future.corrected(self._index.sets(), self._clock())
-        kept = self._index.notes(STATE_NOTE, self._clock()).get(STATE_NOTE, b"")
-        state = base.unpack(kept, sets)
-        filled = self._filled(sets) if for_admin else None
-        return Choice(sets, self.protected(sets, capacity_bytes), self._policy, state, filled), state
+        return Choice(sets, self.protected(sets, capacity_bytes), self._filled(sets) if for_admin else None)
 
     def _evict(
         self, choose: Callable[[Choice], bool], capacity_bytes: int, for_admin: bool = False
@@ -211,17 +202,17 @@ class Evictor:
             return None
         try:
             self._remover.finish(self._clock())
-            choice, state = self._choice(capacity_bytes, for_admin)
+            choice = self._choice(capacity_bytes, for_admin)
             if not choose(choice):
                 return None
-            done = self._remove(choice.victims, state, token)
+            done = self._remove(choice.victims, token)
             not_reached = [Kept(info, "not reached") for info in choice.victims[len(done.sets) :]]
             return replace(done, kept=(*choice.kept, *not_reached))
         finally:
             self._index.release_lease(EVICT_LEASE, self._owner)
 
-    def _remove(self, victims: Sequence[SetInfo], state: base.State, token: int) -> Evicted:
-        """As many as it gets to: who was taken for dead stops."""
+    def _remove(self, victims: Sequence[SetInfo], token: int) -> Evicted:
+        """Remove sets until the lease is another evictor's: this one was taken for dead then."""
         removed, freed_bytes = [], 0
         for info in victims:
             if self._lease() != token:
@@ -231,9 +222,6 @@ class Evictor:
             except StaleLease:
                 break
             removed.append(info)
-        else:
-            if state or self._index.notes(STATE_NOTE, self._clock()):
-                self._index.put_note(STATE_NOTE, base.pack(state), None)
         self._evicted_bytes += freed_bytes
         return Evicted(tuple(removed), freed_bytes)
 

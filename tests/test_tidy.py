@@ -21,7 +21,7 @@ PARAMETERS_MAX = 6
 LAYERS = (
     ("benchmarks", "kvtier.cli"),
     ("kvtier.connectors", "kvtier.server"),
-    ("kvtier.assemble", "kvtier.commands", "kvtier.admin", "kvtier.policies"),
+    ("kvtier.assemble", "kvtier.commands", "kvtier.admin"),
     ("kvtier.store", "kvtier.transfer", "kvtier.indexes"),
     ("kvtier.keeper", "kvtier.kept_costs", "kvtier.lookups", "kvtier.saves", "kvtier.own_segments", "kvtier.lower",
      "kvtier.loads", "kvtier.load_walk", "kvtier.fetch", "kvtier.fetch_files", "kvtier.keep", "kvtier.worker",

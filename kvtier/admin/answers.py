@@ -54,7 +54,6 @@ class Capacity(BaseModel):
     disk_free_bytes: int
     high_watermark: float
     low_watermark: float
-    policy: str
 
 
 class Rates(BaseModel):

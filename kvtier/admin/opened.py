@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from kvtier.config import Settings
 from kvtier.errors import ConfigError
+from kvtier.eviction.limits import Rules
 from kvtier.evictor import Evictor
 from kvtier.identity import Namespace
 from kvtier.index.base import Index, SetInfo
 from kvtier.indexes import open_index
-from kvtier.policies import make_evictor
 from kvtier.root import Root, namespace_folders, open_root, read_namespace
 
 
@@ -80,4 +80,5 @@ def open_for_admin(settings: Settings, clock: Callable[[], float] = time.time) -
 def opened(settings: Settings, root: Root, index: Index, clock: Callable[[], float] = time.time) -> Opened:
     """Over an index that the caller has opened."""
     owner = f"admin-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    return Opened(settings, root, index, make_evictor(settings, index, root, owner), clock)
+    evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
+    return Opened(settings, root, index, evictor, clock)

@@ -76,7 +76,6 @@ def _capacity(opened: Opened, sets: Sequence[SetInfo], protected: Collection[int
         disk_free_bytes=disk.f_bavail * disk.f_frsize,
         high_watermark=settings.capacity.high_watermark,
         low_watermark=settings.capacity.low_watermark,
-        policy=settings.capacity.policy,
     )
 
 

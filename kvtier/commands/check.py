@@ -39,7 +39,7 @@ SHOWN_MAX = 18
 """Settings, unless all are asked for: with what lies at the root and what may hurt, a screen of 25 lines."""
 TELLING = (
     "capacity_bytes", "segment_bytes", "chunk_tokens", "codec", "index.kind", "index.path", "host.arena_bytes",
-    "host.admit", "hbm.staging_bytes", "hbm.arena_bytes", "io.threads", "io.piece_bytes", "capacity.policy",
+    "host.admit", "hbm.staging_bytes", "hbm.arena_bytes", "io.threads", "io.piece_bytes",
 )  # fmt: skip
 
 

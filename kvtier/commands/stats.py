@@ -64,8 +64,7 @@ def _facts(opened: Opened, seen: Snapshot) -> list[str]:
         f"{size(capacity.pinned_bytes)} pinned, {size(capacity.disk_free_bytes)} free on the disk",
         f"index: {opened.settings.index.kind}, {counted(index.chunks, 'chunk')} in "
         f"{counted(index.sets, 'segment set')}{state}",
-        f"eviction: {capacity.policy}, above {percent(capacity.high_watermark)} down to "
-        f"{percent(capacity.low_watermark)}",
+        f"eviction: above {percent(capacity.high_watermark)} down to {percent(capacity.low_watermark)}",
         f"engines: {len(seen.workers)}" + ("" if seen.workers else "; none reports, so there are no rates"),
         f"in the last interval: hit ratio {percent(now.hit_ratio)}, loading {rate(now.load_bytes_s)}{of_ceiling}, "
         f"saving {rate(now.save_bytes_s)}, evicting {rate(now.evicted_bytes_s)}",

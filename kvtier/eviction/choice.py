@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvtier.eviction.base import Policy, State
 from kvtier.eviction.limits import Need, Quotas, Used
+from kvtier.eviction.lru import least_recent_first
 from kvtier.index.base import SetInfo
 
 
@@ -15,7 +15,7 @@ from kvtier.index.base import SetInfo
 class Selection:
     """Which sets an administrator means: those for which all hold that are not None.
 
-    n_bytes: no more of them than make up so many bytes, the least valuable first. unused_s: not used for so long.
+    n_bytes: no more of them than make up so many bytes, the least recently used first. unused_s: not used for so long.
     set_ids: one of these.
     """
 
@@ -46,25 +46,24 @@ class Kept(NamedTuple):
 
 
 class Choice:
-    """Sets to evict, chosen step by step; what is chosen already counts as removed for the steps that follow.
+    """Sets to evict, chosen step by step, the least recently used first; what is chosen already counts as removed for
+    the steps that follow.
 
     protected: sets that pins keep. filled: sets that stay because they are being filled; None: all open ones.
-    state: of the policy; changed with each set that is chosen.
     """
 
     def __init__(
-        self, sets: Sequence[SetInfo], protected: Collection[int], policy: Policy, state: State,
-        filled: Collection[int] | None = None,
-    ) -> None:  # fmt: skip
+        self, sets: Sequence[SetInfo], protected: Collection[int], filled: Collection[int] | None = None
+    ) -> None:
         if filled is None:
             filled = {info.set_id for info in sets if info.is_open}
         self.victims: list[SetInfo] = []
         self.kept: list[Kept] = []
         self._sets = sets
         self._filled = filled
-        self._candidates = [info for info in sets if info.set_id not in filled and info.set_id not in protected]
-        self._policy = policy
-        self._state = state
+        self._candidates = least_recent_first(
+            info for info in sets if info.set_id not in filled and info.set_id not in protected
+        )
         self._gone: set[int] = set()
 
     @property
@@ -73,12 +72,12 @@ class Choice:
         return Used.of([info for info in self._sets if info.set_id not in self._gone])
 
     def take(self, n_bytes: int, of: Callable[[SetInfo], bool] = lambda info: True) -> bool:
-        """Chooses the least valuable of those `of` which are meant until they make up `n_bytes`; False when all of
-        them do not."""
+        """Choose sets for which `of` holds until they make up `n_bytes`. Return False when all of them do not."""
         if n_bytes <= 0:
             return True
-        left = [info for info in self._candidates if info.set_id not in self._gone and of(info)]
-        for info in self._policy.victims(left, self._state):
+        for info in self._candidates:
+            if info.set_id in self._gone or not of(info):
+                continue
             self.victims.append(info)
             self._gone.add(info.set_id)
             n_bytes -= info.n_bytes

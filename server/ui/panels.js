@@ -59,7 +59,7 @@ export function drawTiers({ tiers, capacity }) {
     const { low_watermark: low, high_watermark: high } = capacity;
     Object.assign(drawn, { pinned: capacity.pinned_bytes, marks: [low, high] });
     return fill(TIER_NAMES.filesystem, drawn, [
-      `evicts above ${format.percent(high)} down to ${format.percent(low)}, by ${capacity.policy}`,
+      `evicts above ${format.percent(high)} down to ${format.percent(low)}`,
       [swatch("pinned"), `${format.size(capacity.pinned_bytes)} pinned`],
       `${format.size(capacity.disk_free_bytes)} free on the disk`,
     ]);

@@ -169,6 +169,15 @@ def test_misspelt_environment_variable(name: str, near: str, monkeypatch: pytest
     assert error.fix == f"unknown environment variable: unset it, or did you mean {near!r}?"
 
 
+def test_a_removed_key_is_refused_with_its_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = yaml_file(tmp_path, "root: /x\ncapacity: {policy: lru}\n")
+    error = refusal({"config": path})
+    assert error.key == "capacity.policy" and "least recently used" in error.fix and path in error.fix
+    monkeypatch.setenv("KVTIER_CAPACITY__POLICY", "s3fifo")
+    error = refusal({"root": "/x"})
+    assert error.key == "KVTIER_CAPACITY__POLICY" and "leave it out" in error.fix
+
+
 def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "root: /x\nio: {threads: 3}\n\nio: {direct: never}\n")
     error = refusal({"config": path})

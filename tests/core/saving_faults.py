@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.eviction.base import State
 from kvtier.evictor import Evicted, Evictor
 from kvtier.index.base import Index, SetInfo
 from kvtier.io.ring import OpResult, Ring, WriteOp
@@ -105,10 +104,10 @@ class Evictions:
     def __enter__(self) -> Evictions:
         evict, remove = self._plain
 
-        def noting_eviction(evictor: Evictor, victims: Sequence[SetInfo], state: State, token: int) -> Evicted:
+        def noting_eviction(evictor: Evictor, victims: Sequence[SetInfo], token: int) -> Evicted:
             self._thread.is_evicting = True
             try:
-                return evict(evictor, victims, state, token)
+                return evict(evictor, victims, token)
             finally:
                 self._thread.is_evicting = False
 

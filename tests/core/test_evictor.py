@@ -16,8 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.eviction.choice import Selection
 from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, namespace_note, quota_value, tenant_note
 from kvtier.eviction.pins import Pin
-from kvtier.eviction.s3fifo import S3Fifo
-from kvtier.evictor import LEASE_TTL_S, STATE_NOTE, Evictor
+from kvtier.evictor import LEASE_TTL_S, Evictor
 from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo
 from kvtier.index.embedded import LmdbIndex
@@ -293,17 +292,6 @@ def test_an_administrator_sees_what_would_go_and_then_it_goes(tmp_path: Path) ->
     index.close()
 
 
-def test_what_a_policy_remembers_passes_from_one_evictor_to_the_next(tmp_path: Path) -> None:
-    index = MemoryIndex()
-    for number in range(6):
-        put(index, number, uses=9 if number < 3 else 0)
-    for name, left in (("one", [0, 1, 2, 4, 5]), ("two", [0, 1, 2, 5])):
-        evictor = Evictor(index, tmp_path, name, policy=S3Fifo(), clock=lambda: 50.0)
-        assert evictor.make_room(Need(100, SPACE), index.counts().n_bytes) is not None
-        assert ids(index) == left
-    assert len(index.notes(STATE_NOTE, 50.0)[STATE_NOTE]) == 3 * 25, "the used ones stand in the main queue"
-
-
 def test_room_is_made_in_the_background_before_a_writer_needs_it(tmp_path: Path) -> None:
     engine = tiny(tmp_path, sets=20, capacity={"high_watermark": 0.6, "low_watermark": 0.4})
     keeper = engine.store._keeper
@@ -439,7 +427,6 @@ def test_a_tenant_that_is_idle_holds_no_open_set(tmp_path: Path) -> None:
         ({"low_watermark": 0.97}, "capacity.low_watermark"),
         ({"low_watermark": 0}, "capacity.low_watermark"),
         ({"high_watermark": 1.5}, "capacity.high_watermark"),
-        ({"policy": "random"}, "capacity.policy"),
         ({"ttl_s": 0}, "capacity.ttl_s"),
         ({"tenants": [{"name": "a", "cache_salts": ["x"]}, {"name": "a", "cache_salts": ["y"]}]}, "capacity.tenants"),
         ({"tenants": [{"name": "a", "cache_salts": ["x"]}, {"name": "b", "cache_salts": ["x"]}]}, "capacity.tenants"),

@@ -1,28 +1,22 @@
-"""Which sets go: policies, pins, quotas, watermarks. Pure."""
+"""Sets chosen for eviction: order, pins, quotas, watermarks. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.config_capacity import CapacitySettings, TenantSettings
-from kvtier.eviction.base import Mark, Policy, State, pack, unpack
 from kvtier.eviction.choice import Choice, Selection
 from kvtier.eviction.limits import Need, Quotas, Rules, Used, namespace_note, quota_value, tenant_note
-from kvtier.eviction.lru import Lru
 from kvtier.eviction.pins import Pin, protected_sets, read_pins
-from kvtier.eviction.s3fifo import PASSES_MAX, S3Fifo
 from kvtier.index.base import SetInfo
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "eviction_policies.json"
 A, B = b"a" * 16, b"b" * 16
-POLICIES: tuple[Policy, ...] = (Lru(), S3Fifo())
 
 
 def info(set_id: int, used_s: float = 0.0, **changes: object) -> SetInfo:
@@ -42,7 +36,6 @@ def some_sets(draw: st.DrawFn) -> list[SetInfo]:
     ]  # fmt: skip
 
 
-policies = st.sampled_from(POLICIES)
 sizes = st.integers(0, 200)
 quotas = st.builds(
     Quotas, st.none() | sizes, st.dictionaries(st.sampled_from([A, B]), st.none() | sizes),
@@ -54,72 +47,16 @@ def ids(sets: Sequence[SetInfo]) -> list[int]:
     return [one.set_id for one in sets]
 
 
-# --- policies ---
-
-
-@given(some_sets(), policies, st.data())
-def test_a_policy_gives_each_set_once_and_stops_where_it_is_stopped(
-    sets: list[SetInfo], policy: Policy, data: st.DataObject
-) -> None:
-    marks = st.builds(Mark, st.integers(0, 99), st.integers(0, 3), st.integers(0, PASSES_MAX))
-    state: State = data.draw(st.dictionaries(st.sampled_from(range(12)), marks)) if sets else {}
-    state = {set_id: mark for set_id, mark in state.items() if set_id < len(sets)}
-    before = dict(state)
-    assert sorted(ids(list(policy.victims(sets, dict(state))))) == ids(sets)
-    next(policy.victims(sets, state), None)
-    again = dict(before)
-    next(policy.victims(sets, again), None)
-    assert again == state, "the same sets and state give the same choice"
-
-
-@given(some_sets())
-def test_s3fifo_goes_on_where_another_evictor_stopped(sets: list[SetInfo]) -> None:
-    """One run of many victims, and many runs of one victim each with the state packed between them: the same order,
-    as long as no set is used meanwhile."""
-    whole = ids(list(S3Fifo().victims(sets, {})))
-    state: State = {}
-    found = []
-    left = list(sets)
-    while left:
-        state = unpack(pack(state), left)
-        victim = next(S3Fifo().victims(left, state))
-        found.append(victim.set_id)
-        left.remove(victim)
-    assert found == whole
-
-
-def test_s3fifo_keeps_what_is_used_again_before_what_is_not() -> None:
-    scanned = [info(number, used_s=100.0 + number) for number in range(10, 20)]
-    popular = [info(number, used_s=float(number), uses=50) for number in range(3)]
-    order = ids(list(S3Fifo().victims([*scanned, *popular], {})))
-    assert order[:9] == list(range(10, 19)), "the sets that nobody used go first, though they are the newest"
-    assert ids(list(Lru().victims([*scanned, *popular], {})))[:3] == [0, 1, 2], "where lru takes the popular ones"
-
-
-def test_s3fifo_does_not_keep_for_ever_what_was_popular_once() -> None:
-    state: State = {1: Mark(1, 50, PASSES_MAX)}
-    sets = [info(1, uses=50), info(2, uses=5), info(3, uses=5)]
-    assert 1 in ids(list(S3Fifo().victims(sets, state)))
-    assert not state, "of sets that are gone nothing is remembered"
-
-
-def test_a_state_that_is_none_is_no_fault() -> None:
-    assert unpack(b"garbage", [info(1)]) == {}
-    state: State = {1: Mark(5, 6, 2), 2: Mark(2**64 - 1, 0, 0)}
-    assert unpack(pack(state), [info(1), info(2), info(3)]) == state
-    assert unpack(pack(state), [info(2)]) == {2: state[2]}
-
-
 # --- what is chosen ---
 
 
-@given(some_sets(), policies, quotas, st.integers(0, 60), sizes, st.sampled_from(["", "t", "u"]))
+@given(some_sets(), quotas, st.integers(0, 60), sizes, st.sampled_from(["", "t", "u"]))
 def test_room_is_made_within_quotas_and_nothing_protected_goes(
-    sets: list[SetInfo], policy: Policy, limits: Quotas, n_bytes: int, capacity_bytes: int, tenant: str
+    sets: list[SetInfo], limits: Quotas, n_bytes: int, capacity_bytes: int, tenant: str
 ) -> None:
     need = Need(n_bytes, A, tenant)
     protected = {one.set_id for one in sets if one.set_id % 3 == 0}
-    choice = Choice(sets, protected, policy, {})
+    choice = Choice(sets, protected)
     fits = choice.make_room(need, limits, capacity_bytes)
     gone = set(ids(choice.victims))
     assert len(gone) == len(choice.victims)
@@ -135,11 +72,9 @@ def test_room_is_made_within_quotas_and_nothing_protected_goes(
         assert fits and not gone, "what fits needs no room"
 
 
-@given(some_sets(), policies, st.integers(1, 60), sizes)
-def test_a_tenant_at_its_quota_costs_nobody_else_a_set(
-    sets: list[SetInfo], policy: Policy, n_bytes: int, quota_bytes: int
-) -> None:
-    choice = Choice(sets, (), policy, {})
+@given(some_sets(), st.integers(1, 60), sizes)
+def test_a_tenant_at_its_quota_costs_nobody_else_a_set(sets: list[SetInfo], n_bytes: int, quota_bytes: int) -> None:
+    choice = Choice(sets, ())
     fits = choice.make_room(Need(n_bytes, A, "t"), Quotas(None, {}, {"t": quota_bytes}), 1 << 40)
     assert {one.tenant for one in choice.victims} <= {"t"}
     may_go = sum(one.n_bytes for one in sets if one.tenant == "t" and not one.is_open)
@@ -147,12 +82,10 @@ def test_a_tenant_at_its_quota_costs_nobody_else_a_set(
     assert fits == (has - may_go + n_bytes <= quota_bytes)
 
 
-@given(some_sets(), policies, quotas, sizes, sizes)
-def test_limits_are_kept_as_far_as_sets_may_go(
-    sets: list[SetInfo], policy: Policy, limits: Quotas, one: int, two: int
-) -> None:
+@given(some_sets(), quotas, sizes, sizes)
+def test_limits_are_kept_as_far_as_sets_may_go(sets: list[SetInfo], limits: Quotas, one: int, two: int) -> None:
     low, high = sorted((one, two))
-    choice = Choice(sets, (), policy, {})
+    choice = Choice(sets, ())
     choice.keep_quotas(limits)
     choice.keep_watermarks(high, low)
     used = choice.used
@@ -167,7 +100,7 @@ def test_limits_are_kept_as_far_as_sets_may_go(
 
 def test_watermarks_leave_alone_what_is_between_them() -> None:
     sets = [info(number, used_s=float(number)) for number in range(10)]
-    choice = Choice(sets, (), Lru(), {})
+    choice = Choice(sets, ())
     choice.keep_watermarks(100, 80)
     assert choice.victims == []
     choice.keep_watermarks(99, 80)
@@ -176,7 +109,7 @@ def test_watermarks_leave_alone_what_is_between_them() -> None:
 
 def test_what_is_unused_for_too_long_goes_unless_it_is_pinned() -> None:
     sets = [info(1, 10.0), info(2, 90.0), info(4, 10.0, is_open=True), info(5, 10.0)]
-    choice = Choice(sets, {5}, Lru(), {})
+    choice = Choice(sets, {5})
     choice.drop_unused(since_s=50.0)
     assert ids(choice.victims) == [1]
 
@@ -188,7 +121,7 @@ def test_what_an_administrator_means() -> None:
     ]  # fmt: skip
 
     def chosen(selection: Selection) -> list[int]:
-        choice = Choice(sets, (), Lru(), {})
+        choice = Choice(sets, ())
         choice.select(selection, now_s=100.0)
         return ids(choice.victims)
 
@@ -266,16 +199,3 @@ def test_rules_come_from_the_settings() -> None:
     )
     settings = CapacitySettings(ttl_s=60, reserve_bytes=7, namespace_quota_bytes=9, tenants=tenants)
     assert Rules.of(settings) == Rules(0.95, 0.9, 7, 60.0, 0.5, Quotas(9, {}, {"t": 5}))
-
-
-# --- which policy ---
-
-
-def test_the_default_policy_is_the_one_that_the_simulator_says() -> None:
-    """On traces on which nothing was chosen, with the parameters that were the best on others."""
-    found = json.loads(RESULTS.read_text())
-    assert CapacitySettings().policy == found["verdict"]["default"]
-    assert not set(found["seeds"]) & set(found["training"]["seeds"])
-    best = next(row for row in found["training"]["choices"] if row["policy"] == "s3fifo")
-    assert S3Fifo() == S3Fifo(best["small_fraction"], best["promoted_uses"])
-    assert best["mean"] == max(row["mean"] for row in found["training"]["choices"] if row["policy"] == "s3fifo")

@@ -16,7 +16,7 @@ from kvtier.connectors.vllm.requests import view_of
 from kvtier.errors import ConfigError
 from kvtier.eviction import limits, pins
 from kvtier.eviction.limits import Need
-from kvtier.evictor import STATE_NOTE, Evictor
+from kvtier.evictor import Evictor
 from kvtier.fingerprint import _cached, config_fingerprint, weights_fingerprint
 from kvtier.housekeeping import SWEPT_NOTE, Housekeeper
 from kvtier.index.embedded import LmdbIndex
@@ -153,7 +153,7 @@ def notes(data: bytes, folder: Path) -> None:
     """As all notes that kvtier reads, in one index: room is made and the root is swept beside them all the same."""
     index = _index(folder)
     name = data[:40].decode("utf-8", "replace")
-    for place in ("pin/a", limits.tenant_note("t"), limits.namespace_note(bytes(16)), STATE_NOTE, SWEPT_NOTE,
+    for place in ("pin/a", limits.tenant_note("t"), limits.namespace_note(bytes(16)), SWEPT_NOTE,
                   f"{PREFIX}{7:016x}", f"pin/{name}", f"quota/namespace/{name}"):  # fmt: skip
         index.put_note(place, data, None)
     index.put_note(f"{PREFIX}{name}", Removal(7, bytes(16), 5, "").pack(), None)

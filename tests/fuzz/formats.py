@@ -7,8 +7,6 @@ import zlib
 from pathlib import Path
 
 from kvtier.errors import Corrupt
-from kvtier.eviction import base as policies
-from kvtier.eviction.s3fifo import S3Fifo
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.index import entry, note, set_info
 from kvtier.index.base import Location, SetInfo
@@ -87,16 +85,6 @@ def index_note(data: bytes, _: Path) -> None:
     note.has_expired(data, 5.0)
 
 
-def policy_state(data: bytes, _: Path) -> None:
-    """Whatever stood there, victims are all sets once, and what is remembered can be written."""
-    sets = [SetInfo(number, SPACE, "", 10, float(number), 0.0, uses=number) for number in range(8)]
-    state = policies.unpack(data, sets)
-    assert sorted(info.set_id for info in S3Fifo().victims(sets, state)) == list(range(8))
-    state = policies.unpack(data, sets)
-    next(S3Fifo().victims(sets, state))
-    assert policies.unpack(policies.pack(state), sets).keys() == state.keys()
-
-
 def file_name(data: bytes, _: Path) -> None:
     name = data.decode("utf-8", "surrogateescape")
     parsed = parse_segment_name(name)
@@ -113,6 +101,5 @@ SEEDS = {
     ],
     "index_set": [set_info.pack(INFO), set_info.pack(SetInfo(1, SPACE, "", 1, 0.0, 0.0))],
     "index_note": [note.pack(b"value", None), note.pack(b"", 5.0)],
-    "policy_state": [policies.pack({n: policies.Mark(n + 1, n, n % 3) for n in range(8)})],
     "file_name": [b"00000000000000ff-0001.kvseg", b"1a20056a031145bc-9999.kvseg"],
 }  # fmt: skip

@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.eviction.limits import Need, Quotas, Rules, namespace_note, quota_value, tenant_note
 from kvtier.eviction.pins import Pin
-from kvtier.eviction.s3fifo import S3Fifo
 from kvtier.evictor import Evictor
 from kvtier.index.base import SetInfo, Use
 from kvtier.index.memory import MemoryIndex
@@ -34,7 +33,7 @@ class QuotasMachine(RuleBasedStateMachine):
         self.tenants: dict[str, int | None] = {"a": 50}
         self.spaces: dict[bytes, int | None] = {}
         rules = Rules(quotas=Quotas(tenants={"a": 50}))
-        self.evictor = Evictor(self.index, self.folder, "me", rules, S3Fifo(), lambda: self.now_s)
+        self.evictor = Evictor(self.index, self.folder, "me", rules, lambda: self.now_s)
 
     def teardown(self) -> None:
         shutil.rmtree(self.folder)

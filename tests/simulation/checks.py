@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 from kvtier.agreement import Disagreement, check_agreement
 from kvtier.errors import Corrupt, StaleLease
-from kvtier.eviction.base import State
 from kvtier.evictor import Evicted, Evictor
 from kvtier.geometry import PAGE_BYTES, covers
 from kvtier.index import entry
@@ -308,11 +307,11 @@ def watching(checks: Checks) -> Iterator[None]:
     runtime = checks._place.runtime
     plain_evict, plain_remove, plain_unlink = Evictor._remove, Remover.remove, Remover._unlink
 
-    def evict(evictor: Evictor, victims: Sequence[SetInfo], state: State, token: int) -> Evicted:
+    def evict(evictor: Evictor, victims: Sequence[SetInfo], token: int) -> Evicted:
         process = runtime.process
         checks.evicting[process] = token
         try:
-            return plain_evict(evictor, victims, state, token)
+            return plain_evict(evictor, victims, token)
         finally:
             del checks.evicting[process]
 

@@ -16,8 +16,6 @@ from kvtier.config import Admit
 from kvtier.connectors.bridge import Faults, SchedulerBridge, WorkerBridge
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.eviction.lru import Lru
-from kvtier.eviction.s3fifo import S3Fifo
 from kvtier.evictor import Evictor
 from kvtier.geometry import PAGE_BYTES, RankShare, share_of_rank
 from kvtier.housekeeping import Housekeeper
@@ -186,8 +184,7 @@ class EngineProcess:
             lambda space: open_namespace(place.root, space), About(len(self.shares)),
         )  # fmt: skip
         index = self._open_index(rng, Metrics())
-        policy = rng.choice([Lru, S3Fifo])()
-        evictor = Evictor(index, place.root.folder, self.process.name, place.rules, policy, self.clock)
+        evictor = Evictor(index, place.root.folder, self.process.name, place.rules, self.clock)
         housekeeper = Housekeeper(index, place.root.folder, self.process.name, self.clock)
         keeper = Keeper(self.namespace, plan, index, housekeeper, evictor, random.Random(rng.getrandbits(32)))
         keeper.start()

@@ -83,7 +83,7 @@ def test_it_shows_what_the_service_knows(shared: Opened) -> None:
     assert "62.1 GB/s 34.0 % of the ceiling from files" in tiles and "85.5 % 17.1 TiB of 20.0 TiB" in tiles
     tiers = shared.text("#tiers")
     assert "GPU memory (hbm) 12.0 GiB of 20.0 GiB (60.0 %)" in tiers and "922 GiB pinned" in tiers
-    assert "evicts above 95.0 % down to 85.0 %, by s3fifo" in tiers
+    assert "evicts above 95.0 % down to 85.0 %" in tiers
     assert shared.page.locator("#workers tbody tr").count() == 5
     skipped, errors = shared.page.locator("#workers tbody tr:nth-child(3) td").all_inner_texts()[-3:-1]
     assert (skipped, errors) == ("3,612", "2"), "without the chunks that others had saved"
