@@ -7,15 +7,28 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvtier.capacity_words import beyond_the_disk, unlike_capacities
 from kvtier.errors import Corrupt
 from kvtier.index.base import Index
 from kvtier.reports import COUNT_MAX, NOTE_PREFIX, WorkerReport
+from kvtier.sizes import exact, size
 
 log = logging.getLogger("kvtier")
 
 COMPARE_INTERVAL_S = 600.0
 """So often the reports of all engines are read, until one of them has another capacity: they are some KiB each."""
+
+
+def beyond_the_disk(capacity_bytes: int, room_bytes: int) -> str:
+    """Return the warning for a capacity that the root's disk has no room for; "" when it has.
+
+    room_bytes: what is free there for the tier, and what its segments take.
+    """
+    if capacity_bytes <= room_bytes:
+        return ""
+    return (
+        f"capacity_bytes ({exact(capacity_bytes)}) is more than the tier can have here ({size(room_bytes)}): it would "
+        "fill the disk before it evicts; set it to less"
+    )
 
 
 class CapacityWatch:
@@ -43,8 +56,8 @@ class CapacityWatch:
             room_bytes = used_bytes + max(0, self._free_bytes())
         except OSError:  # the root is gone; what saves meet there tells more
             return
-        if words := beyond_the_disk(self._capacity_bytes, room_bytes):
-            log.warning("%s", words)
+        if fault := beyond_the_disk(self._capacity_bytes, room_bytes):
+            log.warning("%s", fault)
 
     def _compare(self, now_s: float) -> None:
         self._compare_s = now_s + COMPARE_INTERVAL_S
@@ -55,6 +68,12 @@ class CapacityWatch:
                 if other_bytes is None or report.owner == self._owner:  # None: it is of a release before this one
                     continue
                 if other_bytes != min(self._capacity_bytes, COUNT_MAX):
-                    log.warning("%s", unlike_capacities(self._capacity_bytes, other_bytes, f"{report.owner!r}"))
+                    log.warning(
+                        "capacity_bytes is %s here and %s at %r, on the same root: each evicts what is above its own, "
+                        "so the least of them counts; set it alike for all engines of a root",
+                        exact(self._capacity_bytes),
+                        exact(other_bytes),
+                        report.owner,
+                    )
                     self._compare_s = math.inf
                     return

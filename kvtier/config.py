@@ -61,7 +61,7 @@ PIN_BYTES_MIN = 32 << 20
 """Pinned in one call (kvtier.memory.PIN_BYTES): with less, none is made."""
 
 # Keys of earlier releases -> what to do instead, for the message that refuses them.
-REMOVED_KEYS = {
+REMOVED_KEYS: dict[tuple[str, ...], str] = {
     ("capacity", "policy"): "removed with S3-FIFO: the least recently used segment sets are evicted first; leave it out"
 }
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kvtier.capacity_words import beyond_capacity, beyond_quota
 from kvtier.errors import StaleLease
 from kvtier.eviction import limits, pins
 from kvtier.eviction.choice import Choice, Kept, Selection
@@ -22,6 +21,7 @@ from kvtier.eviction.lru import FutureTimes
 from kvtier.index import entry as entries
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo, writer_lease
 from kvtier.removal import Remover
+from kvtier.sizes import exact, size
 
 log = logging.getLogger("kvtier")
 
@@ -74,18 +74,20 @@ class Evictor:
         return held_bytes > 0 and self.fits(need, capacity_bytes + held_bytes)
 
     def why_no_room(self, need: Need, capacity_bytes: int, full_capacity_bytes: int) -> str:
-        """In words, of a set that could not be made: which limit, and what to do. full_capacity_bytes: as configured,
+        """Name the limit that a set could not be made within, and what to do. full_capacity_bytes: as configured,
         where the disk has room for `capacity_bytes` only."""
         lacking, quotas = self._lacking(need, capacity_bytes), self.quotas()
         if lacking == "capacity":
-            return beyond_capacity(full_capacity_bytes, capacity_bytes)
+            return _beyond_capacity(full_capacity_bytes, capacity_bytes)
         if lacking == "tenant":
-            key = f"capacity.tenants.{need.tenant}.quota_bytes"
-            return beyond_quota(f"tenant {need.tenant!r}", key, quotas.of_tenant(need.tenant) or 0)
-        if lacking == "namespace":
-            key = "capacity.namespace_quota_bytes"
-            return beyond_quota(f"namespace {need.namespace.hex()}", key, quotas.of_namespace(need.namespace) or 0)
-        return "others took it or made some in the same moment; it is tried again"
+            of, key = f"tenant {need.tenant!r}", f"capacity.tenants.{need.tenant}.quota_bytes"
+            quota_bytes = quotas.of_tenant(need.tenant)
+        elif lacking == "namespace":
+            of, key = f"namespace {need.namespace.hex()}", "capacity.namespace_quota_bytes"
+            quota_bytes = quotas.of_namespace(need.namespace)
+        else:
+            return "others took it or made some in the same moment; it is tried again"
+        return f"{of} is at its quota of {exact(quota_bytes or 0)}; raise {key}, or set another with `kvtier quota`"
 
     def _lacking(self, need: Need, capacity_bytes: int) -> Literal["capacity", "tenant", "namespace"] | None:
         """The limit that the set would be above."""
@@ -228,3 +230,16 @@ class Evictor:
     def _lease(self) -> int | None:
         """Takes the lease, or renews it."""
         return self._index.acquire_lease(EVICT_LEASE, self._owner, self._clock(), LEASE_TTL_S)
+
+
+def _beyond_capacity(capacity_bytes: int, room_bytes: int) -> str:
+    """Return the reason in words. room_bytes: of the root's disk for the tier, or capacity_bytes where that is less."""
+    if room_bytes < capacity_bytes:
+        return (
+            f"the root's disk has {size(room_bytes)} for the tier, capacity_bytes is {exact(capacity_bytes)}, and "
+            "nothing there can be evicted right now; if this lasts, free space on the disk"
+        )
+    return (
+        f"capacity_bytes ({exact(capacity_bytes)}) is taken, and nothing can be evicted right now; if this lasts, "
+        "raise it, lower segment_bytes, or look at `kvtier pin`"
+    )

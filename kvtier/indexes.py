@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from kvtier.config import Settings
 from kvtier.config_index import IndexSettings
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.index.base import Index
+from kvtier.index.base import Index, RemoteState
 from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
-from kvtier.index.seen import Seen
 from kvtier.jobs import ThreadJobs
 from kvtier.lookups import InBackground, InPlace, Lookups
 from kvtier.metrics import Metrics
@@ -74,15 +73,15 @@ def open_redis_to_mend(settings: Settings, root: Root) -> Index:
     return index
 
 
-def look_at_redis(settings: Settings) -> Seen:
+def look_at_redis(settings: Settings) -> RemoteState:
     """Look whether an engine finds its index. Writes nothing. Raises ConfigError as an engine's start would; a server
     that does not answer stops none."""
     index, url = _redis(settings.index), settings.index.url
     assert url is not None, "it is checked with the settings"
     try:
-        return Seen(url, True, *index.look(_root_id(settings)))
+        return RemoteState(url, True, *index.look(_root_id(settings)))
     except IndexUnavailable as fault:
-        return Seen(url, False, str(fault))
+        return RemoteState(url, False, str(fault))
     finally:
         index.close()
 

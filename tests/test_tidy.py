@@ -40,7 +40,6 @@ LAYERS = (
      "kvtier.model_config", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.layer_kinds",
      "kvtier.transfer_config", "kvtier.entry",
      "kvtier.sizes", "kvtier.codec_loss",
-     "kvtier.capacity_words",
      "kvtier.config_types", "kvtier.config_server", "kvtier.config_index", "kvtier.config_capacity", "kvtier.tenants",
      "kvtier.signing", "kvtier.config_signing", "kvtier.releases", "kvtier.open_files"),
 )  # fmt: skip

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from kvtier.capacity_words import few_segments
 from kvtier.commands.check_model import look_at_model
 from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.config import HOST_ADMIT, HOST_ARENA_BYTES, Settings
@@ -35,6 +34,7 @@ from kvtier.root import check_mount, check_reserve, check_space, find_root, squa
 from kvtier.sizes import exact, size
 from kvtier.transfer_config import read_transfer_config
 
+SEGMENTS_MIN = 4  # capacity below which a warning is given, segments: the two of each rank leave half of it
 SHOWN_MAX = 18
 """Settings, unless all are asked for: with what lies at the root and what may hurt, a screen of 25 lines."""
 TELLING = (
@@ -167,11 +167,22 @@ def _look_at_rooms(settings: Settings) -> list[str]:
     n_bytes = settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"]
     check_host_arena(n_bytes, memory)
     found = (
-        few_segments(settings.capacity_bytes, settings.segment_bytes),
+        _few_segments(settings.capacity_bytes, settings.segment_bytes),
         beyond_the_disk(place_of(settings.root), settings.capacity_bytes),
         beyond_available(n_bytes, memory),
     )
     return [warning for warning in found if warning]
+
+
+def _few_segments(capacity_bytes: int, segment_bytes: int) -> str:
+    """Return the warning for a capacity that segments which are being filled or kept ready take most of; "" else."""
+    if capacity_bytes >= SEGMENTS_MIN * segment_bytes:
+        return ""
+    return (
+        f"capacity_bytes ({exact(capacity_bytes)}) is less than {SEGMENTS_MIN} times segment_bytes "
+        f"({exact(segment_bytes)}): each GPU fills one segment and keeps one ready, and little is left to be found "
+        "again; raise it, or lower segment_bytes"
+    )
 
 
 def _beyond_the_whole_disk(settings: Settings) -> list[str]:

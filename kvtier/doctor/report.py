@@ -12,14 +12,14 @@ from kvtier.doctor.host import Host, Verdict
 from kvtier.doctor.lustre import examine_efa
 from kvtier.doctor.storage import examine_storage
 from kvtier.errors import ConfigError
-from kvtier.index.seen import Seen
+from kvtier.index.base import RemoteState
 from kvtier.io.native import instruction_set
 
 LINE_WIDTH = 110
 
 
 def examine(
-    path: Path | None, host: Host | None = None, look_at_redis: Callable[[Settings], Seen] | None = None,
+    path: Path | None, host: Host | None = None, look_at_redis: Callable[[Settings], RemoteState] | None = None,
     peer: Path | None = None,
 ) -> Iterator[Verdict]:  # fmt: skip
     """Yield one verdict after the other. path: the root, or a settings file; None: the configured root, and where none
@@ -51,7 +51,7 @@ def _signing(settings: Settings) -> Verdict:
     return Verdict("ok", "signing", f"records are signed; the secret's fingerprint is {signer.fingerprint}")
 
 
-def _redis(settings: Settings | None, look: Callable[[Settings], Seen] | None) -> Verdict:
+def _redis(settings: Settings | None, look: Callable[[Settings], RemoteState] | None) -> Verdict:
     if settings is None or look is None or settings.index.kind != "redis":
         return Verdict("ok", "Redis", "not configured")
     try:

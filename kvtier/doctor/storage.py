@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier import capacity_words
+from kvtier import capacity_watch
 from kvtier.config import SEGMENT_BYTES, Settings
 from kvtier.doctor.coherence import examine_peer
 from kvtier.doctor.filesystems import examine_file_system
@@ -93,7 +93,7 @@ def beyond_the_disk(place: Path, capacity_bytes: int) -> str:
     room = disk.f_bavail * disk.f_frsize
     if capacity_bytes > room:
         room += segments_bytes(place)  # looked at last: there may be many
-    return capacity_words.beyond_the_disk(capacity_bytes, room)
+    return capacity_watch.beyond_the_disk(capacity_bytes, room)
 
 
 def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | None) -> Iterator[Verdict]:

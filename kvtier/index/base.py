@@ -95,6 +95,17 @@ class IndexCounts:
     """Sum of the sets' n_bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteState:
+    """State of a remote index before any engine uses it. url: without credentials. said: what is stored there, or why
+    it does not answer. warning: a fault of the server and its fix; "" where none is known."""
+
+    url: str
+    does_answer: bool
+    said: str
+    warning: str = ""
+
+
 class Index(Protocol):
     """Every method may raise IndexUnavailable. No method waits longer than the index's configured timeout (I10)."""
 

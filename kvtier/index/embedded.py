@@ -3,10 +3,10 @@
 Named databases:
 
     entries   key                                           -> kvtier.index.entry
-    sets      set id, u64 big-endian                        -> kvtier.index.set_info
+    sets      set id, u64 big-endian                        -> kvtier.index.values
     members   set id u64, rank u16, slot u32, big-endian    -> key
     leases    name, UTF-8                                   -> fencing token u64, expires f64, owner in UTF-8
-    notes     name, UTF-8                                   -> kvtier.index.note
+    notes     name, UTF-8                                   -> kvtier.index.values
     meta      "rebuilt"                                     -> empty; absent: nobody has filled this index yet
               "loss"                                        -> 16 bytes: mark of who first found it so
               "root"                                        -> the folder of segments that this is the index of
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.errors import ConfigError, Corrupt, StaleLease
-from kvtier.index import entry, lmdb_env, note, set_info
+from kvtier.index import entry, lmdb_env, values
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.lmdb_env import Reopen
 from kvtier.index.lmdb_view import View
@@ -244,15 +244,15 @@ class LmdbIndex:
         self._shared.write(work)
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
-        packed = note.pack(value, expires_s)
+        packed = values.pack_note(value, expires_s)
         self._shared.write(lambda view: view.put("notes", name.encode(), packed))
 
     def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
         found = self._shared.read(lambda view: view.scan("notes", prefix.encode()))
-        expired = [name for name, packed in found if note.has_expired(packed, now_s)]
+        expired = [name for name, packed in found if values.has_expired(packed, now_s)]
         if expired:
             self._shared.write(lambda view: _drop_expired(view, expired, now_s))
-        return {name.decode(): note.unpack(packed)[0] for name, packed in found if name not in expired}
+        return {name.decode(): values.unpack_note(packed)[0] for name, packed in found if name not in expired}
 
     def drop_note(self, name: str) -> bool:
         def work(view: View) -> bool:
@@ -367,23 +367,23 @@ def _members(view: View, set_id: int, limit: int | None = None) -> list[tuple[en
 
 
 def _sets(view: View) -> list[SetInfo]:
-    return [set_info.unpack(_SET_ID.unpack(set_id)[0], value) for set_id, value in view.scan("sets")]
+    return [values.unpack_set(_SET_ID.unpack(set_id)[0], value) for set_id, value in view.scan("sets")]
 
 
 def _get_set(view: View, set_id: int) -> SetInfo | None:
     value = view.get("sets", _SET_ID.pack(set_id))
-    return None if value is None else set_info.unpack(set_id, value)
+    return None if value is None else values.unpack_set(set_id, value)
 
 
 def _put_set(view: View, info: SetInfo) -> None:
-    view.put("sets", _SET_ID.pack(info.set_id), set_info.pack(info))
+    view.put("sets", _SET_ID.pack(info.set_id), values.pack_set(info))
 
 
 def _drop_expired(view: View, names: Sequence[bytes], now_s: float) -> None:
     """Those of `names` that nobody has put anew meanwhile."""
     for name in names:
         packed = view.get("notes", name)
-        if packed is not None and note.has_expired(packed, now_s):
+        if packed is not None and values.has_expired(packed, now_s):
             view.delete("notes", name)
 
 

@@ -8,10 +8,10 @@
     P:{<set id, 16 hex digits>}       hash     the set's list: (rank u16, slot u32, big-endian) -> chunk key
                                                "" -> o: its owner may add; n: nobody's; g: it is being removed
     P:{P}:sets                        hash     set id, u64 big-endian -> 0 or, while it is being removed, 1;
-                                               then kvtier.index.set_info
+                                               then a segment set as in kvtier.index.values
     P:{P}:bytes                       string   sum of n_bytes over the above
     P:{P}:leases                      hash     name -> fencing token u64, expires f64, owner (little-endian)
-    P:{P}:notes                       hash     name -> kvtier.index.note
+    P:{P}:notes                       hash     name -> a note as in kvtier.index.values
     P:{P}:meta                        hash     format: of this table; root: id of the root that it is the index of;
                                                made: see below
 

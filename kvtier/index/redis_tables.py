@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvtier.errors import Corrupt, IndexUnavailable, StaleLease
-from kvtier.index import note, set_info
+from kvtier.index import values
 from kvtier.index.base import SetInfo, Use
 from kvtier.index.redis_entries import CONFLICTS_MAX, Caller
 from kvtier.index.redis_keys import (
@@ -136,7 +136,7 @@ class SetTable:
 
     def add(self, info: SetInfo) -> bytes:
         """Registers a set, unless its id is taken; what stood there (b"": nothing)."""
-        new = HELD + set_info.pack(info)
+        new = HELD + values.pack_set(info)
         return self._table.change_one(SET_ID.pack(info.set_id), lambda old: old or new, script=ADD_TO_TABLE)[0]
 
     def is_free(self, set_id: int) -> bool:
@@ -157,7 +157,7 @@ class SetTable:
 
         def renewed(field: bytes, old: bytes) -> bytes:
             infos = _infos([(field, old)])
-            return old[:1] + set_info.pack(change(infos[0])) if infos else old
+            return old[:1] + values.pack_set(change(infos[0])) if infos else old
 
         self._table.change([SET_ID.pack(set_id) for set_id in set_ids], renewed)
 
@@ -176,7 +176,7 @@ def _infos(fields: Sequence[tuple[bytes, bytes]]) -> list[SetInfo]:
     found = []
     for field, value in fields:
         try:
-            found.append(set_info.unpack(SET_ID.unpack(field)[0], value[1:]))
+            found.append(values.unpack_set(SET_ID.unpack(field)[0], value[1:]))
         except (Corrupt, struct.error):
             continue
     return found
@@ -237,16 +237,16 @@ class NoteTable:
         self._table = Table(caller, keys, keys.notes)
 
     def put(self, name: str, value: bytes, expires_s: float | None) -> None:
-        call = PUT_NOTE.call([self._table.name], [name.encode(), note.pack(value, expires_s)])
+        call = PUT_NOTE.call([self._table.name], [name.encode(), values.pack_note(value, expires_s)])
         self._caller.run([Request(self._table.name, call)])
 
     def find(self, prefix: str, now_s: float) -> dict[str, bytes]:
         found = self._table.all()
-        expired = [name for name, packed in found.items() if not _is_name(name) or note.has_expired(packed, now_s)]
+        expired = [name for name, packed in found.items() if not _is_name(name) or values.has_expired(packed, now_s)]
         if expired:  # of those, what others have put anew meanwhile stays
             self._table.change(expired, lambda name, value: b"" if value == found[name] else value)
         names = sorted(found.keys() - set(expired))
-        return {name.decode(): note.unpack(found[name])[0] for name in names if name.startswith(prefix.encode())}
+        return {name.decode(): values.unpack_note(found[name])[0] for name in names if name.startswith(prefix.encode())}
 
     def drop(self, name: str) -> bool:
         return bool(self._caller.one(self._table.name, "HDEL", self._table.name, name.encode()))

@@ -15,10 +15,9 @@ from kvtier.cli import main
 from kvtier.config import Settings
 from kvtier.config_index import IndexSettings
 from kvtier.doctor.report import examine
-from kvtier.index.base import Index, Location, NewRecord
+from kvtier.index.base import Index, Location, NewRecord, RemoteState
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.redis_index import RedisIndex
-from kvtier.index.seen import Seen
 from kvtier.indexes import look_at_redis, open_index
 from kvtier.root import open_root
 from tests.core.rig import Engine
@@ -210,7 +209,7 @@ def test_doctor_goes_by_whether_redis_answered_and_not_by_its_words(
 ) -> None:
     config, url = tmp_path / "kvtier.yaml", "redis://kv.example"
     config.write_text(json.dumps({"root": str(tmp_path / "kv"), "index": {"kind": "redis", "url": url}}))
-    found = examine(config, look_at_redis=lambda _: Seen(url, does_answer, "whose index does not answer"))
+    found = examine(config, look_at_redis=lambda _: RemoteState(url, does_answer, "whose index does not answer"))
     (verdict,) = [verdict for verdict in found if verdict.what == "Redis"]
     assert (verdict.level, bool(verdict.fix)) == (level, not does_answer) and url in verdict.value
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtier.errors import Corrupt
 from kvtier.geometry import PAGE_BYTES, Extent
-from kvtier.index import entry, note, set_info
+from kvtier.index import entry, values
 from kvtier.index.base import Location, SetInfo
 from kvtier.record import RecordHeader, SegmentHeader
 from kvtier.tiers.segments import parse_segment_name, segment_name
@@ -75,14 +75,14 @@ def index_entry(data: bytes, _: Path) -> None:
 
 
 def index_set(data: bytes, _: Path) -> None:
-    info = set_info.unpack(7, data)
-    assert set_info.unpack(7, set_info.pack(info)) is not None
+    info = values.unpack_set(7, data)
+    assert values.unpack_set(7, values.pack_set(info)) is not None
 
 
 def index_note(data: bytes, _: Path) -> None:
-    value, _ = note.unpack(data)
+    value, _ = values.unpack_note(data)
     assert data.endswith(value)
-    note.has_expired(data, 5.0)
+    values.has_expired(data, 5.0)
 
 
 def file_name(data: bytes, _: Path) -> None:
@@ -99,7 +99,7 @@ SEEDS = {
         entry.pack([AT], WHOLE), entry.pack([AT._replace(extent=HALF, checksums=(1, 2, 3, 4))], WHOLE),
         entry.pack([Location(n, 0, n, PAGE_BYTES, Extent(n, 1, 0, 8), AT.checksums) for n in range(4)], WHOLE),
     ],
-    "index_set": [set_info.pack(INFO), set_info.pack(SetInfo(1, SPACE, "", 1, 0.0, 0.0))],
-    "index_note": [note.pack(b"value", None), note.pack(b"", 5.0)],
+    "index_set": [values.pack_set(INFO), values.pack_set(SetInfo(1, SPACE, "", 1, 0.0, 0.0))],
+    "index_note": [values.pack_note(b"value", None), values.pack_note(b"", 5.0)],
     "file_name": [b"00000000000000ff-0001.kvseg", b"1a20056a031145bc-9999.kvseg"],
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What an engine's log says of a capacity that is wrong, and of segment sets that find no room."""
+"""Warnings of an engine about its capacity_bytes, and about segment sets that find no room."""
 
 from __future__ import annotations
 

@@ -1,18 +1,27 @@
-"""The index's value for one segment set: a SetInfo without its id, as bytes. No index is opened here.
+"""Values of the index as bytes: a segment set, a note. No index is opened here. All numbers are little-endian.
 
-offset size                                   (values little-endian)
+A segment set, without its id:
+
+offset size
      0   16  namespace id
     16    8  n_bytes
     24    8  created, f64 seconds
     32    8  used, f64 seconds
     40    8  uses
-    48    1  1: open; 2 is what releases before wrote for pinned, and means nothing
+    48    1  1: open; 2 is what earlier releases wrote for pinned, and is ignored
     49    1  bytes of the tenant's label
     50    -  the tenant's label, then the owner, both UTF-8
+
+A note:
+
+offset size
+     0    8  when it expires, f64 seconds since the epoch; infinity: never
+     8    -  the note
 """
 
 from __future__ import annotations
 
+import math
 import struct
 
 from kvtier.config_capacity import TENANT_BYTES_MAX
@@ -21,9 +30,10 @@ from kvtier.index.base import SetInfo
 
 _HEAD = struct.Struct("<16sQddQBB")
 _OPEN = 1
+_EXPIRES = struct.Struct("<d")
 
 
-def pack(info: SetInfo) -> bytes:
+def pack_set(info: SetInfo) -> bytes:
     tenant = info.tenant.encode()
     assert len(info.namespace) == 16, "a namespace id has 16 bytes"
     assert len(tenant) <= TENANT_BYTES_MAX, "a tenant's label is checked with the settings"
@@ -32,8 +42,8 @@ def pack(info: SetInfo) -> bytes:
     return head + tenant + info.owner.encode()
 
 
-def unpack(set_id: int, value: bytes) -> SetInfo:
-    """Raises Corrupt on what `pack` does not write."""
+def unpack_set(set_id: int, value: bytes) -> SetInfo:
+    """Raise Corrupt for bytes that `pack_set` does not write."""
     try:
         namespace, n_bytes, created_s, used_s, uses, flags, n_tenant = _HEAD.unpack_from(value)
         tenant, owner = value[_HEAD.size :][:n_tenant].decode(), value[_HEAD.size + n_tenant :].decode()
@@ -45,3 +55,22 @@ def unpack(set_id: int, value: bytes) -> SetInfo:
         set_id=set_id, namespace=namespace, owner=owner, n_bytes=n_bytes, created_s=created_s, used_s=used_s,
         is_open=bool(flags & _OPEN), tenant=tenant, uses=uses,
     )  # fmt: skip
+
+
+def pack_note(value: bytes, expires_s: float | None) -> bytes:
+    return _EXPIRES.pack(math.inf if expires_s is None else expires_s) + value
+
+
+def unpack_note(packed: bytes) -> tuple[bytes, float]:
+    """Return the note and when it expires. Raise Corrupt for bytes that `pack_note` does not write."""
+    if len(packed) < _EXPIRES.size:
+        raise Corrupt(f"note: {len(packed)} bytes, its head has {_EXPIRES.size}")
+    return packed[_EXPIRES.size :], _EXPIRES.unpack_from(packed)[0]
+
+
+def has_expired(packed: bytes, now_s: float) -> bool:
+    """Return whether the note has expired. Bytes that are no note count as expired, and are removed with the others."""
+    try:
+        return now_s >= unpack_note(packed)[1]
+    except Corrupt:
+        return True
