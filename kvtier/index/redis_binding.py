@@ -49,11 +49,10 @@ class Binding:
         """Return what to do about a server that evicts keys. One that does not tell passes: INFO needs a right that an
         engine does not."""
         (answer,) = self._wire.run([Request(self._meta, ("INFO", "memory"))])
-        if not isinstance(answer, bytes):
+        if not isinstance(answer, dict):
             return ""
-        told = dict(line.split(":", 1) for line in answer.decode("ascii", "replace").split() if ":" in line)
-        policy, room = told.get("maxmemory_policy", "noeviction"), told.get("maxmemory", "0")
-        if policy == "noeviction" or room == "0":
+        policy, room = answer.get("maxmemory_policy", "noeviction"), answer.get("maxmemory", 0)
+        if policy == "noeviction" or not room:
             return ""
         return (
             f"Redis evicts keys when it is full (maxmemory {room}, maxmemory-policy {policy}), and the index loses "
@@ -148,7 +147,7 @@ class Binding:
             raise ConfigError("index.url", url, "that port speaks without TLS: begin the URL with redis, not rediss")
         if isinstance(error, MovedError):
             raise self._no_single()
-        if "cluster support disabled" in said:
+        if "cluster support disabled" in said or "Cluster mode is not enabled" in said:
             raise ConfigError("index.url", url, "that is no cluster: begin the URL with redis://")
 
     def _wrong_login(self, error: RedisError, said: str) -> ConfigError:

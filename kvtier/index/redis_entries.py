@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
@@ -12,13 +13,12 @@ from kvtier.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import Location
 from kvtier.index.redis_keys import PUT_IN, SCRIPTS, TAKE_OUT, Keys, Script
-from kvtier.index.redis_wire import Argument, Command, Request, Wire, unavailable
+from kvtier.index.redis_wire import SCAN_KEYS, Argument, Command, Request, Wire, unavailable
 
 CONFLICTS_MAX = 64
 """Rounds in which others change the same entry first; each round, at least one of them gets on."""
 BATCH_KEYS = 256
 """Keys of one script: others wait for it, about half a millisecond."""
-SCAN_KEYS = 1000
 
 Change = Callable[[bytes], bytes | None]
 """From what an entry is (b"": absent) to what it becomes (b"": it goes), or None: it stays."""
@@ -52,18 +52,11 @@ class Caller:
         return self.run([Request(key, command)])[0]
 
     def scan(self, pattern: bytes, kind: str) -> Iterator[list[bytes]]:
-        """Names of all keys of a kind (string, hash) that match, on all shards; some may come twice. Looks at every key
-        of the servers."""
-        for shard in self._wire.shards():
-            cursor = b"0"
-            while True:
-                answer = self._wire.run_on(shard, ("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_KEYS, "TYPE", kind))
-                if isinstance(answer, ResponseError):
-                    raise unavailable(answer) from answer
-                cursor, names = answer
-                yield names
-                if cursor == b"0":
-                    break
+        """Yield the names of all keys of a kind (string, hash) that match, on all shards, in batches; some may come
+        twice. Looks at every key of the servers."""
+        names = self._wire.scan(pattern, kind)
+        while batch := list(islice(names, SCAN_KEYS)):
+            yield batch
 
 
 class EntryTable:

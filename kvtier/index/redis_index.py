@@ -155,10 +155,10 @@ class RedisIndex:
 
     def members(self, set_id: int) -> list[tuple[bytes, Location]]:
         name = self._keys.list_of(set_id)
-        flat = self._caller.one(name, "HGETALL", name)
+        listed: dict[bytes, bytes] = self._caller.one(name, "HGETALL", name)
         return [
             (key, location)
-            for (place, key), value in self._with_entries(_members(set_id, flat))
+            for (place, key), value in self._with_entries(_members(set_id, listed))
             for location in entry.locations_of(value)
             if entry.place(location) == place
         ]
@@ -175,7 +175,7 @@ class RedisIndex:
         name = self._keys.list_of(set_id)
         self._sets.begin_removal(set_id, fence)
         (flat,) = self._caller.run([Request(name, MARK_LIST.call([name], [CLOSED]))])
-        members, removed = _members(set_id, flat), 0
+        members, removed = _members(set_id, dict(zip(flat[::2], flat[1::2], strict=True))), 0
         for first in range(0, len(members), BATCH_KEYS):
             batch = members[first : first + BATCH_KEYS]
             removed += sum(self._entries.change([(key, taking_out(place)) for place, key in batch], are_new=False))
@@ -278,10 +278,9 @@ def _field(location: Location) -> bytes:
     return PLACE.pack(location.rank, location.slot)
 
 
-def _members(set_id: int, flat: Sequence[bytes]) -> list[tuple[entry.Place, bytes]]:
-    """(place, chunk key) of what a set's list holds, by rank and slot."""
-    found = sorted(zip(flat[::2], flat[1::2], strict=True))
-    return [((set_id, *PLACE.unpack(field)), key) for field, key in found if field != LIST_STATE]
+def _members(set_id: int, listed: Mapping[bytes, bytes]) -> list[tuple[entry.Place, bytes]]:
+    """Return (place, chunk key) of what a set's list holds, by rank and slot."""
+    return [((set_id, *PLACE.unpack(field)), key) for field, key in sorted(listed.items()) if field != LIST_STATE]
 
 
 def _takes(state: bytes | None, from_files: bool) -> bool:

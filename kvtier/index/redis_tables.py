@@ -54,8 +54,8 @@ class Table:
         return found or b""
 
     def all(self) -> dict[bytes, bytes]:
-        flat: Sequence[bytes] = self._caller.one(self.name, "HGETALL", self.name)
-        return dict(zip(flat[::2], flat[1::2], strict=True))
+        found: dict[bytes, bytes] = self._caller.one(self.name, "HGETALL", self.name)
+        return found
 
     def change(
         self, fields: Sequence[bytes], change: Callable[[bytes, bytes], bytes], fence: Fence | None = None,

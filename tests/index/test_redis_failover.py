@@ -118,38 +118,41 @@ def settings_with(url: str, file: Path) -> IndexSettings:
     return index_settings(url).model_copy(update={"username": "kv", "password_file": file})
 
 
-def test_a_password_that_is_rotated_is_read_again(tmp_path: Path) -> None:
+@pytest.fixture
+def protected(tmp_path: Path) -> Iterator[tuple[Server, Path, RedisIndex]]:
+    """A server whose user has the password "old", the file with it, and an index of that file."""
     file = tmp_path / "password"
     file.write_text("old\n")
     with standalone(tmp_path / "redis") as server:
         with_user(server, "old")
         index = RedisIndex(settings_with(server.url, file))
-        index.bind("a root")
-        rotate(server, file, "old", "new")
-        assert index.resolve([key(0)]) == []
-        server.cli("acl", "setuser", "kv", ">newer", "<new")  # the server first
-        server.cli("client", "kill", "user", "kv")
-        with pytest.raises(IndexUnavailable, match=f"index.password_file = {file}"):
-            index.resolve([key(0)])
-        file.write_text("")
-        with pytest.raises(IndexUnavailable, match=f"{file}.*empty"):
-            index.resolve([key(0)])
-        file.write_text("newer\n")
-        assert index.resolve([key(0)]) == []
+        yield server, file, index
         index.close()
 
 
-def test_a_start_with_a_wrong_password_names_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "password"
+def test_a_password_that_is_rotated_is_read_again(protected: tuple[Server, Path, RedisIndex]) -> None:
+    server, file, index = protected
+    index.bind("a root")
+    rotate(server, file, "old", "new")
+    assert index.resolve([key(0)]) == []
+    server.cli("acl", "setuser", "kv", ">newer", "<new")  # the server first
+    server.cli("client", "kill", "user", "kv")
+    with pytest.raises(IndexUnavailable, match=f"index.password_file = {file}"):
+        index.resolve([key(0)])
+    file.write_text("")
+    with pytest.raises(IndexUnavailable, match=f"{file}.*empty"):
+        index.resolve([key(0)])
+    file.write_text("newer\n")
+    assert index.resolve([key(0)]) == []
+
+
+def test_a_start_with_a_wrong_password_names_its_file(protected: tuple[Server, Path, RedisIndex]) -> None:
+    _, file, index = protected
     file.write_text("hunter2\n")
-    with standalone(tmp_path / "redis") as server:
-        with_user(server, "old")
-        index = RedisIndex(settings_with(server.url, file))
-        with pytest.raises(ConfigError) as caught:
-            index.bind("a root")
-        assert caught.value.key == "index.password_file" and caught.value.value == str(file)
-        assert "hunter2" not in str(caught.value)
-        index.close()
+    with pytest.raises(ConfigError) as caught:
+        index.bind("a root")
+    assert caught.value.key == "index.password_file" and caught.value.value == str(file)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_sentinels_password_that_is_rotated_is_read_again(tmp_path: Path) -> None:

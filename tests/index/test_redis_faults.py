@@ -231,16 +231,14 @@ def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
         index.close()
 
 
-def test_a_node_of_a_cluster_that_is_silent_is_asked_last(tmp_path: Path) -> None:
+def test_a_node_of_a_cluster_that_is_silent_is_passed_over(tmp_path: Path) -> None:
     """It was the first one that the settings name."""
     with cluster(tmp_path) as servers, standalone(tmp_path / "silent") as silent:
         silent.pause()
         index = RedisIndex(index_settings(cluster_url([silent, servers[1]]), reply_timeout_ms=1500.0))
-        with pytest.raises(IndexUnavailable):
-            index.resolve(keys(10))
-        wait_until(lambda: answers(index), "the index by way of another node")
-        began = time.monotonic()
-        assert index.resolve(keys(10)) == [] and time.monotonic() - began < 5
+        for _ in range(2):
+            began = time.monotonic()
+            assert index.resolve(keys(10)) == [] and time.monotonic() - began < 5
         silent.go_on()
         index.close()
 
@@ -254,7 +252,7 @@ def test_threads_share_a_cluster_whose_map_is_lost_again_and_again(tmp_path: Pat
 
         def look() -> None:
             for _ in range(40):
-                index._wire._slots = []  # type: ignore[attr-defined]
+                index._wire._is_stale = True  # type: ignore[attr-defined]
                 found.append(len(index.resolve(wanted)))
 
         threads = [threading.Thread(target=look) for _ in range(4)]

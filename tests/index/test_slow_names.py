@@ -1,29 +1,32 @@
-"""A name server that does not answer: a connection is waited for as long as the settings say, and no longer."""
+"""A name server that does not answer: redis-py waits for it, and the scheduler's thread does not."""
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.connection import Connection
 
-from kvtier.errors import IndexUnavailable
-from kvtier.index.redis_connections import THREADS, Connector, is_address
+from kvtier.index.breaker import Breaker, BreakerPlan
+from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.redis_index import RedisIndex
+from kvtier.indexes import LOOKUP_THREADS, open_lookups
+from kvtier.metrics import Metrics
 from tests.redis_server import has_redis, index_settings, standalone
 
-CONNECT_MS = 150.0
+from index_data import key
+
 HANGS_S = 20.0
+BUSY_S = 1.0  # what a busy machine may add
 
 
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """As with name servers that drop every question."""
     is_over, look_up = threading.Event(), socket.getaddrinfo
 
@@ -34,7 +37,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return look_up(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
-    yield
+    yield is_over
     is_over.set()
 
 
@@ -43,14 +46,20 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ["redis://redis.test:6379/0", "rediss://redis.test:6379/0", "redis+cluster://redis.test:6379",
      "redis+sentinel://redis.test:26379/kv"],
 )  # fmt: skip
-def test_a_name_that_is_not_found_costs_no_more_than_a_dead_server(hanging: None, url: str) -> None:
-    index = RedisIndex(index_settings(url).model_copy(update={"connect_timeout_ms": CONNECT_MS}))
-    for _ in range(THREADS + 2):  # also when all threads hang
+def test_lookups_do_not_wait_for_a_name_server(hanging: threading.Event, url: str) -> None:
+    index = RedisIndex(index_settings(url))
+    breaker = Breaker(BreakerPlan(3, 0.5, 15.0), random.Random(1))
+    lookups = open_lookups(GuardedIndex(index, breaker, QueueBounds(10, 10_000), Metrics()))
+    for number in range(LOOKUP_THREADS + 2):  # also when all threads hang
         began = time.monotonic()
-        with pytest.raises(IndexUnavailable):
-            index.bind("a root")
-        assert time.monotonic() - began < CONNECT_MS / 1000 + 2.0
-    index.close()
+        assert lookups.resolve([key(number)], str(number)) is None
+        assert time.monotonic() - began < BUSY_S
+    hanging.set()
+    deadline_s, found = time.monotonic() + HANGS_S, None
+    while found is None and time.monotonic() < deadline_s:
+        found = lookups.resolve([key(0)], "0")
+    assert found is not None and found.entries == [] and not found.is_answer
+    lookups.close()
 
 
 @has_redis
@@ -60,72 +69,3 @@ def test_a_name_that_is_found_leads_there(tmp_path: Path) -> None:
         index.bind("a root")
         assert index.was_reset
         index.close()
-
-
-@pytest.fixture
-def silent() -> Iterator[tuple[str, int]]:
-    """An address that drops what is sent to it, as IPv6 does behind many a firewall: nobody takes what waits there."""
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.socket())
-        server.bind(("127.0.0.2", 0))
-        server.listen(0)
-        for _ in range(4):
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            with suppress(BlockingIOError):
-                waiting.connect(server.getsockname())
-        yield server.getsockname()
-
-
-def test_a_name_of_two_addresses_leads_to_the_one_that_answers(
-    silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    look_up = socket.getaddrinfo
-
-    def both(host: Any, *rest: Any, **options: Any) -> Any:
-        return [found for ip in (silent[0], "127.0.0.1") for found in look_up(ip, *rest, **options)]
-
-    monkeypatch.setattr(socket, "getaddrinfo", both)
-    connector = Connector()
-    with socket.create_server(("127.0.0.1", silent[1])):
-        timely = connector.timely(Connection)
-        made = timely(host="redis.test", port=silent[1], socket_connect_timeout=1.0)._connect()
-        assert made.getpeername() == ("127.0.0.1", silent[1])
-        made.close()
-    connector.close()
-
-
-class Made:
-    is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def test_what_comes_too_late_is_closed_and_a_fault_is_passed_on() -> None:
-    connector, made, may_go = Connector(), Made(), threading.Event()
-
-    def late() -> Made:
-        assert may_go.wait(HANGS_S)
-        return made
-
-    def refused() -> Made:
-        raise ConnectionRefusedError("nobody listens")
-
-    with pytest.raises(TimeoutError):
-        connector.run(late, 0.05)
-    assert not made.is_closed
-    may_go.set()
-    deadline = time.monotonic() + HANGS_S
-    while not made.is_closed and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert made.is_closed
-    assert connector.run(Made, 5.0).is_closed is False
-    with pytest.raises(ConnectionRefusedError):
-        connector.run(refused, 5.0)
-    connector.close()
-
-
-def test_addresses_need_no_thread() -> None:
-    assert all(map(is_address, ("127.0.0.1", "::1", "fe80::1%eth0")))
-    assert not any(map(is_address, ("localhost", "redis.example", "10.0.0")))
