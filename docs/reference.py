@@ -174,8 +174,10 @@ def rest_page() -> str:
     for name, schema in sorted(document["components"]["schemas"].items()):
         lines += [f"### {name}", ""]
         if "properties" in schema:
-            lines += ["| field | type |", "| --- | --- |"]
-            lines += [f"| `{key}` | {_json_type(value)} |" for key, value in schema["properties"].items()] + [""]
+            lines += ["| field | type | |", "| --- | --- | --- |"]
+            for key, value in schema["properties"].items():
+                lines.append(f"| `{key}` | {_json_type(value)} | {value.get('description', '')} |")
+            lines.append("")
         else:
             lines += [_json_type(schema), ""]
     return "\n".join(lines)

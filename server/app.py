@@ -24,23 +24,23 @@ from kvtier.server.version import VERSION
 
 PAGE = Path(__file__).parent / "ui"
 OPENAPI = "/api/v1/openapi.json"
-ABOUT = """Looks after the shared tier of a KV cache. Engines run on when this service is down.
+ABOUT = """Administration of a shared KV cache tier. Engines run on when this service is down.
 
 Errors are `application/problem+json` (RFC 9457). Times are seconds since the epoch, sizes are bytes. Where tokens are
-set, send one as `Authorization: Bearer ...`: the read-only one may look, the admin's may do everything.
+set, send one as `Authorization: Bearer ...`: the read token permits reading, the admin token everything.
 """
 TAGS = [
     {"name": name, "description": text}
     for name, text in (
-        ("stats", "How everything stands: fill, rates, latencies."),
-        ("workers", "Engines, as they report themselves."),
-        ("lookup", "What is stored of a prompt."),
-        ("segments", "What lies in the root."),
-        ("pins", "What is not to be evicted."),
-        ("quotas", "What tenants and namespaces may take."),
-        ("eviction", "Making room by hand."),
-        ("verify", "Reading everything and checking every checksum, in the background."),
-        ("health", "For whoever watches over the service."),
+        ("stats", "Fill, rates and latencies of the tier."),
+        ("workers", "Engines and their last reports."),
+        ("lookup", "Stored part of a prompt."),
+        ("segments", "Segment sets in the root."),
+        ("pins", "Protection from eviction."),
+        ("quotas", "Limits of tenants and namespaces."),
+        ("eviction", "Eviction by request."),
+        ("verify", "Background jobs that read every record and check every checksum."),
+        ("health", "Liveness, readiness and metrics of the service."),
     )
 ]
 

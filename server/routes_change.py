@@ -1,4 +1,4 @@
-"""What only an administrator may: change something. Each change is written to the log."""
+"""Routes that change something, for the admin token. Each change is written to the log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PinId = Annotated[HexId, Path()]
 
 @router.post("/evict", summary="Evict segment sets", tags=["eviction"], responses=problems(404, 409, 415, 429))
 def evict(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Eviction) -> Evicted:
-    """Removes segment sets, or with dry_run (the default) says which. The answer names what stays, and why."""
+    """Remove segment sets, or with dry_run (the default) list them. The answer names the sets that stay, and why."""
     if wanted.is_of_all and not wanted.dry_run:
         raise Refused(409, "this would evict everything: say which sets are meant, or use /api/v1/clear")
     selection = Selection(
@@ -49,8 +49,8 @@ def evict(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Eviction)
     responses=problems(404, 409, 415, 429),
 )
 def clear(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Clearing) -> Evicted:
-    """Removes all segment sets of a namespace, or of all; with dry_run (the default) it says which. The answer names
-    what stays, and why."""
+    """Remove all segment sets of a namespace, or of all; with dry_run (the default) list them. The answer names the
+    sets that stay, and why."""
     selection = Selection(namespace=_id(wanted.namespace))
     return _evict(opened, service, selection, wanted.dry_run, wanted.include_pinned)
 
@@ -59,7 +59,7 @@ def clear(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Clearing)
     "/pins", summary="Pin a namespace or a prefix", tags=["pins"], status_code=201, responses=problems(404, 409, 415)
 )
 def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest) -> PinRow:
-    """Keeps a namespace, or a prefix in it, from being evicted."""
+    """Protect a namespace, or a prefix in it, from eviction."""
     namespace = bytes.fromhex(wanted.namespace)
     if wanted.tokens is not None and wanted.keys is not None:
         raise Refused(409, "give tokens or keys, not both")
@@ -88,7 +88,7 @@ def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest)
     responses=problems(404),
 )  # fmt: skip
 def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: PinId) -> None:
-    """What it kept may be evicted again."""
+    """Remove a pin. The sets that it protected may be evicted again."""
     if not change.drop_pin(opened, pin_id):
         raise Refused(404, "there is no such pin")
     log.info("pin %s is removed", pin_id)
@@ -97,7 +97,7 @@ def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: PinId) ->
 
 @router.put("/quotas/tenants/{label}", summary="Set a tenant's quota", tags=["quotas"], responses=problems(409, 415))
 def put_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label, wanted: Quota) -> QuotaList:
-    """Wins over the settings. What is above it goes soon."""
+    """Set a quota. It wins over the settings; sets above it are evicted soon."""
     return _set_quota(opened, service, _tenant_note(label), wanted)
 
 
@@ -106,7 +106,7 @@ def put_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label:
     response_class=Response, responses=problems(404, 409),
 )  # fmt: skip
 def drop_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label) -> None:
-    """Back to what the settings say."""
+    """Return to the quota of the settings."""
     _drop_quota(opened, service, _tenant_note(label))
 
 
@@ -119,7 +119,7 @@ def drop_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label
 def put_namespace_quota(
     role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId, wanted: Quota
 ) -> QuotaList:
-    """Wins over the settings. What is above it goes soon."""
+    """Set a quota. It wins over the settings; sets above it are evicted soon."""
     if opened.book.find(bytes.fromhex(namespace)) is None:
         raise Refused(404, f"there is no namespace {namespace} in {opened.root.path}")
     return _set_quota(opened, service, namespace_note(bytes.fromhex(namespace)), wanted)
@@ -130,13 +130,13 @@ def put_namespace_quota(
     response_class=Response, responses=problems(404),
 )  # fmt: skip
 def drop_namespace_quota(role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId) -> None:
-    """Back to what the settings say."""
+    """Return to the quota of the settings."""
     _drop_quota(opened, service, namespace_note(bytes.fromhex(namespace)))
 
 
 @router.post("/verify", summary="Begin a verify job", tags=["verify"], status_code=202, responses=problems(429))
 def start_verify(role: AnAdmin, service: TheService) -> VerifyJob:
-    """Begins to read every record and to check every checksum, in the background."""
+    """Begin a background job that reads every record and checks every checksum."""
     try:
         job = service.verifying.start()
     except TooMany as fault:
@@ -147,7 +147,7 @@ def start_verify(role: AnAdmin, service: TheService) -> VerifyJob:
 
 @router.post("/verify/{job_id}/cancel", summary="End a verify job", tags=["verify"], responses=problems(404))
 def cancel_verify(role: AnAdmin, service: TheService, job_id: JobId) -> VerifyJob:
-    """Ends it after the segment that it reads."""
+    """End a job after the segment that it reads."""
     job = service.verifying.cancel(job_id)
     if job is None:
         raise Refused(404, "there is no such job, or it was long ago")

@@ -1,4 +1,4 @@
-"""For whoever watches over the service: liveness, readiness, Prometheus."""
+"""Routes for monitoring: liveness, readiness, Prometheus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ router = APIRouter()
 
 @router.get("/healthz", summary="Liveness", tags=["health"], responses=problems())
 def healthz() -> Health:
-    """The service lives."""
+    """Answer as long as the service runs."""
     return Health(status="ok")
 
 
@@ -25,7 +25,7 @@ def healthz() -> Health:
     responses={**problems(), 503: {"model": Readiness, "description": "The index does not answer."}},
 )  # fmt: skip
 def readyz(service: TheService, response: Response) -> Readiness:
-    """The index answers. While it is being rebuilt it is ready too: it knows less than it will."""
+    """Answer 200 if the index answers, also while it is being rebuilt."""
     try:
         index = service.opened.index
         index.counts()
@@ -42,7 +42,7 @@ def readyz(service: TheService, response: Response) -> Readiness:
     responses={**problems(), 200: {"description": "Prometheus text.", "content": {CONTENT_TYPE: {}}}},
 )  # fmt: skip
 def metrics(role: TheRole, service: TheService) -> Response:
-    """For Prometheus. Answers while the index is down, too: kvtier_index_up is 0 then, and what it knows is missing."""
+    """Return metrics for Prometheus. While the index is down, kvtier_index_up is 0 and its figures are missing."""
     try:
         seen = service.snapshot()
     except (IndexUnavailable, ConfigError):

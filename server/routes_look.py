@@ -1,4 +1,4 @@
-"""What both roles may: look."""
+"""Routes that only read, for both tokens."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ class SetQuery(Named):
 
 @router.get("/overview", summary="All figures of the dashboard", tags=["stats"], responses=problems())
 def overview(role: TheRole, service: TheService) -> Overview:
-    """All that the dashboard shows, in one call."""
+    """Return everything that the dashboard shows."""
     return Overview(deployment=_deployment(service, role), **_fields(service))
 
 
 @router.get("/stats", summary="How full it is, and how fast", tags=["stats"], responses=problems())
 def stats(role: TheRole, service: TheService) -> Stats:
-    """Tiers, namespaces, tenants, rates and latencies."""
+    """Return fill, rates and latencies by tier, namespace and tenant."""
     fields = {name: value for name, value in _fields(service).items() if name in Stats.model_fields}
     return Stats(deployment=_deployment(service, role), **fields)
 
 
 @router.get("/history", summary="Figures of the last while", tags=["stats"], responses=problems())
 def history(role: TheRole, service: TheService) -> History:
-    """What this service has seen so far, for curves."""
+    """Return the figures that this service recorded, for curves."""
     return History(interval_s=service.settings.server.history_s, points=service.history())
 
 
 @router.get("/workers", summary="All engines", tags=["workers"], responses=problems())
 def workers(role: TheRole, service: TheService) -> Workers:
-    """The engines that give signs of life, with their last reports."""
+    """Return the engines whose lease is alive, with their last reports."""
     seen = service.snapshot()
     return Workers(workers=seen.workers, unreadable=seen.unreadable_reports)
 
@@ -79,7 +79,7 @@ def workers(role: TheRole, service: TheService) -> Workers:
 def worker(
     role: TheRole, service: TheService, owner: Annotated[str, Path(min_length=1, max_length=LABEL_CHARS_MAX)]
 ) -> Worker:
-    """One engine, by the name that it reports as `owner`."""
+    """Return one engine, by the name that it reports as `owner`."""
     found = next((seen for seen in service.snapshot().workers if seen.report.owner == owner), None)
     if found is None:
         raise Refused(404, "no engine of that name gives signs of life")
@@ -88,7 +88,7 @@ def worker(
 
 @router.post("/lookup", summary="What is stored of a prompt", tags=["lookup"], responses=problems(404, 409, 415))
 def lookup(role: TheRole, opened: TheRoot, service: TheService, asked: ToLookUp) -> LookupAnswer:
-    """How much of a prompt is stored, and where. Changes nothing, recency neither."""
+    """Return how much of a prompt is stored, and where. Changes nothing, not even recency."""
     namespace = None if asked.namespace is None else bytes.fromhex(asked.namespace)
     try:
         if isinstance(asked, TokensToLookUp):
@@ -106,7 +106,7 @@ def lookup(role: TheRole, opened: TheRoot, service: TheService, asked: ToLookUp)
 
 @paged.get("/segments", summary="Segment sets, by page", tags=["segments"], responses=problems())
 def segments(role: TheRole, opened: TheRoot, query: Annotated[SetQuery, Query()]) -> SetPage:
-    """Segment sets by age, a page at a time."""
+    """Return segment sets by age, a page at a time."""
     namespace = None if query.namespace is None else bytes.fromhex(query.namespace)
     wanted = Filter(namespace, query.tenant, query.is_open)
     return list_sets(opened, wanted, -1 if query.after is None else int(query.after, 16), query.limit)
@@ -114,7 +114,7 @@ def segments(role: TheRole, opened: TheRoot, query: Annotated[SetQuery, Query()]
 
 @router.get("/segments/{set_id}", summary="One segment set", tags=["segments"], responses=problems(404))
 def segment_set(role: TheRole, opened: TheRoot, set_id: SetId) -> SetDetails:
-    """One segment set, with its files."""
+    """Return one segment set, with its files."""
     found = describe_set(opened, int(set_id, 16))
     if found is None:
         raise Refused(404, "the index has no such segment set")
@@ -123,25 +123,25 @@ def segment_set(role: TheRole, opened: TheRoot, set_id: SetId) -> SetDetails:
 
 @router.get("/pins", summary="All pins", tags=["pins"], responses=problems())
 def pins(role: TheRole, opened: TheRoot) -> Pins:
-    """What is pinned, and how much pins may protect."""
+    """Return all pins, and the bytes that pins may protect."""
     return list_pins(opened)
 
 
 @router.get("/quotas", summary="All quotas", tags=["quotas"], responses=problems())
 def quotas(role: TheRole, opened: TheRoot) -> QuotaList:
-    """Of tenants and namespaces: those of the settings, and those that were set at run time and win over them."""
+    """Return the quotas of the settings, and those that were set at run time and win over them."""
     return list_quotas(opened)
 
 
 @router.get("/verify", summary="The last verify jobs", tags=["verify"], responses=problems())
 def verify_jobs(role: TheRole, service: TheService) -> VerifyJobs:
-    """The last ones, the latest first."""
+    """Return the last jobs, the latest first."""
     return VerifyJobs(jobs=service.verifying.all())
 
 
 @router.get("/verify/{job_id}", summary="One verify job", tags=["verify"], responses=problems(404))
 def verify_job(role: TheRole, service: TheService, job_id: JobId) -> VerifyJob:
-    """How far it is, and what it found."""
+    """Return the progress of a job, and its findings."""
     found = service.verifying.find(job_id)
     if found is None:
         raise Refused(404, "there is no such job, or it was long ago")

@@ -133,7 +133,7 @@ class NamespaceRow(BaseModel):
     quota_bytes: int | None
     hits: int
     last_used_s: float | None
-    is_readable: bool = Field(description="false: nobody can tell whose KV lies there; engines do not use it")
+    is_readable: bool = Field(description="false: the owner of its KV is unknown; engines do not use it")
 
 
 class TenantRow(BaseModel):
@@ -154,7 +154,7 @@ class Worker(BaseModel):
     model_config = _ANSWER
     age_s: float
     hit_ratio: float | None = Field(description="since its start")
-    skipped_chunks: float = Field(description="since its start: not saved, though nobody else had saved them")
+    skipped_chunks: float = Field(description="chunks not saved since its start, nor by another engine")
     errors: float = Field(description="since its start: of loads, checksums and the index")
     report: WorkerReport
 

@@ -27,6 +27,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     settings, rest = ((tmp_path / "site" / name).read_text() for name in ("settings.html", "rest.html"))
     assert "capacity.ttl_s" in settings and "64GiB" in settings
     assert "/api/v1/lookup" in rest and "LookupAnswer" in rest
+    assert not BANNED.findall(settings + rest)
 
 
 def test_every_error_that_stops_a_start_is_in_troubleshooting() -> None:
