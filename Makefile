@@ -5,6 +5,7 @@
 #   make soak    the tests that run for many minutes
 #   make aiperf  aiperf in an environment of its own, for benchmarks/aiperf_ttft.py
 #   make lint    ruff and mypy
+#   make wheel   a wheel with the native library inside, in dist
 #   make docs    the site of docs/, in build/site
 #   make clean   removes what the above made
 
@@ -34,7 +35,7 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install 
 STAMPS := $(VENV)/.stamps
 READY := $(STAMPS)/project
 READY_DEV := $(STAMPS)/project $(STAMPS)/dev
-BUILD_INPUTS := pyproject.toml setup.py $(wildcard build_backend/*.py kvtier/io/native/*)
+BUILD_INPUTS := pyproject.toml setup.py $(wildcard kvtier/io/native/*)
 # Half of an engine's start is Python compiling vLLM's modules, so what it compiled is kept, wherever the environment says not
 # to: away from the sources, and gone with `make clean`.
 unexport PYTHONDONTWRITEBYTECODE
@@ -43,7 +44,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
 step = @printf '== %s ' "$(1)"; ( while sleep 5; do printf .; done ) & dots=$$!; \
 	status=0; { $(2); } || status=$$?; kill $$dots; printf '\n'; exit $$status
 
-.PHONY: demo test soak aiperf lint docs format setup setup-dev clean
+.PHONY: demo test soak aiperf wheel lint docs format setup setup-dev clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -54,6 +55,12 @@ test: setup-dev $(OLD_READY)
 
 soak: setup-dev $(OLD_READY) aiperf
 	@$(BIN)/python -m pytest -v -m soak
+
+# Without what an earlier build left: setuptools would put modules that are gone since into the wheel.
+wheel: $(STAMPS)/python
+	@rm -rf build/lib build/bdist.* *.egg-info
+	$(call step,building a wheel in dist,$(BIN)/python -m pip --quiet --quiet --disable-pip-version-check \
+		wheel --no-deps --wheel-dir dist .)
 
 # The folders connectors and server are kvtier.connectors and kvtier.server: mypy sees them in a tree of links.
 TYPED := build/typed

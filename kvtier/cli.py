@@ -39,7 +39,7 @@ from kvtier.commands.plan import add_options, run_plan
 from kvtier.commands.status import INTERRUPTED, MEANINGS, NOT_DONE, OK
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.releases import installed
+from kvtier.releases import commit, installed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,10 +73,18 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _PrintVersion(argparse.Action):
+    """Prints when it is asked for: argparse's own action would run git with every command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print("kvtier", installed("kvtier", "of a checkout"), f"({commit() or 'unknown commit'})")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     about = "Looks after the folder of a KV cache tier."
     parser = argparse.ArgumentParser(prog="kvtier", description=about, epilog=MEANINGS)
-    parser.add_argument("--version", action="version", version=f"kvtier {installed('kvtier', 'of a checkout')}")
+    parser.add_argument("--version", nargs=0, action=_PrintVersion, help="print release and git commit, and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     index = commands.add_parser("index", help="work on the index").add_subparsers(required=True, metavar="COMMAND")
     for name, description, add, act in (

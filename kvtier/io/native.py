@@ -21,7 +21,7 @@ def _load() -> ctypes.CDLL:
         raise KVTierError(
             f"kvtier: its compiled part is missing ({path}). It is built when kvtier is installed: run "
             "`pip install -e .` in a checkout, or install kvtier again (the compiler is $CXX, c++, g++ or clang++; "
-            "without one the build takes the ziglang package)"
+            "without one the build takes the ziglang package), or a wheel that `make wheel` made"
         )
     try:
         return ctypes.CDLL(str(path))

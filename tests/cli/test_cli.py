@@ -27,6 +27,7 @@ from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.machine import Memory
 from kvtier.owner import Node, Owner
 from kvtier.record import SegmentHeader
+from kvtier.releases import commit
 from tests.core.rig import Engine
 from tests.model_configs import LLAMA_8B
 
@@ -469,7 +470,7 @@ def test_help_says_what_a_status_means(command: list[str], capsys: pytest.Captur
 
 def test_version() -> None:
     done = run("--version")
-    assert done.returncode == 0 and done.stdout == f"kvtier {version('kvtier')}\n"
+    assert done.returncode == 0 and done.stdout == f"kvtier {version('kvtier')} ({commit()})\n" and commit()
 
 
 def test_newer_root(tmp_path: Path) -> None:
