@@ -85,6 +85,7 @@ class Housekeeper:
         self._folder = folder
         self._remover = Remover(index, folder, lambda: self.clock())
         self._looked_to = -1
+        self._looked_at: set[tuple[int, int]] = set()  # set and rank of files that were away and have been read since
         self.clock = clock
         self.look_at_root: Callable[[], object] = lambda: None
         self._lease = SweepLease(index, owner, lambda: self.clock())
@@ -103,9 +104,9 @@ class Housekeeper:
         try:
             self._remover.finish(self.clock())
             known = {info.set_id: info for info in self._index.sets()}
-            on_disk: dict[int, int] = {}
+            on_disk: dict[int, dict[int, int]] = {}
             for files in self._namespaces():
-                on_disk.update(files.set_bytes())
+                on_disk.update(files.sizes())
                 self._settle_orphans(files, known)
             self.look_at_root()  # it may have gone while its folders were listed
             if self._may_be_away and (known.keys() - on_disk.keys() or self._index.notes(MISSING_NOTE, self.clock())):
@@ -113,8 +114,9 @@ class Housekeeper:
             looked_into = self._next_closed(known)
             for info in known.values():
                 self._lease.renew()
-                if info.is_open or info.set_id in looked_into or on_disk.get(info.set_id, 0) != info.n_bytes:
-                    self._settle(info)
+                sizes = on_disk.get(info.set_id, {})
+                if info.is_open or info.set_id in looked_into or sum(sizes.values()) != info.n_bytes:
+                    self._settle(info, sizes)
             remove_leftovers(self._folder, self._disk_s() - ORPHAN_GRACE_S)
             self._index.put_note(SWEPT_NOTE, _TIME.pack(self._index.shared_s(self.clock())), None)
         finally:
@@ -148,7 +150,7 @@ class Housekeeper:
         """Its writer adds no more: books what its files take, and from now on it may be evicted."""
         self.look_at_root()
         for info in self._index.some_sets([set_id]):
-            self._index.close_set(set_id, self._measured(info, self._index.members(set_id), info.n_bytes))
+            self._index.close_set(set_id, self._measured(info, self._index.members(set_id)))
 
     def close_early(self, set_id: int) -> None:
         """As `close_set`, of a set that is not full and all of whose records are visible: gives back what is behind
@@ -158,7 +160,7 @@ class Housekeeper:
             self._index.take_over(set_id)  # a record that waits for the index is in what is cut
             members = self._index.members(set_id)
             self._trim(info, [location for _, location in members])
-            self._index.close_set(set_id, self._measured(info, members, info.n_bytes))
+            self._index.close_set(set_id, self._measured(info, members))
 
     def erase_namespace(self, namespace: bytes) -> None:
         """Removes a namespace that nobody can ask for again, with its folder. Raises OSError when a late writer makes a
@@ -262,7 +264,8 @@ class Housekeeper:
         """Whether a living engine may still add records to the set."""
         return info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
 
-    def _settle(self, info: SetInfo) -> None:
+    def _settle(self, info: SetInfo, sizes: dict[int, int]) -> None:
+        """sizes: bytes of the set's files by rank, as the sweep listed them."""
         if self._is_written(info):
             return
         lapses = self._lease.lapses
@@ -278,22 +281,45 @@ class Housekeeper:
         if not members:
             self._remover.remove(info)
             return
-        if self._measured(info, members, -1) < 0:
+        if self._is_away(sizes, members):
             return  # it is booked, and closed, when its files are back
+        if self._may_be_away and not info.is_open:
+            self._read_returned(info, sizes, {place.rank for _, place in members})
+        n_bytes = sum(sizes.values())
         if info.is_open:
             if not self._lease.is_held_since(lapses):
                 return  # the next sweep closes it
             log.info("closing segment set %016x of a writer that is gone", info.set_id)
             self._trim(info, [location for _, location in members])
-        n_bytes = self._measured(info, members, info.n_bytes)
+            n_bytes = self._measured(info, members)
         if info.is_open or n_bytes != info.n_bytes:
             self._index.close_set(info.set_id, n_bytes)
 
-    def _measured(self, info: SetInfo, members: list[tuple[bytes, Location]], otherwise: int) -> int:
-        """Return the bytes that the set's files take, or `otherwise` while one is away that has records of the set."""
+    def _read_returned(self, info: SetInfo, sizes: dict[int, int], known: set[int]) -> None:
+        """Read back a closed set with a file of which the index has no record: it was away when the index was rebuilt.
+        Once in this process: a file may hold none.
+
+        known: ranks with records in the index."""
+        files, now_s = SegmentFiles(self._folder / info.namespace.hex(), direct=False), self._disk_s()
+        new = {rank for rank in sizes.keys() - known if (info.set_id, rank) not in self._looked_at}
+        # A writer that was refused a record cuts its file: not one that was last written so long ago.
+        returned = {rank for rank in new if files.age_s(info.set_id, rank, now_s) >= ORPHAN_GRACE_S}
+        if not returned:
+            return
+        faults: dict[int, KVTierError] = {}
+        taken = self._read_back.read_set(files, info.set_id, sorted(sizes), faults, returned=returned)
+        if taken:
+            log.info("segment set %016x: %d records of a file that had been away are taken in", info.set_id, taken)
+        self._looked_at.update((info.set_id, rank) for rank in returned - faults.keys())
+
+    def _measured(self, info: SetInfo, members: list[tuple[bytes, Location]]) -> int:
+        """Return the bytes that the set's files take; those booked before while a file is away that records are in."""
         sizes = SegmentFiles(self._folder / info.namespace.hex(), direct=False).rank_bytes(info.set_id)
-        is_away = self._may_be_away and not sizes.keys() >= {place.rank for _, place in members}
-        return otherwise if is_away else sum(sizes.values())
+        return info.n_bytes if self._is_away(sizes, members) else sum(sizes.values())
+
+    def _is_away(self, sizes: dict[int, int], members: list[tuple[bytes, Location]]) -> bool:
+        """Return whether a file is missing that records of the set are in, and may come back."""
+        return self._may_be_away and not sizes.keys() >= {place.rank for _, place in members}
 
     def _may_come(self, info: SetInfo) -> bool:
         """Whether records of a closed set may still become visible: they wait at a living writer's, for whom the index

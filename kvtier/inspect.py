@@ -98,7 +98,7 @@ def stats(root: Root, index: Index) -> RootStats:
     n_bytes = 0
     for folder in namespace_folders(root.folder):
         files = SegmentFiles(folder, direct=False)
-        folder_bytes = sum(files.set_bytes().values())
+        folder_bytes = sum(sum(sizes.values()) for sizes in files.sizes().values())
         n_bytes += folder_bytes
         try:
             namespace = read_namespace(folder)

@@ -64,7 +64,7 @@ class ReadBack:
 
     def read_set(
         self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError],
-        progress: Progress = lambda n_read: None,
+        progress: Progress = lambda n_read: None, returned: Collection[int] = (),
     ) -> int:  # fmt: skip
         """Publishes what the header pages of a set's segments say; returns how many records the index did not know.
 
@@ -73,9 +73,10 @@ class ReadBack:
 
         faults: gets why a segment could not be read, by rank. progress: called with the segments read, again and again
             while that takes long.
+        returned: ranks whose file was away when the index was rebuilt, and that no writer cuts any more.
         """
         try:
-            return self._read_set(files, set_id, ranks, faults, progress)
+            return self._read_set(files, set_id, ranks, faults, progress, returned)
         except HeldUp as fault:
             faults.update({rank: fault for rank in ranks if rank not in faults})
             return 0
@@ -83,8 +84,9 @@ class ReadBack:
             files.close()
 
     def _read_set(
-        self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError], progress: Progress
-    ) -> int:
+        self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError],
+        progress: Progress, returned: Collection[int],
+    ) -> int:  # fmt: skip
         lapses = self._lease.lapses
         # Before the pages are read: what is published meanwhile, by a writer that lives, is in no page that was read.
         members = self._index.members(set_id)
@@ -113,7 +115,7 @@ class ReadBack:
         taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
         was_known = taken is None
         if taken is None:
-            taken = self._add_missing(set_id, missing, known, lapses)
+            taken = self._add_missing(set_id, missing, known, lapses, returned)
         is_missing = not all(files.exists(set_id, rank) for rank in found)
         if is_missing and not (self._may_be_away and was_known):  # a set that the index kept may only be away
             self._look_at_root()
@@ -126,30 +128,39 @@ class ReadBack:
             raise HeldUp("others may have swept while it was read")
 
     def _make_way(self, files: SegmentFiles, missing: Sequence[NewRecord], progress: Callable[[], None]) -> None:
-        """Takes what is bad of these chunks out of the index, where it stands in the way of records that were read.
-        Before those are published: of a set that is in the index, a late writer may cut what it does not see there."""
-        read = {record.key: record.location for record in missing}
+        """Takes what is bad of these chunks out of the index, where it stands in the way of records that were read: of
+        the same layers and heads, all or some. Before those are published: of a set that is in the index, a late writer
+        may cut what it does not see there."""
+        read: dict[bytes, list[Location]] = {}
+        for record in missing:
+            read.setdefault(record.key, []).append(record.location)
         keys = sorted(read)
         for first in range(0, len(keys), KEYS_AT_ONCE):
             some = keys[first : first + KEYS_AT_ONCE]
             for key, value in zip(some, self._index.find(some), strict=True):
                 for location in entry.locations_of(value):
-                    if (key, location) not in self._good:
+                    others = [other for other in read[key] if other.extent.intersect(location.extent) is not None]
+                    if others and (key, location) not in self._good:
                         progress()
                         self._lease.renew()
-                        self._look_at(files, key, location, read[key])
+                        self._look_at(files, key, location, others)
 
-    def _look_at(self, files: SegmentFiles, key: bytes, location: Location, other: Location) -> None:
-        # A record whose file is missing makes way too: the chunk is read back from elsewhere.
-        if judge(files, key, location) in (Verdict.AS_SUMMED, Verdict.UNKNOWN):
+    def _look_at(self, files: SegmentFiles, key: bytes, location: Location, others: Sequence[Location]) -> None:
+        verdict = judge(files, key, location)
+        if verdict in (Verdict.AS_SUMMED, Verdict.UNKNOWN):
             self._good.add((key, location))
             return
-        # Where it may only be away or stale, it makes way for nothing but a record that is good.
-        if self._may_be_away and judge(files, key, other) is not Verdict.AS_SUMMED:
+        # A record whose file is missing makes way too: the chunk is read back from elsewhere. But one whose file may
+        # only be away is kept, and one that may be stale makes way only for a good record of all that it holds.
+        if self._may_be_away and (verdict is Verdict.GONE or not self._is_replaced(files, key, location, others)):
             return
         name = segment_name(location.set_id, location.rank)
         log.info("slot %d of %s is bad, and another record of its chunk is read back", location.slot, name)
         self.taken_out.bad += self._index.retract(key, location)
+
+    def _is_replaced(self, files: SegmentFiles, key: bytes, location: Location, others: Sequence[Location]) -> bool:
+        whole = [other for other in others if other.extent.contains(location.extent)]
+        return any(judge(files, key, other) is Verdict.AS_SUMMED for other in whole)
 
     def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
         """A set with all that was read of it, also what the index knew before: it may have been lost since. How many
@@ -166,13 +177,19 @@ class ReadBack:
             raise
 
     def _add_missing(
-        self, set_id: int, missing: list[NewRecord], known: Collection[tuple[bytes, Location]], lapses: int
-    ) -> int:
+        self, set_id: int, missing: list[NewRecord], known: Collection[tuple[bytes, Location]], lapses: int,
+        returned: Collection[int],
+    ) -> int:  # fmt: skip
         """To a set that the index knows, with `known` in it; how many records were taken. Of one that was taken over,
-        none behind those: its writer was refused them, and cuts them off without the lease (own_segments)."""
+        none behind those, but in a file of `returned`: its writer was refused them, and cuts them off without the lease
+        (own_segments)."""
         if missing and any(info.owner == NOBODY for info in self._index.some_sets([set_id])):
             used = slots_used(location for _, location in known)
-            missing = [record for record in missing if record.location.slot < used.get(record.location.rank, 0)]
+            missing = [
+                record
+                for record in missing
+                if record.location.rank in returned or record.location.slot < used.get(record.location.rank, 0)
+            ]
         if not missing:
             return 0
         self._check_held(lapses)

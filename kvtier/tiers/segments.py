@@ -14,7 +14,7 @@ import re
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
@@ -195,21 +195,17 @@ class SegmentFiles:
     def exists(self, set_id: int, rank: int) -> bool:
         return self._status(set_id, rank) is not None
 
-    def set_bytes(self) -> dict[int, int]:
-        """Bytes that each segment set's files take on disk."""
-        total: dict[int, int] = {}
-        for set_id, rank in self.ids():
-            total[set_id] = total.get(set_id, 0) + self.bytes_of(set_id, rank)
-        return total
+    def sizes(self) -> dict[int, dict[int, int]]:
+        """Return the bytes on disk of each file in the folder, by set id and rank."""
+        return {set_id: self._sizes_of(set_id, ranks) for set_id, ranks in self.sets()}
 
     def rank_bytes(self, set_id: int) -> dict[int, int]:
-        """Return the bytes on disk of each of the set's files, by rank. Stats no other file: there may be a million."""
-        sizes = {}
-        for found, rank in self.ids():
-            status = self._status(found, rank) if found == set_id else None
-            if status is not None:
-                sizes[rank] = status.st_blocks * 512
-        return sizes
+        """Return the bytes on disk of the set's files, by rank. Stats no other file: there may be a million."""
+        return self._sizes_of(set_id, [rank for found, rank in self.ids() if found == set_id])
+
+    def _sizes_of(self, set_id: int, ranks: Sequence[int]) -> dict[int, int]:
+        found = ((rank, self._status(set_id, rank)) for rank in ranks)
+        return {rank: status.st_blocks * 512 for rank, status in found if status is not None}
 
     def set_bytes_of(self, set_id: int) -> int:
         """Return the bytes that the files of one set take on disk."""

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier import cli, read_back
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
+from kvtier.housekeeping import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import IndexCounts, NewRecord
 from kvtier.index.embedded import LmdbIndex
 from kvtier.read_back import ReadBack
@@ -242,4 +242,27 @@ def test_the_command_does_not_wait_for_ever(
     assert index.acquire_lease(SWEEP_LEASE, "busy", time.time(), 60.0)
     assert cli.main(["index", "rebuild", str(tmp_path)]) != 0
     assert "busy" in capsys.readouterr().err
+    index.close()
+
+
+def test_a_file_that_was_away_at_a_rebuild_is_read_back_by_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its set was in the index by then, with the other rank's records, and its own were lost until the next rebuild.
+    Not while it is young: a writer that was refused a record may cut it."""
+    paths, keys = lost(tmp_path, ranks=2)
+    index, now_s = opened(tmp_path), time.time()
+    keeper = Housekeeper(index, tmp_path / "v1", "me", clock=lambda: now_s)
+    monkeypatch.setattr(keeper, "_may_be_away", True)
+    monkeypatch.setattr(keeper._read_back, "_may_be_away", True)
+    away = paths[1].rename(tmp_path / "away")
+    assert keeper.rebuild() is not None
+    assert index.resolve(keys) == [] and index.counts().records == 5
+    away.rename(paths[1])
+    os.utime(paths[1], (now_s, now_s))
+    keeper.sweep()
+    assert index.counts().records == 5
+    now_s += ORPHAN_GRACE_S + CLOCK_TOLERANCE_S
+    keeper.sweep()
+    assert len(index.resolve(keys)) == 5
     index.close()

@@ -169,7 +169,8 @@ def _check_space(root: Path) -> None:
         keeper.sweep()
         on_disk: Counter[int] = Counter()
         for space in namespace_folders(folder):
-            on_disk.update(SegmentFiles(space, direct=False).set_bytes())
+            sizes = SegmentFiles(space, direct=False).sizes()
+            on_disk.update({set_id: sum(of.values()) for set_id, of in sizes.items()})
         on_disk = +on_disk
         # A set all of whose files are gone takes nothing; its entries go when somebody asks for them, or with it.
         counted = {info.set_id: info.n_bytes for info in index.sets() if info.n_bytes}

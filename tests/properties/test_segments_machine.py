@@ -142,7 +142,7 @@ class SegmentsMachine(RuleBasedStateMachine):
     @invariant()
     def it_holds_what_was_made(self) -> None:
         assert self.files.ids() == sorted(self.model)
-        assert sorted(self.files.set_bytes()) == sorted({set_id for set_id, _ in self.model})
+        assert sorted(self.files.sizes()) == sorted({set_id for set_id, _ in self.model})
         for name, file in self.model.items():
             pages = dict(self.files.pages(*name))  # without those of some holes
             assert all(page == file.page(slot) for slot, page in pages.items())
