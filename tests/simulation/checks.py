@@ -108,9 +108,7 @@ class Checks:
                 if info is None:
                     self._violate(f"an entry names set {location.set_id:016x}, which is not there")
                 else:
-                    # On a shared disk a missing file may be away: its set stays for the housekeeper's grace time.
-                    is_kept = may_be_gone or self._place.disk.is_shared
-                    self._look_at_record(info.namespace, key, location, is_kept)
+                    self._look_at_record(info.namespace, key, location, may_be_gone)
             if entry.is_complete(value) != covers((one.extent for one in locations), SHAPE.whole):
                 self._violate("a chunk is offered that is not complete (I1)")
 
@@ -230,10 +228,13 @@ class Checks:
         no budget.) Where files are away for a while, those of a removed set may come back after the note of it has
         expired, or was lost with the index: the next sweep takes them in or removes them."""
         place = self._place
-        taken_bytes = place.disk.segments_bytes()
-        if place.disk.weather.away:
-            known = {info.set_id for info in place.index.real.sets()}
-            taken_bytes = sum(path.stat().st_blocks * 512 for path, at in place.disk.segments() if at[0] in known)
+        known = {info.set_id for info in place.index.real.sets()}
+        came_back = sum(
+            path.stat().st_blocks * 512
+            for path, at in place.disk.segments()
+            if at in place.disk.away and at[0] not in known
+        )
+        taken_bytes = place.disk.segments_bytes() - came_back
         if taken_bytes > place.capacity_bytes + late_bytes:
             self._violate(f"segments take {taken_bytes} bytes of {place.capacity_bytes}")
 

@@ -30,6 +30,7 @@ import kvtier.open_files
 import kvtier.own_segments
 import kvtier.plain_files
 import kvtier.rechecks
+import kvtier.removal
 import kvtier.reports
 import kvtier.saves
 import kvtier.sets
@@ -133,7 +134,7 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         for module, name, real in ON_MACHINE:
             put(module, name, OwnThread(machine, real))
         put_function(SegmentFiles, "unlink", meeting(disk, SegmentFiles.unlink))
-        for module in (kvtier.housekeeping, kvtier.tiers.segments):
+        for module in (kvtier.housekeeping, kvtier.removal, kvtier.tiers.segments):
             put_function(module, "file_system_of", lambda path: SHARED_DISK if disk.is_shared else LOCAL_DISK)
         put_function(kvtier.tiers.segments, "fallocate", calls.fallocate)
         # Simulated processes are one real process: none closes the files of another.

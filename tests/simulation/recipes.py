@@ -86,7 +86,7 @@ def drawn(rng: random.Random) -> Recipe:
     disk = Weather(
         slow=rng.random(), slow_s=rng.choice([0.002, 0.02, 0.3]), hang=some(0.04), hang_s=rng.choice([1.5, 3.0, 9.0]),
         hang_calls=some(0.02),
-        error=some(0.05), short=some(0.02), torn=some(0.02), away=0.0 * some(0.005),  # drawn, not used: see shared_disk
+        error=some(0.05), short=some(0.02), torn=some(0.02), away=some(0.005),
     )  # fmt: skip
     index = IndexWeather(
         slow=some(0.5, 0.6), slow_s=rng.choice([0.001, 0.05, 2.0, 7.0]), lost=some(0.1), stale=some(0.3),
