@@ -1,4 +1,4 @@
-"""The table of a result on the screen; benchmarks/tables_versus.py makes the README's of the same cells."""
+"""The table of a result on the screen; benchmarks/tables.py makes the README's of the same cells."""
 
 from __future__ import annotations
 
