@@ -30,7 +30,7 @@ class BuildNative(build_ext):
 
 
 class BuildPython(build_py):
-    """Writes the git commit beside the modules; an editable install asks git (kvtier/releases.py)."""
+    """Writes the git commit beside the modules; an editable install asks git (kvtier/runtime/versions.py)."""
 
     def run(self) -> None:
         super().run()

@@ -16,13 +16,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvtier import metrics as names
 from kvtier.breakeven import LoadLimit
 from kvtier.connectors.kv_events import Unwatched, Watcher
 from kvtier.connectors.tracked_request import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
 from kvtier.lookups import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
-from kvtier.repeated_log import RepeatedLog
+from kvtier.runtime import metrics as names
+from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.store import Store, WantedChunk
 from kvtier.transfer import Transfer
 
@@ -42,7 +42,7 @@ Clock = Callable[[], float]
 
 
 class Faults:
-    """Runs tier work; a fault in it is counted, logged (kvtier.repeated_log), and answered by a fallback (I9)."""
+    """Runs tier work; a fault in it is counted, logged (kvtier.runtime.repeated_log), and answered by a fallback (I9)."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._lock = threading.Lock()

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 from kvtier.errors import Corrupt, KVTierError
 from kvtier.index.base import Index
 from kvtier.index.entry import first_set
-from kvtier.jobs import Ticker
 from kvtier.plan import SaveDone, SaveOutcome
+from kvtier.runtime.threads import Ticker
 
 CHECK_INTERVAL_S = 2.0
 SETS_AT_ONCE = 256

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from kvtier.connectors.bridge import Faults
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
-from kvtier.jobs import ThreadJobs
-from kvtier.releases import installed
+from kvtier.runtime.threads import ThreadJobs
+from kvtier.runtime.versions import installed
 
 log = logging.getLogger("kvtier")
 
@@ -103,7 +103,7 @@ class KVTierConnector:
         return self._tier.usage_bytes()
 
     def counters(self) -> dict[str, float]:
-        """See kvtier.metrics."""
+        """See kvtier.runtime.metrics."""
         return self._tier.counters()
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from kvtier.connectors.bridge import Faults
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
 from kvtier.identity import canonical_text
-from kvtier.releases import installed
+from kvtier.runtime.versions import installed
 
 try:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage  # type: ignore[import-not-found,unused-ignore]
@@ -180,7 +180,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         self._epoch = uuid.uuid4().bytes
 
     def counters(self) -> dict[str, float]:
-        """See kvtier.metrics."""
+        """See kvtier.runtime.metrics."""
         return {} if self._tier is None else self._tier.counters()
 
     def close(self) -> None:

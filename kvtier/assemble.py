@@ -31,13 +31,10 @@ from kvtier.identity import Namespace
 from kvtier.index.guard import GuardedIndex
 from kvtier.indexes import open_index, open_lookups
 from kvtier.io.filesystem import Visibility, file_system_of
-from kvtier.jobs import Jobs, ThreadJobs
 from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.kept_costs import KeptCosts, note_name
 from kvtier.kernels.paged import PagedKV
-from kvtier.machine import memory_here, pin_budget
 from kvtier.memory import Memory, cuda_memory, host_memory
-from kvtier.metrics import Metrics
 from kvtier.mount import open_io
 from kvtier.pinned_segments import PinnedSegments
 from kvtier.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
@@ -52,9 +49,12 @@ from kvtier.root import (
     open_namespace,
     open_root,
 )
+from kvtier.runtime.memory_limits import memory_here, pin_budget
+from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.threads import Jobs, ThreadJobs
+from kvtier.runtime.units import exact
 from kvtier.saves import SaveBounds
 from kvtier.signing import Signer
-from kvtier.sizes import exact
 from kvtier.storage_wait import in_time, said
 from kvtier.store import Store
 from kvtier.tiers.segments import SegmentFolders, Sharing, direct_io_works

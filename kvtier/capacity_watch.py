@@ -10,7 +10,7 @@ from contextlib import suppress
 from kvtier.errors import Corrupt
 from kvtier.index.base import Index
 from kvtier.reports import COUNT_MAX, NOTE_PREFIX, WorkerReport
-from kvtier.sizes import exact, size
+from kvtier.runtime.units import exact, size
 
 log = logging.getLogger("kvtier")
 

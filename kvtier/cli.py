@@ -18,7 +18,7 @@
 
 PATH is the configured `root`, or with [PATH] a settings file, too: then, or with --config FILE or KVTIER_CONFIG, the
 command works on the deployment that it describes, whatever its index. `--json` prints for programs. What the exit
-status means stands in `kvtier.commands.status`, and `kvtier --help` prints it.
+status means stands in `kvtier.runtime.exit_status`, and `kvtier --help` prints it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from kvtier.commands.check import Asked, run_check
 from kvtier.commands.doctor import run_doctor
 from kvtier.commands.place import path_argument
 from kvtier.commands.plan import add_options, run_plan
-from kvtier.commands.status import INTERRUPTED, MEANINGS, NOT_DONE, OK
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.releases import commit, installed
+from kvtier.runtime.exit_status import INTERRUPTED, MEANINGS, NOT_DONE, OK
+from kvtier.runtime.versions import commit, installed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

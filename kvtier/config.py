@@ -38,7 +38,7 @@ from kvtier.config_sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged,
 from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, Timeout, absolute_path, multiple
 from kvtier.errors import HIDDEN, ConfigError
 from kvtier.geometry import PAGE_BYTES
-from kvtier.sizes import exact
+from kvtier.runtime.units import exact
 
 CONFIG_VARIABLE = "KVTIER_CONFIG"
 # Variables that Kubernetes sets in each container for a Service: "kvtier", "kvtier-redis" and so on.

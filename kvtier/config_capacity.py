@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Seconds, no_bool
 from kvtier.errors import ConfigError
-from kvtier.sizes import exact
+from kvtier.runtime.units import exact
 
 HIGH_WATERMARK, LOW_WATERMARK = 0.95, 0.9  # defaults, as parts of capacity_bytes
 TENANT_BYTES_MAX = 32

@@ -21,7 +21,7 @@ from kvtier.eviction.lru import FutureTimes
 from kvtier.index import entry as entries
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo, writer_lease
 from kvtier.removal import Remover
-from kvtier.sizes import exact, size
+from kvtier.runtime.units import exact, size
 
 log = logging.getLogger("kvtier")
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from kvtier import metrics as names
 from kvtier.admission import Admission
 from kvtier.errors import Corrupt
 from kvtier.fetch_files import FetchFailed, FileReader, FileReads, place_of
@@ -21,7 +20,8 @@ from kvtier.kernels.paged import SlabRun
 from kvtier.order import Mark
 from kvtier.plan import LoadChunk
 from kvtier.rechecks import Rechecks
-from kvtier.repeated_log import RepeatedLog
+from kvtier.runtime import metrics as names
+from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.sources import Source, end_of
 from kvtier.worker import ChunkArena, Worker
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kvtier import metrics as names
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent
@@ -19,6 +18,7 @@ from kvtier.io.ring import AlignedBuffer, ReadOp
 from kvtier.plan import LoadChunk
 from kvtier.rechecks import Rechecks
 from kvtier.record import tags_in
+from kvtier.runtime import metrics as names
 from kvtier.sources import Source, place_in_file, sources_of
 from kvtier.stuck_files import StuckFiles
 from kvtier.tiers.descriptors import GONE, OpenSegment

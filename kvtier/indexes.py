@@ -17,12 +17,12 @@ from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
-from kvtier.jobs import ThreadJobs
 from kvtier.lookups import InBackground, InPlace, Lookups
-from kvtier.metrics import Metrics
 from kvtier.owner import read_owner
 from kvtier.record import FORMAT_VERSION
 from kvtier.root import Root, open_again
+from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.threads import ThreadJobs
 
 if TYPE_CHECKING:
     from kvtier.index.redis_index import RedisIndex

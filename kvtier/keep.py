@@ -7,7 +7,7 @@ from functools import partial
 
 from kvtier.admission import Admission
 from kvtier.geometry import PAGE_BYTES
-from kvtier.jobs import Jobs
+from kvtier.runtime.threads import Jobs
 from kvtier.sources import Source, end_of
 from kvtier.worker import ChunkArena, Worker
 

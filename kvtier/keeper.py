@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvtier import metrics as names
 from kvtier.errors import IndexResting, KVTierError
 from kvtier.eviction.limits import Need
 from kvtier.eviction.room import Room
@@ -23,12 +22,13 @@ from kvtier.housekeeping import Housekeeper
 from kvtier.identity import Namespace
 from kvtier.index import entry as entries
 from kvtier.index.base import Index, SetInfo, Use, writer_lease
-from kvtier.jobs import Ticker, run_within
-from kvtier.metrics import Metrics
-from kvtier.repeated_log import RepeatedLog
 from kvtier.reports import NOTE_PREFIX, About, Reporter
+from kvtier.runtime import metrics as names
+from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.repeated_log import RepeatedLog
+from kvtier.runtime.threads import Ticker, run_within
+from kvtier.runtime.units import size
 from kvtier.sets import Side, Supplies
-from kvtier.sizes import size
 from kvtier.sweep_turns import SweepTurns
 
 log = logging.getLogger("kvtier")

@@ -9,14 +9,14 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from kvtier import metrics as names
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.fetch import Fetcher
 from kvtier.fetch_files import FetchFailed, SegmentGone
-from kvtier.jobs import Jobs
 from kvtier.load_walk import LoadWalk
 from kvtier.plan import LoadDone, LoadPlan
-from kvtier.repeated_log import RepeatedLog, cause_of
+from kvtier.runtime import metrics as names
+from kvtier.runtime.repeated_log import RepeatedLog, cause_of
+from kvtier.runtime.threads import Jobs
 from kvtier.worker import Worker
 
 AHEAD_BYTES = 512 << 20

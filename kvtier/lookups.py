@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from kvtier.errors import IndexUnavailable
 from kvtier.index.base import Index
-from kvtier.jobs import Jobs
+from kvtier.runtime.threads import Jobs
 
 WAIT_S = 0.002
 """A step of an engine takes ten times as long; a lookup over a network a fraction of it."""

@@ -17,12 +17,12 @@ from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io import cuda
 from kvtier.io.ring import AlignedBuffer
-from kvtier.jobs import Jobs, ThreadJobs
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import SlabRun
-from kvtier.machine import arena_refused, beyond_available, check_host_arena, memory_here
 from kvtier.order import CudaOrder, HostOrder, Order
-from kvtier.sizes import exact
+from kvtier.runtime.memory_limits import arena_refused, beyond_available, check_host_arena, memory_here
+from kvtier.runtime.threads import Jobs, ThreadJobs
+from kvtier.runtime.units import exact
 from kvtier.tiers.arena import Arena
 from kvtier.worker import ChunkArena
 

@@ -18,7 +18,7 @@ from kvtier.geometry import Extent
 from kvtier.index.base import NOBODY, slots_used
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.record import SegmentHeader, record_bytes
-from kvtier.repeated_log import RepeatedLog
+from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import SegmentFiles
 from kvtier.worker import Worker

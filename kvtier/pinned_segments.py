@@ -9,12 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier import metrics as names
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
-from kvtier.jobs import Jobs, Ticker
 from kvtier.memory import PIN_BYTES
 from kvtier.order import Mark
+from kvtier.runtime import metrics as names
+from kvtier.runtime.threads import Jobs, Ticker
 from kvtier.tiers.descriptors import Name, OpenSegment
 from kvtier.tiers.segments import SegmentFiles
 from kvtier.worker import Worker

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvtier.open_files import close_file, with_descriptors
+from kvtier.runtime.file_descriptors import close_file, with_descriptors
 
 log = logging.getLogger("kvtier")
 

@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvtier import metrics as names
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.base import Index, Location
-from kvtier.metrics import Metrics
-from kvtier.repeated_log import RepeatedLog
+from kvtier.runtime import metrics as names
+from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.tiers.read_record import Verdict, judge
 from kvtier.tiers.segments import SegmentFolders, segment_name
 

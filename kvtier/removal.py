@@ -20,7 +20,7 @@ from kvtier.errors import StaleLease, TierUnavailable
 from kvtier.eviction.room import LATE_S
 from kvtier.index.base import Index, SetInfo
 from kvtier.io.filesystem import Visibility, file_system_of
-from kvtier.repeated_log import RepeatedLog
+from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.tiers.segments import SegmentFiles
 
 PREFIX = "evicting/"

@@ -20,11 +20,11 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvtier import metrics as names
 from kvtier.breakeven import PREFILL_TOKENS_MIN, running_mean
 from kvtier.errors import Corrupt
-from kvtier.metrics import Metrics
-from kvtier.releases import installed
+from kvtier.runtime import metrics as names
+from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.versions import installed
 
 NOTE_PREFIX = "worker/"
 REPORT_BYTES_MAX = 16 << 10
@@ -98,7 +98,7 @@ class TopPrefix(BaseModel):
 class WorkerReport(BaseModel):
     """One engine, all its ranks.
 
-    counters: see kvtier.metrics; recent: how much each grew in the last `interval_s` seconds.
+    counters: see kvtier.runtime.metrics; recent: how much each grew in the last `interval_s` seconds.
     read_ceiling_bytes_s: what the storage gave when it was calibrated; None: not measured (without a GPU it never is).
     prefill_token_s: what computing a token takes, measured from the engine's own steps; None: no long prefill yet.
     capacity_bytes: of the root, by the engine's settings; None: it does not tell.

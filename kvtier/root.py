@@ -29,11 +29,11 @@ from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace
 from kvtier.io.filesystem import file_system_of, mounted_at
 from kvtier.once import create_once, read_small
-from kvtier.open_files import close_file
 from kvtier.owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
 from kvtier.plain_files import NOT_ANSWERING, folder_within, hand_over
 from kvtier.record import FORMAT_VERSION
-from kvtier.sizes import exact
+from kvtier.runtime.file_descriptors import close_file
+from kvtier.runtime.units import exact
 from kvtier.tiers.segments import KEPT_OPEN, SUFFIX
 
 log = logging.getLogger("kvtier")

@@ -20,22 +20,22 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier import metrics as names
 from kvtier.admission import Admissions
-from kvtier.backoff import Backoff
 from kvtier.codecs.base import Encoded, slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.index.base import Location, NewRecord
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
-from kvtier.jobs import Jobs
 from kvtier.kernels.paged import Move, Patch
 from kvtier.lower import Lowering, Staged
 from kvtier.order import Mark
 from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.record import RecordHeader, SegmentHeader, record_bytes
-from kvtier.repeated_log import RepeatedLog, cause_of
+from kvtier.runtime import metrics as names
+from kvtier.runtime.backoff import Backoff
+from kvtier.runtime.repeated_log import RepeatedLog, cause_of
+from kvtier.runtime.threads import Jobs
 from kvtier.sources import Source
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.worker import Worker

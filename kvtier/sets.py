@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvtier.backoff import Backoff
+from kvtier.runtime.backoff import Backoff
 
 SET_SETTLE_S = 60.0
 """A full set is closed when all its saves are answered, or after this long when an answer was lost."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvtier.errors import ConfigError
 from kvtier.io.filesystem import mounted_at
-from kvtier.jobs import Ticker, begin
+from kvtier.runtime.threads import Ticker, begin
 
 log = logging.getLogger("kvtier")
 

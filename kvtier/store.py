@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier import metrics as names
 from kvtier.index.base import Index
 from kvtier.keeper import Keeper
 from kvtier.kept_costs import KeptCosts
 from kvtier.lookups import Lookups
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
+from kvtier.runtime import metrics as names
 
 KNOWN_KEYS_MAX = 262_144
 """Keys remembered as stored or on their way: 64 million tokens, about 30 MiB."""

@@ -14,13 +14,13 @@ from kvtier.admission import Admissions
 from kvtier.breakeven import LoadCost
 from kvtier.codecs.base import slab_bytes
 from kvtier.fetch import Fetcher
-from kvtier.jobs import Jobs, Ticker, run_within
 from kvtier.keep import HostKeeper
 from kvtier.loads import Loader
-from kvtier.metrics import Metrics
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.rechecks import RECHECK_INTERVAL_S
 from kvtier.reports import ArenaFill, RankFigures
+from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.threads import Jobs, Ticker, run_within
 from kvtier.saves import SaveBounds, Saver
 from kvtier.worker import Worker
 

@@ -14,8 +14,8 @@ from kvtier.geometry import PAGE_BYTES, Geometry, RankShare, padded
 from kvtier.index.base import Index
 from kvtier.io.engines import Engines, Reads
 from kvtier.kernels.paged import PagedKV, SlabRun
-from kvtier.metrics import Metrics
 from kvtier.order import Order
+from kvtier.runtime.metrics import Metrics
 from kvtier.sources import Source
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.segments import SegmentFolders

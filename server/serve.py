@@ -14,9 +14,9 @@ from pathlib import Path
 import uvicorn
 
 from kvtier.admin.opened import open_for_admin
-from kvtier.commands.status import NOT_DONE, OK
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.runtime.exit_status import NOT_DONE, OK
 from kvtier.server.app import make_app
 from kvtier.server.auth import Tokens
 from kvtier.server.connections import IDLE_S, bounded

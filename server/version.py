@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvtier.releases import installed
+from kvtier.runtime.versions import installed
 
 VERSION = installed("kvtier", "0")

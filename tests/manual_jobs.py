@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.jobs import Job
+from kvtier.runtime.threads import Job
 
 
 class ManualJobs:

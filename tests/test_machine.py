@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import machine, memory
+from kvtier import memory
 from kvtier.config import HostSettings, Settings
 from kvtier.errors import ConfigError
-from kvtier.machine import Memory, beyond_available, check_host_arena, memory_here
 from kvtier.memory import host_memory
+from kvtier.runtime import memory_limits
+from kvtier.runtime.memory_limits import Memory, beyond_available, check_host_arena, memory_here
 
 GIB = 1 << 30
 
@@ -23,7 +24,7 @@ def _kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 32 GiB, 16 of them free."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(f"MemTotal: {32 << 20} kB\nMemAvailable:   {16 << 20} kB\n")
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(memory_limits.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return tmp_path
 
 
@@ -61,7 +62,7 @@ def test_a_limit_of_version_1(kernel: Path) -> None:
 
 
 def test_a_limit_of_the_process(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (2 * GIB, 2 * GIB))
+    monkeypatch.setattr(memory_limits.resource, "getrlimit", lambda _: (2 * GIB, 2 * GIB))
     assert found(kernel).limit_bytes == 2 * GIB and "ulimit -v" in found(kernel).limit
 
 
@@ -98,7 +99,7 @@ def test_an_engine_stops_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_under_a_real_limit() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
-        "from kvtier.machine import memory_here; print(memory_here().limit_bytes == 3 << 30)"
+        "from kvtier.runtime.memory_limits import memory_here; print(memory_here().limit_bytes == 3 << 30)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "True\n"

@@ -31,17 +31,17 @@ LAYERS = (
      "kvtier.read_back", "kvtier.sweep_lease", "kvtier.evictor",
      "kvtier.removal", "kvtier.capacity_watch", "kvtier.kept_notes",
      "kvtier.inspect", "kvtier.agreement", "kvtier.doctor"),
-    ("kvtier.eviction", "kvtier.slots", "kvtier.jobs", "kvtier.plan", "kvtier.sets", "kvtier.sources",
-     "kvtier.admission", "kvtier.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
+    ("kvtier.eviction", "kvtier.slots", "kvtier.runtime.threads", "kvtier.plan", "kvtier.sets", "kvtier.sources",
+     "kvtier.admission", "kvtier.runtime.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
      "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.plain_files",
-     "kvtier.fingerprint", "kvtier.machine", "kvtier.reports", "kvtier.sweep_turns"),
+     "kvtier.fingerprint", "kvtier.runtime.memory_limits", "kvtier.reports", "kvtier.sweep_turns"),
     ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
-     "kvtier.checksum", "kvtier.breakeven", "kvtier.backoff", "kvtier.repeated_log", "kvtier.capacity",
+     "kvtier.checksum", "kvtier.breakeven", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.capacity",
      "kvtier.model_config", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.layer_kinds",
      "kvtier.transfer_config", "kvtier.entry",
-     "kvtier.sizes", "kvtier.codec_loss",
+     "kvtier.runtime.units", "kvtier.codec_loss",
      "kvtier.config_types", "kvtier.config_server", "kvtier.config_index", "kvtier.config_capacity", "kvtier.tenants",
-     "kvtier.signing", "kvtier.config_signing", "kvtier.releases", "kvtier.open_files"),
+     "kvtier.signing", "kvtier.config_signing", "kvtier.runtime.versions", "kvtier.runtime.file_descriptors"),
 )  # fmt: skip
 LAST_APART = 1
 """Up to this row, packages of a row know nothing of each other."""
@@ -55,8 +55,8 @@ USES_TORCH = (
     "kvtier.memory", "kvtier.mount", "kvtier.order", "kvtier.kernels", "kvtier.codecs", "kvtier.tiers.arena",
 )  # fmt: skip
 READS_THE_ENVIRONMENT = ("kvtier.config", "benchmarks")  # benchmarks set that of the engines that they start
-STARTS_THREADS = ("kvtier.jobs", "benchmarks")
-CATCHES_EVERYTHING = ("kvtier.connectors.bridge", "kvtier.jobs")  # the latter passes on to who waits
+STARTS_THREADS = ("kvtier.runtime.threads", "benchmarks")
+CATCHES_EVERYTHING = ("kvtier.connectors.bridge", "kvtier.runtime.threads")  # the latter passes on to who waits
 # The engine's base class has them; any method is timed.
 OVERRIDES_OPEN_SIGNATURES = ("kvtier.connectors.vllm",)
 ENGINES_AND_WEB = ("vllm", "lmcache", "dynamo", "fastapi", "starlette", "uvicorn")
@@ -309,7 +309,7 @@ def test_planted_reach_is_found() -> None:
 
 def test_what_is_allowed_is_allowed() -> None:
     fine = [
-        ("kvtier.jobs", "import threading\nthreading.Thread(target=f)"),
+        ("kvtier.runtime.threads", "import threading\nthreading.Thread(target=f)"),
         ("kvtier.config", "import os\nos.environ"),
         ("kvtier.store", "try:\n f()\nexcept BaseException:\n log()\n raise"),
         ("kvtier.store", "import threading\nlock = threading.Lock()  # TODO(#12)"),

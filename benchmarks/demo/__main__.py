@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvtier.releases import installed
+from kvtier.runtime.versions import installed
 
 PROMPT_TOKENS = (1600, 3200, 6400)
 SHARED_PREFIX_TOKENS = 2560

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.gpu import inside
 from benchmarks.gpu.systems import prepare, stored_bytes, transfer_of
-from kvtier.metrics import summed
+from kvtier.runtime.metrics import summed
 
 SETTLE_TIMEOUT_S = 120.0
 QUIET_S = 2.0

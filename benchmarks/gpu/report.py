@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from kvtier.releases import installed
+from kvtier.runtime.versions import installed
 
 
 def machine() -> dict[str, Any]:

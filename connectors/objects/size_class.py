@@ -15,9 +15,9 @@ from kvtier.config import HostSettings, Settings
 from kvtier.connectors.objects.codec import ObjectCodec, Octets, stand_in_pages
 from kvtier.geometry import share_of_rank
 from kvtier.identity import Namespace
-from kvtier.metrics import summed
 from kvtier.plan import SaveOutcome
 from kvtier.reports import About
+from kvtier.runtime.metrics import summed
 from kvtier.store import WantedChunk
 from kvtier.worker import arena_slot_bytes
 
@@ -141,7 +141,7 @@ class Shelf:
             self._transfer.forget(keys)
 
     def counters(self) -> dict[str, float]:
-        """See kvtier.metrics; both halves'. A token is an object."""
+        """See kvtier.runtime.metrics; both halves'. A token is an object."""
         return summed([self._store.metrics.total(), self._transfer.metrics.total()])
 
     def flush(self, timeout_s: float) -> bool:

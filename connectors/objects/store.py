@@ -30,10 +30,10 @@ from kvtier.errors import ConfigError, IndexResting, IndexUnavailable, TierUnava
 from kvtier.identity import ID_BYTES, Namespace
 from kvtier.index import entry as entries
 from kvtier.indexes import open_index
-from kvtier.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics, summed
-from kvtier.repeated_log import RepeatedLog
 from kvtier.reports import About
 from kvtier.root import namespace_folders, open_root, read_namespace
+from kvtier.runtime.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics, summed
+from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage_wait import in_time
 from kvtier.tenants import Tenants
 
@@ -181,7 +181,7 @@ class ObjectTier:
         return used
 
     def counters(self) -> dict[str, float]:
-        """Sums since the start (kvtier.metrics); what they call a token is an object."""
+        """Sums since the start (kvtier.runtime.metrics); what they call a token is an object."""
         return summed([self._metrics.total(), *(shelf.counters() for shelf in self._open_shelves())])
 
     def flush(self, timeout_s: float) -> bool:

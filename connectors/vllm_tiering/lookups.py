@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvtier.jobs import Jobs
+from kvtier.runtime.threads import Jobs
 
 Exists = Callable[[Sequence[bytes]], list[bool]]
 """Answers for all keys at once; runs as a job, and may wait. A lookup that fails is a miss, so it must not raise."""

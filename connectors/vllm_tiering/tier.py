@@ -30,14 +30,14 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import vllm
 
-from kvtier import metrics
 from kvtier.connectors.bridge import Faults
 from kvtier.connectors.objects.store import Object, ObjectTier, settings_of
 from kvtier.connectors.vllm.platform import join_log
 from kvtier.connectors.vllm_tiering.identity import host_of
 from kvtier.connectors.vllm_tiering.lookups import StepLookups
 from kvtier.errors import ConfigError
-from kvtier.jobs import ThreadJobs
+from kvtier.runtime import metrics
+from kvtier.runtime.threads import ThreadJobs
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats

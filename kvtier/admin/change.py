@@ -18,7 +18,7 @@ from kvtier.eviction.choice import Kept, KeptReason, Selection
 from kvtier.eviction.limits import Used, quota_value
 from kvtier.eviction.pins import Pin
 from kvtier.index.base import SetInfo
-from kvtier.sizes import exact
+from kvtier.runtime.units import exact
 
 KEPT_OWNERS_MAX = 5  # engines named in an answer about sets that stay
 PINS_MAX = 1000

@@ -11,7 +11,7 @@ from kvtier.admin.answers import BadRecord, VerifyJob
 from kvtier.admin.opened import Opened
 from kvtier.errors import KVTierError
 from kvtier.inspect import VerifyReport, verify
-from kvtier.jobs import Jobs, ThreadJobs
+from kvtier.runtime.threads import Jobs, ThreadJobs
 
 WAITING_MAX = 2
 KEPT_MAX = 20

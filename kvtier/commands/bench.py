@@ -18,13 +18,13 @@ from kvtier.commands import bench_storage
 from kvtier.commands.place import Place, add_place, deployment, find_place
 from kvtier.commands.progress import progress
 from kvtier.commands.prompts import size_argument
-from kvtier.commands.status import OK, print_json
 from kvtier.commands.tables import percent, print_table, seconds
 from kvtier.index.base import Index
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import sizes_for
 from kvtier.root import Root
-from kvtier.sizes import rate, size
+from kvtier.runtime.exit_status import OK, print_json
+from kvtier.runtime.units import rate, size
 from kvtier.tiers.segments import direct_io_works
 
 LOOKUP_CHUNKS = 391

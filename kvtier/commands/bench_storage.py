@@ -18,8 +18,8 @@ from kvtier.errors import TierUnavailable
 from kvtier.geometry import PAGE_BYTES, Extent
 from kvtier.io.calibrate import scratch_file
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, RingSizes, WriteOp
-from kvtier.jobs import ThreadJobs
 from kvtier.record import RecordHeader
+from kvtier.runtime.threads import ThreadJobs
 
 SLAB_BYTES, SLABS = 512 << 10, 16
 RECORD_BYTES = PAGE_BYTES + SLABS * SLAB_BYTES

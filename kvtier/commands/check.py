@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from kvtier.commands.check_model import look_at_model
-from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.config import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed
 from kvtier.doctor.storage import beyond_the_disk, place_of
@@ -27,11 +26,12 @@ from kvtier.errors import ConfigError
 from kvtier.indexes import look_at_redis
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import sizes_for
-from kvtier.machine import beyond_available, check_host_arena, memory_here
 from kvtier.owner import Owner, check_claim, check_shared, default_index_path, read_owner, this_node
 from kvtier.record import FORMAT_VERSION
 from kvtier.root import check_mount, check_reserve, check_space, find_root, squash_hint
-from kvtier.sizes import exact, size
+from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
+from kvtier.runtime.memory_limits import beyond_available, check_host_arena, memory_here
+from kvtier.runtime.units import exact, size
 from kvtier.transfer_config import read_transfer_config
 
 SEGMENTS_MIN = 4  # capacity below which a warning is given, segments: the two of each rank leave half of it

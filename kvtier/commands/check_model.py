@@ -9,7 +9,7 @@ from kvtier.config import Settings
 from kvtier.geometry import share_of_rank
 from kvtier.model_config import read_model
 from kvtier.root import check_space
-from kvtier.sizes import size
+from kvtier.runtime.units import size
 
 
 def look_at_model(settings: Settings, folder: Path) -> str:

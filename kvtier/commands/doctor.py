@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtier.commands.place import refuse_missing_file
-from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.doctor.report import examine, line
 from kvtier.indexes import look_at_redis
+from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 
 
 def run_doctor(path: Path | None, as_json: bool, peer: Path | None = None) -> int:

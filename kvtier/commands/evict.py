@@ -20,10 +20,10 @@ from kvtier.commands.prompts import (
     prefix_keys,
     size_argument,
 )
-from kvtier.commands.status import OK, print_json
 from kvtier.commands.tables import counted, print_table, when
 from kvtier.eviction.choice import Selection
-from kvtier.sizes import size
+from kvtier.runtime.exit_status import OK, print_json
+from kvtier.runtime.units import size
 
 ROWS_MAX = 20
 

@@ -13,13 +13,13 @@ from kvtier.agreement import Agreement, check_agreement, drop_lost
 from kvtier.commands.embedded import housekeeper, open_embedded
 from kvtier.commands.place import add_place, find_place
 from kvtier.commands.progress import progress
-from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.commands.tables import counted
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.housekeeping import Rebuilt
 from kvtier.index.base import Index
 from kvtier.indexes import open_redis_to_mend
 from kvtier.root import NOTES_FOLDER, Root, open_root
+from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 from kvtier.sweep_lease import SWEEP_LEASE
 
 OTHERS_TIMEOUT_S = 60.0

@@ -16,9 +16,9 @@ from kvtier.commands.prompts import (
     namespace_of,
     prefix_keys,
 )
-from kvtier.commands.status import OK, print_json
 from kvtier.commands.tables import counted, print_table, when
-from kvtier.sizes import size
+from kvtier.runtime.exit_status import OK, print_json
+from kvtier.runtime.units import size
 
 ID_CHARS_SHOWN = 12
 

@@ -14,7 +14,7 @@ from kvtier.geometry import Geometry, RankShare
 from kvtier.model_config import ModelConfig, read_model
 from kvtier.model_parameters import active_parameters, total_parameters
 from kvtier.model_weights import Weights, read_weights
-from kvtier.sizes import size
+from kvtier.runtime.units import size
 
 if TYPE_CHECKING:
     from kvtier.commands.plan_codecs import Staging

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.codec_loss import KL_NATS, MODELS, losses_line
 from kvtier.commands.plan_figures import CodecPlan, Plan
-from kvtier.sizes import size
+from kvtier.runtime.units import size
 
 Column = tuple[str, Callable[[CodecPlan], str]]
 

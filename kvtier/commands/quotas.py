@@ -9,10 +9,10 @@ from kvtier.admin.change import drop_quota, list_quotas, set_quota, tenant_note
 from kvtier.admin.opened import Opened
 from kvtier.commands.place import NotDone, add_place, deployment
 from kvtier.commands.prompts import add_namespace, namespace_of, size_argument
-from kvtier.commands.status import OK, print_json
 from kvtier.commands.tables import print_table
 from kvtier.eviction.limits import namespace_note
-from kvtier.sizes import size
+from kvtier.runtime.exit_status import OK, print_json
+from kvtier.runtime.units import size
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

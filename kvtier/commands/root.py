@@ -11,7 +11,6 @@ from typing import Any
 
 from kvtier.commands.embedded import housekeeper, open_embedded
 from kvtier.commands.progress import progress
-from kvtier.commands.status import FOUND_BAD, OK, print_json
 from kvtier.commands.tables import counted, print_table, when
 from kvtier.commands.tables import seconds as duration
 from kvtier.errors import ConfigError, IndexUnavailable
@@ -20,8 +19,9 @@ from kvtier.index.embedded import is_of_this_boot
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verify
 from kvtier.root import Root
+from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
+from kvtier.runtime.units import rate, size
 from kvtier.signing import Signer
-from kvtier.sizes import rate, size
 
 SEGMENTS = "segments"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from kvtier.sizes import size
+from kvtier.runtime.units import size
 
 UNKNOWN = "-"
 

@@ -11,8 +11,8 @@ from kvtier.config import Settings
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.errors import ConfigError
 from kvtier.io.cufile import nvidia_fs_loaded
-from kvtier.machine import memory_here
-from kvtier.sizes import size
+from kvtier.runtime.memory_limits import memory_here
+from kvtier.runtime.units import size
 
 PCIE_TIMEOUT_S = 60.0
 PCIE_SHARE_MIN = 0.7

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.doctor.host import Host, Verdict
-from kvtier.sizes import size
+from kvtier.runtime.units import size
 
 STRIPES, STRIPE = 8, "4M"  # layout to ask for: stripes at most, and the stripe size as `lfs setstripe` takes it
 STRIPES_MIN = 4  # stripes below which the layout is warned of, where there are so many OSTs

@@ -18,11 +18,11 @@ from kvtier.errors import ConfigError, Corrupt
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.calibration import Calibration
 from kvtier.io.filesystem import FileSystem, file_system_of
-from kvtier.machine import memory_here, pin_budget
 from kvtier.owner import check_node
 from kvtier.record import FORMAT_VERSION
 from kvtier.root import check_mount, nearest, segments_bytes
-from kvtier.sizes import rate, size
+from kvtier.runtime.memory_limits import memory_here, pin_budget
+from kvtier.runtime.units import rate, size
 
 STORAGE_TIMEOUT_S = 60.0
 

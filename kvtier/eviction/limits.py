@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvtier.config_capacity import CapacitySettings
-from kvtier.repeated_log import RepeatedLog
+from kvtier.runtime.repeated_log import RepeatedLog
 
 _repeated = RepeatedLog()  # quotas are read each time room is made
 

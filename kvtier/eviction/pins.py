@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.index.base import Index, SetInfo
-from kvtier.repeated_log import RepeatedLog
+from kvtier.runtime.repeated_log import RepeatedLog
 
 _repeated = RepeatedLog()  # pins are read each time room is made
 

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from kvtier import metrics as names
 from kvtier.errors import IndexRefused, IndexResting, IndexUnavailable, KVTierError
 from kvtier.index.base import Index, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.breaker import Breaker
-from kvtier.jobs import Ticker
-from kvtier.metrics import Metrics
-from kvtier.repeated_log import RepeatedLog
+from kvtier.runtime import metrics as names
+from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.repeated_log import RepeatedLog
+from kvtier.runtime.threads import Ticker
 
 log = logging.getLogger("kvtier")
 

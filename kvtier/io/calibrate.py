@@ -30,8 +30,8 @@ from kvtier.io.calibration import (
 from kvtier.io.engines import Choice, Reader, Reads, Target, open_engine
 from kvtier.io.filesystem import file_system_of
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, WriteOp, sizes_for
-from kvtier.open_files import close_file
 from kvtier.record import RecordHeader
+from kvtier.runtime.file_descriptors import close_file
 
 PREFIX = ".calibrate-"
 LEFT_OVER_S = 3600.0

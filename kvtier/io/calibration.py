@@ -28,9 +28,9 @@ from kvtier.io.engines import Choice, EngineName, Target
 from kvtier.io.filesystem import file_system_of
 from kvtier.io.ring import sizes_for
 from kvtier.once import read_small, replace_small
-from kvtier.open_files import close_file
 from kvtier.owner import private_folder
-from kvtier.releases import installed
+from kvtier.runtime.file_descriptors import close_file
+from kvtier.runtime.versions import installed
 
 log = logging.getLogger("kvtier")
 

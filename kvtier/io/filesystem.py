@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.sizes import size
+from kvtier.runtime.units import size
 
 MOUNTINFO = "/proc/self/mountinfo"
 

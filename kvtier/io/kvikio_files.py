@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from kvtier.errors import TierUnavailable
-from kvtier.open_files import most_open
+from kvtier.runtime.file_descriptors import most_open
 
 log = logging.getLogger("kvtier")
 

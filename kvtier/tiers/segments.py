@@ -24,9 +24,9 @@ from typing import NamedTuple
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.open_files import close_file, with_descriptors
 from kvtier.plain_files import folder_within, is_plain, once_free
 from kvtier.record import SegmentHeader, is_blank
+from kvtier.runtime.file_descriptors import close_file, with_descriptors
 from kvtier.tiers.descriptors import Descriptors, OpenSegment
 
 SUFFIX = ".kvseg"

@@ -19,15 +19,15 @@ import pytest
 from kvtier import root as root_module
 from kvtier.cli import main
 from kvtier.commands import check, doctor
-from kvtier.commands.status import FOUND_BAD, INTERRUPTED, NOT_DONE, OK
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.geometry import PAGE_BYTES
 from kvtier.index.embedded import LmdbIndex
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.machine import Memory
 from kvtier.owner import Node, Owner
 from kvtier.record import SegmentHeader
-from kvtier.releases import commit
+from kvtier.runtime.exit_status import FOUND_BAD, INTERRUPTED, NOT_DONE, OK
+from kvtier.runtime.memory_limits import Memory
+from kvtier.runtime.versions import commit
 from tests.core.rig import Engine
 from tests.model_configs import LLAMA_8B
 

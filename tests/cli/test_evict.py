@@ -17,7 +17,7 @@ import pytest
 from kvtier.cli import main
 from kvtier.commands import freed
 from kvtier.config import CONFIG_VARIABLE
-from kvtier.sizes import size
+from kvtier.runtime.units import size
 from tests.cli.asking import refused
 from tests.core.rig import Engine
 from tests.core.test_capacity import small_disk

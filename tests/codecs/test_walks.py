@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier import metrics as names
 from kvtier.codecs.base import Encoded, Verdict, slab_bytes
 from kvtier.codecs.fp8 import Fp8Coder
 from kvtier.codecs.turboquant.codec import Turboquant, TurboquantCoder
@@ -22,6 +21,7 @@ from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
 from kvtier.mount import MountCost
 from kvtier.plan import SaveOutcome
+from kvtier.runtime import metrics as names
 from kvtier.store import WantedChunk
 from tests.core import lazy
 from tests.core.lazy import LazyCodec, LazyEngine, LazyOrder

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier import metrics
+from kvtier.runtime import metrics
 from kvtier.server.prometheus import exposition
 from tests.ui.overview import busy
 

@@ -14,7 +14,7 @@ from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.index.redis_index import RedisIndex
-from kvtier.metrics import Metrics
+from kvtier.runtime.metrics import Metrics
 from tests.redis_server import (
     Server,
     cluster,

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvtier import metrics
 from kvtier.connectors import lmcache
 from kvtier.connectors.lmcache import Completion, KVTierConnector
 from kvtier.errors import ConfigError
+from kvtier.runtime import metrics
 from tests.connectors_lmcache.host import REQUIRED, Host, connector_at, expected, key
 from tests.objects.rig import SMALL, content, flip_byte_of
 from tests.waiting import threads_named, wait_until

@@ -17,9 +17,9 @@ import torch
 from kvtier.admission import Admission, Admissions
 from kvtier.config import Admit
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, WriteOp
-from kvtier.jobs import ThreadJobs
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
+from kvtier.runtime.threads import ThreadJobs
 from kvtier.saves import SaveBounds
 from kvtier.tiers.arena import Arena
 from kvtier.transfer import Transfer, TransferJobs

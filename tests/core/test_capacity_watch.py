@@ -13,9 +13,9 @@ from kvtier.config_types import parse_bytes
 from kvtier.eviction.limits import Need
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
-from kvtier.metrics import Metrics
 from kvtier.reports import COUNT_MAX, NOTE_PREFIX, About, Reporter
-from kvtier.sizes import exact, size
+from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.units import exact, size
 from tests.core.rig import Engine
 from tests.core.test_capacity import BLOCKS, SEGMENT_BYTES, tiny, tokens_of
 from tests.waiting import wait_until

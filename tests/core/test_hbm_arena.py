@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier import metrics as names
 from kvtier.config import HbmSettings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.kernels.paged import Move, PagedKV
 from kvtier.memory import ARENA_SLOTS_MIN, HBM_SPARE_BYTES, hbm_slots
 from kvtier.order import Mark
 from kvtier.plan import SaveOutcome
-from kvtier.sizes import exact
+from kvtier.runtime import metrics as names
+from kvtier.runtime.units import exact
 from tests.core.lazy import LazyEngine, Left
 from tests.core.walks import (
     TARGET,

@@ -13,8 +13,8 @@ from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.errors import IndexUnavailable
 from kvtier.index.memory import MemoryIndex
-from kvtier.jobs import ThreadJobs
 from kvtier.lookups import ANSWER_KEPT_S, QUESTIONS_MAX, WAIT_S, Found, InBackground, InPlace
+from kvtier.runtime.threads import ThreadJobs
 from tests.engines.fakes import FakeStore
 from tests.manual_jobs import ManualJobs
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier import metrics as names
 from kvtier.kernels.paged import SlabRun
 from kvtier.load_walk import Moving
 from kvtier.order import HostOrder
 from kvtier.plan import LoadChunk, SaveOutcome
+from kvtier.runtime import metrics as names
 from tests.core.lazy import LazyEngine, Left
 from tests.core.walks import (
     BLOCKS,

@@ -16,8 +16,8 @@ from kvtier.errors import Corrupt
 from kvtier.eviction.choice import Choice
 from kvtier.geometry import Extent, covers, share_of_rank
 from kvtier.index.base import Location, SetInfo
-from kvtier.jobs import ThreadJobs, Ticker
 from kvtier.record import RecordHeader, SegmentHeader, is_blank, record_bytes
+from kvtier.runtime.threads import ThreadJobs, Ticker
 from kvtier.sets import SetSupply
 from kvtier.sources import sources_of
 from tests.core.rig import geometry

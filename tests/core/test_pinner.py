@@ -9,8 +9,8 @@ import torch
 
 from kvtier.io import cuda
 from kvtier.io.ring import AlignedBuffer
-from kvtier.jobs import ThreadJobs
 from kvtier.memory import PIN_BYTES, Pinner
+from kvtier.runtime.threads import ThreadJobs
 from kvtier.tiers.arena import Arena
 from tests.manual_jobs import ManualJobs
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier import metrics as names
 from kvtier.errors import ConfigError
 from kvtier.index.guard import GuardedIndex
+from kvtier.runtime import metrics as names
 from tests.core.rig import Engine
 from tests.redis_server import GENEROUS_MS, Server, free_port, has_redis, standalone
 from tests.waiting import wait_until

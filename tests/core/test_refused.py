@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import metrics as names
 from kvtier import store as store_module
 from kvtier.plan import SaveOutcome, SavePlan
+from kvtier.runtime import metrics as names
 from kvtier.store import REFUSED_S, WantedChunk
 from tests.core.rig import Engine, geometry
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import open_files
 from kvtier.index.memory import MemoryIndex
 from kvtier.plan import SaveOutcome
 from kvtier.removal import Remover
+from kvtier.runtime import file_descriptors
 from kvtier.tiers import segments
 from tests.core.rig import Engine
 from tests.core.test_capacity import BLOCKS, SEGMENT_BYTES, TARGET, tokens_of
@@ -128,7 +128,7 @@ def test_an_index_that_lost_its_content_closes_nothing(tmp_path: Path, monkeypat
 def test_a_close_that_fails_ends_no_thread_and_is_logged_once(
     number: int, faulty: Disk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_files, "_logged_s", float("-inf"))
+    monkeypatch.setattr(file_descriptors, "_logged_s", float("-inf"))
     ended: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(args.exc_value))
     engine = engine_on(faulty, sets=6)
@@ -204,4 +204,4 @@ def test_files_are_opened_although_the_engine_took_all_descriptors(tmp_path: Pat
 def test_a_pool_keeps_a_share_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 256), (256, 64), (20, 8), (resource.RLIM_INFINITY, 256), (1 << 20, 256)):
         monkeypatch.setattr(resource, "getrlimit", lambda of, soft=soft: (soft, soft))
-        assert open_files.most_open(256) == most
+        assert file_descriptors.most_open(256) == most

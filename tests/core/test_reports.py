@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import metrics as names
 from kvtier.admin import figures
 from kvtier.errors import Corrupt
 from kvtier.index.memory import MemoryIndex
-from kvtier.metrics import Metrics
 from kvtier.reports import (
     BOUNDS_S,
     COUNTED_PREFIXES_MAX,
@@ -29,6 +27,8 @@ from kvtier.reports import (
     Reporter,
     WorkerReport,
 )
+from kvtier.runtime import metrics as names
+from kvtier.runtime.metrics import Metrics
 from tests.core.rig import Engine
 from tests.core.test_slow_writers import by_hand
 

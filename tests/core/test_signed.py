@@ -16,11 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier import metrics as names
 from kvtier.checksum import slab_checksum, slab_seed
 from kvtier.cli import main
 from kvtier.commands.check import Asked, run_check
-from kvtier.commands.status import FOUND_BAD, OK
 from kvtier.config import Settings
 from kvtier.doctor.report import _signing
 from kvtier.errors import ConfigError
@@ -33,6 +31,8 @@ from kvtier.order import Mark
 from kvtier.plan import SaveOutcome
 from kvtier.record import HEADS_PER_SIGNED_RECORD_MAX, RecordHeader, SegmentHeader, is_blank, tags_in
 from kvtier.root import find_root
+from kvtier.runtime import metrics as names
+from kvtier.runtime.exit_status import FOUND_BAD, OK
 from kvtier.signing import Signer
 from tests.core import walks
 from tests.core.lazy import LazyEngine

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import metrics as names
+from kvtier.runtime import metrics as names
 from tests.core.storm import Storm, totals
 
 HAPPENS = ("loaded", "failed", "saved", "flipped in memory", names.ARENA_HIT_CHUNKS, names.CHECKSUM_FAILURES)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import metrics as names
 from kvtier.geometry import Extent
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
+from kvtier.runtime import metrics as names
 from tests.core.rig import Engine
 
 TOKENS = list(range(1000, 1000 + 64 * 3))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import metrics as names
 from kvtier.identity import chunk_keys, join_extras, lora_extra, salt_extra
+from kvtier.runtime import metrics as names
 from tests.core.rig import Engine
 
 TOKENS = list(range(1000, 1000 + 64 * 3))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import metrics as names
 from kvtier.errors import IndexUnavailable
 from kvtier.evictor import Evictor
 from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
@@ -18,8 +17,9 @@ from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.keeper import Keeper, KeeperPlan
-from kvtier.metrics import Metrics
 from kvtier.removal import Remover
+from kvtier.runtime import metrics as names
+from kvtier.runtime.metrics import Metrics
 from tests.core.rig import Engine, geometry, namespace
 
 SLOTS, CHUNK, PER = 6, 64, 4

@@ -20,7 +20,7 @@ from kvtier.doctor.lustre import examine_efa
 from kvtier.doctor.report import examine, line
 from kvtier.doctor.storage import examine_storage
 from kvtier.owner import Node, Owner, claim, this_node
-from kvtier.sizes import size
+from kvtier.runtime.units import size
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from kvtier.metrics import Metrics
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
+from kvtier.runtime.metrics import Metrics
 from kvtier.store import WantedChunk
 from kvtier.transfer import Progress
 

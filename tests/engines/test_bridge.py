@@ -13,7 +13,7 @@ from kvtier.connectors.bridge import Faults, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.identity import chunk_keys
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
-from kvtier.repeated_log import INTERVAL_FIRST_S
+from kvtier.runtime.repeated_log import INTERVAL_FIRST_S
 from kvtier.transfer import Progress
 
 from .fakes import FakeStore, FakeTransfer, answer_to_save

@@ -10,9 +10,9 @@ import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvtier import metrics as names
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm.metrics import FAULTS, HELP, KVTierStats, stats_of
+from kvtier.runtime import metrics as names
 
 
 def test_every_counter_has_a_help_text() -> None:

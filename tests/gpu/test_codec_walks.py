@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier import metrics as names
 from kvtier.plan import SaveOutcome
+from kvtier.runtime import metrics as names
 from tests.core.rig import Engine, geometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

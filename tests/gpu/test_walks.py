@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier import metrics as names
 from kvtier.order import CudaOrder, Mark
 from kvtier.plan import SaveOutcome
+from kvtier.runtime import metrics as names
 from kvtier.store import WantedChunk
 from tests.core.rig import Engine, fill, geometry
 

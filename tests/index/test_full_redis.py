@@ -17,7 +17,7 @@ from kvtier.index.base import EVICT_LEASE, IndexCounts, NewRecord, Use
 from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.redis_index import RedisIndex
-from kvtier.metrics import INDEX_FAST_FAILS, INDEX_PAUSES, PUBLISH_SENT_LATE, Metrics
+from kvtier.runtime.metrics import INDEX_FAST_FAILS, INDEX_PAUSES, PUBLISH_SENT_LATE, Metrics
 from tests.redis_server import Server, cluster, cluster_url, has_redis, index_settings, standalone
 
 from index_data import key, record, set_info

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvtier import metrics as names
 from kvtier.errors import IndexRefused, IndexUnavailable, StaleLease
 from kvtier.index.base import EVICT_LEASE, NewRecord
 from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
-from kvtier.metrics import Metrics
+from kvtier.runtime import metrics as names
+from kvtier.runtime.metrics import Metrics
 
 from index_data import key, record, set_info
 

@@ -16,7 +16,7 @@ from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.redis_index import RedisIndex
 from kvtier.indexes import LOOKUP_THREADS, open_lookups
-from kvtier.metrics import Metrics
+from kvtier.runtime.metrics import Metrics
 from tests.redis_server import has_redis, index_settings, standalone
 
 from index_data import key

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier import metrics as names
 from kvtier.admin import figures
 from kvtier.admin.answers import Rates, Totals
-from kvtier.metrics import Metrics
 from kvtier.reports import About, Reporter, WorkerReport
+from kvtier.runtime import metrics as names
+from kvtier.runtime.metrics import Metrics
 
 CONSTANTS = [value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)]
 

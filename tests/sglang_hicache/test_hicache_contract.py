@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier import metrics
 from kvtier.connectors import sglang
 from kvtier.connectors.sglang import KVTierHiCache
 from kvtier.errors import ConfigError
+from kvtier.runtime import metrics
 from tests.objects.rig import flip_byte_of, segments
 from tests.sglang_hicache.hicache_rig import (
     PAGE_TOKENS,

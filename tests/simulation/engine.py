@@ -28,11 +28,11 @@ from kvtier.io.ring import AlignedBuffer
 from kvtier.keeper import Keeper, KeeperPlan
 from kvtier.kernels import host as host_kernels
 from kvtier.lookups import InBackground, InPlace, Lookups
-from kvtier.metrics import Metrics
 from kvtier.order import HostOrder
 from kvtier.record import record_bytes
 from kvtier.reports import About
 from kvtier.root import check_namespace, open_namespace
+from kvtier.runtime.metrics import Metrics
 from kvtier.saves import SaveBounds
 from kvtier.store import Store
 from kvtier.tiers.arena import Arena

@@ -26,12 +26,12 @@ import kvtier.load_walk
 import kvtier.loads
 import kvtier.lookups
 import kvtier.once
-import kvtier.open_files
 import kvtier.own_segments
 import kvtier.plain_files
 import kvtier.rechecks
 import kvtier.removal
 import kvtier.reports
+import kvtier.runtime.file_descriptors
 import kvtier.saves
 import kvtier.sets
 import kvtier.stuck_files
@@ -72,7 +72,7 @@ ON_MACHINE = (
 )
 ON_DISK = (
     kvtier.housekeeping,
-    kvtier.open_files,
+    kvtier.runtime.file_descriptors,
     kvtier.tiers.descriptors,
     kvtier.tiers.read_record,
     kvtier.tiers.segments,
@@ -81,7 +81,7 @@ LOCAL_DISK, SHARED_DISK = FileSystem("ext4", False, "/"), FileSystem("nfs4", Tru
 
 
 def run_in_place(name: str, timeout_s: float, work: Callable[[], None]) -> bool:
-    """`kvtier.jobs.run_within` on the thread that asks."""
+    """`kvtier.runtime.threads.run_within` on the thread that asks."""
     work()
     return True
 

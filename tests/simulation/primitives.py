@@ -8,7 +8,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 
-from kvtier.jobs import Job
+from kvtier.runtime.threads import Job
 from tests.simulation.runtime import Process, Runtime, Task
 
 
@@ -140,7 +140,7 @@ class SimMachine:
 
 
 class SimJobs:
-    """`kvtier.jobs.ThreadJobs` with tasks for threads."""
+    """`kvtier.runtime.threads.ThreadJobs` with tasks for threads."""
 
     def __init__(self, runtime: Runtime, process: Process, name: str, threads: int, queued_max: int) -> None:
         self.queued_max = queued_max
@@ -194,7 +194,7 @@ class SimJobs:
 
 
 class SimTicker:
-    """`kvtier.jobs.Ticker` with a task for its thread, of the process that makes it."""
+    """`kvtier.runtime.threads.Ticker` with a task for its thread, of the process that makes it."""
 
     def __init__(self, runtime: Runtime, name: str, interval_s: float, tick: Callable[[], None]) -> None:
         assert runtime.process is not None

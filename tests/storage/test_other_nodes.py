@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvtier import metrics as names
 from kvtier import rechecks
 from kvtier.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.record import SegmentHeader
+from kvtier.runtime import metrics as names
 from tests.core.rig import Engine
 from tests.redis_server import Server, has_redis
 from tests.storage.nodes import Nodes, engine_on

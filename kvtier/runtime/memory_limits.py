@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.sizes import size
+from kvtier.runtime.units import size
 
 PROC, SYS = Path("/proc"), Path("/sys")
 
