@@ -35,7 +35,7 @@ from typing import Any
 
 import redis
 
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
 from kvtier.geometry import Extent
 from kvtier.index.base import Location, NewRecord, SetInfo
 from kvtier.index.redis_index import RedisIndex

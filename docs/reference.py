@@ -18,7 +18,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.server.app import make_routes
 
 ROOT = Path(__file__).resolve().parents[1]

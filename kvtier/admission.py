@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from kvtier.config import Admit
+from kvtier.config.settings import Admit
 
 SEEN_KEYS_MAX = 65_536
 

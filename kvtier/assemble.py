@@ -21,7 +21,7 @@ from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.codecs.fp8 import Fp8Codec
 from kvtier.codecs.raw import RawCodec
 from kvtier.codecs.turboquant.codec import Turboquant
-from kvtier.config import HOST_ADMIT, Settings
+from kvtier.config.settings import HOST_ADMIT, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.eviction.limits import Rules
 from kvtier.evictor import Evictor

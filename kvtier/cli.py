@@ -36,7 +36,7 @@ from kvtier.commands.check import Asked, run_check
 from kvtier.commands.doctor import run_doctor
 from kvtier.commands.place import path_argument
 from kvtier.commands.plan import add_options, run_plan
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.runtime.exit_status import INTERRUPTED, MEANINGS, NOT_DONE, OK
 from kvtier.runtime.versions import commit, installed

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.config import Settings
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Index, RemoteState
 from kvtier.index.breaker import Breaker, BreakerPlan

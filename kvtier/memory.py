@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.config import HOST_ARENA_BYTES, HbmSettings, Settings
+from kvtier.config.settings import HOST_ARENA_BYTES, HbmSettings, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.io import cuda

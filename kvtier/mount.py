@@ -9,7 +9,7 @@ import torch
 
 from kvtier.breakeven import LoadCost
 from kvtier.codecs.base import Codec, slab_bytes
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.geometry import Geometry, RankShare
 from kvtier.io.calibrate import calibrate

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from kvtier.config import Settings
-from kvtier.config_types import unreadable_name
+from kvtier.config.settings import Settings
+from kvtier.config.types import unreadable_name
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.geometry import PAGE_BYTES
 from kvtier.identity import Namespace

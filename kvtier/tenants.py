@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Sequence
 
-from kvtier.config_capacity import TenantSettings
+from kvtier.config.capacity import TenantSettings
 
 
 class Tenants:

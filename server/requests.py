@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from kvtier.admin.answers import HexId
 from kvtier.admin.change import PIN_KEYS_MAX, PIN_LABEL_CHARS_MAX
 from kvtier.admin.lookup import TOKENS_MAX
-from kvtier.config_capacity import TENANT_BYTES_MAX
+from kvtier.config.capacity import TENANT_BYTES_MAX
 
 BYTES_MAX = 1 << 53
 """Beyond that a JSON number is not exact."""

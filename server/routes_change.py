@@ -12,7 +12,7 @@ from kvtier.admin.answers import Evicted, HexId, PinRow, QuotaList, VerifyJob
 from kvtier.admin.lookup import Prompt, UnknownNamespace, keys_of
 from kvtier.admin.opened import Opened
 from kvtier.admin.verifying import TooMany
-from kvtier.config_capacity import TENANT_BYTES_MAX
+from kvtier.config.capacity import TENANT_BYTES_MAX
 from kvtier.eviction.choice import Selection
 from kvtier.eviction.limits import namespace_note
 from kvtier.server.access import AnAdmin, TheRoot, TheService, no_parameters, problems

@@ -14,7 +14,7 @@ from pathlib import Path
 import uvicorn
 
 from kvtier.admin.opened import open_for_admin
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.runtime.exit_status import NOT_DONE, OK
 from kvtier.server.app import make_app

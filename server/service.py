@@ -20,7 +20,7 @@ from kvtier.admin.opened import Opened
 from kvtier.admin.prompts import Tokenizers
 from kvtier.admin.stats import snapshot
 from kvtier.admin.verifying import Verifying
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable, KVTierError
 from kvtier.server.auth import Tokens
 from kvtier.server.schemas import HistoryPoint

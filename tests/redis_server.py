@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
 from tests.waiting import wait_until
 
 START_TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import memory
-from kvtier.config import HostSettings, Settings
+from kvtier.config.settings import HostSettings, Settings
 from kvtier.errors import ConfigError
 from kvtier.memory import host_memory
 from kvtier.runtime import memory_limits

@@ -35,13 +35,13 @@ LAYERS = (
      "kvtier.admission", "kvtier.runtime.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
      "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.plain_files",
      "kvtier.fingerprint", "kvtier.runtime.memory_limits", "kvtier.reports", "kvtier.sweep_turns"),
-    ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config", "kvtier.config_sources", "kvtier.errors",
+    ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config.settings", "kvtier.config.sources", "kvtier.errors",
      "kvtier.checksum", "kvtier.breakeven", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.capacity",
      "kvtier.model_config", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.layer_kinds",
-     "kvtier.transfer_config", "kvtier.entry",
+     "kvtier.config.kv_transfer", "kvtier.entry",
      "kvtier.runtime.units", "kvtier.codec_loss",
-     "kvtier.config_types", "kvtier.config_server", "kvtier.config_index", "kvtier.config_capacity", "kvtier.tenants",
-     "kvtier.signing", "kvtier.config_signing", "kvtier.runtime.versions", "kvtier.runtime.file_descriptors"),
+     "kvtier.config.types", "kvtier.config.server", "kvtier.config.index", "kvtier.config.capacity", "kvtier.tenants",
+     "kvtier.signing", "kvtier.config.signing", "kvtier.runtime.versions", "kvtier.runtime.file_descriptors"),
 )  # fmt: skip
 LAST_APART = 1
 """Up to this row, packages of a row know nothing of each other."""
@@ -54,7 +54,7 @@ USES_TORCH = (
     "benchmarks", "kvtier.connectors", "kvtier.assemble", "kvtier.transfer", "kvtier.saves", "kvtier.loads",
     "kvtier.memory", "kvtier.mount", "kvtier.order", "kvtier.kernels", "kvtier.codecs", "kvtier.tiers.arena",
 )  # fmt: skip
-READS_THE_ENVIRONMENT = ("kvtier.config", "benchmarks")  # benchmarks set that of the engines that they start
+READS_THE_ENVIRONMENT = ("kvtier.config.settings", "benchmarks")  # benchmarks set that of the engines that they start
 STARTS_THREADS = ("kvtier.runtime.threads", "benchmarks")
 CATCHES_EVERYTHING = ("kvtier.connectors.bridge", "kvtier.runtime.threads")  # the latter passes on to who waits
 # The engine's base class has them; any method is timed.
@@ -310,12 +310,12 @@ def test_planted_reach_is_found() -> None:
 def test_what_is_allowed_is_allowed() -> None:
     fine = [
         ("kvtier.runtime.threads", "import threading\nthreading.Thread(target=f)"),
-        ("kvtier.config", "import os\nos.environ"),
+        ("kvtier.config.settings", "import os\nos.environ"),
         ("kvtier.store", "try:\n f()\nexcept BaseException:\n log()\n raise"),
         ("kvtier.store", "import threading\nlock = threading.Lock()  # TODO(#12)"),
         ("kvtier.connectors.bridge", "try:\n f()\nexcept Exception:\n pass"),
         ("kvtier.kernels.gather", "import torch\n@triton.jit\ndef f(a, b, c, d, e, f, g, h): ..."),
-        ("kvtier.store", "from kvtier.config import Settings\nfrom kvtier.index.base import Index"),
+        ("kvtier.store", "from kvtier.config.settings import Settings\nfrom kvtier.index.base import Index"),
     ]
     for name, text in fine:
         assert all_faults(Source.of(name, text)) == []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.assemble import open_store, open_transfer
-from kvtier.config import HostSettings, Settings
+from kvtier.config.settings import HostSettings, Settings
 from kvtier.connectors.objects.codec import ObjectCodec, Octets, stand_in_pages
 from kvtier.geometry import share_of_rank
 from kvtier.identity import Namespace

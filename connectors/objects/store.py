@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.objects.codec import CODEC_ID, object_geometry, octets, slab_bytes_of
 from kvtier.connectors.objects.size_class import Found, Shelf, Wanted
 from kvtier.errors import ConfigError, IndexResting, IndexUnavailable, TierUnavailable

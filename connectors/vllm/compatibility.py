@@ -28,14 +28,14 @@ from vllm.v1.executor.abstract import Executor
 
 from kvtier.assemble import check_place
 from kvtier.codec_loss import check_key_bias
-from kvtier.config import HOST_ARENA_BYTES, Settings
+from kvtier.config.kv_transfer import POLICY, check_policy, roles_of
+from kvtier.config.settings import HOST_ARENA_BYTES, Settings
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.kv_dtypes import check_cache_dtype
 from kvtier.connectors.vllm.namespace import folder_of
 from kvtier.errors import ConfigError
 from kvtier.layer_kinds import CHUNK, FULL, WINDOW, refusal
 from kvtier.runtime.memory_limits import check_host_arena, memory_here
-from kvtier.transfer_config import POLICY, check_policy, roles_of
 
 # Kinds of layers by the class of their spec. A windowed layer beside full ones comes as a full one (`layer_kinds`).
 SPECS = {

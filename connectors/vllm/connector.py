@@ -21,7 +21,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.bridge import Step
 from kvtier.connectors.vllm.compatibility import NAME, check_model, install
 from kvtier.connectors.vllm.messages import ReportMetadata, StepMetadata

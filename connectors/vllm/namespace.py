@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from kvtier.assemble import make_codec
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.vllm.kv_dtypes import forms_of, torch_name
 from kvtier.connectors.vllm.kv_layout import layer_number
 from kvtier.connectors.vllm.platform import packing_of

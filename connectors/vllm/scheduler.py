@@ -12,7 +12,7 @@ import vllm
 
 from kvtier.assemble import load_limit, open_store
 from kvtier.codec_loss import loss_text
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors import dynamo
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.kv_events import Announcements, ChunkBlocks

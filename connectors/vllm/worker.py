@@ -20,7 +20,7 @@ import torch
 
 from kvtier.assemble import Work, open_transfer
 from kvtier.breakeven import LoadCost
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.bridge import Faults, Step, WorkerBridge
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.connectors.vllm import platform

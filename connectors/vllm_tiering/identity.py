@@ -30,7 +30,7 @@ import vllm
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.objects.store import ObjectHost
 from kvtier.connectors.vllm.compatibility import check_sources
 from kvtier.connectors.vllm.namespace import FINGERPRINTS, LENGTH_DEPENDENT_ROPES

@@ -12,7 +12,7 @@ from kvtier.admin.answers import Evicted, KeptSets, PinRow, Pins, QuotaList, Quo
 from kvtier.admin.listing import row_of
 from kvtier.admin.lookup import SETS_SHOWN_MAX, UnknownNamespace
 from kvtier.admin.opened import Opened
-from kvtier.config_capacity import TENANT_BYTES_MAX
+from kvtier.config.capacity import TENANT_BYTES_MAX
 from kvtier.eviction import limits, pins
 from kvtier.eviction.choice import Kept, KeptReason, Selection
 from kvtier.eviction.limits import Used, quota_value

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from kvtier.eviction.limits import Rules
 from kvtier.evictor import Evictor

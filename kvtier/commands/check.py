@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from kvtier.commands.check_model import look_at_model
-from kvtier.config import HOST_ADMIT, HOST_ARENA_BYTES, Settings
+from kvtier.config.kv_transfer import read_transfer_config
+from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed
 from kvtier.doctor.storage import beyond_the_disk, place_of
 from kvtier.errors import ConfigError
@@ -32,7 +33,6 @@ from kvtier.root import check_mount, check_reserve, check_space, find_root, squa
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 from kvtier.runtime.memory_limits import beyond_available, check_host_arena, memory_here
 from kvtier.runtime.units import exact, size
-from kvtier.transfer_config import read_transfer_config
 
 SEGMENTS_MIN = 4  # capacity below which a warning is given, segments: the two of each rank leave half of it
 SHOWN_MAX = 18

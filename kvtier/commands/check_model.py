@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtier.codec_loss import check_key_bias
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.geometry import share_of_rank
 from kvtier.model_config import read_model
 from kvtier.root import check_space

@@ -20,7 +20,7 @@ from kvtier.admin.change import Busy, OverCap, UnknownTenant, UselessQuota, Wron
 from kvtier.admin.lookup import UnknownNamespace
 from kvtier.admin.opened import Opened, open_for_admin
 from kvtier.admin.prompts import NoTokenizer
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.root import Root, find_root
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 from kvtier.assemble import make_codec, set_shape
 from kvtier.capacity import ChunkBytes, Engine, read_by
 from kvtier.codecs.base import slab_bytes
-from kvtier.config import CODECS_WITHOUT_BOUNDARY, HbmSettings, Settings
+from kvtier.config.settings import CODECS_WITHOUT_BOUNDARY, HbmSettings, Settings
 from kvtier.errors import ConfigError
 from kvtier.geometry import Geometry, RankShare
 from kvtier.memory import HBM_SPARE_BYTES, hbm_slots

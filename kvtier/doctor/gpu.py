@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.errors import ConfigError
 from kvtier.io.cufile import nvidia_fs_loaded

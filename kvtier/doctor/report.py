@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import fill
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.doctor.gpu import examine_gpu, examine_memory
 from kvtier.doctor.host import Host, Verdict
 from kvtier.doctor.lustre import examine_efa

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier import capacity_watch
-from kvtier.config import SEGMENT_BYTES, Settings
+from kvtier.config.settings import SEGMENT_BYTES, Settings
 from kvtier.doctor.coherence import examine_peer
 from kvtier.doctor.filesystems import examine_file_system
 from kvtier.doctor.host import Host, ProbeFailed, Verdict

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from kvtier.config_capacity import CapacitySettings
+from kvtier.config.capacity import CapacitySettings
 from kvtier.runtime.repeated_log import RepeatedLog
 
 _repeated = RepeatedLog()  # quotas are read each time room is made
@@ -81,7 +81,7 @@ def quota_value(n_bytes: int | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """See kvtier.config_capacity; fractions are of the capacity that is passed with each question, for a disk may have
+    """See kvtier.config.capacity; fractions are of the capacity that is passed with each question, for a disk may have
     less room than was configured."""
 
     high_fraction: float = 1.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.exceptions import AuthenticationError, MovedError, NoPermissionError, RedisError, ResponseError
 
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.redis_entries import Caller
 from kvtier.index.redis_keys import FORMAT

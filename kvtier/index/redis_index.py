@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
 from kvtier.index import entry
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.redis_binding import Binding

@@ -7,7 +7,7 @@ from typing import Literal
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
 from kvtier.errors import ConfigError
 
 

@@ -34,7 +34,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
 from kvtier.errors import IndexRefused, IndexUnavailable
 from kvtier.index.redis_login import login, password_file
 

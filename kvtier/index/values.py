@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import struct
 
-from kvtier.config_capacity import TENANT_BYTES_MAX
+from kvtier.config.capacity import TENANT_BYTES_MAX
 from kvtier.errors import Corrupt
 from kvtier.index.base import SetInfo
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.commands import bench, bench_storage, progress
-from kvtier.config import CONFIG_VARIABLE
+from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.evictor import Evicted as Removed
 from kvtier.evictor import Evictor
 from kvtier.index.embedded import LmdbIndex

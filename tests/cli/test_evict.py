@@ -16,7 +16,7 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.commands import freed
-from kvtier.config import CONFIG_VARIABLE
+from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.runtime.units import size
 from tests.cli.asking import refused
 from tests.core.rig import Engine

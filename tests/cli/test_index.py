@@ -12,8 +12,8 @@ import yaml
 
 from kvtier import agreement
 from kvtier.cli import main
-from kvtier.config import Settings
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
+from kvtier.config.settings import Settings
 from kvtier.doctor.report import examine
 from kvtier.index.base import Index, Location, NewRecord, RemoteState
 from kvtier.index.embedded import LmdbIndex

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from tests.core.rig import Engine
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import Settings
-from kvtier.config_index import RedisPlace, parse_url
+from kvtier.config.index import RedisPlace, parse_url
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 
 SECRET = "hunter2hunter2"

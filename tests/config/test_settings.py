@@ -12,8 +12,8 @@ import yaml
 from pydantic import BaseModel
 
 from kvtier.commands.prompts import duration_argument
-from kvtier.config import PIN_BYTES_MIN, Settings
-from kvtier.config_types import parse_bytes
+from kvtier.config.settings import PIN_BYTES_MIN, Settings
+from kvtier.config.types import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.memory import PIN_BYTES
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
 from kvtier.index.base import Index
 from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.indexes import open_index
 from kvtier.record import is_blank
 from kvtier.root import open_root

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvtier.admission import Admission, Admissions
-from kvtier.config import Admit
+from kvtier.config.settings import Admit
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, WriteOp
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun

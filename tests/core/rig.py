@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvtier.assemble import open_store, open_transfer
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.geometry import Geometry, RankShare, share_of_rank
 from kvtier.identity import CodecId, Namespace, chunk_keys
 from kvtier.kernels.paged import PagedKV, PagedLayer

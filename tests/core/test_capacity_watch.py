@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.capacity_watch import COMPARE_INTERVAL_S, CapacityWatch
-from kvtier.config_types import parse_bytes
+from kvtier.config.types import parse_bytes
 from kvtier.eviction.limits import Need
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex

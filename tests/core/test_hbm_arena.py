@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.config import HbmSettings
+from kvtier.config.settings import HbmSettings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.kernels.paged import Move, PagedKV
 from kvtier.memory import ARENA_SLOTS_MIN, HBM_SPARE_BYTES, hbm_slots

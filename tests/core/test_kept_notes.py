@@ -13,7 +13,7 @@ from kvtier import kept_notes
 from kvtier.admin.change import NewPin, add_pin, drop_pin, drop_quota, list_pins, list_quotas, set_quota, tenant_note
 from kvtier.admin.opened import Opened, open_for_admin
 from kvtier.cli import main
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.eviction.limits import namespace_note
 from kvtier.housekeeping import Housekeeper

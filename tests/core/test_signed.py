@@ -19,7 +19,7 @@ import torch
 from kvtier.checksum import slab_checksum, slab_seed
 from kvtier.cli import main
 from kvtier.commands.check import Asked, run_check
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.doctor.report import _signing
 from kvtier.errors import ConfigError
 from kvtier.geometry import PAGE_BYTES, Extent

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import root as root_module
-from kvtier.config import HbmSettings, Settings
+from kvtier.config.settings import HbmSettings, Settings
 from kvtier.doctor import gpu, storage
 from kvtier.doctor.gpu import examine_gpu, examine_memory
 from kvtier.doctor.host import Host, ProbeFailed, Ran, Verdict

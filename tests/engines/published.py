@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import Corrupt
 from kvtier.eviction.pins import Pin
 from kvtier.geometry import PAGE_BYTES

@@ -26,7 +26,7 @@ try:
 except ImportError:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.vllm import kv_dtypes, namespace
 from kvtier.connectors.vllm.compatibility import check_cache, layer_specs
 from kvtier.connectors.vllm.kv_dtypes import (

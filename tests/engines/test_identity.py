@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.vllm import kv_dtypes, namespace
 from kvtier.connectors.vllm.platform import Packing
 from kvtier.errors import ConfigError

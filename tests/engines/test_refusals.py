@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.vllm import compatibility, kv_dtypes, platform
 from kvtier.errors import ConfigError
 from kvtier.layer_kinds import refusal

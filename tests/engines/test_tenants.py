@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.breakeven import FixedLimit
-from kvtier.config_capacity import TenantSettings
+from kvtier.config.capacity import TenantSettings
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.connectors.vllm.lora import Adapters

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.config_capacity import CapacitySettings, TenantSettings
+from kvtier.config.capacity import CapacitySettings, TenantSettings
 from kvtier.eviction.choice import Choice, Selection
 from kvtier.eviction.limits import Need, Quotas, Rules, Used, namespace_note, quota_value, tenant_note
 from kvtier.eviction.pins import Pin, protected_sets, read_pins

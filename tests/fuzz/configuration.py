@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
-from kvtier.config import CONFIG_VARIABLE, Settings
+from kvtier.config.settings import CONFIG_VARIABLE, Settings
 from kvtier.errors import ConfigError
 
 TENANTS = """root: /mnt/kv

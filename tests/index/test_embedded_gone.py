@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import indexes
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable
 from kvtier.index import lmdb_env
 from kvtier.index.embedded import LmdbIndex

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
 from kvtier.errors import ConfigError, IndexRefused, IndexUnavailable
 from kvtier.index.redis_index import RedisIndex
 from kvtier.index.redis_wire import RECONNECT_PAUSE_S, ROLE_INTERVAL_S

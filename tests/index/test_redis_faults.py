@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config_index import IndexSettings
+from kvtier.config.index import IndexSettings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts
 from kvtier.index.redis_index import RedisIndex

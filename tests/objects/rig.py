@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier
 from kvtier.geometry import PAGE_BYTES
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import cli, owner
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from kvtier.index.embedded import LmdbIndex
 from kvtier.io.filesystem import FileSystem

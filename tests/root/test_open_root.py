@@ -16,7 +16,7 @@ import pytest
 
 from kvtier import owner
 from kvtier import root as root_module
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from kvtier.index.embedded import LmdbIndex
 from kvtier.io.filesystem import FileSystem

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from kvtier.admin.opened import Opened, opened
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import SetInfo

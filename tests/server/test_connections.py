@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.server import connections
 from kvtier.server.auth import Tokens
 from kvtier.server.serve import listen, open_service, uvicorn_config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.admin.lookup import TOKENS_MAX
-from kvtier.config_server import ServerSettings
+from kvtier.config.server import ServerSettings
 from kvtier.errors import ConfigError
 from kvtier.server import routes_look
 from kvtier.server.auth import Role, Tokens

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config_server import ServerSettings
+from kvtier.config.server import ServerSettings
 from kvtier.server.auth import Role, Tokens
 from kvtier.server.rotated import LOOK_INTERVAL_S, Rotated
 from tests.server.process import running, write_config

@@ -12,7 +12,7 @@ from kvtier.admission import Admission, Admissions
 from kvtier.breakeven import FixedLimit
 from kvtier.codecs.base import slab_bytes
 from kvtier.codecs.raw import RawCodec
-from kvtier.config import Admit
+from kvtier.config.settings import Admit
 from kvtier.connectors.bridge import Faults, SchedulerBridge, WorkerBridge
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.errors import ConfigError, KVTierError

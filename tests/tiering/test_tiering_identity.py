@@ -12,7 +12,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 
-from kvtier.config import Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.vllm_tiering import identity as identity_module
 from kvtier.connectors.vllm_tiering.identity import host_of
 from kvtier.errors import ConfigError

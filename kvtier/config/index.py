@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
-from kvtier.config_types import FROZEN, Bytes, Count, Timeout, absolute_path, no_bool
+from kvtier.config.types import FROZEN, Bytes, Count, Timeout, absolute_path, no_bool
 from kvtier.errors import ConfigError
 
 _URL = re.compile(

@@ -30,12 +30,12 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvtier.config_capacity import CapacitySettings
-from kvtier.config_index import IndexSettings
-from kvtier.config_server import ServerSettings
-from kvtier.config_signing import SigningSettings
-from kvtier.config_sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
-from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, Timeout, absolute_path, multiple
+from kvtier.config.capacity import CapacitySettings
+from kvtier.config.index import IndexSettings
+from kvtier.config.server import ServerSettings
+from kvtier.config.signing import SigningSettings
+from kvtier.config.sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
+from kvtier.config.types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, Timeout, absolute_path, multiple
 from kvtier.errors import HIDDEN, ConfigError
 from kvtier.geometry import PAGE_BYTES
 from kvtier.runtime.units import exact

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, SecretStr, field_validator
 
-from kvtier.config_types import FROZEN, Bytes, Count, Seconds, Timeout, absolute_path, no_bool
+from kvtier.config.types import FROZEN, Bytes, Count, Seconds, Timeout, absolute_path, no_bool
 from kvtier.errors import ConfigError
 
 TOKEN_CHARS_MIN = 16

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, field_validator
 
-from kvtier.config_types import FROZEN, absolute_path
+from kvtier.config.types import FROZEN, absolute_path
 from kvtier.errors import ConfigError
 from kvtier.signing import SECRET_BYTES_MIN, Signer
 

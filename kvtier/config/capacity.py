@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
-from kvtier.config_types import FROZEN, Bytes, BytesOrZero, Seconds, no_bool
+from kvtier.config.types import FROZEN, Bytes, BytesOrZero, Seconds, no_bool
 from kvtier.errors import ConfigError
 from kvtier.runtime.units import exact
 
