@@ -29,8 +29,8 @@ from pathlib import Path
 import lmdb
 from blake3 import blake3
 
-from kvtier.geometry import Extent
-from kvtier.identity import chunk_keys
+from kvtier.format.geometry import Extent
+from kvtier.format.namespace import chunk_keys
 from kvtier.index.base import Location, NewRecord, SetInfo
 from kvtier.index.embedded import LmdbIndex
 

@@ -29,7 +29,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import RecordHeader
 from kvtier.io.native import instruction_set
 from kvtier.io.ring import (
     AlignedBuffer,
@@ -39,7 +40,6 @@ from kvtier.io.ring import (
     WriteOp,
     sizes_for,
 )
-from kvtier.record import RecordHeader
 
 HEADS = 8
 RECORD_MIB = (4, 32)

@@ -36,7 +36,7 @@ from typing import Any
 import redis
 
 from kvtier.config.index import IndexSettings
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 from kvtier.index.base import Location, NewRecord, SetInfo
 from kvtier.index.redis_index import RedisIndex
 from kvtier.index.redis_keys import TAGS, Keys

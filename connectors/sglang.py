@@ -35,7 +35,7 @@ import torch
 from kvtier.connectors.bridge import Faults
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
-from kvtier.identity import canonical_text
+from kvtier.format.namespace import canonical_text
 from kvtier.runtime.versions import installed
 
 try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.identity import chunk_keys
+from kvtier.format.namespace import chunk_keys
 from kvtier.store import WantedChunk
 
 
@@ -18,7 +18,7 @@ class RequestView:
 
     tokens: all known token ids, the generated ones too; a live view, without placeholders or unverified drafts.
     prompt_tokens: how many of them are the prompt.
-    extras: chunk number -> what the chunk's KV depends on besides tokens (kvtier.identity.join_extras).
+    extras: chunk number -> what the chunk's KV depends on besides tokens (kvtier.format.namespace.join_extras).
     may_load, may_save: what the request itself allows.
     tenant: whose it is; "" for nobody in particular.
     """

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.geometry import Extent, covers
+from kvtier.format.geometry import Extent, covers
+from kvtier.format.record import RecordHeader, is_blank
 from kvtier.index import entry
 from kvtier.index.base import Index, Location, SetInfo
-from kvtier.record import RecordHeader, is_blank
 from kvtier.root import Root, namespace_folders
 from kvtier.tiers.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 

@@ -25,9 +25,11 @@ from kvtier.config.settings import HOST_ADMIT, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.eviction.limits import Rules
 from kvtier.evictor import Evictor
-from kvtier.geometry import PAGE_BYTES, Geometry, RankShare
+from kvtier.format.geometry import PAGE_BYTES, Geometry, RankShare
+from kvtier.format.namespace import Namespace
+from kvtier.format.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
+from kvtier.format.signing import Signer
 from kvtier.housekeeping import Housekeeper
-from kvtier.identity import Namespace
 from kvtier.index.guard import GuardedIndex
 from kvtier.indexes import open_index, open_lookups
 from kvtier.io.filesystem import Visibility, file_system_of
@@ -37,7 +39,6 @@ from kvtier.kernels.paged import PagedKV
 from kvtier.memory import Memory, cuda_memory, host_memory
 from kvtier.mount import open_io
 from kvtier.pinned_segments import PinnedSegments
-from kvtier.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
 from kvtier.reports import COUNT_MAX, About
 from kvtier.root import (
     Root,
@@ -54,7 +55,6 @@ from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import Jobs, ThreadJobs
 from kvtier.runtime.units import exact
 from kvtier.saves import SaveBounds
-from kvtier.signing import Signer
 from kvtier.storage_wait import in_time, said
 from kvtier.store import Store
 from kvtier.tiers.segments import SegmentFolders, Sharing, direct_io_works

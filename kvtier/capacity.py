@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.geometry import Geometry, RankShare, share_of_rank
+from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.model_config import ModelConfig
 from kvtier.model_parameters import active_parameters, rank_parameters, total_parameters
 

@@ -14,7 +14,7 @@ from functools import partial
 from kvtier.admission import Admission
 from kvtier.errors import Corrupt
 from kvtier.fetch_files import FetchFailed, FileReader, FileReads, place_of
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.keep import HostKeeper
 from kvtier.kernels.paged import SlabRun
 from kvtier.order import Mark

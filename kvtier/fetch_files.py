@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import tags_in
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.io.engines import Reads
 from kvtier.io.ring import AlignedBuffer, ReadOp
 from kvtier.plan import LoadChunk
 from kvtier.rechecks import Rechecks
-from kvtier.record import tags_in
 from kvtier.runtime import metrics as names
 from kvtier.sources import Source, place_in_file, sources_of
 from kvtier.stuck_files import StuckFiles

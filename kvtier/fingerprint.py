@@ -35,8 +35,8 @@ from typing import Any
 from blake3 import blake3
 
 from kvtier.errors import ConfigError
-from kvtier.geometry import PAGE_BYTES
-from kvtier.identity import canonical_text
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.namespace import canonical_text
 from kvtier.once import replace_small
 
 log = logging.getLogger("kvtier")

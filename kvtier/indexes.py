@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvtier.config.index import IndexSettings
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.format.record import FORMAT_VERSION
 from kvtier.index.base import Index, RemoteState
 from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.embedded import LmdbIndex
@@ -19,7 +20,6 @@ from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.lookups import InBackground, InPlace, Lookups
 from kvtier.owner import read_owner
-from kvtier.record import FORMAT_VERSION
 from kvtier.root import Root, open_again
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import ThreadJobs

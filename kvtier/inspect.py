@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
-from kvtier.geometry import PAGE_BYTES
-from kvtier.identity import Namespace
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.namespace import Namespace
+from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, tags_in
+from kvtier.format.signing import Signer
 from kvtier.index.base import Index, Location
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring
-from kvtier.record import RecordHeader, SegmentHeader, is_blank, tags_in
 from kvtier.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
-from kvtier.signing import Signer
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.read_record import RECORD_BYTES_MAX
 from kvtier.tiers.segments import NeverBegun, SegmentFiles, segment_name

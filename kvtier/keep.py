@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvtier.admission import Admission
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.runtime.threads import Jobs
 from kvtier.sources import Source, end_of
 from kvtier.worker import ChunkArena, Worker

@@ -18,8 +18,8 @@ from kvtier.errors import IndexResting, KVTierError
 from kvtier.eviction.limits import Need
 from kvtier.eviction.room import Room
 from kvtier.evictor import Evictor
+from kvtier.format.namespace import Namespace
 from kvtier.housekeeping import Housekeeper
-from kvtier.identity import Namespace
 from kvtier.index import entry as entries
 from kvtier.index.base import Index, SetInfo, Use, writer_lease
 from kvtier.reports import NOTE_PREFIX, About, Reporter

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from kvtier.breakeven import Costs, LoadCost
 from kvtier.errors import Corrupt
-from kvtier.identity import canonical_text
+from kvtier.format.namespace import canonical_text
 from kvtier.index.base import Index
 from kvtier.reports import About
 

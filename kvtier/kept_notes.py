@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from kvtier.errors import TierUnavailable
 from kvtier.eviction import limits, pins
-from kvtier.identity import canonical_text
+from kvtier.format.namespace import canonical_text
 from kvtier.index.base import Index
 from kvtier.once import read_small, replace_small
 from kvtier.plain_files import folder_within, make_private

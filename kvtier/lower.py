@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.codecs.base import slab_bytes
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.kernels.paged import SlabRun
 from kvtier.plan import SaveChunk
 from kvtier.worker import ChunkArena, Worker

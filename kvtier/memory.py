@@ -14,7 +14,7 @@ import torch
 
 from kvtier.config.settings import HOST_ARENA_BYTES, HbmSettings, Settings
 from kvtier.errors import ConfigError, TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io import cuda
 from kvtier.io.ring import AlignedBuffer
 from kvtier.kernels import host as host_kernels

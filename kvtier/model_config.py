@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from kvtier.errors import ConfigError
-from kvtier.geometry import AttentionKind, Geometry
+from kvtier.format.geometry import AttentionKind, Geometry
 from kvtier.layer_kinds import FULL, WINDOW, refusal
 
 KEY = "--model"

@@ -11,7 +11,7 @@ from kvtier.breakeven import LoadCost
 from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, TierUnavailable
-from kvtier.geometry import Geometry, RankShare
+from kvtier.format.geometry import Geometry, RankShare
 from kvtier.io.calibrate import calibrate
 from kvtier.io.calibration import Ask, Calibration, cache_share, calibrated, default_choice, engines_for
 from kvtier.io.engines import Choice, Engines, Target, open_engine

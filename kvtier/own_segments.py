@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
+from kvtier.format.record import SegmentHeader, record_bytes
 from kvtier.index.base import NOBODY, slots_used
 from kvtier.plan import SaveChunk, SavePlan
-from kvtier.record import SegmentHeader, record_bytes
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import SegmentFiles

@@ -35,7 +35,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from kvtier.errors import ConfigError
-from kvtier.identity import canonical_text
+from kvtier.format.namespace import canonical_text
 from kvtier.io.filesystem import file_system_of
 from kvtier.once import create_once, read_small, replace_small
 

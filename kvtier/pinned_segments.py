@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.memory import PIN_BYTES
 from kvtier.order import Mark
 from kvtier.runtime import metrics as names

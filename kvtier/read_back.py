@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, TierUnavailable
+from kvtier.format.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.index import entry
 from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo, slots_used
-from kvtier.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.root import read_namespace
 from kvtier.sweep_lease import Clock, SweepLease
 from kvtier.tiers.read_record import Verdict, judge

@@ -4,7 +4,7 @@
     <root>/v1/notes/                            kvtier.kept_notes
     <root>/v1/index/                            the embedded index, where the root's file system is local
     <root>/v1/<namespace id>/namespace.json     the canonical JSON that the id is the hash of
-    <root>/v1/<namespace id>/*.kvseg            kvtier.record
+    <root>/v1/<namespace id>/*.kvseg            kvtier.format.record
 
 Folders are 0700 and files 0600: KV tells what was said. The root's path may go through links; within it none is
 followed.
@@ -25,13 +25,13 @@ from pathlib import Path
 from kvtier.config.settings import Settings
 from kvtier.config.types import unreadable_name
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
-from kvtier.geometry import PAGE_BYTES
-from kvtier.identity import Namespace
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.namespace import Namespace
+from kvtier.format.record import FORMAT_VERSION
 from kvtier.io.filesystem import file_system_of, mounted_at
 from kvtier.once import create_once, read_small
 from kvtier.owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
 from kvtier.plain_files import NOT_ANSWERING, folder_within, hand_over
-from kvtier.record import FORMAT_VERSION
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.runtime.units import exact
 from kvtier.tiers.segments import KEPT_OPEN, SUFFIX

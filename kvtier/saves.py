@@ -23,7 +23,8 @@ import torch
 from kvtier.admission import Admissions
 from kvtier.codecs.base import Encoded, slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.index.base import Location, NewRecord
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
 from kvtier.kernels.paged import Move, Patch
@@ -31,7 +32,6 @@ from kvtier.lower import Lowering, Staged
 from kvtier.order import Mark
 from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
-from kvtier.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.runtime import metrics as names
 from kvtier.runtime.backoff import Backoff
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import record_bytes
 from kvtier.index.base import Location
 from kvtier.kernels.paged import Patch
-from kvtier.record import record_bytes
 
 
 @dataclass(frozen=True, slots=True)

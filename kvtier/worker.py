@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvtier.codecs.base import Codec
 from kvtier.errors import IndexUnavailable
-from kvtier.geometry import PAGE_BYTES, Geometry, RankShare, padded
+from kvtier.format.geometry import PAGE_BYTES, Geometry, RankShare, padded
 from kvtier.index.base import Index
 from kvtier.io.engines import Engines, Reads
 from kvtier.kernels.paged import PagedKV, SlabRun

@@ -35,13 +35,13 @@ LAYERS = (
      "kvtier.admission", "kvtier.runtime.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
      "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.plain_files",
      "kvtier.fingerprint", "kvtier.runtime.memory_limits", "kvtier.reports", "kvtier.sweep_turns"),
-    ("kvtier.record", "kvtier.identity", "kvtier.geometry", "kvtier.config.settings", "kvtier.config.sources", "kvtier.errors",
-     "kvtier.checksum", "kvtier.breakeven", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.capacity",
+    ("kvtier.format.record", "kvtier.format.namespace", "kvtier.format.geometry", "kvtier.config.settings", "kvtier.config.sources", "kvtier.errors",
+     "kvtier.format.checksum", "kvtier.breakeven", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.capacity",
      "kvtier.model_config", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.layer_kinds",
      "kvtier.config.kv_transfer", "kvtier.entry",
      "kvtier.runtime.units", "kvtier.codec_loss",
      "kvtier.config.types", "kvtier.config.server", "kvtier.config.index", "kvtier.config.capacity", "kvtier.tenants",
-     "kvtier.signing", "kvtier.config.signing", "kvtier.runtime.versions", "kvtier.runtime.file_descriptors"),
+     "kvtier.format.signing", "kvtier.config.signing", "kvtier.runtime.versions", "kvtier.runtime.file_descriptors"),
 )  # fmt: skip
 LAST_APART = 1
 """Up to this row, packages of a row know nothing of each other."""
@@ -286,7 +286,7 @@ PLANTED = {
         "from kvtier.connectors import bridge": "which lies above it",
         "def f():\n from kvtier.assemble import open_store": "which lies above it",
     },
-    "kvtier.record": {"from kvtier.io import ring": "which lies above it"},
+    "kvtier.format.record": {"from kvtier.io import ring": "which lies above it"},
     "kvtier.server.app": {"from kvtier.connectors.bridge import Bridge": "which lies beside it"},
     "kvtier.brand_new": {"": "has no layer"},
 }

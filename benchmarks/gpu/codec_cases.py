@@ -11,7 +11,7 @@ from kvtier.codecs.fp8 import Fp8Coder
 from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import VectorPages
-from kvtier.geometry import Extent, padded
+from kvtier.format.geometry import Extent, padded
 from kvtier.kernels import fp8_device, turboquant_device
 from kvtier.kernels.coded_pages import SlabShape
 from kvtier.kernels.fp8_device import CudaFp8

@@ -35,7 +35,7 @@ import triton.testing
 from benchmarks.gpu import report
 from benchmarks.gpu.codec_cases import NMSE_OF_THEORY_MAX, Case, Tiling
 from benchmarks.gpu.kernels import L2_BYTES, copy_rate, device_ms
-from kvtier.checksum import slab_checksum, slab_seed
+from kvtier.format.checksum import slab_checksum, slab_seed
 from kvtier.kernels.device_checksum import prepare, slab_checksums
 from kvtier.kernels.paged import PagedKV, SlabRun
 

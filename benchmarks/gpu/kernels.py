@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import report
-from kvtier.checksum import slab_checksum, slab_seed
-from kvtier.geometry import padded
+from kvtier.format.checksum import slab_checksum, slab_seed
+from kvtier.format.geometry import padded
 from kvtier.kernels import device, device_checksum
 from kvtier.kernels.device import Tiling
 from kvtier.kernels.device_checksum import Walk

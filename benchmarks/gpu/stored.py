@@ -9,10 +9,10 @@ from typing import Any
 
 from benchmarks.gpu.ceilings import direct_flags, each_piece
 from benchmarks.gpu.engine import Engine
-from kvtier.geometry import PAGE_BYTES
-from kvtier.identity import chunk_keys
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.namespace import chunk_keys
+from kvtier.format.record import record_bytes
 from kvtier.index.entry import unpack
-from kvtier.record import record_bytes
 from kvtier.tiers.segments import segment_name
 
 READ_THREADS = 16

@@ -15,7 +15,7 @@ from benchmarks.quality.model import Cache
 from kvtier.codecs.fp8 import Fp8Coder
 from kvtier.codecs.turboquant.layout import PRESETS, Bits, LayerLayout
 from kvtier.codecs.turboquant.reference import decode_layer, encode_layer, signs_of
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 
 CHUNK_TOKENS = 256
 SEED = 0

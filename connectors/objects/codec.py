@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.geometry import Extent, Geometry, padded
-from kvtier.identity import CodecId
+from kvtier.format.geometry import Extent, Geometry, padded
+from kvtier.format.namespace import CodecId
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer
 
 LENGTH_BYTES = 8

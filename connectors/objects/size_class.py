@@ -13,8 +13,8 @@ from typing import NamedTuple
 from kvtier.assemble import open_store, open_transfer
 from kvtier.config.settings import HostSettings, Settings
 from kvtier.connectors.objects.codec import ObjectCodec, Octets, stand_in_pages
-from kvtier.geometry import share_of_rank
-from kvtier.identity import Namespace
+from kvtier.format.geometry import share_of_rank
+from kvtier.format.namespace import Namespace
 from kvtier.plan import SaveOutcome
 from kvtier.reports import About
 from kvtier.runtime.metrics import summed

@@ -27,7 +27,7 @@ from kvtier.config.settings import Settings
 from kvtier.connectors.objects.codec import CODEC_ID, object_geometry, octets, slab_bytes_of
 from kvtier.connectors.objects.size_class import Found, Shelf, Wanted
 from kvtier.errors import ConfigError, IndexResting, IndexUnavailable, TierUnavailable
-from kvtier.identity import ID_BYTES, Namespace
+from kvtier.format.namespace import ID_BYTES, Namespace
 from kvtier.index import entry as entries
 from kvtier.indexes import open_index
 from kvtier.reports import About
@@ -56,7 +56,7 @@ class ObjectHost:
     """Whose objects they are.
 
     family: of hosts that may read each other's, "lmcache". identity: what else must be equal before they may, and what
-    their keys do not say (kvtier.identity.canonical_text); "" for nothing. version, model: for reports.
+    their keys do not say (kvtier.format.namespace.canonical_text); "" for nothing. version, model: for reports.
     """
 
     family: str

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.geometry import LayerForm
+from kvtier.format.geometry import LayerForm
 
 PLAIN = frozenset({"auto", "float16", "bfloat16", "float32", "half", "float"})
 FP8 = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"})

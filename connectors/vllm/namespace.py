@@ -31,8 +31,8 @@ from kvtier.connectors.vllm.kv_layout import layer_number
 from kvtier.connectors.vllm.platform import packing_of
 from kvtier.errors import ConfigError
 from kvtier.fingerprint import config_fingerprint, file_fingerprint, weights_fingerprint
-from kvtier.geometry import Geometry, RankShare, share_of_rank
-from kvtier.identity import CodecId, Namespace, canonical_text
+from kvtier.format.geometry import Geometry, RankShare, share_of_rank
+from kvtier.format.namespace import CodecId, Namespace, canonical_text
 
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Ways of drafting that keep no KV of their own."""

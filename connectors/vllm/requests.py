@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.connectors.tracked_request import RequestView
 from kvtier.connectors.vllm.lora import Adapters
-from kvtier.identity import join_extras, lora_extra, multimodal_extra, salt_extra
+from kvtier.format.namespace import join_extras, lora_extra, multimodal_extra, salt_extra
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.tenants import NO_TENANTS, Tenants
 

@@ -30,7 +30,7 @@ from kvtier.connectors.vllm.kv_layout import CacheShape, EnginePages, engine_pag
 from kvtier.connectors.vllm.messages import RankReport, ReportMetadata, StepMetadata
 from kvtier.connectors.vllm.metrics import KVTierStats, stats_of
 from kvtier.connectors.vllm.namespace import Identity, check_share, identity_of
-from kvtier.geometry import LayerForm, RankShare
+from kvtier.format.geometry import LayerForm, RankShare
 from kvtier.plan import LoadPlan, SavePlan
 from kvtier.reports import RankFigures
 

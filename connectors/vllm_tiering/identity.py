@@ -36,7 +36,7 @@ from kvtier.connectors.vllm.compatibility import check_sources
 from kvtier.connectors.vllm.namespace import FINGERPRINTS, LENGTH_DEPENDENT_ROPES
 from kvtier.errors import ConfigError
 from kvtier.fingerprint import weights_fingerprint
-from kvtier.identity import canonical_text
+from kvtier.format.namespace import canonical_text
 
 FAMILY = "vllm-offloading"
 

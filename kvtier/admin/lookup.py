@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvtier.admin.answers import LookupAnswer, NamespaceHit, SetHit
 from kvtier.admin.opened import Opened
 from kvtier.admin.stats import read_reports
-from kvtier.identity import chunk_keys, join_extras, salt_extra
+from kvtier.format.namespace import chunk_keys, join_extras, salt_extra
 from kvtier.index import entry as entries
 from kvtier.index.base import SetInfo
 from kvtier.tiers.segments import segment_name

@@ -14,7 +14,7 @@ from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from kvtier.eviction.limits import Rules
 from kvtier.evictor import Evictor
-from kvtier.identity import Namespace
+from kvtier.format.namespace import Namespace
 from kvtier.index.base import Index, SetInfo
 from kvtier.indexes import open_index
 from kvtier.root import Root, namespace_folders, open_root, read_namespace

@@ -13,8 +13,8 @@ from kvtier.admin.opened import Opened
 from kvtier.errors import Corrupt
 from kvtier.eviction import pins
 from kvtier.eviction.limits import Quotas
+from kvtier.format.namespace import Namespace
 from kvtier.housekeeping import is_to_be_rebuilt
-from kvtier.identity import Namespace
 from kvtier.index.base import SetInfo
 from kvtier.reports import LABEL_CHARS_MAX, NOTE_PREFIX, WorkerReport
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
-from kvtier.geometry import Extent, Geometry
+from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvtier.geometry import Extent, Geometry, padded
+from kvtier.format.geometry import Extent, Geometry, padded
 from kvtier.kernels.paged import Move, PagedKV
 
 
@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
     """What encoding made of one move.
 
     is_refused: the blocks hold what the codec cannot keep; the slabs mean nothing and must not be stored.
-    sums: checksums of the slabs (kvtier.checksum), where the same launch took them.
+    sums: checksums of the slabs (kvtier.format.checksum), where the same launch took them.
     """
 
     is_refused: bool

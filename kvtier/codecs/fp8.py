@@ -19,7 +19,7 @@ import torch
 
 from kvtier.codecs.base import Encoded, Mover, Movers
 from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
-from kvtier.geometry import Extent, Geometry
+from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.paged import Move, PagedKV
 
 log = logging.getLogger("kvtier")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtier.codecs.bands import BandedPages, Copier
 from kvtier.codecs.base import Encoded, Movers
-from kvtier.geometry import Extent, Geometry
+from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.host import HostPages
 from kvtier.kernels.paged import Move, PagedKV
 

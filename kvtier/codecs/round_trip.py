@@ -8,7 +8,7 @@ from kvtier.codecs.fp8 import Fp8Coder
 from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import LayerCoder
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 
 
 def round_trip(

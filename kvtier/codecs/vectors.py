@@ -13,7 +13,7 @@ import torch
 
 from kvtier.codecs.base import Verdict
 from kvtier.errors import ConfigError
-from kvtier.geometry import Extent, Geometry
+from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.launch import to_device
 from kvtier.kernels.paged import Move, PagedKV
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import RecordHeader
 from kvtier.io.calibrate import scratch_file
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, RingSizes, WriteOp
-from kvtier.record import RecordHeader
 from kvtier.runtime.threads import ThreadJobs
 
 SLAB_BYTES, SLABS = 512 << 10, 16

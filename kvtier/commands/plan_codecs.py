@@ -11,9 +11,9 @@ from kvtier.capacity import ChunkBytes, Engine, read_by
 from kvtier.codecs.base import slab_bytes
 from kvtier.config.settings import CODECS_WITHOUT_BOUNDARY, HbmSettings, Settings
 from kvtier.errors import ConfigError
-from kvtier.geometry import Geometry, RankShare
+from kvtier.format.geometry import Geometry, RankShare
+from kvtier.format.record import record_bytes
 from kvtier.memory import HBM_SPARE_BYTES, hbm_slots
-from kvtier.record import record_bytes
 from kvtier.worker import arena_slot_bytes
 
 CODECS: tuple[str, ...] = get_args(Settings.model_fields["codec"].annotation)

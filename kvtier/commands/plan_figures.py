@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from kvtier.capacity import ChunkBytes, Engine, HbmPlan, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
 from kvtier.codec_loss import check_key_bias
 from kvtier.errors import ConfigError
-from kvtier.geometry import Geometry, RankShare
+from kvtier.format.geometry import Geometry, RankShare
 from kvtier.model_config import ModelConfig, read_model
 from kvtier.model_parameters import active_parameters, total_parameters
 from kvtier.model_weights import Weights, read_weights

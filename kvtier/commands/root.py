@@ -14,6 +14,7 @@ from kvtier.commands.progress import progress
 from kvtier.commands.tables import counted, print_table, when
 from kvtier.commands.tables import seconds as duration
 from kvtier.errors import ConfigError, IndexUnavailable
+from kvtier.format.signing import Signer
 from kvtier.index.base import Index
 from kvtier.index.embedded import is_of_this_boot
 from kvtier.index.memory import MemoryIndex
@@ -21,7 +22,6 @@ from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verif
 from kvtier.root import Root
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 from kvtier.runtime.units import rate, size
-from kvtier.signing import Signer
 
 SEGMENTS = "segments"
 

@@ -37,7 +37,7 @@ from kvtier.config.signing import SigningSettings
 from kvtier.config.sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
 from kvtier.config.types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, Timeout, absolute_path, multiple
 from kvtier.errors import HIDDEN, ConfigError
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.runtime.units import exact
 
 CONFIG_VARIABLE = "KVTIER_CONFIG"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, field_validator
 
 from kvtier.config.types import FROZEN, absolute_path
 from kvtier.errors import ConfigError
-from kvtier.signing import SECRET_BYTES_MIN, Signer
+from kvtier.format.signing import SECRET_BYTES_MIN, Signer
 
 KEY = "signing.key_file"
 SECRET_BYTES_MAX = 4096

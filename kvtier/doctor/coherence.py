@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.filesystem import FileSystem
 from kvtier.io.ring import AlignedBuffer
 

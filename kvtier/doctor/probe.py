@@ -17,7 +17,7 @@ from typing import Any
 
 from kvtier.doctor.coherence import measure
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.calibrate import calibrate, scratch_file
 from kvtier.io.calibration import Ask, engines_for
 from kvtier.io.cuda import driver_version

@@ -15,11 +15,11 @@ from kvtier.doctor.filesystems import examine_file_system
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.errors import ConfigError, Corrupt
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import FORMAT_VERSION
 from kvtier.io.calibration import Calibration
 from kvtier.io.filesystem import FileSystem, file_system_of
 from kvtier.owner import check_node
-from kvtier.record import FORMAT_VERSION
 from kvtier.root import check_mount, nearest, segments_bytes
 from kvtier.runtime.memory_limits import memory_here, pin_budget
 from kvtier.runtime.units import rate, size

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 
 NOBODY = ""
 """Owner of a set that was read back from its files, or taken over from a writer that gave no sign of life."""

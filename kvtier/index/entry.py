@@ -25,7 +25,7 @@ from __future__ import annotations
 import struct
 
 from kvtier.errors import Corrupt
-from kvtier.geometry import PAGE_BYTES, Extent, covers
+from kvtier.format.geometry import PAGE_BYTES, Extent, covers
 from kvtier.index.base import Location
 
 Place = tuple[int, int, int]

@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import NoScriptError, ResponseError
 
 from kvtier.errors import Corrupt, IndexUnavailable
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import Location
 from kvtier.index.redis_keys import PUT_IN, SCRIPTS, TAKE_OUT, Keys, Script

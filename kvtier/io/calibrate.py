@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import RecordHeader
 from kvtier.io.calibration import (
     Ask,
     Calibration,
@@ -30,7 +31,6 @@ from kvtier.io.calibration import (
 from kvtier.io.engines import Choice, Reader, Reads, Target, open_engine
 from kvtier.io.filesystem import file_system_of
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, WriteOp, sizes_for
-from kvtier.record import RecordHeader
 from kvtier.runtime.file_descriptors import close_file
 
 PREFIX = ".calibrate-"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvtier.errors import ConfigError, Corrupt
-from kvtier.identity import canonical_text
+from kvtier.format.namespace import canonical_text
 from kvtier.io.engines import Choice, EngineName, Target
 from kvtier.io.filesystem import file_system_of
 from kvtier.io.ring import sizes_for

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from kvtier.format.signing import Signer
 from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes
 from kvtier.io.ring import DeviceRing, OpResult, ReadOp, Ring, sizes_for
-from kvtier.signing import Signer
 
 EngineName = Literal["ring", "kvikio"]
 

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.cufile import cufile_state
 from kvtier.io.kvikio_files import FAULTS, OpenFile, OpenFiles, Returns, left_behind, load_kvikio
 from kvtier.io.ring import OpResult, ReadOp

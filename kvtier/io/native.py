@@ -106,7 +106,7 @@ def checksum(
 ) -> int:
     """Checksum of `n_bytes` (a multiple of 8) of memory; with `first_pair`, the summand of one piece of a slab.
 
-    See `kvtier.checksum.slab_checksum`. `instruction_set`: one of `instruction_sets()`, the fastest by default.
+    See `kvtier.format.checksum.slab_checksum`. `instruction_set`: one of `instruction_sets()`, the fastest by default.
     """
     if n_bytes % 8 or n_bytes < 0:
         raise ValueError(f"{n_bytes} bytes are not whole pairs of 8")

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.native import Message, library, quick
 
 THREADS, PIECE_BYTES = 16, 1 << 20

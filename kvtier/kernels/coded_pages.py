@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.codecs.base import Verdict
-from kvtier.geometry import Extent, padded
+from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.device_checksum import slab_seeds
 from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
 from kvtier.kernels.move_table import PageTable, alike

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.kernels.launch import on_device, pin_tables, to_device
 from kvtier.kernels.move_table import Alike, PageTable, alike
 from kvtier.kernels.paged import Move, PagedKV, Patch
@@ -158,7 +158,7 @@ class DevicePages:
         """Compiles for these pages, which takes a second or two. `tiling`: one of TILINGS; others only to measure."""
         layers = [layer.planes for layer in pages.layers]
         rows = {tuple(plane.shape[3] * plane.element_size() for plane in planes) for planes in layers}
-        assert len(rows) == 1, "a model's layers are alike (kvtier.geometry)"
+        assert len(rows) == 1, "a model's layers are alike (kvtier.format.geometry)"
         self._pages = pages
         self._device = pages.layers[0].k.device
         self._rows = (*rows.pop(), 0)[:2]

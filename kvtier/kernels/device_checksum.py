@@ -1,4 +1,4 @@
-"""The checksum of kvtier.checksum on the device, in Triton: many slabs in one launch, the same sums as on the CPU.
+"""The checksum of kvtier.format.checksum on the device, in Triton: many slabs in one launch, the same sums as on the CPU.
 
 A program walks over some pages of a slab. The key stream's part within a page stays in its registers: each thread
 keeps to its places of the page, and mixes only once a page, for the part over the pages.
@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier.checksum import PAIRS_PER_PAGE
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.checksum import PAIRS_PER_PAGE
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
 from kvtier.kernels.paged import SlabRun, plain_slabs
 
@@ -171,7 +171,7 @@ def prepare(device: torch.device) -> None:
 
 
 def slab_seeds(keys: bytes, first_head: int, n_heads: int, first_layer: int) -> npt.NDArray[np.uint64]:
-    """(keys, n_heads): kvtier.checksum.slab_seed of heads next to each other. keys: of 16 bytes each, joined."""
+    """(keys, n_heads): kvtier.format.checksum.slab_seed of heads next to each other. keys: of 16 bytes each, joined."""
     heads = np.arange(first_head + 1, first_head + n_heads + 1, dtype=np.uint64)
     low, high = np.frombuffer(keys, dtype="<u8").reshape(-1, 2).T
     inner = _mix64(low[:, None] + _GOLDEN64 * heads)

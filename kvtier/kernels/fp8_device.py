@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.checksum import PAIRS_PER_PAGE
-from kvtier.geometry import Extent
+from kvtier.format.checksum import PAIRS_PER_PAGE
+from kvtier.format.geometry import Extent
 from kvtier.kernels.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
 from kvtier.kernels.fp8_chunks import ChunkShape, PlaneShape, decode_chunks, encode_chunks
 from kvtier.kernels.paged import Move, PagedKV

@@ -45,7 +45,7 @@ class PagedKV:
 
 
 class SlabRun(NamedTuple):
-    """Slabs of one record that lie side by side, and what their checksums are keyed by (kvtier.checksum)."""
+    """Slabs of one record that lie side by side, and what their checksums are keyed by (kvtier.format.checksum)."""
 
     slabs: torch.Tensor  # (n_slabs, slab_bytes) uint8, contiguous
     key: bytes
@@ -74,7 +74,7 @@ class Move:
 
     block_ids: of the whole chunk. slabs: (patch.n_heads, slab_bytes) uint8, contiguous, on the pages' device.
     first_block: a scatter leaves the blocks before it untouched. key: of the chunk, 16 bytes, where a gather may sum
-    what it writes (kvtier.checksum). skip_bytes: of each slab, before the layers that the patch counts: layers of other
+    what it writes (kvtier.format.checksum). skip_bytes: of each slab, before the layers that the patch counts: layers of other
     sizes (kvtier.codecs.bands).
     """
 

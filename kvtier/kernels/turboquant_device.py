@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.checksum import PAIRS_PER_PAGE
 from kvtier.codecs.turboquant.layout import Bits, SlabFormat
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE
 from kvtier.codecs.turboquant.rotation import signs as signs_of
-from kvtier.geometry import Extent
+from kvtier.format.checksum import PAIRS_PER_PAGE
+from kvtier.format.geometry import Extent
 from kvtier.kernels.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
 from kvtier.kernels.launch import on_device
 from kvtier.kernels.paged import Move, PagedKV

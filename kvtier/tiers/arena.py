@@ -15,7 +15,7 @@ from typing import Generic
 import numpy as np
 import torch
 
-from kvtier.geometry import PAGE_BYTES, padded
+from kvtier.format.geometry import PAGE_BYTES, padded
 from kvtier.kernels.launch import to_device
 from kvtier.slots import Content, SlotTable
 

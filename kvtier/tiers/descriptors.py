@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
-from kvtier.record import SegmentHeader
+from kvtier.format.record import SegmentHeader
 from kvtier.runtime.file_descriptors import close_file, most_open, register
 
 OPEN_FILES_MAX = 256  # segments of a namespace kept open, where RLIMIT_NOFILE allows; 256 GiB of KV at 1 GiB each

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from enum import Enum
 
-from kvtier.checksum import slab_seed
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.checksum import slab_seed
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import record_bytes
 from kvtier.index.base import Location
 from kvtier.io.native import checksum
 from kvtier.io.ring import AlignedBuffer
-from kvtier.record import record_bytes
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import SegmentFiles
 

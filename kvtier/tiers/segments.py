@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import SegmentHeader, is_blank
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.plain_files import folder_within, is_plain, once_free
-from kvtier.record import SegmentHeader, is_blank
 from kvtier.runtime.file_descriptors import close_file, with_descriptors
 from kvtier.tiers.descriptors import Descriptors, OpenSegment
 

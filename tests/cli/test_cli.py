@@ -20,11 +20,11 @@ from kvtier import root as root_module
 from kvtier.cli import main
 from kvtier.commands import check, doctor
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import SegmentHeader
 from kvtier.index.embedded import LmdbIndex
 from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.owner import Node, Owner
-from kvtier.record import SegmentHeader
 from kvtier.runtime.exit_status import FOUND_BAD, INTERRUPTED, NOT_DONE, OK
 from kvtier.runtime.memory_limits import Memory
 from kvtier.runtime.versions import commit

@@ -20,7 +20,7 @@ from kvtier.codecs.turboquant.rotation import (
     hadamard,
     signs,
 )
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 
 WORSE_THAN_EXACT = {2: 1.0001, 3: 1.0002, 4: 1.0047, 5: 1.0021, 6: 1.0181}
 THEORY = {2: 0.11748, 3: 0.034548, 4: 0.009501, 5: 0.0025047, 6: 0.00064424}

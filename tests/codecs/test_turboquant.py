@@ -23,7 +23,7 @@ from kvtier.codecs.turboquant.reference import (
     signs_of,
 )
 from kvtier.codecs.turboquant.rotation import HEAD_SIZES, hadamard
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 
 CPU = torch.device("cpu")
 THEORY = {2: 0.1175, 3: 0.0345, 4: 0.0095, 5: 0.0025047, 6: 0.00064424}

@@ -16,7 +16,7 @@ from kvtier.codecs.turboquant.codec import Turboquant, TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import LayerCoder
 from kvtier.errors import ConfigError
-from kvtier.geometry import Extent, Geometry, share_of_rank
+from kvtier.format.geometry import Extent, Geometry, share_of_rank
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
 from kvtier.mount import MountCost

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.errors import StaleLease
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import EVICT_LEASE, NOBODY, Index, IndexCounts, Location, NewRecord, SetInfo, Use
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvtier.config.settings import Settings
+from kvtier.format.record import is_blank
 from kvtier.indexes import open_index
-from kvtier.record import is_blank
 from kvtier.root import open_root
 from kvtier.tiers.segments import SegmentFiles
 from tests.connectors_lmcache.lmcache_environment import OUTSIDE, VERSIONS, environment

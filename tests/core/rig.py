@@ -12,8 +12,8 @@ import torch
 
 from kvtier.assemble import open_store, open_transfer
 from kvtier.config.settings import Settings
-from kvtier.geometry import Geometry, RankShare, share_of_rank
-from kvtier.identity import CodecId, Namespace, chunk_keys
+from kvtier.format.geometry import Geometry, RankShare, share_of_rank
+from kvtier.format.namespace import CodecId, Namespace, chunk_keys
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import LoadDone, SaveDone
 from kvtier.store import Store, WantedChunk

@@ -13,9 +13,9 @@ from typing import Any
 
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.evictor import Evicted, Evictor
+from kvtier.format.record import SegmentHeader
 from kvtier.index.base import Index, SetInfo
 from kvtier.io.ring import OpResult, Ring, WriteOp
-from kvtier.record import SegmentHeader
 from kvtier.removal import Remover
 from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine

@@ -20,7 +20,7 @@ import torch
 
 from kvtier.codecs.round_trip import round_trip
 from kvtier.errors import KVTierError
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.embedded import LmdbIndex
 from kvtier.io.engines import Engines

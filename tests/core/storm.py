@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvtier.errors import TierUnavailable
 from kvtier.fetch_files import FetchFailed
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.engines import Engines
 from kvtier.plan import LoadChunk, LoadDone
 from kvtier.store import WantedChunk

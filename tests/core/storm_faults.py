@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from kvtier.errors import Corrupt, IndexUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import SegmentHeader
 from kvtier.index.base import Index
 from kvtier.io.engines import Reader, Reads
 from kvtier.io.ring import OpResult, ReadOp
 from kvtier.order import Mark
-from kvtier.record import SegmentHeader
 from kvtier.tiers.segments import SegmentFiles
 from kvtier.worker import ChunkArena, Worker
 

@@ -22,13 +22,13 @@ from kvtier.eviction.limits import Need
 from kvtier.eviction.pins import Pin
 from kvtier.eviction.room import LATE_S, Room
 from kvtier.evictor import Evictor
+from kvtier.format.record import SegmentHeader
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import SetInfo, writer_lease
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import stats, verify
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import SaveOutcome
-from kvtier.record import SegmentHeader
 from kvtier.removal import Remover
 from kvtier.root import find_root
 from kvtier.store import WantedChunk

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from kvtier.fetch_files import FetchFailed
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import SegmentHeader
 from kvtier.io.engines import Engines, Reader, Reads
 from kvtier.io.ring import ReadOp
 from kvtier.plan import LoadChunk, LoadDone
-from kvtier.record import SegmentHeader
 from kvtier.transfer import Transfer
 from tests.core.lazy import LazyEngine
 from tests.core.rig import Engine

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import Extent
-from kvtier.record import SegmentHeader
+from kvtier.format.geometry import Extent
+from kvtier.format.record import SegmentHeader
 from kvtier.tiers import descriptors
 from kvtier.tiers.descriptors import Descriptors
 from tests.core.rig import Engine

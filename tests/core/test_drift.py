@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.assemble import make_codec, open_transfer
-from kvtier.identity import CodecId
+from kvtier.format.namespace import CodecId
 from kvtier.plan import SaveOutcome
 from kvtier.transfer import Transfer
 from tests.core.rig import Engine, geometry, settings

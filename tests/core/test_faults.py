@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from kvtier.errors import IndexUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import SegmentHeader
 from kvtier.housekeeping import Housekeeper
 from kvtier.index import entry as entries
 from kvtier.inspect import verify
 from kvtier.plan import SaveOutcome
-from kvtier.record import SegmentHeader
 from kvtier.root import find_root
 from kvtier.tiers.segments import SegmentFiles, segment_name
 from tests.core.rig import Engine

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtier.codecs.base import slab_bytes
-from kvtier.geometry import Geometry
+from kvtier.format.geometry import Geometry
 from kvtier.index import entry as entries
 from kvtier.io.ring import AlignedBuffer
 from kvtier.plan import SaveOutcome

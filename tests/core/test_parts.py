@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvtier.admission import Admission
 from kvtier.errors import Corrupt
 from kvtier.eviction.choice import Choice
-from kvtier.geometry import Extent, covers, share_of_rank
+from kvtier.format.geometry import Extent, covers, share_of_rank
+from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_bytes
 from kvtier.index.base import Location, SetInfo
-from kvtier.record import RecordHeader, SegmentHeader, is_blank, record_bytes
 from kvtier.runtime.threads import ThreadJobs, Ticker
 from kvtier.sets import SetSupply
 from kvtier.sources import sources_of

@@ -15,10 +15,10 @@ import pytest
 
 from kvtier import pinned_segments
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.geometry import PAGE_BYTES, Extent, RankShare
+from kvtier.format.geometry import PAGE_BYTES, Extent, RankShare
+from kvtier.format.record import SegmentHeader, record_bytes
 from kvtier.memory import PIN_BYTES
 from kvtier.pinned_segments import QUIET_S, PinnedSegments
-from kvtier.record import SegmentHeader, record_bytes
 from kvtier.runtime.metrics import PINNED_FILE_BYTES, Metrics
 from kvtier.tiers.segments import SegmentFiles, segment_name
 from kvtier.transfer import Upkeep

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.geometry import LayerForm
+from kvtier.format.geometry import LayerForm
 from kvtier.plan import SaveOutcome
 from tests.core.rig import Engine, geometry
 

@@ -16,24 +16,24 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.checksum import slab_checksum, slab_seed
 from kvtier.cli import main
 from kvtier.commands.check import Asked, run_check
 from kvtier.config.settings import Settings
 from kvtier.doctor.report import _signing
 from kvtier.errors import ConfigError
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.checksum import slab_checksum, slab_seed
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import HEADS_PER_SIGNED_RECORD_MAX, RecordHeader, SegmentHeader, is_blank, tags_in
+from kvtier.format.signing import Signer
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
 from kvtier.order import Mark
 from kvtier.plan import SaveOutcome
-from kvtier.record import HEADS_PER_SIGNED_RECORD_MAX, RecordHeader, SegmentHeader, is_blank, tags_in
 from kvtier.root import find_root
 from kvtier.runtime import metrics as names
 from kvtier.runtime.exit_status import FOUND_BAD, OK
-from kvtier.signing import Signer
 from tests.core import walks
 from tests.core.lazy import LazyEngine
 from tests.core.rig import Engine, geometry

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.runtime import metrics as names

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.identity import chunk_keys, join_extras, lora_extra, salt_extra
+from kvtier.format.namespace import chunk_keys, join_extras, lora_extra, salt_extra
 from kvtier.runtime import metrics as names
 from tests.core.rig import Engine
 

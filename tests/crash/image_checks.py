@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import RECORD_MAGIC, RecordHeader, SegmentHeader
 from kvtier.housekeeping import Housekeeper
 from kvtier.index import entry as entries
 from kvtier.index.base import Index, Location
 from kvtier.index.embedded import LmdbIndex
 from kvtier.inspect import verify
-from kvtier.record import RECORD_MAGIC, RecordHeader, SegmentHeader
 from kvtier.removal import PREFIX
 from kvtier.root import NAMESPACE_FILE, find_root, namespace_folders
 from kvtier.tiers.segments import SegmentFiles, parse_segment_name, segment_name

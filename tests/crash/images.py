@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 
 SECTOR_BYTES = 512
 INDEX = PurePosixPath("v1/index")

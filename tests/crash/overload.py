@@ -23,7 +23,7 @@ import torch
 
 from kvtier.eviction.choice import Selection
 from kvtier.evictor import Evictor
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import EVICT_LEASE, Index
 from kvtier.indexes import open_index

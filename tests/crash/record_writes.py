@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.plan import SaveOutcome
 from tests.core.rig import Engine, geometry
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.geometry import PAGE_BYTES
-from kvtier.record import SegmentHeader
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import SegmentHeader
 
 Mend = Callable[[], None]
 

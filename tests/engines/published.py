@@ -11,12 +11,12 @@ from pathlib import Path
 from kvtier.config.settings import Settings
 from kvtier.errors import Corrupt
 from kvtier.eviction.pins import Pin
-from kvtier.geometry import PAGE_BYTES
-from kvtier.identity import chunk_keys
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.namespace import chunk_keys
+from kvtier.format.record import RecordHeader, SegmentHeader
 from kvtier.index import entry
 from kvtier.index.base import Location
 from kvtier.index.redis_index import RedisIndex
-from kvtier.record import RecordHeader, SegmentHeader
 from kvtier.tiers.read_record import Verdict, judge
 from kvtier.tiers.segments import SegmentFiles, segment_name
 from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt

@@ -12,7 +12,7 @@ from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.kv_events import SETS_AT_ONCE, Added, Announcements, Bounds, Change, ChunkBlocks, Removed
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.errors import IndexUnavailable
-from kvtier.identity import chunk_keys
+from kvtier.format.namespace import chunk_keys
 from kvtier.index.base import Index
 from kvtier.index.memory import MemoryIndex
 from kvtier.plan import SaveDone, SaveOutcome

@@ -11,7 +11,7 @@ import pytest
 from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
-from kvtier.identity import chunk_keys
+from kvtier.format.namespace import chunk_keys
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
 from kvtier.runtime.repeated_log import INTERVAL_FIRST_S
 from kvtier.transfer import Progress

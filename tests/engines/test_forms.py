@@ -43,7 +43,7 @@ from kvtier.connectors.vllm.namespace import Identity
 from kvtier.connectors.vllm.platform import Packing
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import ConfigError
-from kvtier.geometry import LayerForm
+from kvtier.format.geometry import LayerForm
 
 LAYERS, HEADS, BLOCK_TOKENS = 8, 4, 64
 NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]

@@ -15,7 +15,7 @@ from kvtier.config.settings import Settings
 from kvtier.connectors.vllm import kv_dtypes, namespace
 from kvtier.connectors.vllm.platform import Packing
 from kvtier.errors import ConfigError
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 
 pytest.importorskip("vllm")
 LAYERS = [f"model.layers.{number}.attn" for number in range(4)]

@@ -7,10 +7,10 @@ import zlib
 from pathlib import Path
 
 from kvtier.errors import Corrupt
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import RecordHeader, SegmentHeader
 from kvtier.index import entry, values
 from kvtier.index.base import Location, SetInfo
-from kvtier.record import RecordHeader, SegmentHeader
 from kvtier.tiers.segments import parse_segment_name, segment_name
 
 SPACE = bytes(range(16))

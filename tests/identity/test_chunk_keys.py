@@ -10,7 +10,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.identity import chunk_keys, join_extras, lora_extra, multimodal_extra, salt_extra
+from kvtier.format.namespace import chunk_keys, join_extras, lora_extra, multimodal_extra, salt_extra
 
 NAMESPACE = bytes(range(16))
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=200)

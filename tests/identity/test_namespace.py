@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvtier.errors import Corrupt
-from kvtier.geometry import Geometry, LayerForm
-from kvtier.identity import CodecId, Namespace, canonical_text
+from kvtier.format.geometry import Geometry, LayerForm
+from kvtier.format.namespace import CodecId, Namespace, canonical_text
 
 GEOMETRY = Geometry(8, 4, 128, 128, "bfloat16", 2, "heads", 256)
 NAMESPACE = Namespace(

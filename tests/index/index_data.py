@@ -7,7 +7,7 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import Location, NewRecord, SetInfo
 from kvtier.index.embedded import LmdbIndex

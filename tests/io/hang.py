@@ -10,7 +10,7 @@ import select
 
 import pytest
 
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.ring import AlignedBuffer, ReadOp, WriteOp
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.checksum import slab_checksum, slab_seed
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.checksum import slab_checksum, slab_seed
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import RecordHeader
 from kvtier.io.ring import AlignedBuffer, Batch, OpResult, ReadOp, Ring, WriteOp
-from kvtier.record import RecordHeader
 
 FIRST_HEAD, FIRST_LAYER = 3, 5
 TIMEOUT_S = 20.0

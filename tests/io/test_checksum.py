@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from kvtier.checksum import VECTORS, slab_checksum
+from kvtier.format.checksum import VECTORS, slab_checksum
 from kvtier.io import native
 
 INSTRUCTION_SETS = sorted(native.instruction_sets())

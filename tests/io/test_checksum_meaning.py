@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.checksum import slab_checksum, slab_seed
+from kvtier.format.checksum import slab_checksum, slab_seed
 
 PAGES = 4
 SLAB = np.random.default_rng(7).integers(0, 256, PAGES * 4096, dtype=np.uint8)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io import cuda as cuda_driver
 from kvtier.io.native import library
 from kvtier.io.ring import AlignedBuffer

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.ring import AlignedBuffer, DeviceRing, OpResult, ReadOp, Ring, WriteOp
 
 from cuda_double import CudaDouble

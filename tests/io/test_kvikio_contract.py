@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.kvikio_engine import KvikioReader
 
 from fake_kvikio import FakeKvikio

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io import kvikio_engine, kvikio_files
 from kvtier.io.cufile import cufile_state, nvidia_fs_loaded
 from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.checksum import slab_checksum, slab_seed
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.checksum import slab_checksum, slab_seed
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.native import reads_issued
 from kvtier.io.ring import AlignedBuffer, Batch, DeviceRing, ReadOp, Ring
 

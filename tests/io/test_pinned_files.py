@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io import native
 from kvtier.io.ring import AlignedBuffer, DeviceRing, ReadOp, Ring, WriteOp
 from tests.waiting import wait_until

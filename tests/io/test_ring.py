@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import RecordHeader
 from kvtier.io.ring import AlignedBuffer, FlushOp, OpResult, ReadOp, Ring, WriteOp
-from kvtier.record import RecordHeader
 
 from records import FIRST_HEAD, PIECE_BYTES, TIMEOUT_S, Record, finished, open_file, written
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.ring import AlignedBuffer, Batch, Ring
 
 from hang import HungRead

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvtier.codecs.base import Mover
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 from kvtier.kernels.paged import Move, PagedKV, Patch
 from tests.kernels.device_pages import Cache, noise
 from tests.kernels.turboquant_rig import sums_of

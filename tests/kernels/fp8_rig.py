@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.codecs.fp8 import Fp8Coder
 from kvtier.codecs.vectors import VectorPages
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 from kvtier.kernels.paged import PagedKV
 from tests.kernels import turboquant_rig
 from tests.kernels.device_rig import INTERPRETED, as_interpreted

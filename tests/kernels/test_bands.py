@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtier.codecs.bands import BandedPages, Copier
-from kvtier.geometry import Extent, Geometry, LayerForm, padded
+from kvtier.format.geometry import Extent, Geometry, LayerForm, padded
 from kvtier.kernels.host import HostPages
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
 from tests.kernels.device_rig import DEVICE, INTERPRETED, device

@@ -10,7 +10,7 @@ import torch
 
 from kvtier.codecs.base import Mover
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
-from kvtier.geometry import Extent, padded
+from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, Patch
 from tests.kernels import fp8_rig, turboquant_rig
 from tests.kernels.device_pages import Cache, noise

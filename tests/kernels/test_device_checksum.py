@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.checksum import VECTORS, slab_checksum, slab_seed
+from kvtier.format.checksum import VECTORS, slab_checksum, slab_seed
 from kvtier.kernels.paged import SlabRun
 from tests.kernels.device_pages import noise
 from tests.kernels.device_rig import DEVICE, device_checksum

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvtier.geometry import padded
+from kvtier.format.geometry import padded
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch, gather, scatter
 from tests.kernels.device_pages import GUARD, LAYOUTS, Cache, noise
 from tests.kernels.device_rig import DEVICE, device

@@ -10,7 +10,7 @@ import torch
 
 from kvtier.codecs.fp8 import Fp8Coder, _make_mover
 from kvtier.codecs.vectors import VectorPages
-from kvtier.geometry import Extent, padded
+from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
 from tests.kernels import ptx
 from tests.kernels.coded_checks import (

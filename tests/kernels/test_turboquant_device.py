@@ -12,7 +12,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kvtier.codecs.base import Mover
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
-from kvtier.geometry import Extent, padded
+from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, Patch
 from tests.kernels.coded_checks import (
     GOOD,

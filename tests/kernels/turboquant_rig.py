@@ -14,12 +14,12 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from kvtier.checksum import slab_checksum, slab_seed
 from kvtier.codecs.base import Verdict
 from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.layout import SlabFormat
 from kvtier.codecs.vectors import VectorPages
-from kvtier.geometry import Extent
+from kvtier.format.checksum import slab_checksum, slab_seed
+from kvtier.format.geometry import Extent
 from kvtier.kernels.paged import Move, PagedKV
 from tests.kernels import ptx
 from tests.kernels.device_rig import DEVICE, INTERPRETED, as_interpreted

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvtier.config.settings import Settings
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 
 HOST = ObjectHost("host")
 SMALL: Mapping[str, object] = {

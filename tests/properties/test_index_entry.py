@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import Corrupt
-from kvtier.geometry import Extent, covers
+from kvtier.format.geometry import Extent, covers
 from kvtier.index import entry
 from kvtier.index.base import Location
 

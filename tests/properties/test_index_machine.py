@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvtier.errors import StaleLease
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo, Use
 from kvtier.index.embedded import LmdbIndex

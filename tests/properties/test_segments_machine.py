@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from kvtier.geometry import PAGE_BYTES, Extent
-from kvtier.record import RecordHeader, SegmentHeader
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import RecordHeader, SegmentHeader
 from kvtier.tiers.descriptors import OpenSegment
 from kvtier.tiers.segments import SegmentFiles
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError, TierUnavailable
-from kvtier.geometry import Geometry
-from kvtier.identity import CodecId, Namespace
+from kvtier.format.geometry import Geometry
+from kvtier.format.namespace import CodecId, Namespace
 from kvtier.root import NAMESPACE_FILE, Root, check_namespace, open_namespace, read_namespace
 
 NAMESPACE = Namespace(

@@ -15,7 +15,8 @@ import pytest
 from kvtier import owner
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.fingerprint import _remember
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
@@ -24,7 +25,6 @@ from kvtier.io.ring import WriteOp
 from kvtier.once import create_once, read_small
 from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SavePlan
-from kvtier.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.root import NAMESPACE_FILE, find_root, namespace_folders, open_namespace, open_root, segments_bytes
 from kvtier.tiers.segments import SegmentFiles, direct_io_works, parse_segment_name, segment_name
 from tests.core.rig import Engine, geometry, namespace, settings

@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.admin.lookup import TOKENS_MAX
 from kvtier.errors import ConfigError
-from kvtier.geometry import PAGE_BYTES
-from kvtier.identity import chunk_keys, join_extras, salt_extra
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.namespace import chunk_keys, join_extras, salt_extra
+from kvtier.format.record import SegmentHeader
 from kvtier.index.base import SetInfo
-from kvtier.record import SegmentHeader
 from kvtier.server import service as service_module
 from tests.server.serving import CHUNK_TOKENS, CHUNKS, OWNER, PROMPT, Filled, Serving, more_sets, serving
 from tests.server.test_all_routes import assert_problem

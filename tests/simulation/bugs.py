@@ -15,8 +15,8 @@ from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.errors import ConfigError
 from kvtier.fetch import Fetch, Fetcher
 from kvtier.fetch_files import FileReader
+from kvtier.format.namespace import chunk_keys
 from kvtier.housekeeping import Housekeeper
-from kvtier.identity import chunk_keys
 from kvtier.index import entry
 from kvtier.index.base import NewRecord, SetInfo
 from kvtier.index.memory import MemoryIndex

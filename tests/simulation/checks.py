@@ -23,11 +23,11 @@ from unittest.mock import patch
 from kvtier.agreement import Disagreement, check_agreement
 from kvtier.errors import Corrupt, StaleLease
 from kvtier.evictor import Evicted, Evictor
-from kvtier.geometry import PAGE_BYTES, covers
+from kvtier.format.geometry import PAGE_BYTES, covers
+from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.index import entry
 from kvtier.index.base import NOBODY, Location, NewRecord, SetInfo
 from kvtier.io.native import slab_checksums
-from kvtier.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.removal import Remover
 from kvtier.tiers.segments import segment_name
 from tests.simulation.engine import JOBS_MAX, EngineProcess

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.geometry import PAGE_BYTES
-from kvtier.record import SegmentHeader
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import SegmentHeader
 from kvtier.tiers.segments import SegmentFiles, fallocate, parse_segment_name
 from tests.simulation.runtime import Runtime
 

@@ -17,9 +17,10 @@ from kvtier.connectors.bridge import Faults, SchedulerBridge, WorkerBridge
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.evictor import Evictor
-from kvtier.geometry import PAGE_BYTES, RankShare, share_of_rank
+from kvtier.format.geometry import PAGE_BYTES, RankShare, share_of_rank
+from kvtier.format.namespace import CodecId, Namespace
+from kvtier.format.record import record_bytes
 from kvtier.housekeeping import Housekeeper
-from kvtier.identity import CodecId, Namespace
 from kvtier.index.base import Index
 from kvtier.index.breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
@@ -29,7 +30,6 @@ from kvtier.keeper import Keeper, KeeperPlan
 from kvtier.kernels import host as host_kernels
 from kvtier.lookups import InBackground, InPlace, Lookups
 from kvtier.order import HostOrder
-from kvtier.record import record_bytes
 from kvtier.reports import About
 from kvtier.root import check_namespace, open_namespace
 from kvtier.runtime.metrics import Metrics

@@ -42,7 +42,7 @@ import kvtier.tiers.segments
 import kvtier.transfer
 import kvtier.worker
 from kvtier.eviction.limits import UNLIMITED, Rules
-from kvtier.identity import Namespace
+from kvtier.format.namespace import Namespace
 from kvtier.io.filesystem import FileSystem
 from kvtier.root import Root
 from kvtier.tiers.segments import SegmentFiles

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import RecordHeader, is_blank
 from kvtier.io.native import slab_checksums
 from kvtier.io.ring import FlushOp, OpResult, ReadOp, WriteOp
-from kvtier.record import RecordHeader, is_blank
 from tests.simulation.disk import Disk
 from tests.simulation.runtime import Process, Runtime, Task
 

@@ -11,7 +11,7 @@ from enum import Enum
 from kvtier.connectors import tracked_request
 from kvtier.connectors.bridge import Step
 from kvtier.connectors.tracked_request import RequestView
-from kvtier.identity import salt_extra
+from kvtier.format.namespace import salt_extra
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SaveOutcome, SavePlan
 from tests.simulation.engine import N_BLOCKS, TIMEOUT_S, EngineProcess
 from tests.simulation.runtime import Process

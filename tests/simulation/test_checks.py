@@ -10,7 +10,7 @@ import pytest
 from kvtier.errors import StaleLease
 from kvtier.eviction.choice import Selection
 from kvtier.evictor import Evictor
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 from kvtier.index.base import EVICT_LEASE, Location, NewRecord, SetInfo
 from kvtier.removal import Remover
 from kvtier.root import open_namespace

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from blake3 import blake3
 
-from kvtier.geometry import Extent, Geometry, RankShare
+from kvtier.format.geometry import Extent, Geometry, RankShare
 from kvtier.kernels.paged import PagedKV, PagedLayer
 
 LAYERS, HEADS, VECTOR_BYTES = 2, 2, 16

@@ -21,7 +21,7 @@ from kvtier.eviction.choice import Selection
 from kvtier.eviction.limits import quota_value, tenant_note
 from kvtier.eviction.pins import Pin
 from kvtier.evictor import Evictor
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex

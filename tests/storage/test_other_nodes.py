@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvtier import rechecks
-from kvtier.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import SegmentHeader
 from kvtier.housekeeping import Housekeeper
 from kvtier.plan import SaveOutcome
-from kvtier.record import SegmentHeader
 from kvtier.runtime import metrics as names
 from tests.core.rig import Engine
 from tests.redis_server import Server, has_redis

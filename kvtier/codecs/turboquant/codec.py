@@ -12,7 +12,7 @@ from kvtier.codecs.turboquant.reference import Signs, decode_layer, encode_layer
 from kvtier.codecs.turboquant.rotation import HEAD_SIZES
 from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
 from kvtier.errors import ConfigError
-from kvtier.geometry import Extent, Geometry
+from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.paged import Move, PagedKV
 
 

@@ -45,7 +45,7 @@ from kvtier.codecs.turboquant.codebooks import CODEBOOKS
 from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, LayerLayout
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE, hadamard, signs
 from kvtier.codecs.vectors import EncodedLayer
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 
 TOP_EXPONENT = 15
 """The largest element of a vector becomes a whole number of so many bits and one: 256 of them sum to 2^24, fp32's."""

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier.geometry import Extent
+from kvtier.format.geometry import Extent
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 K_PLANE, V_PLANE = 0, 1

@@ -12,7 +12,7 @@
 namespace kvtier {
 
 constexpr size_t kPageBytes = 4096;
-constexpr size_t kChecksumsOffset = 128;  // in a record's header page: see kvtier/record.py
+constexpr size_t kChecksumsOffset = 128;  // in a record's header page: see kvtier/format/record.py
 constexpr size_t kCrcOffset = 12;
 constexpr size_t kSlabsMax = (kPageBytes - kChecksumsOffset) / 8;
 

@@ -23,7 +23,7 @@ byte 4096 + s * slot_bytes.
                                128+8*n 16*n  signed namespaces: tag of each slab (at most 165 heads)
 
     extent: first layer u16, layers u16, first head u16, heads u16
-    tags: kvtier.signing
+    tags: kvtier.format.signing
     tenant's label: UTF-8, filled up with zeros; blank where the set is of nobody in particular
 
 Record = header page, then one slab a head, in head order, each padded with zeros to whole pages: any run of heads is
@@ -39,7 +39,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtier.errors import Corrupt
-from kvtier.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES, Extent
 
 FORMAT_VERSION = 1
 SEGMENT_MAGIC = b"KVTSEG01"

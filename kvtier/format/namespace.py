@@ -29,8 +29,8 @@ from typing import Any
 from blake3 import blake3
 
 from kvtier.errors import Corrupt
-from kvtier.geometry import Geometry, LayerForm
-from kvtier.record import FORMAT_VERSION
+from kvtier.format.geometry import Geometry, LayerForm
+from kvtier.format.record import FORMAT_VERSION
 
 ID_BYTES = 16
 """Bytes of a namespace id and of a chunk key."""
@@ -64,7 +64,7 @@ class Namespace:
     draft: fingerprint of the draft model if its layers are cached, else "".
     epoch: moves on when weights change in place.
     settings: canonical_text of the engine's other settings that change KV, as far as they are not plain; "" for none.
-    signing: fingerprint of the secret that its records are signed with (kvtier.signing); "" where they are not.
+    signing: fingerprint of the secret that its records are signed with (kvtier.format.signing); "" where they are not.
     """
 
     engine: str

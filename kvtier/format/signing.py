@@ -12,7 +12,7 @@ all that decides what a slab is, so it is no use for another chunk, head, layers
 (set, slot, rank) decides nothing, so a record that is copied elsewhere stays good. An older record of the same key is
 the same KV.
 
-The checksum (kvtier.checksum) is no signature: everybody can compute it. Tags are made and checked in host memory.
+The checksum (kvtier.format.checksum) is no signature: everybody can compute it. Tags are made and checked in host memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvtier.geometry import Extent
-from kvtier.record import TAG_BYTES
+from kvtier.format.geometry import Extent
+from kvtier.format.record import TAG_BYTES
 
 SECRET_BYTES_MIN = 32
 
