@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
-from kvtier.model_config import ModelConfig
+from kvtier.model.config_json import ModelConfig
 from kvtier.model_parameters import active_parameters, rank_parameters, total_parameters
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtier.model_config import Attention, ModelConfig
+from kvtier.model.config_json import Attention, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

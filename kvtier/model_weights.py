@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.model_config import ELEMENT_BYTES, KEY, ModelConfig
+from kvtier.model.config_json import ELEMENT_BYTES, KEY, ModelConfig
 from kvtier.model_parameters import end_parameters, total_parameters
 
 INDEX = "model.safetensors.index.json"

@@ -34,13 +34,13 @@ LAYERS = (
     ("kvtier.eviction", "kvtier.slots", "kvtier.runtime.threads", "kvtier.plan", "kvtier.sets", "kvtier.sources",
      "kvtier.admission", "kvtier.runtime.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
      "kvtier.codecs", "kvtier.order", "kvtier.root", "kvtier.owner", "kvtier.once", "kvtier.plain_files",
-     "kvtier.fingerprint", "kvtier.runtime.memory_limits", "kvtier.reports", "kvtier.sweep_turns"),
+     "kvtier.model.weights_fingerprint", "kvtier.runtime.memory_limits", "kvtier.reports", "kvtier.sweep_turns"),
     ("kvtier.format.record", "kvtier.format.namespace", "kvtier.format.geometry", "kvtier.config.settings", "kvtier.config.sources", "kvtier.errors",
      "kvtier.format.checksum", "kvtier.breakeven", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.capacity",
-     "kvtier.model_config", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.layer_kinds",
+     "kvtier.model.config_json", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.model.layer_kinds",
      "kvtier.config.kv_transfer", "kvtier.entry",
      "kvtier.runtime.units", "kvtier.codec_loss",
-     "kvtier.config.types", "kvtier.config.server", "kvtier.config.index", "kvtier.config.capacity", "kvtier.tenants",
+     "kvtier.config.types", "kvtier.config.server", "kvtier.config.index", "kvtier.config.capacity", "kvtier.model.tenants",
      "kvtier.format.signing", "kvtier.config.signing", "kvtier.runtime.versions", "kvtier.runtime.file_descriptors"),
 )  # fmt: skip
 LAST_APART = 1

@@ -34,7 +34,7 @@ from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.kv_dtypes import check_cache_dtype
 from kvtier.connectors.vllm.namespace import folder_of
 from kvtier.errors import ConfigError
-from kvtier.layer_kinds import CHUNK, FULL, WINDOW, refusal
+from kvtier.model.layer_kinds import CHUNK, FULL, WINDOW, refusal
 from kvtier.runtime.memory_limits import check_host_arena, memory_here
 
 # Kinds of layers by the class of their spec. A windowed layer beside full ones comes as a full one (`layer_kinds`).

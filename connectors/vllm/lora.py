@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 from kvtier.errors import ConfigError
-from kvtier.fingerprint import adapter_fingerprint
+from kvtier.model.weights_fingerprint import adapter_fingerprint
 
 log = logging.getLogger("kvtier")
 

@@ -30,9 +30,9 @@ from kvtier.connectors.vllm.kv_dtypes import forms_of, torch_name
 from kvtier.connectors.vllm.kv_layout import layer_number
 from kvtier.connectors.vllm.platform import packing_of
 from kvtier.errors import ConfigError
-from kvtier.fingerprint import config_fingerprint, file_fingerprint, weights_fingerprint
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, canonical_text
+from kvtier.model.weights_fingerprint import config_fingerprint, file_fingerprint, weights_fingerprint
 
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Ways of drafting that keep no KV of their own."""

@@ -9,8 +9,8 @@ from typing import Any
 from kvtier.connectors.tracked_request import RequestView
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.format.namespace import join_extras, lora_extra, multimodal_extra, salt_extra
+from kvtier.model.tenants import NO_TENANTS, Tenants
 from kvtier.runtime.repeated_log import RepeatedLog
-from kvtier.tenants import NO_TENANTS, Tenants
 
 _repeated = RepeatedLog()  # what clients send wrongly comes with each of their requests
 

@@ -35,8 +35,8 @@ from kvtier.connectors.objects.store import ObjectHost
 from kvtier.connectors.vllm.compatibility import check_sources
 from kvtier.connectors.vllm.namespace import FINGERPRINTS, LENGTH_DEPENDENT_ROPES
 from kvtier.errors import ConfigError
-from kvtier.fingerprint import weights_fingerprint
 from kvtier.format.namespace import canonical_text
+from kvtier.model.weights_fingerprint import weights_fingerprint
 
 FAMILY = "vllm-offloading"
 

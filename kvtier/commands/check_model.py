@@ -7,7 +7,7 @@ from pathlib import Path
 from kvtier.codec_loss import check_key_bias
 from kvtier.config.settings import Settings
 from kvtier.format.geometry import share_of_rank
-from kvtier.model_config import read_model
+from kvtier.model.config_json import read_model
 from kvtier.root import check_space
 from kvtier.runtime.units import size
 

@@ -11,7 +11,7 @@ from kvtier.capacity import ChunkBytes, Engine, HbmPlan, Prefill, Rates, plan_hb
 from kvtier.codec_loss import check_key_bias
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
-from kvtier.model_config import ModelConfig, read_model
+from kvtier.model.config_json import ModelConfig, read_model
 from kvtier.model_parameters import active_parameters, total_parameters
 from kvtier.model_weights import Weights, read_weights
 from kvtier.runtime.units import size

@@ -57,7 +57,7 @@ class Namespace:
     Not in it, because they change nothing in a chunk's KV: parallel sizes, rank, engine version, block size.
 
     engine: family whose KV semantics these are ("vllm").
-    weights: kvtier.fingerprint.weights_fingerprint, or the configured model_tag.
+    weights: kvtier.model.weights_fingerprint.weights_fingerprint, or the configured model_tag.
     model_dtype: dtype of the activations; quantization: of the weights, "" for none. Both change the KV's values.
     positions: canonical_text of the positional-encoding settings (rope scaling, theta, maximum length that changes it).
     hf_overrides: canonical_text of what overrides the model's own configuration, "" for none.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.model_config import FAMILIES, REFUSED
+from kvtier.model.config_json import FAMILIES, REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -12,7 +12,7 @@ import torch
 from kvtier.config.settings import Settings
 from kvtier.connectors.vllm import compatibility, kv_dtypes, platform
 from kvtier.errors import ConfigError
-from kvtier.layer_kinds import refusal
+from kvtier.model.layer_kinds import refusal
 
 pytest.importorskip("vllm")
 

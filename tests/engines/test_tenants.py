@@ -13,7 +13,7 @@ from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of
-from kvtier.tenants import NO_TENANTS, Tenants
+from kvtier.model.tenants import NO_TENANTS, Tenants
 from tests.engines.fakes import FakeStore
 
 TENANTS = Tenants((

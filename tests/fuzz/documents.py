@@ -17,12 +17,12 @@ from kvtier.errors import ConfigError
 from kvtier.eviction import limits, pins
 from kvtier.eviction.limits import Need
 from kvtier.evictor import Evictor
-from kvtier.fingerprint import _cached, config_fingerprint, weights_fingerprint
 from kvtier.housekeeping import SWEPT_NOTE, Housekeeper
 from kvtier.index.embedded import LmdbIndex
 from kvtier.io.calibration import Calibration, _read
 from kvtier.io.engines import Choice
-from kvtier.model_config import read_model
+from kvtier.model.config_json import read_model
+from kvtier.model.weights_fingerprint import _cached, config_fingerprint, weights_fingerprint
 from kvtier.model_weights import INDEX, read_weights
 from kvtier.owner import read_owner
 from kvtier.removal import PREFIX, Removal

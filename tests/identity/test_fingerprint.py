@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvtier import fingerprint
 from kvtier.errors import ConfigError
-from kvtier.fingerprint import adapter_fingerprint, sampled_pages, weights_fingerprint
+from kvtier.model import weights_fingerprint as fingerprint
+from kvtier.model.weights_fingerprint import adapter_fingerprint, sampled_pages, weights_fingerprint
 
 CONFIG = {"model_type": "llama", "hidden_size": 64, "rope_theta": 10000.0}
 PAGE = 4096

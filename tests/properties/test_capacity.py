@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtier.capacity import ChunkBytes, Engine, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
 from kvtier.commands.plan_codecs import CODECS, chunks_of_codecs
 from kvtier.format.geometry import Geometry
-from kvtier.model_config import ModelConfig, read_model
+from kvtier.model.config_json import ModelConfig, read_model
 from kvtier.model_parameters import active_parameters, rank_parameters, total_parameters
 from tests.model_configs import EXPERTS, LLAMA_8B, LLAMA_70B, MLA, SMALL
 

@@ -14,7 +14,6 @@ import pytest
 
 from kvtier import owner
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
-from kvtier.fingerprint import _remember
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
@@ -22,6 +21,7 @@ from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
 from kvtier.io.ring import WriteOp
+from kvtier.model.weights_fingerprint import _remember
 from kvtier.once import create_once, read_small
 from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SavePlan

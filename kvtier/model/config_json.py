@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import AttentionKind, Geometry
-from kvtier.layer_kinds import FULL, WINDOW, refusal
+from kvtier.model.layer_kinds import FULL, WINDOW, refusal
 
 KEY = "--model"
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
