@@ -17,8 +17,8 @@ from kvtier.format.geometry import Extent, covers
 from kvtier.format.record import RecordHeader, is_blank
 from kvtier.index import entry
 from kvtier.index.base import Index, Location, SetInfo
-from kvtier.root import Root, namespace_folders
-from kvtier.tiers.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
+from kvtier.storage.root import Root, namespace_folders
+from kvtier.storage.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 
 SETTLE_S = 2.0
 """Between the two looks: a save takes less between its header and its entry."""

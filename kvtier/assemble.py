@@ -32,7 +32,6 @@ from kvtier.format.signing import Signer
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.guard import GuardedIndex
 from kvtier.indexes import open_index, open_lookups
-from kvtier.io.filesystem import Visibility, file_system_of
 from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.kept_costs import KeptCosts, note_name
 from kvtier.kernels.paged import PagedKV
@@ -40,7 +39,13 @@ from kvtier.memory import Memory, cuda_memory, host_memory
 from kvtier.mount import open_io
 from kvtier.pinned_segments import PinnedSegments
 from kvtier.reports import COUNT_MAX, About
-from kvtier.root import (
+from kvtier.runtime.memory_limits import memory_here, pin_budget
+from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.threads import Jobs, ThreadJobs
+from kvtier.runtime.units import exact
+from kvtier.saves import SaveBounds
+from kvtier.storage.filesystem import Visibility, file_system_of
+from kvtier.storage.root import (
     Root,
     check_namespace,
     check_reserve,
@@ -50,14 +55,9 @@ from kvtier.root import (
     open_namespace,
     open_root,
 )
-from kvtier.runtime.memory_limits import memory_here, pin_budget
-from kvtier.runtime.metrics import Metrics
-from kvtier.runtime.threads import Jobs, ThreadJobs
-from kvtier.runtime.units import exact
-from kvtier.saves import SaveBounds
-from kvtier.storage_wait import in_time, said
+from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works
+from kvtier.storage.start_wait import in_time, said
 from kvtier.store import Store
-from kvtier.tiers.segments import SegmentFolders, Sharing, direct_io_works
 from kvtier.transfer import Transfer, TransferJobs, Upkeep
 from kvtier.worker import Quarantine, Worker, arena_slot_bytes
 

@@ -20,9 +20,9 @@ from kvtier.plan import LoadChunk
 from kvtier.rechecks import Rechecks
 from kvtier.runtime import metrics as names
 from kvtier.sources import Source, place_in_file, sources_of
-from kvtier.stuck_files import StuckFiles
-from kvtier.tiers.descriptors import GONE, OpenSegment
-from kvtier.tiers.segments import segment_name
+from kvtier.storage.open_segments import GONE, OpenSegment
+from kvtier.storage.segments import segment_name
+from kvtier.storage.stuck_files import StuckFiles
 from kvtier.worker import Worker
 
 UNSIGNED = "it was not signed with this engine's secret"

@@ -24,13 +24,13 @@ from pathlib import Path
 from kvtier import kept_notes
 from kvtier.errors import Corrupt, KVTierError, TierUnavailable
 from kvtier.index.base import Index, Location, SetInfo, slots_used, writer_lease
-from kvtier.io.filesystem import FreeSpace, Visibility, file_system_of
 from kvtier.kept_notes import Restored
 from kvtier.read_back import HeldUp, ReadBack
 from kvtier.removal import Remover
-from kvtier.root import NAMESPACE_FILE, namespace_folders, remove_leftovers
+from kvtier.storage.filesystem import FreeSpace, Visibility, file_system_of
+from kvtier.storage.root import NAMESPACE_FILE, namespace_folders, remove_leftovers
+from kvtier.storage.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 from kvtier.sweep_lease import Clock, SweepLease
-from kvtier.tiers.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 
 log = logging.getLogger("kvtier")
 

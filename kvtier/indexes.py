@@ -19,10 +19,10 @@ from kvtier.index.embedded import LmdbIndex
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.lookups import InBackground, InPlace, Lookups
-from kvtier.owner import read_owner
-from kvtier.root import Root, open_again
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import ThreadJobs
+from kvtier.storage.root import Root, open_again
+from kvtier.storage.root_owner import read_owner
 
 if TYPE_CHECKING:
     from kvtier.index.redis_index import RedisIndex

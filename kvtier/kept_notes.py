@@ -21,9 +21,9 @@ from kvtier.errors import TierUnavailable
 from kvtier.eviction import limits, pins
 from kvtier.format.namespace import canonical_text
 from kvtier.index.base import Index
-from kvtier.once import read_small, replace_small
-from kvtier.plain_files import folder_within, make_private
-from kvtier.root import NOTES_FOLDER
+from kvtier.storage.atomic_files import read_small, replace_small
+from kvtier.storage.root import NOTES_FOLDER
+from kvtier.storage.safe_open import folder_within, make_private
 
 log = logging.getLogger("kvtier")
 

@@ -15,9 +15,9 @@ from kvtier.format.geometry import Geometry, RankShare
 from kvtier.io.calibrate import calibrate
 from kvtier.io.calibration import Ask, Calibration, cache_share, calibrated, default_choice, engines_for
 from kvtier.io.engines import Choice, Engines, Target, open_engine
-from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import Ring, RingSizes, sizes_for
-from kvtier.root import Root
+from kvtier.storage.filesystem import IN_MEMORY, file_system_of
+from kvtier.storage.root import Root
 from kvtier.worker import ChunkArena
 
 log = logging.getLogger("kvtier")

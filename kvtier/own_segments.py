@@ -19,8 +19,8 @@ from kvtier.format.record import SegmentHeader, record_bytes
 from kvtier.index.base import NOBODY, slots_used
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.runtime.repeated_log import RepeatedLog
-from kvtier.tiers.descriptors import OpenSegment
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.open_segments import OpenSegment
+from kvtier.storage.segments import SegmentFiles
 from kvtier.worker import Worker
 
 

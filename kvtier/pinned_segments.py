@@ -15,8 +15,8 @@ from kvtier.memory import PIN_BYTES
 from kvtier.order import Mark
 from kvtier.runtime import metrics as names
 from kvtier.runtime.threads import Jobs, Ticker
-from kvtier.tiers.descriptors import Name, OpenSegment
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.open_segments import Name, OpenSegment
+from kvtier.storage.segments import SegmentFiles
 from kvtier.worker import Worker
 
 log = logging.getLogger("kvtier")
@@ -28,7 +28,7 @@ QUIET_S = 0.5
 prompt one step takes longer than that.)"""
 CLOSE_TIMEOUT_S = 1.0
 FILES_MAX = 128
-"""Half of what kvtier.tiers.descriptors keeps open."""
+"""Half of what kvtier.storage.open_segments keeps open."""
 
 
 @dataclass(slots=True)

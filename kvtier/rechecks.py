@@ -16,8 +16,8 @@ from kvtier.index.base import Index, Location
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.repeated_log import RepeatedLog
+from kvtier.storage.segments import SegmentFolders, segment_name
 from kvtier.tiers.read_record import Verdict, judge
-from kvtier.tiers.segments import SegmentFolders, segment_name
 
 RECHECK_S = 1.0  # time after which a record is looked at again, seconds; clients showed new bytes within it
 RECHECK_INTERVAL_S = 0.5  # interval between two looks for records that are due, seconds

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from kvtier.errors import StaleLease, TierUnavailable
 from kvtier.eviction.room import LATE_S
 from kvtier.index.base import Index, SetInfo
-from kvtier.io.filesystem import Visibility, file_system_of
 from kvtier.runtime.repeated_log import RepeatedLog
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.filesystem import Visibility, file_system_of
+from kvtier.storage.segments import SegmentFiles
 
 PREFIX = "evicting/"
 AWAY_PREFIX = "away/"  # notes of removed sets some of whose files were missing, as on a brick that is down

@@ -37,7 +37,7 @@ from kvtier.runtime.backoff import Backoff
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.runtime.threads import Jobs
 from kvtier.sources import Source
-from kvtier.tiers.descriptors import OpenSegment
+from kvtier.storage.open_segments import OpenSegment
 from kvtier.worker import Worker
 
 ANSWER_GRACE_S = 0.25  # a job that has not ended so long after its deadline is answered for its thread, seconds

@@ -17,8 +17,8 @@ from kvtier.kernels.paged import PagedKV, SlabRun
 from kvtier.order import Order
 from kvtier.runtime.metrics import Metrics
 from kvtier.sources import Source
+from kvtier.storage.segments import SegmentFolders
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.segments import SegmentFolders
 
 ChunkArena = Arena[tuple[Source, ...]]
 

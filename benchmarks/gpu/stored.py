@@ -13,7 +13,7 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.namespace import chunk_keys
 from kvtier.format.record import record_bytes
 from kvtier.index.entry import unpack
-from kvtier.tiers.segments import segment_name
+from kvtier.storage.segments import segment_name
 
 READ_THREADS = 16
 READ_PIECE_BYTES = 1 << 20

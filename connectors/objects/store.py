@@ -32,10 +32,10 @@ from kvtier.index import entry as entries
 from kvtier.indexes import open_index
 from kvtier.model.tenants import Tenants
 from kvtier.reports import About
-from kvtier.root import namespace_folders, open_root, read_namespace
 from kvtier.runtime.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics, summed
 from kvtier.runtime.repeated_log import RepeatedLog
-from kvtier.storage_wait import in_time
+from kvtier.storage.root import namespace_folders, open_root, read_namespace
+from kvtier.storage.start_wait import in_time
 
 log = logging.getLogger("kvtier")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvtier.admin.answers import SegmentFile, SetDetails, SetPage, SetRow
 from kvtier.admin.opened import Opened
 from kvtier.index.base import SetInfo
-from kvtier.tiers.segments import SegmentFiles, segment_name
+from kvtier.storage.segments import SegmentFiles, segment_name
 
 PAGE_MAX = 1000
 

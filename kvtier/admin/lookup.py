@@ -11,7 +11,7 @@ from kvtier.admin.stats import read_reports
 from kvtier.format.namespace import chunk_keys, join_extras, salt_extra
 from kvtier.index import entry as entries
 from kvtier.index.base import SetInfo
-from kvtier.tiers.segments import segment_name
+from kvtier.storage.segments import segment_name
 
 TOKENS_MAX = 1 << 20
 NAMESPACES_MAX = 64

@@ -17,7 +17,7 @@ from kvtier.evictor import Evictor
 from kvtier.format.namespace import Namespace
 from kvtier.index.base import Index, SetInfo
 from kvtier.indexes import open_index
-from kvtier.root import Root, namespace_folders, open_root, read_namespace
+from kvtier.storage.root import Root, namespace_folders, open_root, read_namespace
 
 
 class NamespaceBook:

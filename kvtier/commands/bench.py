@@ -20,12 +20,12 @@ from kvtier.commands.progress import progress
 from kvtier.commands.prompts import size_argument
 from kvtier.commands.tables import percent, print_table, seconds
 from kvtier.index.base import Index
-from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import sizes_for
-from kvtier.root import Root
 from kvtier.runtime.exit_status import OK, print_json
 from kvtier.runtime.units import rate, size
-from kvtier.tiers.segments import direct_io_works
+from kvtier.storage.filesystem import IN_MEMORY, file_system_of
+from kvtier.storage.root import Root
+from kvtier.storage.segments import direct_io_works
 
 LOOKUP_CHUNKS = 391
 """Of a prompt of 100,000 tokens."""

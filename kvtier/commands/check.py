@@ -26,13 +26,13 @@ from kvtier.doctor.storage import beyond_the_disk, place_of
 from kvtier.errors import ConfigError
 from kvtier.format.record import FORMAT_VERSION
 from kvtier.indexes import look_at_redis
-from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import sizes_for
-from kvtier.owner import Owner, check_claim, check_shared, default_index_path, read_owner, this_node
-from kvtier.root import check_mount, check_reserve, check_space, find_root, squash_hint
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 from kvtier.runtime.memory_limits import beyond_available, check_host_arena, memory_here
 from kvtier.runtime.units import exact, size
+from kvtier.storage.filesystem import IN_MEMORY, file_system_of
+from kvtier.storage.root import check_mount, check_reserve, check_space, find_root, squash_hint
+from kvtier.storage.root_owner import Owner, check_claim, check_shared, default_index_path, read_owner, this_node
 
 SEGMENTS_MIN = 4  # capacity below which a warning is given, segments: the two of each rank leave half of it
 SHOWN_MAX = 18

@@ -8,8 +8,8 @@ from kvtier.codec_loss import check_key_bias
 from kvtier.config.settings import Settings
 from kvtier.format.geometry import share_of_rank
 from kvtier.model.config_json import read_model
-from kvtier.root import check_space
 from kvtier.runtime.units import size
+from kvtier.storage.root import check_space
 
 
 def look_at_model(settings: Settings, folder: Path) -> str:

@@ -10,8 +10,8 @@ from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex
-from kvtier.owner import is_recognised, read_owner, this_node
-from kvtier.root import Root
+from kvtier.storage.root import Root
+from kvtier.storage.root_owner import is_recognised, read_owner, this_node
 
 
 def open_embedded(root: Root) -> LmdbIndex:

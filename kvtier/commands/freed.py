@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier.io.filesystem import FreeSpace
-from kvtier.tiers.segments import KEPT_OPEN
+from kvtier.storage.filesystem import FreeSpace
+from kvtier.storage.segments import KEPT_OPEN
 
 SHOW_TIMEOUT_S = 10.0  # longest wait for the space of evicted files to show, seconds
 POLL_S = 0.2  # interval between two looks at the disk, seconds

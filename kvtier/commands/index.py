@@ -18,8 +18,8 @@ from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.housekeeping import Rebuilt
 from kvtier.index.base import Index
 from kvtier.indexes import open_redis_to_mend
-from kvtier.root import NOTES_FOLDER, Root, open_root
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
+from kvtier.storage.root import NOTES_FOLDER, Root, open_root
 from kvtier.sweep_lease import SWEEP_LEASE
 
 OTHERS_TIMEOUT_S = 60.0

@@ -22,7 +22,7 @@ from kvtier.admin.opened import Opened, open_for_admin
 from kvtier.admin.prompts import NoTokenizer
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.root import Root, find_root
+from kvtier.storage.root import Root, find_root
 
 SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 

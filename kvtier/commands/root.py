@@ -19,9 +19,9 @@ from kvtier.index.base import Index
 from kvtier.index.embedded import is_of_this_boot
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verify
-from kvtier.root import Root
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 from kvtier.runtime.units import rate, size
+from kvtier.storage.root import Root
 
 SEGMENTS = "segments"
 

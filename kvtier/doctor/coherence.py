@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.io.filesystem import FileSystem
 from kvtier.io.ring import AlignedBuffer
+from kvtier.storage.filesystem import FileSystem
 
 PIECES, PIECE_BYTES = 16, 1 << 20  # pieces written and read back in a trial, and bytes of each
 SETTLE_S = 1.2  # pause after the file has its size, so that the other mount sees it, seconds

@@ -1,5 +1,5 @@
 """Names of file systems, and what is known of each: what it promises, and what to set. `docs/filesystems.md` says how
-it was found out. Which of them kvtier flushes is `kvtier.io.filesystem`'s to say."""
+it was found out. Which of them kvtier flushes is `kvtier.storage.filesystem`'s to say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.doctor.host import Verdict
-from kvtier.io.filesystem import IN_MEMORY, FileSystem, Visibility
+from kvtier.storage.filesystem import IN_MEMORY, FileSystem, Visibility
 
 GLUSTER_OPTIONS = (
     "strict-o-direct on", "write-behind off", "io-cache off", "read-ahead off", "quick-read off", "stat-prefetch off",

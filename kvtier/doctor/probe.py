@@ -23,9 +23,9 @@ from kvtier.io.calibration import Ask, engines_for
 from kvtier.io.cuda import driver_version
 from kvtier.io.cufile import cufile_state
 from kvtier.io.engines import Target
-from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.kvikio_files import load_kvikio
 from kvtier.io.ring import AlignedBuffer
+from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 
 TARGET_BYTES = 128 << 20
 SECTOR_BYTES = 512

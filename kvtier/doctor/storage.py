@@ -18,11 +18,11 @@ from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import FORMAT_VERSION
 from kvtier.io.calibration import Calibration
-from kvtier.io.filesystem import FileSystem, file_system_of
-from kvtier.owner import check_node
-from kvtier.root import check_mount, nearest, segments_bytes
 from kvtier.runtime.memory_limits import memory_here, pin_budget
 from kvtier.runtime.units import rate, size
+from kvtier.storage.filesystem import FileSystem, file_system_of
+from kvtier.storage.root import check_mount, nearest, segments_bytes
+from kvtier.storage.root_owner import check_node
 
 STORAGE_TIMEOUT_S = 60.0
 

@@ -29,7 +29,7 @@ from kvtier.index import entry, lmdb_env, values
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.lmdb_env import Reopen
 from kvtier.index.lmdb_view import View
-from kvtier.io.filesystem import file_system_of
+from kvtier.storage.filesystem import file_system_of
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 

@@ -37,9 +37,9 @@ from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.index.lmdb_pid import open_with_another_id
 from kvtier.index.lmdb_view import Identity, Opened, Work
 from kvtier.index.locks import file_lock, held
-from kvtier.owner import INDEX_STAMP, index_stamp
-from kvtier.plain_files import hand_over, make_private, remove_strange
 from kvtier.runtime.file_descriptors import close_file
+from kvtier.storage.root_owner import INDEX_STAMP, index_stamp
+from kvtier.storage.safe_open import hand_over, make_private, remove_strange
 
 log = logging.getLogger("kvtier")
 

@@ -29,9 +29,9 @@ from kvtier.io.calibration import (
     second_round,
 )
 from kvtier.io.engines import Choice, Reader, Reads, Target, open_engine
-from kvtier.io.filesystem import file_system_of
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, WriteOp, sizes_for
 from kvtier.runtime.file_descriptors import close_file
+from kvtier.storage.filesystem import file_system_of
 
 PREFIX = ".calibrate-"
 LEFT_OVER_S = 3600.0

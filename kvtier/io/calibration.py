@@ -25,12 +25,12 @@ from typing import Any, Literal, get_args
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.namespace import canonical_text
 from kvtier.io.engines import Choice, EngineName, Target
-from kvtier.io.filesystem import file_system_of
 from kvtier.io.ring import sizes_for
-from kvtier.once import read_small, replace_small
-from kvtier.owner import private_folder
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.runtime.versions import installed
+from kvtier.storage.atomic_files import read_small, replace_small
+from kvtier.storage.filesystem import file_system_of
+from kvtier.storage.root_owner import private_folder
 
 log = logging.getLogger("kvtier")
 

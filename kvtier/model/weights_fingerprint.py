@@ -37,7 +37,7 @@ from blake3 import blake3
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.namespace import canonical_text
-from kvtier.once import replace_small
+from kvtier.storage.atomic_files import replace_small
 
 log = logging.getLogger("kvtier")
 

@@ -12,8 +12,8 @@ from kvtier.format.record import record_bytes
 from kvtier.index.base import Location
 from kvtier.io.native import checksum
 from kvtier.io.ring import AlignedBuffer
-from kvtier.tiers.descriptors import OpenSegment
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.open_segments import OpenSegment
+from kvtier.storage.segments import SegmentFiles
 
 PIECE_BYTES = 4 << 20
 RECORD_BYTES_MAX = 4 << 30

@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
-from kvtier import root as root_module
 from kvtier.cli import main
 from kvtier.commands import check, doctor
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
 from kvtier.index.embedded import LmdbIndex
-from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.owner import Node, Owner
 from kvtier.runtime.exit_status import FOUND_BAD, INTERRUPTED, NOT_DONE, OK
 from kvtier.runtime.memory_limits import Memory
 from kvtier.runtime.versions import commit
+from kvtier.storage import root as root_module
+from kvtier.storage.filesystem import IN_MEMORY, file_system_of
+from kvtier.storage.root_owner import Node, Owner
 from tests.core.rig import Engine
 from tests.model_configs import LLAMA_8B
 

@@ -20,10 +20,10 @@ from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.evictor import Evicted as Removed
 from kvtier.evictor import Evictor
 from kvtier.index.embedded import LmdbIndex
-from kvtier.io.filesystem import FileSystem
 from kvtier.io.ring import FlushOp, sizes_for
-from kvtier.owner import Owner, this_node
 from kvtier.reports import Latency, TopPrefix, WorkerReport
+from kvtier.storage.filesystem import FileSystem
+from kvtier.storage.root_owner import Owner, this_node
 from tests.cli.asking import refused
 from tests.core.rig import Engine
 

@@ -19,7 +19,7 @@ from kvtier.index.base import Index, Location, NewRecord, RemoteState
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.redis_index import RedisIndex
 from kvtier.indexes import look_at_redis, open_index
-from kvtier.root import open_root
+from kvtier.storage.root import open_root
 from tests.core.rig import Engine
 from tests.redis_server import GENEROUS_MS, has_redis, index_settings, standalone
 

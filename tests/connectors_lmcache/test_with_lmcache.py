@@ -16,8 +16,8 @@ import pytest
 from kvtier.config.settings import Settings
 from kvtier.format.record import is_blank
 from kvtier.indexes import open_index
-from kvtier.root import open_root
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.root import open_root
+from kvtier.storage.segments import SegmentFiles
 from tests.connectors_lmcache.lmcache_environment import OUTSIDE, VERSIONS, environment
 from tests.connectors_lmcache.servers import CHUNKS, Request, Server, adapter, server_on
 from tests.connectors_lmcache.servers import OBJECT_BYTES as SERVER_OBJECT_BYTES

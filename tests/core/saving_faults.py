@@ -17,7 +17,7 @@ from kvtier.format.record import SegmentHeader
 from kvtier.index.base import Index, SetInfo
 from kvtier.io.ring import OpResult, Ring, WriteOp
 from kvtier.removal import Remover
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.storm_faults import LateReads
 

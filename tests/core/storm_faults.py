@@ -22,7 +22,7 @@ from kvtier.index.base import Index
 from kvtier.io.engines import Reader, Reads
 from kvtier.io.ring import OpResult, ReadOp
 from kvtier.order import Mark
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.segments import SegmentFiles
 from kvtier.worker import ChunkArena, Worker
 
 

@@ -10,8 +10,8 @@ import pytest
 from kvtier import agreement
 from kvtier.index.base import NewRecord
 from kvtier.index.memory import MemoryIndex
-from kvtier.root import find_root, namespace_folders
-from kvtier.tiers.segments import segment_name
+from kvtier.storage.root import find_root, namespace_folders
+from kvtier.storage.segments import segment_name
 from tests.core.rig import Engine
 from tests.core.test_capacity import BLOCKS, tiny, tokens_of
 

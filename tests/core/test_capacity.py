@@ -30,10 +30,10 @@ from kvtier.inspect import stats, verify
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import SaveOutcome
 from kvtier.removal import Remover
-from kvtier.root import find_root
+from kvtier.storage import segments
+from kvtier.storage.root import find_root
+from kvtier.storage.segments import SegmentFiles
 from kvtier.store import WantedChunk
-from kvtier.tiers import segments
-from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine, geometry, namespace, settings, shares
 from tests.waiting import wait_until
 

@@ -11,8 +11,8 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.format.record import SegmentHeader
-from kvtier.tiers import descriptors
-from kvtier.tiers.descriptors import Descriptors
+from kvtier.storage import open_segments
+from kvtier.storage.open_segments import Descriptors
 from tests.core.rig import Engine
 
 
@@ -100,7 +100,7 @@ def test_who_else_knows_a_descriptor_is_told_before_it_is_closed(
         os.fstat(fd)  # it is still open
         told.append(fd)
 
-    monkeypatch.setattr(descriptors, "OPEN_FILES_MAX", 1)
+    monkeypatch.setattr(open_segments, "OPEN_FILES_MAX", 1)
     files = Descriptors(lambda name: (os.open(tmp_path, os.O_RDONLY), header), before_close)
     opened: list[int] = []
     for number in range(3):

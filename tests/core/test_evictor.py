@@ -24,10 +24,10 @@ from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
 from kvtier.plan import SavePlan
 from kvtier.removal import PREFIX, Removal
-from kvtier.root import find_root
 from kvtier.sets import TENANT_IDLE_S
+from kvtier.storage.root import find_root
+from kvtier.storage.segments import SegmentFiles
 from kvtier.store import WantedChunk
-from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.test_capacity import BLOCKS, RECORD_BYTES, TARGET, small_disk, tiny, tokens_of
 from tests.waiting import wait_until

@@ -17,8 +17,8 @@ from kvtier.housekeeping import Housekeeper
 from kvtier.index import entry as entries
 from kvtier.inspect import verify
 from kvtier.plan import SaveOutcome
-from kvtier.root import find_root
-from kvtier.tiers.segments import SegmentFiles, segment_name
+from kvtier.storage.root import find_root
+from kvtier.storage.segments import SegmentFiles, segment_name
 from tests.core.rig import Engine
 from tests.waiting import wait_until
 

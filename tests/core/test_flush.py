@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvtier.index.base import NewRecord
-from kvtier.io.filesystem import file_system_of
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
 from kvtier.plan import SaveOutcome
+from kvtier.storage.filesystem import file_system_of
 from tests.core.rig import Engine
 
 TOKENS = list(range(1000, 1000 + 64 * 5))

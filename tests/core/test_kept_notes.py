@@ -18,7 +18,7 @@ from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.eviction.limits import namespace_note
 from kvtier.housekeeping import Housekeeper
 from kvtier.indexes import open_index
-from kvtier.root import NOTES_FOLDER, remove_leftovers
+from kvtier.storage.root import NOTES_FOLDER, remove_leftovers
 from tests.core.rig import Engine
 from tests.redis_server import GENEROUS_MS, has_redis, standalone
 from tests.waiting import wait_until

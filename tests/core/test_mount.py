@@ -14,9 +14,9 @@ import torch
 from kvtier import mount
 from kvtier.io.calibration import Ask, Calibration, engines_for
 from kvtier.io.engines import Choice, Target
-from kvtier.io.filesystem import FileSystem
 from kvtier.io.ring import sizes_for
-from kvtier.root import open_root
+from kvtier.storage.filesystem import FileSystem
+from kvtier.storage.root import open_root
 from tests.core.rig import settings
 
 ARENA: Any = SimpleNamespace(is_device=True, address=lambda slot: 1 << 40, n_slots=64, slot_bytes=1 << 20)

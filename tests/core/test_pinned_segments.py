@@ -20,7 +20,7 @@ from kvtier.format.record import SegmentHeader, record_bytes
 from kvtier.memory import PIN_BYTES
 from kvtier.pinned_segments import QUIET_S, PinnedSegments
 from kvtier.runtime.metrics import PINNED_FILE_BYTES, Metrics
-from kvtier.tiers.segments import SegmentFiles, segment_name
+from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.transfer import Upkeep
 from kvtier.worker import Worker
 from tests.core.rig import Engine

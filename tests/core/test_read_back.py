@@ -16,8 +16,8 @@ from kvtier.housekeeping import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import IndexCounts, NewRecord
 from kvtier.index.embedded import LmdbIndex
 from kvtier.read_back import ReadBack
+from kvtier.storage.segments import SegmentFiles
 from kvtier.sweep_lease import SWEEP_LEASE
-from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.test_slow_writers import before, by_hand, once
 

@@ -13,8 +13,8 @@ from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Location
 from kvtier.inspect import stats, verify
-from kvtier.root import find_root
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.root import find_root
+from kvtier.storage.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.waiting import wait_until
 

@@ -20,7 +20,7 @@ from kvtier.index.memory import MemoryIndex
 from kvtier.plan import SaveOutcome
 from kvtier.removal import Remover
 from kvtier.runtime import file_descriptors
-from kvtier.tiers import segments
+from kvtier.storage import segments
 from tests.core.rig import Engine
 from tests.core.test_capacity import BLOCKS, SEGMENT_BYTES, TARGET, tokens_of
 from tests.engines.disk import Disk, disk

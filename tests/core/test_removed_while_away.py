@@ -9,7 +9,7 @@ import pytest
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.removal import AWAY_S, Remover
-from kvtier.tiers.segments import segment_name
+from kvtier.storage.segments import segment_name
 
 NAMESPACE, SET_ID, FILE_BYTES = bytes(16), 7 << 20, 64 << 10
 

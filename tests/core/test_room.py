@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.eviction.room import LATE_S, PROBE_INTERVAL_S, SETTLE_FIRST_S, Room
-from kvtier.io.filesystem import RESERVED_FILES, FreeSpace
 from kvtier.removal import Remover
-from kvtier.root import remove_leftovers
 from kvtier.sets import Supplies
-from kvtier.tiers import segments
+from kvtier.storage import segments
+from kvtier.storage.filesystem import RESERVED_FILES, FreeSpace
+from kvtier.storage.root import remove_leftovers
 from tests.core.rig import Engine
 from tests.core.test_capacity import BLOCKS, SEGMENT_BYTES, tokens_of
 from tests.core.test_removed_sets import bytes_on, engine_on, silly_files

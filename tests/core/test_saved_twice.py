@@ -15,9 +15,9 @@ import torch
 
 from kvtier.cli import main
 from kvtier.index.base import Location
+from kvtier.storage.segments import SegmentFiles, parse_segment_name
 from kvtier.tiers import read_record
 from kvtier.tiers.read_record import Verdict, judge
-from kvtier.tiers.segments import SegmentFiles, parse_segment_name
 from tests.core.rig import Engine
 from tests.core.test_faults import flip_payload
 from tests.core.test_slow_writers import housekeeper

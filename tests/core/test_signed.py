@@ -31,9 +31,9 @@ from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
 from kvtier.order import Mark
 from kvtier.plan import SaveOutcome
-from kvtier.root import find_root
 from kvtier.runtime import metrics as names
 from kvtier.runtime.exit_status import FOUND_BAD, OK
+from kvtier.storage.root import find_root
 from tests.core import walks
 from tests.core.lazy import LazyEngine
 from tests.core.rig import Engine, geometry

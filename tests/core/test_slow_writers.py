@@ -17,8 +17,8 @@ from kvtier.keeper import Keeper
 from kvtier.plan import SaveOutcome
 from kvtier.read_back import ReadBack
 from kvtier.removal import Remover
+from kvtier.storage.segments import SegmentFiles
 from kvtier.sweep_lease import SWEEP_LEASE
-from kvtier.tiers.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.test_trimming import RECORD_BYTES, engine_of
 from tests.waiting import wait_until

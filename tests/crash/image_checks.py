@@ -18,8 +18,8 @@ from kvtier.index.base import Index, Location
 from kvtier.index.embedded import LmdbIndex
 from kvtier.inspect import verify
 from kvtier.removal import PREFIX
-from kvtier.root import NAMESPACE_FILE, find_root, namespace_folders
-from kvtier.tiers.segments import SegmentFiles, parse_segment_name, segment_name
+from kvtier.storage.root import NAMESPACE_FILE, find_root, namespace_folders
+from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
 from tests.core.rig import Engine
 from tests.crash.images import INDEX, Step
 from tests.crash.record_writes import CHUNKS, SEGMENT_BYTES, SHAPE, tokens_of

@@ -23,7 +23,7 @@ import torch
 
 from kvtier.inspect import verify
 from kvtier.plan import SaveDone, SaveOutcome
-from kvtier.root import find_root
+from kvtier.storage.root import find_root
 from kvtier.store import WantedChunk
 from tests.core.rig import Engine
 

@@ -29,7 +29,7 @@ from kvtier.index.base import EVICT_LEASE, Index
 from kvtier.indexes import open_index
 from kvtier.inspect import verify
 from kvtier.removal import PREFIX
-from kvtier.root import find_root, open_root
+from kvtier.storage.root import find_root, open_root
 from kvtier.store import WantedChunk
 from tests.core.rig import BLOCK_TOKENS, Engine, settings
 

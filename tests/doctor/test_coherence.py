@@ -12,7 +12,7 @@ from kvtier.cli import main
 from kvtier.doctor import coherence
 from kvtier.doctor.coherence import PIECES, Coherence, examine_peer, measure, peer_folder
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
-from kvtier.io.filesystem import FileSystem
+from kvtier.storage.filesystem import FileSystem
 
 KIND = FileSystem("fuse.somefs", True, "/mnt/kv")
 COHERENT = Coherence(PIECES, (0, 0), (0, 0), 0.001, 0.01, 0.02)

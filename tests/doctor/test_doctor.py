@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import root as root_module
 from kvtier.config.settings import HbmSettings, Settings
 from kvtier.doctor import gpu, storage
 from kvtier.doctor.gpu import examine_gpu, examine_memory
@@ -19,8 +18,9 @@ from kvtier.doctor.host import Host, ProbeFailed, Ran, Verdict
 from kvtier.doctor.lustre import examine_efa
 from kvtier.doctor.report import examine, line
 from kvtier.doctor.storage import examine_storage
-from kvtier.owner import Node, Owner, claim, this_node
 from kvtier.runtime.units import size
+from kvtier.storage import root as root_module
+from kvtier.storage.root_owner import Node, Owner, claim, this_node
 
 
 @pytest.fixture(autouse=True)

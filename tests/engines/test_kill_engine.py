@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
-from kvtier.root import find_root
+from kvtier.storage.root import find_root
 from tests.engines import forked
 from tests.engines.conftest import ENGINE_TIMEOUT_S, HERE
 from tests.engines.test_real_engine import KV_NOISE

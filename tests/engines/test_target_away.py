@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.owner import OWNER_FILE
 from kvtier.plan import SaveOutcome
-from kvtier.root import NAMESPACE_FILE
-from kvtier.tiers.segments import segment_name
+from kvtier.storage.root import NAMESPACE_FILE
+from kvtier.storage.root_owner import OWNER_FILE
+from kvtier.storage.segments import segment_name
 from tests.core.rig import Engine
 from tests.core.test_hung_files import answers, begin_load, begin_save, saves
 from tests.engines.targets import Targets, targets

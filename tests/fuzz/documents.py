@@ -24,10 +24,10 @@ from kvtier.io.engines import Choice
 from kvtier.model.config_json import read_model
 from kvtier.model.weights_fingerprint import _cached, config_fingerprint, weights_fingerprint
 from kvtier.model_weights import INDEX, read_weights
-from kvtier.owner import read_owner
 from kvtier.removal import PREFIX, Removal
 from kvtier.reports import WorkerReport
-from kvtier.root import NAMESPACE_FILE, read_namespace
+from kvtier.storage.root import NAMESPACE_FILE, read_namespace
+from kvtier.storage.root_owner import read_owner
 from tests.core.rig import geometry, namespace
 from tests.fuzz.formats import INFO
 

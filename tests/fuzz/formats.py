@@ -11,7 +11,7 @@ from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import RecordHeader, SegmentHeader
 from kvtier.index import entry, values
 from kvtier.index.base import Location, SetInfo
-from kvtier.tiers.segments import parse_segment_name, segment_name
+from kvtier.storage.segments import parse_segment_name, segment_name
 
 SPACE = bytes(range(16))
 WHOLE = Extent(0, 4, 0, 8)

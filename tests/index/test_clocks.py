@@ -18,8 +18,8 @@ from kvtier.index.base import EVICT_LEASE, SetInfo, Use, writer_lease
 from kvtier.index.redis_clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
 from kvtier.index.redis_index import RedisIndex
 from kvtier.index.redis_wire import open_wire
-from kvtier.io.filesystem import FileSystem
-from kvtier.tiers.segments import segment_name
+from kvtier.storage.filesystem import FileSystem
+from kvtier.storage.segments import segment_name
 from tests.redis_server import Server, has_redis, index_settings, standalone
 
 from index_data import NAMESPACE, record, set_info

@@ -17,7 +17,7 @@ from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable
 from kvtier.index import lmdb_env
 from kvtier.index.embedded import LmdbIndex
-from kvtier.root import open_root
+from kvtier.storage.root import open_root
 from tests.waiting import wait_until
 
 from index_data import PROCESS_TIMEOUT_S, SPAWN, check, fill, join, key, record, set_info, wait_for

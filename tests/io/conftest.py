@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.io.filesystem import IN_MEMORY, file_system_of
 from kvtier.io.ring import Ring
+from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 
 from cuda_double import CudaDouble, build
 from records import PIECE_BYTES, open_file

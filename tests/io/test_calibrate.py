@@ -21,8 +21,8 @@ from kvtier.io import calibration as kept
 from kvtier.io.calibrate import LEFT_OVER_S, PREFIX, Makers, calibrate, sweep
 from kvtier.io.calibration import Ask, Calibration, calibrated
 from kvtier.io.engines import Choice, Reads, Target
-from kvtier.io.filesystem import FileSystem
 from kvtier.io.ring import AlignedBuffer, FlushOp, OpResult, ReadOp, WriteOp
+from kvtier.storage.filesystem import FileSystem
 
 from cuda_double import CudaDouble
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.io.filesystem import FileSystem, Visibility, file_system_of, is_network_kind
+from kvtier.storage.filesystem import FileSystem, Visibility, file_system_of, is_network_kind
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard

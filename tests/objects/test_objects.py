@@ -17,9 +17,9 @@ from kvtier.cli import main
 from kvtier.connectors.objects.codec import object_geometry, slab_bytes_of
 from kvtier.connectors.objects.store import SHELVES_MAX, Object, ObjectHost, ObjectTier
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.root import find_root
 from kvtier.runtime import metrics
 from kvtier.runtime.exit_status import OK
+from kvtier.storage.root import find_root
 from tests.core.rig import Engine
 from tests.objects.rig import content, expected, flip_byte_of, get, names, put, put_for_ever, segments, tier_at
 from tests.redis_server import Server, has_redis

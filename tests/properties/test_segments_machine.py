@@ -14,8 +14,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import RecordHeader, SegmentHeader
-from kvtier.tiers.descriptors import OpenSegment
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.open_segments import OpenSegment
+from kvtier.storage.segments import SegmentFiles
 
 NAMESPACE = bytes(range(16))
 SLOTS = 3

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import cli, owner
+from kvtier import cli
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from kvtier.index.embedded import LmdbIndex
-from kvtier.io.filesystem import FileSystem
-from kvtier.owner import default_index_path
-from kvtier.root import open_root
+from kvtier.storage import root_owner
+from kvtier.storage.filesystem import FileSystem
+from kvtier.storage.root import open_root
+from kvtier.storage.root_owner import default_index_path
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root")
 
@@ -103,8 +104,8 @@ def test_who_only_looks_leaves_an_index_of_another_boot_as_it_is(folder: Path, c
 def test_the_index_of_a_root_on_a_network_is_looked_for_where_its_owner_has_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, "file_system_of", lambda path: FileSystem("nfs4", True, "/"))
-    monkeypatch.setattr(owner, "LOCAL_STATE", folder.parent)
+    monkeypatch.setattr(root_owner, "file_system_of", lambda path: FileSystem("nfs4", True, "/"))
+    monkeypatch.setattr(root_owner, "LOCAL_STATE", folder.parent)
     found = default_index_path(folder, folder)
     assert found.parent == folder.parent / f"kvtier-{USER}" / "index"
     assert found.parent.parent.stat().st_uid == USER

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import plain_files
 from kvtier.errors import TierUnavailable
-from kvtier.once import read_small
+from kvtier.storage import safe_open
+from kvtier.storage.atomic_files import read_small
 from tests.core.rig import Engine
 
 TOKENS = list(range(1000, 1000 + 64 * 3))
@@ -82,7 +82,7 @@ def test_who_never_gives_one_back_is_not_waited_for_long(
     (segment,) = [path for path in tmp_path.glob("v1/*/*.kvseg") if path.stat().st_size]
     files = engine.transfers[0]._worker.files(engine.namespace.id)
     files.close()
-    monkeypatch.setattr(plain_files, "LEASE_BREAK_S", 0.05)
+    monkeypatch.setattr(safe_open, "LEASE_BREAK_S", 0.05)
     hold(segment, READ, 60.0)
     set_id, rank = files.ids()[0]
     with pytest.raises(TierUnavailable, match="temporarily unavailable"):

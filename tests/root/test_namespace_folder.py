@@ -11,7 +11,7 @@ import pytest
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.format.geometry import Geometry
 from kvtier.format.namespace import CodecId, Namespace
-from kvtier.root import NAMESPACE_FILE, Root, check_namespace, open_namespace, read_namespace
+from kvtier.storage.root import NAMESPACE_FILE, Root, check_namespace, open_namespace, read_namespace
 
 NAMESPACE = Namespace(
     engine="vllm",

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import once
-from kvtier.once import create_once, read_small, replace_small
+from kvtier.storage import atomic_files
+from kvtier.storage.atomic_files import create_once, read_small, replace_small
 
 CREATOR = """
 import sys
 from pathlib import Path
-from kvtier.once import create_once
+from kvtier.storage.atomic_files import create_once
 folder = Path(sys.argv[1])
 sys.stdin.readline()  # all begin together
 for n in range(200):
@@ -67,7 +67,7 @@ def test_other_faults_of_linking_are_not_hidden(tmp_path: Path, monkeypatch: pyt
 
 
 def test_reader_waits_only_so_long_for_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "WAIT_FOR_WRITER_S", 0.05)
+    monkeypatch.setattr(atomic_files, "WAIT_FOR_WRITER_S", 0.05)
     (tmp_path / "a").write_bytes(b"")
     assert read_small(tmp_path / "a") == b""
 

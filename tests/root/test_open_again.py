@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import root as root_module
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.embedded import LmdbIndex
-from kvtier.owner import OWNER_FILE
 from kvtier.plan import SaveOutcome
-from kvtier.root import Root, is_in_place, open_again, open_root
+from kvtier.storage import root as root_module
+from kvtier.storage.root import Root, is_in_place, open_again, open_root
+from kvtier.storage.root_owner import OWNER_FILE
 from tests.core.rig import Engine, settings
 from tests.waiting import wait_until
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from kvtier import owner
-from kvtier import root as root_module
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from kvtier.index.embedded import LmdbIndex
-from kvtier.io.filesystem import FileSystem
-from kvtier.owner import Node, Owner, read_owner
-from kvtier.root import Root, check_space, find_root, open_root
+from kvtier.storage import root as root_module
+from kvtier.storage import root_owner
+from kvtier.storage.filesystem import FileSystem
+from kvtier.storage.root import Root, check_space, find_root, open_root
+from kvtier.storage.root_owner import Node, Owner, read_owner
 
 Mount = Callable[[Path, str], None]
 SMALL = {"segment_bytes": "64KiB", "capacity_bytes": "1MiB"}
@@ -67,8 +67,8 @@ def test_index_lies_beside_the_segments_on_a_local_disk(tmp_path: Path) -> None:
 
 
 def test_index_lies_on_a_local_disk_when_the_root_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "file_system_of", lambda path: FileSystem("nfs4", True, "/"))
-    monkeypatch.setattr(owner, "LOCAL_STATE", tmp_path)
+    monkeypatch.setattr(root_owner, "file_system_of", lambda path: FileSystem("nfs4", True, "/"))
+    monkeypatch.setattr(root_owner, "LOCAL_STATE", tmp_path)
     index_path = open_root(settings_for(tmp_path / "kv")).index_path
     assert index_path is not None and index_path.parent == tmp_path / f"kvtier-{os.getuid()}" / "index"
     os.symlink(tmp_path / "kv", tmp_path / "link")  # another name of the same root has the same index
@@ -78,11 +78,11 @@ def test_index_lies_on_a_local_disk_when_the_root_does_not(tmp_path: Path, monke
 
 
 def test_folder_for_local_state_that_another_user_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "LOCAL_STATE", tmp_path)
+    monkeypatch.setattr(root_owner, "LOCAL_STATE", tmp_path)
     (tmp_path / "theirs").mkdir()
     os.symlink(tmp_path / "theirs", tmp_path / f"kvtier-{os.getuid()}")
     with pytest.raises(ConfigError, match="index.path = .*another user's"):
-        owner.private_folder()
+        root_owner.private_folder()
 
 
 def test_configured_index_path_is_taken(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_root_of_another_node(tmp_path: Path) -> None:
     (root.folder / "owner.json").write_bytes(other.to_json(root.folder))
     error = refusal(settings_for(tmp_path))
     assert error.key == "root" and error.value == str(tmp_path)
-    assert "gpu-07 (f00d)" in error.fix and str(owner.this_node()) in error.fix
+    assert "gpu-07 (f00d)" in error.fix and str(root_owner.this_node()) in error.fix
     assert str(root.folder / "owner.json") in error.fix
 
 
@@ -297,7 +297,7 @@ def test_damaged_owner_file(tmp_path: Path, content: str) -> None:
 
 def test_owner_file_is_what_the_docstring_says(tmp_path: Path) -> None:
     root = open_root(settings_for(tmp_path))
-    node = owner.this_node()
+    node = root_owner.this_node()
     assert json.loads((root.folder / "owner.json").read_bytes()) == {
         "node": {"machine": node.machine, "host": node.host, "boot": node.boot},
         "index_path": "index",
@@ -307,19 +307,19 @@ def test_owner_file_is_what_the_docstring_says(tmp_path: Path) -> None:
 
 
 def test_node_without_a_machine_id_makes_one_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "MACHINE_ID_FILE", tmp_path / "absent")
-    monkeypatch.setattr(owner, "LOCAL_STATE", tmp_path)
-    node = owner.this_node()
-    assert len(node.machine) == 32 and owner.this_node() == node
+    monkeypatch.setattr(root_owner, "MACHINE_ID_FILE", tmp_path / "absent")
+    monkeypatch.setattr(root_owner, "LOCAL_STATE", tmp_path)
+    node = root_owner.this_node()
+    assert len(node.machine) == 32 and root_owner.this_node() == node
 
 
 POD, HOST = Node("5d1c", "pod-7f9c", "boot-1"), Node("5d1c", "vm", "boot-1")
 
 
 def claimed(folder: Path, node: Node, index_path: Path | None = None) -> Node:
-    """The node that owner.json names after `node` claimed the folder. Raises ConfigError."""
+    """The node that root_owner.json names after `node` claimed the folder. Raises ConfigError."""
     folder.mkdir(parents=True, exist_ok=True)
-    owner.claim(folder, Owner(node, index_path or folder / "index"))
+    root_owner.claim(folder, Owner(node, index_path or folder / "index"))
     found = read_owner(folder)
     assert found is not None and found.node is not None
     return found.node

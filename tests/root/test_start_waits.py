@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import storage_wait
 from kvtier.errors import ConfigError
-from kvtier.storage_wait import in_time, said
+from kvtier.storage import start_wait
+from kvtier.storage.start_wait import in_time, said
 from tests.core.rig import Engine, settings
 
 
@@ -26,8 +26,8 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         mkdir(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "mkdir", mkdir_later)
-    monkeypatch.setattr(storage_wait, "SAID_AFTER_S", 0.2)
-    monkeypatch.setattr(storage_wait, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(start_wait, "SAID_AFTER_S", 0.2)
+    monkeypatch.setattr(start_wait, "TIMEOUT_S", 1.0)
     yield go_on
     go_on.set()
 
@@ -46,7 +46,7 @@ def test_it_is_said_and_ends_in_time(tmp_path: Path, hang: threading.Event, capl
 def test_storage_that_answers_late_is_waited_for(
     tmp_path: Path, hang: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(storage_wait, "TIMEOUT_S", 30.0)
+    monkeypatch.setattr(start_wait, "TIMEOUT_S", 30.0)
     threading.Timer(0.6, hang.set).start()
     Engine(tmp_path / "kv").close()
     assert sum("waits for the storage" in line for line in caplog.messages) == 1
@@ -67,7 +67,7 @@ def test_what_the_storage_answers_is_passed_on(tmp_path: Path) -> None:
 def test_a_measurement_that_takes_long_is_said_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(storage_wait, "SAID_AFTER_S", 0.1)
+    monkeypatch.setattr(start_wait, "SAID_AFTER_S", 0.1)
     with said(tmp_path, "measuring"):
         time.sleep(0.5)
     assert sum("measuring" in line for line in caplog.messages) >= 2

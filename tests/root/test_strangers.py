@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import owner
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
@@ -22,11 +21,12 @@ from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
 from kvtier.io.ring import WriteOp
 from kvtier.model.weights_fingerprint import _remember
-from kvtier.once import create_once, read_small
 from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SavePlan
-from kvtier.root import NAMESPACE_FILE, find_root, namespace_folders, open_namespace, open_root, segments_bytes
-from kvtier.tiers.segments import SegmentFiles, direct_io_works, parse_segment_name, segment_name
+from kvtier.storage import root_owner
+from kvtier.storage.atomic_files import create_once, read_small
+from kvtier.storage.root import NAMESPACE_FILE, find_root, namespace_folders, open_namespace, open_root, segments_bytes
+from kvtier.storage.segments import SegmentFiles, direct_io_works, parse_segment_name, segment_name
 from tests.core.rig import Engine, geometry, namespace, settings
 from tests.waiting import wait_until
 
@@ -60,7 +60,7 @@ def header_in(folder: Path, **changes: object) -> SegmentHeader:
 
 @pytest.mark.parametrize("umask", [0o000, 0o027])
 def test_all_that_is_made_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
-    monkeypatch.setattr(owner, "LOCAL_STATE", tmp_path / "var")
+    monkeypatch.setattr(root_owner, "LOCAL_STATE", tmp_path / "var")
     (tmp_path / "var").mkdir()
     before = os.umask(umask)
     try:
@@ -68,8 +68,8 @@ def test_all_that_is_made_is_its_users_alone(tmp_path: Path, monkeypatch: pytest
         engine.save(TOKENS, BLOCKS)
         seen = {path: path.lstat() for path in (tmp_path / "kv").rglob("*")}
         engine.close()
-        create_once(owner.private_folder() / "kept", b"x")
-        _remember(owner.private_folder() / "fingerprints" / "0a", "0" * 64)
+        create_once(root_owner.private_folder() / "kept", b"x")
+        _remember(root_owner.private_folder() / "fingerprints" / "0a", "0" * 64)
     finally:
         os.umask(before)
     seen |= {path: path.lstat() for place in ("kv", "var") for path in (tmp_path / place).rglob("*")}
@@ -94,10 +94,10 @@ def test_what_is_made_again_of_a_root_that_vanished_is_its_users_alone(tmp_path:
 
 
 def test_the_users_own_folder_that_was_made_too_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "LOCAL_STATE", tmp_path)
+    monkeypatch.setattr(root_owner, "LOCAL_STATE", tmp_path)
     (tmp_path / f"kvtier-{os.getuid()}").mkdir()
     (tmp_path / f"kvtier-{os.getuid()}").chmod(0o777)
-    assert stat.S_IMODE(owner.private_folder().stat().st_mode) == 0o700
+    assert stat.S_IMODE(root_owner.private_folder().stat().st_mode) == 0o700
 
 
 # --- links ---
@@ -266,7 +266,7 @@ def test_a_pipe_that_may_only_be_read_is_not_waited_for(folder: Path, monkeypatc
                 raise PermissionError(13, "not permitted")
             return opened(name, flags, mode, dir_fd=dir_fd)
 
-    monkeypatch.setattr("kvtier.tiers.segments.os", Racing())
+    monkeypatch.setattr("kvtier.storage.segments.os", Racing())
     with pytest.raises(Corrupt, match="not a plain file"):
         SegmentFiles(folder, direct=False).lease(SET, RANK)
 
@@ -415,7 +415,7 @@ def test_saving_beside_such_a_segment_writes_nothing(engine: Engine, monkeypatch
     created = SegmentFiles.create
     lie = LIES["slabs that reach beyond the arena"]
     monkeypatch.setattr(SegmentFiles, "create", lambda files, header: created(files, lie(header)))
-    monkeypatch.setattr("kvtier.tiers.segments._allocate", lambda fd, n_bytes: None)
+    monkeypatch.setattr("kvtier.storage.segments._allocate", lambda fd, n_bytes: None)
     monkeypatch.setattr(ring, "submit", note)
     done = engine.save(TOKENS, BLOCKS)
     assert [answer.outcome.value for answer in done] == ["failed"] * 3 and not submitted

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import once
-from kvtier import root as root_module
 from kvtier.errors import ConfigError, TierUnavailable
-from kvtier.owner import OWNER_FILE
 from kvtier.plan import SaveOutcome
-from kvtier.root import NAMESPACE_FILE, open_again, open_namespace, open_root
+from kvtier.storage import atomic_files
+from kvtier.storage import root as root_module
+from kvtier.storage.root import NAMESPACE_FILE, open_again, open_namespace, open_root
+from kvtier.storage.root_owner import OWNER_FILE
 from tests.core.rig import Engine, geometry, namespace, settings
 
 TOKENS, BLOCKS = list(range(64 * 3)), list(range(12))
@@ -27,14 +27,14 @@ def target_away(monkeypatch: pytest.MonkeyPatch) -> Away:
     """Has small files of these names fail to open, as where the target that they lie on is away."""
 
     def take_away(*names: str, number: int = errno.ESHUTDOWN) -> None:
-        opened = once.open_plain
+        opened = atomic_files.open_plain
 
         def open_plain(path: str | Path, folder: int | None = None) -> int:
             if Path(path).name in names:
                 raise OSError(number, os.strerror(number), str(path))
             return opened(path, folder)
 
-        monkeypatch.setattr(once, "open_plain", open_plain)
+        monkeypatch.setattr(atomic_files, "open_plain", open_plain)
 
     return take_away
 

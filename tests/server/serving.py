@@ -19,11 +19,11 @@ from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.reports import NOTE_PREFIX, About, ArenaFill, RankFigures, Reporter
-from kvtier.root import open_root
 from kvtier.runtime.metrics import HIT_TOKENS, LOAD_BYTES, LOOKUP_TOKENS, Metrics
 from kvtier.server.app import make_app
 from kvtier.server.auth import Tokens
 from kvtier.server.service import Service
+from kvtier.storage.root import open_root
 from tests.core.rig import Engine
 
 ADMIN, READER = "admins-token-0123456789", "readers-token-0123456789"

@@ -12,9 +12,9 @@ import pytest
 from kvtier.admin.opened import Opened, opened
 from kvtier.errors import IndexUnavailable
 from kvtier.index.memory import MemoryIndex
-from kvtier.root import open_root
 from kvtier.server import service as module
 from kvtier.server.service import Service
+from kvtier.storage.root import open_root
 from tests.server.serving import TOKENS, fill
 
 TIMEOUT_S = 60.0

@@ -29,7 +29,7 @@ from kvtier.index import entry
 from kvtier.index.base import NOBODY, Location, NewRecord, SetInfo
 from kvtier.io.native import slab_checksums
 from kvtier.removal import Remover
-from kvtier.tiers.segments import segment_name
+from kvtier.storage.segments import segment_name
 from tests.simulation.engine import JOBS_MAX, EngineProcess
 from tests.simulation.own_thread import for_own_thread
 from tests.simulation.place import Place

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
-from kvtier.tiers.segments import SegmentFiles, fallocate, parse_segment_name
+from kvtier.storage.segments import SegmentFiles, fallocate, parse_segment_name
 from tests.simulation.runtime import Runtime
 
 STALE_S = 8.0  # time for which an open descriptor may show what was there before another process's flush
@@ -193,7 +193,7 @@ class SimOs:
         os.close(fd)
 
     def fallocate(self, fd: int, n_bytes: int) -> None:
-        """Stands in for `kvtier.tiers.segments.fallocate`."""
+        """Stands in for `kvtier.storage.segments.fallocate`."""
         disk = self._disk
         disk.meet("fallocate")
         if disk.is_full or disk.used_bytes() + n_bytes > disk.capacity_bytes:

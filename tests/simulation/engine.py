@@ -31,12 +31,12 @@ from kvtier.kernels import host as host_kernels
 from kvtier.lookups import InBackground, InPlace, Lookups
 from kvtier.order import HostOrder
 from kvtier.reports import About
-from kvtier.root import check_namespace, open_namespace
 from kvtier.runtime.metrics import Metrics
 from kvtier.saves import SaveBounds
+from kvtier.storage.root import check_namespace, open_namespace
+from kvtier.storage.segments import SegmentFolders, Sharing
 from kvtier.store import Store
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.segments import SegmentFolders, Sharing
 from kvtier.transfer import Transfer, TransferJobs
 from kvtier.worker import ChunkArena, Quarantine, Worker, arena_slot_bytes
 from tests.simulation.index import SimIndex

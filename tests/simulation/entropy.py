@@ -33,8 +33,8 @@ ALLOWED = frozenset(
     {
         ("tests.simulation.disk", "listdir"),  # sorted, and then shuffled by the seed
         ("tests.simulation.disk", "scandir"),  # folders to sort, files to sum
-        ("kvtier.root", "scandir"),  # removes drafts, in whichever order
-        ("kvtier.root", "listdir"),  # sorts them
+        ("kvtier.storage.root", "scandir"),  # removes drafts, in whichever order
+        ("kvtier.storage.root", "listdir"),  # sorts them
         ("kvtier.housekeeping", "listdir"),  # asks whether there is any
     }
 )

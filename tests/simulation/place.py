@@ -25,27 +25,27 @@ import kvtier.keeper
 import kvtier.load_walk
 import kvtier.loads
 import kvtier.lookups
-import kvtier.once
 import kvtier.own_segments
-import kvtier.plain_files
 import kvtier.rechecks
 import kvtier.removal
 import kvtier.reports
 import kvtier.runtime.file_descriptors
 import kvtier.saves
 import kvtier.sets
-import kvtier.stuck_files
+import kvtier.storage.atomic_files
+import kvtier.storage.open_segments
+import kvtier.storage.safe_open
+import kvtier.storage.segments
+import kvtier.storage.stuck_files
 import kvtier.tiers.arena
-import kvtier.tiers.descriptors
 import kvtier.tiers.read_record
-import kvtier.tiers.segments
 import kvtier.transfer
 import kvtier.worker
 from kvtier.eviction.limits import UNLIMITED, Rules
 from kvtier.format.namespace import Namespace
-from kvtier.io.filesystem import FileSystem
-from kvtier.root import Root
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.filesystem import FileSystem
+from kvtier.storage.root import Root
+from kvtier.storage.segments import SegmentFiles
 from tests.simulation.disk import Disk, SimOs, meeting
 from tests.simulation.index import SharedIndex
 from tests.simulation.own_thread import OwnThread, for_own_thread
@@ -55,17 +55,17 @@ from tests.simulation.truth import Truth
 
 THREADED = (
     kvtier.fetch, kvtier.index.guard, kvtier.keeper, kvtier.load_walk, kvtier.loads, kvtier.lookups,
-    kvtier.own_segments, kvtier.rechecks, kvtier.saves, kvtier.sets, kvtier.stuck_files, kvtier.tiers.arena,
-    kvtier.tiers.descriptors,
-    kvtier.tiers.segments, kvtier.worker,
+    kvtier.own_segments, kvtier.rechecks, kvtier.saves, kvtier.sets, kvtier.storage.stuck_files, kvtier.tiers.arena,
+    kvtier.storage.open_segments,
+    kvtier.storage.segments, kvtier.worker,
 )  # fmt: skip
 TIMED = (
-    kvtier.housekeeping, kvtier.index.lmdb_env, kvtier.index.locks, kvtier.loads, kvtier.once, kvtier.plain_files,
+    kvtier.housekeeping, kvtier.index.lmdb_env, kvtier.index.locks, kvtier.loads, kvtier.storage.atomic_files, kvtier.storage.safe_open,
     kvtier.saves, kvtier.tiers.arena, kvtier.transfer,
 )  # fmt: skip
 TICKING = (kvtier.index.guard, kvtier.keeper, kvtier.transfer)
 ON_MACHINE = (
-    (kvtier.once, "uuid", uuid),
+    (kvtier.storage.atomic_files, "uuid", uuid),
     (kvtier.index.embedded, "uuid", uuid),
     (kvtier.reports, "os", os),
     (kvtier.reports, "socket", socket),
@@ -73,9 +73,9 @@ ON_MACHINE = (
 ON_DISK = (
     kvtier.housekeeping,
     kvtier.runtime.file_descriptors,
-    kvtier.tiers.descriptors,
+    kvtier.storage.open_segments,
     kvtier.tiers.read_record,
-    kvtier.tiers.segments,
+    kvtier.storage.segments,
 )
 LOCAL_DISK, SHARED_DISK = FileSystem("ext4", False, "/"), FileSystem("nfs4", True, "/")
 
@@ -134,11 +134,11 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         for module, name, real in ON_MACHINE:
             put(module, name, OwnThread(machine, real))
         put_function(SegmentFiles, "unlink", meeting(disk, SegmentFiles.unlink))
-        for module in (kvtier.housekeeping, kvtier.removal, kvtier.tiers.segments):
+        for module in (kvtier.housekeeping, kvtier.removal, kvtier.storage.segments):
             put_function(module, "file_system_of", lambda path: SHARED_DISK if disk.is_shared else LOCAL_DISK)
-        put_function(kvtier.tiers.segments, "fallocate", calls.fallocate)
+        put_function(kvtier.storage.segments, "fallocate", calls.fallocate)
         # Simulated processes are one real process: none closes the files of another.
-        put_function(kvtier.tiers.segments, "close_in_process", lambda folder, set_id: None)
+        put_function(kvtier.storage.segments, "close_in_process", lambda folder, set_id: None)
         put_function(kvtier.lookups, "_Question", ask)
         put_function(kvtier.reports, "_own_version", lambda: "simulated")
         put(Namespace, "canonical_json", lru_cache(Namespace.canonical_json))  # asked for in every tick

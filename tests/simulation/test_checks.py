@@ -13,8 +13,8 @@ from kvtier.evictor import Evictor
 from kvtier.format.geometry import Extent
 from kvtier.index.base import EVICT_LEASE, Location, NewRecord, SetInfo
 from kvtier.removal import Remover
-from kvtier.root import open_namespace
-from kvtier.tiers.segments import segment_name
+from kvtier.storage.root import open_namespace
+from kvtier.storage.segments import segment_name
 from tests.simulation.engine import namespace_of
 from tests.simulation.index import IndexWeather, SimIndex
 from tests.simulation.recipes import Recipe

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kvtier.slots import SlotTable
-from kvtier.tiers.segments import SegmentFiles
+from kvtier.storage.segments import SegmentFiles
 from tests.simulation.__main__ import command, folder
 from tests.simulation.entropy import watching_calls
 from tests.simulation.recipes import recipe_for

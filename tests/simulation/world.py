@@ -26,7 +26,7 @@ from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Index
 from kvtier.index.embedded import LmdbIndex
 from kvtier.index.memory import MemoryIndex
-from kvtier.root import Root
+from kvtier.storage.root import Root
 from kvtier.sweep_lease import SWEEP_LEASE
 from tests.simulation.checks import Checks, watching
 from tests.simulation.disk import Disk, Vandal

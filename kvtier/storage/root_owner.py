@@ -36,8 +36,8 @@ from blake3 import blake3
 
 from kvtier.errors import ConfigError
 from kvtier.format.namespace import canonical_text
-from kvtier.io.filesystem import file_system_of
-from kvtier.once import create_once, read_small, replace_small
+from kvtier.storage.atomic_files import create_once, read_small, replace_small
+from kvtier.storage.filesystem import file_system_of
 
 OWNER_FILE = "owner.json"
 INSIDE = "index"

@@ -1,6 +1,6 @@
 """The root folder of the file-system tier: opening it, and finding every fault of it before the engine starts (I8).
 
-    <root>/v1/owner.json                        kvtier.owner
+    <root>/v1/owner.json                        kvtier.storage.root_owner
     <root>/v1/notes/                            kvtier.kept_notes
     <root>/v1/index/                            the embedded index, where the root's file system is local
     <root>/v1/<namespace id>/namespace.json     the canonical JSON that the id is the hash of
@@ -28,13 +28,13 @@ from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.namespace import Namespace
 from kvtier.format.record import FORMAT_VERSION
-from kvtier.io.filesystem import file_system_of, mounted_at
-from kvtier.once import create_once, read_small
-from kvtier.owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
-from kvtier.plain_files import NOT_ANSWERING, folder_within, hand_over
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.runtime.units import exact
-from kvtier.tiers.segments import KEPT_OPEN, SUFFIX
+from kvtier.storage.atomic_files import create_once, read_small
+from kvtier.storage.filesystem import file_system_of, mounted_at
+from kvtier.storage.root_owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
+from kvtier.storage.safe_open import NOT_ANSWERING, folder_within, hand_over
+from kvtier.storage.segments import KEPT_OPEN, SUFFIX
 
 log = logging.getLogger("kvtier")
 
@@ -45,7 +45,7 @@ MACHINE_ROOT = Path("/")
 _NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{32}")
 _VERSION_FOLDER = re.compile(r"v(\d+)")
 _LEFTOVER = re.compile(r"\.(write-test-[0-9a-f]{32}|direct-io-probe-[0-9a-f-]+|[^/]+\.json\.[0-9a-f]{32})")
-"""What is made for a moment: by _try_to_write, tiers.segments.direct_io_works, and kvtier.once."""
+"""What is made for a moment: by _try_to_write, tiers.segments.direct_io_works, and kvtier.storage.atomic_files."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvtier.errors import ConfigError
-from kvtier.io.filesystem import mounted_at
 from kvtier.runtime.threads import Ticker, begin
+from kvtier.storage.filesystem import mounted_at
 
 log = logging.getLogger("kvtier")
 

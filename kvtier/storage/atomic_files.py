@@ -8,7 +8,7 @@ import time
 import uuid
 from pathlib import Path
 
-from kvtier.plain_files import hand_over, open_plain
+from kvtier.storage.safe_open import hand_over, open_plain
 
 SMALL_FILE_BYTES_MAX = 1 << 20
 WAIT_FOR_WRITER_S = 2.0

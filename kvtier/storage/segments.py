@@ -1,7 +1,7 @@
 """The file-system tier of one namespace: making, opening, listing and unlinking its segment files.
 
 Bytes are moved by kvtier.io.ring with the descriptors given out here. Files are 0600, plain ones in folders that are no
-links (kvtier.plain_files), and opened for direct I/O unless the file system refuses that.
+links (kvtier.storage.safe_open), and opened for direct I/O unless the file system refuses that.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import NamedTuple
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader, is_blank
-from kvtier.io.filesystem import IN_MEMORY, file_system_of
-from kvtier.plain_files import folder_within, is_plain, once_free
 from kvtier.runtime.file_descriptors import close_file, with_descriptors
-from kvtier.tiers.descriptors import Descriptors, OpenSegment
+from kvtier.storage.filesystem import IN_MEMORY, file_system_of
+from kvtier.storage.open_segments import Descriptors, OpenSegment
+from kvtier.storage.safe_open import folder_within, is_plain, once_free
 
 SUFFIX = ".kvseg"
 # Name of an unlinked file that a process of its node has open: kernel NFS, libfuse.
