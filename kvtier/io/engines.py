@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from kvtier.format.signing import Signer
-from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes
+from kvtier.io.kvikio import KvikioReader, KvikioSizes
 from kvtier.io.ring import DeviceRing, OpResult, ReadOp, Ring, sizes_for
 
 EngineName = Literal["ring", "kvikio"]

@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.io.kvikio_engine import KvikioReader
+from kvtier.io.kvikio import KvikioReader
 
 from fake_kvikio import FakeKvikio
 

@@ -16,9 +16,10 @@ import pytest
 
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.io import kvikio_engine, kvikio_files
+from kvtier.io import kvikio as kvikio_engine
+from kvtier.io import kvikio_files
 from kvtier.io.cufile import cufile_state, nvidia_fs_loaded
-from kvtier.io.kvikio_engine import KvikioReader, KvikioSizes
+from kvtier.io.kvikio import KvikioReader, KvikioSizes
 from kvtier.io.kvikio_files import load_kvikio
 from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp
 
