@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvtier.admission import Admission, Admissions
+from kvtier.arena.admission import Admission, Admissions
 from kvtier.breakeven import BreakEven, FixedLimit, LoadLimit
 from kvtier.capacity_watch import CapacityWatch
 from kvtier.codecs.base import Codec, slab_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from kvtier.admission import Admission
+from kvtier.arena.admission import Admission
 from kvtier.errors import Corrupt
 from kvtier.fetch_files import FetchFailed, FileReader, FileReads, place_of
 from kvtier.format.geometry import PAGE_BYTES

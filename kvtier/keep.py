@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvtier.admission import Admission
+from kvtier.arena.admission import Admission
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.runtime.threads import Jobs
 from kvtier.sources import Source, end_of

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvtier.arena.arena import Arena
 from kvtier.config.settings import HOST_ARENA_BYTES, HbmSettings, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
@@ -23,7 +24,6 @@ from kvtier.order import CudaOrder, HostOrder, Order
 from kvtier.runtime.memory_limits import arena_refused, beyond_available, check_host_arena, memory_here
 from kvtier.runtime.threads import Jobs, ThreadJobs
 from kvtier.runtime.units import exact
-from kvtier.tiers.arena import Arena
 from kvtier.worker import ChunkArena
 
 log = logging.getLogger("kvtier")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.admission import Admissions
+from kvtier.arena.admission import Admissions
 from kvtier.codecs.base import Encoded, slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Extent

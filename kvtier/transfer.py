@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from kvtier.admission import Admissions
+from kvtier.arena.admission import Admissions
 from kvtier.breakeven import LoadCost
 from kvtier.codecs.base import slab_bytes
 from kvtier.fetch import Fetcher

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
+from kvtier.arena.arena import Arena
 from kvtier.codecs.base import Codec
 from kvtier.errors import IndexUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Geometry, RankShare, padded
@@ -18,7 +19,6 @@ from kvtier.order import Order
 from kvtier.runtime.metrics import Metrics
 from kvtier.sources import Source
 from kvtier.storage.segments import SegmentFolders
-from kvtier.tiers.arena import Arena
 
 ChunkArena = Arena[tuple[Source, ...]]
 

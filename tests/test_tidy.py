@@ -31,8 +31,8 @@ LAYERS = (
      "kvtier.read_back", "kvtier.sweep_lease", "kvtier.evictor",
      "kvtier.removal", "kvtier.capacity_watch", "kvtier.kept_notes",
      "kvtier.inspect", "kvtier.agreement", "kvtier.doctor"),
-    ("kvtier.eviction", "kvtier.slots", "kvtier.runtime.threads", "kvtier.plan", "kvtier.sets", "kvtier.sources",
-     "kvtier.admission", "kvtier.runtime.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
+    ("kvtier.eviction", "kvtier.arena.slot_table", "kvtier.runtime.threads", "kvtier.plan", "kvtier.sets", "kvtier.sources",
+     "kvtier.arena.admission", "kvtier.runtime.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
      "kvtier.codecs", "kvtier.order", "kvtier.storage.root", "kvtier.storage.root_owner", "kvtier.storage.atomic_files", "kvtier.storage.safe_open",
      "kvtier.model.weights_fingerprint", "kvtier.runtime.memory_limits", "kvtier.reports", "kvtier.sweep_turns"),
     ("kvtier.format.record", "kvtier.format.namespace", "kvtier.format.geometry", "kvtier.config.settings", "kvtier.config.sources", "kvtier.errors",
@@ -52,7 +52,7 @@ NEVER_REACHES = {
 }
 USES_TORCH = (
     "benchmarks", "kvtier.connectors", "kvtier.assemble", "kvtier.transfer", "kvtier.saves", "kvtier.loads",
-    "kvtier.memory", "kvtier.mount", "kvtier.order", "kvtier.kernels", "kvtier.codecs", "kvtier.tiers.arena",
+    "kvtier.memory", "kvtier.mount", "kvtier.order", "kvtier.kernels", "kvtier.codecs", "kvtier.arena.arena",
 )  # fmt: skip
 READS_THE_ENVIRONMENT = ("kvtier.config.settings", "benchmarks")  # benchmarks set that of the engines that they start
 STARTS_THREADS = ("kvtier.runtime.threads", "benchmarks")

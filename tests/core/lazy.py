@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from kvtier.admission import Admission, Admissions
+from kvtier.arena.admission import Admission, Admissions
+from kvtier.arena.arena import Arena
 from kvtier.config.settings import Admit
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, WriteOp
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.saves import SaveBounds
-from kvtier.tiers.arena import Arena
 from kvtier.transfer import Transfer, TransferJobs
 from tests.core.rig import Engine
 from tests.manual_jobs import ManualJobs

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtier.arena.arena import Arena
 from kvtier.codecs.base import slab_bytes
 from kvtier.format.geometry import Geometry
 from kvtier.index import entry as entries
 from kvtier.io.ring import AlignedBuffer
 from kvtier.plan import SaveOutcome
-from kvtier.tiers.arena import Arena
 from kvtier.worker import ChunkArena
 from tests.core.lazy import LazyEngine
 from tests.core.rig import Engine, geometry

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.admission import Admission
+from kvtier.arena.admission import Admission
 from kvtier.errors import Corrupt
 from kvtier.eviction.choice import Choice
 from kvtier.format.geometry import Extent, covers, share_of_rank

@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
+from kvtier.arena.arena import Arena
 from kvtier.io import cuda
 from kvtier.io.ring import AlignedBuffer
 from kvtier.memory import PIN_BYTES, Pinner
 from kvtier.runtime.threads import ThreadJobs
-from kvtier.tiers.arena import Arena
 from tests.manual_jobs import ManualJobs
 
 CALL_S = 0.05

@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from kvtier.arena.arena import Arena
+from kvtier.arena.slot_table import SlotTable
 from kvtier.connectors import tracked_request
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.errors import ConfigError
@@ -29,9 +31,7 @@ from kvtier.own_segments import OwnSegments
 from kvtier.removal import Remover
 from kvtier.saves import Saver
 from kvtier.sets import SetSupply
-from kvtier.slots import SlotTable
 from kvtier.store import Store
-from kvtier.tiers.arena import Arena
 from kvtier.worker import Quarantine
 
 Patch = AbstractContextManager[object]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier.admission import Admission, Admissions
+from kvtier.arena.admission import Admission, Admissions
+from kvtier.arena.arena import Arena
 from kvtier.breakeven import FixedLimit
 from kvtier.codecs.base import slab_bytes
 from kvtier.codecs.raw import RawCodec
@@ -36,7 +37,6 @@ from kvtier.saves import SaveBounds
 from kvtier.storage.root import check_namespace, open_namespace
 from kvtier.storage.segments import SegmentFolders, Sharing
 from kvtier.store import Store
-from kvtier.tiers.arena import Arena
 from kvtier.transfer import Transfer, TransferJobs
 from kvtier.worker import ChunkArena, Quarantine, Worker, arena_slot_bytes
 from tests.simulation.index import SimIndex

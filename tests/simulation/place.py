@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
+import kvtier.arena.arena
 import kvtier.fetch
 import kvtier.housekeeping
 import kvtier.index.embedded
@@ -37,7 +38,6 @@ import kvtier.storage.open_segments
 import kvtier.storage.safe_open
 import kvtier.storage.segments
 import kvtier.storage.stuck_files
-import kvtier.tiers.arena
 import kvtier.tiers.read_record
 import kvtier.transfer
 import kvtier.worker
@@ -55,13 +55,13 @@ from tests.simulation.truth import Truth
 
 THREADED = (
     kvtier.fetch, kvtier.index.guard, kvtier.keeper, kvtier.load_walk, kvtier.loads, kvtier.lookups,
-    kvtier.own_segments, kvtier.rechecks, kvtier.saves, kvtier.sets, kvtier.storage.stuck_files, kvtier.tiers.arena,
+    kvtier.own_segments, kvtier.rechecks, kvtier.saves, kvtier.sets, kvtier.storage.stuck_files, kvtier.arena.arena,
     kvtier.storage.open_segments,
     kvtier.storage.segments, kvtier.worker,
 )  # fmt: skip
 TIMED = (
     kvtier.housekeeping, kvtier.index.lmdb_env, kvtier.index.locks, kvtier.loads, kvtier.storage.atomic_files, kvtier.storage.safe_open,
-    kvtier.saves, kvtier.tiers.arena, kvtier.transfer,
+    kvtier.saves, kvtier.arena.arena, kvtier.transfer,
 )  # fmt: skip
 TICKING = (kvtier.index.guard, kvtier.keeper, kvtier.transfer)
 ON_MACHINE = (

@@ -15,9 +15,9 @@ from typing import Generic
 import numpy as np
 import torch
 
+from kvtier.arena.slot_table import Content, SlotTable
 from kvtier.format.geometry import PAGE_BYTES, padded
 from kvtier.kernels.launch import to_device
-from kvtier.slots import Content, SlotTable
 
 VIEWS_A_SLOT = 4
 """Views that are kept: to make one takes torch the interpreter lock twice, which a busy engine is slow to give back."""
