@@ -32,7 +32,7 @@ from blake3 import blake3
 from kvtier.format.geometry import Extent
 from kvtier.format.namespace import chunk_keys
 from kvtier.index.base import Location, NewRecord, SetInfo
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 
 CHUNK_TOKENS = 256
 N_CHUNKS = 391

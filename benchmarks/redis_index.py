@@ -38,8 +38,8 @@ import redis
 from kvtier.config.index import IndexSettings
 from kvtier.format.geometry import Extent
 from kvtier.index.base import Location, NewRecord, SetInfo
-from kvtier.index.redis_index import RedisIndex
-from kvtier.index.redis_keys import TAGS, Keys
+from kvtier.index.redis.index import RedisIndex
+from kvtier.index.redis.keys import TAGS, Keys
 
 N_CHUNKS, N_OTHERS = 391, 100_000
 RUNS = 300

@@ -19,7 +19,7 @@ from typing import TypeVar
 from kvtier.breakeven import LoadLimit
 from kvtier.connectors.kv_events import Unwatched, Watcher
 from kvtier.connectors.tracked_request import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
-from kvtier.lookups import ANSWER_KEPT_S
+from kvtier.index.async_lookup import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog

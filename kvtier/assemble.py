@@ -31,7 +31,7 @@ from kvtier.format.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_M
 from kvtier.format.signing import Signer
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.guard import GuardedIndex
-from kvtier.indexes import open_index, open_lookups
+from kvtier.index.open import open_index, open_lookups
 from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.kept_costs import KeptCosts, note_name
 from kvtier.kernels.paged import PagedKV

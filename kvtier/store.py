@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtier.index.async_lookup import Lookups
 from kvtier.index.base import Index
 from kvtier.keeper import Keeper
 from kvtier.kept_costs import KeptCosts
-from kvtier.lookups import Lookups
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
 

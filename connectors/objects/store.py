@@ -29,7 +29,7 @@ from kvtier.connectors.objects.size_class import Found, Shelf, Wanted
 from kvtier.errors import ConfigError, IndexResting, IndexUnavailable, TierUnavailable
 from kvtier.format.namespace import ID_BYTES, Namespace
 from kvtier.index import entry as entries
-from kvtier.indexes import open_index
+from kvtier.index.open import open_index
 from kvtier.model.tenants import Tenants
 from kvtier.reports import About
 from kvtier.runtime.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics, summed

@@ -16,7 +16,7 @@ from kvtier.eviction.limits import Rules
 from kvtier.evictor import Evictor
 from kvtier.format.namespace import Namespace
 from kvtier.index.base import Index, SetInfo
-from kvtier.indexes import open_index
+from kvtier.index.open import open_index
 from kvtier.storage.root import Root, namespace_folders, open_root, read_namespace
 
 

@@ -25,7 +25,7 @@ from kvtier.doctor.host import Host, ProbeFailed
 from kvtier.doctor.storage import beyond_the_disk, place_of
 from kvtier.errors import ConfigError
 from kvtier.format.record import FORMAT_VERSION
-from kvtier.indexes import look_at_redis
+from kvtier.index.open import look_at_redis
 from kvtier.io.ring import sizes_for
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 from kvtier.runtime.memory_limits import beyond_available, check_host_arena, memory_here

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvtier.commands.place import refuse_missing_file
 from kvtier.doctor.report import examine, line
-from kvtier.indexes import look_at_redis
+from kvtier.index.open import look_at_redis
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 
 

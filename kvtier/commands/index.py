@@ -17,7 +17,7 @@ from kvtier.commands.tables import counted
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.housekeeping import Rebuilt
 from kvtier.index.base import Index
-from kvtier.indexes import open_redis_to_mend
+from kvtier.index.open import open_redis_to_mend
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 from kvtier.storage.root import NOTES_FOLDER, Root, open_root
 from kvtier.sweep_lease import SWEEP_LEASE

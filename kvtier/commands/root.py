@@ -16,7 +16,7 @@ from kvtier.commands.tables import seconds as duration
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.format.signing import Signer
 from kvtier.index.base import Index
-from kvtier.index.embedded import is_of_this_boot
+from kvtier.index.lmdb.index import is_of_this_boot
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verify
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from kvtier.errors import IndexRefused, IndexResting, IndexUnavailable, KVTierError
 from kvtier.index.base import Index, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
-from kvtier.index.breaker import Breaker
+from kvtier.index.circuit_breaker import Breaker
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.repeated_log import RepeatedLog

@@ -21,7 +21,7 @@ from kvtier.commands import check, doctor
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.runtime.exit_status import FOUND_BAD, INTERRUPTED, NOT_DONE, OK
 from kvtier.runtime.memory_limits import Memory
 from kvtier.runtime.versions import commit

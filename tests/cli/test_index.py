@@ -16,9 +16,9 @@ from kvtier.config.index import IndexSettings
 from kvtier.config.settings import Settings
 from kvtier.doctor.report import examine
 from kvtier.index.base import Index, Location, NewRecord, RemoteState
-from kvtier.index.embedded import LmdbIndex
-from kvtier.index.redis_index import RedisIndex
-from kvtier.indexes import look_at_redis, open_index
+from kvtier.index.lmdb.index import LmdbIndex
+from kvtier.index.open import look_at_redis, open_index
+from kvtier.index.redis.index import RedisIndex
 from kvtier.storage.root import open_root
 from tests.core.rig import Engine
 from tests.redis_server import GENEROUS_MS, has_redis, index_settings, standalone
@@ -156,7 +156,7 @@ def test_a_record_that_a_publisher_left_without_a_set_is_taken_out(
         (info,) = index.sets()
         _, at = index.members(info.set_id)[0]
         lost = NewRecord(b"x" * 16, at._replace(set_id=77), at.extent)
-        from kvtier.index.redis_entries import adding
+        from kvtier.index.redis.entries import adding
 
         index._entries.change([(lost.key, adding(lost.location, lost.whole))], are_new=True)
         status, found = check(place, capsys)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.index.base import Index
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 
 from index_suite import IndexSuite

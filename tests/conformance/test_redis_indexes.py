@@ -10,10 +10,10 @@ import pytest
 
 from kvtier.config.index import IndexSettings
 from kvtier.index.base import Index
-from kvtier.index.breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
-from kvtier.index.redis_index import RedisIndex
+from kvtier.index.redis.index import RedisIndex
 from kvtier.runtime.metrics import Metrics
 from tests.redis_server import (
     Server,

@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.config.settings import Settings
 from kvtier.format.record import is_blank
-from kvtier.indexes import open_index
+from kvtier.index.open import open_index
 from kvtier.storage.root import open_root
 from kvtier.storage.segments import SegmentFiles
 from tests.connectors_lmcache.lmcache_environment import OUTSIDE, VERSIONS, environment

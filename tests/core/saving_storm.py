@@ -22,7 +22,7 @@ from kvtier.codecs.round_trip import round_trip
 from kvtier.errors import KVTierError
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.engines import Engines
 from kvtier.plan import SaveDone, SaveOutcome
 from kvtier.store import WantedChunk

@@ -19,7 +19,7 @@ from kvtier.eviction.pins import Pin
 from kvtier.evictor import LEASE_TTL_S, Evictor
 from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
 from kvtier.plan import SavePlan

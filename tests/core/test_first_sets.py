@@ -14,7 +14,7 @@ from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.index.base import SetInfo
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.sets import SET_COMES_S, SetSupply
 from kvtier.store import Store, WantedChunk
 from tests.core.rig import Engine, geometry, namespace, settings, shares

@@ -12,8 +12,8 @@ from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.errors import IndexUnavailable
+from kvtier.index.async_lookup import ANSWER_KEPT_S, QUESTIONS_MAX, WAIT_S, Found, InBackground, InPlace
 from kvtier.index.memory import MemoryIndex
-from kvtier.lookups import ANSWER_KEPT_S, QUESTIONS_MAX, WAIT_S, Found, InBackground, InPlace
 from kvtier.runtime.threads import ThreadJobs
 from tests.engines.fakes import FakeStore
 from tests.manual_jobs import ManualJobs

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtier.housekeeping import Housekeeper
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from tests.core.rig import Engine
 

@@ -14,7 +14,7 @@ from kvtier import cli, read_back
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.housekeeping import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import IndexCounts, NewRecord
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.read_back import ReadBack
 from kvtier.storage.segments import SegmentFiles
 from kvtier.sweep_lease import SWEEP_LEASE

@@ -13,7 +13,7 @@ from kvtier.errors import IndexUnavailable
 from kvtier.evictor import Evictor
 from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import Index, NewRecord, SetInfo
-from kvtier.index.breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.keeper import Keeper, KeeperPlan

@@ -15,7 +15,7 @@ from kvtier.format.record import RECORD_MAGIC, RecordHeader, SegmentHeader
 from kvtier.housekeeping import Housekeeper
 from kvtier.index import entry as entries
 from kvtier.index.base import Index, Location
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.inspect import verify
 from kvtier.removal import PREFIX
 from kvtier.storage.root import NAMESPACE_FILE, find_root, namespace_folders

@@ -26,7 +26,7 @@ from kvtier.evictor import Evictor
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import EVICT_LEASE, Index
-from kvtier.indexes import open_index
+from kvtier.index.open import open_index
 from kvtier.inspect import verify
 from kvtier.removal import PREFIX
 from kvtier.storage.root import find_root, open_root

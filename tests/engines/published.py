@@ -16,7 +16,7 @@ from kvtier.format.namespace import chunk_keys
 from kvtier.format.record import RecordHeader, SegmentHeader
 from kvtier.index import entry
 from kvtier.index.base import Location
-from kvtier.index.redis_index import RedisIndex
+from kvtier.index.redis.index import RedisIndex
 from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.tiers.read_record import Verdict, judge
 from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
 from kvtier.storage.root import find_root

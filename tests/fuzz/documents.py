@@ -18,7 +18,7 @@ from kvtier.eviction import limits, pins
 from kvtier.eviction.limits import Need
 from kvtier.evictor import Evictor
 from kvtier.housekeeping import SWEPT_NOTE, Housekeeper
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.calibration import Calibration, _read
 from kvtier.io.engines import Choice
 from kvtier.model.config_json import read_model

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvtier.format.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import Location, NewRecord, SetInfo
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 
 WHOLE = Extent(0, 2, 0, 2)
 NAMESPACE = bytes(range(16))

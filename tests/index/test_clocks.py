@@ -15,9 +15,9 @@ from kvtier.eviction.limits import Rules
 from kvtier.evictor import Evictor
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import EVICT_LEASE, SetInfo, Use, writer_lease
-from kvtier.index.redis_clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
-from kvtier.index.redis_index import RedisIndex
-from kvtier.index.redis_wire import open_wire
+from kvtier.index.redis.clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
+from kvtier.index.redis.index import RedisIndex
+from kvtier.index.redis.wire import open_wire
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.segments import segment_name
 from tests.redis_server import Server, has_redis, index_settings, standalone

@@ -17,8 +17,8 @@ import pytest
 
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Use
-from kvtier.index.embedded import LmdbIndex
-from kvtier.index.lmdb_env import _READERS_BYTES, RESERVE_BYTES
+from kvtier.index.lmdb.environment import _READERS_BYTES, RESERVE_BYTES
+from kvtier.index.lmdb.index import LmdbIndex
 
 from index_data import SPAWN, check, fill, join, key, record, set_info
 
@@ -156,7 +156,7 @@ def test_a_missing_or_garbled_stamp_is_another_boot(folder: Path) -> None:
 DAMAGE = """
 import sys
 from kvtier.errors import IndexUnavailable
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 folder, keys = sys.argv[1], [number.to_bytes(16, "big") for number in range(3000)]
 index = LmdbIndex(folder, 16 << 20)
 assert len(index.resolve(keys)) == 3000
@@ -287,7 +287,7 @@ def test_a_process_with_the_same_id_is_refused_where_lmdb_can_be_given_no_other(
     if unshare is None or subprocess.run([*own_ids, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs leave to make a namespace of process ids")
     program = (
-        "import sys, time\nfrom kvtier.errors import ConfigError\nfrom kvtier.index.embedded import LmdbIndex\n"
+        "import sys, time\nfrom kvtier.errors import ConfigError\nfrom kvtier.index.lmdb.index import LmdbIndex\n"
         "from kvtier.index import lmdb_pid\nlmdb_pid._places = lambda: []\n"
         "try:\n    index = LmdbIndex(sys.argv[1])\nexcept ConfigError as fault:\n    sys.exit(str(fault))\n"
         "print('open', flush=True)\nsys.stdin.read()\n"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import indexes
 from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable
-from kvtier.index import lmdb_env
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index import open as indexes
+from kvtier.index.lmdb import environment as lmdb_env
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.storage.root import open_root
 from tests.waiting import wait_until
 

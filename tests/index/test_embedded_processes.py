@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import IndexUnavailable
-from kvtier.index import embedded, entry
-from kvtier.index.embedded import LmdbIndex
-from kvtier.index.lmdb_view import View
+from kvtier.index import entry
+from kvtier.index.lmdb import index as embedded
+from kvtier.index.lmdb.index import LmdbIndex
+from kvtier.index.lmdb.view import View
 
 from index_data import PROCESS_TIMEOUT_S, SPAWN, check, fill, join, key, record, set_info, wait_for
 

@@ -14,9 +14,9 @@ from kvtier.eviction.choice import Selection
 from kvtier.evictor import Evictor
 from kvtier.index import entry
 from kvtier.index.base import EVICT_LEASE, IndexCounts, NewRecord, Use
-from kvtier.index.breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
-from kvtier.index.redis_index import RedisIndex
+from kvtier.index.redis.index import RedisIndex
 from kvtier.runtime.metrics import INDEX_FAST_FAILS, INDEX_PAUSES, PUBLISH_SENT_LATE, Metrics
 from tests.redis_server import Server, cluster, cluster_url, has_redis, index_settings, standalone
 

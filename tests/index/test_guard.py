@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.errors import IndexRefused, IndexUnavailable, StaleLease
 from kvtier.index.base import EVICT_LEASE, NewRecord
-from kvtier.index.breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.runtime import metrics as names

@@ -10,8 +10,8 @@ import pytest
 
 from kvtier.config.index import IndexSettings
 from kvtier.errors import ConfigError, IndexRefused, IndexUnavailable
-from kvtier.index.redis_index import RedisIndex
-from kvtier.index.redis_wire import RECONNECT_PAUSE_S, ROLE_INTERVAL_S
+from kvtier.index.redis.index import RedisIndex
+from kvtier.index.redis.wire import RECONNECT_PAUSE_S, ROLE_INTERVAL_S
 from tests.redis_server import Server, has_redis, index_settings, sentinel, standalone, wait_until
 
 from counting_proxy import CountingProxy

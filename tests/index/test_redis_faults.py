@@ -14,8 +14,8 @@ import pytest
 from kvtier.config.index import IndexSettings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts
-from kvtier.index.redis_index import RedisIndex
-from kvtier.index.redis_wire import Request, Wire
+from kvtier.index.redis.index import RedisIndex
+from kvtier.index.redis.wire import Request, Wire
 from tests.redis_server import (
     Server,
     cluster,

@@ -12,7 +12,7 @@ import redis
 
 from kvtier.errors import IndexUnavailable
 from kvtier.index.base import EVICT_LEASE, IndexCounts, Use
-from kvtier.index.redis_index import RedisIndex
+from kvtier.index.redis.index import RedisIndex
 from tests.redis_server import Server, has_redis, index_settings, standalone
 
 from index_data import key, record, set_info

@@ -9,13 +9,13 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvtier.index import lmdb_pid
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb import process as lmdb_pid
+from kvtier.index.lmdb.index import LmdbIndex
 
 OWN_IDS = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
 SAME_PID = """
 import os, sys
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 assert os.getpid() == 1
 index = LmdbIndex(sys.argv[1])
 index.put_note(sys.argv[2], b"here", None)
@@ -55,7 +55,7 @@ def can_unshare() -> bool:
 
 READER = """
 import sys
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 index = LmdbIndex(sys.argv[1])
 env = index._shared._opened.env
 with env.begin():

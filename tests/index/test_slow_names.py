@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.index.breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
-from kvtier.index.redis_index import RedisIndex
-from kvtier.indexes import LOOKUP_THREADS, open_lookups
+from kvtier.index.open import LOOKUP_THREADS, open_lookups
+from kvtier.index.redis.index import RedisIndex
 from kvtier.runtime.metrics import Metrics
 from tests.redis_server import has_redis, index_settings, standalone
 

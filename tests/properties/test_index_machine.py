@@ -15,9 +15,9 @@ from kvtier.errors import StaleLease
 from kvtier.format.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo, Use
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
-from kvtier.index.redis_index import RedisIndex
+from kvtier.index.redis.index import RedisIndex
 from tests.redis_server import has_redis, index_settings, standalone
 
 WHOLE = Extent(0, 2, 0, 4)

@@ -15,7 +15,7 @@ import pytest
 from kvtier import cli
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.storage import root_owner
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root import open_root

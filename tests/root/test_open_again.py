@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.plan import SaveOutcome
 from kvtier.storage import root as root_module
 from kvtier.storage.root import Root, is_in_place, open_again, open_root

@@ -16,7 +16,7 @@ import pytest
 
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.storage import root as root_module
 from kvtier.storage import root_owner
 from kvtier.storage.filesystem import FileSystem

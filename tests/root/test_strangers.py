@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import verify
 from kvtier.io.ring import WriteOp

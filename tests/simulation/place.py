@@ -18,14 +18,14 @@ from unittest.mock import patch
 import kvtier.arena.arena
 import kvtier.fetch
 import kvtier.housekeeping
-import kvtier.index.embedded
+import kvtier.index.async_lookup
 import kvtier.index.guard
-import kvtier.index.lmdb_env
-import kvtier.index.locks
+import kvtier.index.lmdb.environment
+import kvtier.index.lmdb.index
+import kvtier.index.lmdb.locks
 import kvtier.keeper
 import kvtier.load_walk
 import kvtier.loads
-import kvtier.lookups
 import kvtier.own_segments
 import kvtier.rechecks
 import kvtier.removal
@@ -54,19 +54,19 @@ from tests.simulation.runtime import Runtime
 from tests.simulation.truth import Truth
 
 THREADED = (
-    kvtier.fetch, kvtier.index.guard, kvtier.keeper, kvtier.load_walk, kvtier.loads, kvtier.lookups,
+    kvtier.fetch, kvtier.index.guard, kvtier.keeper, kvtier.load_walk, kvtier.loads, kvtier.index.async_lookup,
     kvtier.own_segments, kvtier.rechecks, kvtier.saves, kvtier.sets, kvtier.storage.stuck_files, kvtier.arena.arena,
     kvtier.storage.open_segments,
     kvtier.storage.segments, kvtier.worker,
 )  # fmt: skip
 TIMED = (
-    kvtier.housekeeping, kvtier.index.lmdb_env, kvtier.index.locks, kvtier.loads, kvtier.storage.atomic_files, kvtier.storage.safe_open,
+    kvtier.housekeeping, kvtier.index.lmdb.environment, kvtier.index.lmdb.locks, kvtier.loads, kvtier.storage.atomic_files, kvtier.storage.safe_open,
     kvtier.saves, kvtier.arena.arena, kvtier.transfer,
 )  # fmt: skip
 TICKING = (kvtier.index.guard, kvtier.keeper, kvtier.transfer)
 ON_MACHINE = (
     (kvtier.storage.atomic_files, "uuid", uuid),
-    (kvtier.index.embedded, "uuid", uuid),
+    (kvtier.index.lmdb.index, "uuid", uuid),
     (kvtier.reports, "os", os),
     (kvtier.reports, "socket", socket),
 )
@@ -108,7 +108,7 @@ class Place:
 def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
     """The library's modules run on these while it lasts, as far as the calling thread runs them."""
     threads, clock, calls, machine = SimThreading(runtime), SimTime(runtime), SimOs(disk), SimMachine(runtime)
-    question = kvtier.lookups._Question
+    question = kvtier.index.async_lookup._Question
 
     def ask(keys: Any, asked_s: float) -> Any:  # its own event was made for threads when its module was imported
         return question(keys, asked_s, is_answered=SimEvent(runtime))  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         put_function(kvtier.storage.segments, "fallocate", calls.fallocate)
         # Simulated processes are one real process: none closes the files of another.
         put_function(kvtier.storage.segments, "close_in_process", lambda folder, set_id: None)
-        put_function(kvtier.lookups, "_Question", ask)
+        put_function(kvtier.index.async_lookup, "_Question", ask)
         put_function(kvtier.reports, "_own_version", lambda: "simulated")
         put(Namespace, "canonical_json", lru_cache(Namespace.canonical_json))  # asked for in every tick
         yield

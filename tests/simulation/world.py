@@ -24,7 +24,7 @@ from kvtier.evictor import Evictor
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Index
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.storage.root import Root
 from kvtier.sweep_lease import SWEEP_LEASE

@@ -35,7 +35,7 @@ import struct
 from hashlib import sha1
 from typing import NamedTuple
 
-from kvtier.index.redis_wire import Command
+from kvtier.index.redis.wire import Command
 
 FORMAT = b"1"
 MADE = b"made"

@@ -25,10 +25,11 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.errors import ConfigError, Corrupt, StaleLease
-from kvtier.index import entry, lmdb_env, values
+from kvtier.index import entry, values
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
-from kvtier.index.lmdb_env import Reopen
-from kvtier.index.lmdb_view import View
+from kvtier.index.lmdb import environment
+from kvtier.index.lmdb.environment import Reopen
+from kvtier.index.lmdb.view import View
 from kvtier.storage.filesystem import file_system_of
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -61,7 +62,7 @@ class LmdbIndex:
         Args:
             map_bytes: address space of the index; a full one is grown to 8 times this, then publishing fails.
             timeout_s: no method waits longer for other threads and processes (I10).
-            reopen: how to look at, and make again, what the folder lies in; see `lmdb_env.attach`.
+            reopen: how to look at, and make again, what the folder lies in; see `environment.attach`.
             boot_id, mountinfo: what to believe instead of /proc.
 
         Raises ConfigError when the path is on a network file system or cannot be written, IndexUnavailable when it
@@ -74,7 +75,7 @@ class LmdbIndex:
                 f"it is on {file_system.kind} (mounted at {file_system.mount_point}), where processes do not share "
                 "memory maps and locks as LMDB needs: name a folder on a local disk",
             )  # fmt: skip
-        self._shared = lmdb_env.attach(os.fspath(path), map_bytes, timeout_s, _stamp(boot_id), _DATABASES, reopen)
+        self._shared = environment.attach(os.fspath(path), map_bytes, timeout_s, _stamp(boot_id), _DATABASES, reopen)
         self._path = os.fspath(path)
         self._is_closed = False
 
@@ -284,12 +285,12 @@ class LmdbIndex:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            lmdb_env.detach(self._shared)
+            environment.detach(self._shared)
 
 
 def is_of_this_boot(path: Path) -> bool:
     """Return whether an index is there that opening keeps as it is: who only looks opens no other one."""
-    return lmdb_env.has_stamp(path, _stamp())
+    return environment.has_stamp(path, _stamp())
 
 
 def _stamp(boot_id: str | None = None) -> str:

@@ -12,8 +12,8 @@ from kvtier.errors import Corrupt, IndexUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import Location
-from kvtier.index.redis_keys import PUT_IN, SCRIPTS, TAKE_OUT, Keys, Script
-from kvtier.index.redis_wire import SCAN_KEYS, Argument, Command, Request, Wire, unavailable
+from kvtier.index.redis.keys import PUT_IN, SCRIPTS, TAKE_OUT, Keys, Script
+from kvtier.index.redis.wire import SCAN_KEYS, Argument, Command, Request, Wire, unavailable
 
 CONFLICTS_MAX = 64
 """Rounds in which others change the same entry first; each round, at least one of them gets on."""

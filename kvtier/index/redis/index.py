@@ -1,4 +1,4 @@
-"""The index in Redis, for engines on many nodes that share one root. What stands where: `kvtier.index.redis_keys`.
+"""The index in Redis, for engines on many nodes that share one root. What stands where: `kvtier.index.redis.keys`.
 
 Every method is a few round trips, each within the configured times; a resolve is one. What does not come in time raises
 IndexUnavailable; `kvtier.index.guard` makes that cheap.
@@ -15,10 +15,10 @@ from itertools import takewhile
 from kvtier.config.index import IndexSettings
 from kvtier.index import entry
 from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
-from kvtier.index.redis_binding import Binding
-from kvtier.index.redis_clock import Clock, ServerClock
-from kvtier.index.redis_entries import BATCH_KEYS, Caller, EntryTable, adding, taking_out
-from kvtier.index.redis_keys import (
+from kvtier.index.redis.binding import Binding
+from kvtier.index.redis.clock import Clock, ServerClock
+from kvtier.index.redis.entries import BATCH_KEYS, Caller, EntryTable, adding, taking_out
+from kvtier.index.redis.keys import (
     CLOSED,
     DONE,
     ENTER_MEMBERS,
@@ -32,8 +32,8 @@ from kvtier.index.redis_keys import (
     TAGS,
     Keys,
 )  # fmt: skip
-from kvtier.index.redis_tables import Fence, LeaseTable, NoteTable, SetTable, is_going
-from kvtier.index.redis_wire import Request, Wire, open_wire
+from kvtier.index.redis.tables import Fence, LeaseTable, NoteTable, SetTable, is_going
+from kvtier.index.redis.wire import Request, Wire, open_wire
 
 _REFUSED, _WAS_THERE, _ENTERED = 0, 1, 2
 

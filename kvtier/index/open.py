@@ -13,19 +13,19 @@ from kvtier.config.index import IndexSettings
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.format.record import FORMAT_VERSION
+from kvtier.index.async_lookup import InBackground, InPlace, Lookups
 from kvtier.index.base import Index, RemoteState
-from kvtier.index.breaker import Breaker, BreakerPlan
-from kvtier.index.embedded import LmdbIndex
+from kvtier.index.circuit_breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
-from kvtier.lookups import InBackground, InPlace, Lookups
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.storage.root import Root, open_again
 from kvtier.storage.root_owner import read_owner
 
 if TYPE_CHECKING:
-    from kvtier.index.redis_index import RedisIndex
+    from kvtier.index.redis.index import RedisIndex
 
 log = logging.getLogger("kvtier")
 
@@ -99,7 +99,7 @@ def _root_id(settings: Settings) -> str | None:
 def _redis(settings: IndexSettings) -> RedisIndex:
     """Raises ConfigError."""
     try:
-        from kvtier.index.redis_index import RedisIndex
+        from kvtier.index.redis.index import RedisIndex
     except ImportError as error:
         fix = f'it needs packages that are not installed ({error}): pip install "./kvtier[redis]" beside its checkout'
         raise ConfigError("index.kind", "redis", fix) from None

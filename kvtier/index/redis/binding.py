@@ -9,9 +9,9 @@ from redis.exceptions import AuthenticationError, MovedError, NoPermissionError,
 
 from kvtier.config.index import IndexSettings
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.index.redis_entries import Caller
-from kvtier.index.redis_keys import FORMAT
-from kvtier.index.redis_wire import Request, Wire, is_refusal, unavailable
+from kvtier.index.redis.entries import Caller
+from kvtier.index.redis.keys import FORMAT
+from kvtier.index.redis.wire import Request, Wire, is_refusal, unavailable
 
 COMMANDS = "+@read +@write +@connection +eval +evalsha +time +cluster|slots"
 """What an ACL has to allow."""

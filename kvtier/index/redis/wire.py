@@ -36,7 +36,7 @@ from redis.sentinel import Sentinel
 
 from kvtier.config.index import IndexSettings
 from kvtier.errors import IndexRefused, IndexUnavailable
-from kvtier.index.redis_login import login, password_file
+from kvtier.index.redis.login import login, password_file
 
 SCAN_KEYS = 1000  # keys that a server looks at in one step of a scan
 RECONNECT_PAUSE_S = 1.0  # between two reconnects because of answers about a connection, seconds

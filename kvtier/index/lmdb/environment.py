@@ -34,9 +34,9 @@ from typing import TypeVar
 import lmdb
 
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
-from kvtier.index.lmdb_pid import open_with_another_id
-from kvtier.index.lmdb_view import Identity, Opened, Work
-from kvtier.index.locks import file_lock, held
+from kvtier.index.lmdb.locks import file_lock, held
+from kvtier.index.lmdb.process import open_with_another_id
+from kvtier.index.lmdb.view import Identity, Opened, Work
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.storage.root_owner import INDEX_STAMP, index_stamp
 from kvtier.storage.safe_open import hand_over, make_private, remove_strange

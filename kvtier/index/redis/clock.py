@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from redis.exceptions import ResponseError
 
-from kvtier.index.redis_wire import Request, Wire
+from kvtier.index.redis.wire import Request, Wire
 
 log = logging.getLogger("kvtier")
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from kvtier.errors import Corrupt, IndexUnavailable, StaleLease
 from kvtier.index import values
 from kvtier.index.base import SetInfo, Use
-from kvtier.index.redis_entries import CONFLICTS_MAX, Caller
-from kvtier.index.redis_keys import (
+from kvtier.index.redis.entries import CONFLICTS_MAX, Caller
+from kvtier.index.redis.keys import (
     ADD_TO_TABLE,
     CHANGE_TABLE,
     GOING,
@@ -26,7 +26,7 @@ from kvtier.index.redis_keys import (
     Keys,
     Script,
 )  # fmt: skip
-from kvtier.index.redis_wire import Request
+from kvtier.index.redis.wire import Request
 
 Change = Callable[[bytes], bytes]
 """From what a field is (b"": absent) to what it becomes (b"": it goes); the same: it stays."""
