@@ -23,8 +23,8 @@ from kvtier.codecs.raw import RawCodec
 from kvtier.codecs.turboquant.codec import Turboquant
 from kvtier.config.settings import HOST_ADMIT, Settings
 from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Rules
-from kvtier.evictor import Evictor
 from kvtier.format.geometry import PAGE_BYTES, Geometry, RankShare
 from kvtier.format.namespace import Namespace
 from kvtier.format.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes

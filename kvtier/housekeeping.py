@@ -3,7 +3,7 @@ Evictor.
 
 Works on a whole root (all namespaces), from any engine or from the command line. Whatever removes something does so
 under a lease in the index, so that many processes never do it twice, and in an order that is safe to be killed in (see
-kvtier.removal). A file in no index is swept later.
+kvtier.eviction.set_removal). A file in no index is swept later.
 
 A writer that is taken for dead may be alive, only slow. So its sets are taken over in the index before anything of
 theirs is looked at, cut or removed: what it publishes from then on is refused, and what was published before is seen.
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvtier import kept_notes
 from kvtier.errors import Corrupt, KVTierError, TierUnavailable
+from kvtier.eviction import pins_backup
+from kvtier.eviction.pins_backup import Restored
+from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import Index, Location, SetInfo, slots_used, writer_lease
-from kvtier.kept_notes import Restored
 from kvtier.read_back import HeldUp, ReadBack
-from kvtier.removal import Remover
 from kvtier.storage.filesystem import FreeSpace, Visibility, file_system_of
 from kvtier.storage.root import NAMESPACE_FILE, namespace_folders, remove_leftovers
 from kvtier.storage.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
@@ -204,7 +204,7 @@ class Housekeeper:
 
     def _rebuild(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
         # Before there are sets that somebody could evict.
-        restored = kept_notes.restore(self._index, self._folder, self.clock())
+        restored = pins_backup.restore(self._index, self._folder, self.clock())
         # The newest come first: of a chunk that was found bad and saved again, the newer record mostly is the good one,
         # and the bad one never comes in.
         sets = [(files, *found) for files in self._namespaces() for found in reversed(files.sets())]

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvtier.errors import IndexResting, KVTierError
+from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need
 from kvtier.eviction.room import Room
-from kvtier.evictor import Evictor
 from kvtier.format.namespace import Namespace
 from kvtier.housekeeping import Housekeeper
 from kvtier.index import entry as entries

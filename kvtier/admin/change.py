@@ -7,13 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from kvtier import kept_notes
 from kvtier.admin.answers import Evicted, KeptSets, PinRow, Pins, QuotaList, QuotaRow
 from kvtier.admin.listing import row_of
 from kvtier.admin.lookup import SETS_SHOWN_MAX, UnknownNamespace
 from kvtier.admin.opened import Opened
 from kvtier.config.capacity import TENANT_BYTES_MAX
-from kvtier.eviction import limits, pins
+from kvtier.eviction import limits, pins, pins_backup
 from kvtier.eviction.choice import Kept, KeptReason, Selection
 from kvtier.eviction.limits import Used, quota_value
 from kvtier.eviction.pins import Pin
@@ -133,13 +132,13 @@ def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
             f"pins would protect {total} bytes and may protect {_max_bytes(opened)} "
             "(capacity.pinned_max_fraction of capacity_bytes)"
         )
-    kept_notes.put(opened.index, opened.root.folder, pin.name, pin.pack(), wanted.expires_s)
+    pins_backup.put(opened.index, opened.root.folder, pin.name, pin.pack(), wanted.expires_s)
     return _pin_row(pin, meant)
 
 
 def drop_pin(opened: Opened, pin_id: str) -> bool:
     """False when there was none. Raises IndexUnavailable, TierUnavailable."""
-    return kept_notes.drop(opened.index, opened.root.folder, pins.PREFIX + pin_id)
+    return pins_backup.drop(opened.index, opened.root.folder, pins.PREFIX + pin_id)
 
 
 def list_quotas(opened: Opened) -> QuotaList:
@@ -177,12 +176,12 @@ def set_quota(opened: Opened, name: str, n_bytes: int | None) -> None:
             f"a quota of {exact(n_bytes)} has no room for one segment set ({exact(set_bytes)} or more): set several "
             "times that, or 0 to keep nothing"
         )
-    kept_notes.put(opened.index, opened.root.folder, name, quota_value(n_bytes), None)
+    pins_backup.put(opened.index, opened.root.folder, name, quota_value(n_bytes), None)
 
 
 def drop_quota(opened: Opened, name: str) -> bool:
     """Back to what the settings say; False when nothing else was set. Raises IndexUnavailable, TierUnavailable."""
-    return kept_notes.drop(opened.index, opened.root.folder, name)
+    return pins_backup.drop(opened.index, opened.root.folder, name)
 
 
 def _pin_row(pin: Pin, held: Sequence[SetInfo]) -> PinRow:

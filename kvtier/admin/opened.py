@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
+from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Rules
-from kvtier.evictor import Evictor
 from kvtier.format.namespace import Namespace
 from kvtier.index.base import Index, SetInfo
 from kvtier.index.open import open_index

@@ -200,7 +200,7 @@ class Index(Protocol):
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
         """Keeps a small document under `name` (at most 200 bytes of UTF-8) in place of what was there. None: it does
-        not expire. A rebuild brings lost pins and quotas back (kvtier.kept_notes), and no others."""
+        not expire. A rebuild brings lost pins and quotas back (kvtier.eviction.pins_backup), and no others."""
         ...
 
     def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:

@@ -1,7 +1,7 @@
 """The root folder of the file-system tier: opening it, and finding every fault of it before the engine starts (I8).
 
     <root>/v1/owner.json                        kvtier.storage.root_owner
-    <root>/v1/notes/                            kvtier.kept_notes
+    <root>/v1/notes/                            kvtier.eviction.pins_backup
     <root>/v1/index/                            the embedded index, where the root's file system is local
     <root>/v1/<namespace id>/namespace.json     the canonical JSON that the id is the hash of
     <root>/v1/<namespace id>/*.kvseg            kvtier.format.record

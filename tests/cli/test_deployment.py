@@ -17,8 +17,8 @@ import pytest
 from kvtier.cli import main
 from kvtier.commands import bench, bench_storage, progress
 from kvtier.config.settings import CONFIG_VARIABLE
-from kvtier.evictor import Evicted as Removed
-from kvtier.evictor import Evictor
+from kvtier.eviction.evictor import Evicted as Removed
+from kvtier.eviction.evictor import Evictor
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.ring import FlushOp, sizes_for
 from kvtier.reports import Latency, TopPrefix, WorkerReport

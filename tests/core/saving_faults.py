@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.evictor import Evicted, Evictor
+from kvtier.eviction.evictor import Evicted, Evictor
+from kvtier.eviction.set_removal import Remover
 from kvtier.format.record import SegmentHeader
 from kvtier.index.base import Index, SetInfo
 from kvtier.io.ring import OpResult, Ring, WriteOp
-from kvtier.removal import Remover
 from kvtier.storage.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.storm_faults import LateReads

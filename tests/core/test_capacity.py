@@ -18,10 +18,11 @@ import torch
 
 from kvtier.assemble import open_transfer
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
+from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need
 from kvtier.eviction.pins import Pin
 from kvtier.eviction.room import LATE_S, Room
-from kvtier.evictor import Evictor
+from kvtier.eviction.set_removal import Remover
 from kvtier.format.record import SegmentHeader
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import SetInfo, writer_lease
@@ -29,7 +30,6 @@ from kvtier.index.memory import MemoryIndex
 from kvtier.inspect import stats, verify
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import SaveOutcome
-from kvtier.removal import Remover
 from kvtier.storage import segments
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import kept_notes
 from kvtier.admin.change import NewPin, add_pin, drop_pin, drop_quota, list_pins, list_quotas, set_quota, tenant_note
 from kvtier.admin.opened import Opened, open_for_admin
 from kvtier.cli import main
 from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable, TierUnavailable
+from kvtier.eviction import pins_backup
 from kvtier.eviction.limits import namespace_note
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.open import open_index
@@ -47,7 +47,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(tmp_path, index | patient, lambda: server.cli("flushall"))
 
 
-def rebuild(opened: Opened) -> kept_notes.Restored:
+def rebuild(opened: Opened) -> pins_backup.Restored:
     done = Housekeeper(opened.index, opened.root.folder, "test").rebuild()
     assert done is not None
     return done.restored
@@ -164,7 +164,7 @@ def test_what_cannot_be_kept_is_not_set(tmp_path: Path, monkeypatch: pytest.Monk
         patched.setattr(index, "put_note", down)
         for name in ("a", "b"):
             with pytest.raises(IndexUnavailable):
-                kept_notes.put(index, opened.root.folder, tenant_note(name), b'{"bytes": 2}', None)
+                pins_backup.put(index, opened.root.folder, tenant_note(name), b'{"bytes": 2}', None)
     for name in opened.index.notes("", opened.clock()):
         opened.index.drop_note(name)
     rebuild(opened)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.eviction.set_removal import Remover
 from kvtier.index.memory import MemoryIndex
 from kvtier.plan import SaveOutcome
-from kvtier.removal import Remover
 from kvtier.runtime import file_descriptors
 from kvtier.storage import segments
 from tests.core.rig import Engine

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.eviction.set_removal import AWAY_S, Remover
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
-from kvtier.removal import AWAY_S, Remover
 from kvtier.storage.segments import segment_name
 
 NAMESPACE, SET_ID, FILE_BYTES = bytes(16), 7 << 20, 64 << 10

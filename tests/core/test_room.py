@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.eviction.room import LATE_S, PROBE_INTERVAL_S, SETTLE_FIRST_S, Room
-from kvtier.removal import Remover
+from kvtier.eviction.set_removal import Remover
 from kvtier.sets import Supplies
 from kvtier.storage import segments
 from kvtier.storage.filesystem import RESERVED_FILES, FreeSpace

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvtier.eviction.set_removal import Remover
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import writer_lease
 from kvtier.keeper import Keeper
 from kvtier.plan import SaveOutcome
 from kvtier.read_back import ReadBack
-from kvtier.removal import Remover
 from kvtier.storage.segments import SegmentFiles
 from kvtier.sweep_lease import SWEEP_LEASE
 from tests.core.rig import Engine

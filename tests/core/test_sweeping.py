@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.evictor import Evictor
+from kvtier.eviction.evictor import Evictor
 from kvtier.housekeeping import SWEPT_NOTE, Housekeeper
 from kvtier.index.base import writer_lease
 from kvtier.index.memory import MemoryIndex

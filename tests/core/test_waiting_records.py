@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import IndexUnavailable
-from kvtier.evictor import Evictor
+from kvtier.eviction.evictor import Evictor
+from kvtier.eviction.set_removal import Remover
 from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import Index, NewRecord, SetInfo
 from kvtier.index.circuit_breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.keeper import Keeper, KeeperPlan
-from kvtier.removal import Remover
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from tests.core.rig import Engine, geometry, namespace

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kvtier.eviction.set_removal import PREFIX
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import RECORD_MAGIC, RecordHeader, SegmentHeader
 from kvtier.housekeeping import Housekeeper
@@ -17,7 +18,6 @@ from kvtier.index import entry as entries
 from kvtier.index.base import Index, Location
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.inspect import verify
-from kvtier.removal import PREFIX
 from kvtier.storage.root import NAMESPACE_FILE, find_root, namespace_folders
 from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
 from tests.core.rig import Engine

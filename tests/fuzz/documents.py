@@ -15,8 +15,9 @@ from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of
 from kvtier.errors import ConfigError
 from kvtier.eviction import limits, pins
+from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need
-from kvtier.evictor import Evictor
+from kvtier.eviction.set_removal import PREFIX, Removal
 from kvtier.housekeeping import SWEPT_NOTE, Housekeeper
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.calibration import Calibration, _read
@@ -24,7 +25,6 @@ from kvtier.io.engines import Choice
 from kvtier.model.config_json import read_model
 from kvtier.model.weights_fingerprint import _cached, config_fingerprint, weights_fingerprint
 from kvtier.model_weights import INDEX, read_weights
-from kvtier.removal import PREFIX, Removal
 from kvtier.reports import WorkerReport
 from kvtier.storage.root import NAMESPACE_FILE, read_namespace
 from kvtier.storage.root_owner import read_owner

@@ -11,8 +11,8 @@ import pytest
 
 from kvtier import housekeeping
 from kvtier.eviction import pins
+from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Rules
-from kvtier.evictor import Evictor
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import EVICT_LEASE, SetInfo, Use, writer_lease
 from kvtier.index.redis.clock import ASKED_EVERY_S, TOLERATED_S, ServerClock

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.errors import ConfigError, IndexRefused
 from kvtier.eviction.choice import Selection
-from kvtier.evictor import Evictor
+from kvtier.eviction.evictor import Evictor
 from kvtier.index import entry
 from kvtier.index.base import EVICT_LEASE, IndexCounts, NewRecord, Use
 from kvtier.index.circuit_breaker import Breaker, BreakerPlan

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need, Quotas, Rules, namespace_note, quota_value, tenant_note
 from kvtier.eviction.pins import Pin
-from kvtier.evictor import Evictor
 from kvtier.index.base import SetInfo, Use
 from kvtier.index.memory import MemoryIndex
 

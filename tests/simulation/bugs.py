@@ -15,6 +15,7 @@ from kvtier.arena.slot_table import SlotTable
 from kvtier.connectors import tracked_request
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.errors import ConfigError
+from kvtier.eviction.set_removal import Remover
 from kvtier.fetch import Fetch, Fetcher
 from kvtier.fetch_files import FileReader
 from kvtier.format.namespace import chunk_keys
@@ -28,7 +29,6 @@ from kvtier.keeper import Keeper
 from kvtier.load_walk import LoadWalk, Moving
 from kvtier.loads import Loader
 from kvtier.own_segments import OwnSegments
-from kvtier.removal import Remover
 from kvtier.saves import Saver
 from kvtier.sets import SetSupply
 from kvtier.store import Store

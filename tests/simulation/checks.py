@@ -22,13 +22,13 @@ from unittest.mock import patch
 
 from kvtier.agreement import Disagreement, check_agreement
 from kvtier.errors import Corrupt, StaleLease
-from kvtier.evictor import Evicted, Evictor
+from kvtier.eviction.evictor import Evicted, Evictor
+from kvtier.eviction.set_removal import Remover
 from kvtier.format.geometry import PAGE_BYTES, covers
 from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.index import entry
 from kvtier.index.base import NOBODY, Location, NewRecord, SetInfo
 from kvtier.io.native import slab_checksums
-from kvtier.removal import Remover
 from kvtier.storage.segments import segment_name
 from tests.simulation.engine import JOBS_MAX, EngineProcess
 from tests.simulation.own_thread import for_own_thread

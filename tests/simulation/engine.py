@@ -17,7 +17,7 @@ from kvtier.config.settings import Admit
 from kvtier.connectors.bridge import Faults, SchedulerBridge, WorkerBridge
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.evictor import Evictor
+from kvtier.eviction.evictor import Evictor
 from kvtier.format.geometry import PAGE_BYTES, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace
 from kvtier.format.record import record_bytes

@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import kvtier.arena.arena
+import kvtier.eviction.set_removal
 import kvtier.fetch
 import kvtier.housekeeping
 import kvtier.index.async_lookup
@@ -28,7 +29,6 @@ import kvtier.load_walk
 import kvtier.loads
 import kvtier.own_segments
 import kvtier.rechecks
-import kvtier.removal
 import kvtier.reports
 import kvtier.runtime.file_descriptors
 import kvtier.saves
@@ -134,7 +134,7 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         for module, name, real in ON_MACHINE:
             put(module, name, OwnThread(machine, real))
         put_function(SegmentFiles, "unlink", meeting(disk, SegmentFiles.unlink))
-        for module in (kvtier.housekeeping, kvtier.removal, kvtier.storage.segments):
+        for module in (kvtier.housekeeping, kvtier.eviction.set_removal, kvtier.storage.segments):
             put_function(module, "file_system_of", lambda path: SHARED_DISK if disk.is_shared else LOCAL_DISK)
         put_function(kvtier.storage.segments, "fallocate", calls.fallocate)
         # Simulated processes are one real process: none closes the files of another.

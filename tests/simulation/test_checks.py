@@ -9,10 +9,10 @@ import pytest
 
 from kvtier.errors import StaleLease
 from kvtier.eviction.choice import Selection
-from kvtier.evictor import Evictor
+from kvtier.eviction.evictor import Evictor
+from kvtier.eviction.set_removal import Remover
 from kvtier.format.geometry import Extent
 from kvtier.index.base import EVICT_LEASE, Location, NewRecord, SetInfo
-from kvtier.removal import Remover
 from kvtier.storage.root import open_namespace
 from kvtier.storage.segments import segment_name
 from tests.simulation.engine import namespace_of

@@ -18,9 +18,9 @@ from blake3 import blake3
 
 from kvtier.errors import KVTierError
 from kvtier.eviction.choice import Selection
+from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import quota_value, tenant_note
 from kvtier.eviction.pins import Pin
-from kvtier.evictor import Evictor
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Index

@@ -18,9 +18,9 @@ from kvtier.eviction import limits, pins
 from kvtier.eviction.choice import Choice, Kept, Selection
 from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, Used
 from kvtier.eviction.lru import FutureTimes
+from kvtier.eviction.set_removal import Remover
 from kvtier.index import entry as entries
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo, writer_lease
-from kvtier.removal import Remover
 from kvtier.runtime.units import exact, size
 
 log = logging.getLogger("kvtier")
