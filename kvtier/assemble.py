@@ -29,12 +29,12 @@ from kvtier.format.geometry import PAGE_BYTES, Geometry, RankShare
 from kvtier.format.namespace import Namespace
 from kvtier.format.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
 from kvtier.format.signing import Signer
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.guard import GuardedIndex
 from kvtier.index.open import open_index, open_lookups
 from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.kept_costs import KeptCosts, note_name
 from kvtier.kernels.paged import PagedKV
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.memory import Memory, cuda_memory, host_memory
 from kvtier.mount import open_io
 from kvtier.pinned_segments import PinnedSegments

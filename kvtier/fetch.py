@@ -17,9 +17,9 @@ from kvtier.fetch_files import FetchFailed, FileReader, FileReads, place_of
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.keep import HostKeeper
 from kvtier.kernels.paged import SlabRun
+from kvtier.maintenance.record_check import Rechecks
 from kvtier.order import Mark
 from kvtier.plan import LoadChunk
-from kvtier.rechecks import Rechecks
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.sources import Source, end_of

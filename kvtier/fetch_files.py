@@ -16,8 +16,8 @@ from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.io.engines import Reads
 from kvtier.io.ring import AlignedBuffer, ReadOp
+from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk
-from kvtier.rechecks import Rechecks
 from kvtier.runtime import metrics as names
 from kvtier.sources import Source, place_in_file, sources_of
 from kvtier.storage.open_segments import GONE, OpenSegment

@@ -19,9 +19,10 @@ from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need
 from kvtier.eviction.room import Room
 from kvtier.format.namespace import Namespace
-from kvtier.housekeeping import Housekeeper
 from kvtier.index import entry as entries
 from kvtier.index.base import Index, SetInfo, Use, writer_lease
+from kvtier.maintenance.sweep_schedule import SweepTurns
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.reports import NOTE_PREFIX, About, Reporter
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
@@ -29,7 +30,6 @@ from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.runtime.threads import Ticker, run_within
 from kvtier.runtime.units import size
 from kvtier.sets import Side, Supplies
-from kvtier.sweep_turns import SweepTurns
 
 log = logging.getLogger("kvtier")
 

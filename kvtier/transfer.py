@@ -16,8 +16,8 @@ from kvtier.codecs.base import slab_bytes
 from kvtier.fetch import Fetcher
 from kvtier.keep import HostKeeper
 from kvtier.loads import Loader
+from kvtier.maintenance.record_check import RECHECK_INTERVAL_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
-from kvtier.rechecks import RECHECK_INTERVAL_S
 from kvtier.reports import ArenaFill, RankFigures
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import Jobs, Ticker, run_within

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.housekeeping import is_to_be_rebuilt
+from kvtier.maintenance.sweeper import is_to_be_rebuilt
 from kvtier.server.access import TheRole, TheService, problems
 from kvtier.server.problems import RETRY_AFTER_S
 from kvtier.server.prometheus import CONTENT_TYPE, exposition

@@ -25,16 +25,16 @@ LAYERS = (
     ("kvtier.store", "kvtier.transfer", "kvtier.index.open"),
     ("kvtier.keeper", "kvtier.kept_costs", "kvtier.index.async_lookup", "kvtier.saves", "kvtier.own_segments", "kvtier.lower",
      "kvtier.loads", "kvtier.load_walk", "kvtier.fetch", "kvtier.fetch_files", "kvtier.keep", "kvtier.worker",
-     "kvtier.rechecks",
+     "kvtier.maintenance.record_check",
      "kvtier.storage.stuck_files", "kvtier.storage.start_wait",
-     "kvtier.memory", "kvtier.mount", "kvtier.pinned_segments", "kvtier.housekeeping",
-     "kvtier.read_back", "kvtier.sweep_lease", "kvtier.eviction.evictor",
+     "kvtier.memory", "kvtier.mount", "kvtier.pinned_segments", "kvtier.maintenance.sweeper",
+     "kvtier.maintenance.rebuild", "kvtier.maintenance.sweep_lease", "kvtier.eviction.evictor",
      "kvtier.eviction.set_removal", "kvtier.capacity_watch", "kvtier.eviction.pins_backup",
-     "kvtier.inspect", "kvtier.agreement", "kvtier.doctor"),
+     "kvtier.maintenance.scrub", "kvtier.maintenance.consistency_check", "kvtier.doctor"),
     ("kvtier.eviction", "kvtier.arena.slot_table", "kvtier.runtime.threads", "kvtier.plan", "kvtier.sets", "kvtier.sources",
      "kvtier.arena.admission", "kvtier.runtime.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
      "kvtier.codecs", "kvtier.order", "kvtier.storage.root", "kvtier.storage.root_owner", "kvtier.storage.atomic_files", "kvtier.storage.safe_open",
-     "kvtier.model.weights_fingerprint", "kvtier.runtime.memory_limits", "kvtier.reports", "kvtier.sweep_turns"),
+     "kvtier.model.weights_fingerprint", "kvtier.runtime.memory_limits", "kvtier.reports", "kvtier.maintenance.sweep_schedule"),
     ("kvtier.format.record", "kvtier.format.namespace", "kvtier.format.geometry", "kvtier.config.settings", "kvtier.config.sources", "kvtier.errors",
      "kvtier.format.checksum", "kvtier.breakeven", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.capacity",
      "kvtier.model.config_json", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.model.layer_kinds",
@@ -48,7 +48,13 @@ LAST_APART = 1
 # module -> what it may not reach, however many imports lie between.
 NEVER_REACHES = {
     "kvtier.store": ("torch", "kvtier.transfer", "kvtier.saves", "kvtier.loads", "kvtier.worker"),
-    "kvtier.transfer": ("kvtier.store", "kvtier.keeper", "kvtier.housekeeping", "kvtier.eviction", "kvtier.sets"),
+    "kvtier.transfer": (
+        "kvtier.store",
+        "kvtier.keeper",
+        "kvtier.maintenance.sweeper",
+        "kvtier.eviction",
+        "kvtier.sets",
+    ),
 }
 USES_TORCH = (
     "benchmarks", "kvtier.connectors", "kvtier.assemble", "kvtier.transfer", "kvtier.saves", "kvtier.loads",

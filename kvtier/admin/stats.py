@@ -14,8 +14,8 @@ from kvtier.errors import Corrupt
 from kvtier.eviction import pins
 from kvtier.eviction.limits import Quotas
 from kvtier.format.namespace import Namespace
-from kvtier.housekeeping import is_to_be_rebuilt
 from kvtier.index.base import SetInfo
+from kvtier.maintenance.sweeper import is_to_be_rebuilt
 from kvtier.reports import LABEL_CHARS_MAX, NOTE_PREFIX, WorkerReport
 
 ROWS_MAX = 500

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvtier.admin.answers import BadRecord, VerifyJob
 from kvtier.admin.opened import Opened
 from kvtier.errors import KVTierError
-from kvtier.inspect import VerifyReport, verify
+from kvtier.maintenance.scrub import VerifyReport, verify
 from kvtier.runtime.threads import Jobs, ThreadJobs
 
 WAITING_MAX = 2

@@ -7,9 +7,9 @@ import socket
 import uuid
 
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Index
 from kvtier.index.lmdb.index import LmdbIndex
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import Root
 from kvtier.storage.root_owner import is_recognised, read_owner, this_node
 

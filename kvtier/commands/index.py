@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import NamedTuple
 
-from kvtier.agreement import Agreement, check_agreement, drop_lost
 from kvtier.commands.embedded import housekeeper, open_embedded
 from kvtier.commands.place import add_place, find_place
 from kvtier.commands.progress import progress
 from kvtier.commands.tables import counted
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.housekeeping import Rebuilt
 from kvtier.index.base import Index
 from kvtier.index.open import open_redis_to_mend
+from kvtier.maintenance.consistency_check import Agreement, check_agreement, drop_lost
+from kvtier.maintenance.sweep_lease import SWEEP_LEASE
+from kvtier.maintenance.sweeper import Rebuilt
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 from kvtier.storage.root import NOTES_FOLDER, Root, open_root
-from kvtier.sweep_lease import SWEEP_LEASE
 
 OTHERS_TIMEOUT_S = 60.0
 """A rebuild waits so long for an engine's sweep; a killed engine's lease runs out sooner."""

@@ -18,7 +18,7 @@ from kvtier.format.signing import Signer
 from kvtier.index.base import Index
 from kvtier.index.lmdb.index import is_of_this_boot
 from kvtier.index.memory import MemoryIndex
-from kvtier.inspect import NamespaceStats, RootStats, VerifyReport, stats, verify
+from kvtier.maintenance.scrub import NamespaceStats, RootStats, VerifyReport, stats, verify
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 from kvtier.runtime.units import rate, size
 from kvtier.storage.root import Root

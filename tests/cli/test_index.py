@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier import agreement
 from kvtier.cli import main
 from kvtier.config.index import IndexSettings
 from kvtier.config.settings import Settings
@@ -19,6 +18,7 @@ from kvtier.index.base import Index, Location, NewRecord, RemoteState
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.open import look_at_redis, open_index
 from kvtier.index.redis.index import RedisIndex
+from kvtier.maintenance import consistency_check
 from kvtier.storage.root import open_root
 from tests.core.rig import Engine
 from tests.redis_server import GENEROUS_MS, has_redis, index_settings, standalone
@@ -52,7 +52,7 @@ class Place:
 
 @pytest.fixture(params=["embedded", pytest.param("redis", marks=has_redis)])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(agreement, "SETTLE_S", 0.01)
+    monkeypatch.setattr(consistency_check, "SETTLE_S", 0.01)
     if request.param == "embedded":
         yield Place(tmp_path, None)
         return
@@ -148,7 +148,7 @@ def test_an_index_that_is_lost_is_made_from_the_segments(place: Place, capsys: p
 def test_a_record_that_a_publisher_left_without_a_set_is_taken_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "SETTLE_S", 0.01)
+    monkeypatch.setattr(consistency_check, "SETTLE_S", 0.01)
     with standalone(tmp_path / "redis") as server:
         place = Place(tmp_path, index_settings(server.url))
         index = place.open()

@@ -21,9 +21,9 @@ import torch
 from kvtier.codecs.round_trip import round_trip
 from kvtier.errors import KVTierError
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.engines import Engines
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveDone, SaveOutcome
 from kvtier.store import WantedChunk
 from kvtier.worker import Worker

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import agreement
 from kvtier.index.base import NewRecord
 from kvtier.index.memory import MemoryIndex
+from kvtier.maintenance import consistency_check
 from kvtier.storage.root import find_root, namespace_folders
 from kvtier.storage.segments import segment_name
 from tests.core.rig import Engine
@@ -29,8 +29,8 @@ def test_folders_are_listed_once_for_each_look_however_many_sets_are_doubtful(
         listed.append(folder)
         return namespace_folders(folder)
 
-    monkeypatch.setattr(agreement, "namespace_folders", list_them)
-    found = agreement.check_agreement(find_root(tmp_path), MemoryIndex(), wait=lambda seconds: None)
+    monkeypatch.setattr(consistency_check, "namespace_folders", list_them)
+    found = consistency_check.check_agreement(find_root(tmp_path), MemoryIndex(), wait=lambda seconds: None)
     assert found.n_disagreements == found.records == 25 and found.segments > 2
     assert {row.what for row in found.disagreements} == {"no segment set of the index"}
     assert len(listed) == 2
@@ -52,7 +52,7 @@ def test_a_second_record_of_a_part_is_in_order_and_one_of_a_part_that_is_missing
         engine.close()
     key, at = places[0][0]
     assert index.publish([NewRecord(key, at, engine.shape.whole)]) == 1 and not index.resolve([key])
-    found = agreement.check_agreement(find_root(tmp_path), index, wait=lambda seconds: None)
+    found = consistency_check.check_agreement(find_root(tmp_path), index, wait=lambda seconds: None)
     assert (found.records, found.indexed, found.second) == (4, 1, 1)
     missing = {segment_name(at.set_id, at.rank) for _, (_, at) in places}
     assert {(row.segment, row.what) for row in found.disagreements} == {(name, "not in the index") for name in missing}

@@ -24,11 +24,11 @@ from kvtier.eviction.pins import Pin
 from kvtier.eviction.room import LATE_S, Room
 from kvtier.eviction.set_removal import Remover
 from kvtier.format.record import SegmentHeader
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import SetInfo, writer_lease
 from kvtier.index.memory import MemoryIndex
-from kvtier.inspect import stats, verify
 from kvtier.kernels.paged import PagedKV, PagedLayer
+from kvtier.maintenance.scrub import stats, verify
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage import segments
 from kvtier.storage.root import find_root

@@ -18,11 +18,11 @@ from kvtier.eviction.evictor import LEASE_TTL_S, Evictor
 from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, namespace_note, quota_value, tenant_note
 from kvtier.eviction.pins import Pin
 from kvtier.eviction.set_removal import PREFIX, Removal
-from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
-from kvtier.inspect import verify
+from kvtier.maintenance.scrub import verify
+from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Housekeeper
 from kvtier.plan import SavePlan
 from kvtier.sets import TENANT_IDLE_S
 from kvtier.storage.root import find_root

@@ -13,9 +13,9 @@ import torch
 from kvtier.errors import IndexUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
-from kvtier.housekeeping import Housekeeper
 from kvtier.index import entry as entries
-from kvtier.inspect import verify
+from kvtier.maintenance.scrub import verify
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles, segment_name

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.housekeeping import Housekeeper
-from kvtier.sweep_lease import LEASE_TTL_S
+from kvtier.maintenance.sweep_lease import LEASE_TTL_S
+from kvtier.maintenance.sweeper import Housekeeper
 from tests.core.test_slow_writers import BLOCKS, after, fall_silent, loads, segments, tokens_of
 from tests.core.test_trimming import RECORD_BYTES, engine_of
 

@@ -16,8 +16,8 @@ from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.eviction import pins_backup
 from kvtier.eviction.limits import namespace_note
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.open import open_index
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import NOTES_FOLDER, remove_leftovers
 from tests.core.rig import Engine
 from tests.redis_server import GENEROUS_MS, has_redis, standalone

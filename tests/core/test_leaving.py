@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import keeper
-from kvtier.housekeeping import Housekeeper
+from kvtier.maintenance.sweeper import Housekeeper
 from tests.core.rig import Engine
 
 

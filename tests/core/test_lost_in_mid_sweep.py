@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
+from kvtier.maintenance.sweeper import Housekeeper
 from tests.core.rig import Engine
 
 TOKENS, BLOCKS = list(range(1000, 1000 + 64 * 5)), list(range(20))

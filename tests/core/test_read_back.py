@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import cli, read_back
+from kvtier import cli
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.housekeeping import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import IndexCounts, NewRecord
 from kvtier.index.lmdb.index import LmdbIndex
-from kvtier.read_back import ReadBack
+from kvtier.maintenance import rebuild as read_back
+from kvtier.maintenance.rebuild import ReadBack
+from kvtier.maintenance.sweep_lease import SWEEP_LEASE
+from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
 from kvtier.storage.segments import SegmentFiles
-from kvtier.sweep_lease import SWEEP_LEASE
 from tests.core.rig import Engine
 from tests.core.test_slow_writers import before, by_hand, once
 

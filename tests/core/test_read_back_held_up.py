@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import read_back
 from kvtier.errors import IndexUnavailable
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Location
+from kvtier.maintenance import rebuild as read_back
+from kvtier.maintenance.record_read import Verdict
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
-from kvtier.tiers.read_record import Verdict
 from tests.core.test_faults import flip_payload
 from tests.core.test_held_up_sweeps import Clock
 from tests.core.test_read_back import lost, opened

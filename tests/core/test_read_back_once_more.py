@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.lmdb.index import LmdbIndex
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from tests.core.rig import Engine
 from tests.core.test_lost_in_mid_sweep import Forgetful

@@ -10,9 +10,9 @@ import pytest
 
 from kvtier import cli
 from kvtier.errors import ConfigError, TierUnavailable
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Location
-from kvtier.inspect import stats, verify
+from kvtier.maintenance.scrub import stats, verify
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles
 from tests.core.rig import Engine

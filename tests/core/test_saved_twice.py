@@ -15,9 +15,9 @@ import torch
 
 from kvtier.cli import main
 from kvtier.index.base import Location
+from kvtier.maintenance import record_read
+from kvtier.maintenance.record_read import Verdict, judge
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
-from kvtier.tiers import read_record
-from kvtier.tiers.read_record import Verdict, judge
 from tests.core.rig import Engine
 from tests.core.test_faults import flip_payload
 from tests.core.test_slow_writers import housekeeper
@@ -120,7 +120,7 @@ def test_a_record_is_compared_with_its_sums(
     saved: tuple[SegmentFiles, Path, bytes, Location], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, path, key, location = saved
-    monkeypatch.setattr(read_record, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(record_read, "PIECE_BYTES", piece_bytes)
     assert judge(files, key, location) is Verdict.AS_SUMMED
     assert judge(files, bytes(16), location) is not Verdict.AS_SUMMED
     assert judge(files, key, location._replace(slot=0)) is not Verdict.AS_SUMMED

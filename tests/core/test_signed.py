@@ -28,7 +28,7 @@ from kvtier.format.signing import Signer
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.index.memory import MemoryIndex
-from kvtier.inspect import verify
+from kvtier.maintenance.scrub import verify
 from kvtier.order import Mark
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names

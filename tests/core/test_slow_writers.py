@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from kvtier.eviction.set_removal import Remover
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import writer_lease
 from kvtier.keeper import Keeper
+from kvtier.maintenance.rebuild import ReadBack
+from kvtier.maintenance.sweep_lease import SWEEP_LEASE
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
-from kvtier.read_back import ReadBack
 from kvtier.storage.segments import SegmentFiles
-from kvtier.sweep_lease import SWEEP_LEASE
 from tests.core.rig import Engine
 from tests.core.test_trimming import RECORD_BYTES, engine_of
 from tests.waiting import wait_until

@@ -12,12 +12,12 @@ import pytest
 from kvtier.errors import IndexUnavailable
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.set_removal import Remover
-from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.base import Index, NewRecord, SetInfo
 from kvtier.index.circuit_breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.keeper import Keeper, KeeperPlan
+from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Housekeeper
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from tests.core.rig import Engine, geometry, namespace

@@ -13,11 +13,11 @@ import torch
 from kvtier.eviction.set_removal import PREFIX
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import RECORD_MAGIC, RecordHeader, SegmentHeader
-from kvtier.housekeeping import Housekeeper
 from kvtier.index import entry as entries
 from kvtier.index.base import Index, Location
 from kvtier.index.lmdb.index import LmdbIndex
-from kvtier.inspect import verify
+from kvtier.maintenance.scrub import verify
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import NAMESPACE_FILE, find_root, namespace_folders
 from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
 from tests.core.rig import Engine

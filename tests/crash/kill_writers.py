@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from kvtier.inspect import verify
+from kvtier.maintenance.scrub import verify
 from kvtier.plan import SaveDone, SaveOutcome
 from kvtier.storage.root import find_root
 from kvtier.store import WantedChunk

@@ -25,10 +25,10 @@ from kvtier.eviction.choice import Selection
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.set_removal import PREFIX
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import EVICT_LEASE, Index
 from kvtier.index.open import open_index
-from kvtier.inspect import verify
+from kvtier.maintenance.scrub import verify
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import find_root, open_root
 from kvtier.store import WantedChunk
 from tests.core.rig import BLOCK_TOKENS, Engine, settings

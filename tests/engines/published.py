@@ -17,8 +17,8 @@ from kvtier.format.record import RecordHeader, SegmentHeader
 from kvtier.index import entry
 from kvtier.index.base import Location
 from kvtier.index.redis.index import RedisIndex
+from kvtier.maintenance.record_read import Verdict, judge
 from kvtier.storage.segments import SegmentFiles, segment_name
-from kvtier.tiers.read_record import Verdict, judge
 from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt
 
 Segment = tuple[int, int]

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
-from kvtier.inspect import verify
+from kvtier.maintenance.scrub import verify
 from kvtier.storage.root import find_root
 from tests.engines import forked
 from tests.engines.conftest import ENGINE_TIMEOUT_S, HERE

@@ -18,10 +18,10 @@ from kvtier.eviction import limits, pins
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need
 from kvtier.eviction.set_removal import PREFIX, Removal
-from kvtier.housekeeping import SWEPT_NOTE, Housekeeper
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.calibration import Calibration, _read
 from kvtier.io.engines import Choice
+from kvtier.maintenance.sweeper import SWEPT_NOTE, Housekeeper
 from kvtier.model.config_json import read_model
 from kvtier.model.weights_fingerprint import _cached, config_fingerprint, weights_fingerprint
 from kvtier.model_weights import INDEX, read_weights

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier import housekeeping
 from kvtier.eviction import pins
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Rules
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import EVICT_LEASE, SetInfo, Use, writer_lease
 from kvtier.index.redis.clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
 from kvtier.index.redis.index import RedisIndex
 from kvtier.index.redis.wire import open_wire
+from kvtier.maintenance import sweeper
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.segments import segment_name
 from tests.redis_server import Server, has_redis, index_settings, standalone
@@ -97,7 +97,7 @@ def test_a_set_is_missing_for_as_long_as_one_clock_says(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off_s: float
 ) -> None:
     """Another node, an hour ahead of the one that looked first, took it out of the index at once."""
-    monkeypatch.setattr(housekeeping, "file_system_of", lambda _: FileSystem("nfs4", True, "/"))
+    monkeypatch.setattr(sweeper, "file_system_of", lambda _: FileSystem("nfs4", True, "/"))
     (tmp_path / "v1").mkdir()
     clock = clock_off_by(off_s)
     far, other = RedisIndex(index_settings(server.url), clock), RedisIndex(index_settings(server.url))
@@ -117,8 +117,8 @@ def test_a_node_whose_clock_is_ahead_leaves_young_files_alone(
 ) -> None:
     """Records of a closed set wait at its living writer, and its files, a moment old, were taken for old ones."""
     clock = clock_off_by(DAY_S)
-    monkeypatch.setattr(housekeeping, "file_system_of", lambda _: FileSystem("nfs4", True, "/"))
-    monkeypatch.setattr(housekeeping, "time", SimpleNamespace(time=clock))
+    monkeypatch.setattr(sweeper, "file_system_of", lambda _: FileSystem("nfs4", True, "/"))
+    monkeypatch.setattr(sweeper, "time", SimpleNamespace(time=clock))
     far, other = RedisIndex(index_settings(server.url), clock), RedisIndex(index_settings(server.url))
     folder = tmp_path / "v1" / NAMESPACE.hex()
     folder.mkdir(parents=True)

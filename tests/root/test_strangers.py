@@ -15,11 +15,11 @@ import pytest
 from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
-from kvtier.housekeeping import ORPHAN_GRACE_S, Housekeeper
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
-from kvtier.inspect import verify
 from kvtier.io.ring import WriteOp
+from kvtier.maintenance.scrub import verify
+from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Housekeeper
 from kvtier.model.weights_fingerprint import _remember
 from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SavePlan

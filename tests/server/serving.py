@@ -15,9 +15,9 @@ from starlette.testclient import TestClient
 from kvtier.admin.opened import Opened, opened
 from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.reports import NOTE_PREFIX, About, ArenaFill, RankFigures, Reporter
 from kvtier.runtime.metrics import HIT_TOKENS, LOAD_BYTES, LOOKUP_TOKENS, Metrics
 from kvtier.server.app import make_app

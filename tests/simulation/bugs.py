@@ -19,7 +19,6 @@ from kvtier.eviction.set_removal import Remover
 from kvtier.fetch import Fetch, Fetcher
 from kvtier.fetch_files import FileReader
 from kvtier.format.namespace import chunk_keys
-from kvtier.housekeeping import Housekeeper
 from kvtier.index import entry
 from kvtier.index.base import NewRecord, SetInfo
 from kvtier.index.memory import MemoryIndex
@@ -28,6 +27,7 @@ from kvtier.io.ring import OpResult, WriteOp
 from kvtier.keeper import Keeper
 from kvtier.load_walk import LoadWalk, Moving
 from kvtier.loads import Loader
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.own_segments import OwnSegments
 from kvtier.saves import Saver
 from kvtier.sets import SetSupply

@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from kvtier.agreement import Disagreement, check_agreement
 from kvtier.errors import Corrupt, StaleLease
 from kvtier.eviction.evictor import Evicted, Evictor
 from kvtier.eviction.set_removal import Remover
@@ -29,6 +28,7 @@ from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.index import entry
 from kvtier.index.base import NOBODY, Location, NewRecord, SetInfo
 from kvtier.io.native import slab_checksums
+from kvtier.maintenance.consistency_check import Disagreement, check_agreement
 from kvtier.storage.segments import segment_name
 from tests.simulation.engine import JOBS_MAX, EngineProcess
 from tests.simulation.own_thread import for_own_thread

@@ -21,7 +21,6 @@ from kvtier.eviction.evictor import Evictor
 from kvtier.format.geometry import PAGE_BYTES, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace
 from kvtier.format.record import record_bytes
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.async_lookup import InBackground, InPlace, Lookups
 from kvtier.index.base import Index
 from kvtier.index.circuit_breaker import Breaker, BreakerPlan
@@ -30,6 +29,7 @@ from kvtier.io.engines import Engines
 from kvtier.io.ring import AlignedBuffer
 from kvtier.keeper import Keeper, KeeperPlan
 from kvtier.kernels import host as host_kernels
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.order import HostOrder
 from kvtier.reports import About
 from kvtier.runtime.metrics import Metrics

@@ -35,7 +35,7 @@ ALLOWED = frozenset(
         ("tests.simulation.disk", "scandir"),  # folders to sort, files to sum
         ("kvtier.storage.root", "scandir"),  # removes drafts, in whichever order
         ("kvtier.storage.root", "listdir"),  # sorts them
-        ("kvtier.housekeeping", "listdir"),  # asks whether there is any
+        ("kvtier.maintenance.sweeper", "listdir"),  # asks whether there is any
     }
 )
 """Who may call what. Not looked at: the state of files that the

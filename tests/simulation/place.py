@@ -18,7 +18,6 @@ from unittest.mock import patch
 import kvtier.arena.arena
 import kvtier.eviction.set_removal
 import kvtier.fetch
-import kvtier.housekeeping
 import kvtier.index.async_lookup
 import kvtier.index.guard
 import kvtier.index.lmdb.environment
@@ -27,8 +26,10 @@ import kvtier.index.lmdb.locks
 import kvtier.keeper
 import kvtier.load_walk
 import kvtier.loads
+import kvtier.maintenance.record_check
+import kvtier.maintenance.record_read
+import kvtier.maintenance.sweeper
 import kvtier.own_segments
-import kvtier.rechecks
 import kvtier.reports
 import kvtier.runtime.file_descriptors
 import kvtier.saves
@@ -38,7 +39,6 @@ import kvtier.storage.open_segments
 import kvtier.storage.safe_open
 import kvtier.storage.segments
 import kvtier.storage.stuck_files
-import kvtier.tiers.read_record
 import kvtier.transfer
 import kvtier.worker
 from kvtier.eviction.limits import UNLIMITED, Rules
@@ -55,12 +55,12 @@ from tests.simulation.truth import Truth
 
 THREADED = (
     kvtier.fetch, kvtier.index.guard, kvtier.keeper, kvtier.load_walk, kvtier.loads, kvtier.index.async_lookup,
-    kvtier.own_segments, kvtier.rechecks, kvtier.saves, kvtier.sets, kvtier.storage.stuck_files, kvtier.arena.arena,
+    kvtier.own_segments, kvtier.maintenance.record_check, kvtier.saves, kvtier.sets, kvtier.storage.stuck_files, kvtier.arena.arena,
     kvtier.storage.open_segments,
     kvtier.storage.segments, kvtier.worker,
 )  # fmt: skip
 TIMED = (
-    kvtier.housekeeping, kvtier.index.lmdb.environment, kvtier.index.lmdb.locks, kvtier.loads, kvtier.storage.atomic_files, kvtier.storage.safe_open,
+    kvtier.maintenance.sweeper, kvtier.index.lmdb.environment, kvtier.index.lmdb.locks, kvtier.loads, kvtier.storage.atomic_files, kvtier.storage.safe_open,
     kvtier.saves, kvtier.arena.arena, kvtier.transfer,
 )  # fmt: skip
 TICKING = (kvtier.index.guard, kvtier.keeper, kvtier.transfer)
@@ -71,10 +71,10 @@ ON_MACHINE = (
     (kvtier.reports, "socket", socket),
 )
 ON_DISK = (
-    kvtier.housekeeping,
+    kvtier.maintenance.sweeper,
     kvtier.runtime.file_descriptors,
     kvtier.storage.open_segments,
-    kvtier.tiers.read_record,
+    kvtier.maintenance.record_read,
     kvtier.storage.segments,
 )
 LOCAL_DISK, SHARED_DISK = FileSystem("ext4", False, "/"), FileSystem("nfs4", True, "/")
@@ -134,7 +134,7 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         for module, name, real in ON_MACHINE:
             put(module, name, OwnThread(machine, real))
         put_function(SegmentFiles, "unlink", meeting(disk, SegmentFiles.unlink))
-        for module in (kvtier.housekeeping, kvtier.eviction.set_removal, kvtier.storage.segments):
+        for module in (kvtier.maintenance.sweeper, kvtier.eviction.set_removal, kvtier.storage.segments):
             put_function(module, "file_system_of", lambda path: SHARED_DISK if disk.is_shared else LOCAL_DISK)
         put_function(kvtier.storage.segments, "fallocate", calls.fallocate)
         # Simulated processes are one real process: none closes the files of another.

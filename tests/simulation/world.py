@@ -22,12 +22,12 @@ from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import quota_value, tenant_note
 from kvtier.eviction.pins import Pin
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.housekeeping import Housekeeper
 from kvtier.index.base import Index
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
+from kvtier.maintenance.sweep_lease import SWEEP_LEASE
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import Root
-from kvtier.sweep_lease import SWEEP_LEASE
 from tests.simulation.checks import Checks, watching
 from tests.simulation.disk import Disk, Vandal
 from tests.simulation.disk import Weather as CalmDisk

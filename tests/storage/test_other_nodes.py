@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvtier import rechecks
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
-from kvtier.housekeeping import Housekeeper
+from kvtier.maintenance import record_check
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from tests.core.rig import Engine
@@ -139,7 +139,7 @@ def test_a_bad_record_is_retracted_after_a_second_look(pair: tuple[Engine, Engin
 
 
 def test_what_shows_late_is_a_miss_and_is_kept(nodes: Nodes, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rechecks, "RECHECK_S", 3.0)
+    monkeypatch.setattr(record_check, "RECHECK_S", 3.0)
     nodes.set("write-behind")
     changes = {"io": {"threads": 4, "timeout_s": 10.0, "fdatasync": "never"}}
     writer, reader = engine_on(nodes.mounts[0], server.url, **changes), engine_on(nodes.mounts[1], server.url)

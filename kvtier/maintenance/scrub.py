@@ -17,10 +17,10 @@ from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, tags_in
 from kvtier.format.signing import Signer
 from kvtier.index.base import Index, Location
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring
+from kvtier.maintenance.record_read import RECORD_BYTES_MAX
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
 from kvtier.storage.segments import NeverBegun, SegmentFiles, segment_name
-from kvtier.tiers.read_record import RECORD_BYTES_MAX
 
 IO_THREADS = 8
 IN_FLIGHT_BYTES = 64 << 20

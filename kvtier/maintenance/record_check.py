@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.base import Index, Location
+from kvtier.maintenance.record_read import Verdict, judge
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage.segments import SegmentFolders, segment_name
-from kvtier.tiers.read_record import Verdict, judge
 
 RECHECK_S = 1.0  # time after which a record is looked at again, seconds; clients showed new bytes within it
 RECHECK_INTERVAL_S = 0.5  # interval between two looks for records that are due, seconds

@@ -1,4 +1,4 @@
-"""Keeping a root in order: what dead writers left, and the index made anew (kvtier.read_back). Room is made by the
+"""Keeping a root in order: what dead writers left, and the index made anew (kvtier.maintenance.rebuild). Room is made by the
 Evictor.
 
 Works on a whole root (all namespaces), from any engine or from the command line. Whatever removes something does so
@@ -26,11 +26,11 @@ from kvtier.eviction import pins_backup
 from kvtier.eviction.pins_backup import Restored
 from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import Index, Location, SetInfo, slots_used, writer_lease
-from kvtier.read_back import HeldUp, ReadBack
+from kvtier.maintenance.rebuild import HeldUp, ReadBack
+from kvtier.maintenance.sweep_lease import Clock, SweepLease
 from kvtier.storage.filesystem import FreeSpace, Visibility, file_system_of
 from kvtier.storage.root import NAMESPACE_FILE, namespace_folders, remove_leftovers
 from kvtier.storage.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
-from kvtier.sweep_lease import Clock, SweepLease
 
 log = logging.getLogger("kvtier")
 
@@ -188,7 +188,7 @@ class Housekeeper:
         return self.free_space().n_bytes
 
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt | None:
-        """Makes the index agree with the files (kvtier.read_back); entries without a file go. None, and nothing is
+        """Makes the index agree with the files (kvtier.maintenance.rebuild); entries without a file go. None, and nothing is
         done, while others sweep or rebuild: a sweep cuts segments behind what the index knows of them. None, too,
         when they may have done so meanwhile: then some segments are still to be read.
 
