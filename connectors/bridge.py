@@ -16,14 +16,14 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvtier.breakeven import LoadLimit
 from kvtier.connectors.kv_events import Unwatched, Watcher
 from kvtier.connectors.tracked_request import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
 from kvtier.index.async_lookup import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
-from kvtier.store import Store, WantedChunk
+from kvtier.scheduler.load_threshold import LoadLimit
+from kvtier.scheduler.store import Store, WantedChunk
 from kvtier.transfer import Transfer
 
 log = logging.getLogger("kvtier")

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from kvtier.breakeven import NEVER, PREFILL_TOKENS_MIN, LoadCost, LoadLimit
-from kvtier.kept_costs import KeptCosts
+from kvtier.scheduler.cost_history import KeptCosts
+from kvtier.scheduler.load_threshold import NEVER, PREFILL_TOKENS_MIN, LoadCost, LoadLimit
 
 log = logging.getLogger("kvtier")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.format.namespace import chunk_keys
-from kvtier.store import WantedChunk
+from kvtier.scheduler.store import WantedChunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvtier.arena.admission import Admission, Admissions
-from kvtier.breakeven import BreakEven, FixedLimit, LoadLimit
-from kvtier.capacity_watch import CapacityWatch
 from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.codecs.fp8 import Fp8Codec
 from kvtier.codecs.raw import RawCodec
@@ -31,19 +29,22 @@ from kvtier.format.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_M
 from kvtier.format.signing import Signer
 from kvtier.index.guard import GuardedIndex
 from kvtier.index.open import open_index, open_lookups
-from kvtier.keeper import SPARES_MAX, Keeper, KeeperPlan
-from kvtier.kept_costs import KeptCosts, note_name
 from kvtier.kernels.paged import PagedKV
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.memory import Memory, cuda_memory, host_memory
 from kvtier.mount import open_io
 from kvtier.pinned_segments import PinnedSegments
-from kvtier.reports import COUNT_MAX, About
 from kvtier.runtime.memory_limits import memory_here, pin_budget
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import Jobs, ThreadJobs
 from kvtier.runtime.units import exact
 from kvtier.saves import SaveBounds
+from kvtier.scheduler.background import SPARES_MAX, Keeper, KeeperPlan
+from kvtier.scheduler.capacity_warnings import CapacityWatch
+from kvtier.scheduler.cost_history import KeptCosts, note_name
+from kvtier.scheduler.engine_report import COUNT_MAX, About
+from kvtier.scheduler.load_threshold import BreakEven, FixedLimit, LoadLimit
+from kvtier.scheduler.store import Store
 from kvtier.storage.filesystem import Visibility, file_system_of
 from kvtier.storage.root import (
     Root,
@@ -57,7 +58,6 @@ from kvtier.storage.root import (
 )
 from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works
 from kvtier.storage.start_wait import in_time, said
-from kvtier.store import Store
 from kvtier.transfer import Transfer, TransferJobs, Upkeep
 from kvtier.worker import Quarantine, Worker, arena_slot_bytes
 

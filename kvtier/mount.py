@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.breakeven import LoadCost
 from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, TierUnavailable
@@ -16,6 +15,7 @@ from kvtier.io.calibrate import calibrate
 from kvtier.io.calibration import Ask, Calibration, cache_share, calibrated, default_choice, engines_for
 from kvtier.io.engines import Choice, Engines, Target, open_engine
 from kvtier.io.ring import Ring, RingSizes, sizes_for
+from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root import Root
 from kvtier.worker import ChunkArena

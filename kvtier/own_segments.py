@@ -58,7 +58,7 @@ class OwnSegments:
         """What our segment says of itself. One that says otherwise was put in its place: a record is written as its
         header says, and one that lies would have other memory written into the file."""
         slab = slab_bytes(self._worker.codec, self._worker.geometry, self._writes)
-        created_ms = chunk.set_id >> 20  # set ids begin with their time by the index (kvtier.keeper)
+        created_ms = chunk.set_id >> 20  # set ids begin with their time by the index (kvtier.scheduler.background)
         slot = record_bytes(self._writes, slab)
         return SegmentHeader(plan.namespace, chunk.set_id, self._worker.share.rank, plan.slots, slot, self._writes,
                              slab, created_ms, chunk.tenant)  # fmt: skip

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kvtier.arena.admission import Admissions
-from kvtier.breakeven import LoadCost
 from kvtier.codecs.base import slab_bytes
 from kvtier.fetch import Fetcher
 from kvtier.keep import HostKeeper
 from kvtier.loads import Loader
 from kvtier.maintenance.record_check import RECHECK_INTERVAL_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
-from kvtier.reports import ArenaFill, RankFigures
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import Jobs, Ticker, run_within
 from kvtier.saves import SaveBounds, Saver
+from kvtier.scheduler.engine_report import ArenaFill, RankFigures
+from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.worker import Worker
 
 TIDY_INTERVAL_S = 2.0  # interval at which segments of removed sets are looked for and closed, seconds

@@ -12,8 +12,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvtier.admin.answers import Snapshot, Worker
-from kvtier.reports import BOUNDS_S, Latency
 from kvtier.runtime import metrics as names
+from kvtier.scheduler.engine_report import BOUNDS_S, Latency
 from kvtier.server.version import VERSION
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -23,7 +23,7 @@ from kvtier.admin.change import list_pins, list_quotas
 from kvtier.admin.listing import PAGE_MAX, Filter, describe_set, list_sets
 from kvtier.admin.lookup import TOKENS_MAX, Prompt, UnknownNamespace, look_up
 from kvtier.admin.prompts import NoTokenizer
-from kvtier.reports import LABEL_CHARS_MAX
+from kvtier.scheduler.engine_report import LABEL_CHARS_MAX
 from kvtier.server.access import TheRole, TheRoot, TheService, no_parameters, problems
 from kvtier.server.auth import Role
 from kvtier.server.problems import Refused

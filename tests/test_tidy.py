@@ -22,21 +22,21 @@ LAYERS = (
     ("benchmarks", "kvtier.cli"),
     ("kvtier.connectors", "kvtier.server"),
     ("kvtier.assemble", "kvtier.commands", "kvtier.admin"),
-    ("kvtier.store", "kvtier.transfer", "kvtier.index.open"),
-    ("kvtier.keeper", "kvtier.kept_costs", "kvtier.index.async_lookup", "kvtier.saves", "kvtier.own_segments", "kvtier.lower",
+    ("kvtier.scheduler.store", "kvtier.transfer", "kvtier.index.open"),
+    ("kvtier.scheduler.background", "kvtier.scheduler.cost_history", "kvtier.index.async_lookup", "kvtier.saves", "kvtier.own_segments", "kvtier.lower",
      "kvtier.loads", "kvtier.load_walk", "kvtier.fetch", "kvtier.fetch_files", "kvtier.keep", "kvtier.worker",
      "kvtier.maintenance.record_check",
      "kvtier.storage.stuck_files", "kvtier.storage.start_wait",
      "kvtier.memory", "kvtier.mount", "kvtier.pinned_segments", "kvtier.maintenance.sweeper",
      "kvtier.maintenance.rebuild", "kvtier.maintenance.sweep_lease", "kvtier.eviction.evictor",
-     "kvtier.eviction.set_removal", "kvtier.capacity_watch", "kvtier.eviction.pins_backup",
+     "kvtier.eviction.set_removal", "kvtier.scheduler.capacity_warnings", "kvtier.eviction.pins_backup",
      "kvtier.maintenance.scrub", "kvtier.maintenance.consistency_check", "kvtier.doctor"),
-    ("kvtier.eviction", "kvtier.arena.slot_table", "kvtier.runtime.threads", "kvtier.plan", "kvtier.sets", "kvtier.sources",
+    ("kvtier.eviction", "kvtier.arena.slot_table", "kvtier.runtime.threads", "kvtier.plan", "kvtier.scheduler.segment_allocator", "kvtier.sources",
      "kvtier.arena.admission", "kvtier.runtime.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
      "kvtier.codecs", "kvtier.order", "kvtier.storage.root", "kvtier.storage.root_owner", "kvtier.storage.atomic_files", "kvtier.storage.safe_open",
-     "kvtier.model.weights_fingerprint", "kvtier.runtime.memory_limits", "kvtier.reports", "kvtier.maintenance.sweep_schedule"),
+     "kvtier.model.weights_fingerprint", "kvtier.runtime.memory_limits", "kvtier.scheduler.engine_report", "kvtier.maintenance.sweep_schedule"),
     ("kvtier.format.record", "kvtier.format.namespace", "kvtier.format.geometry", "kvtier.config.settings", "kvtier.config.sources", "kvtier.errors",
-     "kvtier.format.checksum", "kvtier.breakeven", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.capacity",
+     "kvtier.format.checksum", "kvtier.scheduler.load_threshold", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.capacity",
      "kvtier.model.config_json", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.model.layer_kinds",
      "kvtier.config.kv_transfer", "kvtier.entry",
      "kvtier.runtime.units", "kvtier.codec_loss",
@@ -47,13 +47,13 @@ LAST_APART = 1
 """Up to this row, packages of a row know nothing of each other."""
 # module -> what it may not reach, however many imports lie between.
 NEVER_REACHES = {
-    "kvtier.store": ("torch", "kvtier.transfer", "kvtier.saves", "kvtier.loads", "kvtier.worker"),
+    "kvtier.scheduler.store": ("torch", "kvtier.transfer", "kvtier.saves", "kvtier.loads", "kvtier.worker"),
     "kvtier.transfer": (
-        "kvtier.store",
-        "kvtier.keeper",
+        "kvtier.scheduler.store",
+        "kvtier.scheduler.background",
         "kvtier.maintenance.sweeper",
         "kvtier.eviction",
-        "kvtier.sets",
+        "kvtier.scheduler.segment_allocator",
     ),
 }
 USES_TORCH = (
@@ -273,7 +273,7 @@ def test_native_file(path: Path) -> None:
 
 
 PLANTED = {
-    "kvtier.store": {
+    "kvtier.scheduler.store": {
         "x = 1\n" * 601: "601 lines",
         "def f():\n" + "    x = 1\n" * 70: "f: 71 lines",
         "def f(a, b, c, d, *, e, f, g): ...": "f: 7 parameters",
@@ -305,23 +305,23 @@ def test_planted_fault_is_found(name: str, text: str, fault: str) -> None:
 
 def test_planted_reach_is_found() -> None:
     chain = {
-        "kvtier.store": "from kvtier import index",
+        "kvtier.scheduler.store": "from kvtier import index",
         "kvtier.index": "from kvtier.codecs.raw import RawCodec",
         "kvtier.codecs.raw": "import torch",
     }
     modules = [Source.of(name, text) for name, text in chain.items()]
-    assert list(reach_faults(modules)) == ["kvtier.store reaches torch"]
+    assert list(reach_faults(modules)) == ["kvtier.scheduler.store reaches torch"]
 
 
 def test_what_is_allowed_is_allowed() -> None:
     fine = [
         ("kvtier.runtime.threads", "import threading\nthreading.Thread(target=f)"),
         ("kvtier.config.settings", "import os\nos.environ"),
-        ("kvtier.store", "try:\n f()\nexcept BaseException:\n log()\n raise"),
-        ("kvtier.store", "import threading\nlock = threading.Lock()  # TODO(#12)"),
+        ("kvtier.scheduler.store", "try:\n f()\nexcept BaseException:\n log()\n raise"),
+        ("kvtier.scheduler.store", "import threading\nlock = threading.Lock()  # TODO(#12)"),
         ("kvtier.connectors.bridge", "try:\n f()\nexcept Exception:\n pass"),
         ("kvtier.kernels.gather", "import torch\n@triton.jit\ndef f(a, b, c, d, e, f, g, h): ..."),
-        ("kvtier.store", "from kvtier.config.settings import Settings\nfrom kvtier.index.base import Index"),
+        ("kvtier.scheduler.store", "from kvtier.config.settings import Settings\nfrom kvtier.index.base import Index"),
     ]
     for name, text in fine:
         assert all_faults(Source.of(name, text)) == []

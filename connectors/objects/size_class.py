@@ -16,9 +16,9 @@ from kvtier.connectors.objects.codec import ObjectCodec, Octets, stand_in_pages
 from kvtier.format.geometry import share_of_rank
 from kvtier.format.namespace import Namespace
 from kvtier.plan import SaveOutcome
-from kvtier.reports import About
 from kvtier.runtime.metrics import summed
-from kvtier.store import WantedChunk
+from kvtier.scheduler.engine_report import About
+from kvtier.scheduler.store import WantedChunk
 from kvtier.worker import arena_slot_bytes
 
 ARENA_BYTES, ARENA_SLOTS = 256 << 20, 16

@@ -31,9 +31,9 @@ from kvtier.format.namespace import ID_BYTES, Namespace
 from kvtier.index import entry as entries
 from kvtier.index.open import open_index
 from kvtier.model.tenants import Tenants
-from kvtier.reports import About
 from kvtier.runtime.metrics import INDEX_ERRORS, LOAD_FAILURES, Metrics, summed
 from kvtier.runtime.repeated_log import RepeatedLog
+from kvtier.scheduler.engine_report import About
 from kvtier.storage.root import namespace_folders, open_root, read_namespace
 from kvtier.storage.start_wait import in_time
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvtier.breakeven import LoadCost
 from kvtier.connectors.bridge import Step
 from kvtier.connectors.vllm.metrics import stats_of
 from kvtier.plan import SaveDone
-from kvtier.reports import RankFigures
+from kvtier.scheduler.engine_report import RankFigures
+from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.transfer import Transfer
 
 

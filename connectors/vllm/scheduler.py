@@ -28,7 +28,7 @@ from kvtier.connectors.vllm.namespace import identity_of
 from kvtier.connectors.vllm.requests import GivenBlocks, view_of, why_items_pass_by
 from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
 from kvtier.model.tenants import Tenants
-from kvtier.reports import About
+from kvtier.scheduler.engine_report import About
 
 log = logging.getLogger("kvtier")
 

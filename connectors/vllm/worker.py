@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from kvtier.assemble import Work, open_transfer
-from kvtier.breakeven import LoadCost
 from kvtier.config.settings import Settings
 from kvtier.connectors.bridge import Faults, Step, WorkerBridge
 from kvtier.connectors.tracked_request import ChunkShape
@@ -32,7 +31,8 @@ from kvtier.connectors.vllm.metrics import KVTierStats, stats_of
 from kvtier.connectors.vllm.namespace import Identity, check_share, identity_of
 from kvtier.format.geometry import LayerForm, RankShare
 from kvtier.plan import LoadPlan, SavePlan
-from kvtier.reports import RankFigures
+from kvtier.scheduler.engine_report import RankFigures
+from kvtier.scheduler.load_threshold import LoadCost
 
 log = logging.getLogger("kvtier")
 

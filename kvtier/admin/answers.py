@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvtier.eviction.choice import KeptReason
-from kvtier.reports import BOUNDS_S, TopPrefix, WorkerReport
+from kvtier.scheduler.engine_report import BOUNDS_S, TopPrefix, WorkerReport
 
 _ANSWER = ConfigDict(frozen=True)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvtier.admin.answers import Latencies, LatencySummary, Prefix, Rates, TierFill, Totals, Worker
-from kvtier.reports import BOUNDS_S, Latency, WorkerReport, hit_ratio
 from kvtier.runtime import metrics as names
+from kvtier.scheduler.engine_report import BOUNDS_S, Latency, WorkerReport, hit_ratio
 
 PREFIXES_SHOWN = 32
 INTERVAL_S_MIN = 1e-3

@@ -16,7 +16,7 @@ from kvtier.eviction.limits import Quotas
 from kvtier.format.namespace import Namespace
 from kvtier.index.base import SetInfo
 from kvtier.maintenance.sweeper import is_to_be_rebuilt
-from kvtier.reports import LABEL_CHARS_MAX, NOTE_PREFIX, WorkerReport
+from kvtier.scheduler.engine_report import LABEL_CHARS_MAX, NOTE_PREFIX, WorkerReport
 
 ROWS_MAX = 500
 """Namespaces, and tenants, that are shown: those with the most bytes."""

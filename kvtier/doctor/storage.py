@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier import capacity_watch
 from kvtier.config.settings import SEGMENT_BYTES, Settings
 from kvtier.doctor.coherence import examine_peer
 from kvtier.doctor.filesystems import examine_file_system
@@ -20,6 +19,7 @@ from kvtier.format.record import FORMAT_VERSION
 from kvtier.io.calibration import Calibration
 from kvtier.runtime.memory_limits import memory_here, pin_budget
 from kvtier.runtime.units import rate, size
+from kvtier.scheduler import capacity_warnings
 from kvtier.storage.filesystem import FileSystem, file_system_of
 from kvtier.storage.root import check_mount, nearest, segments_bytes
 from kvtier.storage.root_owner import check_node
@@ -93,7 +93,7 @@ def beyond_the_disk(place: Path, capacity_bytes: int) -> str:
     room = disk.f_bavail * disk.f_frsize
     if capacity_bytes > room:
         room += segments_bytes(place)  # looked at last: there may be many
-    return capacity_watch.beyond_the_disk(capacity_bytes, room)
+    return capacity_warnings.beyond_the_disk(capacity_bytes, room)
 
 
 def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | None) -> Iterator[Verdict]:

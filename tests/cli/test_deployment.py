@@ -21,7 +21,7 @@ from kvtier.eviction.evictor import Evicted as Removed
 from kvtier.eviction.evictor import Evictor
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.ring import FlushOp, sizes_for
-from kvtier.reports import Latency, TopPrefix, WorkerReport
+from kvtier.scheduler.engine_report import Latency, TopPrefix, WorkerReport
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root_owner import Owner, this_node
 from tests.cli.asking import refused

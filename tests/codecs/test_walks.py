@@ -22,7 +22,7 @@ from kvtier.kernels.paged import Move, PagedKV, SlabRun
 from kvtier.mount import MountCost
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
-from kvtier.store import WantedChunk
+from kvtier.scheduler.store import WantedChunk
 from tests.core import lazy
 from tests.core.lazy import LazyCodec, LazyEngine, LazyOrder
 from tests.core.rig import Engine, geometry

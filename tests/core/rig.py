@@ -16,7 +16,7 @@ from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, chunk_keys
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import LoadDone, SaveDone
-from kvtier.store import Store, WantedChunk
+from kvtier.scheduler.store import Store, WantedChunk
 from kvtier.transfer import Transfer
 from tests.waiting import TIMEOUT_S
 

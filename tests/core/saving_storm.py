@@ -25,7 +25,7 @@ from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.engines import Engines
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveDone, SaveOutcome
-from kvtier.store import WantedChunk
+from kvtier.scheduler.store import WantedChunk
 from kvtier.worker import Worker
 from tests.core.lazy import LazyEngine
 from tests.core.rig import BLOCK_TOKENS, Engine, geometry

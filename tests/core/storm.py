@@ -17,7 +17,7 @@ from kvtier.fetch_files import FetchFailed
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.engines import Engines
 from kvtier.plan import LoadChunk, LoadDone
-from kvtier.store import WantedChunk
+from kvtier.scheduler.store import WantedChunk
 from tests.core.lazy import LazyEngine
 from tests.core.rig import BLOCK_TOKENS, Engine
 from tests.core.storm_faults import (

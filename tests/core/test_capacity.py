@@ -30,10 +30,10 @@ from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.maintenance.scrub import stats, verify
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
+from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles
-from kvtier.store import WantedChunk
 from tests.core.rig import Engine, geometry, namespace, settings, shares
 from tests.waiting import wait_until
 

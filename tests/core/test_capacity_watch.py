@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.capacity_watch import COMPARE_INTERVAL_S, CapacityWatch
 from kvtier.config.types import parse_bytes
 from kvtier.eviction.limits import Need
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
-from kvtier.reports import COUNT_MAX, NOTE_PREFIX, About, Reporter
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.units import exact, size
+from kvtier.scheduler.capacity_warnings import COMPARE_INTERVAL_S, CapacityWatch
+from kvtier.scheduler.engine_report import COUNT_MAX, NOTE_PREFIX, About, Reporter
 from tests.core.rig import Engine
 from tests.core.test_capacity import BLOCKS, SEGMENT_BYTES, tiny, tokens_of
 from tests.waiting import wait_until

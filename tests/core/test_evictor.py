@@ -24,10 +24,10 @@ from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.scrub import verify
 from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Housekeeper
 from kvtier.plan import SavePlan
-from kvtier.sets import TENANT_IDLE_S
+from kvtier.scheduler.segment_allocator import TENANT_IDLE_S
+from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles
-from kvtier.store import WantedChunk
 from tests.core.rig import Engine
 from tests.core.test_capacity import BLOCKS, RECORD_BYTES, TARGET, small_disk, tiny, tokens_of
 from tests.waiting import wait_until

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import keeper
 from kvtier.assemble import open_store
-from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.index.base import SetInfo
 from kvtier.index.lmdb.index import LmdbIndex
-from kvtier.sets import SET_COMES_S, SetSupply
-from kvtier.store import Store, WantedChunk
+from kvtier.scheduler import background
+from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.segment_allocator import SET_COMES_S, SetSupply
+from kvtier.scheduler.store import Store, WantedChunk
 from tests.core.rig import Engine, geometry, namespace, settings, shares
 
 BLOCKS = (0, 1, 2, 3)
@@ -34,7 +34,7 @@ def test_the_first_chunk_of_a_fresh_engine_has_a_place(tmp_path: Path, monkeypat
         return create(self, info)
 
     monkeypatch.setattr(LmdbIndex, "create_set", slow)
-    monkeypatch.setattr(keeper, "FIRST_TICK_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(background, "FIRST_TICK_TIMEOUT_S", 20.0)
     store = open_store(settings(tmp_path), namespace(geometry()), shares(geometry()))
     assert plans_a_save(store)
     store.close()
@@ -43,7 +43,7 @@ def test_the_first_chunk_of_a_fresh_engine_has_a_place(tmp_path: Path, monkeypat
 def test_an_index_that_hangs_holds_up_the_start_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "FIRST_TICK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(background, "FIRST_TICK_TIMEOUT_S", 0.2)
     create, answers = LmdbIndex.create_set, threading.Event()
 
     def hang(self: LmdbIndex, info: SetInfo) -> bool:
@@ -60,7 +60,7 @@ def test_an_index_that_hangs_holds_up_the_start_for_a_moment_only(
 
 
 def test_after_a_reset_sets_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "TICK_INTERVAL_S", 20.0)
+    monkeypatch.setattr(background, "TICK_INTERVAL_S", 20.0)
     engine = Engine(tmp_path)
     engine.wait_for_set()
     engine.store.reset()

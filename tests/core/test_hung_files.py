@@ -13,9 +13,9 @@ import pytest
 
 from kvtier.plan import LoadDone, SaveDone, SaveOutcome
 from kvtier.saves import _Write
+from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments as segments_module
 from kvtier.storage.stuck_files import HUNG_FILES_MIN, StuckFiles
-from kvtier.store import WantedChunk
 from tests.core.rig import Engine
 from tests.waiting import wait_until
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.assemble import open_store
-from kvtier.breakeven import NEVER, BreakEven, Costs, FixedLimit, LoadCost
 from kvtier.connectors.load_costs import LoadCosts
 from kvtier.errors import Corrupt, IndexUnavailable
 from kvtier.index.memory import MemoryIndex
-from kvtier.kept_costs import KEPT_S, PREFIX, KeptCosts, note_name, pack, unpack
-from kvtier.reports import About
-from kvtier.store import Store
+from kvtier.scheduler.cost_history import KEPT_S, PREFIX, KeptCosts, note_name, pack, unpack
+from kvtier.scheduler.engine_report import About
+from kvtier.scheduler.load_threshold import NEVER, BreakEven, Costs, FixedLimit, LoadCost
+from kvtier.scheduler.store import Store
 from tests.core.rig import geometry, namespace, settings, shares
 from tests.waiting import wait_until
 

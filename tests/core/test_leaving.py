@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import keeper
 from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.scheduler import background
 from tests.core.rig import Engine
 
 
 def test_what_a_hanging_tick_is_at_is_not_done_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both took the same ids off the same queue: the tick found it empty, and its thread died with an IndexError."""
-    monkeypatch.setattr(keeper, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(background, "CLOSE_TIMEOUT_S", 0.2)
     engine = Engine(tmp_path)
     engine.wait_for_set()
     ours, ticker = engine.store._keeper, engine.store._keeper._ticker

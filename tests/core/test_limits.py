@@ -16,8 +16,8 @@ from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
 from kvtier.kernels.paged import Move, PagedKV
 from kvtier.plan import SaveOutcome
+from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.segments import SegmentFiles
-from kvtier.store import WantedChunk
 from tests.core.rig import Engine
 from tests.waiting import wait_until
 

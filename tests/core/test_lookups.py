@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.errors import IndexUnavailable
 from kvtier.index.async_lookup import ANSWER_KEPT_S, QUESTIONS_MAX, WAIT_S, Found, InBackground, InPlace
 from kvtier.index.memory import MemoryIndex
 from kvtier.runtime.threads import ThreadJobs
+from kvtier.scheduler.load_threshold import FixedLimit
 from tests.engines.fakes import FakeStore
 from tests.manual_jobs import ManualJobs
 

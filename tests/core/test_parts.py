@@ -18,7 +18,7 @@ from kvtier.format.geometry import Extent, covers, share_of_rank
 from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_bytes
 from kvtier.index.base import Location, SetInfo
 from kvtier.runtime.threads import ThreadJobs, Ticker
-from kvtier.sets import SetSupply
+from kvtier.scheduler.segment_allocator import SetSupply
 from kvtier.sources import sources_of
 from tests.core.rig import geometry
 from tests.manual_jobs import ManualJobs

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import store as store_module
 from kvtier.plan import SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
-from kvtier.store import REFUSED_S, WantedChunk
+from kvtier.scheduler import store as store_module
+from kvtier.scheduler.store import REFUSED_S, WantedChunk
 from tests.core.rig import Engine, geometry
 
 TOKENS = list(range(1000, 1000 + 64 * 3))

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from kvtier.admin import figures
 from kvtier.errors import Corrupt
 from kvtier.index.memory import MemoryIndex
-from kvtier.reports import (
+from kvtier.runtime import metrics as names
+from kvtier.runtime.metrics import Metrics
+from kvtier.scheduler.engine_report import (
     BOUNDS_S,
     COUNTED_PREFIXES_MAX,
     REPORT_BYTES_MAX,
@@ -27,8 +29,6 @@ from kvtier.reports import (
     Reporter,
     WorkerReport,
 )
-from kvtier.runtime import metrics as names
-from kvtier.runtime.metrics import Metrics
 from tests.core.rig import Engine
 from tests.core.test_slow_writers import by_hand
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvtier.eviction.room import LATE_S, PROBE_INTERVAL_S, SETTLE_FIRST_S, Room
 from kvtier.eviction.set_removal import Remover
-from kvtier.sets import Supplies
+from kvtier.scheduler.segment_allocator import Supplies
 from kvtier.storage import segments
 from kvtier.storage.filesystem import RESERVED_FILES, FreeSpace
 from kvtier.storage.root import remove_leftovers

@@ -13,11 +13,11 @@ import pytest
 
 from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import writer_lease
-from kvtier.keeper import Keeper
 from kvtier.maintenance.rebuild import ReadBack
 from kvtier.maintenance.sweep_lease import SWEEP_LEASE
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
+from kvtier.scheduler.background import Keeper
 from kvtier.storage.segments import SegmentFiles
 from tests.core.rig import Engine
 from tests.core.test_trimming import RECORD_BYTES, engine_of

@@ -13,9 +13,9 @@ import pytest
 from kvtier.eviction.evictor import Evictor
 from kvtier.index.base import writer_lease
 from kvtier.index.memory import MemoryIndex
-from kvtier.keeper import SET_BACK_S, Keeper, KeeperPlan
 from kvtier.maintenance.sweep_schedule import AT_ONCE_AFTER_S, SWEEP_INTERVAL_S, SWEEP_SPREAD_S
 from kvtier.maintenance.sweeper import SWEPT_NOTE, Housekeeper
+from kvtier.scheduler.background import SET_BACK_S, Keeper, KeeperPlan
 from tests.core.rig import geometry, namespace
 
 ENGINES = 6

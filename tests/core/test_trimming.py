@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.store import WantedChunk
+from kvtier.scheduler.store import WantedChunk
 from tests.core.rig import Engine
 
 CHUNKS_A_JOB = 2

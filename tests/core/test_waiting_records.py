@@ -16,10 +16,10 @@ from kvtier.index.base import Index, NewRecord, SetInfo
 from kvtier.index.circuit_breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
-from kvtier.keeper import Keeper, KeeperPlan
 from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Housekeeper
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
+from kvtier.scheduler.background import Keeper, KeeperPlan
 from tests.core.rig import Engine, geometry, namespace
 
 SLOTS, CHUNK, PER = 6, 64, 4

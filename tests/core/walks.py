@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvtier.plan import LoadDone, SaveDone, SavePlan
-from kvtier.store import WantedChunk
+from kvtier.scheduler.store import WantedChunk
 from tests.core.lazy import LazyEngine, Left
 from tests.waiting import wait_until
 

@@ -23,8 +23,8 @@ import torch
 
 from kvtier.maintenance.scrub import verify
 from kvtier.plan import SaveDone, SaveOutcome
+from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.root import find_root
-from kvtier.store import WantedChunk
 from tests.core.rig import Engine
 
 SEQUENCES = 40

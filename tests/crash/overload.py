@@ -29,8 +29,8 @@ from kvtier.index.base import EVICT_LEASE, Index
 from kvtier.index.open import open_index
 from kvtier.maintenance.scrub import verify
 from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.root import find_root, open_root
-from kvtier.store import WantedChunk
 from tests.core.rig import BLOCK_TOKENS, Engine, settings
 
 WRITERS = 4

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime.metrics import Metrics
-from kvtier.store import WantedChunk
+from kvtier.scheduler.store import WantedChunk
 from kvtier.transfer import Progress
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.kv_events import SETS_AT_ONCE, Added, Announcements, Bounds, Change, ChunkBlocks, Removed
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
@@ -16,6 +15,7 @@ from kvtier.format.namespace import chunk_keys
 from kvtier.index.base import Index
 from kvtier.index.memory import MemoryIndex
 from kvtier.plan import SaveDone, SaveOutcome
+from kvtier.scheduler.load_threshold import FixedLimit
 from tests.conformance.index_suite import at, keys, put_set, record
 
 from .fakes import FakeStore

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.format.namespace import chunk_keys
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
 from kvtier.runtime.repeated_log import INTERVAL_FIRST_S
+from kvtier.scheduler.load_threshold import FixedLimit
 from kvtier.transfer import Progress
 
 from .fakes import FakeStore, FakeTransfer, answer_to_save

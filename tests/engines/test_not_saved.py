@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvtier.breakeven import FixedLimit
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.load_costs import StepTimes
 from kvtier.connectors.tracked_request import ChunkShape
@@ -25,6 +24,7 @@ from kvtier.connectors.vllm.requests import GivenBlocks, view_of
 from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
 from kvtier.connectors.vllm.scheduler import SchedulerHalf, rewritten_blocks
 from kvtier.runtime import metrics as names
+from kvtier.scheduler.load_threshold import FixedLimit
 
 from .fakes import FakeStore
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.breakeven import FixedLimit
 from kvtier.config.capacity import TenantSettings
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of
 from kvtier.model.tenants import NO_TENANTS, Tenants
+from kvtier.scheduler.load_threshold import FixedLimit
 from tests.engines.fakes import FakeStore
 
 TENANTS = Tenants((

@@ -13,7 +13,7 @@ import torch
 from kvtier.order import CudaOrder, Mark
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
-from kvtier.store import WantedChunk
+from kvtier.scheduler.store import WantedChunk
 from tests.core.rig import Engine, fill, geometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

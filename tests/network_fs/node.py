@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvtier.store import WantedChunk
+from kvtier.scheduler.store import WantedChunk
 from tests.core.rig import BLOCK_TOKENS, Engine, geometry
 
 CHUNKS = 5  # chunks of one prompt

@@ -30,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from kvtier.store import WantedChunk
+from kvtier.scheduler.store import WantedChunk
 from kvtier.transfer import TIDY_INTERVAL_S
 from tests.core.rig import Engine, geometry
 from tests.network_fs.node import ANSWER_TIMEOUT_S, CHUNKS, Node, settings

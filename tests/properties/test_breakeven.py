@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.breakeven import FORGET_S, NEVER, STEP_S, UNCALIBRATED, UNMEASURED_MIN_TOKENS, BreakEven, Costs, LoadCost
+from kvtier.scheduler.load_threshold import (
+    FORGET_S,
+    NEVER,
+    STEP_S,
+    UNCALIBRATED,
+    UNMEASURED_MIN_TOKENS,
+    BreakEven,
+    Costs,
+    LoadCost,
+)
 
 TOKEN_BYTES = st.integers(1024, 1 << 20)
 RATES = st.floats(1e6, 1e12)

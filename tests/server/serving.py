@@ -18,8 +18,8 @@ from kvtier.errors import IndexUnavailable
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.sweeper import Housekeeper
-from kvtier.reports import NOTE_PREFIX, About, ArenaFill, RankFigures, Reporter
 from kvtier.runtime.metrics import HIT_TOKENS, LOAD_BYTES, LOOKUP_TOKENS, Metrics
+from kvtier.scheduler.engine_report import NOTE_PREFIX, About, ArenaFill, RankFigures, Reporter
 from kvtier.server.app import make_app
 from kvtier.server.auth import Tokens
 from kvtier.server.service import Service

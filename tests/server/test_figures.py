@@ -6,9 +6,9 @@ import pytest
 
 from kvtier.admin import figures
 from kvtier.admin.answers import Rates, Totals
-from kvtier.reports import About, Reporter, WorkerReport
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
+from kvtier.scheduler.engine_report import About, Reporter, WorkerReport
 
 CONSTANTS = [value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)]
 

@@ -24,14 +24,14 @@ from kvtier.index.base import NewRecord, SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.io.native import slab_checksums
 from kvtier.io.ring import OpResult, WriteOp
-from kvtier.keeper import Keeper
 from kvtier.load_walk import LoadWalk, Moving
 from kvtier.loads import Loader
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.own_segments import OwnSegments
 from kvtier.saves import Saver
-from kvtier.sets import SetSupply
-from kvtier.store import Store
+from kvtier.scheduler.background import Keeper
+from kvtier.scheduler.segment_allocator import SetSupply
+from kvtier.scheduler.store import Store
 from kvtier.worker import Quarantine
 
 Patch = AbstractContextManager[object]

@@ -10,7 +10,6 @@ import torch
 
 from kvtier.arena.admission import Admission, Admissions
 from kvtier.arena.arena import Arena
-from kvtier.breakeven import FixedLimit
 from kvtier.codecs.base import slab_bytes
 from kvtier.codecs.raw import RawCodec
 from kvtier.config.settings import Admit
@@ -27,16 +26,17 @@ from kvtier.index.circuit_breaker import Breaker, BreakerPlan
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.io.engines import Engines
 from kvtier.io.ring import AlignedBuffer
-from kvtier.keeper import Keeper, KeeperPlan
 from kvtier.kernels import host as host_kernels
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.order import HostOrder
-from kvtier.reports import About
 from kvtier.runtime.metrics import Metrics
 from kvtier.saves import SaveBounds
+from kvtier.scheduler.background import Keeper, KeeperPlan
+from kvtier.scheduler.engine_report import About
+from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.store import Store
 from kvtier.storage.root import check_namespace, open_namespace
 from kvtier.storage.segments import SegmentFolders, Sharing
-from kvtier.store import Store
 from kvtier.transfer import Transfer, TransferJobs
 from kvtier.worker import ChunkArena, Quarantine, Worker, arena_slot_bytes
 from tests.simulation.index import SimIndex

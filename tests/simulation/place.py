@@ -23,17 +23,17 @@ import kvtier.index.guard
 import kvtier.index.lmdb.environment
 import kvtier.index.lmdb.index
 import kvtier.index.lmdb.locks
-import kvtier.keeper
 import kvtier.load_walk
 import kvtier.loads
 import kvtier.maintenance.record_check
 import kvtier.maintenance.record_read
 import kvtier.maintenance.sweeper
 import kvtier.own_segments
-import kvtier.reports
 import kvtier.runtime.file_descriptors
 import kvtier.saves
-import kvtier.sets
+import kvtier.scheduler.background
+import kvtier.scheduler.engine_report
+import kvtier.scheduler.segment_allocator
 import kvtier.storage.atomic_files
 import kvtier.storage.open_segments
 import kvtier.storage.safe_open
@@ -54,8 +54,8 @@ from tests.simulation.runtime import Runtime
 from tests.simulation.truth import Truth
 
 THREADED = (
-    kvtier.fetch, kvtier.index.guard, kvtier.keeper, kvtier.load_walk, kvtier.loads, kvtier.index.async_lookup,
-    kvtier.own_segments, kvtier.maintenance.record_check, kvtier.saves, kvtier.sets, kvtier.storage.stuck_files, kvtier.arena.arena,
+    kvtier.fetch, kvtier.index.guard, kvtier.scheduler.background, kvtier.load_walk, kvtier.loads, kvtier.index.async_lookup,
+    kvtier.own_segments, kvtier.maintenance.record_check, kvtier.saves, kvtier.scheduler.segment_allocator, kvtier.storage.stuck_files, kvtier.arena.arena,
     kvtier.storage.open_segments,
     kvtier.storage.segments, kvtier.worker,
 )  # fmt: skip
@@ -63,12 +63,12 @@ TIMED = (
     kvtier.maintenance.sweeper, kvtier.index.lmdb.environment, kvtier.index.lmdb.locks, kvtier.loads, kvtier.storage.atomic_files, kvtier.storage.safe_open,
     kvtier.saves, kvtier.arena.arena, kvtier.transfer,
 )  # fmt: skip
-TICKING = (kvtier.index.guard, kvtier.keeper, kvtier.transfer)
+TICKING = (kvtier.index.guard, kvtier.scheduler.background, kvtier.transfer)
 ON_MACHINE = (
     (kvtier.storage.atomic_files, "uuid", uuid),
     (kvtier.index.lmdb.index, "uuid", uuid),
-    (kvtier.reports, "os", os),
-    (kvtier.reports, "socket", socket),
+    (kvtier.scheduler.engine_report, "os", os),
+    (kvtier.scheduler.engine_report, "socket", socket),
 )
 ON_DISK = (
     kvtier.maintenance.sweeper,
@@ -127,7 +127,7 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
             put(module, "time", OwnThread(clock, time))
         for module in TICKING:
             put_function(module, "Ticker", partial(SimTicker, runtime))
-        for module in (kvtier.keeper, kvtier.transfer):
+        for module in (kvtier.scheduler.background, kvtier.transfer):
             put_function(module, "run_within", run_in_place)
         for module in ON_DISK:
             put(module, "os", OwnThread(calls, os))
@@ -140,6 +140,6 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         # Simulated processes are one real process: none closes the files of another.
         put_function(kvtier.storage.segments, "close_in_process", lambda folder, set_id: None)
         put_function(kvtier.index.async_lookup, "_Question", ask)
-        put_function(kvtier.reports, "_own_version", lambda: "simulated")
+        put_function(kvtier.scheduler.engine_report, "_own_version", lambda: "simulated")
         put(Namespace, "canonical_json", lru_cache(Namespace.canonical_json))  # asked for in every tick
         yield

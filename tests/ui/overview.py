@@ -19,7 +19,7 @@ from kvtier.admin.answers import (
     Worker,
 )
 from kvtier.admin.figures import workers_of
-from kvtier.reports import ArenaFill, Latency, TopPrefix, WorkerReport
+from kvtier.scheduler.engine_report import ArenaFill, Latency, TopPrefix, WorkerReport
 from kvtier.server.schemas import Deployment, History, HistoryPoint, Overview
 
 AT_S = 1_795_000_000.0

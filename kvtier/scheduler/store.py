@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from kvtier.index.async_lookup import Lookups
 from kvtier.index.base import Index
-from kvtier.keeper import Keeper
-from kvtier.kept_costs import KeptCosts
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
+from kvtier.scheduler.background import Keeper
+from kvtier.scheduler.cost_history import KeptCosts
 
 KNOWN_KEYS_MAX = 262_144
 """Keys remembered as stored or on their way: 64 million tokens, about 30 MiB."""

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 from kvtier.errors import Corrupt
 from kvtier.index.base import Index
-from kvtier.reports import COUNT_MAX, NOTE_PREFIX, WorkerReport
 from kvtier.runtime.units import exact, size
+from kvtier.scheduler.engine_report import COUNT_MAX, NOTE_PREFIX, WorkerReport
 
 log = logging.getLogger("kvtier")
 

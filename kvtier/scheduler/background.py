@@ -23,13 +23,13 @@ from kvtier.index import entry as entries
 from kvtier.index.base import Index, SetInfo, Use, writer_lease
 from kvtier.maintenance.sweep_schedule import SweepTurns
 from kvtier.maintenance.sweeper import Housekeeper
-from kvtier.reports import NOTE_PREFIX, About, Reporter
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.runtime.threads import Ticker, run_within
 from kvtier.runtime.units import size
-from kvtier.sets import Side, Supplies
+from kvtier.scheduler.engine_report import NOTE_PREFIX, About, Reporter
+from kvtier.scheduler.segment_allocator import Side, Supplies
 
 log = logging.getLogger("kvtier")
 

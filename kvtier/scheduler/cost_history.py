@@ -16,11 +16,11 @@ from contextlib import suppress
 
 from blake3 import blake3
 
-from kvtier.breakeven import Costs, LoadCost
 from kvtier.errors import Corrupt
 from kvtier.format.namespace import canonical_text
 from kvtier.index.base import Index
-from kvtier.reports import About
+from kvtier.scheduler.engine_report import About
+from kvtier.scheduler.load_threshold import Costs, LoadCost
 
 PREFIX = "costs/"
 KEPT_S = 30 * 86400.0

@@ -20,11 +20,11 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvtier.breakeven import PREFILL_TOKENS_MIN, running_mean
 from kvtier.errors import Corrupt
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.versions import installed
+from kvtier.scheduler.load_threshold import PREFILL_TOKENS_MIN, running_mean
 
 NOTE_PREFIX = "worker/"
 REPORT_BYTES_MAX = 16 << 10
