@@ -24,7 +24,7 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.scheduler.load_threshold import LoadLimit
 from kvtier.scheduler.store import Store, WantedChunk
-from kvtier.transfer import Transfer
+from kvtier.worker.transfer import Transfer
 
 log = logging.getLogger("kvtier")
 

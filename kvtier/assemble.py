@@ -31,14 +31,10 @@ from kvtier.index.guard import GuardedIndex
 from kvtier.index.open import open_index, open_lookups
 from kvtier.kernels.paged import PagedKV
 from kvtier.maintenance.sweeper import Housekeeper
-from kvtier.memory import Memory, cuda_memory, host_memory
-from kvtier.mount import open_io
-from kvtier.pinned_segments import PinnedSegments
 from kvtier.runtime.memory_limits import memory_here, pin_budget
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import Jobs, ThreadJobs
 from kvtier.runtime.units import exact
-from kvtier.saves import SaveBounds
 from kvtier.scheduler.background import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.scheduler.capacity_warnings import CapacityWatch
 from kvtier.scheduler.cost_history import KeptCosts, note_name
@@ -58,8 +54,12 @@ from kvtier.storage.root import (
 )
 from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works
 from kvtier.storage.start_wait import in_time, said
-from kvtier.transfer import Transfer, TransferJobs, Upkeep
-from kvtier.worker import Quarantine, Worker, arena_slot_bytes
+from kvtier.worker.arenas import Memory, cuda_memory, host_memory
+from kvtier.worker.context import Quarantine, Worker, arena_slot_bytes
+from kvtier.worker.io_setup import open_io
+from kvtier.worker.pinned_segments import PinnedSegments
+from kvtier.worker.saves import SaveBounds
+from kvtier.worker.transfer import Transfer, TransferJobs, Upkeep
 
 log = logging.getLogger("kvtier")
 

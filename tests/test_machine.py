@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import memory
 from kvtier.config.settings import HostSettings, Settings
 from kvtier.errors import ConfigError
-from kvtier.memory import host_memory
 from kvtier.runtime import memory_limits
 from kvtier.runtime.memory_limits import Memory, beyond_available, check_host_arena, memory_here
+from kvtier.worker import arenas
+from kvtier.worker.arenas import host_memory
 
 GIB = 1 << 30
 
@@ -45,11 +45,11 @@ def test_a_machine_without_limits(kernel: Path) -> None:
 @pytest.mark.parametrize("place", ["", "pod/worker/", "pod/"])
 def test_a_limit_of_any_cgroup_above(place: str, kernel: Path) -> None:
     write(kernel / "proc/self/cgroup", "0::/pod/worker\n")
-    write(kernel / f"sys/fs/cgroup/{place}memory.max", f"{8 * GIB}\n")
-    write(kernel / f"sys/fs/cgroup/{place}memory.current", f"{3 * GIB}\n")
+    write(kernel / f"sys/fs/cgroup/{place}arenas.max", f"{8 * GIB}\n")
+    write(kernel / f"sys/fs/cgroup/{place}arenas.current", f"{3 * GIB}\n")
     here = found(kernel)
     assert (here.limit_bytes, here.available_bytes) == (8 * GIB, 5 * GIB) and "container" in here.limit
-    write(kernel / f"sys/fs/cgroup/{place}memory.max", "max\n")
+    write(kernel / f"sys/fs/cgroup/{place}arenas.max", "max\n")
     assert found(kernel).limit_bytes == 32 * GIB
 
 
@@ -90,7 +90,7 @@ def test_an_engine_stops_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(n_bytes: int) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(memory, "AlignedBuffer", refuses)
+    monkeypatch.setattr(arenas, "AlignedBuffer", refuses)
     settings = Settings(root=Path("/x"), host=HostSettings(arena_bytes=64 << 20))
     with pytest.raises(ConfigError, match=r"host.arena_bytes = 67108864: cannot be had: Cannot allocate memory; set"):
         host_memory(settings, 1 << 20)

@@ -22,18 +22,18 @@ LAYERS = (
     ("benchmarks", "kvtier.cli"),
     ("kvtier.connectors", "kvtier.server"),
     ("kvtier.assemble", "kvtier.commands", "kvtier.admin"),
-    ("kvtier.scheduler.store", "kvtier.transfer", "kvtier.index.open"),
-    ("kvtier.scheduler.background", "kvtier.scheduler.cost_history", "kvtier.index.async_lookup", "kvtier.saves", "kvtier.own_segments", "kvtier.lower",
-     "kvtier.loads", "kvtier.load_walk", "kvtier.fetch", "kvtier.fetch_files", "kvtier.keep", "kvtier.worker",
+    ("kvtier.scheduler.store", "kvtier.worker.transfer", "kvtier.index.open"),
+    ("kvtier.scheduler.background", "kvtier.scheduler.cost_history", "kvtier.index.async_lookup", "kvtier.worker.saves", "kvtier.worker.own_segments", "kvtier.worker.lower",
+     "kvtier.worker.loads", "kvtier.worker.load_walk", "kvtier.worker.fetch", "kvtier.worker.fetch_files", "kvtier.worker.keep", "kvtier.worker.context",
      "kvtier.maintenance.record_check",
      "kvtier.storage.stuck_files", "kvtier.storage.start_wait",
-     "kvtier.memory", "kvtier.mount", "kvtier.pinned_segments", "kvtier.maintenance.sweeper",
+     "kvtier.worker.arenas", "kvtier.worker.io_setup", "kvtier.worker.pinned_segments", "kvtier.maintenance.sweeper",
      "kvtier.maintenance.rebuild", "kvtier.maintenance.sweep_lease", "kvtier.eviction.evictor",
      "kvtier.eviction.set_removal", "kvtier.scheduler.capacity_warnings", "kvtier.eviction.pins_backup",
      "kvtier.maintenance.scrub", "kvtier.maintenance.consistency_check", "kvtier.doctor"),
-    ("kvtier.eviction", "kvtier.arena.slot_table", "kvtier.runtime.threads", "kvtier.plan", "kvtier.scheduler.segment_allocator", "kvtier.sources",
+    ("kvtier.eviction", "kvtier.arena.slot_table", "kvtier.runtime.threads", "kvtier.plan", "kvtier.scheduler.segment_allocator", "kvtier.worker.read_plan",
      "kvtier.arena.admission", "kvtier.runtime.metrics", "kvtier.tiers", "kvtier.index", "kvtier.io", "kvtier.kernels",
-     "kvtier.codecs", "kvtier.order", "kvtier.storage.root", "kvtier.storage.root_owner", "kvtier.storage.atomic_files", "kvtier.storage.safe_open",
+     "kvtier.codecs", "kvtier.worker.cuda_events", "kvtier.storage.root", "kvtier.storage.root_owner", "kvtier.storage.atomic_files", "kvtier.storage.safe_open",
      "kvtier.model.weights_fingerprint", "kvtier.runtime.memory_limits", "kvtier.scheduler.engine_report", "kvtier.maintenance.sweep_schedule"),
     ("kvtier.format.record", "kvtier.format.namespace", "kvtier.format.geometry", "kvtier.config.settings", "kvtier.config.sources", "kvtier.errors",
      "kvtier.format.checksum", "kvtier.scheduler.load_threshold", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.capacity",
@@ -47,8 +47,14 @@ LAST_APART = 1
 """Up to this row, packages of a row know nothing of each other."""
 # module -> what it may not reach, however many imports lie between.
 NEVER_REACHES = {
-    "kvtier.scheduler.store": ("torch", "kvtier.transfer", "kvtier.saves", "kvtier.loads", "kvtier.worker"),
-    "kvtier.transfer": (
+    "kvtier.scheduler.store": (
+        "torch",
+        "kvtier.worker.transfer",
+        "kvtier.worker.saves",
+        "kvtier.worker.loads",
+        "kvtier.worker.context",
+    ),
+    "kvtier.worker.transfer": (
         "kvtier.scheduler.store",
         "kvtier.scheduler.background",
         "kvtier.maintenance.sweeper",
@@ -57,8 +63,8 @@ NEVER_REACHES = {
     ),
 }
 USES_TORCH = (
-    "benchmarks", "kvtier.connectors", "kvtier.assemble", "kvtier.transfer", "kvtier.saves", "kvtier.loads",
-    "kvtier.memory", "kvtier.mount", "kvtier.order", "kvtier.kernels", "kvtier.codecs", "kvtier.arena.arena",
+    "benchmarks", "kvtier.connectors", "kvtier.assemble", "kvtier.worker.transfer", "kvtier.worker.saves", "kvtier.worker.loads",
+    "kvtier.worker.arenas", "kvtier.worker.io_setup", "kvtier.worker.cuda_events", "kvtier.kernels", "kvtier.codecs", "kvtier.arena.arena",
 )  # fmt: skip
 READS_THE_ENVIRONMENT = ("kvtier.config.settings", "benchmarks")  # benchmarks set that of the engines that they start
 STARTS_THREADS = ("kvtier.runtime.threads", "benchmarks")

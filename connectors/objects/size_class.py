@@ -19,7 +19,7 @@ from kvtier.plan import SaveOutcome
 from kvtier.runtime.metrics import summed
 from kvtier.scheduler.engine_report import About
 from kvtier.scheduler.store import WantedChunk
-from kvtier.worker import arena_slot_bytes
+from kvtier.worker.context import arena_slot_bytes
 
 ARENA_BYTES, ARENA_SLOTS = 256 << 20, 16
 """What objects pass through, where the settings do not say: this, or so many slots where that is more."""
@@ -88,7 +88,7 @@ class Shelf:
         except BaseException:
             self._store.close()
             raise
-        # A save holds a slot until it is answered, and half of them stay for loads (kvtier.memory).
+        # A save holds a slot until it is answered, and half of them stay for loads (kvtier.worker.arenas).
         self._room = min(settings.queues.save_chunks_max, max(1, arena_bytes // slot_bytes // 2))
         self._plan_objects = max(1, min(PLAN_OBJECTS, PLAN_BYTES // slot_bytes))
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ from kvtier.connectors.vllm.metrics import stats_of
 from kvtier.plan import SaveDone
 from kvtier.scheduler.engine_report import RankFigures
 from kvtier.scheduler.load_threshold import LoadCost
-from kvtier.transfer import Transfer
+from kvtier.worker.transfer import Transfer
 
 
 @dataclass

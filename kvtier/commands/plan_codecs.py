@@ -13,8 +13,8 @@ from kvtier.config.settings import CODECS_WITHOUT_BOUNDARY, HbmSettings, Setting
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
 from kvtier.format.record import record_bytes
-from kvtier.memory import HBM_SPARE_BYTES, hbm_slots
-from kvtier.worker import arena_slot_bytes
+from kvtier.worker.arenas import HBM_SPARE_BYTES, hbm_slots
+from kvtier.worker.context import arena_slot_bytes
 
 CODECS: tuple[str, ...] = get_args(Settings.model_fields["codec"].annotation)
 """As settings name them."""

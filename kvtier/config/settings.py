@@ -58,7 +58,7 @@ SEGMENT_BYTES = 1 << 30  # default of segment_bytes
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES
 """Its header page, and one record of a header page and a slab."""
 PIN_BYTES_MIN = 32 << 20
-"""Pinned in one call (kvtier.memory.PIN_BYTES): with less, none is made."""
+"""Pinned in one call (kvtier.worker.arenas.PIN_BYTES): with less, none is made."""
 
 # Keys of earlier releases -> what to do instead, for the message that refuses them.
 REMOVED_KEYS: dict[tuple[str, ...], str] = {

@@ -328,7 +328,7 @@ def close_in_process(folder: Path, set_id: int) -> None:
 
     Called before the set's files are unlinked: a file that an NFS client unlinks while it has it open becomes
     `.nfsXXXX` and keeps its space. Where scheduler and worker are one process, nothing of the set stays open but what
-    is in use; other processes see in the index that the set is gone (kvtier.worker).
+    is in use; other processes see in the index that the set is gone (kvtier.worker.context).
     """
     with _folders_lock:
         found = list(_folders)

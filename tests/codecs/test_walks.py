@@ -19,10 +19,10 @@ from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent, Geometry, share_of_rank
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
-from kvtier.mount import MountCost
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.store import WantedChunk
+from kvtier.worker.io_setup import MountCost
 from tests.core import lazy
 from tests.core.lazy import LazyCodec, LazyEngine, LazyOrder
 from tests.core.rig import Engine, geometry

@@ -15,7 +15,7 @@ from kvtier.commands.prompts import duration_argument
 from kvtier.config.settings import PIN_BYTES_MIN, Settings
 from kvtier.config.types import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.memory import PIN_BYTES
+from kvtier.worker.arenas import PIN_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

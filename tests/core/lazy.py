@@ -21,8 +21,8 @@ from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, WriteOp
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
 from kvtier.runtime.threads import ThreadJobs
-from kvtier.saves import SaveBounds
-from kvtier.transfer import Transfer, TransferJobs
+from kvtier.worker.saves import SaveBounds
+from kvtier.worker.transfer import Transfer, TransferJobs
 from tests.core.rig import Engine
 from tests.manual_jobs import ManualJobs
 
@@ -58,7 +58,7 @@ class Left:
 
 
 class LazyOrder:
-    """kvtier.order.Order. The engine's stream is the default of every thread outside `moving`."""
+    """kvtier.worker.cuda_events.Order. The engine's stream is the default of every thread outside `moving`."""
 
     def __init__(self, out: Left) -> None:
         self.engine = Stream()

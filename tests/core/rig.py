@@ -17,7 +17,7 @@ from kvtier.format.namespace import CodecId, Namespace, chunk_keys
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import LoadDone, SaveDone
 from kvtier.scheduler.store import Store, WantedChunk
-from kvtier.transfer import Transfer
+from kvtier.worker.transfer import Transfer
 from tests.waiting import TIMEOUT_S
 
 BLOCK_TOKENS = 16

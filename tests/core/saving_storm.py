@@ -26,7 +26,7 @@ from kvtier.io.engines import Engines
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
-from kvtier.worker import Worker
+from kvtier.worker.context import Worker
 from tests.core.lazy import LazyEngine
 from tests.core.rig import BLOCK_TOKENS, Engine, geometry
 from tests.core.saving_faults import Evictions, SlowIndex, StormyRing, cut_off, refuse_files

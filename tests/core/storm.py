@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvtier.errors import TierUnavailable
-from kvtier.fetch_files import FetchFailed
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.engines import Engines
 from kvtier.plan import LoadChunk, LoadDone
 from kvtier.scheduler.store import WantedChunk
+from kvtier.worker.fetch_files import FetchFailed
 from tests.core.lazy import LazyEngine
 from tests.core.rig import BLOCK_TOKENS, Engine
 from tests.core.storm_faults import (

@@ -21,9 +21,9 @@ from kvtier.format.record import SegmentHeader
 from kvtier.index.base import Index
 from kvtier.io.engines import Reader, Reads
 from kvtier.io.ring import OpResult, ReadOp
-from kvtier.order import Mark
 from kvtier.storage.segments import SegmentFiles
-from kvtier.worker import ChunkArena, Worker
+from kvtier.worker.context import ChunkArena, Worker
+from kvtier.worker.cuda_events import Mark
 
 
 class LateReads:

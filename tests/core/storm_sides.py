@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvtier.fetch import Fetch, Fetcher
-from kvtier.worker import Worker
+from kvtier.worker.context import Worker
+from kvtier.worker.fetch import Fetch, Fetcher
 from tests.core.lazy import LazyEngine
 from tests.core.rig import BLOCK_TOKENS, Engine, geometry, make_pages, shares
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.fetch_files import FetchFailed
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
 from kvtier.io.engines import Engines, Reader, Reads
 from kvtier.io.ring import ReadOp
 from kvtier.plan import LoadChunk, LoadDone
-from kvtier.transfer import Transfer
+from kvtier.worker.fetch_files import FetchFailed
+from kvtier.worker.transfer import Transfer
 from tests.core.lazy import LazyEngine
 from tests.core.rig import Engine
 from tests.waiting import wait_until

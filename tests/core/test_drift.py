@@ -11,7 +11,7 @@ import pytest
 from kvtier.assemble import make_codec, open_transfer
 from kvtier.format.namespace import CodecId
 from kvtier.plan import SaveOutcome
-from kvtier.transfer import Transfer
+from kvtier.worker.transfer import Transfer
 from tests.core.rig import Engine, geometry, settings
 
 SHAPE = geometry(layers=4, kv_heads=2, k_head_size=64, v_head_size=64, dtype="bfloat16", element_bytes=2)

@@ -12,11 +12,11 @@ import torch
 from kvtier.config.settings import HbmSettings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.kernels.paged import Move, PagedKV
-from kvtier.memory import ARENA_SLOTS_MIN, HBM_SPARE_BYTES, hbm_slots
-from kvtier.order import Mark
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.runtime.units import exact
+from kvtier.worker.arenas import ARENA_SLOTS_MIN, HBM_SPARE_BYTES, hbm_slots
+from kvtier.worker.cuda_events import Mark
 from tests.core.lazy import LazyEngine, Left
 from tests.core.walks import (
     TARGET,

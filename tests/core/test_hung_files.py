@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.plan import LoadDone, SaveDone, SaveOutcome
-from kvtier.saves import _Write
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments as segments_module
 from kvtier.storage.stuck_files import HUNG_FILES_MIN, StuckFiles
+from kvtier.worker.saves import _Write
 from tests.core.rig import Engine
 from tests.waiting import wait_until
 

@@ -1,4 +1,4 @@
-"""What a worker with a GPU measures of its mount, and when it measures anew. No GPU here: nothing is really read."""
+"""What a worker with a GPU measures of its io_setup, and when it measures anew. No GPU here: nothing is really read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier import mount
 from kvtier.io.calibration import Ask, Calibration, engines_for
 from kvtier.io.engines import Choice, Target
 from kvtier.io.ring import sizes_for
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root import open_root
+from kvtier.worker import io_setup
 from tests.core.rig import settings
 
 ARENA: Any = SimpleNamespace(is_device=True, address=lambda slot: 1 << 40, n_slots=64, slot_bytes=1 << 20)
@@ -33,11 +33,11 @@ class Machine:
         self.asked: list[tuple[str, ...]] = []
         monkeypatch.setattr(importlib.util, "find_spec", self._find)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-        monkeypatch.setattr(mount, "calibrate", self._measure)
-        monkeypatch.setattr(mount, "open_engine", lambda *_: SimpleNamespace(close=lambda timeout_s=1.0: True))
+        monkeypatch.setattr(io_setup, "calibrate", self._measure)
+        monkeypatch.setattr(io_setup, "open_engine", lambda *_: SimpleNamespace(close=lambda timeout_s=1.0: True))
 
     def start_worker(self) -> None:
-        mount.open_io(self.settings, self.root, True, ARENA, torch.device("cuda", 0)).engines.close()
+        io_setup.open_io(self.settings, self.root, True, ARENA, torch.device("cuda", 0)).engines.close()
 
     def _find(self, name: str) -> ModuleSpec | None:
         assert name == "kvikio"
@@ -74,11 +74,13 @@ def test_pages_that_were_written_are_read_once_on_a_file_system_in_memory_only(
         rings.append((threads, piece_bytes, options))
         return SimpleNamespace(close=lambda timeout_s=1.0: True)
 
-    monkeypatch.setattr(mount, "file_system_of", lambda path: FileSystem("tmpfs" if in_memory else "ext4", False, "/"))
-    monkeypatch.setattr(mount, "Ring", ring)
+    monkeypatch.setattr(
+        io_setup, "file_system_of", lambda path: FileSystem("tmpfs" if in_memory else "ext4", False, "/")
+    )
+    monkeypatch.setattr(io_setup, "Ring", ring)
     arena: Any = SimpleNamespace(is_device=False)
     own = settings(tmp_path)
-    mount.open_io(own, root, True, arena, torch.device("cpu")).engines.close()
+    io_setup.open_io(own, root, True, arena, torch.device("cpu")).engines.close()
     sizes = sizes_for(in_memory, own.io.threads)
     options = {"write_piece_bytes": sizes.write_piece_bytes, "touch_written": in_memory}
     assert rings == [(sizes.threads, sizes.piece_bytes, options)]

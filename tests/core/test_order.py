@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvtier.kernels.paged import SlabRun
-from kvtier.load_walk import Moving
-from kvtier.order import HostOrder
 from kvtier.plan import LoadChunk, SaveOutcome
 from kvtier.runtime import metrics as names
+from kvtier.worker.cuda_events import HostOrder
+from kvtier.worker.load_walk import Moving
 from tests.core.lazy import LazyEngine, Left
 from tests.core.walks import (
     BLOCKS,

@@ -15,7 +15,7 @@ from kvtier.format.geometry import Geometry
 from kvtier.index import entry as entries
 from kvtier.io.ring import AlignedBuffer
 from kvtier.plan import SaveOutcome
-from kvtier.worker import ChunkArena
+from kvtier.worker.context import ChunkArena
 from tests.core.lazy import LazyEngine
 from tests.core.rig import Engine, geometry
 

@@ -19,7 +19,7 @@ from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_b
 from kvtier.index.base import Location, SetInfo
 from kvtier.runtime.threads import ThreadJobs, Ticker
 from kvtier.scheduler.segment_allocator import SetSupply
-from kvtier.sources import sources_of
+from kvtier.worker.read_plan import sources_of
 from tests.core.rig import geometry
 from tests.manual_jobs import ManualJobs
 

@@ -13,16 +13,16 @@ from typing import cast
 
 import pytest
 
-from kvtier import pinned_segments
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Extent, RankShare
 from kvtier.format.record import SegmentHeader, record_bytes
-from kvtier.memory import PIN_BYTES
-from kvtier.pinned_segments import QUIET_S, PinnedSegments
 from kvtier.runtime.metrics import PINNED_FILE_BYTES, Metrics
 from kvtier.storage.segments import SegmentFiles, segment_name
-from kvtier.transfer import Upkeep
-from kvtier.worker import Worker
+from kvtier.worker import pinned_segments
+from kvtier.worker.arenas import PIN_BYTES
+from kvtier.worker.context import Worker
+from kvtier.worker.pinned_segments import QUIET_S, PinnedSegments
+from kvtier.worker.transfer import Upkeep
 from tests.core.rig import Engine
 from tests.manual_jobs import ManualJobs
 

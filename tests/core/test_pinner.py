@@ -10,8 +10,8 @@ import torch
 from kvtier.arena.arena import Arena
 from kvtier.io import cuda
 from kvtier.io.ring import AlignedBuffer
-from kvtier.memory import PIN_BYTES, Pinner
 from kvtier.runtime.threads import ThreadJobs
+from kvtier.worker.arenas import PIN_BYTES, Pinner
 from tests.manual_jobs import ManualJobs
 
 CALL_S = 0.05

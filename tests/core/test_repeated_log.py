@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierUnavailable
-from kvtier.fetch_files import FileReader
 from kvtier.runtime.repeated_log import INTERVAL_FIRST_S, INTERVAL_MAX_S, KINDS_MAX, RepeatedLog
+from kvtier.worker.fetch_files import FileReader
 from tests.core.rig import Engine, reader_of_saved
 
 TOKENS = list(range(64 * 2))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.fetch import Fetch, Fetcher
-from kvtier.fetch_files import FetchFailed
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, ReadOp, Ring, WriteOp
 from kvtier.plan import LoadChunk
+from kvtier.worker.fetch import Fetch, Fetcher
+from kvtier.worker.fetch_files import FetchFailed
 from tests.core.rig import Engine, reader_of_saved
 
 TOKENS = list(range(1000, 1064))

@@ -29,11 +29,11 @@ from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.scrub import verify
-from kvtier.order import Mark
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.runtime.exit_status import FOUND_BAD, OK
 from kvtier.storage.root import find_root
+from kvtier.worker.cuda_events import Mark
 from tests.core import walks
 from tests.core.lazy import LazyEngine
 from tests.core.rig import Engine, geometry

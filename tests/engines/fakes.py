@@ -8,7 +8,7 @@ from dataclasses import fields
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime.metrics import Metrics
 from kvtier.scheduler.store import WantedChunk
-from kvtier.transfer import Progress
+from kvtier.worker.transfer import Progress
 
 
 def answer_to_save(key: bytes, outcome: SaveOutcome) -> SaveDone:

@@ -14,7 +14,7 @@ from kvtier.format.namespace import chunk_keys
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
 from kvtier.runtime.repeated_log import INTERVAL_FIRST_S
 from kvtier.scheduler.load_threshold import FixedLimit
-from kvtier.transfer import Progress
+from kvtier.worker.transfer import Progress
 
 from .fakes import FakeStore, FakeTransfer, answer_to_save
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.order import CudaOrder, Mark
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.store import WantedChunk
+from kvtier.worker.cuda_events import CudaOrder, Mark
 from tests.core.rig import Engine, fill, geometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -11,8 +11,8 @@ import torch
 from kvtier.arena.arena import Arena
 from kvtier.kernels.launch import pin_tables
 from kvtier.kernels.paged import Move, Patch, SlabRun, gather
-from kvtier.memory import _device_buffer
-from kvtier.worker import ChunkArena
+from kvtier.worker.arenas import _device_buffer
+from kvtier.worker.context import ChunkArena
 from tests.kernels.device_pages import Cache, noise
 from tests.kernels.device_rig import INTERPRETED, device, device_checksum
 

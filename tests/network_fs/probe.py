@@ -31,7 +31,7 @@ from typing import Any
 import yaml
 
 from kvtier.scheduler.store import WantedChunk
-from kvtier.transfer import TIDY_INTERVAL_S
+from kvtier.worker.transfer import TIDY_INTERVAL_S
 from tests.core.rig import Engine, geometry
 from tests.network_fs.node import ANSWER_TIMEOUT_S, CHUNKS, Node, settings
 from tests.redis_server import standalone

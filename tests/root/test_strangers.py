@@ -21,12 +21,12 @@ from kvtier.io.ring import WriteOp
 from kvtier.maintenance.scrub import verify
 from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Housekeeper
 from kvtier.model.weights_fingerprint import _remember
-from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.storage import root_owner
 from kvtier.storage.atomic_files import create_once, read_small
 from kvtier.storage.root import NAMESPACE_FILE, find_root, namespace_folders, open_namespace, open_root, segments_bytes
 from kvtier.storage.segments import SegmentFiles, direct_io_works, parse_segment_name, segment_name
+from kvtier.worker.own_segments import OwnSegments
 from tests.core.rig import Engine, geometry, namespace, settings
 from tests.waiting import wait_until
 

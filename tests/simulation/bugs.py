@@ -16,23 +16,23 @@ from kvtier.connectors import tracked_request
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.errors import ConfigError
 from kvtier.eviction.set_removal import Remover
-from kvtier.fetch import Fetch, Fetcher
-from kvtier.fetch_files import FileReader
 from kvtier.format.namespace import chunk_keys
 from kvtier.index import entry
 from kvtier.index.base import NewRecord, SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.io.native import slab_checksums
 from kvtier.io.ring import OpResult, WriteOp
-from kvtier.load_walk import LoadWalk, Moving
-from kvtier.loads import Loader
 from kvtier.maintenance.sweeper import Housekeeper
-from kvtier.own_segments import OwnSegments
-from kvtier.saves import Saver
 from kvtier.scheduler.background import Keeper
 from kvtier.scheduler.segment_allocator import SetSupply
 from kvtier.scheduler.store import Store
-from kvtier.worker import Quarantine
+from kvtier.worker.context import Quarantine
+from kvtier.worker.fetch import Fetch, Fetcher
+from kvtier.worker.fetch_files import FileReader
+from kvtier.worker.load_walk import LoadWalk, Moving
+from kvtier.worker.loads import Loader
+from kvtier.worker.own_segments import OwnSegments
+from kvtier.worker.saves import Saver
 
 Patch = AbstractContextManager[object]
 

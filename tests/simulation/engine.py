@@ -28,17 +28,17 @@ from kvtier.io.engines import Engines
 from kvtier.io.ring import AlignedBuffer
 from kvtier.kernels import host as host_kernels
 from kvtier.maintenance.sweeper import Housekeeper
-from kvtier.order import HostOrder
 from kvtier.runtime.metrics import Metrics
-from kvtier.saves import SaveBounds
 from kvtier.scheduler.background import Keeper, KeeperPlan
 from kvtier.scheduler.engine_report import About
 from kvtier.scheduler.load_threshold import FixedLimit
 from kvtier.scheduler.store import Store
 from kvtier.storage.root import check_namespace, open_namespace
 from kvtier.storage.segments import SegmentFolders, Sharing
-from kvtier.transfer import Transfer, TransferJobs
-from kvtier.worker import ChunkArena, Quarantine, Worker, arena_slot_bytes
+from kvtier.worker.context import ChunkArena, Quarantine, Worker, arena_slot_bytes
+from kvtier.worker.cuda_events import HostOrder
+from kvtier.worker.saves import SaveBounds
+from kvtier.worker.transfer import Transfer, TransferJobs
 from tests.simulation.index import SimIndex
 from tests.simulation.place import Place
 from tests.simulation.primitives import SimJobs

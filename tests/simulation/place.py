@@ -17,20 +17,15 @@ from unittest.mock import patch
 
 import kvtier.arena.arena
 import kvtier.eviction.set_removal
-import kvtier.fetch
 import kvtier.index.async_lookup
 import kvtier.index.guard
 import kvtier.index.lmdb.environment
 import kvtier.index.lmdb.index
 import kvtier.index.lmdb.locks
-import kvtier.load_walk
-import kvtier.loads
 import kvtier.maintenance.record_check
 import kvtier.maintenance.record_read
 import kvtier.maintenance.sweeper
-import kvtier.own_segments
 import kvtier.runtime.file_descriptors
-import kvtier.saves
 import kvtier.scheduler.background
 import kvtier.scheduler.engine_report
 import kvtier.scheduler.segment_allocator
@@ -39,8 +34,13 @@ import kvtier.storage.open_segments
 import kvtier.storage.safe_open
 import kvtier.storage.segments
 import kvtier.storage.stuck_files
-import kvtier.transfer
-import kvtier.worker
+import kvtier.worker.context
+import kvtier.worker.fetch
+import kvtier.worker.load_walk
+import kvtier.worker.loads
+import kvtier.worker.own_segments
+import kvtier.worker.saves
+import kvtier.worker.transfer
 from kvtier.eviction.limits import UNLIMITED, Rules
 from kvtier.format.namespace import Namespace
 from kvtier.storage.filesystem import FileSystem
@@ -54,16 +54,16 @@ from tests.simulation.runtime import Runtime
 from tests.simulation.truth import Truth
 
 THREADED = (
-    kvtier.fetch, kvtier.index.guard, kvtier.scheduler.background, kvtier.load_walk, kvtier.loads, kvtier.index.async_lookup,
-    kvtier.own_segments, kvtier.maintenance.record_check, kvtier.saves, kvtier.scheduler.segment_allocator, kvtier.storage.stuck_files, kvtier.arena.arena,
+    kvtier.worker.fetch, kvtier.index.guard, kvtier.scheduler.background, kvtier.worker.load_walk, kvtier.worker.loads, kvtier.index.async_lookup,
+    kvtier.worker.own_segments, kvtier.maintenance.record_check, kvtier.worker.saves, kvtier.scheduler.segment_allocator, kvtier.storage.stuck_files, kvtier.arena.arena,
     kvtier.storage.open_segments,
-    kvtier.storage.segments, kvtier.worker,
+    kvtier.storage.segments, kvtier.worker.context,
 )  # fmt: skip
 TIMED = (
-    kvtier.maintenance.sweeper, kvtier.index.lmdb.environment, kvtier.index.lmdb.locks, kvtier.loads, kvtier.storage.atomic_files, kvtier.storage.safe_open,
-    kvtier.saves, kvtier.arena.arena, kvtier.transfer,
+    kvtier.maintenance.sweeper, kvtier.index.lmdb.environment, kvtier.index.lmdb.locks, kvtier.worker.loads, kvtier.storage.atomic_files, kvtier.storage.safe_open,
+    kvtier.worker.saves, kvtier.arena.arena, kvtier.worker.transfer,
 )  # fmt: skip
-TICKING = (kvtier.index.guard, kvtier.scheduler.background, kvtier.transfer)
+TICKING = (kvtier.index.guard, kvtier.scheduler.background, kvtier.worker.transfer)
 ON_MACHINE = (
     (kvtier.storage.atomic_files, "uuid", uuid),
     (kvtier.index.lmdb.index, "uuid", uuid),
@@ -127,7 +127,7 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
             put(module, "time", OwnThread(clock, time))
         for module in TICKING:
             put_function(module, "Ticker", partial(SimTicker, runtime))
-        for module in (kvtier.scheduler.background, kvtier.transfer):
+        for module in (kvtier.scheduler.background, kvtier.worker.transfer):
             put_function(module, "run_within", run_in_place)
         for module in ON_DISK:
             put(module, "os", OwnThread(calls, os))

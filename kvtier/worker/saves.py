@@ -2,7 +2,7 @@
 
 Gathering is launched on the engine's thread, after the forward that computed the blocks and before anything can
 overwrite them; from then on the bytes belong in an arena slot of ours, which nobody may touch before the gather is done
-(kvtier.order). Published last, when all of them are on disk (I1).
+(kvtier.worker.cuda_events). Published last, when all of them are on disk (I1).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.index.base import Location, NewRecord
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
 from kvtier.kernels.paged import Move, Patch
-from kvtier.lower import Lowering, Staged
-from kvtier.order import Mark
-from kvtier.own_segments import OwnSegments
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
 from kvtier.runtime.backoff import Backoff
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.runtime.threads import Jobs
-from kvtier.sources import Source
 from kvtier.storage.open_segments import OpenSegment
-from kvtier.worker import Worker
+from kvtier.worker.context import Worker
+from kvtier.worker.cuda_events import Mark
+from kvtier.worker.lower import Lowering, Staged
+from kvtier.worker.own_segments import OwnSegments
+from kvtier.worker.read_plan import Source
 
 ANSWER_GRACE_S = 0.25  # a job that has not ended so long after its deadline is answered for its thread, seconds
 FULL_PAUSE_S = 0.5  # pause after a save met a full disk or quota; the next one finds out whether there is room, seconds

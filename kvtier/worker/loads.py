@@ -10,14 +10,14 @@ from contextlib import suppress
 from functools import partial
 
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.fetch import Fetcher
-from kvtier.fetch_files import FetchFailed, SegmentGone
-from kvtier.load_walk import LoadWalk
 from kvtier.plan import LoadDone, LoadPlan
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.runtime.threads import Jobs
-from kvtier.worker import Worker
+from kvtier.worker.context import Worker
+from kvtier.worker.fetch import Fetcher
+from kvtier.worker.fetch_files import FetchFailed, SegmentGone
+from kvtier.worker.load_walk import LoadWalk
 
 AHEAD_BYTES = 512 << 20
 CHUNKS_AHEAD_MIN, CHUNKS_AHEAD_MAX = 8, 64

@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 from kvtier.arena.admission import Admissions
 from kvtier.codecs.base import slab_bytes
-from kvtier.fetch import Fetcher
-from kvtier.keep import HostKeeper
-from kvtier.loads import Loader
 from kvtier.maintenance.record_check import RECHECK_INTERVAL_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import Jobs, Ticker, run_within
-from kvtier.saves import SaveBounds, Saver
 from kvtier.scheduler.engine_report import ArenaFill, RankFigures
 from kvtier.scheduler.load_threshold import LoadCost
-from kvtier.worker import Worker
+from kvtier.worker.context import Worker
+from kvtier.worker.fetch import Fetcher
+from kvtier.worker.keep import HostKeeper
+from kvtier.worker.loads import Loader
+from kvtier.worker.saves import SaveBounds, Saver
 
 TIDY_INTERVAL_S = 2.0  # interval at which segments of removed sets are looked for and closed, seconds
 CLOSE_TIMEOUT_S = 1.0

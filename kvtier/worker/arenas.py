@@ -20,11 +20,11 @@ from kvtier.io import cuda
 from kvtier.io.ring import AlignedBuffer
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import SlabRun
-from kvtier.order import CudaOrder, HostOrder, Order
 from kvtier.runtime.memory_limits import arena_refused, beyond_available, check_host_arena, memory_here
 from kvtier.runtime.threads import Jobs, ThreadJobs
 from kvtier.runtime.units import exact
-from kvtier.worker import ChunkArena
+from kvtier.worker.context import ChunkArena
+from kvtier.worker.cuda_events import CudaOrder, HostOrder, Order
 
 log = logging.getLogger("kvtier")
 
@@ -46,7 +46,7 @@ HBM_SPARE_BYTES = 512 << 20
 
 
 class Memory(NamedTuple):
-    """arena, host, order, sums: see kvtier.worker.Worker. save_slots: of the arena, that saves may hold; held_slots:
+    """arena, host, order, sums: see kvtier.worker.context.Worker. save_slots: of the arena, that saves may hold; held_slots:
     beside those, that wait there for their records. pin: begins to pin, in the background, behind the loads that it is
     given. make_way: the engine is at work now. release: after the last use."""
 

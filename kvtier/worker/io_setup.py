@@ -18,7 +18,7 @@ from kvtier.io.ring import Ring, RingSizes, sizes_for
 from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root import Root
-from kvtier.worker import ChunkArena
+from kvtier.worker.context import ChunkArena
 
 log = logging.getLogger("kvtier")
 

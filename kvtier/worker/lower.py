@@ -9,7 +9,7 @@ from kvtier.codecs.base import slab_bytes
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.kernels.paged import SlabRun
 from kvtier.plan import SaveChunk
-from kvtier.worker import ChunkArena, Worker
+from kvtier.worker.context import ChunkArena, Worker
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ from kvtier.plan import SaveChunk, SavePlan
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.segments import SegmentFiles
-from kvtier.worker import Worker
+from kvtier.worker.context import Worker
 
 
 class OwnSegments:

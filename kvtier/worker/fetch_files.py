@@ -19,17 +19,17 @@ from kvtier.io.ring import AlignedBuffer, ReadOp
 from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk
 from kvtier.runtime import metrics as names
-from kvtier.sources import Source, place_in_file, sources_of
 from kvtier.storage.open_segments import GONE, OpenSegment
 from kvtier.storage.segments import segment_name
 from kvtier.storage.stuck_files import StuckFiles
-from kvtier.worker import Worker
+from kvtier.worker.context import Worker
+from kvtier.worker.read_plan import Source, place_in_file, sources_of
 
 UNSIGNED = "it was not signed with this engine's secret"
 
 
 class FetchFailed(Exception):
-    """This chunk can't be had; the request is recomputed from here on. Never leaves kvtier.loads."""
+    """This chunk can't be had; the request is recomputed from here on. Never leaves kvtier.worker.loads."""
 
 
 class SegmentGone(FetchFailed):

@@ -13,17 +13,17 @@ from functools import partial
 
 from kvtier.arena.admission import Admission
 from kvtier.errors import Corrupt
-from kvtier.fetch_files import FetchFailed, FileReader, FileReads, place_of
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.keep import HostKeeper
 from kvtier.kernels.paged import SlabRun
 from kvtier.maintenance.record_check import Rechecks
-from kvtier.order import Mark
 from kvtier.plan import LoadChunk
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
-from kvtier.sources import Source, end_of
-from kvtier.worker import ChunkArena, Worker
+from kvtier.worker.context import ChunkArena, Worker
+from kvtier.worker.cuda_events import Mark
+from kvtier.worker.fetch_files import FetchFailed, FileReader, FileReads, place_of
+from kvtier.worker.keep import HostKeeper
+from kvtier.worker.read_plan import Source, end_of
 
 SWEEP_INTERVAL_S = 0.01
 """How often who waits for a slot looks whether abandoned reads have returned theirs."""

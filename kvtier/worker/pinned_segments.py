@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.memory import PIN_BYTES
-from kvtier.order import Mark
 from kvtier.runtime import metrics as names
 from kvtier.runtime.threads import Jobs, Ticker
 from kvtier.storage.open_segments import Name, OpenSegment
 from kvtier.storage.segments import SegmentFiles
-from kvtier.worker import Worker
+from kvtier.worker.arenas import PIN_BYTES
+from kvtier.worker.context import Worker
+from kvtier.worker.cuda_events import Mark
 
 log = logging.getLogger("kvtier")
 
@@ -43,7 +43,7 @@ class PinnedSegments:
     """Pins what is written of a namespace's segments, the newest first, and lets go of those that were evicted.
 
     At full speed while the engine starts; later only while it has nothing to do, because the driver holds locks that
-    launches and copies need (kvtier.memory.PIN_BYTES). What is not pinned is read by the ring as ever.
+    launches and copies need (kvtier.worker.arenas.PIN_BYTES). What is not pinned is read by the ring as ever.
 
     Args:
         worker: who loads. What other ranks' segments hold is left alone.

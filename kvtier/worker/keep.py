@@ -8,8 +8,8 @@ from functools import partial
 from kvtier.arena.admission import Admission
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.runtime.threads import Jobs
-from kvtier.sources import Source, end_of
-from kvtier.worker import ChunkArena, Worker
+from kvtier.worker.context import ChunkArena, Worker
+from kvtier.worker.read_plan import Source, end_of
 
 
 class HostKeeper:

@@ -11,13 +11,13 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
-from kvtier.fetch import Fetch, Fetcher, Origin
-from kvtier.fetch_files import FetchFailed
 from kvtier.kernels.paged import Move
-from kvtier.order import Mark
 from kvtier.plan import LoadChunk, LoadPlan
-from kvtier.sources import Source
-from kvtier.worker import Worker
+from kvtier.worker.context import Worker
+from kvtier.worker.cuda_events import Mark
+from kvtier.worker.fetch import Fetch, Fetcher, Origin
+from kvtier.worker.fetch_files import FetchFailed
+from kvtier.worker.read_plan import Source
 
 TOGETHER = 2
 """Half of what may be coming is scattered together: a launch a chunk takes longer than reading it, and after all of

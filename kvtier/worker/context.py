@@ -15,10 +15,10 @@ from kvtier.format.geometry import PAGE_BYTES, Geometry, RankShare, padded
 from kvtier.index.base import Index
 from kvtier.io.engines import Engines, Reads
 from kvtier.kernels.paged import PagedKV, SlabRun
-from kvtier.order import Order
 from kvtier.runtime.metrics import Metrics
-from kvtier.sources import Source
 from kvtier.storage.segments import SegmentFolders
+from kvtier.worker.cuda_events import Order
+from kvtier.worker.read_plan import Source
 
 ChunkArena = Arena[tuple[Source, ...]]
 
