@@ -16,7 +16,7 @@ from functools import partial
 
 from kvtier.arena.admission import Admission, Admissions
 from kvtier.codecs.base import Codec, slab_bytes
-from kvtier.codecs.fp8 import Fp8Codec
+from kvtier.codecs.fp8.codec import Fp8Codec
 from kvtier.codecs.raw import RawCodec
 from kvtier.codecs.turboquant.codec import Turboquant
 from kvtier.config.settings import HOST_ADMIT, Settings

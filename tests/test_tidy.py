@@ -39,7 +39,7 @@ LAYERS = (
      "kvtier.format.checksum", "kvtier.scheduler.load_threshold", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.capacity",
      "kvtier.model.config_json", "kvtier.model_parameters", "kvtier.model_weights", "kvtier.model.layer_kinds",
      "kvtier.config.kv_transfer", "kvtier.entry",
-     "kvtier.runtime.units", "kvtier.codec_loss",
+     "kvtier.runtime.units", "kvtier.codecs.measured_loss",
      "kvtier.config.types", "kvtier.config.server", "kvtier.config.index", "kvtier.config.capacity", "kvtier.model.tenants",
      "kvtier.format.signing", "kvtier.config.signing", "kvtier.runtime.versions", "kvtier.runtime.file_descriptors"),
 )  # fmt: skip

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier.codecs.fp8 import Fp8Coder
+from kvtier.codecs.coded_pages import SlabShape
+from kvtier.codecs.fp8 import device as fp8_device
+from kvtier.codecs.fp8.codec import Fp8Coder
+from kvtier.codecs.fp8.device import CudaFp8
+from kvtier.codecs.turboquant import device as turboquant_device
 from kvtier.codecs.turboquant.codec import TurboquantCoder
+from kvtier.codecs.turboquant.device import CudaTurboquant
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import VectorPages
 from kvtier.format.geometry import Extent, padded
-from kvtier.kernels import fp8_device, turboquant_device
-from kvtier.kernels.coded_pages import SlabShape
-from kvtier.kernels.fp8_device import CudaFp8
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
-from kvtier.kernels.turboquant_device import CudaTurboquant
 
 CHUNK_TOKENS, BLOCK_TOKENS, SEED = 256, 16, 7
 NMSE_OF_THEORY_MAX = 1.02

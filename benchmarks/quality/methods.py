@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.quality import controls
 from benchmarks.quality.model import Cache
-from kvtier.codecs.fp8 import Fp8Coder
+from kvtier.codecs.fp8.codec import Fp8Coder
 from kvtier.codecs.turboquant.layout import PRESETS, Bits, LayerLayout
 from kvtier.codecs.turboquant.reference import decode_layer, encode_layer, signs_of
 from kvtier.format.geometry import Extent

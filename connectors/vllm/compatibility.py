@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 
 from kvtier.assemble import check_place
-from kvtier.codec_loss import check_key_bias
+from kvtier.codecs.measured_loss import check_key_bias
 from kvtier.config.kv_transfer import POLICY, check_policy, roles_of
 from kvtier.config.settings import HOST_ARENA_BYTES, Settings
 from kvtier.connectors.vllm import platform

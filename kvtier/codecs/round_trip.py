@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtier.codecs.fp8 import Fp8Coder
+from kvtier.codecs.fp8.codec import Fp8Coder
 from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import LayerCoder

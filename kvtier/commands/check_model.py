@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.codec_loss import check_key_bias
+from kvtier.codecs.measured_loss import check_key_bias
 from kvtier.config.settings import Settings
 from kvtier.format.geometry import share_of_rank
 from kvtier.model.config_json import read_model

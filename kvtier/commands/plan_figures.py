@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvtier.capacity import ChunkBytes, Engine, HbmPlan, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
-from kvtier.codec_loss import check_key_bias
+from kvtier.codecs.measured_loss import check_key_bias
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
 from kvtier.model.config_json import ModelConfig, read_model

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvtier.codec_loss import KL_NATS, MODELS, losses_line
+from kvtier.codecs.measured_loss import KL_NATS, MODELS, losses_line
 from kvtier.commands.plan_figures import CodecPlan, Plan
 from kvtier.runtime.units import size
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvtier.codecs.base import Encoded, Verdict, slab_bytes
-from kvtier.codecs.fp8 import Fp8Coder
+from kvtier.codecs.fp8.codec import Fp8Coder
 from kvtier.codecs.turboquant.codec import Turboquant, TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import LayerCoder

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from kvtier.codec_loss import KL_NATS, MODELS, check_key_bias, key_bias, loss_text
+from kvtier.codecs.measured_loss import KL_NATS, MODELS, check_key_bias, key_bias, loss_text
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 

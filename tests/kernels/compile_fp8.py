@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtier.kernels.fp8_chunks import ChunkShape, PlaneShape, decode_chunks, encode_chunks
-from kvtier.kernels.fp8_device import DECODE_TILINGS, ENCODE_TILINGS, Tiling
+from kvtier.codecs.fp8.chunks import ChunkShape, PlaneShape, decode_chunks, encode_chunks
+from kvtier.codecs.fp8.device import DECODE_TILINGS, ENCODE_TILINGS, Tiling
 from tests.kernels.compile_turboquant import INSTRUCTION
 
 TYPES = {"planes": "*i64", "table": "*i64", "answers": "*i64"}

@@ -10,10 +10,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtier.kernels.turboquant_decode import decode_chunks
-from kvtier.kernels.turboquant_device import DECODE_TILINGS, ENCODE_TILINGS, WHOLE_TILING, Tiling
-from kvtier.kernels.turboquant_encode import encode_chunks
-from kvtier.kernels.turboquant_tables import ChunkShape, plane_code
+from kvtier.codecs.turboquant.decode import decode_chunks
+from kvtier.codecs.turboquant.device import DECODE_TILINGS, ENCODE_TILINGS, WHOLE_TILING, Tiling
+from kvtier.codecs.turboquant.encode import encode_chunks
+from kvtier.codecs.turboquant.tables import ChunkShape, plane_code
 
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*(?:\.[\w:]+)+)", re.MULTILINE)
 TYPES = {

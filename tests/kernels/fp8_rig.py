@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.codecs.fp8 import Fp8Coder
+from kvtier.codecs.fp8.codec import Fp8Coder
 from kvtier.codecs.vectors import VectorPages
 from kvtier.format.geometry import Extent
 from kvtier.kernels.paged import PagedKV
@@ -15,8 +15,8 @@ from tests.kernels import turboquant_rig
 from tests.kernels.device_rig import INTERPRETED, as_interpreted
 
 with as_interpreted():
-    from kvtier.kernels import fp8_device
-    from kvtier.kernels.coded_pages import SlabShape  # which knows of kernels, too
+    from kvtier.codecs.coded_pages import SlabShape  # which knows of kernels, too
+    from kvtier.codecs.fp8 import device as fp8_device
 
 CudaFp8, Tiling = fp8_device.CudaFp8, fp8_device.Tiling
 SMALL = Tiling(1024, 1) if INTERPRETED else fp8_device.ENCODE_TILINGS[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.codecs.fp8 import Fp8Coder, _make_mover
+from kvtier.codecs.fp8.codec import Fp8Coder, _make_mover
 from kvtier.codecs.vectors import VectorPages
 from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch

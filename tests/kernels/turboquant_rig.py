@@ -25,7 +25,7 @@ from tests.kernels import ptx
 from tests.kernels.device_rig import DEVICE, INTERPRETED, as_interpreted
 
 with as_interpreted():
-    from kvtier.kernels import turboquant_device
+    from kvtier.codecs.turboquant import device as turboquant_device
 
 Tiling = turboquant_device.Tiling
 SMALL = Tiling(16, 1) if INTERPRETED else Tiling(64, 4)

@@ -91,6 +91,6 @@ def _make_mover(pages: PagedKV, slab_format: SlabFormat, held: Extent) -> Mover:
     device = pages.layers[0].k.device
     if device.type == "cpu":
         return VectorPages(pages, TurboquantCoder(slab_format, held, device), held)
-    from kvtier.kernels.turboquant_device import CudaTurboquant  # needs Triton, which hosts without a GPU may lack
+    from kvtier.codecs.turboquant.device import CudaTurboquant  # needs Triton, which hosts without a GPU may lack
 
     return CudaTurboquant(pages, slab_format, held)

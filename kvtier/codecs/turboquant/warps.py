@@ -6,7 +6,7 @@ which a thread has by itself. So the matrix is a few registers, and nothing pass
 dimension are the warps: Triton gives each its own part, and takes the tensor cores' instructions of one warp (wgmma
 would be one of four, which wait for each other).
 
-P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.kernels.turboquant_tables); numbers and units
+P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.codecs.turboquant.tables); numbers and units
 are those of turboquant_whole.
 """
 
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
+from kvtier.codecs.turboquant.whole import SQUARE_BF16, SQUARE_FP16, TIMES_BF16, TIMES_FP16, inverse, twice
 from kvtier.kernels.tiles import floats, total
-from kvtier.kernels.turboquant_whole import SQUARE_BF16, SQUARE_FP16, TIMES_BF16, TIMES_FP16, inverse, twice
 
 _WHOLE = tl.constexpr(12582912.0)  # as in turboquant_whole
 

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
-from kvtier.codecs.fp8 import CODE_MAX, SCALE_MAX, SCALE_MIN
+from kvtier.codecs.fp8.codec import CODE_MAX, SCALE_MAX, SCALE_MIN
+from kvtier.codecs.fp8.numbers import codes_of, halves_of
 from kvtier.kernels.device_part_sum import sum_part
-from kvtier.kernels.fp8_numbers import codes_of, halves_of
 from kvtier.kernels.tiles import floats, load_words, plane_of_head, quotient, tile_columns, tile_words, words_of
 
 _CODE_MAX, _SCALE_MIN, _SCALE_MAX = (tl.constexpr(limit) for limit in (CODE_MAX, SCALE_MIN, SCALE_MAX))

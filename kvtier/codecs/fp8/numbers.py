@@ -1,4 +1,4 @@
-"""fp8's numbers on the device, two at a time: what kvtier.codecs.fp8 defines, to the bit.
+"""fp8's numbers on the device, two at a time: what kvtier.codecs.fp8.codec defines, to the bit.
 
 Dividing is most of the work, so a reciprocal does for it. x has at most 11 bits and a scale has 11: where x / scale is
 not just between two numbers of e4m3fn, of 4 bits, it is at least 2^-16 of itself away from there, and no error of fp32
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier.codecs.fp8 import CODE_MAX
+from kvtier.codecs.fp8.codec import CODE_MAX
 
 _CODE_MAX = tl.constexpr(CODE_MAX)
 # What is left of x is taken as q * scale - x, so that the sign of a zero stays.

@@ -8,7 +8,7 @@ for each other.
 
 At the end a program reads back what it wrote, from the cache, and adds its part to its slab's checksum.
 
-P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.kernels.turboquant_tables).
+P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.codecs.turboquant.tables).
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
+from kvtier.codecs.turboquant.mean import take_mean
+from kvtier.codecs.turboquant.pack import store_codes
+from kvtier.codecs.turboquant.warps import energies, hadamard16, rotated
+from kvtier.codecs.turboquant.whole import largest, less_mean, matrices, power_below, value_of, whole_and_energy
 from kvtier.kernels.device_part_sum import sum_part
 from kvtier.kernels.tiles import in_order, load_words, plane_of_head, quotient, square_root, tile_columns, tile_rows
-from kvtier.kernels.turboquant_mean import take_mean
-from kvtier.kernels.turboquant_pack import store_codes
-from kvtier.kernels.turboquant_warps import energies, hadamard16, rotated
-from kvtier.kernels.turboquant_whole import largest, less_mean, matrices, power_below, value_of, whole_and_energy
 
 _ELEMENT_MAX = tl.constexpr(65536.0)
 _SCALE_MIN = tl.constexpr(2.0**-20)

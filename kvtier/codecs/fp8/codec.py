@@ -82,8 +82,8 @@ def _make_mover(pages: PagedKV, coder: Fp8Coder, held: Extent) -> Mover:
     device = pages.layers[0].k.device
     if device.type == "cpu":
         return VectorPages(pages, coder, held)
-    from kvtier.kernels.coded_pages import SlabShape
-    from kvtier.kernels.fp8_device import CudaFp8  # needs Triton, which hosts without a GPU may lack
+    from kvtier.codecs.coded_pages import SlabShape
+    from kvtier.codecs.fp8.device import CudaFp8  # needs Triton, which hosts without a GPU may lack
 
     try:
         return CudaFp8(pages, SlabShape(coder.tokens, coder.n_bytes), held)

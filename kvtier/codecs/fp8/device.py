@@ -1,6 +1,6 @@
 """fp8 on the device: the mover of kvtier.codecs.base over one engine's pages, in Triton.
 
-The same bytes as the reference (kvtier.codecs.fp8). All chunks, layers and heads, K and V, are one launch.
+The same bytes as the reference (kvtier.codecs.fp8.codec). All chunks, layers and heads, K and V, are one launch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from kvtier.codecs.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
+from kvtier.codecs.fp8.chunks import ChunkShape, PlaneShape, decode_chunks, encode_chunks
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
-from kvtier.kernels.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
-from kvtier.kernels.fp8_chunks import ChunkShape, PlaneShape, decode_chunks, encode_chunks
 from kvtier.kernels.paged import Move, PagedKV
 
 _ELEMENTS, _TOKENS = 8, 16
@@ -63,7 +63,7 @@ class CudaFp8:
     def encode(self, moves: Sequence[Move]) -> PendingVerdicts:
         """Blocks -> slabs, on torch's current stream; padding is left as it is, and summed as it is.
 
-        Sums and errors: see kvtier.kernels.coded_pages.CodedPages.encode.
+        Sums and errors: see kvtier.codecs.coded_pages.CodedPages.encode.
         """
         return self._pages.encode(moves, self._encode)
 

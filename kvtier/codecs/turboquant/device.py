@@ -14,17 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.codecs.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
+from kvtier.codecs.turboquant.decode import decode_chunks
+from kvtier.codecs.turboquant.encode import encode_chunks
 from kvtier.codecs.turboquant.layout import Bits, SlabFormat
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE
 from kvtier.codecs.turboquant.rotation import signs as signs_of
-from kvtier.format.checksum import PAIRS_PER_PAGE
-from kvtier.format.geometry import Extent
-from kvtier.kernels.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
-from kvtier.kernels.launch import on_device
-from kvtier.kernels.paged import Move, PagedKV
-from kvtier.kernels.turboquant_decode import decode_chunks
-from kvtier.kernels.turboquant_encode import encode_chunks
-from kvtier.kernels.turboquant_tables import (
+from kvtier.codecs.turboquant.tables import (
     ChunkShape,
     PlaneCode,
     decode_matrix,
@@ -34,13 +30,17 @@ from kvtier.kernels.turboquant_tables import (
     signed_centroids,
     squares,
 )
+from kvtier.format.checksum import PAIRS_PER_PAGE
+from kvtier.format.geometry import Extent
+from kvtier.kernels.launch import on_device
+from kvtier.kernels.paged import Move, PagedKV
 
 
 class Tiling(NamedTuple):
     """How many tokens of a head a program works on at once, a multiple of 16 a warp; warps; registers a thread at most,
     0 for what the compiler likes.
 
-    Of the encoding by warps (kvtier.kernels.turboquant_warps) a multiple of 8 a warp is enough; for mean_rows (0: as
+    Of the encoding by warps (kvtier.codecs.turboquant.warps) a multiple of 8 a warp is enough; for mean_rows (0: as
     rows), by_tensor and early see ChunkShape.
     """
 
@@ -117,7 +117,7 @@ class CudaTurboquant:
     def encode(self, moves: Sequence[Move]) -> PendingVerdicts:
         """Blocks -> slabs, on torch's current stream; padding is left as it is, and summed as it is.
 
-        Sums and errors: see kvtier.kernels.coded_pages.CodedPages.encode.
+        Sums and errors: see kvtier.codecs.coded_pages.CodedPages.encode.
         """
         return self._pages.encode(moves, self._encode_group)
 

@@ -3,7 +3,7 @@
 A code is a curve's value, rounded (kvtier.codecs.turboquant.buckets): up to 4 bits in fp16, two elements at a time,
 without a comparison. Four codes are four bytes of a word, and fields of some words become one by shifts.
 
-P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.kernels.turboquant_tables). Where C.fast is
+P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.codecs.turboquant.tables). Where C.fast is
 not set, codes are counted by thresholds, as the reference does, without PTX, for the interpreter.
 """
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvtier.codecs.turboquant.whole import twice
 from kvtier.kernels.tiles import floats, fused, total
-from kvtier.kernels.turboquant_whole import twice
 
 _WHOLE32 = tl.constexpr(8388608.0)
 _WHOLE32_BITS = tl.constexpr(0x4B000000)

@@ -4,7 +4,7 @@ Elements become whole numbers of 7 bits, two at a time, by one multiplication an
 the format has no smaller parts than theirs. They are 64 too large, so that sums of two in a word do not disturb each
 other, and a sum of squares is dp4a's.
 
-P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.kernels.turboquant_tables).
+P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.codecs.turboquant.tables).
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
+from kvtier.codecs.turboquant.whole import inverse, largest, power_below, twice, value_of
 from kvtier.kernels.tiles import floats, load_words, plane_of_head, total, words_of
-from kvtier.kernels.turboquant_whole import inverse, largest, power_below, twice, value_of
 
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23
 _WHOLE_BITS = tl.constexpr(0x4B400000)
