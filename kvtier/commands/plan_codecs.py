@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from kvtier.assemble import make_codec, set_shape
-from kvtier.capacity import ChunkBytes, Engine, read_by
 from kvtier.codecs.base import slab_bytes
 from kvtier.config.settings import CODECS_WITHOUT_BOUNDARY, HbmSettings, Settings
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
 from kvtier.format.record import record_bytes
+from kvtier.planner.capacity import ChunkBytes, Engine, read_by
 from kvtier.worker.arenas import HBM_SPARE_BYTES, hbm_slots
 from kvtier.worker.context import arena_slot_bytes
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvtier.capacity import ChunkBytes, Engine, HbmPlan, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
 from kvtier.codecs.measured_loss import check_key_bias
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
 from kvtier.model.config_json import ModelConfig, read_model
-from kvtier.model_parameters import active_parameters, total_parameters
-from kvtier.model_weights import Weights, read_weights
+from kvtier.planner.capacity import ChunkBytes, Engine, HbmPlan, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
+from kvtier.planner.model_parameters import active_parameters, total_parameters
+from kvtier.planner.model_weights import Weights, read_weights
 from kvtier.runtime.units import size
 
 if TYPE_CHECKING:

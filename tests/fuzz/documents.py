@@ -24,7 +24,7 @@ from kvtier.io.engines import Choice
 from kvtier.maintenance.sweeper import SWEPT_NOTE, Housekeeper
 from kvtier.model.config_json import read_model
 from kvtier.model.weights_fingerprint import _cached, config_fingerprint, weights_fingerprint
-from kvtier.model_weights import INDEX, read_weights
+from kvtier.planner.model_weights import INDEX, read_weights
 from kvtier.scheduler.engine_report import WorkerReport
 from kvtier.storage.root import NAMESPACE_FILE, read_namespace
 from kvtier.storage.root_owner import read_owner

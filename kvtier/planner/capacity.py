@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.model.config_json import ModelConfig
-from kvtier.model_parameters import active_parameters, rank_parameters, total_parameters
+from kvtier.planner.model_parameters import active_parameters, rank_parameters, total_parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.model.config_json import ELEMENT_BYTES, KEY, ModelConfig
-from kvtier.model_parameters import end_parameters, total_parameters
+from kvtier.planner.model_parameters import end_parameters, total_parameters
 
 INDEX = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
