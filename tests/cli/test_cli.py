@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import main
-from kvtier.commands import check, doctor
+from kvtier.cli import check, doctor, main
 from kvtier.doctor.host import Host, ProbeFailed, Verdict
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader

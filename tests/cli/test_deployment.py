@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import main
-from kvtier.commands import bench, bench_storage, progress
+from kvtier.cli import bench, bench_storage, main, progress
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.eviction.evictor import Evicted as Removed
 from kvtier.eviction.evictor import Evictor

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import main
-from kvtier.commands import freed
+from kvtier.cli import freed, main
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.runtime.units import size
 from tests.cli.asking import refused

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli import main
-from kvtier.commands import doctor
+from kvtier.cli import doctor, main
 from tests.cli.asking import refused
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from kvtier.commands.prompts import duration_argument
+from kvtier.cli.prompts import duration_argument
 from kvtier.config.settings import PIN_BYTES_MIN, Settings
 from kvtier.config.types import parse_bytes
 from kvtier.errors import ConfigError

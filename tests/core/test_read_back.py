@@ -235,7 +235,7 @@ def test_the_command_waits_for_a_sweep_to_end(tmp_path: Path, capsys: pytest.Cap
 def test_the_command_does_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvtier.commands import index as command
+    from kvtier.cli import index as command
 
     monkeypatch.setattr(command, "OTHERS_TIMEOUT_S", 0.2)
     lost(tmp_path)

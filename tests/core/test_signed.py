@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kvtier.cli import main
-from kvtier.commands.check import Asked, run_check
+from kvtier.cli.check import Asked, run_check
 from kvtier.config.settings import Settings
 from kvtier.doctor.report import _signing
 from kvtier.errors import ConfigError

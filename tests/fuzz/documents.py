@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from kvtier.admin.prompts import NoTokenizer, _text
-from kvtier.commands.place import NotDone
-from kvtier.commands.prompts import _tokens
+from kvtier.cli.place import NotDone
+from kvtier.cli.prompts import _tokens
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of
 from kvtier.errors import ConfigError

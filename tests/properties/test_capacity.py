@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.commands.plan_codecs import CODECS, chunks_of_codecs
+from kvtier.cli.plan_codecs import CODECS, chunks_of_codecs
 from kvtier.format.geometry import Geometry
 from kvtier.model.config_json import ModelConfig, read_model
 from kvtier.planner.capacity import ChunkBytes, Engine, Prefill, Rates, plan_hbm, prefill_of, whole_chunks

@@ -30,12 +30,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvtier.commands import bench, evict, lookup, pins, quotas, stats, verify
-from kvtier.commands import index as on_index
-from kvtier.commands.check import Asked, run_check
-from kvtier.commands.doctor import run_doctor
-from kvtier.commands.place import path_argument
-from kvtier.commands.plan import add_options, run_plan
+from kvtier.cli import bench, evict, lookup, pins, quotas, stats, verify
+from kvtier.cli import index as on_index
+from kvtier.cli.check import Asked, run_check
+from kvtier.cli.doctor import run_doctor
+from kvtier.cli.place import path_argument
+from kvtier.cli.plan import add_options, run_plan
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.runtime.exit_status import INTERRUPTED, MEANINGS, NOT_DONE, OK

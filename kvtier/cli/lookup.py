@@ -6,9 +6,9 @@ import argparse
 
 from kvtier.admin.answers import LookupAnswer
 from kvtier.admin.lookup import look_up
-from kvtier.commands.place import NotDone, add_place, deployment
-from kvtier.commands.prompts import add_namespace, add_prompt, has_prompt, namespace_of, prompt_of
-from kvtier.commands.tables import counted, print_table
+from kvtier.cli.place import NotDone, add_place, deployment
+from kvtier.cli.prompts import add_namespace, add_prompt, has_prompt, namespace_of, prompt_of
+from kvtier.cli.tables import counted, print_table
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 
 

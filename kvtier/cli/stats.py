@@ -7,9 +7,9 @@ import argparse
 from kvtier.admin.answers import LatencySummary, Snapshot
 from kvtier.admin.opened import Opened
 from kvtier.admin.stats import snapshot
-from kvtier.commands.place import add_place, deployment, find_place
-from kvtier.commands.root import run_stats as run_root_stats
-from kvtier.commands.tables import UNKNOWN, counted, percent, print_table, seconds, share, when
+from kvtier.cli.place import add_place, deployment, find_place
+from kvtier.cli.root import run_stats as run_root_stats
+from kvtier.cli.tables import UNKNOWN, counted, percent, print_table, seconds, share, when
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 from kvtier.runtime.units import rate, size
 

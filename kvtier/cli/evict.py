@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from kvtier.admin.answers import Evicted, KeptSets, SetRow
 from kvtier.admin.change import evict
 from kvtier.admin.opened import Opened
-from kvtier.commands.freed import free_bytes, holders, wait_until_free
-from kvtier.commands.place import NotDone, add_place, deployment
-from kvtier.commands.prompts import (
+from kvtier.cli.freed import free_bytes, holders, wait_until_free
+from kvtier.cli.place import NotDone, add_place, deployment
+from kvtier.cli.prompts import (
     add_namespace,
     add_prompt,
     duration_argument,
@@ -20,7 +20,7 @@ from kvtier.commands.prompts import (
     prefix_keys,
     size_argument,
 )
-from kvtier.commands.tables import counted, print_table, when
+from kvtier.cli.tables import counted, print_table, when
 from kvtier.eviction.choice import Selection
 from kvtier.runtime.exit_status import OK, print_json
 from kvtier.runtime.units import size

@@ -7,8 +7,8 @@ import argparse
 from kvtier.admin.answers import PinRow, Pins
 from kvtier.admin.change import PIN_KEYS_MAX, NewPin, add_pin, drop_pin, list_pins
 from kvtier.admin.opened import Opened
-from kvtier.commands.place import NotDone, add_place, deployment
-from kvtier.commands.prompts import (
+from kvtier.cli.place import NotDone, add_place, deployment
+from kvtier.cli.prompts import (
     add_namespace,
     add_prompt,
     duration_argument,
@@ -16,7 +16,7 @@ from kvtier.commands.prompts import (
     namespace_of,
     prefix_keys,
 )
-from kvtier.commands.tables import counted, print_table, when
+from kvtier.cli.tables import counted, print_table, when
 from kvtier.runtime.exit_status import OK, print_json
 from kvtier.runtime.units import size
 

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtier.admin.opened import Opened
-from kvtier.commands import bench_storage
-from kvtier.commands.place import Place, add_place, deployment, find_place
-from kvtier.commands.progress import progress
-from kvtier.commands.prompts import size_argument
-from kvtier.commands.tables import percent, print_table, seconds
+from kvtier.cli import bench_storage
+from kvtier.cli.place import Place, add_place, deployment, find_place
+from kvtier.cli.progress import progress
+from kvtier.cli.prompts import size_argument
+from kvtier.cli.tables import percent, print_table, seconds
 from kvtier.index.base import Index
 from kvtier.io.ring import sizes_for
 from kvtier.runtime.exit_status import OK, print_json

@@ -17,7 +17,7 @@ from kvtier.planner.model_weights import Weights, read_weights
 from kvtier.runtime.units import size
 
 if TYPE_CHECKING:
-    from kvtier.commands.plan_codecs import Staging
+    from kvtier.cli.plan_codecs import Staging
 
 GIB = 1 << 30
 
@@ -83,7 +83,7 @@ class Plan:
 def make_plan(asked: Asked) -> Plan:
     """Raises ConfigError."""
     # With torch, which takes seconds: the other commands do not wait for it.
-    from kvtier.commands.plan_codecs import chunks_of_codecs, staging_of
+    from kvtier.cli.plan_codecs import chunks_of_codecs, staging_of
 
     model = read_model(asked.model)
     geometry = model.geometry(asked.kv_dtype, asked.chunk_tokens)

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvtier.admin.lookup import TOKENS_MAX, Prompt, keys_of
 from kvtier.admin.opened import Opened
 from kvtier.admin.prompts import Tokenizers
-from kvtier.commands.place import NotDone
+from kvtier.cli.place import NotDone
 from kvtier.config.types import parse_bytes, parse_seconds
 
 STANDARD_INPUT = "-"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.commands.place import refuse_missing_file
+from kvtier.cli.place import refuse_missing_file
 from kvtier.doctor.report import examine, line
 from kvtier.index.open import look_at_redis
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from kvtier.commands.place import add_place, deployment, find_place
-from kvtier.commands.root import run_verify as run_root_verify
+from kvtier.cli.place import add_place, deployment, find_place
+from kvtier.cli.root import run_verify as run_root_verify
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

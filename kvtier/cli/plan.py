@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from kvtier.commands.plan_figures import Asked, make_plan
-from kvtier.commands.plan_text import plan_lines, plan_values
+from kvtier.cli.plan_figures import Asked, make_plan
+from kvtier.cli.plan_text import plan_lines, plan_values
 from kvtier.config.settings import CHUNK_TOKENS_UNIT
 from kvtier.config.types import parse_bytes
 from kvtier.errors import ConfigError

@@ -9,10 +9,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from kvtier.commands.embedded import housekeeper, open_embedded
-from kvtier.commands.progress import progress
-from kvtier.commands.tables import counted, print_table, when
-from kvtier.commands.tables import seconds as duration
+from kvtier.cli.embedded import housekeeper, open_embedded
+from kvtier.cli.progress import progress
+from kvtier.cli.tables import counted, print_table, when
+from kvtier.cli.tables import seconds as duration
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.format.signing import Signer
 from kvtier.index.base import Index

@@ -7,9 +7,9 @@ import argparse
 from kvtier.admin.answers import QuotaList
 from kvtier.admin.change import drop_quota, list_quotas, set_quota, tenant_note
 from kvtier.admin.opened import Opened
-from kvtier.commands.place import NotDone, add_place, deployment
-from kvtier.commands.prompts import add_namespace, namespace_of, size_argument
-from kvtier.commands.tables import print_table
+from kvtier.cli.place import NotDone, add_place, deployment
+from kvtier.cli.prompts import add_namespace, namespace_of, size_argument
+from kvtier.cli.tables import print_table
 from kvtier.eviction.limits import namespace_note
 from kvtier.runtime.exit_status import OK, print_json
 from kvtier.runtime.units import size

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import NamedTuple
 
-from kvtier.commands.embedded import housekeeper, open_embedded
-from kvtier.commands.place import add_place, find_place
-from kvtier.commands.progress import progress
-from kvtier.commands.tables import counted
+from kvtier.cli.embedded import housekeeper, open_embedded
+from kvtier.cli.place import add_place, find_place
+from kvtier.cli.progress import progress
+from kvtier.cli.tables import counted
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Index
 from kvtier.index.open import open_redis_to_mend
