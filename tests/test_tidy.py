@@ -21,7 +21,7 @@ PARAMETERS_MAX = 6
 LAYERS = (
     ("benchmarks", "kvtier.cli"),
     ("kvtier.connectors", "kvtier.server"),
-    ("kvtier.assemble", "kvtier.commands", "kvtier.admin"),
+    ("kvtier.build", "kvtier.commands", "kvtier.admin"),
     ("kvtier.scheduler.store", "kvtier.worker.transfer", "kvtier.index.open"),
     ("kvtier.scheduler.background", "kvtier.scheduler.cost_history", "kvtier.index.async_lookup", "kvtier.worker.saves", "kvtier.worker.own_segments", "kvtier.worker.lower",
      "kvtier.worker.loads", "kvtier.worker.load_walk", "kvtier.worker.fetch", "kvtier.worker.fetch_files", "kvtier.worker.keep", "kvtier.worker.context",
@@ -63,7 +63,7 @@ NEVER_REACHES = {
     ),
 }
 USES_TORCH = (
-    "benchmarks", "kvtier.connectors", "kvtier.assemble", "kvtier.worker.transfer", "kvtier.worker.saves", "kvtier.worker.loads",
+    "benchmarks", "kvtier.connectors", "kvtier.build", "kvtier.worker.transfer", "kvtier.worker.saves", "kvtier.worker.loads",
     "kvtier.worker.arenas", "kvtier.worker.io_setup", "kvtier.worker.cuda_events", "kvtier.kernels", "kvtier.codecs", "kvtier.arena.arena",
 )  # fmt: skip
 READS_THE_ENVIRONMENT = ("kvtier.config.settings", "benchmarks")  # benchmarks set that of the engines that they start
@@ -296,7 +296,7 @@ PLANTED = {
         "from torch import nn": "imports torch",
         "import vllm.config": "no engine and no web framework",
         "from kvtier.connectors import bridge": "which lies above it",
-        "def f():\n from kvtier.assemble import open_store": "which lies above it",
+        "def f():\n from kvtier.build import open_store": "which lies above it",
     },
     "kvtier.format.record": {"from kvtier.io import ring": "which lies above it"},
     "kvtier.server.app": {"from kvtier.connectors.bridge import Bridge": "which lies beside it"},

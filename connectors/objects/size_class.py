@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier.assemble import open_store, open_transfer
+from kvtier.build import open_store, open_transfer
 from kvtier.config.settings import HostSettings, Settings
 from kvtier.connectors.objects.codec import ObjectCodec, Octets, stand_in_pages
 from kvtier.format.geometry import share_of_rank

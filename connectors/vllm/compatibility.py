@@ -26,7 +26,7 @@ from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 
-from kvtier.assemble import check_place
+from kvtier.build import check_place
 from kvtier.codecs.measured_loss import check_key_bias
 from kvtier.config.kv_transfer import POLICY, check_policy, roles_of
 from kvtier.config.settings import HOST_ARENA_BYTES, Settings

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from kvtier.assemble import make_codec
+from kvtier.build import make_codec
 from kvtier.config.settings import Settings
 from kvtier.connectors.vllm.kv_dtypes import forms_of, torch_name
 from kvtier.connectors.vllm.kv_layout import layer_number

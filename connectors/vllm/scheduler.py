@@ -10,7 +10,7 @@ from typing import Any
 
 import vllm
 
-from kvtier.assemble import load_limit, open_store
+from kvtier.build import load_limit, open_store
 from kvtier.codecs.measured_loss import loss_text
 from kvtier.config.settings import Settings
 from kvtier.connectors import dynamo

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvtier.assemble import Work, open_transfer
+from kvtier.build import Work, open_transfer
 from kvtier.config.settings import Settings
 from kvtier.connectors.bridge import Faults, Step, WorkerBridge
 from kvtier.connectors.tracked_request import ChunkShape

@@ -15,7 +15,7 @@ from kvtier.storage.root import check_space
 def look_at_model(settings: Settings, folder: Path) -> str:
     """Say what a chunk and a segment set of the model take, on one rank. Raises ConfigError where an engine would not
     start."""
-    from kvtier.assemble import make_codec, set_shape  # with torch, which takes seconds
+    from kvtier.build import make_codec, set_shape  # with torch, which takes seconds
 
     model = read_model(folder)
     codec = make_codec(settings)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from kvtier.assemble import make_codec, set_shape
+from kvtier.build import make_codec, set_shape
 from kvtier.codecs.base import slab_bytes
 from kvtier.config.settings import CODECS_WITHOUT_BOUNDARY, HbmSettings, Settings
 from kvtier.errors import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvtier.assemble import open_store, open_transfer
+from kvtier.build import open_store, open_transfer
 from kvtier.config.settings import Settings
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, chunk_keys

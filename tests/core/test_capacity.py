@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.assemble import open_transfer
+from kvtier.build import open_transfer
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.assemble import make_codec, open_transfer
+from kvtier.build import make_codec, open_transfer
 from kvtier.format.namespace import CodecId
 from kvtier.plan import SaveOutcome
 from kvtier.worker.transfer import Transfer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.assemble import open_store
+from kvtier.build import open_store
 from kvtier.connectors.bridge import Faults, SchedulerBridge
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.index.base import SetInfo

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.assemble import open_store
+from kvtier.build import open_store
 from kvtier.connectors.load_costs import LoadCosts
 from kvtier.errors import Corrupt, IndexUnavailable
 from kvtier.index.memory import MemoryIndex

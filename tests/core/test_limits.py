@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.assemble import PIN_JOBS
+from kvtier.build import PIN_JOBS
 from kvtier.errors import IndexUnavailable
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp

@@ -252,7 +252,7 @@ def test_layers_of_different_kinds_in_one_group_are_refused() -> None:
 
 
 def test_a_lossy_codec_is_refused_by_name() -> None:
-    from kvtier.assemble import make_codec
+    from kvtier.build import make_codec
 
     geometry = identity_of(engine(SLOTS[1], SKIPPED), spec_of("auto")).namespace.geometry
     make_codec(settings()).check(geometry)

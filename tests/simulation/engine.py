@@ -1,4 +1,4 @@
-"""One engine's process: the library's two halves, put together as `kvtier.assemble` does, on virtual threads and time,
+"""One engine's process: the library's two halves, put together as `kvtier.build` does, on virtual threads and time,
 over a disk and an index that fail. What the engine itself does is in `tests.simulation.serving`."""
 
 from __future__ import annotations
