@@ -1,6 +1,6 @@
 """A KV cache tier that outlives the GPU. See README.md in this folder for the map."""
 
-from kvtier.entry import installed_instead, name_log_lines
+from kvtier._bootstrap import installed_instead, name_log_lines
 
 __path__ = installed_instead(__path__)
 name_log_lines()

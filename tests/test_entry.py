@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.entry import PREFIX
+from kvtier._bootstrap import PREFIX
 
 ROOT = Path(__file__).parents[1]
 

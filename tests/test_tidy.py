@@ -38,7 +38,7 @@ LAYERS = (
     ("kvtier.format.record", "kvtier.format.namespace", "kvtier.format.geometry", "kvtier.config.settings", "kvtier.config.sources", "kvtier.errors",
      "kvtier.format.checksum", "kvtier.scheduler.load_threshold", "kvtier.runtime.backoff", "kvtier.runtime.repeated_log", "kvtier.planner.capacity",
      "kvtier.model.config_json", "kvtier.planner.model_parameters", "kvtier.planner.model_weights", "kvtier.model.layer_kinds",
-     "kvtier.config.kv_transfer", "kvtier.entry",
+     "kvtier.config.kv_transfer", "kvtier._bootstrap",
      "kvtier.runtime.units", "kvtier.codecs.measured_loss",
      "kvtier.config.types", "kvtier.config.server", "kvtier.config.index", "kvtier.config.capacity", "kvtier.model.tenants",
      "kvtier.format.signing", "kvtier.config.signing", "kvtier.runtime.versions", "kvtier.runtime.file_descriptors"),
