@@ -27,8 +27,8 @@ from kvtier.runtime.versions import commit
 from kvtier.storage import root as root_module
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root_owner import Node, Owner
-from tests.core.rig import Engine
 from tests.model_configs import LLAMA_8B
+from tests.support.rig import Engine
 
 CHUNKS = 5
 

@@ -24,7 +24,7 @@ from kvtier.scheduler.engine_report import Latency, TopPrefix, WorkerReport
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root_owner import Owner, this_node
 from tests.cli.asking import refused
-from tests.core.rig import Engine
+from tests.support.rig import Engine
 
 CHUNKS = 5
 TOKENS = list(range(64 * CHUNKS))

@@ -18,13 +18,13 @@ from kvtier.cli import freed, main
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.runtime.units import size
 from tests.cli.asking import refused
-from tests.core.rig import Engine
-from tests.core.test_capacity import small_disk
+from tests.eviction.test_capacity import small_disk
+from tests.support.rig import Engine
 
 CHUNKS = 5
 KILLED = """
 import os, pathlib, sys
-from tests.core.rig import Engine
+from tests.support.rig import Engine
 engine = Engine(pathlib.Path(sys.argv[1]), changes={"writer_lease_s": 1.0})
 assert engine.save(list(range(128)), list(range(8)))
 os._exit(0)

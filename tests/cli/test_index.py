@@ -20,8 +20,8 @@ from kvtier.index.open import look_at_redis, open_index
 from kvtier.index.redis.index import RedisIndex
 from kvtier.maintenance import consistency_check
 from kvtier.storage.root import open_root
-from tests.core.rig import Engine
 from tests.redis_server import GENEROUS_MS, has_redis, index_settings, standalone
+from tests.support.rig import Engine
 
 CHUNKS = 5
 PATIENT = {"reply_timeout_ms": GENEROUS_MS, "connect_timeout_ms": GENEROUS_MS}

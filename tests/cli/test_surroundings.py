@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
-from tests.core.rig import Engine
+from tests.support.rig import Engine
 
 
 @pytest.fixture(scope="module", name="root")

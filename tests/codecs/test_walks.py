@@ -23,9 +23,9 @@ from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.store import WantedChunk
 from kvtier.worker.io_setup import MountCost
-from tests.core import lazy
-from tests.core.lazy import LazyCodec, LazyEngine, LazyOrder
-from tests.core.rig import Engine, geometry
+from tests.support import lazy
+from tests.support.lazy import LazyCodec, LazyEngine, LazyOrder
+from tests.support.rig import Engine, geometry
 
 CHUNK, N_CHUNKS = 64, 3
 TOKENS = list(range(1000, 1000 + CHUNK * N_CHUNKS))

@@ -20,9 +20,9 @@ from kvtier.maintenance.scrub import verify
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import NAMESPACE_FILE, find_root, namespace_folders
 from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
-from tests.core.rig import Engine
 from tests.crash.images import INDEX, Step
 from tests.crash.record_writes import CHUNKS, SEGMENT_BYTES, SHAPE, tokens_of
+from tests.support.rig import Engine
 
 TARGET = [10]
 """The block that is loaded into."""

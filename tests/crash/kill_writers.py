@@ -25,7 +25,7 @@ from kvtier.maintenance.scrub import verify
 from kvtier.plan import SaveDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.root import find_root
-from tests.core.rig import Engine
+from tests.support.rig import Engine
 
 SEQUENCES = 40
 CHUNKS = 5

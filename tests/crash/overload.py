@@ -31,7 +31,7 @@ from kvtier.maintenance.scrub import verify
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.root import find_root, open_root
-from tests.core.rig import BLOCK_TOKENS, Engine, settings
+from tests.support.rig import BLOCK_TOKENS, Engine, settings
 
 WRITERS = 4
 SLOTS = 4

@@ -16,7 +16,7 @@ import torch
 
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.plan import SaveOutcome
-from tests.core.rig import Engine, geometry
+from tests.support.rig import Engine, geometry
 
 SHAPE = geometry(layers=2, chunk_tokens=16)
 SLAB_BYTES = 2 * PAGE_BYTES

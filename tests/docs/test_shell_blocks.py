@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.core.rig import Engine
 from tests.model_configs import LLAMA_8B
 from tests.redis_server import Server, has_redis, standalone
+from tests.support.rig import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docs/sizing.md", *sorted((ROOT / "docs/quickstart").glob("*.md"))]

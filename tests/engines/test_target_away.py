@@ -14,10 +14,10 @@ from kvtier.plan import SaveOutcome
 from kvtier.storage.root import NAMESPACE_FILE
 from kvtier.storage.root_owner import OWNER_FILE
 from kvtier.storage.segments import segment_name
-from tests.core.rig import Engine
-from tests.core.test_hung_files import answers, begin_load, begin_save, saves
 from tests.engines.targets import Targets, targets
+from tests.support.rig import Engine
 from tests.waiting import wait_until
+from tests.worker.test_hung_files import answers, begin_load, begin_save, saves
 
 TIMEOUT_S = 3.0
 FIRST, SECOND = list(range(64 * 2)), list(range(5000, 5000 + 64 * 2))

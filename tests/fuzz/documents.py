@@ -28,8 +28,8 @@ from kvtier.planner.model_weights import INDEX, read_weights
 from kvtier.scheduler.engine_report import WorkerReport
 from kvtier.storage.root import NAMESPACE_FILE, read_namespace
 from kvtier.storage.root_owner import read_owner
-from tests.core.rig import geometry, namespace
 from tests.fuzz.formats import INFO
+from tests.support.rig import geometry, namespace
 
 SPACE = namespace(geometry())
 MODEL = {

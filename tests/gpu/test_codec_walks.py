@@ -10,7 +10,7 @@ import torch
 
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
-from tests.core.rig import Engine, geometry
+from tests.support.rig import Engine, geometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

@@ -14,8 +14,8 @@ import torch
 from kvtier.io.native import reads_issued
 from kvtier.runtime import metrics as names
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
-from tests.core.rig import Engine
 from tests.gpu.test_walks import TARGET, expected, flip_a_byte, is_equal, load_behind, save_late, start
+from tests.support.rig import Engine
 
 SHM = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(

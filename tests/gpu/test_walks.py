@@ -14,7 +14,7 @@ from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.store import WantedChunk
 from kvtier.worker.cuda_events import CudaOrder, Mark
-from tests.core.rig import Engine, fill, geometry
+from tests.support.rig import Engine, fill, geometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

@@ -1,4 +1,4 @@
-"""One node of a two-node run: an engine of tests.core.rig in a forked process, asked through a pipe.
+"""One node of a two-node run: an engine of tests.support.rig in a forked process, asked through a pipe.
 
 The processes are forked, because importing torch takes minutes in an emulated guest.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvtier.scheduler.store import WantedChunk
-from tests.core.rig import BLOCK_TOKENS, Engine, geometry
+from tests.support.rig import BLOCK_TOKENS, Engine, geometry
 
 CHUNKS = 5  # chunks of one prompt
 ANSWER_TIMEOUT_S = 180.0  # for one command, seconds

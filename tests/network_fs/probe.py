@@ -32,9 +32,9 @@ import yaml
 
 from kvtier.scheduler.store import WantedChunk
 from kvtier.worker.transfer import TIDY_INTERVAL_S
-from tests.core.rig import Engine, geometry
 from tests.network_fs.node import ANSWER_TIMEOUT_S, CHUNKS, Node, settings
 from tests.redis_server import standalone
+from tests.support.rig import Engine, geometry
 
 REREAD_AFTER_S = 3.0  # second look at what was read fresh, seconds after the last round
 FREED_WITHIN_S = 10.0  # time that the file system has to show what was evicted, seconds

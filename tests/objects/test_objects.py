@@ -20,9 +20,9 @@ from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.runtime import metrics
 from kvtier.runtime.exit_status import OK
 from kvtier.storage.root import find_root
-from tests.core.rig import Engine
 from tests.objects.rig import content, expected, flip_byte_of, get, names, put, put_for_ever, segments, tier_at
 from tests.redis_server import Server, has_redis
+from tests.support.rig import Engine
 from tests.waiting import wait_until
 
 SIZES = (0, 1, 4087, 4088, 4089, 5000, 12_280)

@@ -24,7 +24,7 @@ from kvtier.server.app import make_app
 from kvtier.server.auth import Tokens
 from kvtier.server.service import Service
 from kvtier.storage.root import open_root
-from tests.core.rig import Engine
+from tests.support.rig import Engine
 
 ADMIN, READER = "admins-token-0123456789", "readers-token-0123456789"
 TOKENS = Tokens(ADMIN, READER)

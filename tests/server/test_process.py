@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.core.rig import Engine
 from tests.redis_server import Server, free_port, has_redis
 from tests.server.process import START_TIMEOUT_S, command, environment, running, write_config
 from tests.server.serving import ADMIN, CHUNKS, PROMPT, READER
+from tests.support.rig import Engine
 
 
 def refused(config: Path, **more: str) -> str:

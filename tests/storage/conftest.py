@@ -1,23 +1,29 @@
-"""Nodes that share a double of a network file system."""
+"""Disks of our own to fill or to forbid: they need the right to mount, and are skipped without it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.redis_server import Server, standalone
-from tests.storage.nodes import Nodes, two_nodes
+Mount = Callable[[Path, str], None]
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with two_nodes(tmp_path / "fs") as nodes:
-        yield nodes
+def mount_tmpfs() -> Iterator[Mount]:
+    """Mounts a tmpfs with the given options on an existing folder until the end of the test."""
+    mounted: list[Path] = []
 
+    def mount(folder: Path, options: str) -> None:
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+        mounted.append(folder)
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with standalone(tmp_path / "redis") as server:
-        yield server
+    yield mount
+    for folder in reversed(mounted):
+        subprocess.run(["umount", str(folder)], check=True)

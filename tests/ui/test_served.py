@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.rig import Engine
+from tests.support.rig import Engine
 
 TOKEN = "a-token-that-only-looks"
 

@@ -1,0 +1,124 @@
+"""What the kernels of every codec are held to beside its torch reference: all bytes of slabs and of pages, verdicts,
+sums, and that nothing moves when a move is out of range.
+
+`ours` and `reference` make movers (kvtier.codecs.base) over pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.codecs.base import Mover
+from kvtier.format.geometry import Extent
+from kvtier.kernels.paged import Move, PagedKV, Patch
+from tests.codecs.turboquant_rig import sums_of
+from tests.kernels.device_pages import Cache, noise
+
+KEY = bytes(range(16))
+SMALLEST = Cache("B2NHD", heads=1, layers=1, blocks=4)
+Change = Callable[[torch.Tensor], torch.Tensor]
+MakeMover = Callable[[PagedKV], Mover]
+
+GOOD = Patch(0, 0, 1, 0, 1)
+OUT_OF_RANGE = [
+    (GOOD, (0, 4), 0), (GOOD, (-1, 0), 0), (GOOD, (0, 1 << 40), 0), (GOOD, (0, 1), -1), (GOOD, (0,), 0),
+    (GOOD, (0, 1, 2), 0), (Patch(0, 1, 1, 0, 1), (0, 1), 0), (Patch(0, 0, 1, 1, 1), (0, 1), 0),
+    (Patch(0, -1, 1, 0, 1), (0, 1), 0), (Patch(3, 0, 1, 0, 1), (0, 1), 0),
+]  # fmt: skip
+"""(patch, block ids, first block): GOOD with two of the blocks 0 to 3 is good, and each of these has one fault."""
+
+
+def gaussian(cache: Cache, seed: int = 1, change: Change | None = None) -> PagedKV:
+    """Pages of Gaussian values. change: of (blocks, tokens, heads, size) fp32 values, before they are rounded."""
+    pages = cache.pages(noise(cache.n_bytes, seed))
+    generator = torch.Generator().manual_seed(seed)
+    for layer in pages.layers:
+        for plane in layer.planes:
+            values = torch.randn(plane.shape, generator=generator)
+            plane.copy_(change(values) if change else values)
+    return pages
+
+
+class CodedModel:
+    """Some pages of a model, and what moves them. held: what of the model they are; None: all of it."""
+
+    cache: Cache
+    tokens: int
+    held: Extent | None
+
+    @property
+    def extent(self) -> Extent:
+        return self.held or Extent(0, self.cache.layers, 0, self.cache.heads)
+
+    @property
+    def whole(self) -> Patch:
+        return Patch(0, 0, self.cache.layers, 0, self.cache.heads)
+
+    def slabs(self, patch: Patch) -> torch.Tensor:
+        """Room for the patch, full of noise."""
+        raise NotImplementedError
+
+    def ours(self, pages: PagedKV, *tiling: Any) -> Mover:
+        raise NotImplementedError
+
+    def reference(self, pages: PagedKV) -> Mover:
+        raise NotImplementedError
+
+
+def check(model: CodedModel, pages: PagedKV, parts: list[tuple[Patch, tuple[int, ...], int]], *tiling: Any) -> None:
+    """Parts: patch, block ids, first block. tiling: one, or none for that of the tests."""
+    moves = [Move(patch, ids, model.slabs(patch), first, KEY) for patch, ids, first in parts]
+    check_bytes(lambda pages: model.ours(pages, *tiling), model.reference, model.cache, model.extent, pages, moves)
+
+
+def check_whole(model: CodedModel, change: Change | None = None, *tiling: Any) -> None:
+    """A chunk of all of the model, its blocks in reverse."""
+    ids = tuple(reversed(range(model.tokens // model.cache.tokens)))
+    check(model, gaussian(model.cache, change=change), [(model.whole, ids, 0)], *tiling)
+
+
+def check_bytes(
+    ours: MakeMover, reference: MakeMover, cache: Cache, extent: Extent, pages: PagedKV, moves: Sequence[Move]
+) -> None:
+    """Encodes all moves in one call, decodes them in another; neither is refused. extent: of the model, the pages."""
+    wanted = [replace(move, slabs=move.slabs.clone()) for move in moves]
+    found, others = (made.encode(those) for made, those in ((ours(pages), moves), (reference(pages), wanted)))
+    assert found is not None and others is not None
+    for move, want, verdict, other in zip(moves, wanted, found.wait(), others.wait(), strict=True):
+        assert torch.equal(move.slabs, want.slabs), "slabs, and their padding as it was"
+        assert not verdict.is_refused and not other.is_refused
+        assert verdict.sums in (None, sums_of(want, extent))
+        assert (verdict.sums is None) == (move.patch.slab_layer > 0)
+    before = noise(cache.n_bytes, 9)
+    filled, theirs = before.clone(), before.clone()
+    ours(cache.pages(filled)).decode(wanted)
+    reference(cache.pages(theirs)).decode(wanted)
+    assert torch.equal(filled, theirs), "pages, and what lies around them"
+
+
+def check_nothing_moves(ours: MakeMover, slabs: torch.Tensor, bad: tuple[Patch, tuple[int, ...], int]) -> None:
+    """In chunks of two blocks of SMALLEST, also of the good move before it. slabs: of GOOD."""
+    patch, block_ids, first_block = bad
+    buffer = noise(SMALLEST.n_bytes, 1)
+    was = buffer.clone()
+    with pytest.raises(ValueError, match="out of range"):
+        ours(SMALLEST.pages(buffer)).decode(
+            [Move(GOOD, (1, 2), slabs), Move(patch, block_ids, slabs.clone(), first_block)]
+        )
+    assert torch.equal(buffer, was)
+
+
+def check_alignment(ours: MakeMover, slabs: torch.Tensor) -> None:
+    """Pages and slabs that are not aligned are refused, and pages of float32."""
+    with pytest.raises(ValueError, match="not all multiples of 16"):
+        ours(replace(SMALLEST, shift=8).pages(noise(SMALLEST.n_bytes + 8, 1)))
+    with pytest.raises(ValueError, match="float32"):
+        ours(gaussian(replace(SMALLEST, dtype=torch.float32)))
+    shifted = noise(slabs.numel() + 16, 2)[8 : 8 + slabs.numel()].view(slabs.shape)
+    with pytest.raises(ValueError, match="not all slabs.* are aligned"):
+        ours(gaussian(SMALLEST)).encode([Move(GOOD, (1,), shifted)])

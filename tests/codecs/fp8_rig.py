@@ -1,0 +1,49 @@
+"""fp8's kernels for tests: compiled where there is a CUDA device, else interpreted, on tensors of the CPU.
+
+As in tests.codecs.turboquant_rig: the interpreter takes the plain path, and with `ptx_interpreted` that of a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.codecs.fp8.codec import Fp8Coder
+from kvtier.codecs.vectors import VectorPages
+from kvtier.format.geometry import Extent
+from kvtier.kernels.paged import PagedKV
+from tests.codecs import turboquant_rig
+from tests.kernels.device_rig import INTERPRETED, as_interpreted
+
+with as_interpreted():
+    from kvtier.codecs.coded_pages import SlabShape  # which knows of kernels, too
+    from kvtier.codecs.fp8 import device as fp8_device
+
+CudaFp8, Tiling = fp8_device.CudaFp8, fp8_device.Tiling
+SMALL = Tiling(1024, 1) if INTERPRETED else fp8_device.ENCODE_TILINGS[0]
+
+
+def _coder_of(pages: PagedKV, tokens: int) -> Fp8Coder:
+    k_size, v_size = (plane.shape[3] for plane in pages.layers[0].planes)
+    return Fp8Coder(tokens, k_size, v_size)
+
+
+def mover(pages: PagedKV, tokens: int, held: Extent, tiling: Tiling = SMALL) -> CudaFp8:
+    return CudaFp8(pages, SlabShape(tokens, _coder_of(pages, tokens).n_bytes), held, tiling, tiling)
+
+
+def reference(pages: PagedKV, tokens: int, held: Extent) -> VectorPages:
+    return VectorPages(pages, _coder_of(pages, tokens), held)
+
+
+def ptx_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels take the path of a GPU, in the interpreter."""
+    turboquant_rig.ptx_interpreted(monkeypatch)
+    monkeypatch.setattr(CudaFp8, "_is_fast", True)
+
+
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels take the path of a GPU that has no fp8, or of the interpreter."""
+    monkeypatch.setattr(CudaFp8, "_is_fast", False)
+
+
+__all__ = ["INTERPRETED", "SMALL", "CudaFp8", "Tiling", "fp8_device", "mover", "plain", "ptx_interpreted", "reference"]

@@ -1,0 +1,241 @@
+"""fp8's kernels against the torch reference: every byte of slabs and pages, verdicts and sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.codecs.fp8.codec import Fp8Coder, _make_mover
+from kvtier.codecs.vectors import VectorPages
+from kvtier.format.geometry import Extent, padded
+from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
+from tests.codecs.coded_checks import (
+    GOOD,
+    OUT_OF_RANGE,
+    SMALLEST,
+    Change,
+    CodedModel,
+    check,
+    check_alignment,
+    check_nothing_moves,
+    check_whole,
+    gaussian,
+)
+from tests.codecs.fp8_rig import (
+    INTERPRETED,
+    SMALL,
+    CudaFp8,
+    Tiling,
+    mover,
+    plain,
+    ptx_interpreted,
+    reference,
+)  # fmt: skip
+from tests.kernels import ptx
+from tests.kernels.device_pages import LAYOUTS, Cache, noise
+
+
+@dataclass(frozen=True)
+class Model(CodedModel):
+    """A model of which some pages are. Sizes and dtype come from the cache."""
+
+    cache: Cache
+    tokens: int = 16
+    held: Extent | None = None
+
+    def slabs(self, patch: Patch) -> torch.Tensor:
+        layer_bytes = self.tokens * (self.cache.k_size + self.cache.v_size + 4)
+        n_bytes = padded((patch.slab_layer + patch.n_layers) * layer_bytes)
+        return noise(patch.n_heads * n_bytes, 5).view(patch.n_heads, -1)
+
+    def ours(self, pages: PagedKV, tiling: Tiling = SMALL) -> CudaFp8:
+        return mover(pages, self.tokens, self.extent, tiling)
+
+    def reference(self, pages: PagedKV) -> VectorPages:
+        return reference(pages, self.tokens, self.extent)
+
+
+@pytest.fixture(params=["plain", "ptx"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "plain":
+        plain(monkeypatch)
+    elif INTERPRETED:
+        ptx_interpreted(monkeypatch)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 72, 80, 96, 112, 128, 192, 256])
+def test_head_sizes(size: int, dtype: torch.dtype) -> None:
+    check_whole(Model(replace(SMALLEST, dtype=dtype, k_size=size, v_size=size)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    check_whole(Model(Cache(layout, layers=2)))
+
+
+def test_k_and_v_of_different_sizes() -> None:
+    check_whole(Model(Cache("LBNHC", k_size=128, v_size=64, heads=1, layers=1)))
+    check_whole(Model(Cache("LBNHC", k_size=64, v_size=192, heads=1, layers=1)))
+
+
+@pytest.mark.parametrize("tokens", [48, 80])
+def test_chunks_that_are_no_whole_tiles(tokens: int) -> None:
+    check_whole(Model(replace(SMALLEST, blocks=8), tokens), None, SMALL._replace(elements=64 * 64))
+
+
+def test_blocks_larger_than_a_tile() -> None:
+    check_whole(Model(Cache("B2HND", tokens=64, blocks=4, heads=2, layers=1), 128))
+
+
+def test_parts_of_pages_and_slabs_in_one_call() -> None:
+    """A stage of a model: layers 2-4 of 6, heads 4-6 of 8. Some slabs begin where the patch does, some before."""
+    cache = Cache("B2NHD", layers=3, heads=3)
+    parts = [
+        (Patch(0, 0, 3, 0, 3), (1,), 0), (Patch(0, 1, 2, 1, 2), (3,), 0), (Patch(2, 0, 2, 2, 1), (2,), 0),
+        (Patch(0, 0, 3, 0, 3), (0,), 0),
+    ]  # fmt: skip
+    check(Model(cache, held=Extent(2, 3, 4, 3)), gaussian(cache), parts)
+
+
+def test_a_slab_of_more_layers_than_are_moved_is_not_summed() -> None:
+    model = Model(replace(SMALLEST, layers=2))
+    two = Patch(0, 0, 2, 0, 1)
+    slabs = torch.cat([model.slabs(two), noise(4096, 3).view(1, -1)], 1)
+    (verdict,) = mover(gaussian(model.cache), model.tokens, model.extent).encode([Move(two, (1,), slabs)]).wait()
+    assert verdict.sums is None
+
+
+def test_decoding_leaves_the_first_blocks() -> None:
+    """Also where they are part of a tile."""
+    model = Model(replace(SMALLEST, blocks=8), tokens=64)
+    parts = [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)]
+    check(model, gaussian(model.cache), parts, SMALL._replace(elements=64 * 64))
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """Vectors of all sizes, with outliers, zeros of either sign, and vectors of nothing but them."""
+    x = x * torch.exp2(torch.randint(-10, 9, (*x.shape[:3], 1), generator=torch.Generator().manual_seed(3)).float())
+    x[..., 3] *= 20
+    x[..., 7] = -0.0
+    x[:, 5] = 0
+    x[:, 6] = -0.0
+    return x
+
+
+def _ties(x: torch.Tensor) -> torch.Tensor:
+    """All that lies just between two codes, of either sign, under the scales 1, 3, 5 and 7."""
+    small = (torch.arange(8) + 0.5) / 512
+    odd = torch.cat([(torch.arange(8, 16) + 0.5) / 8 * 2.0**power for power in range(-6, 9)])
+    values = torch.cat([small, odd[odd < 448], torch.tensor([1e-30, 2.0**-11])])
+    values = torch.cat([values, -values])
+    ties = values.repeat(x.numel() // len(values) + 1)[: x.numel()].view(x.shape).clone()
+    ties[..., 0] = 448
+    return ties * (torch.arange(x.shape[1]) % 4 * 2 + 1)[:, None, None]
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("change", [
+    torch.zeros_like, lambda x: x * 0 - 0.0, torch.ones_like, _mixed, _ties,
+    lambda x: x.sign() * 2.0**-11.2 * (1 + x.abs() / 100), lambda x: (x * 9000).clamp(-65504, 65504),
+    lambda x: x * 1e-6 * (x > 0) + (x < -1) * 1.0,
+], ids=["zeros", "minus zeros", "ones", "mixed", "ties", "tiny", "huge", "small"])  # fmt: skip
+def test_awkward_vectors(change: Change, dtype: torch.dtype) -> None:
+    check_whole(Model(Cache("B2NHD", dtype=dtype, heads=1, layers=1), 64), change)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU rounds as it does")
+@pytest.mark.parametrize("off", [-2, -1, 1, 2])
+def test_it_does_not_matter_how_a_reciprocal_is_rounded(off: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """off: in units of the last place."""
+    inverse = ptx._INSTRUCTIONS["rcp.approx.ftz.f32"]
+    monkeypatch.setitem(ptx._INSTRUCTIONS, "rcp.approx.ftz.f32", lambda a: inverse(a) + np.uint32(off & 0xFFFFFFFF))
+    ptx_interpreted(monkeypatch)
+    for change in (_ties, _mixed):
+        check_whole(Model(Cache("B2NHD", dtype=torch.float16, heads=1, layers=1), 64), change)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("change", [
+    lambda x: x * 2.0**-9.5, lambda x: x * 1e6, lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
+], ids=["subnormal scales", "huge", "denormals"])  # fmt: skip
+def test_what_only_bf16_holds(change: Change) -> None:
+    check_whole(Model(SMALLEST), change)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("plane", [0, 1])
+@pytest.mark.parametrize(("value", "scale"), [
+    (float("nan"), 1.0), (float("inf"), 1.0), (float("-inf"), 1.0), (448 * 65536.0, 1.0), (3e38, 1.0), (1e-40, 0.0),
+    (448 * 2.0**-20 * 0.99, 0.0),
+])  # fmt: skip
+def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other(plane: int, value: float, scale: float) -> None:
+    """One element of one head's last token; all else of that vector is scaled."""
+    cache = Cache("B2NHD", layers=1, heads=2)
+    model = Model(cache)
+    pages = gaussian(cache)
+    vector = pages.layers[0].planes[plane][3, 15, 1]
+    vector *= scale
+    vector[17] = value
+    moves = [Move(model.whole, (block,), model.slabs(model.whole)) for block in (2, 3)]
+    verdicts = mover(pages, model.tokens, model.extent).encode(moves).wait()
+    assert [verdict.is_refused for verdict in verdicts] == [False, True]
+    wanted = reference(pages, model.tokens, model.extent).encode(moves).wait()
+    assert [verdict.is_refused for verdict in wanted] == [False, True]
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_comes_back_as_the_reference_has_it(dtype: torch.dtype) -> None:
+    """But NaN, which no chunk has that was kept. Under scales that come to subnormals, and to more than fp16 holds."""
+    model = Model(replace(SMALLEST, dtype=dtype, k_size=256, v_size=256))
+    slabs = model.slabs(model.whole)
+    codes = torch.arange(256, device=slabs.device).to(torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 1
+    n_codes = model.tokens * 256
+    slabs[0, : 2 * n_codes] = codes.repeat(2 * model.tokens)
+    scales = torch.tensor([0.0, 2.0**-24, 2.0**-20, 3e-6, 0.1, 1.0, 1.7, 65504.0], device=slabs.device)
+    slabs[0, 2 * n_codes :][: 4 * model.tokens] = scales.half().repeat(4).view(torch.uint8)
+    before = noise(model.cache.n_bytes, 9)
+    ours, theirs = before.clone(), before.clone()
+    move = Move(model.whole, (2,), slabs)
+    mover(model.cache.pages(ours), model.tokens, model.extent).decode([move])
+    reference(model.cache.pages(theirs), model.tokens, model.extent).decode([move])
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("bad", OUT_OF_RANGE)
+def test_what_is_out_of_range_is_refused_before_anything_moves(bad: tuple[Patch, tuple[int, ...], int]) -> None:
+    model = Model(SMALLEST, tokens=32)
+    check_nothing_moves(model.ours, model.slabs(GOOD), bad)
+
+
+def test_what_the_kernels_cannot_take_is_refused() -> None:
+    model = Model(SMALLEST)
+    check_alignment(model.ours, model.slabs(GOOD))
+    with pytest.raises(ValueError, match="heads of"):
+        mover(gaussian(replace(SMALLEST, k_size=68, v_size=68)), model.tokens, model.extent)
+    with pytest.raises(ValueError, match="chunks of 24"):
+        mover(gaussian(replace(SMALLEST, tokens=8)), 24, model.extent)
+
+
+def test_pages_that_the_kernels_cannot_take_are_moved_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    """On a device that is none, since on the CPU the kernels are not asked."""
+    plane = torch.empty(4, 16, 1, 64, device="meta")
+    pages = PagedKV((PagedLayer(plane, plane),), 16)
+    coder = Fp8Coder(16, 64, 64)
+    assert isinstance(_make_mover(pages, coder, Extent(0, 1, 0, 1)), VectorPages)
+    assert "many times slower: pages of torch.float32" in caplog.text
+    kind = VectorPages if INTERPRETED else CudaFp8
+    assert isinstance(_make_mover(gaussian(SMALLEST), coder, Extent(0, 1, 0, 1)), kind)
+
+
+def test_nothing_to_move() -> None:
+    ours = mover(gaussian(SMALLEST), 16, Model(SMALLEST).extent)
+    assert ours.encode([]).wait() == []
+    ours.decode([])

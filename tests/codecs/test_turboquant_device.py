@@ -1,0 +1,231 @@
+"""Turboquant's kernels against the torch reference: every byte of slabs and pages, verdicts and sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from kvtier.codecs.base import Mover
+from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
+from kvtier.format.geometry import Extent, padded
+from kvtier.kernels.paged import Move, PagedKV, Patch
+from tests.codecs.coded_checks import (
+    GOOD,
+    OUT_OF_RANGE,
+    SMALLEST,
+    Change,
+    CodedModel,
+    check,
+    check_alignment,
+    check_nothing_moves,
+    check_whole,
+    gaussian,
+)
+from tests.codecs.turboquant_rig import (
+    INTERPRETED,
+    SMALL,
+    Tiling,
+    encoded,
+    mover,
+    ptx_interpreted,
+    reference,
+)  # fmt: skip
+from tests.kernels.device_pages import LAYOUTS, Cache, noise
+
+
+@dataclass(frozen=True)
+class Model(CodedModel):
+    """A model of which some pages are. Sizes and dtype come from the cache."""
+
+    cache: Cache
+    preset: str = "k4v3"
+    tokens: int = 16
+    layers: int = 3
+    boundary_layers: int = 0
+    held: Extent | None = None
+
+    @property
+    def format(self) -> SlabFormat:
+        cache = self.cache
+        return SlabFormat(
+            self.layers, self.tokens, cache.k_size, cache.v_size, PRESETS[self.preset], self.boundary_layers, 7
+        )
+
+    def slabs(self, patch: Patch) -> torch.Tensor:
+        first = self.extent.first_layer + patch.page_layer
+        n_bytes = self.format.n_bytes(range(first - patch.slab_layer, first + patch.n_layers))
+        return noise(patch.n_heads * padded(n_bytes), 5).view(patch.n_heads, -1)
+
+    def ours(self, pages: PagedKV, tiling: Tiling = SMALL) -> Mover:
+        return mover(pages, self.format, self.extent, tiling)
+
+    def reference(self, pages: PagedKV) -> Mover:
+        return reference(pages, self.format, self.extent)
+
+
+@pytest.fixture(params=["plain", "ptx"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "ptx":
+        if not INTERPRETED:
+            pytest.skip("a GPU always takes it")
+        ptx_interpreted(monkeypatch)
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+
+
+def _dot(
+    self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: object, imprecise: object
+) -> TensorHandle:
+    """The interpreter keeps bf16 as bits, and multiplies those. Subnormal numbers count, as for the tensor cores."""
+    x, y = (
+        (each.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if each.dtype.scalar == tl.bfloat16
+        else each.data
+        for each in (a, b)
+    )
+    return TensorHandle(np.matmul(x, y, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets(preset: str) -> None:
+    check_whole(Model(replace(SMALLEST, k_size=128, v_size=128), preset), lambda x: x + 2)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("size", [64, 80, 96, 256])
+@pytest.mark.parametrize("preset", ["k4v3", "k5v4"])
+def test_head_sizes(size: int, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "k5v4", type(PRESETS["k4v4"])(5, 4))
+    check_whole(Model(replace(SMALLEST, dtype=torch.float16, k_size=size, v_size=size), preset))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("tiling", [
+    Tiling(8, 1), Tiling(16, 2, by_tensor=True), Tiling(32, 2, mean_rows=16, early=True),
+    Tiling(16, 1, mean_rows=128, by_tensor=True, early=True),
+], ids=str)  # fmt: skip
+def test_tilings_of_the_encoding_by_warps(size: int, tiling: Tiling) -> None:
+    """Chunks of two tiles and a part; the mean pays, and takes one step or some."""
+    cache = replace(SMALLEST, blocks=8, k_size=size, v_size=size, dtype=torch.bfloat16)
+    check_whole(Model(cache, tokens=48, layers=1), lambda x: x + 2, tiling)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    check_whole(Model(Cache(layout, layers=2), layers=2))
+
+
+def test_k_and_v_of_different_sizes() -> None:
+    check_whole(Model(Cache("LBNHC", k_size=128, v_size=64, heads=1, layers=1)))
+
+
+@pytest.mark.parametrize("tokens", [48, 80])
+def test_chunks_that_are_no_whole_tiles(tokens: int) -> None:
+    check_whole(Model(replace(SMALLEST, blocks=8), tokens=tokens), None, SMALL._replace(rows=64))
+
+
+def test_parts_of_pages_and_slabs_in_one_call() -> None:
+    """A stage of a model: layers 2-4 of 6, heads 4-6 of 8. Some slabs begin where the patch does, some before."""
+    cache = Cache("B2NHD", layers=3, heads=3)
+    model = Model(cache, layers=6, held=Extent(2, 3, 4, 3))
+    parts = [
+        (Patch(0, 0, 3, 0, 3), (1,), 0), (Patch(0, 1, 2, 1, 2), (3,), 0), (Patch(2, 0, 2, 2, 1), (2,), 0),
+        (Patch(0, 0, 3, 0, 3), (0,), 0),
+    ]  # fmt: skip
+    check(model, gaussian(cache), parts)
+
+
+def test_decoding_leaves_the_first_blocks() -> None:
+    """Also where they are part of a tile."""
+    model = Model(replace(SMALLEST, blocks=8), tokens=64, layers=1)
+    parts = [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)]
+    check(model, gaussian(model.cache), parts, SMALL._replace(rows=64))
+
+
+@pytest.mark.parametrize("n_even", [63, 64, 65])
+def test_the_mean_is_taken_from_an_eighth_of_the_energy_on(n_even: int) -> None:
+    """All elements are 1 or -1; of 16 tokens the sum is 6 in `n_even` columns and 4 in the others: of 80 columns, 64
+    make it an eighth."""
+    ones = torch.where(torch.arange(80) < n_even, 11, 10)
+    signs = torch.where(torch.arange(16)[:, None] < ones, 1.0, -1.0)[None, :, None, :]
+    check_whole(Model(replace(SMALLEST, k_size=80, v_size=80)), lambda x: signs.expand(x.shape))
+
+
+def test_first_and_last_layers_of_more_bits() -> None:
+    cache = Cache("B2NHD", layers=4, heads=1)
+    check_whole(Model(cache, layers=4, boundary_layers=1))
+    check(
+        Model(cache, layers=9, boundary_layers=2, held=Extent(1, 4, 0, 1)),
+        gaussian(cache),
+        [(Patch(0, 0, 4, 0, 1), (2,), 0)],
+    )
+
+
+def _outliers(x: torch.Tensor) -> torch.Tensor:
+    x = x * torch.exp2(torch.randint(-8, 7, (*x.shape[:3], 1), generator=torch.Generator().manual_seed(3)).float())
+    x[..., 3] *= 20
+    x[:, 5] = 0
+    x[:, 7] *= 100
+    return x
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("change", [
+    torch.zeros_like, lambda x: x * 0 - 0.0, torch.ones_like, _outliers, lambda x: x * 2.0**-17, lambda x: x * 3000,
+    lambda x: (x > 0).float(), lambda x: x + 100, lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
+], ids=["zeros", "minus zeros", "ones", "outliers", "tiny", "huge", "few", "mean", "denormals"])  # fmt: skip
+def test_awkward_vectors(change: Change) -> None:
+    check_whole(Model(SMALLEST), change)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("plane", [0, 1])
+@pytest.mark.parametrize(("value", "scale"), [
+    (float("nan"), 1.0), (float("inf"), 1.0), (float("-inf"), 1.0), (1e30, 1.0), (1e-40, 0.0), (6e-36, 0.0),
+    (1e-7, 0.0),
+])  # fmt: skip
+def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other(plane: int, value: float, scale: float) -> None:
+    """One element of one head's last token; all else of that vector is scaled."""
+    cache = Cache("B2NHD", layers=1, heads=2)
+    model = Model(cache, layers=1)
+    pages = gaussian(cache)
+    vector = pages.layers[0].planes[plane][3, 15, 1]
+    vector *= scale
+    vector[17] = value
+    moves = [Move(model.whole, (block,), model.slabs(model.whole)) for block in (2, 3)]
+    verdicts = encoded(mover(pages, model.format, model.extent), moves)
+    assert [verdict.is_refused for verdict in verdicts] == [False, True]
+    wanted = reference(pages, model.format, model.extent).encode(moves).wait()
+    assert [verdict.is_refused for verdict in wanted] == [False, True]
+
+
+@pytest.mark.parametrize("bad", OUT_OF_RANGE)
+def test_what_is_out_of_range_is_refused_before_anything_moves(bad: tuple[Patch, tuple[int, ...], int]) -> None:
+    model = Model(SMALLEST, tokens=32)
+    check_nothing_moves(model.ours, model.slabs(GOOD), bad)
+
+
+def test_pages_and_slabs_that_are_not_aligned_are_refused() -> None:
+    model = Model(SMALLEST)
+    check_alignment(model.ours, model.slabs(GOOD))
+
+
+def test_layers_of_different_dtypes_are_refused() -> None:
+    """One number says what all elements are: fp16 read as bf16 would be stored as something else, and well summed."""
+    caches = [SMALLEST, replace(SMALLEST, dtype=torch.float16)]
+    pages = PagedKV(tuple(gaussian(cache).layers[0] for cache in caches), SMALLEST.tokens)
+    with pytest.raises(ValueError, match="bfloat16, torch.float16"):
+        Model(replace(SMALLEST, layers=2), layers=2).ours(pages)
+
+
+def test_nothing_to_move() -> None:
+    model = Model(SMALLEST)
+    ours = mover(gaussian(SMALLEST), model.format, model.extent)
+    assert encoded(ours, []) == []
+    ours.decode([])

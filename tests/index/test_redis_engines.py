@@ -1,0 +1,176 @@
+"""Engines that share a root and a Redis, over the real Store and Transfer: what one saves the others load, and what a
+Redis that is paused, killed or emptied costs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.index.guard import GuardedIndex
+from kvtier.runtime import metrics as names
+from tests.redis_server import GENEROUS_MS, Server, free_port, has_redis, standalone
+from tests.support.rig import Engine
+from tests.waiting import wait_until
+
+pytestmark = has_redis
+
+CHUNK, PER = 64, 4
+BUSY_S = 5.0
+"""What a busy machine may add."""
+REPLY_MS, CONNECT_MS = 300.0, 300.0
+"""Of the test that is about them."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with standalone(tmp_path / "redis") as server:
+        yield server
+
+
+def engine(root: Path, url: str, **changes: object) -> Engine:
+    breaker = {"failures": 2, "pause_first_ms": 100.0, "pause_max_ms": 400.0}
+    index = {"kind": "redis", "url": url, "reply_timeout_ms": GENEROUS_MS, "connect_timeout_ms": GENEROUS_MS}
+    return Engine(root, changes={"index": {**index, "breaker": breaker, **changes}, "writer_lease_s": 30.0})
+
+
+def prompt(number: int, chunks: int = 3) -> list[int]:
+    return [1000 * number + token for token in range(CHUNK * chunks)]
+
+
+def hits(one: Engine, tokens: list[int], first_block: int = 100) -> int:
+    """Chunks that are loaded; their blocks are what this prefix's KV is, or this fails (I2)."""
+    blocks = list(range(first_block, first_block + len(tokens) // 16))
+    n_chunks, done = one.load(tokens, blocks)
+    if n_chunks:
+        assert all(not answer.failed_blocks for answer in done)
+        loaded = one.blocks(blocks[: n_chunks * PER])
+        one.prefill(tokens, [block + 50 for block in blocks])
+        wanted = one.blocks([block + 50 for block in blocks[: n_chunks * PER]])
+        assert all(torch.equal(a, b) for a, b in zip(loaded, wanted, strict=True))
+    return n_chunks
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    wait_until(is_so, what, 20.0)
+
+
+def test_what_any_engine_saves_all_load(server: Server, tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    engines = [engine(root, server.url) for _ in range(3)]
+    for number, one in enumerate(engines):
+        assert len(one.save(prompt(number), list(range(12)))) == 3
+    for one in engines:
+        assert [hits(one, prompt(number)) for number in range(3)] == [3, 3, 3]
+    for one in engines:
+        one.close()
+    with pytest.raises(ConfigError, match="index is in Redis"):
+        Engine(root)
+
+
+def test_an_engine_starts_without_redis_and_uses_it_when_it_comes(tmp_path: Path) -> None:
+    port = free_port()
+    one = engine(tmp_path / "kv", f"redis://127.0.0.1:{port}/0")
+    assert hits(one, prompt(0)) == 0
+    server = Server(tmp_path / "redis", port=port)
+    try:
+        assert len(one.save(prompt(0), list(range(12)))) == 3
+        until(lambda: hits(one, prompt(0)) == 3, "a hit")
+        one.close()
+    finally:
+        server.kill()
+
+
+def test_a_paused_redis_costs_misses_and_what_is_saved_meanwhile_comes_in_afterwards(
+    server: Server, tmp_path: Path
+) -> None:
+    times = {"reply_timeout_ms": REPLY_MS, "connect_timeout_ms": CONNECT_MS}
+    one, other = (engine(tmp_path / "kv", server.url, **times) for _ in range(2))
+    until(lambda: saves_all(one, 0), "a save")
+    one.wait_for_set()
+    server.pause()
+    longest_s = 0.0
+    for _ in range(30):
+        began = time.monotonic()
+        keys = one.keys(prompt(0))
+        while (entries := one.store.lookup(keys)) is None:
+            stepped = time.monotonic()
+            time.sleep(0.001)
+            assert time.monotonic() - stepped < 10
+        assert entries == []
+        longest_s = max(longest_s, time.monotonic() - began)
+    assert longest_s < (REPLY_MS + CONNECT_MS) / 1000 + BUSY_S
+    assert one.store.metrics.total()[names.INDEX_FAST_FAILS] > 0
+    done = one.save(prompt(1), list(range(20, 32)))
+    assert [answer.outcome.value for answer in done] == ["saved"] * 3, "its bytes are there, its entries wait"
+    server.go_on()
+    until(lambda: hits(other, prompt(1)) == 3 and hits(other, prompt(0)) == 3, "both prompts")
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("refuse", "allow"),
+    [
+        (("config", "set", "maxmemory", "1mb"), ("config", "set", "maxmemory", "0")),
+        (("acl", "setuser", "default", "-evalsha", "-eval"), ("acl", "setuser", "default", "+@all")),
+        (("acl", "setuser", "default", "-hset", "-set"), ("acl", "setuser", "default", "+@all")),
+    ],
+    ids=["full", "no-scripts", "no-writes-in-scripts"],
+)
+def test_a_redis_that_refuses_writes_is_asked_on_and_takes_what_waited_afterwards(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, refuse: tuple[str, ...], allow: tuple[str, ...]
+) -> None:
+    """Hits stay, also for an engine that starts then."""
+    one = engine(tmp_path / "kv", server.url)
+    one.save(prompt(0), list(range(12)))
+    one.wait_for_set()
+    server.cli(*refuse)
+    other = engine(tmp_path / "kv", server.url)
+    assert [answer.outcome.value for answer in one.save(prompt(1), list(range(20, 32)))] == ["saved"] * 3
+    for _ in range(4):
+        time.sleep(0.8)  # meanwhile, all that is asked of it is refused
+        assert hits(other, prompt(0)) == hits(one, prompt(0)) == 3
+    for half in (one.store, *one.transfers):
+        assert names.INDEX_PAUSES not in half.metrics.total()
+    assert sum("make sets is put off" in line for line in caplog.messages) <= 2, "once for each engine"
+    server.cli(*allow)
+    wait_until(lambda: hits(other, prompt(1)) == 3, "what waited", 20.0)
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_emptied_redis_is_filled_again_by_one_engine(server: Server, tmp_path: Path, restarts: bool) -> None:
+    engines = [engine(tmp_path / "kv", server.url) for _ in range(2)]
+    for number, one in enumerate(engines):
+        one.save(prompt(number), list(range(12)))
+    if restarts:
+        server.kill()
+        assert hits(engines[0], prompt(1)) == 0
+        server.start()
+    else:
+        server.cli("flushall")
+    for one in engines:
+        until(lambda one=one: [hits(one, prompt(number)) for number in range(2)] == [3, 3], "all hits again")
+    for number, one in enumerate(engines, 2):
+        until(lambda one=one, number=number: saves_all(one, number), "a save in a new set")
+    until(lambda: [hits(engines[0], prompt(3)), hits(engines[1], prompt(2))] == [3, 3], "what both saved")
+    for one in engines:
+        one.close()
+
+
+def saves_all(one: Engine, number: int) -> bool:
+    """An engine notices within a few seconds that its sets are gone; until then its saves are refused."""
+    return [answer.outcome.value for answer in one.save(prompt(number), list(range(40, 52)))] in (["saved"] * 3, [])
+
+
+def test_the_counters_are_the_stores(server: Server, tmp_path: Path) -> None:
+    one = engine(tmp_path / "kv", server.url)
+    index = one.store._keeper._index
+    assert isinstance(index, GuardedIndex) and index.metrics is one.store.metrics
+    one.close()

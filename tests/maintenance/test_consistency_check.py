@@ -1,0 +1,58 @@
+"""Whether index and segments agree, on a root where much does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier.index.base import NewRecord
+from kvtier.index.memory import MemoryIndex
+from kvtier.maintenance import consistency_check
+from kvtier.storage.root import find_root, namespace_folders
+from kvtier.storage.segments import segment_name
+from tests.eviction.test_capacity import BLOCKS, tiny, tokens_of
+from tests.support.rig import Engine
+
+
+def test_folders_are_listed_once_for_each_look_however_many_sets_are_doubtful(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny(tmp_path, sets=8)
+    for number in range(5):
+        engine.save(tokens_of(number), BLOCKS)
+    engine.close()
+    listed: list[Path] = []
+
+    def list_them(folder: Path) -> list[Path]:
+        listed.append(folder)
+        return namespace_folders(folder)
+
+    monkeypatch.setattr(consistency_check, "namespace_folders", list_them)
+    found = consistency_check.check_agreement(find_root(tmp_path), MemoryIndex(), wait=lambda seconds: None)
+    assert found.n_disagreements == found.records == 25 and found.segments > 2
+    assert {row.what for row in found.disagreements} == {"no segment set of the index"}
+    assert len(listed) == 2
+
+
+def test_a_second_record_of_a_part_is_in_order_and_one_of_a_part_that_is_missing_is_not(tmp_path: Path) -> None:
+    """The first writer wins of a part too, and no rebuild would add the second one (seed 10886 of the simulation's
+    calm)."""
+    index, places = MemoryIndex(), []
+    for _ in range(2):
+        engine = Engine(tmp_path, tensor_size=2)
+        engine.save(tokens_of(1)[:64], BLOCKS[: engine.chunk_blocks])
+        own = engine.store._keeper._index
+        (info,) = [info for info in own.sets() if own.members(info.set_id)]
+        places.append(sorted(own.members(info.set_id), key=lambda member: member[1].rank))
+        for key, at in places[-1]:
+            own.retract(key, at)
+        index.create_set(replace(info, is_open=False))
+        engine.close()
+    key, at = places[0][0]
+    assert index.publish([NewRecord(key, at, engine.shape.whole)]) == 1 and not index.resolve([key])
+    found = consistency_check.check_agreement(find_root(tmp_path), index, wait=lambda seconds: None)
+    assert (found.records, found.indexed, found.second) == (4, 1, 1)
+    missing = {segment_name(at.set_id, at.rank) for _, (_, at) in places}
+    assert {(row.segment, row.what) for row in found.disagreements} == {(name, "not in the index") for name in missing}

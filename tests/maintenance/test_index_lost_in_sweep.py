@@ -1,0 +1,45 @@
+"""The index forgets everything while a sweep is under way. The sweep knows sets from before and finds no record of
+theirs any more: it took them for empty, and unlinked segments full of records. Found by `tests.simulation`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.index.lmdb.index import LmdbIndex
+from kvtier.index.memory import MemoryIndex
+from kvtier.maintenance.sweeper import Housekeeper
+from tests.support.rig import Engine
+
+TOKENS, BLOCKS = list(range(1000, 1000 + 64 * 5)), list(range(20))
+
+
+class Forgetful:
+    """The root's index, until `forget`; a new, empty one from then on."""
+
+    def __init__(self, index: LmdbIndex) -> None:
+        self.index: LmdbIndex | MemoryIndex = index
+
+    def forget(self) -> None:
+        self.index = MemoryIndex()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.index, name)
+
+
+def test_sets_that_a_lost_index_knew_keep_their_segments(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    segments = sorted(tmp_path.glob("v1/*/*.kvseg"))
+    index = Forgetful(LmdbIndex(str(tmp_path / "v1" / "index")))
+
+    class ForgetsMeanwhile(Housekeeper):
+        def _next_closed(self, known: dict[int, object]) -> set[int]:  # type: ignore[override]
+            index.forget()
+            return set(known)
+
+    ForgetsMeanwhile(index, tmp_path / "v1", "sweeper").sweep()  # type: ignore[arg-type]
+    assert sorted(tmp_path.glob("v1/*/*.kvseg")) == segments and segments
+    Housekeeper(index, tmp_path / "v1", "sweeper").rebuild()  # type: ignore[arg-type]
+    index.rebuilt(index.loss())  # type: ignore[operator]
+    assert index.counts().chunks == 5  # type: ignore[operator]

@@ -1,0 +1,170 @@
+"""The index is a hint: lost, damaged or stale, it is made anew from the segments' header pages (I5)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvtier import cli
+from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.index.base import Location
+from kvtier.maintenance.scrub import stats, verify
+from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.storage.root import find_root
+from kvtier.storage.segments import SegmentFiles
+from tests.support.rig import Engine
+from tests.waiting import wait_until
+
+TOKENS = list(range(1000, 1000 + 64 * 5))
+BLOCKS = list(range(20))
+TARGET = list(range(100, 120))
+
+
+def test_a_lost_index_is_read_back_at_the_next_start(tmp_path: Path) -> None:
+    writer = Engine(tmp_path, tensor_size=2)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    shutil.rmtree(tmp_path / "v1" / "index")
+    reader = Engine(tmp_path)
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
+    assert not verify(find_root(tmp_path), reader.store._keeper._index).bad
+    assert {info.owner for info in reader.store._keeper._index.sets() if not info.is_open} == {""}
+    reader.close()
+
+
+def test_a_damaged_index_file_is_thrown_away(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    data = tmp_path / "v1" / "index" / "data.mdb"
+    data.write_bytes(b"\xa5" * data.stat().st_size)
+    reader = Engine(tmp_path)
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
+    reader.close()
+
+
+def test_rebuild_adds_what_is_missing_and_drops_what_no_file_has(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    engine.close()
+    other = Engine(tmp_path)
+    index, keys = other.store._keeper._index, other.keys(TOKENS)
+    members = {key: location for info in index.sets() for key, location in index.members(info.set_id)}
+    index.retract(keys[1], members[keys[1]])
+    wrong = Location(*members[keys[2]][:5], checksums=(1, 2, 3, 4))
+    index.retract(keys[2], members[keys[2]])
+    from kvtier.index.base import NewRecord
+
+    assert index.publish([NewRecord(keys[2], wrong, other.shape.whole)]) == 1
+    done = Housekeeper(index, tmp_path / "v1", "me").rebuild()
+    assert (done.segments, done.records, done.unreadable) == (1, 2, ())
+    again = {key: location for info in index.sets() for key, location in index.members(info.set_id)}
+    assert again == members
+    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    path.unlink()
+    assert Housekeeper(index, tmp_path / "v1", "me").rebuild().removed_sets == 1
+    assert other.load(TOKENS, TARGET) == (0, [])
+    other.close()
+
+
+def test_a_damaged_record_header_is_left_out_and_said(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    with path.open("r+b") as file:
+        file.seek(4096 + 10)
+        file.write(b"\xff\xff")
+    engine.close()
+    shutil.rmtree(tmp_path / "v1" / "index")
+    reader = Engine(tmp_path)
+    index = reader.store._keeper._index
+    wait_until(lambda: not index.was_reset)
+    assert reader.load(TOKENS, TARGET) == (0, []), "the first chunk is gone, so is the prefix"
+    assert index.counts().chunks == 4
+    reader.close()
+
+
+def test_one_damaged_namespace_stops_nothing_else(tmp_path: Path) -> None:
+    writer, other = Engine(tmp_path), Engine(tmp_path, weights="other")
+    writer.save(TOKENS, BLOCKS)
+    other.save(TOKENS, BLOCKS)
+    writer.close()
+    other.close()
+    (tmp_path / "v1" / other.namespace.id.hex() / "namespace.json").write_text("{}")
+    shutil.rmtree(tmp_path / "v1" / "index")
+    reader = Engine(tmp_path)
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
+    assert {answer.outcome.value for answer in reader.save(list(range(64)), BLOCKS)} == {"saved"}
+    reader.close()
+
+
+def test_a_segment_that_could_not_be_read_once_is_taken_in_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to be swept as an orphan, in the very tick that failed to read it."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    os.utime(path, (1, 1))
+    shutil.rmtree(tmp_path / "v1" / "index")
+    opened, refusals = SegmentFiles._open_file, iter([True, True])
+
+    def refuse_first(self: SegmentFiles, name: tuple[int, int]) -> object:
+        if next(refusals, False):
+            raise TierUnavailable("Too many open files")
+        return opened(self, name)
+
+    monkeypatch.setattr(SegmentFiles, "_open_file", refuse_first)
+    reader = Engine(tmp_path)
+    wait_until(lambda: not reader.store._keeper._index.was_reset)
+    reader.store._keeper._due.sweep.want()
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
+    reader.close()
+
+
+def test_a_copied_or_moved_root_takes_its_index_with_it(tmp_path: Path) -> None:
+    """An absolute path in owner.json made `rebuild` of a copy empty the original's index."""
+    writer = Engine(tmp_path / "a")
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a").rename(tmp_path / "moved")
+    for path in tmp_path.glob("b/v1/*/*.kvseg"):
+        path.unlink()
+    assert cli.main(["index", "rebuild", str(tmp_path / "b")]) == 0
+    assert cli.main(["verify", str(tmp_path / "moved")]) == 0
+    assert not (tmp_path / "a").exists()
+    reader = Engine(tmp_path / "moved")
+    assert reader.load(TOKENS, TARGET)[0] == 5
+    reader.close()
+
+
+def test_one_index_for_two_roots_stops_start_up(tmp_path: Path) -> None:
+    """They would take each other's segments for lost."""
+    writer = Engine(tmp_path / "a")
+    writer.save(TOKENS, BLOCKS)
+    shared = {"index": {"path": str(tmp_path / "a" / "v1" / "index")}}
+    with pytest.raises(ConfigError, match="it is the index of") as fault:
+        Engine(tmp_path / "b", changes=shared)
+    assert fault.value.key == "index.path"
+    assert writer.load(TOKENS, TARGET)[0] == 5
+    writer.close()
+
+
+def test_a_namespace_without_its_description_is_said_and_counted(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    folder = tmp_path / "v1" / writer.namespace.id.hex()
+    (folder / "namespace.json").unlink()
+    root, index = find_root(tmp_path), writer.store._keeper._index
+    assert verify(root, index).bad[-1].segment.endswith("namespace.json")
+    found = stats(root, index)
+    assert found.n_bytes > 0 and len(found.unreadable) == 1
+    done = Housekeeper(index, tmp_path / "v1", "me").rebuild()
+    assert done.removed_sets == 0 and len(done.unreadable) == 1
+    writer.close()

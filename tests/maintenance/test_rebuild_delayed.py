@@ -1,0 +1,99 @@
+"""A rebuild that takes long or fails half way says that it is not done, shows signs of life, leaves no file open."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import IndexUnavailable
+from kvtier.index.base import Location
+from kvtier.maintenance import rebuild as read_back
+from kvtier.maintenance.record_read import Verdict
+from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.storage.segments import SegmentFiles, parse_segment_name
+from tests.maintenance.test_delayed_sweeps import Clock
+from tests.maintenance.test_rebuild_sets import lost, opened
+from tests.maintenance.test_record_saved_twice import BAD, saved_again_in_an_older_set
+from tests.scheduler.test_slow_writers import after
+from tests.worker.test_faults import flip_payload
+
+
+@pytest.mark.parametrize("where", ["members", "create_set", "some_sets"])
+def test_who_may_have_lost_the_lease_has_not_rebuilt_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Of a set that the index knows in part nothing was added, and it was called whole all the same."""
+    lost(tmp_path)
+    index, clock = opened(tmp_path), Clock()
+    keeper = Housekeeper(index, tmp_path / "v1", "me", clock)
+    keeper.rebuild()
+    (info,) = index.sets()
+    for member in index.members(info.set_id)[:3]:
+        index.retract(*member)
+    with monkeypatch.context() as patched:
+        patched.setattr(index, where, after(getattr(index, where), clock.stall))
+        assert keeper.rebuild() is None
+    again = keeper.rebuild()
+    assert again is not None and again.records == 3 and len(index.members(info.set_id)) == 5
+    index.close()
+
+
+def open_segments() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:  # the listing's own
+            continue
+    return [name for name in found if ".kvseg" in name]
+
+
+@pytest.mark.parametrize("call", ["find", "members", "publish", "create_set"])
+def test_a_rebuild_that_fails_leaves_no_segment_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Evicted ones kept their space as long as the process lived."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise IndexUnavailable("away")
+
+    lost(tmp_path, ranks=4)
+    index = opened(tmp_path)
+    before = open_segments()
+    with monkeypatch.context() as patched:
+        patched.setattr(index, call, refuse)
+        with pytest.raises(IndexUnavailable):
+            Housekeeper(index, tmp_path / "v1", "me").rebuild()
+    assert open_segments() == before
+    index.close()
+
+
+def test_who_reads_what_lies_there_twice_gives_signs_of_life_and_reads_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_again_in_an_older_set(tmp_path)
+    older, newer = sorted(tmp_path.glob("v1/*/*.kvseg"))
+    flip_payload(newer, BAD)  # back to what it was
+    shutil.rmtree(tmp_path / "v1" / "index")
+    index = opened(tmp_path)
+    told: list[tuple[int, int]] = []
+    told_before: list[int] = []
+    plain = read_back.judge
+
+    def look(files: SegmentFiles, key: bytes, location: Location) -> Verdict:
+        told_before.append(len(told))
+        return plain(files, key, location)
+
+    monkeypatch.setattr(read_back, "judge", look)
+    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    assert keeper.rebuild(lambda done, total: told.append((done, total))) is not None
+    assert told_before == [3] and told == [(0, 2), (1, 2), (2, 2), (2, 2)], "each segment, the look, the end"
+    name = parse_segment_name(older.name)
+    assert name is not None and keeper._lease.take()
+    assert keeper._read_back.read_set(SegmentFiles(older.parent, direct=False), name[0], [0], {}) == 0
+    assert len(told_before) == 1
+    assert keeper.rebuild() is not None and len(told_before) == 2, "it may be bad by now"
+    index.close()

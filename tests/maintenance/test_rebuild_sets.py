@@ -1,0 +1,269 @@
+"""A set that is in no index comes into it with the segments of all its ranks or not at all, whatever fails meanwhile:
+registered without one, nobody would look at that one again, and registered without records it would be removed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier import cli
+from kvtier.errors import IndexUnavailable, TierUnavailable
+from kvtier.index.base import IndexCounts, NewRecord
+from kvtier.index.lmdb.index import LmdbIndex
+from kvtier.maintenance import rebuild as read_back
+from kvtier.maintenance.rebuild import ReadBack
+from kvtier.maintenance.sweep_lease import SWEEP_LEASE
+from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
+from kvtier.storage.segments import SegmentFiles
+from tests.scheduler.test_slow_writers import before, by_hand, once
+from tests.support.rig import Engine
+
+TOKENS = list(range(1000, 1000 + 64 * 5))
+BLOCKS = list(range(20))
+TARGET = list(range(100, 120))
+HEADER_BYTES = 4096
+
+
+def lost(root: Path, ranks: int = 1) -> tuple[list[Path], list[bytes]]:
+    """The segments, old, of a stored set whose index was lost; and its five keys."""
+    writer = Engine(root, tensor_size=ranks)
+    writer.save(TOKENS, BLOCKS)
+    keys = writer.keys(TOKENS)
+    writer.close()
+    paths = sorted(root.glob("v1/*/*.kvseg"))
+    assert len(paths) == ranks
+    for path in paths:
+        os.utime(path, (1, 1))
+    shutil.rmtree(root / "v1" / "index")
+    return paths, keys
+
+
+def opened(root: Path) -> LmdbIndex:
+    index = LmdbIndex(str(root / "v1" / "index"))
+    index.bind(root / "v1")
+    index.rebuilt(index.loss())
+    return index
+
+
+def refuse_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """The first time that this segment is opened, there are too many open files."""
+    open_file, left = SegmentFiles._open_file, [path.name]
+
+    def refuse(self: SegmentFiles, name: tuple[int, int]) -> object:
+        if f"{name[0]:016x}-{name[1]:04d}.kvseg" in left:
+            left.clear()
+            raise TierUnavailable("Too many open files")
+        return open_file(self, name)
+
+    monkeypatch.setattr(SegmentFiles, "_open_file", refuse)
+
+
+def test_a_sweep_waits_until_all_of_a_sets_segments_are_old(tmp_path: Path) -> None:
+    """The younger one was never taken in: the set was in the index by then."""
+    paths, keys = lost(tmp_path, ranks=2)
+    index = opened(tmp_path)
+    now_s = time.time()
+    os.utime(paths[1], (now_s, now_s))
+    Housekeeper(index, tmp_path / "v1", "me").sweep()
+    assert index.counts().sets == 0
+    Housekeeper(index, tmp_path / "v1", "me", clock=lambda: now_s + ORPHAN_GRACE_S + 1).sweep()
+    assert len(index.resolve(keys)) == 5
+    index.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("doing", ["sweep", "rebuild"])
+def test_a_set_of_which_one_segment_cannot_be_read_is_taken_in_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: str, rank: int
+) -> None:
+    """The other one came in alone, and this one never."""
+    paths, keys = lost(tmp_path, ranks=2)
+    index = opened(tmp_path)
+    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    refuse_once(monkeypatch, paths[rank])
+    if doing == "sweep":
+        keeper.sweep()
+    else:
+        done = keeper.rebuild()
+        assert done is not None and len(done.unreadable) == 1 and paths[rank].name in done.unreadable[0]
+    assert index.counts().sets == 0
+    keeper.sweep()
+    assert len(index.resolve(keys)) == 5
+    index.close()
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_what_goes_while_a_sweep_reads_it_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    """An evictor that was slow removes its files, of one rank after the other."""
+    paths, keys = lost(tmp_path, ranks=2)
+    index = opened(tmp_path)
+    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    unlink = once(lambda: [path.unlink() for path in paths[:gone]])
+    monkeypatch.setattr(index, "create_set", before(index.create_set, unlink))
+    keeper.sweep()
+    assert index.counts() == IndexCounts(0, 0, 0, 0)
+    keeper.sweep()
+    assert index.resolve(keys) == [] and index.counts().records == 5 * (2 - gone)
+    index.close()
+
+
+def test_what_is_no_segment_takes_nothing_else_with_it(tmp_path: Path) -> None:
+    paths, _ = lost(tmp_path, ranks=2)
+    index = opened(tmp_path)
+    paths[0].write_bytes(b"x" * HEADER_BYTES)
+    os.utime(paths[0], (1, 1))
+    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    keeper.sweep()
+    assert [path.exists() for path in paths] == [False, True]
+    assert index.counts().records == 5
+    keeper.sweep()
+    assert paths[1].exists()
+    index.close()
+
+
+def test_a_sweep_beside_a_rebuild_removes_no_segment_that_is_still_to_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank's held no record, so the set was in the index without any when the sweep came by: both went."""
+    paths, _ = lost(tmp_path, ranks=2)
+    os.truncate(paths[0], HEADER_BYTES)
+    index = opened(tmp_path)
+    rebuilding, sweeper = Housekeeper(index, tmp_path / "v1", "cli"), Housekeeper(index, tmp_path / "v1", "engine")
+    read = ReadBack._read_segment
+
+    def sweep_before_the_second(self: ReadBack, files: SegmentFiles, set_id: int, rank: int) -> object:
+        if rank == 1:
+            index.release_lease(SWEEP_LEASE, "cli")  # as if it had run out
+            sweeper.sweep()
+        return read(self, files, set_id, rank)
+
+    monkeypatch.setattr(ReadBack, "_read_segment", sweep_before_the_second)
+    rebuilding.rebuild()
+    assert paths[1].exists() and index.counts().records == 5
+    index.close()
+
+
+@pytest.mark.parametrize("doing", ["sweep", "rebuild"])
+def test_a_set_that_came_in_by_half_comes_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
+    """Its first records came with it, then the index refused: the others stayed unknown, for the set was known."""
+    _, keys = lost(tmp_path)
+    index = opened(tmp_path)
+    monkeypatch.setattr(read_back, "ADOPTED_MAX", 2)
+
+    def refuse(records: list[NewRecord], from_files: bool = False) -> int:
+        monkeypatch.undo()
+        raise IndexUnavailable("locked by another process")
+
+    monkeypatch.setattr(index, "publish", refuse)
+    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    with pytest.raises(IndexUnavailable):
+        keeper.sweep() if doing == "sweep" else keeper.rebuild()
+    keeper.sweep()
+    assert len(index.resolve(keys)) == 5
+    index.close()
+
+
+def test_what_a_living_writer_has_is_kept_when_the_index_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    index = writer.store._keeper._index
+    members = [(key, at) for info in index.sets() for key, at in index.members(info.set_id)]
+    index.retract(*members[4])
+
+    def refuse(records: list[NewRecord], from_files: bool = False) -> int:
+        raise IndexUnavailable("locked by another process")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "publish", refuse)
+        with pytest.raises(IndexUnavailable):
+            Housekeeper(index, tmp_path / "v1", "me").rebuild()
+    assert writer.load(TOKENS, TARGET)[0] == 4
+    writer.close()
+
+
+def test_one_at_a_time_looks_after_a_roots_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep cut segments of which a rebuild had read more, and entries pointed behind their ends."""
+    lost(tmp_path)
+    index = opened(tmp_path)
+    first, second = Housekeeper(index, tmp_path / "v1", "first"), Housekeeper(index, tmp_path / "v1", "second")
+    outcomes: list[object] = []
+
+    def look() -> None:
+        outcomes.append((index.lease_owner(SWEEP_LEASE, time.time()), second.rebuild()))
+
+    reading = first._read_back
+    monkeypatch.setattr(reading, "_read_segment", before(reading._read_segment, once(look)))
+    done = first.rebuild()
+    assert outcomes == [("first", None)] and done is not None and done.records == 5
+    assert index.lease_owner(SWEEP_LEASE, time.time()) is None
+    index.close()
+
+
+def test_an_engine_leaves_a_lost_index_to_who_rebuilds_it_already(tmp_path: Path) -> None:
+    lost(tmp_path)
+    index = LmdbIndex(str(tmp_path / "v1" / "index"))
+    index.bind(tmp_path / "v1")
+    assert index.acquire_lease(SWEEP_LEASE, "other", time.time(), 60.0)
+    engine = Engine(tmp_path)
+    keeper = by_hand(engine)
+    assert index.was_reset and index.counts().records == 0
+    index.release_lease(SWEEP_LEASE, "other")
+    keeper.tick()
+    assert not index.was_reset
+    assert engine.load(TOKENS, TARGET)[0] == 5
+    engine.close()
+    index.close()
+
+
+def test_the_command_waits_for_a_sweep_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lost(tmp_path)
+    index = opened(tmp_path)
+    assert index.acquire_lease(SWEEP_LEASE, "killed", time.time(), 0.5)
+    assert cli.main(["index", "rebuild", str(tmp_path)]) == 0
+    assert "5 records of 1 segment added" in capsys.readouterr().out
+    index.close()
+
+
+def test_the_command_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvtier.cli import index as command
+
+    monkeypatch.setattr(command, "OTHERS_TIMEOUT_S", 0.2)
+    lost(tmp_path)
+    index = opened(tmp_path)
+    assert index.acquire_lease(SWEEP_LEASE, "busy", time.time(), 60.0)
+    assert cli.main(["index", "rebuild", str(tmp_path)]) != 0
+    assert "busy" in capsys.readouterr().err
+    index.close()
+
+
+def test_a_file_that_was_away_at_a_rebuild_is_read_back_by_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its set was in the index by then, with the other rank's records, and its own were lost until the next rebuild.
+    Not while it is young: a writer that was refused a record may cut it."""
+    paths, keys = lost(tmp_path, ranks=2)
+    index, now_s = opened(tmp_path), time.time()
+    keeper = Housekeeper(index, tmp_path / "v1", "me", clock=lambda: now_s)
+    monkeypatch.setattr(keeper, "_may_be_away", True)
+    monkeypatch.setattr(keeper._read_back, "_may_be_away", True)
+    away = paths[1].rename(tmp_path / "away")
+    assert keeper.rebuild() is not None
+    assert index.resolve(keys) == [] and index.counts().records == 5
+    away.rename(paths[1])
+    os.utime(paths[1], (now_s, now_s))
+    keeper.sweep()
+    assert index.counts().records == 5
+    now_s += ORPHAN_GRACE_S + CLOCK_TOLERANCE_S
+    keeper.sweep()
+    assert len(index.resolve(keys)) == 5
+    index.close()

@@ -1,0 +1,247 @@
+"""The pure parts: rectangles, shares of ranks, headers, slots of sets, which sets go, queues."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import zlib
+from collections.abc import Collection
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.arena.admission import Admission
+from kvtier.errors import Corrupt
+from kvtier.eviction.choice import Choice
+from kvtier.format.geometry import Extent, covers, share_of_rank
+from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_bytes
+from kvtier.index.base import Location, SetInfo
+from kvtier.runtime.threads import ThreadJobs, Ticker
+from kvtier.scheduler.segment_allocator import SetSupply
+from kvtier.worker.read_plan import sources_of
+from tests.manual_jobs import ManualJobs
+from tests.support.rig import geometry
+
+extents = st.builds(Extent, st.integers(0, 5), st.integers(1, 4), st.integers(0, 5), st.integers(1, 4))
+
+
+def cells(extent: Extent) -> set[tuple[int, int]]:
+    layers = range(extent.first_layer, extent.end_layer)
+    return set(itertools.product(layers, range(extent.first_head, extent.end_head)))
+
+
+@given(extents, extents)
+def test_rectangles_are_sets_of_cells(one: Extent, two: Extent) -> None:
+    common = one.intersect(two)
+    assert (cells(common) if common else set()) == cells(one) & cells(two)
+    rest = [cells(piece) for piece in one.minus(two)]
+    assert set().union(*rest) == cells(one) - cells(two)
+    assert sum(map(len, rest)) == len(cells(one) - cells(two)), "pieces overlap"
+    assert one.contains(two) == (cells(two) <= cells(one))
+
+
+@given(st.lists(extents, max_size=5), extents)
+def test_covering_is_covering_every_cell(parts: list[Extent], whole: Extent) -> None:
+    assert covers(parts, whole) == (cells(whole) <= set().union(*map(cells, parts)))
+
+
+@given(st.lists(extents, min_size=1, max_size=5), extents)
+def test_sources_give_every_cell_once(parts: list[Extent], held: Extent) -> None:
+    locations = [Location(n, 0, n, 4096, part, (0,) * part.n_heads) for n, part in enumerate(parts)]
+    sources = sources_of(locations, held, slot_bytes=1 << 30)
+    if sources is None:
+        assert not covers(parts, held)
+        return
+    taken = [cells(source.wanted) for source in sources]
+    assert set().union(*taken) == cells(held) and sum(map(len, taken)) == len(cells(held))
+    assert all(source.location.extent.contains(source.wanted) for source in sources)
+    ranges = sorted((source.slot_offset, source.slot_offset + source.n_bytes) for source in sources)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges)), "reads overlap in the slot"
+    assert sources_of(locations, held, slot_bytes=4096) is None, "a slot that is too small is a miss, not an overrun"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_what_ranks_cut_by_heads_wrote_is_read_alone_though_half_is_there_cut_by_layers(order: tuple[int, ...]) -> None:
+    """A pipeline stage that ended alone, then two tensor-parallel ranks: with what both have the slot overflowed, each
+    time anew, and nobody wrote the chunk again, for it was complete."""
+    cut = [Extent(0, 1, 0, 4), Extent(0, 2, 0, 2), Extent(0, 2, 2, 2)]
+    locations = [Location(n, 0, 0, 4096 * cut[n].n_layers, cut[n], (0,) * cut[n].n_heads) for n in order]
+    sources = sources_of(locations, Extent(0, 2, 0, 4), slot_bytes=4096 + 4 * 2 * 4096)
+    assert sources is not None
+    assert {source.location.set_id for source in sources} == {1, 2}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("kind", ["heads", "mla"])
+def test_the_shares_of_all_ranks_write_everything_once(heads: int, ranks: int, kind: str) -> None:
+    shape = geometry(kv_heads=1 if kind == "mla" else heads, attention=kind, layers=6)
+    stages = [range(2), range(2, 6)]
+    shares = [
+        share_of_rank(shape, rank, ranks, number * ranks + rank, stage)
+        for number, stage in enumerate(stages) for rank in range(ranks)
+    ]  # fmt: skip
+    written = [cells(share.writes) for share in shares if share.writes]
+    assert set().union(*written) == cells(shape.whole)
+    assert sum(map(len, written)) == shape.whole.cells
+    assert all(share.writes is None or share.reads.contains(share.writes) for share in shares)
+    assert covers([share.reads for share in shares], shape.whole)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="divide"):
+        share_of_rank(geometry(kv_heads=4), 0, 3, 0, range(4))
+    with pytest.raises(ValueError, match="divide"):
+        share_of_rank(geometry(kv_heads=4), 0, 6, 0, range(4))
+
+
+EXTENT = Extent(1, 2, 3, 4)
+SEGMENT = SegmentHeader(bytes(range(16)), 1 << 63, 7, 9, record_bytes(EXTENT, 8192), EXTENT, 8192, 1 << 40, "ä" * 16)
+RECORD = RecordHeader(bytes(range(16)), bytes(16), b"n" * 16, 8192, 256, 3, EXTENT, 77, (1, 2, 3, (1 << 64) - 1))
+
+
+@pytest.mark.parametrize("header", [SEGMENT, RECORD])
+def test_a_header_survives_packing_and_no_changed_byte(header: SegmentHeader | RecordHeader) -> None:
+    page = header.pack()
+    assert len(page) == 4096 and type(header).unpack(page) == header and not is_blank(page)
+    for position in [*range(200), 2000, 4095]:
+        damaged = bytearray(page)
+        damaged[position] ^= 0x40
+        with pytest.raises(Corrupt):
+            type(header).unpack(bytes(damaged))
+    for length in (0, 8, 4095):
+        with pytest.raises(Corrupt):
+            type(header).unpack(page[:length])
+    with pytest.raises(Corrupt):
+        (RecordHeader if header is SEGMENT else SegmentHeader).unpack(page)
+
+
+@given(st.sampled_from([SEGMENT, RECORD]), st.binary(min_size=88, max_size=160))
+def test_a_header_of_a_stranger_is_refused_or_consistent(real: SegmentHeader | RecordHeader, fields: bytes) -> None:
+    """Right magic, version and CRC around any fields: nothing but Corrupt comes out, or a header that adds up."""
+    page = bytearray(real.pack())
+    page[16 : 16 + len(fields)] = fields
+    page[12:16] = bytes(4)
+    page[12:16] = zlib.crc32(page).to_bytes(4, "little")
+    try:
+        header = type(real).unpack(bytes(page))
+    except Corrupt:
+        return
+    assert 1 <= header.extent.n_heads <= 496 and header.slab_bytes % 4096 == 0 < header.slab_bytes
+    if isinstance(header, SegmentHeader):
+        assert header.slot_bytes == record_bytes(header.extent, header.slab_bytes)
+    else:
+        assert len(header.checksums) == header.extent.n_heads
+
+
+def test_a_set_supply_gives_every_slot_once_and_asks_in_time() -> None:
+    supply = SetSupply(slots=4, spares_max=1)
+    assert supply.take(0.0) is None and supply.wants_set()
+    supply.offer(1)
+    taken = [supply.take(0.0) for _ in range(2)]
+    assert supply.wants_set(), "half of the last set is gone"
+    supply.offer(2)
+    taken += [supply.take(0.0) for _ in range(4)]
+    assert taken == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
+    assert supply.take_settled(1.0) == [], "its saves are not answered"
+    for slot in range(4):
+        supply.answered(1, slot, is_blank=False)
+    assert supply.take_settled(1.0) == [1] and supply.take_settled(1.0) == []
+    supply.offer(3)
+    assert supply.abandon() == ([2], [3])
+
+
+def test_a_slot_that_stayed_blank_is_given_again() -> None:
+    supply = SetSupply(slots=3, spares_max=1)
+    supply.offer(1)
+    assert [supply.take(0.0) for _ in range(2)] == [(1, 0), (1, 1)]
+    supply.answered(1, 0, is_blank=True)
+    supply.answered(1, 1, is_blank=False)
+    assert [supply.take(0.0) for _ in range(2)] == [(1, 0), (1, 2)]
+    supply.answered(1, 2, is_blank=True)
+    assert supply.take(0.0) is None, "a full set is not opened again"
+
+
+def test_a_set_supply_keeps_as_many_ready_as_it_is_told() -> None:
+    supply = SetSupply(slots=2, spares_max=3)
+    for set_id in range(1, 4):
+        assert supply.wants_set()
+        supply.offer(set_id)
+    assert not supply.wants_set()
+    assert supply.take(0.0) == (1, 0) and supply.wants_set(), "half of it is gone"
+
+
+def test_a_full_set_whose_answers_were_lost_is_closed_after_a_while() -> None:
+    supply = SetSupply(slots=1, spares_max=1)
+    supply.offer(1)
+    supply.take(100.0)
+    assert supply.take_settled(101.0) == []
+    assert supply.take_settled(100.0 + 61.0) == [1]
+
+
+def test_eviction_takes_the_longest_unused_and_never_the_protected() -> None:
+    def info(number: int, used_s: float, **flags: bool) -> SetInfo:
+        return SetInfo(number, bytes(16), "x", 10, 0.0, used_s, **({"is_open": False} | flags))
+
+    sets = [info(1, 5.0), info(2, 1.0), info(3, 0.0, is_open=True), info(5, 3.0)]
+
+    def least_recently_used(n_bytes: int, protected: Collection[int] = ()) -> list[int]:
+        choice = Choice(sets, protected)
+        choice.take(n_bytes)
+        return [victim.set_id for victim in choice.victims]
+
+    assert least_recently_used(1) == [2]
+    assert least_recently_used(11) == [2, 5]
+    assert least_recently_used(1000) == [2, 5, 1]
+    assert least_recently_used(0) == []
+    assert least_recently_used(11, protected={5}) == [2, 1]
+
+
+def test_admission_policies() -> None:
+    always, never, second = Admission("always"), Admission("never"), Admission("second_hit")
+    assert always.keeps_saved() and always.keeps_loaded(b"a")
+    assert not never.keeps_saved() and not never.keeps_loaded(b"a")
+    assert not second.keeps_saved()
+    assert [second.keeps_loaded(key) for key in (b"a", b"b", b"a")] == [False, False, True]
+
+
+def test_thread_jobs_are_bounded_and_survive_a_job_that_raises() -> None:
+    jobs = ThreadJobs("test", threads=1, queued_max=2)
+    gate, began, ran = threading.Event(), threading.Event(), []
+    assert jobs.submit(lambda: (began.set(), gate.wait())[0])
+    assert began.wait(5)
+    assert jobs.submit(lambda: ran.append(1))
+    assert jobs.submit(lambda: 1 / 0), "queued; it raises in its thread"  # type: ignore[arg-type,return-value]
+    assert not jobs.submit(lambda: ran.append(2)), "the queue holds two"
+    assert not jobs.drain(0.05), "the deadline of drain holds (I10)"
+    hook, threading.excepthook = threading.excepthook, lambda _: None
+    try:
+        gate.set()
+        assert jobs.drain(5.0)
+        assert jobs.submit(lambda: ran.append(3)) and jobs.drain(5.0)
+    finally:
+        threading.excepthook = hook
+    assert ran == [1, 3]
+    jobs.close()
+    assert not jobs.submit(lambda: None)
+
+
+def test_manual_jobs_run_when_and_in_the_order_they_are_told() -> None:
+    jobs, ran = ManualJobs(queued_max=2), []
+    assert jobs.submit(lambda: ran.append(1)) and jobs.submit(lambda: ran.append(2))
+    assert not jobs.submit(lambda: ran.append(3))
+    jobs.run(1)
+    assert ran == [2] and jobs.pending() == 1
+    assert jobs.drain(0.0) and ran == [2, 1]
+
+
+def test_a_ticker_ticks_by_itself_and_at_once_when_woken() -> None:
+    ticked = threading.Semaphore(0)
+    ticker = Ticker("test", 60.0, ticked.release)
+    assert ticked.acquire(timeout=5), "the first tick needs no waking"
+    ticker.wake()
+    assert ticked.acquire(timeout=5)
+    ticker.close(5.0)
+    ticker.wake()
+    assert not ticked.acquire(timeout=0.05)

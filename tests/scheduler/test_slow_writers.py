@@ -1,0 +1,403 @@
+"""A writer that others take for dead, or that knows of no one else's doing, is only slow: what it answers "saved" is
+there all the same, and what is no longer wanted of it is answered as failed (I1)."""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.eviction.set_removal import Remover
+from kvtier.index.base import writer_lease
+from kvtier.maintenance.rebuild import ReadBack
+from kvtier.maintenance.sweep_lease import SWEEP_LEASE
+from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.plan import SaveOutcome
+from kvtier.scheduler.background import Keeper
+from kvtier.storage.segments import SegmentFiles
+from tests.support.rig import Engine
+from tests.waiting import wait_until
+from tests.worker.test_trimming import RECORD_BYTES, engine_of
+
+BLOCKS = list(range(20))
+TARGET = list(range(100, 120))
+
+
+def tokens_of(number: int, n_chunks: int = 2) -> list[int]:
+    return list(range(10_000 * number, 10_000 * number + 64 * n_chunks))
+
+
+def by_hand(engine: Engine) -> Keeper:
+    """Its keeper, which ticks only when it is told to."""
+    keeper = engine.store._keeper
+    keeper._ticker.close(5.0)  # type: ignore[union-attr]
+    keeper.tick()
+    return keeper
+
+
+def fall_silent(engine: Engine) -> Keeper:
+    """Its keeper hangs: for others its time has run out."""
+    keeper = by_hand(engine)
+    engine.store._keeper._index.release_lease(writer_lease(keeper._plan.owner), keeper._plan.owner)
+    return keeper
+
+
+def once(act: Callable[[], object]) -> Callable[[], None]:
+    """`act` at the first call, which its own doing may call again."""
+    left = [act]
+
+    def run() -> None:
+        if left:
+            left.pop()()
+
+    return run
+
+
+def after(method: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        answer = method(*args, **options)
+        act()
+        return answer
+
+    return run
+
+
+def before(method: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        act()
+        return method(*args, **options)
+
+    return run
+
+
+def housekeeper(engine: Engine, name: str = "other") -> Housekeeper:
+    return Housekeeper(engine.store._keeper._index, engine.root / "v1", name)
+
+
+def loads(root: Path, tokens: Sequence[int]) -> int:
+    """Chunks that a new engine loads, all whole."""
+    reader = engine_of(root, 6)
+    found, done = reader.load(tokens, TARGET)
+    assert not any(load.failed_blocks for load in done)
+    reader.close()
+    return found
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("v1/*/*.kvseg"))
+
+
+def told(engine: Engine, tokens: Sequence[int]) -> set[SaveOutcome]:
+    return {done.outcome for done in engine.save(tokens, BLOCKS)}
+
+
+@pytest.mark.parametrize("has_records", [True, False], ids=["set with records", "set without"])
+def test_what_a_sweeper_cut_off_before_it_was_published_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_records: bool
+) -> None:
+    writer = engine_of(tmp_path, 6)
+    keeper = fall_silent(writer)
+    if has_records:
+        writer.save(tokens_of(1), BLOCKS)
+    index = writer.transfers[0]._worker.index
+    monkeypatch.setattr(index, "publish", before(index.publish, once(housekeeper(writer).sweep)))
+    ring = writer.transfers[0]._worker.io.ring
+    if has_records:  # cut before the bytes come: they make the file long again
+        monkeypatch.setattr(ring, "submit", before(ring.submit, once(housekeeper(writer).sweep)))
+    assert told(writer, tokens_of(2)) == {SaveOutcome.FAILED}
+    assert sum(path.stat().st_size for path in segments(tmp_path)) == (4096 + 2 * RECORD_BYTES) * has_records
+    keeper._due.beat_s = 0.0
+    keeper.tick()
+    assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}, "it goes on in a set of its own"
+    writer.close()
+    assert loads(tmp_path, tokens_of(2)) == 2
+    assert loads(tmp_path, tokens_of(1)) == 2 * has_records
+
+
+@pytest.mark.parametrize("has_records", [True, False], ids=["set with records", "set without"])
+def test_what_is_published_while_a_sweeper_looks_is_kept_or_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_records: bool
+) -> None:
+    writer = engine_of(tmp_path, 6)
+    fall_silent(writer)
+    if has_records:
+        writer.save(tokens_of(1), BLOCKS)
+    outcomes: set[SaveOutcome] = set()
+    index = writer.store._keeper._index
+    save = once(lambda: outcomes.update(told(writer, tokens_of(2))))
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "members", after(index.members, save))
+        housekeeper(writer).sweep()
+    assert outcomes == {SaveOutcome.FAILED}
+    writer.close()
+    assert loads(tmp_path, tokens_of(2)) == 0
+    assert loads(tmp_path, tokens_of(1)) == 2 * has_records
+
+
+def test_what_is_evicted_while_it_is_written_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = engine_of(tmp_path, 6)
+    by_hand(writer)
+    index = writer.transfers[0]._worker.index
+
+    def evict() -> None:
+        for info in index.sets():
+            index.remove_set(info.set_id)
+
+    monkeypatch.setattr(index, "publish", before(index.publish, once(evict)))
+    assert told(writer, tokens_of(1)) == {SaveOutcome.FAILED}
+    assert segments(tmp_path) == [], "whoever removed the set looked for files before this one was made"
+    writer.close()
+
+
+@pytest.mark.parametrize("known", ["not at all", "as taken over", "not, for it was lost"])
+def test_a_segment_that_is_made_late_is_not_left_in_no_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
+) -> None:
+    """It stayed, counted by nobody, until a sweep after its grace time: with writers enough, beyond the budget."""
+    writer = engine_of(tmp_path, 6)
+    keeper = fall_silent(writer)
+    index = keeper._index
+    meanwhile: dict[str, Callable[[], object]] = {
+        "not at all": housekeeper(writer).sweep,
+        "as taken over": lambda: [index.take_over(info.set_id) for info in index.sets()],
+        "not, for it was lost": lambda: shutil.rmtree(tmp_path / "v1" / "index"),
+    }
+    monkeypatch.setattr(SegmentFiles, "create", before(SegmentFiles.create, once(meanwhile[known])))
+    assert told(writer, tokens_of(1)) == {SaveOutcome.FAILED}
+    left = {int(path.name[:16], 16) for path in segments(tmp_path)}
+    if known == "not at all":
+        assert not left
+    elif known == "as taken over":
+        assert len(left) == 1 and left <= {info.set_id for info in index.sets()}, "others count it, and remove it"
+    else:
+        assert len(left) == 1 and index.was_reset, "whoever reads the segments again may be at it"
+    keeper._due.beat_s = 0.0
+    keeper.tick()
+    assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}, "it goes on in a set of its own"
+    housekeeper(writer).sweep()
+    left = {int(path.name[:16], 16) for path in segments(tmp_path)}
+    assert left == {info.set_id for info in index.sets() if index.members(info.set_id)}
+    writer.close()
+    assert loads(tmp_path, tokens_of(2)) == 2
+
+
+def test_another_record_of_the_same_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = engine_of(tmp_path, 6), engine_of(tmp_path, 6)
+    second.wait_for_set()
+    index = first.transfers[0]._worker.index
+    save = once(lambda: second.save(tokens_of(1), BLOCKS))
+    monkeypatch.setattr(index, "publish", before(index.publish, save))
+    assert told(first, tokens_of(1)) == {SaveOutcome.SAVED}
+    assert first.load(tokens_of(1), TARGET)[0] == 2
+    first.close()
+    second.close()
+
+
+def test_an_engine_whose_index_is_lost_goes_on_in_sets_that_the_new_one_knows(tmp_path: Path) -> None:
+    """It used to write on into sets of which the index knew nothing, up to nine of them."""
+    writer, other = engine_of(tmp_path, 6), engine_of(tmp_path, 6)
+    keepers = [by_hand(writer), by_hand(other)]
+    writer.save(tokens_of(1), BLOCKS)
+    shutil.rmtree(tmp_path / "v1" / "index")
+    engine_of(tmp_path, 6).close()  # makes it anew
+    assert not writer.store._keeper._index.was_reset
+    assert told(writer, tokens_of(2)) == {SaveOutcome.FAILED}
+    for keeper in keepers:
+        keeper._due.beat_s = 0.0
+        keeper.tick()
+    for number, engine in ((3, writer), (4, other)):
+        assert told(engine, tokens_of(number)) == {SaveOutcome.SAVED}
+    writer.close()
+    other.close()
+    assert [loads(tmp_path, tokens_of(number)) for number in (1, 3, 4)] == [2, 2, 2]
+
+
+def test_an_engine_that_rebuilds_the_index_itself_does_the_same(tmp_path: Path) -> None:
+    writer = engine_of(tmp_path, 6)
+    keeper = by_hand(writer)
+    writer.save(tokens_of(1), BLOCKS)
+    shutil.rmtree(tmp_path / "v1" / "index")
+    assert writer.store._keeper._index.was_reset
+    keeper.tick()
+    assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}
+    writer.close()
+    assert loads(tmp_path, tokens_of(1)) == loads(tmp_path, tokens_of(2)) == 2
+
+
+def test_an_engine_gives_signs_of_life_while_it_rebuilds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        writer = engine_of(tmp_path, 6)
+        writer.save(tokens_of(number), BLOCKS)
+        writer.close()
+    engine = engine_of(tmp_path, 6, writer_lease_s=1.0)
+    keeper, index = by_hand(engine), engine.store._keeper._index
+    now_s = [keeper._housekeeper.clock()]
+    silent: list[float] = []
+
+    def read_slowly() -> None:
+        now_s[0] += 0.8 * keeper._plan.writer_lease_s
+        if index.lease_owner(writer_lease(keeper._plan.owner), now_s[0]) is None:
+            silent.append(now_s[0])
+
+    monkeypatch.setattr(keeper._housekeeper, "clock", lambda: now_s[0])
+    monkeypatch.setattr(ReadBack, "_read_segment", before(ReadBack._read_segment, read_slowly))
+    shutil.rmtree(tmp_path / "v1" / "index")
+    keeper.tick()
+    assert not silent and not index.was_reset
+    engine.close()
+
+
+def test_what_is_published_while_an_index_is_rebuilt_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was in no page that was read, and taken for an entry without a record."""
+    writer = engine_of(tmp_path, 6)
+    writer.save(tokens_of(1), BLOCKS)
+    read = ReadBack._records
+
+    def fill_and_close() -> None:
+        assert told(writer, tokens_of(2, 4)) == {SaveOutcome.SAVED}
+        keeper = writer.store._keeper
+        wait_until(lambda: not keeper.supplies.common._full and not keeper._done_with.to_close)
+
+    then = once(fill_and_close)
+    monkeypatch.setattr(ReadBack, "_records", lambda *args: (list(read(*args)), then())[0])
+    housekeeper(writer).rebuild()
+    writer.close()
+    assert loads(tmp_path, tokens_of(2, 4)) == 4
+
+
+def test_an_engine_that_comes_and_goes_during_a_rebuild_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sets had no file when the folders were listed, and were taken out of the index."""
+    first = engine_of(tmp_path, 6)
+    first.save(tokens_of(1), BLOCKS)
+
+    def come_and_go() -> None:
+        other = engine_of(tmp_path, 6)
+        other.save(tokens_of(2), BLOCKS)
+        other.close()
+
+    monkeypatch.setattr(SegmentFiles, "ids", after(SegmentFiles.ids, once(come_and_go)))
+    housekeeper(first).rebuild()
+    first.close()
+    assert loads(tmp_path, tokens_of(2)) == 2
+
+
+@pytest.mark.parametrize("when", ["before its files go", "after they were read"])
+def test_what_is_evicted_while_an_index_is_rebuilt_is_offered_by_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It was read back: lookups found it, and who came to save it was told that it is present."""
+    writer = engine_of(tmp_path, 6)
+    writer.save(tokens_of(1), BLOCKS)
+    writer.close()
+    other = engine_of(tmp_path, 6)
+    index = other.store._keeper._index
+    (lost,) = [info for info in index.sets() if index.members(info.set_id)]
+    evicting, rebuilding = Remover(index, tmp_path / "v1"), housekeeper(other, "rebuilding")
+    if when == "before its files go":
+        rebuild = once(rebuilding.rebuild)
+        monkeypatch.setattr(SegmentFiles, "unlink_set", before(SegmentFiles.unlink_set, rebuild))
+        evicting.remove(lost)
+    else:
+        read, evict = ReadBack._records, once(lambda: evicting.remove(lost))
+        monkeypatch.setattr(ReadBack, "_records", lambda *args: (list(read(*args)), evict())[0])
+        rebuilding.rebuild()
+    assert lost.set_id not in {info.set_id for info in index.sets()}
+    assert told(other, tokens_of(1)) == {SaveOutcome.SAVED}
+    other.close()
+
+
+def test_a_set_that_is_read_back_is_never_without_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweeper that saw it between its registration and its records removed it as empty, and unlinked its files."""
+    writer = engine_of(tmp_path, 6)
+    writer.save(tokens_of(1), BLOCKS)
+    writer.close()
+    other = engine_of(tmp_path, 6)
+    index = other.store._keeper._index
+    for info in index.sets():
+        if not info.is_open:
+            index.remove_set(info.set_id)
+
+    def sweep() -> None:
+        index.release_lease(SWEEP_LEASE, "other")  # as if it had run out
+        housekeeper(other, "sweeper").sweep()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "create_set", after(index.create_set, once(sweep)))
+        assert housekeeper(other).rebuild().records == 2
+    other.close()
+    assert loads(tmp_path, tokens_of(1)) == 2
+
+
+def test_what_a_late_writer_made_of_an_epoch_that_was_left_goes_with_it(tmp_path: Path) -> None:
+    """Without the namespace's description nobody could tell what it was: it stayed on the disk, uncounted, for good."""
+    engine = engine_of(tmp_path, 6)
+    keeper = by_hand(engine)
+    engine.store.reset()
+    keeper.tick()
+    engine.save(tokens_of(1), BLOCKS)
+    folder = tmp_path / "v1" / engine.store.namespace_id.hex()
+    (path,) = folder.glob("*.kvseg")
+    shutil.copyfile(path, folder / f"{77:016x}-0001.kvseg")
+    engine.store.reset()
+    keeper.tick()
+    assert not folder.exists()
+    engine.close()
+
+
+def test_no_set_is_left_open_by_an_epoch_that_ends_while_its_keeper_ticks(tmp_path: Path) -> None:
+    """It made another one for the namespace that was just left, which nobody would fill or close."""
+    engine = engine_of(tmp_path, 6)
+    keeper = by_hand(engine)
+    left = engine.namespace.id
+
+    class Watched(deque):  # type: ignore[type-arg]
+        def append(self, epoch: object) -> None:
+            super().append(epoch)
+            keeper.tick()
+
+    keeper._done_with.epochs = Watched()
+    engine.store.reset()
+    keeper.tick()
+    assert [info for info in engine.store._keeper._index.sets() if info.namespace == left] == []
+    engine.close()
+
+
+def test_the_slot_of_a_write_that_took_too_long_is_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lands when the chunk was long answered as failed, and would land in the record of another chunk."""
+    writer = engine_of(tmp_path, 6)
+    worker = writer.transfers[0]._worker
+    submit, late = worker.io.ring.submit, []
+
+    class Late:
+        """Begins when it is told to land, whatever was said of it before."""
+
+        def __init__(self, ops: Sequence[Any]) -> None:
+            self._ops = ops
+            late.append(self)
+
+        def wait(self, timeout_s: float) -> bool:
+            return not self._ops
+
+        def cancel(self) -> None:
+            """Too late."""
+
+        def land(self) -> None:
+            batch = submit(self._ops)
+            assert batch.wait(10) and all(result.ok for result in batch.results())
+            self._ops = ()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.io.ring, "submit", Late)
+        assert told(writer, tokens_of(1)) == {SaveOutcome.FAILED}
+    wait_until(lambda: told(writer, tokens_of(2)) == {SaveOutcome.SAVED})
+    late[0].land()
+    writer.close()
+    assert loads(tmp_path, tokens_of(2)) == 2

@@ -1,0 +1,138 @@
+"""Descriptors of segments, where a file goes away under them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TierUnavailable
+from kvtier.format.geometry import Extent
+from kvtier.format.record import SegmentHeader
+from kvtier.storage import open_segments
+from kvtier.storage.open_segments import Descriptors
+from tests.support.rig import Engine
+
+
+@pytest.mark.parametrize("gone", [errno.ESTALE, errno.ENOENT])
+def test_a_segment_that_another_node_unlinked_is_opened_anew(
+    gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS answers ESTALE for a descriptor whose file another node removed, FUSE ENOENT."""
+    header = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
+    opened: list[int] = []
+
+    def open_file(name: tuple[int, int]) -> tuple[int, SegmentHeader]:
+        opened.append(os.open(tmp_path, os.O_RDONLY))
+        return opened[-1], header
+
+    files = Descriptors(open_file)
+    first = files.lease((1, 0))
+    assert first is not None
+    stale, fstat = first.fd, os.fstat  # still in use, so that its number is not given to another file
+
+    def answer(fd: int) -> os.stat_result:
+        if fd == stale:
+            raise OSError(gone, os.strerror(gone))
+        return fstat(fd)
+
+    monkeypatch.setattr(os, "fstat", answer)
+    second = files.lease((1, 0))
+    assert second is not None and second.fd == opened[1] != stale
+    for segment in (first, second):
+        segment.release()
+    files.close_unlinked()
+    files.close()
+    with pytest.raises(OSError):
+        fstat(opened[1])
+
+
+def test_storage_that_does_not_tell_is_left_alone_by_housekeeping_and_opened_anew_by_who_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EIO, or ENOTCONN of a FUSE server that died. It is mounted again below the same path, where the file is; the
+    descriptor will never work again."""
+    header = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
+    is_mounted = True
+
+    def open_file(name: tuple[int, int]) -> tuple[int, SegmentHeader]:
+        if not is_mounted:
+            raise TierUnavailable("not connected")
+        return os.open(tmp_path, os.O_RDONLY), header
+
+    files = Descriptors(open_file)
+    first, fstat = files.lease((1, 0)), os.fstat
+    assert first is not None
+    dead = first.fd
+
+    def answer(fd: int) -> os.stat_result:
+        if fd == dead:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return fstat(fd)
+
+    monkeypatch.setattr(os, "fstat", answer)
+    files.close_unlinked()
+    assert not first.is_forgotten
+    is_mounted = False
+    with pytest.raises(TierUnavailable):
+        files.lease((1, 0))
+    is_mounted = True
+    second = files.lease((1, 0))
+    assert second is not None and second.fd != dead and second is files.lease((1, 0))
+    for segment in (first, second, second):
+        segment.release()
+    files.close()
+    for fd in (dead, second.fd):
+        with pytest.raises(OSError):
+            fstat(fd)
+
+
+def test_who_else_knows_a_descriptor_is_told_before_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be another file's a moment later."""
+    header = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
+    told: list[int] = []
+
+    def before_close(fd: int) -> None:
+        os.fstat(fd)  # it is still open
+        told.append(fd)
+
+    monkeypatch.setattr(open_segments, "OPEN_FILES_MAX", 1)
+    files = Descriptors(lambda name: (os.open(tmp_path, os.O_RDONLY), header), before_close)
+    opened: list[int] = []
+    for number in range(3):
+        segment = files.lease((number, 0))
+        assert segment is not None
+        opened.append(segment.fd)
+        segment.release()
+    assert told == opened[:2]  # beyond the bound
+    segment = files.lease((2, 0))
+    assert segment is not None and segment.fd == opened[2]
+    files.close()
+    assert told == opened[:2]
+    segment.release()
+    assert told == opened
+
+
+def test_a_folder_that_is_away_is_no_reason_to_forget_what_lies_there(tmp_path: Path) -> None:
+    """A mount that is gone leaves an empty folder. The segments are not gone, and other nodes load from them: an index
+    that all share must not lose a chunk with each load that is tried here."""
+    tokens, target = list(range(64 * 3)), list(range(100, 112))
+    writer = Engine(tmp_path)
+    writer.save(tokens, list(range(12)))
+    keys = writer.keys(tokens)
+    writer.close()
+    reader = Engine(tmp_path)
+    folder = next(tmp_path.glob("v1/*/*.kvseg")).parent
+    folder.rename(tmp_path / "away")
+    for _ in range(2):
+        n_chunks, (answer,) = reader.load(tokens, target)
+        assert n_chunks == 3 and answer.failed_blocks == frozenset(target)
+    (tmp_path / "away").rename(folder)
+    assert all(reader.store._keeper._index.resolve([key]) for key in keys)
+    n_chunks, (answer,) = reader.load(tokens, target)
+    assert n_chunks == 3 and not answer.failed_blocks
+    reader.close()

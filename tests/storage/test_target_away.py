@@ -1,0 +1,102 @@
+"""A striped file system of which one target is away: what a root's small files do not say is no verdict on the root."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.plan import SaveOutcome
+from kvtier.storage import atomic_files
+from kvtier.storage import root as root_module
+from kvtier.storage.root import NAMESPACE_FILE, open_again, open_namespace, open_root
+from kvtier.storage.root_owner import OWNER_FILE
+from tests.support.rig import Engine, geometry, namespace, settings
+
+TOKENS, BLOCKS = list(range(64 * 3)), list(range(12))
+Away = Callable[..., None]
+
+
+@pytest.fixture
+def target_away(monkeypatch: pytest.MonkeyPatch) -> Away:
+    """Has small files of these names fail to open, as where the target that they lie on is away."""
+
+    def take_away(*names: str, number: int = errno.ESHUTDOWN) -> None:
+        opened = atomic_files.open_plain
+
+        def open_plain(path: str | Path, folder: int | None = None) -> int:
+            if Path(path).name in names:
+                raise OSError(number, os.strerror(number), str(path))
+            return opened(path, folder)
+
+        monkeypatch.setattr(atomic_files, "open_plain", open_plain)
+
+    return take_away
+
+
+def failing(stat: Callable[..., os.stat_result], path: str | Path, **options: object) -> os.stat_result:
+    if os.path.basename(path) == "v1":
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    return stat(path, **options)
+
+
+@pytest.mark.parametrize("number", [errno.ESHUTDOWN, errno.EIO, errno.ETIMEDOUT])
+def test_an_engine_goes_on_while_the_roots_own_files_cannot_be_read(
+    tmp_path: Path, target_away: Away, number: int
+) -> None:
+    engine = Engine(tmp_path)
+    target_away(OWNER_FILE, NAMESPACE_FILE, number=number)
+    make_folder = engine.store._keeper._plan.make_folder
+    make_folder(engine.namespace)
+    engine.store._keeper.supplies.forget(engine.store._keeper.supplies.set_ids())
+    assert {done.outcome for done in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.SAVED}, "in a new set"
+    assert engine.load(TOKENS, range(100, 112))[1][0].failed_blocks == frozenset()
+    engine.close()
+
+
+def test_a_namespace_that_was_never_opened_is_not_taken_unread(tmp_path: Path, target_away: Away) -> None:
+    root, space = open_root(settings(tmp_path)), namespace(geometry())
+    open_namespace(root, space)
+    target_away(NAMESPACE_FILE)
+    with pytest.raises(ConfigError, match="namespace.json"):
+        open_namespace(root, space)
+
+
+def test_a_definite_answer_still_stops_it(tmp_path: Path, target_away: Away) -> None:
+    given = settings(tmp_path)
+    root = open_root(given)
+    target_away(OWNER_FILE, number=errno.EACCES)
+    with pytest.raises(TierUnavailable, match="cannot be used any more"):
+        open_again(given, root)
+
+
+def test_a_root_whose_folder_does_not_answer_is_not_called_unusable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(tmp_path)
+    root = open_root(given)
+
+    def away(*args: object) -> bool:
+        raise OSError(errno.EIO, "Input/output error", str(root.folder))
+
+    monkeypatch.setattr(root_module, "_is_folder", away)
+    with pytest.raises(TierUnavailable, match="does not answer, and is asked again: .*Input/output error"):
+        open_again(given, root)
+
+
+def test_a_start_during_a_restart_of_the_metadata_server_names_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen on Lustre: mkdir says EEXIST, and the lstat after it fails. The log said "not writable: File exists"."""
+    given = settings(tmp_path)
+    open_root(given)
+    for name in ("lstat", "stat"):
+        monkeypatch.setattr(os, name, partial(failing, getattr(os, name)))
+    with pytest.raises(ConfigError, match="does not answer: Input/output error.*start this again") as told:
+        open_root(given)
+    assert "File exists" not in str(told.value)

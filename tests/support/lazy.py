@@ -1,0 +1,211 @@
+"""A GPU's streams in host memory, as lazy as they may be: what is launched runs only when somebody waits for it.
+
+Nothing runs early by luck, so an event that is left out shows every time. `LazyEngine` is a rig Engine whose workers
+have a staging arena, a host arena below it and such an order between them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from kvtier.arena.admission import Admission, Admissions
+from kvtier.arena.arena import Arena
+from kvtier.config.settings import Admit
+from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, WriteOp
+from kvtier.kernels import host as host_kernels
+from kvtier.kernels.paged import Move, PagedKV, SlabRun
+from kvtier.runtime.threads import ThreadJobs
+from kvtier.worker.saves import SaveBounds
+from kvtier.worker.transfer import Transfer, TransferJobs
+from tests.manual_jobs import ManualJobs
+from tests.support.rig import Engine
+
+Work = Callable[[], None]
+
+
+@dataclass(eq=False)
+class Stream:
+    work: list[Work] = field(default_factory=list)
+    n_done: int = 0
+    is_scatter: bool = False
+
+    def run_to(self, position: int) -> None:
+        while self.n_done < position:
+            self.work[self.n_done]()
+            self.n_done += 1  # afterwards: other threads look at it
+
+
+@dataclass(frozen=True)
+class Mark:
+    stream: Stream
+    position: int
+
+
+@dataclass
+class Left:
+    """Which waits are left out, to show that a test would see it."""
+
+    gathered: bool = False  # a save job does not wait for its gather
+    behind_engine: bool = False  # a scatter does not wait for the engine
+    copied: bool = False  # nothing waits for a copy from the host arena
+    scattered: bool = False  # a load does not wait for its scatters before it answers
+
+
+class LazyOrder:
+    """kvtier.worker.cuda_events.Order. The engine's stream is the default of every thread outside `moving`."""
+
+    def __init__(self, out: Left) -> None:
+        self.engine = Stream()
+        self._out = out
+        self._own = threading.local()
+        self._lock = threading.RLock()
+
+    def launch(self, work: Work) -> None:
+        with self._lock:
+            getattr(self._own, "stream", self.engine).work.append(work)
+
+    def mark(self) -> Mark:
+        return Mark(self.engine, len(self.engine.work))
+
+    def wait(self, mark: Mark) -> None:
+        if (mark.stream is self.engine and self._out.gathered) or (mark.stream.is_scatter and self._out.scattered):
+            return
+        with self._lock:
+            mark.stream.run_to(mark.position)
+
+    def is_done(self, mark: Mark) -> bool:
+        return mark.stream.n_done >= mark.position
+
+    @contextmanager
+    def moving(self, *after: Mark) -> Iterator[None]:
+        stream = self._own.stream = self._behind(after)
+        try:
+            yield
+        finally:
+            del self._own.stream
+            with self._lock:
+                stream.run_to(len(stream.work))
+
+    def begin(self, work: Work, *after: Mark) -> Mark:
+        stream = self._own.stream = self._behind(after)
+        try:
+            work()
+        finally:
+            del self._own.stream
+        stream.is_scatter = True
+        return Mark(stream, len(stream.work))
+
+    def _behind(self, marks: Sequence[Mark]) -> Stream:
+        stream = Stream()
+        for mark in marks:
+            ignored = self._out.behind_engine if mark.stream is self.engine else self._out.copied
+            if not ignored:
+                stream.work.append(lambda mark=mark: mark.stream.run_to(mark.position))  # type: ignore[misc]
+        return stream
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.launch(lambda: target.copy_(source))
+
+    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        return Mark(Stream([lambda: target.copy_(source)]), 1)
+
+    def sums(self, runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
+        stream: Stream = self._own.stream
+        with self._lock:
+            stream.run_to(len(stream.work))
+        return host_kernels.checksums(runs)
+
+
+class LazyCodec:
+    """Launches what the codec does on the stream of the caller."""
+
+    def __init__(self, inner: Any, order: LazyOrder) -> None:
+        self._inner = inner
+        self._order = order
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+        self._order.launch(lambda: self._inner.encode(pages, moves))
+
+    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+        self._order.launch(lambda: self._inner.decode(pages, moves))
+
+
+class StagingArena(Arena[Any]):
+    is_device = True  # type: ignore[assignment]
+
+
+class DeviceReads:
+    """The ring, taking reads for the device to where that is kept here."""
+
+    def __init__(self, inner: Ring) -> None:
+        self._inner = inner
+
+    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> Batch:
+        return self._inner.submit(
+            [op._replace(on_device=False) if isinstance(op, ReadOp) and op.on_device else op for op in ops]
+        )
+
+    def close(self, timeout_s: float = 1.0) -> bool:
+        return self._inner.close(timeout_s)
+
+
+class LazyEngine(Engine):
+    """One rank. Background jobs run when the test says so, in this thread."""
+
+    def lay_over(
+        self, out: Left | None = None, staging_slots: int = 12, admit: Admit = "saved", hbm_slots: int = 0,
+        hbm_admit: Admit = "never",
+    ) -> None:  # fmt: skip
+        """Puts the staging arena above the host arena that the rig made, `hbm_slots` in it for chunks that stay. Call
+        once, before anything is moved."""
+        (transfer,) = self.transfers
+        worker = transfer._worker
+        slot_bytes = worker.arena.slot_bytes
+        self.order = LazyOrder(out or Left())
+        staging = torch.frombuffer(AlignedBuffer((staging_slots + hbm_slots) * slot_bytes).view, dtype=torch.uint8)
+        self.staging = StagingArena(staging, slot_bytes)
+        self.host = worker.arena
+        self.worker = replace(
+            worker, arena=self.staging, host=self.host, order=self.order, sums=self.order.sums,
+            codec=LazyCodec(worker.codec, self.order), io=worker.io._replace(reader=DeviceReads(worker.io.ring)),
+        )  # fmt: skip
+        self.jobs: TransferJobs = TransferJobs(*(ManualJobs(64) for _ in range(4)))
+        self._admissions = Admissions(Admission(hbm_admit), Admission(admit))
+        self._bounds = SaveBounds(staging_slots // 2, hbm_slots)
+        self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
+        transfer._tickers[0].close(1.0)
+        for jobs in transfer._jobs:
+            jobs.close()
+
+    def on_threads(self) -> None:
+        """Background jobs run on threads after all. Call before anything is moved."""
+        self.jobs = TransferJobs(
+            *(ThreadJobs(name, n, 64) for name, n in zip(TransferJobs._fields, (2, 1, 2, 1), strict=True))
+        )
+        self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
+
+    def in_engine(self, work: Work) -> None:
+        """The engine launches something of its own."""
+        self.order.engine.work.append(work)
+
+    def overwrite(self, block_ids: Sequence[int], value: int) -> None:
+        """The engine gives blocks to others, who write into them."""
+
+        def write() -> None:
+            for layer in self.pages[0].layers:
+                for plane in layer.planes:
+                    plane[torch.tensor(list(block_ids))] = value
+
+        self.in_engine(write)
+
+    def run_engine(self) -> None:
+        self.order.engine.run_to(len(self.order.engine.work))

@@ -1,0 +1,204 @@
+"""What happens to a record between the lookup and the read: a miss from that chunk on, of which nothing reaches the
+engine's blocks (I2). On the host, where the ring sums what it reads, and over a device, where the slots are summed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import SegmentHeader
+from kvtier.io.engines import Engines, Reader, Reads
+from kvtier.io.ring import ReadOp
+from kvtier.plan import LoadChunk, LoadDone
+from kvtier.worker.fetch_files import FetchFailed
+from kvtier.worker.transfer import Transfer
+from tests.support.lazy import LazyEngine
+from tests.support.rig import Engine
+from tests.waiting import wait_until
+
+TOKENS, OTHERS = list(range(1000, 1000 + 64 * 5)), list(range(7000, 7000 + 64 * 5))
+BLOCKS = list(range(20))
+TARGET = list(range(100, 120))
+BAD = 2  # the chunk, and the slot of its record
+NO_ARENA = {"host": {"arena_bytes": 8 << 20, "admit": "never"}}
+
+
+def write(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def record_of(path: Path, slot: int) -> tuple[int, bytes]:
+    """(where it begins, header page and slabs)"""
+    data = path.read_bytes()
+    header = SegmentHeader.unpack(data[:PAGE_BYTES])
+    offset = header.slot_offset(slot)
+    return offset, data[offset : offset + header.slot_bytes]
+
+
+def becomes_zeros(path: Path, newer: Path) -> None:
+    offset, record = record_of(path, BAD)
+    write(path, offset, bytes(len(record)))
+
+
+def holds_a_newer_chunk(path: Path, newer: Path) -> None:
+    write(path, record_of(path, BAD)[0], record_of(newer, BAD)[1])
+
+
+def is_shortened(path: Path, newer: Path) -> None:
+    os.truncate(path, record_of(path, BAD)[0] + PAGE_BYTES + 8192)
+
+
+def is_shortened_to_its_header_page(path: Path, newer: Path) -> None:
+    os.truncate(path, record_of(path, BAD)[0] + PAGE_BYTES)
+
+
+def is_replaced(path: Path, newer: Path) -> None:
+    """By a whole segment of the same size, header and all."""
+    size = path.stat().st_size
+    newer.replace(path)
+    assert path.stat().st_size == size
+
+
+def holds_what_another_held(path: Path, newer: Path) -> None:
+    """As restored from a backup of a wrong day: the name and the header are right, the records another segment's."""
+    spare, header = path.with_suffix(".spare"), path.read_bytes()[:PAGE_BYTES]
+    shutil.copyfile(newer, spare)
+    write(spare, 0, header)
+    spare.replace(path)
+
+
+class FailingReader:
+    """The kernel answers reads of one chunk with EIO: they go to unmapped memory of this process, as a file."""
+
+    def __init__(self, inner: Reader, key: bytes) -> None:
+        self._inner = inner
+        self._key = key
+        self._fd = os.open("/proc/self/mem", os.O_RDONLY)
+
+    def submit(self, ops: Sequence[ReadOp]) -> Reads:
+        return self._inner.submit([op._replace(fd=self._fd) if op.key == self._key else op for op in ops])
+
+    def close(self, timeout_s: float = 1.0) -> bool:
+        os.close(self._fd)
+        return self._inner.close(timeout_s)
+
+
+@pytest.fixture(name="reader", params=["host", "device"])
+def _reader(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    for tokens in (TOKENS, OTHERS):
+        writer = Engine(tmp_path)
+        writer.save(tokens, BLOCKS)
+        writer.close()
+    engine = Engine(tmp_path, changes=NO_ARENA) if request.param == "host" else LazyEngine(tmp_path)
+    if isinstance(engine, LazyEngine):
+        engine.lay_over(admit="never")
+        engine.on_threads()
+    yield engine
+    for transfer in engine.transfers:
+        transfer._worker.arena.check()
+        wait_until(partial(has_all, transfer), "a slot was lost")  # what a failed load read ahead may still be read
+    engine.close()
+
+
+def has_all(transfer: Transfer) -> bool:
+    transfer.tidy()
+    arena = transfer._worker.arena
+    return arena._table.available == arena.n_slots
+
+
+def segments_of(root: Path, reader: Engine) -> tuple[Path, Path]:
+    """Those of TOKENS and of OTHERS, by the header of their first record."""
+    first = reader.keys(TOKENS)[0]
+    found = sorted(root.glob("v1/*/*.kvseg"), key=lambda path: first not in record_of(path, 0)[1][:PAGE_BYTES])
+    assert len(found) == 2 and first in record_of(found[0], 0)[1][:PAGE_BYTES]
+    return found[0], found[1]
+
+
+def load(reader: Engine, damage: Callable[[], None]) -> LoadDone:
+    """Looks TOKENS up, has the damage done, and loads."""
+    keys = reader.keys(TOKENS)
+    entries = reader.store.lookup(keys)
+    assert len(entries) == len(keys)
+    damage()
+    reader.transfers[0].load(reader.store.plan_load("r", keys, entries, TARGET, 0))
+    assert reader.transfers[0].drain(20)
+    (done,) = reader.transfers[0].poll().loads
+    return done
+
+
+def assert_loaded(reader: Engine, done: LoadDone, n_good: int) -> None:
+    """The first `n_good` chunks hold what was saved; of the others nothing was claimed, and nothing written."""
+    assert done.failed_blocks == frozenset(TARGET[4 * n_good :])
+    assert all(not plane[4 * n_good :].any() for plane in reader.blocks(TARGET)), "bad bytes reached the engine"
+    loaded = reader.blocks(TARGET[: 4 * n_good])
+    reader.prefill(TOKENS, TARGET)
+    assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(TARGET[: 4 * n_good]), strict=True))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("damage", "n_good"),
+    [
+        (becomes_zeros, BAD), (holds_a_newer_chunk, BAD), (is_shortened, BAD), (is_shortened_to_its_header_page, BAD),
+        (is_replaced, 0), (holds_what_another_held, 0),
+    ],
+)  # fmt: skip
+def test_a_record_that_changes_meanwhile_is_no_hit(
+    tmp_path: Path, reader: Engine, damage: Callable[[Path, Path], None], n_good: int, is_open: bool
+) -> None:
+    if is_open:  # its descriptor is kept from an earlier load
+        assert load(reader, lambda: None).failed_blocks == frozenset()
+        for plane in (plane for layer in reader.pages[0].layers for plane in layer.planes):
+            plane.zero_()
+    done = load(reader, lambda: damage(*segments_of(tmp_path, reader)))
+    assert_loaded(reader, done, n_good)
+    assert len(reader.store.lookup(reader.keys(TOKENS))) == n_good, "it is offered again (I11)"
+
+
+def test_a_read_that_ends_with_eio_is_no_hit(reader: Engine) -> None:
+    worker = reader.transfers[0]._worker
+    reads = FailingReader(worker.io.reader, reader.keys(TOKENS)[BAD])
+    object.__setattr__(worker, "io", Engines(reads, worker.io.ring))
+    done = load(reader, lambda: None)
+    assert_loaded(reader, done, BAD)
+    assert len(reader.store.lookup(reader.keys(TOKENS))) == 5, "the storage failed; of the record nothing is known"
+
+
+def test_an_index_entry_of_which_one_bit_changed_is_no_hit(tmp_path: Path) -> None:
+    """Whichever it is: of where the records are, of what they hold, or of what they sum to. Two ranks wrote them."""
+    writer = Engine(tmp_path, tensor_size=2)
+    writer.save(TOKENS[:64], BLOCKS[:4])
+    writer.close()
+    reader = Engine(tmp_path, changes=NO_ARENA)
+    arena, fetcher = reader.transfers[0]._worker.arena, reader.transfers[0]._loader._fetcher
+    (key,) = reader.keys(TOKENS[:64])
+    (entry,) = reader.store.lookup([key])
+
+    def is_hit(entry: bytes) -> bool:
+        fetch = fetcher.begin(reader.store.namespace_id, LoadChunk(key, entry, tuple(BLOCKS[:4]), 0), 0.0)
+        assert fetch is not None
+        try:
+            assert fetcher.complete(reader.store.namespace_id, fetch, time.monotonic() + 10, 0.0)
+            return fetcher.check([fetch]) == 1
+        finally:
+            fetcher.abandon(fetch)
+
+    assert is_hit(entry)
+    for bit in range(8 * len(entry)):
+        changed = bytearray(entry)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FetchFailed):
+            is_hit(bytes(changed))
+    reader.transfers[0].tidy()
+    assert arena._table.available == arena.n_slots and not fetcher._reading
+    reader.close()

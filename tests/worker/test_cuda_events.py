@@ -1,0 +1,202 @@
+"""Stream order: with launches that run as late as they may, every event that is left out shows (I2, I3)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.kernels.paged import SlabRun
+from kvtier.plan import LoadChunk, SaveOutcome
+from kvtier.runtime import metrics as names
+from kvtier.worker.cuda_events import HostOrder
+from kvtier.worker.load_walk import Moving
+from tests.support.lazy import LazyEngine, Left
+from tests.support.walks import (
+    BLOCKS,
+    TARGET,
+    TOKENS,
+    all_given_back,
+    begin_load,
+    expected,
+    is_equal,
+    load,
+    plan_of,
+    save,
+    start,
+)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[LazyEngine]]:
+    with all_given_back() as made:
+        yield made
+
+
+def test_blocks_handed_on_at_once_and_zeroed_ones_loaded(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    writer = start(tmp_path, engines)
+    assert {done.outcome for done in save(writer)} == {SaveOutcome.SAVED}
+    reader = start(tmp_path, engines)
+    assert load(reader).failed_blocks == frozenset()
+    assert is_equal(reader.blocks(TARGET), expected(reader))
+    assert names.CHECKSUM_FAILURES not in reader.transfers[0].metrics.total()
+
+
+def test_a_local_hit_that_ends_inside_a_chunk(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    save(start(tmp_path, engines))
+    reader = start(tmp_path, engines)
+    reader.overwrite(TARGET[:6], 5)  # blocks of others: never written
+    assert load(reader, computed=96).failed_blocks == frozenset()
+    found, wanted = reader.blocks(TARGET), expected(reader)
+    assert is_equal([plane[6:] for plane in found], [plane[6:] for plane in wanted])
+    assert all(bool((plane[:6] == 5).all()) for plane in found)
+
+
+def test_the_host_arena_serves_what_was_saved(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    engine = start(tmp_path, engines)
+    save(engine)
+    assert load(engine).failed_blocks == frozenset()
+    assert is_equal(engine.blocks(TARGET), expected(engine))
+    totals = engine.transfers[0].metrics.total()
+    assert totals[names.HOST_HIT_CHUNKS] == 5 and names.FILE_READ_BYTES not in totals
+
+
+def test_a_second_hit_is_kept_in_the_host_arena(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    save(start(tmp_path, engines))
+    reader = start(tmp_path, engines)
+    for hits in (0, 0, 5):
+        load(reader)
+        assert reader.transfers[0].metrics.total().get(names.HOST_HIT_CHUNKS, 0) == hits
+        reader.jobs.keep.drain(10)
+        assert is_equal(reader.blocks(TARGET), expected(reader))
+
+
+def test_a_copy_that_went_bad_in_host_memory_is_read_again(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    engine = start(tmp_path, engines)
+    save(engine)
+    key = engine.keys(TOKENS)[2]
+    slot, sources = engine.host.lease(key)  # type: ignore[misc]
+    engine.host.slabs(slot, sources[0].slot_offset, 4, sources[0].slab_bytes)[1, 99] ^= 1
+    engine.host.release(slot, key)
+    assert load(engine).failed_blocks == frozenset()
+    assert is_equal(engine.blocks(TARGET), expected(engine))
+    totals = engine.transfers[0].metrics.total()
+    assert totals[names.CHECKSUM_FAILURES] == 1 and totals[names.FILE_READ_BYTES] > 0
+
+
+def test_bytes_that_change_on_the_way_to_the_device_are_a_miss(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    save(start(tmp_path, engines))
+    reader = start(tmp_path, engines)
+    sums, bad = reader.worker.sums, reader.keys(TOKENS)[2]
+
+    def flip_in_third_chunk(runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
+        for run in runs:
+            if run.key == bad:
+                run.slabs[1, 5] ^= 1
+        return sums(runs)
+
+    object.__setattr__(reader.worker, "sums", flip_in_third_chunk)
+    assert load(reader).failed_blocks == frozenset(TARGET[8:])
+    assert is_equal([p[:8] for p in reader.blocks(TARGET)], [p[:8] for p in expected(reader)])
+    assert reader.store.lookup([bad]) == [], "a bad record is not offered again (I11)"
+
+
+def test_bytes_that_change_on_the_way_down_are_not_stored(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    engine = start(tmp_path, engines)
+    bad, copy = engine.keys(TOKENS)[3], engine.order.copy
+
+    def flip_fourth(target: torch.Tensor, source: torch.Tensor) -> None:
+        copy(target, source)
+        if next(calls) == 3:
+            engine.order.launch(lambda: target[777:778].bitwise_xor_(torch.tensor(2, dtype=torch.uint8)))
+
+    calls = iter(range(100))
+    engine.order.copy = flip_fourth  # type: ignore[method-assign]
+    outcomes = {done.key: done.outcome for done in save(engine)}
+    assert outcomes.pop(bad) is SaveOutcome.FAILED and set(outcomes.values()) == {SaveOutcome.SAVED}
+    assert engine.store.lookup([bad]) == []
+    assert engine.transfers[0].metrics.total()[names.CHECKSUM_FAILURES] == 1
+
+
+def test_what_the_host_arena_has_no_slots_for_is_skipped(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    engine = start(tmp_path, engines)
+    object.__setattr__(engine.worker, "timeout_s", 2.0)  # of the write, too
+    taken = [engine.host.reserve() for _ in range(engine.host.n_slots - 2)]
+    outcomes = [done.outcome for done in save(engine)]
+    assert sorted(outcome.value for outcome in outcomes) == 3 * ["queue_full"] + 2 * ["saved"]
+    for slot in taken:
+        assert slot is not None
+        engine.host.discard(slot)
+
+
+def test_a_closed_queue_gives_no_slot_away_before_its_gather(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    engine = start(tmp_path, engines, staging_slots=10)
+    engine.wait_for_set()
+    engine.jobs.lower.close()
+    engine.in_engine(lambda: engine.prefill(TOKENS, BLOCKS))
+    engine.transfers[0].save(plan_of(engine))
+    engine.store.saved(engine.transfers[0].poll().saves)
+    assert engine.order.engine.n_done == len(engine.order.engine.work), "its gather is still to come"
+
+
+def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    engine = start(tmp_path, engines)
+    save(engine)
+    begin_load(engine)
+    transfer, worker = engine.transfers[0], engine.worker
+    (asked,) = transfer._loader._loads
+    mark = engine.order.begin(lambda: engine.order.launch(lambda: None))
+    asked.moving.append(Moving((), mark))
+    now_s = worker.clock()
+    object.__setattr__(worker, "clock", lambda: now_s + worker.timeout_s + 1)
+    assert transfer.poll().loads == []
+    engine.order.wait(mark)
+    (done,) = transfer.poll().loads
+    assert done.failed_blocks == frozenset(TARGET)
+    engine.jobs.load.drain(10)
+    assert transfer.poll().loads == []
+
+
+def test_who_waits_for_anothers_read_holds_no_chunk_before_it(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    """Two loads of one prompt would else wait for each other: a scatter here ends when it is waited for, no sooner."""
+    save(start(tmp_path, engines))
+    reader = start(tmp_path, engines, admit="never")
+    reader.on_threads()
+    keys, fetcher = reader.keys(TOKENS), reader.transfers[0]._loader._fetcher
+    entry = reader.store.lookup(keys)[1]
+    other = fetcher.begin(reader.store.namespace_id, LoadChunk(keys[1], entry, tuple(BLOCKS[4:8]), 0), 0.0)
+    assert other is not None
+    begin_load(reader)
+    deadline_s = time.monotonic() + 5
+    while keys[2] not in fetcher._reading or keys[0] in fetcher._reading:
+        assert time.monotonic() < deadline_s, "it keeps its first chunk while it waits for the second"
+        time.sleep(0.01)
+    fetcher.abandon(other)
+    assert reader.transfers[0].drain(10)
+    (done,) = reader.transfers[0].poll().loads
+    reader.transfers[0].tidy()
+    assert done.failed_blocks == frozenset() and is_equal(reader.blocks(TARGET), expected(reader))
+
+
+@pytest.mark.parametrize("left", ["gathered", "behind_engine", "copied", "scattered"])
+def test_an_event_left_out_shows(tmp_path: Path, engines: list[LazyEngine], left: str) -> None:
+    out = Left(**{left: True})
+    engine = start(tmp_path, engines, out)
+    save(engine)
+    if left == "gathered":  # zeros, or an older chunk, under a good checksum: the worst that can happen
+        engine.run_engine()
+    load(engine)
+    wrong = not is_equal(engine.blocks(TARGET), expected(engine))
+    assert wrong or names.CHECKSUM_FAILURES in engine.transfers[0].metrics.total()
+
+
+def test_on_the_host_nothing_is_pending() -> None:
+    order = HostOrder()
+    target, source = torch.zeros(8), torch.arange(8.0)
+    with order.moving(order.mark()):
+        order.copy(target, source)
+    order.wait(order.begin_copy(target, source + 1))
+    assert torch.equal(target, source + 1)

@@ -1,0 +1,335 @@
+"""Bytes that are not what was written: a miss, a counter, and never anything else in the engine's blocks (I2)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.errors import IndexUnavailable
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import SegmentHeader
+from kvtier.index import entry as entries
+from kvtier.maintenance.scrub import verify
+from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.plan import SaveOutcome
+from kvtier.storage.root import find_root
+from kvtier.storage.segments import SegmentFiles, segment_name
+from tests.support.rig import Engine
+from tests.waiting import wait_until
+
+TOKENS = list(range(1000, 1000 + 64 * 5))
+BLOCKS = list(range(20))
+TARGET = list(range(100, 120))
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("v1/*/*.kvseg"))
+
+
+def header_of(path: Path) -> SegmentHeader:
+    return SegmentHeader.unpack(path.read_bytes()[:PAGE_BYTES])
+
+
+def patch(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def flip_payload(path: Path, slot: int) -> None:
+    offset = header_of(path).slot_offset(slot) + PAGE_BYTES + 12345
+    byte = path.read_bytes()[offset]
+    patch(path, offset, bytes([byte ^ 0x10]))
+
+
+def zero_payload_page(path: Path, slot: int) -> None:
+    patch(path, header_of(path).slot_offset(slot) + 2 * PAGE_BYTES, bytes(PAGE_BYTES))
+
+
+def zero_record(path: Path, slot: int) -> None:
+    header = header_of(path)
+    patch(path, header.slot_offset(slot), bytes(header.slot_bytes))
+
+
+def truncate(path: Path, slot: int) -> None:
+    os.truncate(path, header_of(path).slot_offset(slot) + PAGE_BYTES + 8192)
+
+
+def swap_records(path: Path, slot: int) -> None:
+    header, data = header_of(path), path.read_bytes()
+    size = header.slot_bytes
+    first, second = header.slot_offset(slot), header.slot_offset(slot + 1)
+    patch(path, first, data[second : second + size])
+    patch(path, second, data[first : first + size])
+
+
+def stale_record(path: Path, slot: int) -> None:
+    """An older write of another chunk that never left the page cache of a dead disk."""
+    header, data = header_of(path), path.read_bytes()
+    first, other = header.slot_offset(slot), header.slot_offset(0)
+    patch(path, first, data[other : other + header.slot_bytes])
+
+
+@pytest.mark.parametrize("damage", [flip_payload, zero_payload_page, zero_record, truncate, swap_records, stale_record])
+def test_damaged_record_is_a_miss_from_there_on(tmp_path: Path, damage: Callable[[Path, int], None]) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    (path,) = segments(tmp_path)
+    damage(path, 2)
+    reader = Engine(tmp_path)
+    report = verify(find_root(tmp_path), reader.store._keeper._index)
+    assert report.bad and all(finding.segment == path.name for finding in report.bad)
+    assert 2 in {finding.slot for finding in report.bad}
+    n_chunks, (answer,) = reader.load(TOKENS, TARGET)
+    assert n_chunks == 5
+    assert answer.failed_blocks == frozenset(TARGET[8:])
+    counted = reader.transfers[0].metrics.total()
+    expected = (0, 1) if damage is truncate else (1, 0)
+    assert (counted.get("checksum_failures", 0), counted.get("gone_chunks", 0)) == expected
+    assert counted["load_tokens"] == 2 * 64 < reader.store.metrics.total()["hit_tokens"] == 5 * 64
+    assert all(not tensor.any() for tensor in reader.blocks(TARGET[8:])), "bad bytes reached the engine"
+    loaded = reader.blocks(TARGET[:8])
+    reader.prefill(TOKENS, TARGET)
+    assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(TARGET[:8]), strict=True))
+    assert reader.load(TOKENS, TARGET)[0] == 2, "a bad record is not offered again (I11)"
+    assert {answer.outcome.value for answer in reader.save(TOKENS, TARGET)} <= {"saved", "present"}
+    reader.close()
+
+
+def test_damaged_header_page_is_found_by_verify_and_payload_still_loads(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    (path,) = segments(tmp_path)
+    patch(path, header_of(path).slot_offset(3) + 200, b"\xff")
+    reader = Engine(tmp_path)
+    report = verify(find_root(tmp_path), reader.store._keeper._index)
+    assert [(finding.slot, "CRC" in finding.what) for finding in report.bad] == [(3, True)]
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
+    reader.close()
+
+
+def test_swapped_segments_are_a_miss(tmp_path: Path) -> None:
+    one, two = Engine(tmp_path), Engine(tmp_path)
+    other = list(range(5000, 5000 + 64 * 5))
+    one.save(TOKENS, BLOCKS)
+    two.save(other, BLOCKS)
+    one.close()
+    two.close()
+    first, second = segments(tmp_path)
+    spare = tmp_path / "spare"
+    first.rename(spare), second.rename(first), spare.rename(second)
+    reader = Engine(tmp_path)
+    for tokens in (TOKENS, other):
+        _, (answer,) = reader.load(tokens, TARGET)
+        assert answer.failed_blocks == frozenset(TARGET)
+    assert all(not tensor.any() for tensor in reader.blocks(TARGET))
+    report = verify(find_root(tmp_path), reader.store._keeper._index)
+    assert {finding.segment for finding in report.bad} == {first.name, second.name}
+    reader.close()
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+@pytest.mark.parametrize("arena_slots", [20, 5])
+def test_what_lies_before_a_lost_chunk_is_loaded(tmp_path: Path, how: str, arena_slots: int) -> None:
+    """Chunks are begun far ahead, so the loss of the tenth is known while the nine before it are on their way."""
+    slot_bytes = PAGE_BYTES + (256 << 10)
+    tokens, blocks, target = list(range(64 * 12)), list(range(48)), list(range(100, 148))
+    writer = Engine(tmp_path, changes={"segment_bytes": PAGE_BYTES + 9 * slot_bytes})
+    writer.save(tokens[: 64 * 9], blocks[:36])
+    writer.save(tokens, blocks)
+    (location,) = entries.unpack(writer.store.lookup(writer.keys(tokens))[9])
+    writer.close()
+    (tenth,) = (path for path in segments(tmp_path) if path.name == segment_name(location.set_id, 0))
+    if how == "gone":
+        tenth.unlink()
+    else:
+        flip_payload(tenth, 0)
+    reader = Engine(tmp_path, changes={"host": {"arena_bytes": arena_slots * slot_bytes}})
+    n_chunks, (answer,) = reader.load(tokens, target)
+    assert n_chunks == 12 and answer.failed_blocks == frozenset(target[36:])
+    totals = reader.transfers[0].metrics.total()
+    assert (totals["load_tokens"], totals["load_failures"]) == (64 * 9, 1)
+    assert all(not tensor.any() for tensor in reader.blocks(target[36:]))
+    loaded = reader.blocks(target[:36])
+    reader.prefill(tokens, target)
+    assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(target[:36]), strict=True))
+    arena = reader.transfers[0]._worker.arena
+
+    def has_all() -> bool:
+        reader.transfers[0].tidy()
+        return arena._table.available == arena.n_slots
+
+    wait_until(has_all, "a slot that what was read ahead in vain returns")
+    reader.close()
+
+
+def test_a_lost_segment_is_found_out_about_once(tmp_path: Path) -> None:
+    """All of a prompt that lay in it is saved anew by the request that misses it: it is not one chunk a request."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    keys = writer.keys(TOKENS)
+    writer.close()
+    (path,) = segments(tmp_path)
+    path.unlink()
+    reader = Engine(tmp_path)
+    index = reader.store._keeper._index
+    n_chunks, (answer,) = reader.load(TOKENS, TARGET)
+    assert n_chunks == 5 and answer.failed_blocks == frozenset(TARGET)
+    # After the answer, which does not wait for it.
+    wait_until(lambda: not any(index.resolve([key]) for key in keys), "an offer of the others is taken back")
+    reader.close()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_all_that_a_segment_ends_before_is_missed_at_once(tmp_path: Path, kept: int) -> None:
+    """It was found out about one chunk at a time: a prompt of 390 was recomputed in part 390 times."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    keys = writer.keys(TOKENS)
+    writer.close()
+    (path,) = segments(tmp_path)
+    os.truncate(path, header_of(path).slot_offset(kept) + 2 * PAGE_BYTES)
+    reader = Engine(tmp_path)
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks
+    index = reader.store._keeper._index
+    wait_until(lambda: [bool(index.resolve([key])) for key in keys] == [True] * kept + [False] * (5 - kept))
+    assert reader.load(TOKENS, TARGET)[0] == kept
+    reader.save(TOKENS, BLOCKS)
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
+    reader.close()
+
+
+def test_a_folder_that_is_away_takes_no_more_than_one_chunk_along(tmp_path: Path) -> None:
+    """As when a mount is gone for a moment: what lies there is not lost."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    keys = writer.keys(TOKENS)
+    writer.close()
+    reader = Engine(tmp_path)
+    entries_before = reader.store.lookup(keys)
+    assert entries_before is not None and len(entries_before) == 5
+    folder = segments(tmp_path)[0].parent
+    folder.rename(folder.with_suffix(".away"))
+    chunks = reader.store.plan_load("r", keys, entries_before, TARGET, 0).chunks
+    reader.transfers[0]._loader._fetcher.retract_gone(reader.store.namespace_id, chunks)
+    assert all(reader.store._keeper._index.resolve([key]) for key in keys)
+    folder.with_suffix(".away").rename(folder)
+    reader.close()
+
+
+@pytest.mark.parametrize("how", ["zeroed header", "truncated to nothing", "unlinked", "replaced by a link"])
+def test_lost_segment_is_a_miss(tmp_path: Path, how: str) -> None:
+    writer = Engine(tmp_path / "root")
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    (path,) = segments(tmp_path / "root")
+    if how == "zeroed header":
+        patch(path, 0, bytes(PAGE_BYTES))
+    elif how == "truncated to nothing":
+        os.truncate(path, 0)
+    else:
+        moved = tmp_path / "moved"
+        shutil.move(path, moved)
+        if how == "replaced by a link":
+            path.symlink_to(moved)
+    reader = Engine(tmp_path / "root")
+    _, (answer,) = reader.load(TOKENS, TARGET)
+    assert answer.failed_blocks == frozenset(TARGET)
+    assert reader.transfers[0].metrics.total().get("gone_chunks", 0) == (how == "unlinked")
+    assert verify(find_root(tmp_path / "root"), reader.store._keeper._index).bad or how == "unlinked"
+    reader.close()
+
+
+def test_bytes_that_go_bad_in_host_memory_are_read_again_from_the_file(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    arena = engine.transfers[0]._worker.arena
+    slot, sources = arena.lease(engine.keys(TOKENS)[1])  # type: ignore[misc]
+    arena.slabs(slot, sources[0].slot_offset, 4, sources[0].slab_bytes)[2, 777] ^= 1
+    arena.release(slot, engine.keys(TOKENS)[1])
+    _, (answer,) = engine.load(TOKENS, TARGET)
+    assert answer.failed_blocks == frozenset()
+    assert engine.transfers[0].metrics.total()["checksum_failures"] == 1
+    pairs = zip(engine.blocks(BLOCKS), engine.blocks(TARGET), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    engine.close()
+
+
+def test_another_namespace_shares_nothing(tmp_path: Path) -> None:
+    """Another value in one tensor's pages gives other weights, and so another namespace and other keys."""
+    one, two = Engine(tmp_path, weights="a"), Engine(tmp_path, weights="b")
+    one.save(TOKENS, BLOCKS)
+    assert one.namespace.id != two.namespace.id
+    assert two.load(TOKENS, TARGET) == (0, [])
+    one.close()
+    two.close()
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    for path in (tmp_path / "v1").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+    engine.close()
+
+
+def test_reset_leaves_everything_behind_and_removes_what_nobody_can_ask_for(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    engine.store.reset()
+    assert engine.load(TOKENS, TARGET) == (0, [])
+    assert {answer.outcome.value for answer in engine.save(TOKENS, BLOCKS)} == {"saved"}
+    assert engine.load(TOKENS, TARGET)[0] == 5
+    private = engine.store.namespace_id
+    engine.close()
+    assert SegmentFiles(tmp_path / "v1" / private.hex(), direct=False).ids() == []
+    again = Engine(tmp_path)
+    assert again.load(TOKENS, TARGET)[0] == 5, "the namespace of the files is as it was"
+    again.close()
+
+
+def test_a_segment_whose_writer_died_before_its_header_is_unfinished_not_bad(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+    (path,) = segments(tmp_path)
+    path.with_name(f"{99:016x}-0000.kvseg").write_bytes(bytes(1 << 20))
+    report = verify(find_root(tmp_path), engine.store._keeper._index)
+    assert (report.bad, report.unfinished, report.records) == ((), 1, 5)
+    assert Housekeeper(engine.store._keeper._index, tmp_path / "v1", "me").rebuild().unreadable == ()
+    patch(path, 0, bytes(PAGE_BYTES))
+    assert verify(find_root(tmp_path), engine.store._keeper._index).bad, "records were there"
+    engine.close()
+
+
+def test_saving_rests_while_the_index_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its folder is gone but segments are still open: each chunk was written for nobody, and logged."""
+    engine = Engine(tmp_path)
+
+    def refuse(records: object, from_files: bool = False) -> int:
+        raise IndexUnavailable("away")
+
+    index = engine.transfers[0]._worker.index
+    monkeypatch.setattr(index, "publish", refuse)
+    assert [done.outcome for done in engine.save(TOKENS[:64], BLOCKS[:4])] == [SaveOutcome.FAILED]
+    engine.store._resume_at_s = 0.0  # it plans on
+    assert [done.outcome for done in engine.save(TOKENS[64:], BLOCKS[4:])] == 4 * [SaveOutcome.RESTING]
+    engine.close()
+
+
+def test_a_set_that_is_gone_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each chunk that is saved meets it again, until the engine's next sign of life."""
+    engine = Engine(tmp_path)
+    saver = engine.transfers[0]._saver
+    assert saver._segments is not None
+    for _ in range(3):
+        saver._segments._unlink(saver._worker.files(engine.store.namespace_id), 5)
+    assert caplog.text.count("segment set 0000000000000005 was removed") == 1
+    engine.close()

@@ -1,0 +1,84 @@
+"""Segments are flushed before their records are published, once a batch and file, where other nodes need that."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.index.base import NewRecord
+from kvtier.io.ring import FlushOp, OpResult, WriteOp
+from kvtier.plan import SaveOutcome
+from kvtier.storage.filesystem import file_system_of
+from tests.support.rig import Engine
+
+TOKENS = list(range(1000, 1000 + 64 * 5))
+BLOCKS = list(range(20))
+
+
+class Watched:
+    """The calls of one engine's saves: `events` has the kinds of operations of each batch, and "publish". faults: the
+    errno of the next flushes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.events: list[Any] = []
+        self.flushed: list[int] = []
+        self.written: set[int] = set()
+        self.faults: list[int] = []
+        worker = engine.transfers[0]._worker
+        self._submit, self._publish = worker.io.ring.submit, worker.index.publish
+        worker.io.ring.submit = self.submit  # type: ignore[method-assign]
+        worker.index.publish = self.publish  # type: ignore[method-assign]
+
+    def submit(self, ops: Sequence[Any]) -> Any:
+        self.events.append({type(op) for op in ops})
+        self.flushed += [op.fd for op in ops if isinstance(op, FlushOp)]
+        self.written |= {op.fd for op in ops if isinstance(op, WriteOp)}
+        batch = self._submit(ops)
+        if ops and isinstance(ops[0], FlushOp) and self.faults:
+            assert batch.wait(10.0)
+            fault = OpResult(self.faults.pop(), (), ())
+            batch.results = lambda: [fault for _ in ops]  # type: ignore[method-assign]
+        return batch
+
+    def publish(self, records: Sequence[NewRecord], *, from_files: bool = False) -> int:
+        self.events.append("publish")
+        return self._publish(records, from_files=from_files)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path, changes={"io": {"threads": 4, "timeout_s": 10.0, "fdatasync": "always"}})
+    yield engine
+    engine.close()
+
+
+def test_each_file_of_a_batch_is_flushed_once_and_before_it_is_published(engine: Engine) -> None:
+    watched = Watched(engine)
+    assert {done.outcome for done in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.SAVED}
+    assert watched.events == [{WriteOp}, {FlushOp}, "publish"]
+    assert sorted(watched.flushed) == sorted(watched.written)
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome"),
+    [(errno.EIO, SaveOutcome.FAILED), (errno.ENOSPC, SaveOutcome.NO_SPACE), (errno.EDQUOT, SaveOutcome.NO_SPACE)],
+)
+def test_what_could_not_be_flushed_is_not_published(engine: Engine, fault: int, outcome: SaveOutcome) -> None:
+    watched = Watched(engine)
+    watched.faults.append(fault)
+    assert {done.outcome for done in engine.save(TOKENS, BLOCKS)} == {outcome}
+    assert engine.store.lookup(engine.keys(TOKENS)) == []
+
+
+@pytest.mark.parametrize("fdatasync", ["auto", "never"])
+def test_local_disks_are_not_flushed(tmp_path: Path, fdatasync: str) -> None:
+    assert file_system_of(tmp_path).visibility.name == "LOCAL"
+    engine = Engine(tmp_path, changes={"io": {"threads": 4, "timeout_s": 10.0, "fdatasync": fdatasync}})
+    watched = Watched(engine)
+    assert {done.outcome for done in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.SAVED}
+    assert watched.events == [{WriteOp}, "publish"]
+    engine.close()

@@ -1,0 +1,267 @@
+"""Storage of which one file hangs, as on a striped file system with a target away: saves and loads of it end in time,
+and those of other files go on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.plan import LoadDone, SaveDone, SaveOutcome
+from kvtier.scheduler.store import WantedChunk
+from kvtier.storage import segments as segments_module
+from kvtier.storage.stuck_files import HUNG_FILES_MIN, StuckFiles
+from kvtier.worker.saves import _Write
+from tests.support.rig import Engine
+from tests.waiting import wait_until
+
+TIMEOUT_S = 2.0
+FIRST, SECOND = list(range(64 * 2)), list(range(5000, 5000 + 64 * 2))
+BLOCKS, OTHERS = list(range(8)), list(range(8, 16))
+
+
+class Hang:
+    """Has calls of `os` that concern files of these names wait until `go_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: set[str] = set()
+        self.n_hanging = 0
+        self._go_on = threading.Event()
+        self._patch = monkeypatch
+
+    def of(self, module: object, name: str) -> None:
+        call = getattr(module, name)
+
+        def wait_first(what: object, *args: object, **options: object) -> object:
+            if self._name_of(what) in self.names:
+                self.n_hanging += 1
+                self._go_on.wait(30)
+                self.n_hanging -= 1
+            return call(what, *args, **options)
+
+        self._patch.setattr(module, name, wait_first)
+
+    def go_on(self) -> None:
+        self.names.clear()
+        self._go_on.set()
+
+    def _name_of(self, what: object) -> str:
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)  # type: ignore[call-overload]
+        return os.path.basename(path)
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    made = Hang(monkeypatch)
+    yield made
+    made.go_on()
+
+
+def changes(**more: object) -> dict[str, object]:
+    return {"io": {"threads": 2, "timeout_s": TIMEOUT_S}, "queues": {"save_threads": 1, "load_threads": 1}, **more}
+
+
+def segment_files(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("v1/*/*.kvseg"))
+
+
+def begin_load(engine: Engine, name: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    keys = engine.keys(tokens)
+    entries = engine.store.lookup(keys)
+    assert entries is not None and len(entries) == len(keys)
+    engine.transfers[0].load(engine.store.plan_load(name, keys, entries, blocks, 0))
+
+
+def answers(engine: Engine, n: int, timeout_s: float) -> dict[str, LoadDone]:
+    """As an engine's steps take them."""
+    found: dict[str, LoadDone] = {}
+    deadline_s = time.monotonic() + timeout_s
+    while len(found) < n and time.monotonic() < deadline_s:
+        found.update((done.request_id, done) for done in engine.transfers[0].poll(0.01).loads)
+    return found
+
+
+def begin_save(engine: Engine, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    engine.prefill(tokens, blocks)
+    keys, per = engine.keys(tokens), engine.chunk_blocks
+    parents = [engine.store.namespace_id, *keys]
+    plan = engine.store.plan_save(
+        [WantedChunk(key, parents[i], tuple(blocks[i * per : (i + 1) * per])) for i, key in enumerate(keys)]
+    )
+    assert plan is not None
+    engine.transfers[0].save(plan)
+
+
+def saves(engine: Engine, n: int, timeout_s: float) -> list[SaveDone]:
+    found: list[SaveDone] = []
+    deadline_s = time.monotonic() + timeout_s
+    while len(found) < n and time.monotonic() < deadline_s:
+        found += engine.transfers[0].poll(0.01).saves
+    return found
+
+
+@pytest.fixture
+def two_sets(tmp_path: Path) -> Path:
+    """FIRST and SECOND, in a segment set each."""
+    for tokens, blocks in ((FIRST, BLOCKS), (SECOND, OTHERS)):
+        writer = Engine(tmp_path)
+        writer.save(tokens, blocks)
+        writer.close()
+    assert len(segment_files(tmp_path)) == 2
+    return tmp_path
+
+
+def test_an_open_that_hangs_holds_up_no_load_of_other_files(two_sets: Path, hang: Hang) -> None:
+    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    hang.names = {segment_files(two_sets)[0]}
+    hang.of(os, "open")
+    begin_load(reader, "hangs", FIRST, BLOCKS)
+    wait_until(lambda: hang.n_hanging)
+    begin_load(reader, "follows", FIRST, range(100, 108))
+    started_s = time.monotonic()
+    for number in range(3):
+        begin_load(reader, f"other {number}", SECOND, OTHERS)
+    found = answers(reader, 5, 10)
+    took_s = time.monotonic() - started_s
+    assert {name for name, done in found.items() if done.failed_blocks} == {"hangs", "follows"}
+    assert len(found) == 5 and took_s < TIMEOUT_S + 2
+    begin_load(reader, "later", FIRST, BLOCKS)
+    assert answers(reader, 1, TIMEOUT_S / 2)["later"].failed_blocks, "nobody waits for a file that is known to hang"
+    begin_load(reader, "other later", SECOND, OTHERS)
+    assert not answers(reader, 1, 10)["other later"].failed_blocks, "one file is not the storage"
+    hang.go_on()
+    wait_until(lambda: not reader.load(FIRST, BLOCKS)[1][0].failed_blocks, timeout_s=20)
+    arena = reader.transfers[0]._worker.arena
+    reader.transfers[0].tidy()
+    assert arena._table.available == arena.n_slots
+    reader.close()
+
+
+@pytest.mark.parametrize("call", ["open", "fallocate"])
+def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: Hang, call: str) -> None:
+    engine = Engine(tmp_path, changes=changes())
+    engine.wait_for_set()
+    arena = engine.transfers[0]._worker.arena
+    first = engine.store._keeper.supplies.common._spares[0].set_id
+    hang.names = {segments_module.segment_name(first, 0)}
+    hang.of(os if call == "open" else segments_module, call)
+    saver = engine.transfers[0]._saver
+    started_s = time.monotonic()
+    begin_save(engine, FIRST, BLOCKS)
+    done = saves(engine, 2, 10)
+    assert {answer.outcome for answer in done} == {SaveOutcome.FAILED} and len(done) == 2
+    assert TIMEOUT_S * 0.9 < time.monotonic() - started_s < TIMEOUT_S + 2 and hang.n_hanging == 1
+    assert arena._table.available == arena.n_slots, "its slots are free"
+    engine.store.saved(done)
+    engine.store._keeper.supplies.forget({first})
+    saver._disk.clear()
+    engine.wait_for_set()
+    begin_save(engine, SECOND, OTHERS)
+    outcomes = {answer.outcome for answer in saves(engine, 2, 10)}
+    assert outcomes == {SaveOutcome.SAVED}, "another thread took its place, and another set its own"
+    hang.go_on()
+    wait_until(lambda: not saver._writing)
+    assert engine.transfers[0].poll().saves == [] and arena._table.available >= arena.n_slots - 2
+    assert engine.load(FIRST, range(100, 108)) == (0, []), "what came late was not published"
+    engine.close()
+
+
+def test_saves_that_are_queued_behind_one_that_hangs_do_not_follow_it(tmp_path: Path, hang: Hang) -> None:
+    engine = Engine(tmp_path, changes=changes())
+    engine.wait_for_set()
+    hang.names = {segments_module.segment_name(engine.store._keeper.supplies.common._spares[0].set_id, 0)}
+    hang.of(os, "open")
+    started_s = time.monotonic()
+    for number in range(4):
+        begin_save(engine, range(9000 * number, 9000 * number + 64), range(4 * number, 4 * number + 4))
+    done = saves(engine, 4, 10)
+    assert [answer.outcome for answer in done] == [SaveOutcome.FAILED] + [SaveOutcome.RESTING] * 3
+    assert time.monotonic() - started_s < TIMEOUT_S + 2
+    hang.go_on()
+    engine.close()
+
+
+def test_closing_waits_for_no_storage_that_hangs(tmp_path: Path, hang: Hang) -> None:
+    engine = Engine(tmp_path, changes=changes())
+    engine.save(FIRST, BLOCKS)
+    hang.names = set(segment_files(tmp_path))
+    hang.of(os, "ftruncate")
+    hang.of(os, "lstat")
+    hang.of(os, "open")
+    started_s = time.monotonic()
+    engine.transfers[0].drain(1)
+    engine.transfers[0].close()
+    assert time.monotonic() - started_s < 5
+    started_s = time.monotonic()
+    engine.store.close()
+    assert time.monotonic() - started_s < 12
+    hang.go_on()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_reads_that_are_slow_while_others_end_say_nothing_of_the_storage() -> None:
+    clock = Clock()
+    stuck = StuckFiles(10.0, clock)
+    names = [(number, 0) for number in range(HUNG_FILES_MIN)]
+    for number in range(20):
+        clock.now = 100.0 + number
+        stuck.answered()
+    stuck.note_read(names, begun_s=105.0)
+    assert "0000000000000000-0000" in stuck.why_not(names) and stuck.why_not([(99, 0)]) == ""
+    clock.now += 10.0
+    assert stuck.why_not(names) == "", "asked again"
+
+
+def test_a_storage_of_which_nothing_answers_is_left_as_a_whole() -> None:
+    clock = Clock()
+    stuck = StuckFiles(10.0, clock)
+    stuck.answered()
+    clock.now = 111.0
+    for number in range(HUNG_FILES_MIN):
+        assert stuck.why_not([(99, 0)]) == ""
+        stuck.note_read([(number, 0)], begun_s=101.0)
+    assert stuck.why_not([(99, 0)]) == "the storage did not answer lately"
+
+
+def test_a_read_that_had_waited_for_its_turn_says_nothing() -> None:
+    clock = Clock()
+    stuck = StuckFiles(10.0, clock)
+    stuck.note_read([(1, 0)], begun_s=96.0)
+    assert not stuck.has_any
+
+
+def test_a_save_that_comes_back_takes_no_thread_from_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue was given the older count last, and no thread was left for other jobs."""
+    engine = Engine(tmp_path)
+    saver, counts, is_late = engine.transfers[0]._saver, [], threading.Event()
+
+    def widen(n_stuck: int) -> None:
+        if not n_stuck:
+            is_late.set()
+            time.sleep(0.3)
+        counts.append(n_stuck)
+
+    monkeypatch.setattr(saver._jobs, "widen", widen)
+    back, hangs = _Write([], [], 0.0, has_ended=True), _Write([], [], 0.0)
+    saver._writing[back] = None
+    finishing = threading.Thread(target=saver._finish, args=(back, {}))
+    finishing.start()
+    assert is_late.wait(10)
+    saver._writing[hangs] = None
+    saver.end_overdue()
+    finishing.join()
+    assert counts == [0, 1]
+    saver._finish(hangs, {})
+    engine.close()

@@ -1,0 +1,323 @@
+"""Bounds and deadlines: full queues skip, hung storage becomes a miss in time, a chunk is not read twice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.build import PIN_JOBS
+from kvtier.errors import IndexUnavailable
+from kvtier.io.engines import Engines
+from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
+from kvtier.kernels.paged import Move, PagedKV
+from kvtier.plan import SaveOutcome
+from kvtier.scheduler.store import WantedChunk
+from kvtier.storage.segments import SegmentFiles
+from tests.support.rig import Engine
+from tests.waiting import wait_until
+
+TOKENS = list(range(1000, 1000 + 64 * 5))
+BLOCKS = list(range(20))
+TARGET = list(range(100, 120))
+
+
+class HungBatch:
+    """Storage that does not answer until `returned` is set; then the operations are done after all."""
+
+    def __init__(self, inner: Batch, returned: threading.Event) -> None:
+        self._inner = inner
+        self._returned = returned
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._returned.wait(timeout_s) and self._inner.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Too late: the kernel has it."""
+
+    def results(self) -> list[OpResult]:
+        return self._inner.results()
+
+
+class HungRing:
+    def __init__(self, inner: Ring) -> None:
+        self._inner = inner
+        self.returned = threading.Event()
+        self.submitted: list[ReadOp | WriteOp] = []
+
+    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> HungBatch:
+        self.submitted += ops
+        return HungBatch(self._inner.submit(ops), self.returned)
+
+    def close(self, timeout_s: float = 1.0) -> bool:
+        return self._inner.close(timeout_s)
+
+
+def with_hung_ring(engine: Engine) -> HungRing:
+    worker = engine.transfers[0]._worker
+    ring = HungRing(worker.io.ring)
+    object.__setattr__(worker, "io", Engines(ring, ring))  # type: ignore[arg-type]
+    return ring
+
+
+def test_a_hung_read_is_a_miss_in_time_and_its_slot_comes_back(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    reader = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 0.5}})
+    ring = with_hung_ring(reader)
+    started = time.monotonic()
+    _, (answer,) = reader.load(TOKENS, TARGET)
+    assert 0.4 < time.monotonic() - started < 3.0
+    assert answer.failed_blocks == frozenset(TARGET)
+    arena = reader.transfers[0]._worker.arena
+    assert arena._table.available == arena.n_slots - 5, "slots of hung reads are not given to others (I10)"
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks, "stalled storage is not asked again at once"
+    ring.returned.set()
+    reader.transfers[0].tidy()
+    assert arena._table.available == arena.n_slots
+    assert all(not tensor.any() for tensor in reader.blocks(TARGET)), "late bytes reached engine blocks"
+    reader.close()
+
+
+def test_a_hung_write_is_given_up_and_published_never(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 0.3}})
+    ring = with_hung_ring(engine)
+    engine.transfers[0]._saver._disk._pause_s = 60.0  # in which the next save comes, however busy the machine is
+    assert {answer.outcome for answer in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.FAILED}
+    assert engine.load(TOKENS, TARGET) == (0, [])
+    outcomes = {answer.outcome for answer in engine.save(list(range(64)), BLOCKS)}
+    assert outcomes == {SaveOutcome.RESTING}, "saving rests"
+    ring.returned.set()
+    engine.transfers[0].tidy()
+    arena = engine.transfers[0]._worker.arena
+    assert arena._table.available == arena.n_slots
+    engine.close()
+
+
+def test_saves_beyond_the_bound_are_skipped_and_counted_without_waiting(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, changes={"queues": {"save_chunks_max": 2}})
+    ring = with_hung_ring(engine)
+    engine.wait_for_set()
+    keys = engine.keys(TOKENS)
+    wanted = [WantedChunk(key, bytes(16), tuple(BLOCKS[i * 4 : i * 4 + 4])) for i, key in enumerate(keys)]
+    plan = engine.store.plan_save(wanted)
+    assert plan is not None
+    started = time.monotonic()
+    engine.transfers[0].save(plan)
+    assert time.monotonic() - started < 5, "of io.timeout_s"
+    skipped = [answer for answer in engine.transfers[0].poll().saves if answer.outcome is SaveOutcome.QUEUE_FULL]
+    assert len(skipped) == 3 and engine.transfers[0].metrics.total()["skipped_chunks_queue_full"] == 3
+    ring.returned.set()
+    engine.store.saved(skipped)
+    assert not engine.store.is_known(keys[4]) and engine.store.is_known(keys[0])
+    engine.close()
+
+
+def test_loads_beyond_the_bound_are_answered_as_misses(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    reader = Engine(tmp_path, changes={"queues": {"load_requests_max": 1, "load_threads": 1}})
+    ring = with_hung_ring(reader)
+    keys = reader.keys(TOKENS)
+    entries = reader.store.lookup(keys)
+    n_taken = 2 + PIN_JOBS  # at work, waiting, and what is kept free for other work on these threads
+    for number in range(n_taken + 2):
+        blocks = list(range(20 * number, 20 * number + 20))
+        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+        wait_until(lambda: ring.submitted, "the first load at work")
+    refused = reader.transfers[0].poll().loads
+    assert {done.request_id for done in refused} == {f"r{n_taken}", f"r{n_taken + 1}"}
+    assert all(len(done.failed_blocks) == 20 for done in refused)
+    ring.returned.set()
+    assert reader.transfers[0].drain(10)
+    assert {done.request_id for done in reader.transfers[0].poll().loads} == {f"r{n}" for n in range(n_taken)}
+    reader.close()
+
+
+def test_a_chunk_on_its_way_is_not_read_twice(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    reader = Engine(tmp_path, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}})
+    ring = with_hung_ring(reader)
+    keys = reader.keys(TOKENS)
+    entries = reader.store.lookup(keys)
+    for number in range(2):
+        blocks = list(range(20 * number, 20 * number + 20))
+        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    wait_until(lambda: len(ring.submitted) >= 5, "reads")
+    time.sleep(0.3)
+    assert len(ring.submitted) == 5
+    ring.returned.set()
+    assert reader.transfers[0].drain(10)
+    assert [done.failed_blocks for done in reader.transfers[0].poll().loads] == [frozenset()] * 2
+    assert len(ring.submitted) == 5, "the second request took what the first one read"
+    assert all(torch.equal(a, b) for a, b in zip(reader.blocks(range(20)), reader.blocks(range(20, 40)), strict=True))
+    reader.close()
+
+
+def test_a_dead_index_is_a_miss_and_saving_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    engine.save(TOKENS, BLOCKS)
+
+    def dead(*_: object) -> None:
+        raise IndexUnavailable("gone")
+
+    with monkeypatch.context() as patched:
+        for name in ("resolve", "publish", "retract"):
+            patched.setattr(type(engine.store._keeper._index), name, dead)
+        assert engine.load(TOKENS, TARGET) == (0, [])
+        assert {answer.outcome for answer in engine.save(list(range(64)), BLOCKS)} == {SaveOutcome.FAILED}
+    assert engine.store.metrics.total()["index_errors"] == 1
+    assert engine.load(TOKENS, TARGET)[0] == 5
+    engine.close()
+
+
+def test_more_chunks_than_the_arena_has_slots_load_all_the_same(tmp_path: Path) -> None:
+    tokens = list(range(64 * 20))
+    writer = Engine(tmp_path, changes={"host": {"arena_bytes": 64 << 20}})
+    writer.save(tokens, range(80))
+    writer.close()
+    reader = Engine(tmp_path, changes={"host": {"arena_bytes": 5 * (4096 + (256 << 10)), "admit": "always"}})
+    assert reader.transfers[0]._worker.arena.n_slots == 5
+    n_chunks, (answer,) = reader.load(tokens, range(100, 180))
+    assert n_chunks == 20 and answer.failed_blocks == frozenset()
+    loaded = reader.blocks(range(100, 180))
+    reader.prefill(tokens, range(100, 180))
+    assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(range(100, 180)), strict=True))
+    reader.transfers[0]._worker.arena.check()
+    reader.close()
+
+
+def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that hangs in open(): reads have deadlines of their own, system calls have not."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    reader = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 1.0}})
+    keys = reader.keys(TOKENS)
+    entries = reader.store.lookup(keys)
+    transfer, free = reader.transfers[0], threading.Event()
+    opened = SegmentFiles._open_file
+
+    def hang(self: SegmentFiles, name: tuple[int, int]) -> object:
+        free.wait(20)
+        return opened(self, name)
+
+    monkeypatch.setattr(SegmentFiles, "_open_file", hang)
+    for files in transfer._worker.files._known.values():
+        files._descriptors._open_file = files._open_file
+    answers: list[str] = []
+    for number in range(5):
+        blocks = list(range(20 * number, 20 * number + 20))
+        transfer.load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    deadline = time.monotonic() + 15
+    while len(answers) < 5 and time.monotonic() < deadline:
+        started = time.monotonic()
+        done = transfer.poll().loads
+        assert time.monotonic() - started < 0.9, "the engine's thread waited"
+        assert all(len(answer.failed_blocks) == 20 for answer in done)
+        answers += [answer.request_id for answer in done]
+        time.sleep(0.01)
+    assert sorted(answers) == [f"r{number}" for number in range(5)]
+    free.set()
+    assert transfer.drain(10)
+    assert transfer.poll().loads == [], "each plan is answered once"
+    assert all(not tensor.any() for tensor in reader.blocks(range(100))), "a late thread wrote into engine blocks"
+    time.sleep(1.1)
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), "storage that is back is used"
+    arena = transfer._worker.arena
+    transfer.tidy()
+    assert arena._table.available == arena.n_slots
+    reader.close()
+
+
+def test_two_loads_never_wait_for_each_other(tmp_path: Path) -> None:
+    """More loads than slots, all of the same prefixes, in an arena of five: all are served, and soon."""
+    prompts = [[*range(64 * n), *range(9000, 9000 + 64 * 8)] for n in range(4)]
+    writer = Engine(tmp_path, changes={"host": {"arena_bytes": 64 << 20}})
+    for prompt in prompts:
+        writer.save(prompt, range(len(prompt) // 16))
+    writer.close()
+    changes = {
+        "host": {"arena_bytes": 5 * (4096 + (256 << 10)), "admit": "second_hit"},
+        "queues": {"load_threads": 6},
+        "io": {"threads": 4, "timeout_s": 60.0},
+    }
+    reader = Engine(tmp_path, changes=changes, n_blocks=1024)
+    for number in range(18):
+        prompt = prompts[number % 4]
+        keys = reader.keys(prompt)
+        entries = reader.store.lookup(keys)
+        assert len(entries) == len(keys)
+        blocks = list(range(50 * number, 50 * number + 4 * len(keys)))
+        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    started = time.monotonic()
+    assert reader.transfers[0].drain(60)
+    assert time.monotonic() - started < 50, "one waited to the end of its time"
+    assert [answer.failed_blocks for answer in reader.transfers[0].poll().loads] == [frozenset()] * 18
+    arena = reader.transfers[0]._worker.arena
+    arena.check()
+    reader.transfers[0].tidy()
+    assert arena._table.available == arena.n_slots
+    reader.close()
+
+
+def test_a_long_queue_is_not_taken_for_dead_storage(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    reader = Engine(tmp_path, changes={"queues": {"load_threads": 1}, "io": {"threads": 2, "timeout_s": 1.2}})
+    worker = reader.transfers[0]._worker
+    decode = worker.codec.decode
+
+    def slow(pages: PagedKV, moves: Sequence[Move]) -> None:
+        time.sleep(0.06 * len(moves))
+        decode(pages, moves)
+
+    worker.codec.decode = slow  # type: ignore[method-assign]
+    keys = reader.keys(TOKENS)
+    entries = reader.store.lookup(keys)
+    for number in range(10):
+        blocks = list(range(20 * number, 20 * number + 20))
+        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    assert reader.transfers[0].drain(10)
+    answers = reader.transfers[0].poll().loads
+    assert len(answers) == 10 and 0 < sum(bool(answer.failed_blocks) for answer in answers) < 10
+    assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), "a fresh request was refused"
+    reader.close()
+
+
+def test_a_gather_that_raises_loses_no_slot_and_no_answer(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, changes={"queues": {"save_chunks_max": 4}})
+    worker = engine.transfers[0]._worker
+    encode, calls = worker.codec.encode, iter(range(100))
+
+    def fail_first(pages: PagedKV, moves: Sequence[Move]) -> None:
+        encode(pages, moves[:2])
+        if next(calls) == 0:
+            raise RuntimeError("an illegal memory access was encountered")
+        encode(pages, moves[2:])
+
+    worker.codec.encode = fail_first  # type: ignore[method-assign]
+    engine.wait_for_set()
+    keys = engine.keys(TOKENS)
+    plan = engine.store.plan_save([WantedChunk(key, bytes(16), tuple(range(4))) for key in keys])
+    assert plan is not None
+    with pytest.raises(RuntimeError):
+        engine.transfers[0].save(plan)
+    done = engine.transfers[0].poll().saves
+    assert [answer.key for answer in done] == keys
+    assert [answer.outcome for answer in done] == 4 * [SaveOutcome.FAILED] + [SaveOutcome.QUEUE_FULL]
+    assert worker.arena._table.available == worker.arena.n_slots
+    engine.store.saved(done)
+    assert len(engine.save(TOKENS, BLOCKS)) == 5
+    engine.close()

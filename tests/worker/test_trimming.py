@@ -1,0 +1,51 @@
+"""What an engine that ends gives back of its segments, whatever order its save jobs came in: never a record."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from kvtier.scheduler.store import WantedChunk
+from tests.support.rig import Engine
+
+CHUNKS_A_JOB = 2
+RECORD_BYTES = 4096 + 4 * 64 * 4 * 32 * 2 * 4  # header page, and 4 heads x 64 tokens x 4 layers x K and V of 32 floats
+TARGET = list(range(100, 124))
+
+
+def engine_of(root: Path, slots: int, **changes: object) -> Engine:
+    segment = 4096 + slots * RECORD_BYTES
+    return Engine(root, changes={"segment_bytes": segment, "capacity_bytes": 4 * segment, **changes})
+
+
+@pytest.mark.parametrize("slots", [6, 8], ids=["full set", "set with room"])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_no_record_is_cut_off_whichever_was_written_last(tmp_path: Path, slots: int, order: tuple[int, ...]) -> None:
+    """Jobs run side by side: the last slots of a set may be written before the first ones."""
+    writer = engine_of(tmp_path, slots)
+    tokens = list(range(64 * 6))
+    blocks = list(range(6 * writer.chunk_blocks))
+    writer.wait_for_set()
+    writer.prefill(tokens, blocks)
+    keys = writer.keys(tokens)
+    parents = [writer.store.namespace_id, *keys]
+    per = writer.chunk_blocks
+    wanted = [WantedChunk(key, parents[i], tuple(blocks[i * per : (i + 1) * per])) for i, key in enumerate(keys)]
+    plans = [writer.store.plan_save(wanted[i : i + CHUNKS_A_JOB]) for i in range(0, 6, CHUNKS_A_JOB)]
+    for number in order:
+        plan = plans[number]
+        assert plan is not None
+        for transfer in writer.transfers:
+            transfer.save(plan)
+            assert transfer.drain(20)
+            writer.store.saved(transfer.poll().saves)
+    writer.close()
+    reader = engine_of(tmp_path, slots)
+    found, done = reader.load(tokens, TARGET)
+    assert found == 6
+    assert not any(load.failed_blocks for load in done)
+    used = next(tmp_path.glob("v1/*/*.kvseg")).stat().st_size
+    reader.close()
+    assert used == 4096 + 6 * RECORD_BYTES, "and no more than the records stays"
