@@ -42,7 +42,7 @@ Clock = Callable[[], float]
 
 
 class Faults:
-    """Runs tier work; a fault in it is counted, logged (kvtier.runtime.repeated_log), and answered by a fallback (I9)."""
+    """Run tier work. A fault in it is counted, logged (kvtier.runtime.repeated_log) and answered by a fallback (I9)."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._lock = threading.Lock()

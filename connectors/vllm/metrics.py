@@ -1,7 +1,7 @@
 """The tier's counters in vLLM's own statistics: its log line and its /metrics.
 
 Both halves report what came since the last step; vLLM adds the workers up and hands the sum to the front end, which
-has no engine in it. A counter `x` of kvtier.runtime.metrics is exported as `vllm:kvtier_x_total`. With tensor parallelism
+has no engine in it. A counter `x` of runtime.metrics is exported as `vllm:kvtier_x_total`. With tensor parallelism
 every rank loads its share of the same tokens, so counts of tokens, requests and chunks, and seconds, are taken from
 rank 0 alone; bytes and failures from all.
 """

@@ -33,7 +33,7 @@ class Encoded(Protocol):
     """Verdicts on their way."""
 
     def wait(self) -> list[Verdict]:
-        """One for each move. May be called once `encode` is done on its stream (kvtier.worker.cuda_events), from any thread."""
+        """Return one for each move. Call it once `encode` is done on its stream (worker.cuda_events)."""
         ...
 
 
@@ -44,7 +44,7 @@ class Mover(Protocol):
     """
 
     def encode(self, moves: Sequence[Move]) -> Encoded | None:
-        """Blocks -> slabs; padding, which was blanked (kvtier.worker.saves), is left as it is. None: nothing is ever refused,
+        """Blocks -> slabs; padding, which was blanked (worker.saves), is left as it is. None: nothing is ever refused,
         and no sums were taken."""
         ...
 

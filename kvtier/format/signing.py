@@ -12,7 +12,8 @@ all that decides what a slab is, so it is no use for another chunk, head, layers
 (set, slot, rank) decides nothing, so a record that is copied elsewhere stays good. An older record of the same key is
 the same KV.
 
-The checksum (kvtier.format.checksum) is no signature: everybody can compute it. Tags are made and checked in host memory.
+The checksum (kvtier.format.checksum) is no signature: everybody can compute it. Tags are made and checked in host
+memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checksum of kvtier.format.checksum on the device, in Triton: many slabs in one launch, the same sums as on the CPU.
+"""Checksum of kvtier.format.checksum on the device, in Triton: many slabs in one launch, the same sums as on the CPU.
 
 A program walks over some pages of a slab. The key stream's part within a page stays in its registers: each thread
 keeps to its places of the page, and mixes only once a page, for the part over the pages.

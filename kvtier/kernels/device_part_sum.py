@@ -33,7 +33,7 @@ def sum_part(
     PAIRS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
-    """The summands of pairs [first, end) of a slab (kvtier.format.checksum), int64. PAIRS: of a page; AT_ONCE: a part of
+    """The summands of pairs [first, end) of a slab (format.checksum), int64. PAIRS: of a page; AT_ONCE: a part of
     them, so that a page's part stays in registers.
 
     Whole pages are loaded, also where only some of their pairs count, and each before the one before it is summed.

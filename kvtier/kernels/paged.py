@@ -74,7 +74,7 @@ class Move:
 
     block_ids: of the whole chunk. slabs: (patch.n_heads, slab_bytes) uint8, contiguous, on the pages' device.
     first_block: a scatter leaves the blocks before it untouched. key: of the chunk, 16 bytes, where a gather may sum
-    what it writes (kvtier.format.checksum). skip_bytes: of each slab, before the layers that the patch counts: layers of other
+    what it writes (format.checksum). skip_bytes: of each slab, before the layers that the patch counts: layers of other
     sizes (kvtier.codecs.bands).
     """
 

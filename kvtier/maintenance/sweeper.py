@@ -1,4 +1,4 @@
-"""Keeping a root in order: what dead writers left, and the index made anew (kvtier.maintenance.rebuild). Room is made by the
+"""Keeping a root in order: what dead writers left, and the index made anew (maintenance.rebuild). Room is made by the
 Evictor.
 
 Works on a whole root (all namespaces), from any engine or from the command line. Whatever removes something does so
@@ -188,7 +188,7 @@ class Housekeeper:
         return self.free_space().n_bytes
 
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt | None:
-        """Makes the index agree with the files (kvtier.maintenance.rebuild); entries without a file go. None, and nothing is
+        """Makes the index agree with the files (maintenance.rebuild); entries without a file go. None, and nothing is
         done, while others sweep or rebuild: a sweep cuts segments behind what the index knows of them. None, too,
         when they may have done so meanwhile: then some segments are still to be read.
 

@@ -12,7 +12,7 @@ from kvtier.codecs.base import Mover
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, Patch
-from tests.kernels import fp8_rig, turboquant_rig
+from tests.codecs import fp8_rig, turboquant_rig
 from tests.kernels.device_pages import Cache, noise
 from tests.kernels.device_rig import INTERPRETED
 from tests.kernels.test_device_streams import busy_stream

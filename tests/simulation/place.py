@@ -54,16 +54,38 @@ from tests.simulation.runtime import Runtime
 from tests.simulation.truth import Truth
 
 THREADED = (
-    kvtier.worker.fetch, kvtier.index.guard, kvtier.scheduler.background, kvtier.worker.load_walk, kvtier.worker.loads, kvtier.index.async_lookup,
-    kvtier.worker.own_segments, kvtier.maintenance.record_check, kvtier.worker.saves, kvtier.scheduler.segment_allocator, kvtier.storage.stuck_files, kvtier.arena.arena,
+    kvtier.worker.fetch,
+    kvtier.index.guard,
+    kvtier.scheduler.background,
+    kvtier.worker.load_walk,
+    kvtier.worker.loads,
+    kvtier.index.async_lookup,
+    kvtier.worker.own_segments,
+    kvtier.maintenance.record_check,
+    kvtier.worker.saves,
+    kvtier.scheduler.segment_allocator,
+    kvtier.storage.stuck_files,
+    kvtier.arena.arena,
     kvtier.storage.open_segments,
-    kvtier.storage.segments, kvtier.worker.context,
-)  # fmt: skip
+    kvtier.storage.segments,
+    kvtier.worker.context,
+)
 TIMED = (
-    kvtier.maintenance.sweeper, kvtier.index.lmdb.environment, kvtier.index.lmdb.locks, kvtier.worker.loads, kvtier.storage.atomic_files, kvtier.storage.safe_open,
-    kvtier.worker.saves, kvtier.arena.arena, kvtier.worker.transfer,
-)  # fmt: skip
-TICKING = (kvtier.index.guard, kvtier.scheduler.background, kvtier.worker.transfer)
+    kvtier.maintenance.sweeper,
+    kvtier.index.lmdb.environment,
+    kvtier.index.lmdb.locks,
+    kvtier.worker.loads,
+    kvtier.storage.atomic_files,
+    kvtier.storage.safe_open,
+    kvtier.worker.saves,
+    kvtier.arena.arena,
+    kvtier.worker.transfer,
+)
+TICKING = (
+    kvtier.index.guard,
+    kvtier.scheduler.background,
+    kvtier.worker.transfer,
+)
 ON_MACHINE = (
     (kvtier.storage.atomic_files, "uuid", uuid),
     (kvtier.index.lmdb.index, "uuid", uuid),
