@@ -55,6 +55,14 @@ OVERRIDES_OPEN_SIGNATURES = ("kvtier.connectors.vllm",)
 ENGINES_AND_WEB = ("vllm", "lmcache", "dynamo", "fastapi", "starlette", "uvicorn")
 MAY_USE_THEM = ("benchmarks", "kvtier.connectors", "kvtier.server")
 
+# Folders whose prose follows LAYOUT's rules; the others are rewritten one after the other.
+PLAIN_PROSE: tuple[str, ...] = ()
+FIRST_WORDS = {"What", "Who", "Whose", "Whether", "Which", "How", "Where", "When"}
+FIRST_WORDS |= {"Of", "From", "Those", "That", "As", "So", "Until", "Beside"}
+NOT_IN_PROSE = re.compile(
+    r"\b(nobody|somebody|whoever|anybody|meanwhile|(is|are) told|lets? go|left alone|lies?)\b", re.IGNORECASE
+)
+
 THREAD_STARTERS = ("Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
 
@@ -186,6 +194,28 @@ def place_faults(source: Source) -> Iterator[str]:
         yield f"{match[0]} without an issue's number"
 
 
+# --- prose ---
+
+
+def docstring_of(statement: ast.stmt) -> str | None:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return statement.value.value if isinstance(statement.value.value, str) else None
+    return None
+
+
+def prose_faults(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if re.split(r"\W", text, maxsplit=1)[0] in FIRST_WORDS:
+                yield f"docstring begins with {text.split()[0]}: {text.splitlines()[0]}"
+    for one, next_one in zip(source.tree.body, source.tree.body[1:], strict=False):
+        if isinstance(one, ast.Assign | ast.AnnAssign) and docstring_of(next_one):
+            yield f"line {next_one.lineno}: a comment beside the constant, not a docstring below it"
+    for number, line in enumerate(source.text.splitlines(), 1):
+        yield from (f"line {number}: {match[0]}" for match in NOT_IN_PROSE.finditer(line))
+
+
 # --- import direction ---
 
 
@@ -289,6 +319,25 @@ def test_a_planted_cycle_is_found() -> None:
 def test_who_must_never_reach_whom() -> None:
     assert set(NEVER_REACHES) <= {source.name for source in MODULES}
     assert list(reach_faults(MODULES)) == []
+
+
+@pytest.mark.parametrize("source", [x for x in MODULES if within(x.name, PLAIN_PROSE)], ids=lambda source: source.name)
+def test_prose(source: Source) -> None:
+    assert list(prose_faults(source)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('"""What is kept."""', "begins with What"),
+        ('def f():\n """Whether it fits."""', "begins with Whether"),
+        ('A = 1\n"""Bytes of a page."""', "beside the constant"),
+        ("a = 1  # nobody waits", "nobody"),
+        ("# the file lies in the root", "lies"),
+    ],
+)
+def test_planted_prose_is_found(text: str, fault: str) -> None:
+    assert any(fault in found for found in prose_faults(Source.of("kvtier.x", text)))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kvtier").rglob("*.[ch]*pp")), ids=lambda path: path.name)
