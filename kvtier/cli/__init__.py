@@ -164,7 +164,3 @@ def _serve(options: argparse.Namespace) -> int:
         fix = f"the package {missing.name} is not installed: pip install './kvtier[server]' beside its checkout"
         raise ConfigError("serve", str(options.path or ""), fix) from None
     return run_serve(settings)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,7 @@
+"""`python -m kvtier.cli`."""
+
+import sys
+
+from kvtier.cli import main
+
+sys.exit(main())
