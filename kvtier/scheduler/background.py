@@ -1,8 +1,8 @@
-"""Keeper: an engine's background duties towards the root, on one thread, so that the scheduler never waits.
+"""Keeper: background thread of the scheduler process, for everything that may wait for the index or the storage.
 
-It says that this engine lives, makes and registers segment sets before they are needed (evicting others when the
-root is full), closes the full ones, books what was used, keeps the root's limits, and sweeps from time to time. `tick`
-does whatever is due.
+It renews the engine's lease, creates and registers segment sets before they are needed (and evicts others when the root
+is full), closes full sets, records which sets were used, reads the root's limits and runs garbage collection. `tick`
+does what is due.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from kvtier.scheduler.segment_allocator import Side, Supplies
 
 log = logging.getLogger("kvtier")
 
+# Hits whose use is not yet recorded in the index. The oldest one is dropped for a further one; at worst its set is
+# evicted too soon.
 RECENT_ENTRIES_MAX = 65_536
-"""Hits whose use waits to be booked; further ones push out the oldest, which at worst evicts a set too soon."""
-TICK_INTERVAL_S = 0.5
-SPARES_MAX = 8
-LIMITS_INTERVAL_S = 5.0
+TICK_INTERVAL_S = 0.5  # interval between two ticks, seconds
+SPARES_MAX = 8  # empty segment sets kept ready
+LIMITS_INTERVAL_S = 5.0  # interval between two reads of the root's limits, seconds
+# A clock that goes back by more seconds was set by hand. Duties planned by the old time would not be due for that long,
+# and other nodes would take this engine for dead.
 SET_BACK_S = 5.0
-"""A clock that goes back by more was set. By the times of before nothing would be due for as long, and nodes whose
-clocks went on would take this engine for dead."""
-CLOSE_TIMEOUT_S = 5.0
-FIRST_TICK_TIMEOUT_S = 1.0
-"""Starting an engine waits so long at most for the first sets: what is computed before them is not saved."""
-PRIVATE_EPOCH = "private-"
-"""Starts the epoch of a namespace that one running engine has for itself."""
+CLOSE_TIMEOUT_S = 5.0  # time that the end of an engine waits for the last tick, seconds
+FIRST_TICK_TIMEOUT_S = 1.0  # time that a start waits for the first sets, seconds; KV computed earlier is not saved
+PRIVATE_EPOCH = "private-"  # prefix of the epoch of a namespace that only one running engine uses
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperPlan:
-    """What a keeper works to.
+    """Settings of a keeper.
 
     owner: name of this engine, unique among all that share the root.
-    set_bytes: of one segment set of `slots` slots, over all ranks.
-    writer_lease_s: how long the engine is believed to live without a sign of it.
-    make_folder: looks at the root, and makes a namespace's folder if it is not there; also from time to time.
-    about: what the engine reports of itself. spares_max: sets kept ready at most. with_beat: called with each sign of
-        life and at the end, with the time; it may wait for the index, and raise as that does. set_files: of one set.
+    set_bytes: size of one segment set of `slots` slots, over all ranks.
+    writer_lease_s: time after which an engine that did not renew its lease counts as dead.
+    make_folder: checks the root and creates a namespace's folder where it is missing; called again now and then.
+    about: description of the engine in its reports. spares_max: upper bound of the sets kept ready. with_beat: called
+        with the time at each renewal of the lease and at the end; it may wait for the index and raise what that
+        raises. set_files: number of files of one set.
     """
 
     owner: str
@@ -80,8 +80,8 @@ class KeeperPlan:
 
 @dataclass(slots=True)
 class _Due:
-    """When each duty is to be done next, seconds since the epoch. looked_s: when it was last looked at what is due.
-    log: of duties that are put off."""
+    """Time at which each duty is due, seconds since the epoch. looked_s: time of the last tick. log: for duties that
+    were put off."""
 
     sweep: SweepTurns
     log: RepeatedLog
@@ -93,8 +93,8 @@ class _Due:
 
 @dataclass(slots=True)
 class _Space:
-    """State of the disk. was_refused, has_saved: by saves' answers since the last tick. refused_bytes: room when no set
-    could be made for one of the sides; None when there was always room."""
+    """State of the disk. was_refused, has_saved: a save was refused, or succeeded, since the last tick. refused_bytes:
+    free bytes when a tenant's set could not be created; None while all could."""
 
     room: Room = field(default_factory=Room)
     was_refused: bool = False
@@ -104,7 +104,7 @@ class _Space:
 
 @dataclass(slots=True)
 class _DoneWith:
-    """What this engine is done with but the index was not told yet: an id goes from here when it was."""
+    """Changes that the index has not taken yet; each id is removed once its change is in the index."""
 
     epochs: deque[tuple[Namespace, Supplies]] = field(default_factory=deque)
     to_trim: deque[int] = field(default_factory=deque)
@@ -202,7 +202,7 @@ class Keeper:
         left = self._epoch
         namespace = replace(left[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
         self._epoch = (namespace, Supplies(self._plan.slots, self._plan.spares(self._plan.capacity_bytes)))
-        self._done_with.epochs.append(left)  # now: nobody makes another set for it
+        self._done_with.epochs.append(left)  # at once, so that no further set is created for it
         self.refill()
         return namespace.id
 
@@ -255,7 +255,7 @@ class Keeper:
             self._due.beat_s = 0.0  # this index knows of no sign of life
             rebuilt = self._housekeeper.rebuild(lambda done, total: self._beat(self._housekeeper.clock()))
             if rebuilt is None:
-                return  # another engine is at it, or may have been meanwhile
+                return  # another engine rebuilds the index, or may have done so in between
             self._index.rebuilt(loss)
             self._leave_lost_sets()
             for fault in rebuilt.unreadable:
@@ -284,7 +284,7 @@ class Keeper:
             while ids:
                 settle(ids[0])
                 ids.popleft()
-        while self._done_with.to_erase:  # private: nobody can ask for it again
+        while self._done_with.to_erase:  # private: no lookup can name it again
             self._housekeeper.erase_namespace(self._done_with.to_erase[0])
             self._done_with.to_erase.popleft()
 
@@ -402,8 +402,11 @@ class Keeper:
             self.metrics.add(names.EVICTED_BYTES, n_bytes)
 
     def _add_set(self, need: Need, namespace: Namespace, now: float) -> int | None:
-        """The id of a new, registered set. It stands among those to drop until it is known to be ready: where an answer
-        of the index was lost it may be registered, and as long as this engine lives nobody else would remove it."""
+        """Register a new set and return its id; None when the id is taken.
+
+        The set is listed in `to_drop` until its registration is confirmed: it may be registered although the answer was
+        lost, and no other engine removes a set of a living one.
+        """
         self._plan.make_folder(namespace)
         set_id = int(self._index.shared_s(now) * 1000) << 20 | self._rng.getrandbits(20)
         info = SetInfo(set_id, namespace.id, self._plan.owner, need.n_bytes, now, now, tenant=need.tenant)
@@ -419,7 +422,7 @@ class Keeper:
             at_s, entry = self._recent.popleft()
             set_id = entries.first_set(entry)
             before = used.get(set_id, Use(0.0, 0))
-            # Chunks of one load lie together in a set: that is one use of it.
+            # Chunks of one load are in one set and count as one use of it.
             used[set_id] = Use(at_s, before.count + (at_s != before.at_s))
         if used:
             self._index.touch(used)

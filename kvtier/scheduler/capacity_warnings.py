@@ -1,4 +1,4 @@
-"""CapacityWatch: tells an engine's log what is wrong with its capacity_bytes, each thing once."""
+"""CapacityWatch: warnings about capacity_bytes in an engine's log, each one once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from kvtier.scheduler.engine_report import COUNT_MAX, NOTE_PREFIX, WorkerReport
 
 log = logging.getLogger("kvtier")
 
+# Interval between two comparisons with the reports of all engines (some KiB each), seconds; they end with the first
+# engine whose capacity differs.
 COMPARE_INTERVAL_S = 600.0
-"""So often the reports of all engines are read, until one of them has another capacity: they are some KiB each."""
 
 
 def beyond_the_disk(capacity_bytes: int, room_bytes: int) -> str:
@@ -32,7 +33,7 @@ def beyond_the_disk(capacity_bytes: int, room_bytes: int) -> str:
 
 
 class CapacityWatch:
-    """Of the engine `owner`, on its keeper's thread. free_bytes: what the root's disk has left for the tier."""
+    """Capacity checks of engine `owner`, run on its keeper's thread. free_bytes: free disk space for the tier."""
 
     def __init__(self, owner: str, capacity_bytes: int, index: Index, free_bytes: Callable[[], int]) -> None:
         self._owner = owner
@@ -43,7 +44,7 @@ class CapacityWatch:
         self._compare_s = 0.0
 
     def look(self, now_s: float) -> None:
-        """With each sign of life. Raises IndexUnavailable."""
+        """Check the capacity; called at each renewal of the lease. Raises IndexUnavailable."""
         if not self._knows_disk and not self._index.was_reset:  # an index that is to be made anew knows of no segment
             self._look_at_disk()
         if now_s >= self._compare_s:

@@ -1,8 +1,8 @@
-"""What computing and loading cost an engine, kept in the index for the next one: a note `costs/<digest>`.
+"""Prefill and load costs of an engine, kept in the index for the next one: metadata record `costs/<digest>`.
 
-A process that has just started has computed nothing: it would load whatever it finds, also from storage that is slower
-than computing. One like it (model, engine, device, ranks, host) has seen both. The note is a prior and no more: what
-the engine measures itself takes its place.
+A process that has just started has computed nothing and would load every hit, also from storage that is slower than
+computing. An earlier engine with the same model, release, device, ranks and host has measured both. The record is only
+a prior: it is replaced by what the engine measures itself.
 
     {"prefill_token_s": 6.5e-05, "load_fixed_s": 0.004, "load_token_s": 2.4e-06}
 """
@@ -24,13 +24,12 @@ from kvtier.scheduler.load_threshold import Costs, LoadCost
 
 PREFIX = "costs/"
 KEPT_S = 30 * 86400.0
-CHANGE = 0.1
-"""What differs by less from what is kept is not written again."""
-NOTE_BYTES_MAX = 1024
+CHANGE = 0.1  # relative change of a cost from which on the record is rewritten
+NOTE_BYTES_MAX = 1024  # longest record that is read, bytes
 
 
 def note_name(namespace_id: bytes, about: About) -> str:
-    """All that costs depend on, but for the load on the machine."""
+    """Return the record's name, made of everything that costs depend on except the load on the machine."""
     engine = [about.engine, about.engine_version, about.device, about.ranks, socket.gethostname()]
     return PREFIX + blake3(namespace_id + canonical_text(engine).encode()).hexdigest()[:32]
 
@@ -43,7 +42,7 @@ def pack(costs: Costs) -> bytes:
 
 
 def unpack(note: bytes) -> Costs:
-    """Raises Corrupt: anybody who can write to the index may have written it."""
+    """Parse a record. Raises Corrupt, for every process with access to the index can write one."""
     try:
         if len(note) > NOTE_BYTES_MAX:
             raise ValueError(f"{len(note)} bytes")

@@ -1,10 +1,11 @@
-"""What an engine tells the administration about itself: one small JSON note `worker/<owner>` in the index.
+"""Report of an engine for the admin service: one small JSON record `worker/<owner>` in the index.
 
-The Reporter lives in the engine's scheduler process; the workers' figures come to it with their answers. The Keeper
-writes its report with each sign of life, so a report that is there is of an engine that lives, and nobody asks engines.
+The Reporter runs in the engine's scheduler process and receives the workers' figures with their answers. The Keeper
+writes the report whenever it renews the engine's lease. So each report in the index is of a living engine, and the
+admin service connects to no engine.
 
-A note is at most REPORT_BYTES_MAX long, and read as what it is: something that anybody who can write to the index may
-have written. All times are seconds since the epoch, all counters sums since the engine's start.
+A report is at most REPORT_BYTES_MAX long. It is untrusted input: every process with access to the index can write one.
+All times are seconds since the epoch; all counters are sums since the engine's start.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ NOTE_PREFIX = "worker/"
 REPORT_BYTES_MAX = 16 << 10
 LABEL_CHARS_MAX = 200
 TOP_PREFIXES = 16
+# Prefixes whose hits are counted. A new one takes the place and the count of the one with the fewest hits.
 COUNTED_PREFIXES_MAX = 256
-"""Prefixes whose hits are counted; a new one takes the place, and the count, of the one with the fewest."""
+# Upper bounds of the buckets of a Latency, seconds; a last bucket has none.
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds of a Latency's buckets; a last bucket has no bound."""
 
 What = Literal["lookup", "load", "save"]
 Label = Annotated[str, Field(max_length=LABEL_CHARS_MAX)]
@@ -46,7 +47,7 @@ _FROZEN = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
 class Latency(BaseModel):
-    """How long something took: `counts[i]` times at most BOUNDS_S[i], the last one longer; not cumulative."""
+    """Latency histogram: `counts[i]` events took at most BOUNDS_S[i], the last ones longer; not cumulative."""
 
     model_config = _FROZEN
     counts: Annotated[tuple[Count, ...], Field(min_length=len(BOUNDS_S) + 1, max_length=len(BOUNDS_S) + 1)] = (0,) * (
@@ -64,7 +65,7 @@ class Latency(BaseModel):
         return Latency(counts=counts, sum_s=self.sum_s + other.sum_s)
 
     def quantile_s(self, fraction: float) -> float | None:
-        """Estimated within the bucket where it lies; None when nothing was counted. Beyond the last bound: that."""
+        """Interpolate a quantile within its bucket. None without events; the last bound for longer ones."""
         total = sum(self.counts)
         if not total:
             return None
@@ -155,9 +156,9 @@ class WorkerReport(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What an engine says of itself. ranks: its workers. model: as its users know it. tokenizer: its folder, or
-    its name on the hub. device: what it computes on, "" where nobody asks what computing takes. capacity_bytes: of its
-    settings, COUNT_MAX at most; None where nobody asks."""
+    """Description of an engine. ranks: number of workers. model: the name that it is served under. tokenizer: folder or
+    name on the hub. device: the device that computes, "" where costs are not reported. capacity_bytes: from the
+    settings, COUNT_MAX at most; None where it is not reported."""
 
     ranks: int = 1
     engine: str = ""
@@ -170,15 +171,14 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """What a worker tells the scheduler's process now and then; picklable. counters: grown by so much since it last
-    did."""
+    """Figures that a worker sends to the scheduler process; picklable. counters: increments since the last ones."""
 
     counters: Mapping[str, float]
     arenas: tuple[ArenaFill, ...] = ()
     read_ceiling_bytes_s: float | None = None
 
     def merged(self, other: RankFigures) -> RankFigures:
-        """Of two ranks. They share a mount, and each measured it alone: their ceilings do not add up."""
+        """Merge the figures of two ranks. Each measured the shared mount alone, so their ceilings are not added."""
         ceilings = [figures.read_ceiling_bytes_s or 0.0 for figures in (self, other)]
         return RankFigures(
             _sum(self.counters, other.counters), _sum_arenas((*self.arenas, *other.arenas)), max(ceilings) or None
@@ -201,8 +201,8 @@ class _Times:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What the reporter has gathered since the engine's start."""
+class _Gathered:
+    """Figures gathered since the engine's start."""
 
     counters: dict[str, float] = field(default_factory=dict)
     arenas: tuple[ArenaFill, ...] = ()
@@ -224,7 +224,7 @@ class Reporter:
         self._about = about
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._seen = _Seen()
+        self._seen = _Gathered()
         self._started_s = clock()
         self._last_s = self._started_s
         self._last_counters: Mapping[str, float] = {}
@@ -235,7 +235,7 @@ class Reporter:
             self._seen.times[what].add(seconds)
 
     def add(self, figures: RankFigures) -> None:
-        """Of all ranks, merged."""
+        """Add the merged figures of all ranks."""
         with self._lock:
             self._seen.counters = _sum(self._seen.counters, figures.counters)
             self._seen.arenas = figures.arenas or self._seen.arenas

@@ -1,12 +1,11 @@
-"""From how many tokens on a load is quicker than computing them: `min_load_tokens: auto`. Pure arithmetic.
+"""Break-even length of loads (`min_load_tokens: auto`): shortest hit that is loaded sooner than computed. Pure.
 
-    load      fixed_s + tokens x load_s_per_token        first from calibration, then from the loads that were seen
+    load      fixed_s + tokens x load_s_per_token        first from calibration, then from measured loads
     prefill   max(step_s, tokens x prefill_s_per_token)  from the engine's own steps
 
-A loaded request needs a step of its own after the load, so what a hit of n tokens saves is at the least
-n x prefill_s_per_token - step_s; a hit is worth it when its load takes no longer than that. Until a prefill has been
-measured, what an engine like this one saw before counts (`kept_costs`); without that, hits of 256 tokens and more are
-taken.
+A loaded request needs a step of its own after the load, so a hit of n tokens saves at least
+n x prefill_s_per_token - step_s. It is loaded when the load takes no longer. Until a prefill has been measured, the
+costs of an earlier engine of the same kind apply (`cost_history`); without them, hits of 256 tokens or more are loaded.
 """
 
 from __future__ import annotations
@@ -19,29 +18,26 @@ from dataclasses import astuple, dataclass
 from typing import Protocol
 
 UNMEASURED_MIN_TOKENS = 256
-NEVER = 1 << 62
-"""min_tokens where storage is slower than computing, whatever the length."""
+NEVER = 1 << 62  # min_tokens where storage is slower than computing at any length
 
+# Steps of fewer tokens are bound by reading the weights. They measure the time of a step, not that of a token.
 PREFILL_TOKENS_MIN = 512
-"""Steps of fewer tokens are bound by reading the weights: they tell what a step takes, not what a token takes."""
-STEP_TOKENS_MAX = 64
-WEIGHT = 0.2
-"""Of a new observation in the running mean."""
-STEP_S = 0.01
-"""Until a small step was seen."""
+STEP_TOKENS_MAX = 64  # largest step whose time counts as that of a step without prefill, tokens
+EMA_ALPHA = 0.2  # weight of a new observation in the running mean
+STEP_S = 0.01  # time of a step until one was measured, seconds
+# Expected errors of the calibrated costs, seconds and seconds per token: calibration does not see a load's way through
+# the engine. They attribute the delay of a load to one cost or the other until short and long loads were measured.
 FIXED_SPREAD_S, TOKEN_SPREAD_S = 0.005, 1e-6
-"""How far off what was calibrated may well be, where it is less than that: it knows nothing of a load's way through the
-engine. Decides to which part of its cost a load's delay is put down, until both short and long ones were seen."""
+# Weight of the calibration, in measured loads: four at first, a fiftieth of one in the end.
 PRIOR_WEIGHT, PRIOR_WEIGHT_MIN = 4.0, 0.02
-"""Of what was calibrated against loads that were seen: at first four of them, in the end a fiftieth of one."""
+# Half-life of measured loads, seconds. Once no load is worth it, none is measured, and without forgetting a recovery of
+# the storage would never be noticed.
 FORGET_S = 60.0
-"""Half of what loads told about a slow storage is forgotten in that time: when no load is worth it any more, none is
-seen, and nothing would ever say that the storage has recovered."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """Seconds: of any load, and of each token of it."""
+    """Cost of a load: fixed_s for any load and token_s for each of its tokens, seconds."""
 
     fixed_s: float
     token_s: float
@@ -50,53 +46,52 @@ class LoadCost:
         return self.fixed_s + tokens * self.token_s
 
 
-UNCALIBRATED = LoadCost(0.002, 0.0)
-"""Until the storage was measured, or loads were seen."""
+UNCALIBRATED = LoadCost(0.002, 0.0)  # cost until the storage was calibrated or a load was measured
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds that computing a token takes, and what a load should cost on an idle machine."""
+    """Prefill time of a token in seconds, and cost of a load on an idle machine."""
 
     prefill_token_s: float
     load: LoadCost
 
 
 class LoadLimit(Protocol):
-    """From how many tokens on a hit is loaded."""
+    """Shortest hit that is loaded, tokens."""
 
     @property
     def min_tokens(self) -> int: ...
 
     @property
     def is_measured(self) -> bool:
-        """Whether it comes of what was seen; else somebody has set it."""
+        """True if the limit follows from measurements, False if it was configured."""
         ...
 
     def saw_load(self, tokens: int, seconds: float) -> None:
-        """One load of `tokens` tokens, from asking for it to its end."""
+        """Record a load of `tokens` tokens; seconds: from the request to its end."""
         ...
 
     def saw_step(self, tokens: int, seconds: float) -> None:
-        """One step of the engine that computed `tokens` tokens in all."""
+        """Record a step of the engine that computed `tokens` tokens over all requests."""
         ...
 
     def calibrate(self, cost: LoadCost) -> None:
-        """What loads should cost on an idle machine."""
+        """Set the calibrated cost of loads, that of an idle machine."""
         ...
 
     def expect(self, costs: Costs) -> None:
-        """What an engine like this one saw: it counts until this one has measured."""
+        """Set the costs of an earlier engine of the same kind. They apply until this one has measured its own."""
         ...
 
     def costs(self) -> Costs | None:
-        """What the next engine like this one may expect; None before both were measured."""
+        """Return the measured costs, for the next engine of this kind; None before both were measured."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FixedLimit:
-    """A configured number, whatever is seen."""
+    """Configured number of tokens; measurements are ignored."""
 
     min_tokens: int
 
@@ -145,8 +140,8 @@ class _Fit:
 
     def solve(self) -> tuple[float, float]:
         """(x, z), held near 0 as far as the loads do not tell."""
-        # Loads weigh 1 / WEIGHT together, once there were many.
-        held = max(PRIOR_WEIGHT_MIN, PRIOR_WEIGHT * (1 - WEIGHT * self.weight))
+        # Together, many loads weigh 1 / EMA_ALPHA.
+        held = max(PRIOR_WEIGHT_MIN, PRIOR_WEIGHT * (1 - EMA_ALPHA * self.weight))
         uu, vv = self.uu + held, self.vv + held
         scale = uu * vv - self.uv * self.uv
         return (self.ut * vv - self.vt * self.uv) / scale, (self.vt * uu - self.ut * self.uv) / scale
@@ -183,7 +178,7 @@ class BreakEven:
             return Costs(self._token_s, self._prior)
 
     def saw_step(self, tokens: int, seconds: float) -> None:
-        """One step of the engine that computed `tokens` tokens in all."""
+        """Record a step of the engine that computed `tokens` tokens over all requests."""
         if tokens <= 0 or not 0 < seconds < math.inf:
             return
         with self._lock:
@@ -193,14 +188,14 @@ class BreakEven:
                 self._step_s = running_mean(self._step_s, seconds)
 
     def saw_load(self, tokens: int, seconds: float) -> None:
-        """One load of `tokens` tokens, from asking for it to its end."""
+        """Record a load of `tokens` tokens; seconds: from the request to its end."""
         if tokens <= 0 or not 0 < seconds < math.inf:
             return
         with self._lock:
             fixed, token = self._spreads()
             unit = fixed / tokens + token
             more = (seconds - self._prior.of(tokens)) / tokens
-            seen = self._seen.times((1 - WEIGHT) * self._kept())
+            seen = self._seen.times((1 - EMA_ALPHA) * self._kept())
             self._seen = seen.plus(fixed / tokens / unit, token / unit, more / unit)
             self._seen_s = self._clock()
 
@@ -225,16 +220,16 @@ class BreakEven:
         return max(self._prior.fixed_s, FIXED_SPREAD_S), max(self._prior.token_s, TOKEN_SPREAD_S)
 
     def _kept(self) -> float:
-        """How much of what was seen still counts."""
+        """Return the remaining weight of the measured loads, 0 to 1."""
         return float(0.5 ** (max(0.0, self._clock() - self._seen_s) / FORGET_S))
 
     def _cost(self) -> LoadCost:
-        """What loads cost now: what was calibrated, moved by what was seen."""
+        """Return the current cost of loads: the calibration, corrected by measured loads."""
         (fixed, token), (x, z), kept = self._spreads(), self._seen.solve(), self._kept()
         prior = self._prior
         return LoadCost(max(0.0, prior.fixed_s + kept * x * fixed), max(0.0, prior.token_s + kept * z * token))
 
 
 def running_mean(old: float | None, new: float) -> float:
-    """None: nothing was seen before."""
-    return new if old is None else old + WEIGHT * (new - old)
+    """Return the exponential moving mean. old: None for the first observation."""
+    return new if old is None else old + EMA_ALPHA * (new - old)

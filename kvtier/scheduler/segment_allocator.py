@@ -1,8 +1,8 @@
-"""SetSupply: which segment set and slot the next saved chunk takes. Pure bookkeeping under one lock. Supplies: one such
-for each tenant in use.
+"""SetSupply: allocator of slots in segment sets for saved chunks. Pure bookkeeping under one lock. Supplies: one
+allocator for each tenant in use.
 
-The scheduler's thread takes slots; the keeper's thread brings new sets and closes the full ones. Taking never waits:
-when no set is ready, the chunk is not saved.
+The scheduler's thread takes slots; the keeper's thread adds new sets and closes full ones. Taking a slot never waits:
+without a ready set, the chunk is not saved.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from dataclasses import dataclass, field
 
 from kvtier.runtime.backoff import Backoff
 
-SET_SETTLE_S = 60.0
-"""A full set is closed when all its saves are answered, or after this long when an answer was lost."""
-SET_COMES_S = 2.0
-"""A set that is not there so long after it was missed is not waited for any more."""
-TENANT_IDLE_S = 120.0
-"""A tenant that nothing was heard of for so long holds no open set any more."""
+SET_SETTLE_S = 60.0  # time after which a full set is closed although answers of its saves are missing, seconds
+SET_COMES_S = 2.0  # longest wait of chunks for a new set after the first one that found none, seconds
+TENANT_IDLE_S = 120.0  # time without a chunk after which a tenant's open sets are closed, seconds
 
 
 @dataclass(slots=True)
 class _Set:
-    """`returned`: slots that were taken but stayed blank; they are given out again first."""
+    """A set in use. returned: slots that were taken but stayed blank; they are taken again first."""
 
     set_id: int
     taken: int = 0
@@ -34,7 +31,8 @@ class _Set:
 
 
 class SetSupply:
-    """One set is being filled; up to `spares_max` wait ready, for a long prompt may fill several in one step."""
+    """Allocator of one tenant: one set is being filled and up to `spares_max` are ready, for a long prompt may fill
+    several in one step."""
 
     def __init__(self, slots: int, spares_max: int) -> None:
         self.slots = slots
@@ -46,8 +44,8 @@ class SetSupply:
         self._missed_s: float | None = None
 
     def is_coming(self, now_s: float) -> bool:
-        """Whether no set is ready, but one may be in a moment: chunks that can wait had better. The first call that
-        finds none starts the clock."""
+        """Return True if no set is ready but one is expected within SET_COMES_S of the first such call, so that chunks
+        which can wait should do so."""
         with self._lock:
             if self._current is not None or self._spares:
                 return False
@@ -55,7 +53,7 @@ class SetSupply:
             return now_s - self._missed_s < SET_COMES_S
 
     def take(self, now_s: float) -> tuple[int, int] | None:
-        """(set id, slot) for one chunk, answered later with `answered`; None when no set is ready."""
+        """Take a slot for one chunk: (set id, slot), to be passed to `answered` later. None when no set is ready."""
         with self._lock:
             if self._current is None:
                 if not self._spares:
@@ -110,14 +108,14 @@ class SetSupply:
                 self._current.returned.append(slot)
 
     def take_settled(self, now_s: float) -> list[int]:
-        """Full sets that get no further records, each given out once, to be closed."""
+        """Return the full sets that get no further records, each one once; the caller closes them."""
         with self._lock:
             settled = [s for s in self._full if s.pending <= 0 or now_s - s.full_since_s >= SET_SETTLE_S]
             self._full = [s for s in self._full if s not in settled]
             return [s.set_id for s in settled]
 
     def set_ids(self) -> set[int]:
-        """Of all sets that are not settled yet."""
+        """Return the ids of all sets that are not settled yet."""
         with self._lock:
             return {s.set_id for s in self._sets()}
 
@@ -128,7 +126,7 @@ class SetSupply:
             return [self._spares.pop().set_id for _ in range(len(self._spares) - spares_max)]
 
     def forget(self, lost: Collection[int]) -> int:
-        """Gives nothing more of these sets: others have taken them over, or they are lost. Returns how many it had."""
+        """Stop using these sets, which are lost or were taken over by others. Return how many of them were in use."""
         with self._lock:
             n_lost = sum(s.set_id in lost for s in self._sets())
             if self._current is not None and self._current.set_id in lost:
@@ -138,7 +136,7 @@ class SetSupply:
             return n_lost
 
     def abandon(self) -> tuple[list[int], list[int]]:
-        """Forgets all sets; returns (ids of the used ones, ids of those of which no slot was taken)."""
+        """Forget all sets. Return (ids of those with a taken slot, ids of those without)."""
         with self._lock:
             sets = self._sets()
             self._current = None
@@ -152,7 +150,7 @@ class SetSupply:
 
 @dataclass(slots=True)
 class Side:
-    """What one tenant's chunks are saved to. `room`: how long to leave it alone after no set could be made for it."""
+    """Allocator of one tenant. room: back-off after no set could be created for it."""
 
     tenant: str
     supply: SetSupply
@@ -161,9 +159,9 @@ class Side:
 
 
 class Supplies:
-    """The supplies of one namespace: one for chunks of nobody in particular, which is always there, and one for each
-    tenant that is in use, for a set holds chunks of one tenant only. Of the latter there are as many as have labels in
-    the settings at most, and none holds sets for long that it does not use."""
+    """Allocators of one namespace: one for chunks without a tenant, always there, and one for each tenant in use,
+    since a set holds the chunks of one tenant only. There are at most as many tenants as labels in the settings, and
+    idle ones give their sets back."""
 
     def __init__(self, slots: int, spares_max: int) -> None:
         self.slots = slots
@@ -234,13 +232,13 @@ class Supplies:
             ]  # fmt: skip
             for side in idle:
                 del self._sides[side.tenant]
-        busy = {side.tenant for side in idle if side.supply.n_pending}  # asked once: an answer may come meanwhile
+        busy = {side.tenant for side in idle if side.supply.n_pending}  # read once: an answer may come in between
         answered, unused = _abandoned([side for side in idle if side.tenant not in busy])
         others, unused_too = _abandoned([side for side in idle if side.tenant in busy])
         return answered, others, unused + unused_too
 
     def abandon(self) -> tuple[list[int], list[int]]:
-        """Forgets all sets; returns (ids of the used ones, ids of those of which no slot was taken)."""
+        """Forget all sets. Return (ids of those with a taken slot, ids of those without)."""
         return _abandoned(self.sides())
 
 

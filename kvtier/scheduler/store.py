@@ -1,7 +1,7 @@
-"""Store decides: what is there, what to load from where, what to save and in which slot. It moves nothing.
+"""Store: plans loads and saves (what is stored, what to load from where, what to save in which slot). Moves no bytes.
 
-Lives in the engine's scheduler process; its methods are called from the scheduler's thread and never wait for
-storage. Work that may wait (registering sets, evicting, recency) is the Keeper's, on a thread of its own.
+It runs in the engine's scheduler process. Its methods are called from the scheduler's thread and never wait for
+storage. The Keeper does on its own thread what may wait: registering sets, eviction, recency.
 """
 
 from __future__ import annotations
@@ -19,23 +19,17 @@ from kvtier.runtime import metrics as names
 from kvtier.scheduler.background import Keeper
 from kvtier.scheduler.cost_history import KeptCosts
 
-KNOWN_KEYS_MAX = 262_144
-"""Keys remembered as stored or on their way: 64 million tokens, about 30 MiB."""
-REST_S = 1.0
-"""After a worker said that it rests, no saves are planned for so long; workers rest by their own, longer clock."""
-ANSWER_LOST_S = 60.0
-"""A save that was not answered for this long is no longer believed to be on its way."""
-REFUSED_KEYS_MAX = 4096
-"""Keys remembered of chunks that the codec could not keep: a prompt with such a chunk may come again and again."""
-REFUSED_S = 600.0
-"""A chunk that the codec could not keep is not tried again for so long; it may have been a fault of one request."""
+KNOWN_KEYS_MAX = 262_144  # keys remembered as stored or being saved: 64 million tokens, about 30 MiB
+REST_S = 1.0  # pause of planned saves after a worker backed off, seconds; workers back off by their own, longer clock
+ANSWER_LOST_S = 60.0  # time after which a save without an answer counts as lost, seconds
+REFUSED_KEYS_MAX = 4096  # keys remembered of chunks that the codec refused: their prompts may be asked again
+REFUSED_S = 600.0  # time until a refused chunk is tried again, seconds: the cause may have been one request's
 
 Clock = Callable[[], float]
 
 
 class WantedChunk(NamedTuple):
-    """A whole chunk whose KV the engine has, or will have after this step. tenant: whose it is; "": nobody's in
-    particular."""
+    """A whole chunk whose KV the engine has, or will have after this step. tenant: label, or "" without one."""
 
     key: bytes
     parent: bytes
@@ -45,9 +39,9 @@ class WantedChunk(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """A chunk that is stored or on its way to a slot.
+    """A chunk that is stored or being saved.
 
-    missing: ranks that have not answered yet. is_blank: so far, none of them wrote anything. took_s: of the slowest
+    missing: ranks that have not answered yet. is_blank: no rank wrote anything so far. took_s: time of the slowest
     rank.
     """
 
@@ -65,18 +59,18 @@ class _Known:
 
 
 class Store:
-    """One engine's decisions.
+    """Planner of one engine.
 
     Args:
-        namespace_id: 16 bytes; moves on with `reset`.
+        namespace_id: 16 bytes; `reset` changes it.
         chunk_tokens: tokens of a chunk.
-        writers: how many ranks have something of each chunk to write.
-        keeper: gives the sets that saved chunks go to, and takes what was used.
+        writers: number of ranks that write a part of each chunk.
+        keeper: provides the sets for saved chunks and records which sets were used.
         clock: seconds since the epoch (I6).
     """
 
     costs: KeptCosts | None = None
-    """What engines like this one saw of loads and prefills; None where nobody asks."""
+    """Costs that earlier engines of this kind measured; None where they are not used."""
 
     def __init__(
         self, namespace_id: bytes, chunk_tokens: int, writers: int, lookups: Lookups, keeper: Keeper,
@@ -149,10 +143,10 @@ class Store:
         return LoadPlan(request_id, self.namespace_id, tuple(chunks))
 
     def plan_save(self, wanted: Sequence[WantedChunk]) -> SavePlan | None:
-        """Places for those of `wanted` that are neither stored nor on their way, nor were refused by the codec lately;
-        None when there is nothing to do.
+        """Allocate slots for the chunks of `wanted` that are not stored, not being saved and not refused by the codec
+        lately. None when nothing is to be saved.
 
-        No index I/O: what another engine stored meanwhile is found out by the worker before it writes.
+        No index I/O: the worker finds out before it writes whether another engine has stored a chunk.
         """
         now = self._clock()
         chunks = []
@@ -180,22 +174,22 @@ class Store:
         return SavePlan(self.namespace_id, self._keeper.supplies.slots, tuple(chunks))
 
     def expect(self, tenant: str) -> None:
-        """Chunks of this tenant are to come: a set is made ready for them while they are computed."""
+        """Have a set ready for chunks of this tenant, which are about to be computed."""
         self._keeper.supplies.of(tenant, self._clock())
         self._keeper.refill()
 
     def is_set_coming(self, tenant: str) -> bool:
-        """Whether chunks of this tenant would find no place now, but may in a moment."""
+        """Return True if no set is ready for chunks of this tenant but one is expected soon."""
         now = self._clock()
         side = self._keeper.supplies.of(tenant, now)
         return side.supply.is_coming(now) and not side.room.is_resting(now)
 
     def is_known(self, key: bytes) -> bool:
-        """Whether the chunk is believed to be stored or on its way."""
+        """Return True if the chunk is believed to be stored or being saved."""
         return key in self._known
 
     def saved(self, done: Sequence[SaveDone]) -> None:
-        """Takes the workers' answers. A chunk counts as stored when all ranks that write it said so."""
+        """Record the workers' answers. A chunk counts as stored once all ranks that write it have saved it."""
         for answer in done:
             if answer.outcome is SaveOutcome.NO_SPACE:
                 self._keeper.report_full_disk()
@@ -220,7 +214,7 @@ class Store:
                     self.reporter.took("save", known.took_s)
 
     def reset(self) -> None:
-        """Weights changed in place, or the engine's cache was reset: from now on, a namespace that nobody else has."""
+        """Switch to a namespace that no other engine has: weights changed in place, or the engine's cache was reset."""
         self.namespace_id = self._keeper.begin_epoch()
         self._known.clear()
         self._refused_until_s.clear()
