@@ -56,7 +56,13 @@ ENGINES_AND_WEB = ("vllm", "lmcache", "dynamo", "fastapi", "starlette", "uvicorn
 MAY_USE_THEM = ("benchmarks", "kvtier.connectors", "kvtier.server")
 
 # Folders whose prose follows LAYOUT's rules; the others are rewritten one after the other.
-PLAIN_PROSE: tuple[str, ...] = ("kvtier.scheduler",)
+PLAIN_PROSE: tuple[str, ...] = (
+    "kvtier.arena",
+    "kvtier.doctor",
+    "kvtier.model",
+    "kvtier.planner",
+    "kvtier.scheduler",
+)
 FIRST_WORDS = {"What", "Who", "Whose", "Whether", "Which", "How", "Where", "When"}
 FIRST_WORDS |= {"Of", "From", "Those", "That", "As", "So", "Until", "Beside"}
 NOT_IN_PROSE = re.compile(

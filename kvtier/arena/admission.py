@@ -1,4 +1,4 @@
-"""Which chunks stay in an arena after they passed through it. Pure."""
+"""Admission policy of an arena: which chunks stay cached after a load or a save. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from kvtier.config.settings import Admit
 
-SEEN_KEYS_MAX = 65_536
+SEEN_KEYS_MAX = 65_536  # keys remembered by `second_hit`
 
 
 class Admission:
-    """`second_hit` keeps what is loaded a second time, so that one scan does not push out what is used often; `saved`
-    keeps that and what was just saved, which costs nothing where saves pass through the arena anyway.
+    """Policy of one arena. `second_hit` keeps a chunk from its second load on, so that a scan does not evict chunks in
+    frequent use; `saved` also keeps saved chunks, which costs nothing where saves pass through the arena anyway.
 
-    Not thread-safe; a lost race admits a chunk one load later.
+    Not thread-safe: a lost race admits a chunk one load later.
     """
 
     def __init__(self, policy: Admit) -> None:
@@ -22,11 +22,11 @@ class Admission:
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def keeps_saved(self) -> bool:
-        """Whether a chunk that was just saved stays."""
+        """Return True if a chunk that was just saved stays."""
         return self._policy in ("always", "saved")
 
     def keeps_loaded(self, key: bytes) -> bool:
-        """Whether a chunk that was just loaded from below stays. Remembers the key, so ask once a load."""
+        """Return True if a chunk that was just loaded from below stays. Remembers the key, so call it once a load."""
         if self._policy in ("always", "never"):
             return self._policy == "always"
         if key in self._seen:
@@ -38,7 +38,7 @@ class Admission:
 
 
 class Admissions(NamedTuple):
-    """arena: to the one that gather and scatter work on. host: to the host arena below it, where there is one."""
+    """Policies of a worker. arena: for the one that gather and scatter work on. host: for the host arena below it."""
 
     arena: Admission
     host: Admission

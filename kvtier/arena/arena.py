@@ -1,8 +1,8 @@
-"""An arena: pre-allocated slots of encoded chunks in one buffer (I7), with the table of what lies in them.
+"""Arena: pre-allocated slots of encoded chunks in one buffer (I7), with the table of their contents.
 
-Slot = one page for a record's header, then slabs. Saves are encoded into a slot and written from it; loads are read
-into one and decoded from it; a slot may stay on as a cache of its chunk. One class over any buffer: pinned host
-memory or device memory differ in how the buffer was made.
+A slot is one page for a record's header, then slabs. A save encodes into a slot and writes from it; a load reads into
+a slot and decodes from it; afterwards the slot may cache its chunk. The same class serves pinned host memory and device
+memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from kvtier.arena.slot_table import Content, SlotTable
 from kvtier.format.geometry import PAGE_BYTES, padded
 from kvtier.kernels.launch import to_device
 
+# Cached tensor views for each slot. To make one, torch takes the interpreter lock twice, and a busy engine is slow to
+# give it back.
 VIEWS_A_SLOT = 4
-"""Views that are kept: to make one takes torch the interpreter lock twice, which a busy engine is slow to give back."""
 
 
 class Arena(Generic[Content]):
@@ -42,11 +43,11 @@ class Arena(Generic[Content]):
 
     @property
     def is_device(self) -> bool:
-        """Whether the slots lie in a GPU's memory."""
+        """Return True if the slots are in a GPU's memory."""
         return self._buffer.device.type != "cpu"
 
     def grow(self, n_ready: int) -> None:
-        """The first `n_ready` slots can be used now."""
+        """Make the first `n_ready` slots usable."""
         assert n_ready <= self.n_slots
         with self._lock:
             self._table.grow(n_ready)
@@ -56,18 +57,18 @@ class Arena(Generic[Content]):
         return self._buffer.data_ptr() + slot * self.slot_bytes
 
     def header(self, slot: int) -> torch.Tensor:
-        """The slot's header page, (4096,) uint8."""
+        """Return the slot's header page, (4096,) uint8."""
         start = slot * self.slot_bytes
         return self._buffer[start : start + PAGE_BYTES]
 
     def record(self, slot: int, n_bytes: int) -> torch.Tensor:
-        """The first `n_bytes` of the slot's slabs, (n_bytes,) uint8."""
+        """Return the first `n_bytes` of the slot's slabs, (n_bytes,) uint8."""
         start = slot * self.slot_bytes + PAGE_BYTES
         assert PAGE_BYTES + n_bytes <= self.slot_bytes
         return self._buffer[start : start + n_bytes]
 
     def slabs(self, slot: int, offset: int, n_slabs: int, slab_bytes: int) -> torch.Tensor:
-        """(n_slabs, slab_bytes) uint8 from byte `offset` of the slot on."""
+        """Return (n_slabs, slab_bytes) uint8 from byte `offset` of the slot on."""
         place = (slot, offset, n_slabs, slab_bytes)
         view = self._views.get(place)
         if view is None:
@@ -80,8 +81,8 @@ class Arena(Generic[Content]):
         return view
 
     def blank(self, slots: Sequence[int], n_slabs: int, slab_bytes: int, begin: int) -> None:
-        """Zeroes bytes [begin, slab_bytes) of each slab of the slots, which hold what lay there before, maybe another
-        request's. If there are any, that is one launch on torch's current stream."""
+        """Zero bytes [begin, slab_bytes) of each slab of the slots: they may be left over from another request. At most
+        one launch on torch's current stream."""
         if begin == slab_bytes:
             return
         slots_bytes = self._buffer[: self.n_slots * self.slot_bytes].view(self.n_slots, self.slot_bytes)
@@ -90,7 +91,7 @@ class Arena(Generic[Content]):
         records[:, :, begin:].index_fill_(0, places, 0)
 
     def reserve(self, timeout_s: float = 0.0) -> int | None:
-        """A slot to fill, waited for at most `timeout_s`; None when none came free."""
+        """Reserve a slot to fill. Waits up to `timeout_s` seconds; None when no slot came free."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             while (slot := self._table.reserve()) is None:
@@ -106,8 +107,8 @@ class Arena(Generic[Content]):
             return self._table.commit(slot, key, content)
 
     def commit_leased(self, slot: int, key: bytes, content: Content) -> tuple[bool, int, Content]:
-        """As `commit`, and then as `lease`: nobody who waits for a slot takes this one in between. (what `commit`
-        answers, the slot that holds `key` now, its content)."""
+        """Commit and lease in one step, so that no waiting thread takes the slot in between. Return (the result of
+        `commit`, the slot that holds `key` now, its content)."""
         with self._lock:
             self._lock.notify()
             is_new = self._table.commit(slot, key, content)
@@ -135,7 +136,7 @@ class Arena(Generic[Content]):
 
     @property
     def used_slots(self) -> int:
-        """Slots that hold a chunk."""
+        """Return the number of slots that hold a chunk."""
         with self._lock:
             return len(self._table)
 

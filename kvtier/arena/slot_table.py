@@ -1,8 +1,8 @@
-"""SlotTable: which chunk lies in which slot of an arena. Pure bookkeeping: no bytes, no clock, no locks.
+"""SlotTable: table of an arena's slots and their chunks, with LRU. Pure bookkeeping: no bytes, no clock, no locks.
 
-A slot is free, reserved (somebody fills it), or cached (holds a chunk that can be found by its key). A cached slot
-with leases is being read and is never given to anybody else (I3). When no slot is free, the cached slot that was
-used longest ago and has no lease is taken.
+A slot is free, reserved (being filled), or cached (holds a chunk that can be found by its key). A cached slot with
+leases is being read and is never reused (I3). When no slot is free, the least recently used slot without a lease is
+taken.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SlotTable(Generic[Content]):
 
     @property
     def available(self) -> int:
-        """How many `reserve` calls in a row would succeed now."""
+        """Return how many `reserve` calls in a row would succeed now."""
         return len(self._free) + sum(1 for cached in self._cached.values() if cached.leases == 0)
 
     def check(self) -> None:

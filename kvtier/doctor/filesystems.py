@@ -51,7 +51,7 @@ JUICE = Known(
     "set capacity_bytes to what its object store has; `juicefs config META-URL --trash-days 0`, or removed files keep "
     "their space",
 )
-TMPFS = Known("", "in memory: lost at a reboot, and counted as memory of whoever writes first")
+TMPFS = Known("", "in memory: lost at a reboot, and counted as memory of the process that writes first")
 LOCAL = Known("", "local to this node")
 OTHER = Known("", "not known to kvtier's tables", "measure it: kvtier doctor ROOT --peer OTHER_MOUNT")
 

@@ -15,16 +15,15 @@ from kvtier.runtime.memory_limits import memory_here
 from kvtier.runtime.units import size
 
 PCIE_TIMEOUT_S = 60.0
-PCIE_SHARE_MIN = 0.7
-"""Of the link's raw rate; a healthy H200 on Gen5 x16 copies 55.6 of 63 GB/s."""
-MEMLOCK_BYTES_MIN = 1 << 30
+PCIE_SHARE_MIN = 0.7  # least share of the link's raw rate; a healthy H200 on Gen5 x16 copies 55.6 of 63 GB/s
+MEMLOCK_BYTES_MIN = 1 << 30  # least memlock limit beside RDMA devices, bytes
 
+# Raw rate of one lane, bytes a second, by the link's GT/s as sysfs writes it.
 _LANE_BYTES_S = {"2.5": 0.25e9, "5.0": 0.5e9, "8.0": 0.985e9, "16.0": 1.969e9, "32.0": 3.938e9, "64.0": 7.563e9}
-"""Of one lane, by the link's GT/s as sysfs writes it."""
 
 
 def gpu_names(host: Host) -> list[str]:
-    """What the kernel's driver drives."""
+    """Return the names of the GPUs that the NVIDIA kernel driver has bound."""
     found = []
     for path in sorted((host.proc / "driver/nvidia/gpus").glob("*/information")):
         match = re.search(r"^Model:\s*(.+)$", host.text(path), re.MULTILINE)
@@ -128,7 +127,7 @@ def _link(host: Host) -> tuple[str, float]:
 
 
 def _pci_gpus(host: Host) -> list[Path]:
-    """NVIDIA's, in sysfs."""
+    """Return the sysfs folders of NVIDIA GPUs."""
     return [
         device for device in sorted((host.sys / "bus/pci/devices").glob("*"))
         if host.text(device / "vendor") == "0x10de" and host.text(device / "class").startswith("0x03")
@@ -136,7 +135,7 @@ def _pci_gpus(host: Host) -> list[Path]:
 
 
 def examine_memory(host: Host, arena_bytes: int | None) -> Iterator[Verdict]:
-    """What may be pinned. arena_bytes: what the settings ask for, per worker."""
+    """Judge the memlock limit and the available memory. arena_bytes: host arena of each worker, from the settings."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_rdma = any((host.sys / "class/infiniband").glob("*"))
     if limit == resource.RLIM_INFINITY:

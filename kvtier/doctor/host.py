@@ -1,4 +1,4 @@
-"""What a probe may look at: files of the kernel, and commands that are given a moment to answer."""
+"""Host: access of the probes to kernel files and to commands, which have a deadline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-PROBE_TIMEOUT_S = 20.0
+PROBE_TIMEOUT_S = 20.0  # deadline of a command, seconds
 
 
 class Verdict(NamedTuple):
-    """One line. fix: what to do about it, "" where nothing is to be done."""
+    """One line of the report. fix: advice, "" where there is nothing to do."""
 
     level: Literal["ok", "warn", "bad"]
     what: str
@@ -23,7 +23,7 @@ class Verdict(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a command answered. status None: nothing in time, or there is no such command."""
+    """Result of a command. status None: no answer in time, or no such command."""
 
     status: int | None
     output: str
@@ -32,7 +32,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """This machine; tests give it folders of their own."""
+    """This machine. Tests pass folders of their own."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
@@ -42,7 +42,7 @@ class Host:
         return shutil.which(command) is not None
 
     def run(self, *command: str, timeout_s: float | None = None) -> Ran:
-        """Never raises. A command that hangs in the kernel is left behind: nobody can end it."""
+        """Run a command; never raises. One that hangs in the kernel is left running, for it cannot be killed."""
         limit_s = timeout_s or self.timeout_s
         try:
             process = subprocess.Popen(
@@ -59,7 +59,7 @@ class Host:
         return Ran(process.returncode, output, error)
 
     def probe(self, module: str, *arguments: str, timeout_s: float | None = None) -> Any:
-        """The JSON that `python -m module` prints. Raises ProbeFailed."""
+        """Return the JSON that `python -m module` prints. Raises ProbeFailed."""
         ran = self.run(sys.executable, "-m", module, *arguments, timeout_s=timeout_s)
         lines = [line for line in ran.error.splitlines() if line.strip()]
         if ran.status != 0:
@@ -70,7 +70,7 @@ class Host:
             raise ProbeFailed(f"not an answer: {ran.output[:80]!r}") from None
 
     def text(self, path: Path) -> str:
-        """What a small file of the kernel holds; "" when it can't be read."""
+        """Return the content of a small kernel file; "" when it cannot be read."""
         try:
             return path.read_text(encoding="utf-8", errors="replace").strip()
         except OSError:

@@ -55,7 +55,7 @@ def _cufile() -> Any:
 
 
 def _storage(asked: dict[str, Any]) -> Any:
-    """Whether direct I/O works, from which alignment on, and the calibration."""
+    """Return the least alignment of direct I/O (None where it does not work) and the calibration."""
     folder = Path(asked["folder"])
     alignment = _direct_alignment(folder) if asked["direct"] else None
     target, device, kept = _target()

@@ -67,7 +67,7 @@ def _redis(settings: Settings | None, look: Callable[[Settings], RemoteState] | 
 
 
 def _settings(path: Path | None) -> tuple[Settings | None, Verdict | None]:
-    """What an engine would find, with `path` for its root, or for its settings file."""
+    """Load the settings that an engine would use, with `path` as its root or its settings file."""
     given = "root" if path is None or not path.is_file() else "config"
     try:
         return Settings.load({given: str(path.absolute())} if path is not None else {}), None
@@ -78,7 +78,7 @@ def _settings(path: Path | None) -> tuple[Settings | None, Verdict | None]:
 
 
 def line(verdict: Verdict) -> str:
-    """One line, or more where there is much to say; what to do about it on one of its own, to be copied."""
+    """Format a verdict, wrapped at LINE_WIDTH; the advice stands on a line of its own, to be copied."""
     text = fill(f"{verdict.level:<4}  {verdict.what}: {verdict.value}", LINE_WIDTH, subsequent_indent=" " * 6,
                 break_long_words=False, break_on_hyphens=False)  # fmt: skip
     return f"{text}\n      -> {verdict.fix}" if verdict.fix else text

@@ -1,4 +1,4 @@
-"""The storage's side: what lies under the root, whether it takes direct I/O, how fast it is, which engine it gets."""
+"""Storage checks: file system of the root, direct I/O, rates, and the I/O engine that it gets."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvtier.storage.filesystem import FileSystem, file_system_of
 from kvtier.storage.root import check_mount, nearest, segments_bytes
 from kvtier.storage.root_owner import check_node
 
-STORAGE_TIMEOUT_S = 60.0
+STORAGE_TIMEOUT_S = 60.0  # deadline of the storage probe, seconds
 
 
 def place_of(root: Path) -> Path:
-    """`root`, or the nearest folder above it, in which an engine would make it. Raises ConfigError where it could not,
-    OSError where nobody can tell."""
+    """Return `root`, or the nearest existing folder above it. Raises ConfigError where an engine could not create the
+    root there, OSError where the folder cannot be examined."""
     place = nearest(root)
     if not place.is_dir():
         raise ConfigError("root", str(root), f"{place} is a file, not a folder; choose another root")
@@ -88,7 +88,7 @@ def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings |
 
 
 def beyond_the_disk(place: Path, capacity_bytes: int) -> str:
-    """What to do about a capacity that the root's disk has no room for; "" when it has. Raises OSError."""
+    """Return the advice for a capacity that the root's disk has no room for; "" when it has. Raises OSError."""
     disk = os.statvfs(place)
     room = disk.f_bavail * disk.f_frsize
     if capacity_bytes > room:

@@ -1,9 +1,8 @@
-"""What a model is, by the config.json of its folder: read without vLLM and transformers, which may not be there.
+"""Reader of a model's config.json, without vLLM and transformers, which may not be installed.
 
 Keys that a file leaves out have the defaults of transformers' class for it, which differ from model to model:
-`FAMILIES` holds them, with what the names of the keys do not tell. A model that kvtier cannot serve is refused with the
-reason for which the connector would refuse it; a model type that is in no table is refused too, for a guess may be
-wrong by any factor.
+`FAMILIES` holds them, with facts that no key states. A model that kvtier cannot serve is refused with the connector's
+reason. A model type that is in no table is refused as well, for a guess could be wrong by any factor.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from kvtier.model.layer_kinds import FULL, WINDOW, refusal
 KEY = "--model"
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _NOT_SERVED = "kvtier does not serve such models"
+# Keys that multimodal models may have outside of their `text_config`.
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
-"""Keys that models for more than text may have outside of what describes their text part."""
+# NVIDIA's ModelOpt before 0.31 wrote the quantization_config into this file; vLLM reads both.
 QUANTIZATION_FILE = "hf_quant_config.json"
-"""Where NVIDIA's ModelOpt wrote before 0.31 what is the quantization_config of config.json since: vLLM reads both."""
 NUMBER_MAX = 1 << 53
 LAYERS_MAX = (1 << 16) - 1
 T = TypeVar("T")
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a config.json does not say.
+    """Facts about a model type that its config.json does not state.
 
     mlp_matrices: 3 for gate, up and down; 2 for up and down. experts: the names of the keys that describe them.
     The rest are transformers' defaults; kv_heads None: as many as query heads; head_size None: hidden size over heads;
@@ -160,8 +159,8 @@ class ModelConfig:
     notes: tuple[str, ...]
 
     def geometry(self, kv_dtype: Literal["auto", "fp8"], chunk_tokens: int) -> Geometry:
-        """Of its KV. auto: the model's own dtype, unless its checkpoint asks for another. Raises ConfigError for
-        one that kvtier does not move."""
+        """Return the geometry of its KV. auto: the model's own dtype, unless its checkpoint asks for another. Raises
+        ConfigError for a dtype that kvtier does not move."""
         shape = self.attention
         asked = kv_dtype_asked(self.quantized)
         if kv_dtype == "auto" and asked == "nvfp4":
@@ -214,7 +213,7 @@ class _Values:
 
 
 def read_model(folder: Path) -> ModelConfig:
-    """Of a Hugging Face model folder. Raises ConfigError."""
+    """Read the configuration of a Hugging Face model folder. Raises ConfigError."""
     path, quantization = folder / "config.json", folder / QUANTIZATION_FILE
     found = _read(path)
     if found.get("quantization_config") is None and quantization.is_file():
@@ -265,8 +264,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def kv_dtype_asked(quantized: Mapping[str, Any]) -> str:
-    """What a checkpoint says that its KV is to be kept in, "fp8" or "nvfp4"; "" where that is left open, or says what
-    vLLM does not know: its kv_cache_dtype `auto` follows this (vllm.utils.torch_utils)."""
+    """Return the KV dtype that a checkpoint asks for: "fp8" or "nvfp4"; "" where it asks for none, or for one that vLLM
+    does not know. vLLM's kv_cache_dtype `auto` follows the same keys (vllm.utils.torch_utils)."""
     inner = quantized.get("quantization")
     places = (inner if isinstance(inner, dict) else {}, quantized)
     asked = [place.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo") for place in places]

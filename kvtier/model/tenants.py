@@ -1,4 +1,4 @@
-"""Whose a request is: from its cache salt to the label of a tenant. Pure."""
+"""Tenants: map from a request's cache salt to the label of its tenant. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kvtier.config.capacity import TenantSettings
 
 
 class Tenants:
-    """A salt that stands in the settings letter by letter is that tenant's; else the first pattern counts."""
+    """Tenants of the settings. A salt listed literally belongs to that tenant; otherwise the first matching pattern
+    decides."""
 
     def __init__(self, tenants: Sequence[TenantSettings]) -> None:
         self._exact = {salt: tenant.name for tenant in tenants for salt in tenant.cache_salts}
@@ -19,7 +20,7 @@ class Tenants:
         ]
 
     def label(self, cache_salt: str | None) -> str:
-        """The tenant's name; "" for a request of nobody in particular."""
+        """Return the tenant's name; "" for a request without a tenant."""
         if not cache_salt:
             return ""
         exact = self._exact.get(cache_salt)
@@ -28,5 +29,4 @@ class Tenants:
         return next((name for pattern, name in self._patterns if pattern.match(cache_salt)), "")
 
 
-NO_TENANTS = Tenants(())
-"""Everybody is nobody in particular."""
+NO_TENANTS = Tenants(())  # all requests are without a tenant

@@ -43,20 +43,19 @@ log = logging.getLogger("kvtier")
 
 RULE_VERSION = 1
 SAMPLED = "sampled, embeddings whole"
+# Weights up to this size are hashed whole, bytes. 2 cores of an AMD EPYC hash 8 GiB/s from the page cache, so it
+# takes a second, or the time of the disk.
 WHOLE_BYTES_MAX = 8 << 30
-"""2 cores of an AMD EPYC hash 8 GiB/s from the page cache: reading whole costs a second, or what the disk takes."""
-EMBEDDING_BYTES_MAX = 8 << 30
-"""Of the embeddings in weights that are sampled: read whole, too."""
-SAMPLED_PAGES_BETWEEN_MAX = 64
-SAMPLED_PAGES_MAX = 1 << 18
-"""In all, about: a mixture of experts may have 100,000 tensors."""
+EMBEDDING_BYTES_MAX = 8 << 30  # embeddings that are hashed whole in sampled weights, bytes
+SAMPLED_PAGES_BETWEEN_MAX = 64  # pages sampled between the first and the last of a tensor
+SAMPLED_PAGES_MAX = 1 << 18  # pages sampled in all, about: a mixture of experts may have 100,000 tensors
 
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version")
 _SIDE_FILES = ("quantize_config.json", "hf_quant_config.json", "params.json", "audio_tokenizer_config.json")
 _PROCESSOR_SUFFIX = "processor_config.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
+# Names of embedding tensors: embed_tokens, word_embeddings, tok_embeddings, wte.
 _EMBEDDING = re.compile(r"embed|(^|\.)wte\.", re.IGNORECASE)
-"""In a tensor's name: embed_tokens, word_embeddings, tok_embeddings, wte."""
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
 _HEADER_BYTES_MAX = 100_000_000
@@ -65,7 +64,7 @@ _SET_MODEL_TAG = "set model_tag to a name that changes whenever the weights do"
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """name: in the model's folder; path: resolved; the rest as stat tells, to notice a change."""
+    """A weight file. name: in the model's folder; path: resolved; the rest is from stat, to notice a change."""
 
     name: str
     path: Path
@@ -77,14 +76,14 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
-    """between: pages to sample between the first and the last of a tensor. whole: of these, by file and first byte in
-    its data, all bytes are read."""
+    """Sampling plan. between: pages to sample between the first and the last of a tensor. whole: tensors read
+    whole, by file and first byte in its data."""
 
     between: int
     whole: frozenset[tuple[str, int]]
 
     def pieces(self, name: str, begin: int, tensors: list[tuple[str, range]]) -> list[range]:
-        """What to read of file `name`, whose data begins at byte `begin`."""
+        """Return the byte ranges to read of file `name`, whose data begins at byte `begin`."""
         found = []
         for _, part in tensors:
             placed = range(begin + part.start, begin + part.stop)
@@ -93,7 +92,7 @@ class _Sampling:
 
 
 def weights_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
-    """64 hex digits for the weights in `model_dir`. Raises ConfigError("model_tag") where there are none to read.
+    """Return 64 hex digits for the weights in `model_dir`. Raises ConfigError("model_tag") where none can be read.
 
     cache_dir: where answers are kept by path, size, times and inode of all files; None: nowhere.
     """
@@ -280,7 +279,8 @@ def sampled_pages(part: range, between: int) -> list[range]:
 
 
 def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[str, range]]]:
-    """Where the data begins, and each tensor's name and bytes in it, in order. Raises ConfigError when malformed."""
+    """Return the offset of the data, and each tensor's name and bytes in it, in order. Raises ConfigError when
+    malformed."""
     try:
         (n_bytes,) = struct.unpack_from("<Q", data)
         if n_bytes > min(_HEADER_BYTES_MAX, len(data) - 8):
@@ -288,7 +288,7 @@ def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[str, range]]]
         header = json.loads(data[8 : 8 + n_bytes])
         tensors = sorted(_tensors(header), key=lambda tensor: (tensor[1].start, tensor[1].stop))
         if any(not 0 <= part.start <= part.stop <= len(data) - 8 - n_bytes for _, part in tensors):
-            raise ValueError("a tensor lies outside of the file")
+            raise ValueError("a tensor extends beyond the file")
     except (
         ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, struct.error,
     ) as error:  # fmt: skip

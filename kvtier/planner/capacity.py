@@ -1,4 +1,4 @@
-"""What fits where, and how long it takes to come back: the arithmetic of `kvtier plan`. Pure; no torch, no I/O.
+"""Capacity and reload times: the arithmetic of `kvtier plan`. Pure; no torch, no I/O.
 
     HBM          gpu_bytes x utilization - weights - reserve is left for the engine's own KV, on each rank
     reload       of a chunk: its bytes for all ranks at the storage's rate, or those of one rank at PCIe's; the longer
@@ -24,7 +24,7 @@ from kvtier.planner.model_parameters import active_parameters, rank_parameters, 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Sizes of its parallel groups, and of one GPU: `reserve_bytes` of it are for activations and the like."""
+    """Parallel sizes of an engine, and memory of one GPU; reserve_bytes: for activations and the like."""
 
     tensor_size: int
     pipeline_size: int
@@ -38,12 +38,12 @@ class Engine:
 
     @property
     def outside_bytes(self) -> int:
-        """Of each GPU, that the engine leaves to others."""
+        """Return the bytes of each GPU that the engine leaves to others."""
         return self.gpu_bytes - int(self.gpu_bytes * self.utilization)
 
     def stages(self, layers: int) -> tuple[range, ...]:
-        """The layers of each pipeline stage, as vLLM cuts them (vllm.distributed.utils.get_pp_indices): what remains
-        goes to one stage each, from the last but one backwards. There must be a layer for each stage."""
+        """Return the layers of each pipeline stage as vLLM cuts them (vllm.distributed.utils.get_pp_indices): remaining
+        layers are given to one stage each, from the last but one backwards. Each stage must have a layer."""
         each, remaining = divmod(layers, self.pipeline_size)
         stages, first = [], 0
         for stage in range(self.pipeline_size):
@@ -54,7 +54,7 @@ class Engine:
         return tuple(stages)
 
     def shares(self, geometry: Geometry) -> tuple[RankShare, ...]:
-        """Of all ranks, by rank. Raises ValueError when KV heads and tensor ranks do not divide."""
+        """Return the shares of all ranks, by rank. Raises ValueError when KV heads and tensor ranks do not divide."""
         return tuple(
             share_of_rank(geometry, tensor_rank, self.tensor_size, number * self.tensor_size + tensor_rank, stage)
             for number, stage in enumerate(self.stages(geometry.layers))
@@ -64,8 +64,8 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class HbmPlan:
-    """Of the rank whose memory takes the fewest tokens. kv_bytes: left for the engine's own KV, of `token_bytes` each;
-    negative when not even the weights fit. outside_bytes: what the engine leaves, for kvtier's staging."""
+    """HBM of the rank that holds the fewest tokens. kv_bytes: left for the engine's own KV, `token_bytes` a token;
+    negative when not even the weights fit. outside_bytes: left by the engine, for kvtier's staging."""
 
     weights_bytes: int
     kv_bytes: int
@@ -78,7 +78,7 @@ class HbmPlan:
 
 
 def plan_hbm(model: ModelConfig, geometry: Geometry, weights_bytes: int, engine: Engine) -> HbmPlan:
-    """weights_bytes: of the whole model. They lie on ranks in proportion to parameters."""
+    """Plan the HBM of the fullest rank. weights_bytes: of the whole model, spread over ranks by their parameters."""
     each = weights_bytes / total_parameters(model)
     usable = engine.gpu_bytes - engine.outside_bytes
     plans = []
@@ -93,7 +93,7 @@ def plan_hbm(model: ModelConfig, geometry: Geometry, weights_bytes: int, engine:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBytes:
-    """What a chunk of `tokens` tokens takes with a codec.
+    """Sizes of a chunk of `tokens` tokens with a codec, bytes.
 
     encoded: the codec's own, of all layers and heads, scales and means included, without padding.
     file: in segment files, over all ranks: slabs in whole pages, and header pages.
@@ -113,11 +113,11 @@ class ChunkBytes:
         return self.encoded / self.tokens
 
     def tokens_in_files(self, n_bytes: int) -> int:
-        """Of whole chunks, in files of all ranks together."""
+        """Return the tokens of whole chunks that fit into files of `n_bytes`, all ranks together."""
         return n_bytes // self.file * self.tokens
 
     def tokens_in_arena(self, n_bytes: int) -> int:
-        """Of whole chunks, in an arena of `n_bytes` on each rank."""
+        """Return the tokens of whole chunks that fit into an arena of `n_bytes` on each rank."""
         return n_bytes // self.slot * self.tokens
 
 
@@ -154,8 +154,8 @@ class Prefill:
         return self.flops(tokens) / self.flop_s
 
     def break_even_tokens(self, fixed_s: float, token_s: float) -> int:
-        """From so many tokens on, a reload of fixed_s + n x token_s is no slower. Attention makes the last tokens of a
-        prompt ever dearer, so there is always such a number, if beyond any context."""
+        """Return the least n from which on a reload of fixed_s + n x token_s is no slower than a prefill. It always
+        exists, if beyond any context, for attention makes each further token of a prompt dearer."""
         square_s = self.square / self.flop_s
         gain_s = self.linear / self.flop_s - token_s
         root = math.sqrt(gain_s * gain_s + 4 * square_s * fixed_s)

@@ -1,4 +1,4 @@
-"""How many parameters a model has, which of them a token needs, and how they lie on ranks. Pure arithmetic.
+"""Parameter counts of a model: in all, per token, and per rank. Pure arithmetic.
 
 Matrices only: norms and biases are less than a thousandth. A model is its embedding, its layers, and the head, which
 may be the embedding again ("tied").
@@ -14,8 +14,8 @@ from kvtier.model.config_json import Attention, ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """sharded: cut over tensor ranks. kv: projections of K and V, cut by KV heads. replicated: whole on each rank.
-    idle: those of experts that a token is not sent to, a part of `sharded`."""
+    """Parameters of a layer. sharded: cut over tensor ranks. kv: projections of K and V, cut by KV heads. replicated:
+    whole on each rank. idle: those of experts that a token is not routed to, a part of `sharded`."""
 
     sharded: int
     kv: int
@@ -28,12 +28,12 @@ class LayerParameters:
 
     @property
     def active(self) -> int:
-        """Those that one token is multiplied with."""
+        """Return the number of parameters that one token is multiplied with."""
         return self.total - self.idle
 
 
 def layer_parameters(model: ModelConfig, number: int) -> LayerParameters:
-    """Of a layer, by its number."""
+    """Return the parameters of layer `number`."""
     hidden = model.hidden_size
     sharded, kv, replicated = _attention(model.attention, hidden)
     experts = model.experts
@@ -51,19 +51,19 @@ def total_parameters(model: ModelConfig) -> int:
 
 
 def end_parameters(model: ModelConfig) -> int:
-    """The embedding and the head."""
+    """Return the parameters of the embedding and the head."""
     return model.vocabulary * model.hidden_size * (1 if model.is_tied else 2)
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Those that each token of a prompt is multiplied with: of all layers. Looking an embedding up takes no products,
-    and the head is for the last token only."""
+    """Return the parameters that each token of a prompt is multiplied with, over all layers. The embedding is only
+    looked up, and the head is for the last token only."""
     return sum(layer.active for layer in _layers(model, range(model.layers)))
 
 
 def rank_parameters(model: ModelConfig, stage: range, tensor_size: int) -> float:
-    """On each rank of a pipeline stage. KV heads are duplicated where there are fewer of them than ranks; a tied
-    embedding lies on the first stage and on the last."""
+    """Return the parameters on each rank of a pipeline stage. KV heads are duplicated where they are fewer than the
+    ranks; a tied embedding is on the first stage and on the last."""
     kv_ranks = min(tensor_size, model.attention.kv_heads)
     in_layers = sum(
         layer.sharded / tensor_size + layer.kv / kv_ranks + layer.replicated for layer in _layers(model, stage)
@@ -78,7 +78,7 @@ def _layers(model: ModelConfig, numbers: range) -> Iterable[LayerParameters]:
 
 
 def _attention(shape: Attention, hidden: int) -> tuple[int, int, int]:
-    """(sharded, kv, replicated) of one layer's attention."""
+    """Return (sharded, kv, replicated) of one layer's attention."""
     output = shape.heads * shape.av_size * hidden
     latent = shape.latent
     if latent is None:

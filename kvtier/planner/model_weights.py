@@ -1,5 +1,5 @@
-"""What a model's weights take, from its folder: by the headers of its safetensors files, else by their index, else by
-the number of parameters that config.json implies. Reads headers only.
+"""Size of a model's weights: from the headers of its safetensors files, else from their index, else from the parameter
+count that config.json implies. Reads headers only.
 
 A safetensors file begins with the length of its header (u64, little endian) and the header: JSON, name -> dtype, shape,
 data_offsets (https://github.com/huggingface/safetensors#format).
@@ -25,7 +25,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class Weights(NamedTuple):
-    """n_bytes: of all of them. source: for people."""
+    """Size of all weights. source: the origin of the figure, as text."""
 
     n_bytes: int
     source: str
@@ -104,7 +104,7 @@ def read_tensor_ranges(path: Path) -> list[tuple[str, range]]:
 
 
 def _bits(folder: Path, model: ModelConfig) -> int:
-    """Of a parameter of a layer, as it is stored."""
+    """Return the bits of a layer's parameter as it is stored."""
     quantized = model.quantized
     if not quantized:
         return 8 * ELEMENT_BYTES[model.dtype]
