@@ -21,10 +21,10 @@ PARAMETERS_MAX = 6
 LAYERS = (
     ("benchmarks", "kvtier.cli"),
     ("kvtier.connectors", "kvtier.server"),
-    ("kvtier.build", "kvtier.admin", "kvtier.doctor"),
+    ("kvtier.build", "kvtier.admin", "kvtier.doctor", "kvtier.planner"),
     ("kvtier.scheduler", "kvtier.worker", "kvtier.maintenance"),
     ("kvtier.arena", "kvtier.codecs", "kvtier.eviction", "kvtier.index", "kvtier.io", "kvtier.kernels", "kvtier.model")
-    + ("kvtier.plan", "kvtier.planner", "kvtier.storage"),
+    + ("kvtier.plan", "kvtier.storage"),
     ("kvtier._bootstrap", "kvtier.config", "kvtier.errors", "kvtier.format", "kvtier.runtime"),
 )
 LAST_APART = 1  # last row whose members must not import each other

@@ -68,7 +68,7 @@ def test_the_wheel_holds_the_library_without_its_sources(wheel: Path) -> None:
     assert re.fullmatch(r"kvtier-[\d.]+-py3-none-(many)?linux_\w+\.whl", wheel.name)
     names = zipfile.ZipFile(wheel).namelist()
     assert "kvtier/io/_native.abi3.so" in names and not any(name.endswith((".cpp", ".h")) for name in names)
-    assert {"kvtier/cli.py", "kvtier/connectors/__init__.py", "kvtier/server/__init__.py"} <= set(names)
+    assert {"kvtier/cli/__init__.py", "kvtier/connectors/__init__.py", "kvtier/server/__init__.py"} <= set(names)
 
 
 def test_version_names_the_commit(commands: Path, source: Path, tmp_path: Path) -> None:

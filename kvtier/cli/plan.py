@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from kvtier.cli.plan_figures import Asked, make_plan
 from kvtier.cli.plan_text import plan_lines, plan_values
 from kvtier.config.settings import CHUNK_TOKENS_UNIT
 from kvtier.config.types import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planner.capacity import Engine, Rates
+from kvtier.planner.figures import Asked, make_plan
 from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
 
 T = TypeVar("T")

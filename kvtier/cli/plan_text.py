@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvtier.cli.plan_figures import CodecPlan, Plan
 from kvtier.codecs.measured_loss import KL_NATS, MODELS, losses_line
+from kvtier.planner.figures import CodecPlan, Plan
 from kvtier.runtime.units import size
 
 Column = tuple[str, Callable[[CodecPlan], str]]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.planner.model_weights import read_tensor_ranges
+from kvtier.model.safetensors import read_tensor_ranges
 
 MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Qwen2.5-Coder-1.5B", "Gemma 3 270M")  # those of KL_NATS, in its order
 KL_NATS: Mapping[str, tuple[float | None, ...]] = {

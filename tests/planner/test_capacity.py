@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cli.plan_codecs import CODECS, chunks_of_codecs
 from kvtier.format.geometry import Geometry
 from kvtier.model.config_json import ModelConfig, read_model
 from kvtier.planner.capacity import ChunkBytes, Engine, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
+from kvtier.planner.codecs import CODECS, chunks_of_codecs
 from kvtier.planner.model_parameters import active_parameters, rank_parameters, total_parameters
 from tests.model_configs import EXPERTS, LLAMA_8B, LLAMA_70B, MLA, SMALL
 

@@ -1,4 +1,4 @@
-"""The figures of `kvtier plan`: from what was asked and a model's folder."""
+"""Figures of `kvtier plan`, computed from its options and a model's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtier.planner.model_weights import Weights, read_weights
 from kvtier.runtime.units import size
 
 if TYPE_CHECKING:
-    from kvtier.cli.plan_codecs import Staging
+    from kvtier.planner.codecs import Staging
 
 GIB = 1 << 30
 
@@ -83,7 +83,7 @@ class Plan:
 def make_plan(asked: Asked) -> Plan:
     """Raises ConfigError."""
     # With torch, which takes seconds: the other commands do not wait for it.
-    from kvtier.cli.plan_codecs import chunks_of_codecs, staging_of
+    from kvtier.planner.codecs import chunks_of_codecs, staging_of
 
     model = read_model(asked.model)
     geometry = model.geometry(asked.kv_dtype, asked.chunk_tokens)
@@ -143,7 +143,7 @@ def _codec_plan(
 
 
 def _shares(geometry: Geometry, engine: Engine, model: ModelConfig) -> tuple[RankShare, ...]:
-    """Of all ranks. Raises ConfigError where an engine would not cut the model so."""
+    """Return the shares of all ranks. Raises ConfigError where an engine would not cut the model so."""
     heads = model.attention.heads
     if engine.pipeline_size > model.layers:
         fix = f"the model has {model.layers} layers: choose at most as many stages"
@@ -181,7 +181,7 @@ def _assumptions(asked: Asked, model: ModelConfig) -> tuple[str, ...]:
         *model.notes,
         f"{size(engine.reserve_bytes)} of each GPU are for activations, CUDA graphs and NCCL (--reserve); an engine "
         "measures them when it starts",
-        "weights lie on ranks in proportion to their parameters, and parameters are those of matrices",
+        "weights are spread over ranks in proportion to their parameters, and parameters are those of matrices",
         "storage and PCIe keep the given rates; chunks go over PCIe while others are read; what the GPU does to verify "
         "and decode them is not counted",
         "storage serves all ranks together, PCIe one GPU each",

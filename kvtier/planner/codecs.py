@@ -1,4 +1,4 @@
-"""What a chunk takes with each codec: asked of the codecs, the records and the arenas themselves."""
+"""Bytes of a chunk with each codec, computed by the codecs, the records and the arenas themselves."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvtier.planner.capacity import ChunkBytes, Engine, read_by
 from kvtier.worker.arenas import HBM_SPARE_BYTES, hbm_slots
 from kvtier.worker.context import arena_slot_bytes
 
-CODECS: tuple[str, ...] = get_args(Settings.model_fields["codec"].annotation)
-"""As settings name them."""
+CODECS: tuple[str, ...] = get_args(Settings.model_fields["codec"].annotation)  # by the names of the settings
 
 
 def chunks_of_codecs(
     geometry: Geometry, shares: Sequence[RankShare], boundary_layers: int
 ) -> tuple[dict[str, ChunkBytes], dict[str, str]]:
-    """By codec: what a chunk takes, or why an engine with such KV would not start. Raises ConfigError if none works."""
+    """Return by codec the bytes of a chunk, and the reasons of codecs with which an engine would not start. Raises
+    ConfigError if none works."""
     sizes, refused = {}, {}
     for name in CODECS:
         try:
@@ -61,7 +61,8 @@ def _chunk_of(name: str, geometry: Geometry, shares: Sequence[RankShare], bounda
 
 
 class Staging(NamedTuple):
-    """What start-up takes of each GPU beside the engine's share, and leaves free there. fault: why it would stop."""
+    """Memory of each GPU beside the engine's share that start-up takes, and that it leaves free. fault: the reason why
+    start-up would stop."""
 
     n_bytes: int
     spare_bytes: int
@@ -69,7 +70,8 @@ class Staging(NamedTuple):
 
 
 def staging_of(chunk: ChunkBytes, staging_bytes: int | None, step_tokens: int, engine: Engine) -> Staging:
-    """staging_bytes: as hbm.staging_bytes; step_tokens: of a step of the engine at most."""
+    """Compute the staging of a codec. staging_bytes: the setting hbm.staging_bytes; step_tokens: most tokens of a step
+    of the engine."""
     hbm = HbmSettings(staging_bytes=staging_bytes)
     n_bytes = staging_bytes or 0
     try:
