@@ -1,7 +1,8 @@
-"""Whether a root's index and its segments agree: every record that the index names has its header in a file, and every
-record in a file can be found through the index. Reads header pages and the whole index, no slabs.
+"""Consistency check of a root: every record that the index names has its header in a file, and every record in a file
+is found through the index. Reads header pages and the whole index, no slabs.
 
-Engines may run meanwhile, so what does not fit is looked at twice: what was being written or evicted is in order then.
+Engines may run at the same time. So each disagreement is checked twice: a record that was being written or evicted is
+in order at the second look.
 """
 
 from __future__ import annotations
@@ -20,16 +21,14 @@ from kvtier.index.base import Index, Location, SetInfo
 from kvtier.storage.root import Root, namespace_folders
 from kvtier.storage.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 
-SETTLE_S = 2.0
-"""Between the two looks: a save takes less between its header and its entry."""
-LISTED_MAX = 1000
-"""Of disagreements: the rest are counted only."""
+SETTLE_S = 2.0  # time between the two looks, seconds; a save takes less from its header to its index entry
+LISTED_MAX = 1000  # disagreements that are listed; further ones are only counted
 
 Progress = Callable[[int, int], None]
 
 
 class Disagreement(NamedTuple):
-    """`segment` "" where no file is meant; `slot` None where no slot is."""
+    """A disagreement. segment: "" where no file is meant. slot: None where no slot is meant."""
 
     namespace: str
     segment: str
@@ -39,9 +38,9 @@ class Disagreement(NamedTuple):
 
 @dataclass(slots=True)
 class Agreement:
-    """records: in files that have a readable header. indexed: of them, those that the index names. second: those of
-    chunks, or of a part of one, that the index knows from another record, which was first. unpublished: in sets that
-    are still written."""
+    """Counts of the check. records: readable headers in files. indexed: records that the index names. second: records
+    of a chunk, or a part of one, for which the index names an earlier record. unpublished: records of sets that are
+    still written."""
 
     sets: int = 0
     segments: int = 0
@@ -62,7 +61,7 @@ def check_agreement(
     root: Root, index: Index, progress: Progress = lambda done, total: None,
     wait: Callable[[float], None] = time.sleep,
 ) -> Agreement:  # fmt: skip
-    """`progress`: called with (segment sets looked at, segment sets in all)."""
+    """Check a root. progress: called with (segment sets checked, segment sets in all)."""
     return _Check(root, index, wait).run(progress)
 
 
@@ -105,7 +104,7 @@ class _Check:
             self._add(self._set(set_id, known.get(set_id), on_disk.get(set_id), located[set_id]))
 
     def _on_disk(self) -> dict[int, tuple[SegmentFiles, list[int]]]:
-        """The ranks that have a segment of each set, and where."""
+        """Return, for each set, its folder and the ranks that have a segment."""
         return {
             set_id: (files, ranks)
             for folder in namespace_folders(self._root.folder)
@@ -114,7 +113,7 @@ class _Check:
         }
 
     def _located(self) -> Counter[int]:
-        """How many records the entries name in each set. Notes what there is of chunks that are not complete."""
+        """Return the number of records that entries name in each set. Collects the parts of incomplete chunks."""
         self._parts.clear()
         named: Counter[int] = Counter()
         seen: set[bytes] = set()
@@ -134,18 +133,18 @@ class _Check:
     def _set(
         self, set_id: int, info: SetInfo | None, on_disk: tuple[SegmentFiles, list[int]] | None, n_located: int
     ) -> Agreement:
-        """One set, whose `n_located` records stand in entries."""
+        """Check one set, of which index entries name `n_located` records."""
         part = Agreement()
         if info is None:
             namespace = on_disk[0].folder.name if on_disk else ""
             if n_located:
-                what = f"{n_located} records of chunks lie in it, but the index does not list it"
+                what = f"{n_located} records of chunks are in it, but the index does not list it"
                 self._note(part, Disagreement(namespace, f"{set_id:016x}", None, what))
             if on_disk is None:
                 return part
         members = {} if info is None else {(at.rank, at.slot): (key, at) for key, at in self._index.members(set_id)}
         if info is not None and len(members) != n_located:
-            what = f"{n_located} of its records stand in chunks' entries, but {len(members)} in its own list"
+            what = f"{n_located} of its records are in chunks' entries, but {len(members)} in its own list"
             self._note(part, Disagreement(info.namespace.hex(), f"{set_id:016x}", None, what))
         if on_disk is not None:
             files, ranks = on_disk
@@ -163,14 +162,14 @@ class _Check:
     def _headers(
         self, files: SegmentFiles, name: tuple[int, int], part: Agreement
     ) -> Iterator[tuple[int, RecordHeader]]:
-        """Of the records that are whole and lie in their own place; others are no records."""
+        """Yield the valid record headers that are in their own slot."""
         try:
             for slot, page in files.pages(*name):
                 if is_blank(page):
                     continue
                 try:
                     header = RecordHeader.unpack(page)
-                except Corrupt:  # its writer died; if the index names it, that is told
+                except Corrupt:  # its writer died; reported if the index names it
                     continue
                 if (header.set_id, header.slot) == (name[0], slot):
                     yield slot, header

@@ -1,7 +1,7 @@
-"""Reading segments back into an index that does not know what lies in them, from header pages.
+"""Index recovery: reads segments back into an index that does not know their records, from header pages.
 
-Of a chunk that lies there twice, one may have been found bad once, which no header says. So the one that the index has
-already is read and summed before the other is refused.
+Of a chunk that is stored twice, one record may have been found bad earlier, which no header says. So the record that
+the index already has is read and verified before the other one is refused.
 """
 
 from __future__ import annotations
@@ -21,30 +21,28 @@ from kvtier.storage.segments import SegmentFiles, segment_name
 
 log = logging.getLogger("kvtier")
 
-ADOPTED_MAX = 512
-"""Records that become visible in one step with the set that they lie in, when that is read back."""
-KEYS_AT_ONCE = 512
-"""Looked up in one step: engines' lookups wait for it."""
+ADOPTED_MAX = 512  # records that become visible in one step with their set when it is read back
+KEYS_AT_ONCE = 512  # keys looked up in one step; lookups of engines wait that long
 
 Progress = Callable[[int], None]
 
 
 class HeldUp(TierUnavailable):
-    """Others may have had the lease meanwhile, and may have swept what was read."""
+    """Another process may have held the lease in between and swept the segments that were read."""
 
 
 @dataclass(slots=True)
 class TakenOut:
-    """Entries of the index that went. gone: their record is not in its file any more, or is another one; bad: its
-    bytes are not what was summed, and stood in the way of another record of the chunk."""
+    """Counts of removed index entries. gone: the record is not in its file any more, or another one is; bad: its bytes
+    do not match the checksum, and it blocked another record of the chunk."""
 
     gone: int = 0
     bad: int = 0
 
 
 class ReadBack:
-    """Of one process, which holds `lease`. taken_out: since `begin`. look_at_root: see Housekeeper. may_be_away: files
-    can be missing for a while, as on a brick that is down, or show old bytes."""
+    """Reader of one process, which holds `lease`. taken_out: counts since `begin`. look_at_root: see Housekeeper.
+    may_be_away: files can be missing for a while, as on a brick that is down, or show old bytes."""
 
     def __init__(
         self, index: Index, lease: SweepLease, clock: Clock, look_at_root: Callable[[], object], may_be_away: bool
@@ -58,7 +56,7 @@ class ReadBack:
         self.taken_out = TakenOut()
 
     def begin(self) -> None:
-        """A sweep or rebuild begins: what was seen to be good before may be bad by now."""
+        """Begin a sweep or rebuild: records verified earlier may be bad by now."""
         self._good.clear()
         self.taken_out = TakenOut()
 
@@ -66,13 +64,13 @@ class ReadBack:
         self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError],
         progress: Progress = lambda n_read: None, returned: Collection[int] = (),
     ) -> int:  # fmt: skip
-        """Publishes what the header pages of a set's segments say; returns how many records the index did not know.
+        """Publish the records in the header pages of a set's segments; return how many of them the index did not know.
 
-        A set that the index does not know comes into it with all its segments or, where one can't be read for now, not
-        at all, to be taken in by a later sweep: of a set that it knows, nobody would look at that one again.
+        A set that the index does not know is added with all its segments or, where one cannot be read for now, not at
+        all. A later sweep adds it then; the missing segment of a known set would never be read again.
 
-        faults: gets why a segment could not be read, by rank. progress: called with the segments read, again and again
-            while that takes long.
+        faults: filled with the reason why a segment could not be read, by rank. progress: called with the number of
+            segments read, repeatedly while it takes long.
         returned: ranks whose file was away when the index was rebuilt, and that no writer cuts any more.
         """
         try:
@@ -88,7 +86,7 @@ class ReadBack:
         progress: Progress, returned: Collection[int],
     ) -> int:  # fmt: skip
         lapses = self._lease.lapses
-        # Before the pages are read: what is published meanwhile, by a writer that lives, is in no page that was read.
+        # Asked before the pages are read: a living writer may publish records that were not on the pages read.
         members = self._index.members(set_id)
         found: dict[int, list[NewRecord]] = {}
         header = None
@@ -110,7 +108,7 @@ class ReadBack:
         known = set(members) - gone
         missing = [record for member, record in records.items() if member not in known]
         self._make_way(files, missing, lambda: progress(len(ranks)))
-        self._check_held(lapses)  # somebody may have cut it since
+        self._check_held(lapses)  # another process may have cut it since
         is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
         taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
         was_known = taken is None
@@ -128,9 +126,9 @@ class ReadBack:
             raise HeldUp("others may have swept while it was read")
 
     def _make_way(self, files: SegmentFiles, missing: Sequence[NewRecord], progress: Callable[[], None]) -> None:
-        """Takes what is bad of these chunks out of the index, where it stands in the way of records that were read: of
-        the same layers and heads, all or some. Before those are published: of a set that is in the index, a late writer
-        may cut what it does not see there."""
+        """Remove bad records of these chunks from the index where they block records that were read, that is where they
+        share layers and heads. This is done before publishing: a late writer may cut what it does not see in the
+        index."""
         read: dict[bytes, list[Location]] = {}
         for record in missing:
             read.setdefault(record.key, []).append(record.location)
@@ -163,9 +161,9 @@ class ReadBack:
         return any(judge(files, key, other) is Verdict.AS_SUMMED for other in whole)
 
     def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
-        """A set with all that was read of it, also what the index knew before: it may have been lost since. How many
-        records were taken; None when it knows the set. Each rank's last ones come first, for nothing before them is
-        cut."""
+        """Add a set with all records that were read, also those that the index knew before and may have lost since.
+        Return their number; None when the index knows the set. The last records of each rank come first, so that no
+        file is cut before them."""
         records.sort(key=lambda record: -record.location.slot)
         if not self._index.create_set(info, records[:ADOPTED_MAX]):
             return None
@@ -180,9 +178,9 @@ class ReadBack:
         self, set_id: int, missing: list[NewRecord], known: Collection[tuple[bytes, Location]], lapses: int,
         returned: Collection[int],
     ) -> int:  # fmt: skip
-        """To a set that the index knows, with `known` in it; how many records were taken. Of one that was taken over,
-        none behind those, but in a file of `returned`: its writer was refused them, and cuts them off without the lease
-        (own_segments)."""
+        """Add records to a set that the index knows with the records `known`; return how many were added. To a set that
+        was taken over, none behind the known ones are added, except in files of `returned`: the index refused them to
+        the writer, which cuts them off without the lease (own_segments)."""
         if missing and any(info.owner == NOBODY for info in self._index.some_sets([set_id])):
             used = slots_used(location for _, location in known)
             missing = [
@@ -198,7 +196,8 @@ class ReadBack:
     def _read_segment(
         self, files: SegmentFiles, set_id: int, rank: int
     ) -> tuple[SegmentHeader, list[NewRecord]] | None:
-        """Its header and records; None when it is gone. Raises ConfigError, Corrupt, TierUnavailable."""
+        """Return the segment's header and records; None when the file is gone. Raises ConfigError, Corrupt,
+        TierUnavailable."""
         segment = files.lease(set_id, rank)
         if segment is None:
             return None
@@ -213,7 +212,7 @@ class ReadBack:
         ]
 
     def _records(self, files: SegmentFiles, header: SegmentHeader) -> Iterator[tuple[int, RecordHeader]]:
-        """The record headers of a segment that are whole and lie in their own place."""
+        """Yield the valid record headers of a segment that are in their own slot."""
         name = f"{files.folder.name}/{segment_name(header.set_id, header.rank)}"
         for slot, page in files.pages(header.set_id, header.rank):
             self._lease.renew()

@@ -23,8 +23,7 @@ RECHECK_S = 1.0  # time after which a record is looked at again, seconds; client
 RECHECK_INTERVAL_S = 0.5  # interval between two looks for records that are due, seconds
 WAITING_MAX = 1024  # records that wait for their second look; the load that meets a further one again adds it then
 
-_Record = tuple[bytes, bytes, Location]
-"""Namespace, key of the chunk, and place."""
+_Record = tuple[bytes, bytes, Location]  # namespace, key of the chunk, and place
 
 
 class Rechecks:
@@ -47,7 +46,7 @@ class Rechecks:
 
     def run(self) -> None:
         """Look at the records that are due, and retract those whose bytes are still others. Reads in the caller's
-        thread, so not for one that anybody waits for."""
+        thread, so it must not be called where a request waits."""
         now_s = self._clock()
         with self._lock:
             due = [record for record, due_s in self._waiting.items() if due_s <= now_s]

@@ -16,13 +16,14 @@ from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.segments import SegmentFiles
 
 PIECE_BYTES = 4 << 20
+# Largest record that is read, bytes. One of 256 tokens of the largest models takes 1 GiB; a sparse file may claim any
+# size.
 RECORD_BYTES_MAX = 4 << 30
-"""One of 256 tokens of the largest models takes 1 GiB; a file with holes may claim any size, and is not read."""
 _PAIR_BYTES = 8
 
 
 class Verdict(Enum):
-    """What was found at a record's place. UNKNOWN: it can't be read for now, or is larger than any record."""
+    """Result of reading a record's place. UNKNOWN: it cannot be read for now, or is larger than any record."""
 
     AS_SUMMED = 0
     OTHER = 1  # other bytes, or a file that is no such segment or ends before

@@ -1,4 +1,4 @@
-"""Looking at a root from outside: what lies in it (`stats`), and whether every byte of it is right (`verify`)."""
+"""Scrub: content of a root by namespace (`stats`), and verification of every byte of it (`verify`)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
 from kvtier.storage.segments import NeverBegun, SegmentFiles, segment_name
 
-IO_THREADS = 8
-IN_FLIGHT_BYTES = 64 << 20
+IO_THREADS = 8  # threads of the ring that reads
+IN_FLIGHT_BYTES = 64 << 20  # records read ahead, bytes
 CUT_OFF = "the file ends before its last slab"
 
 Progress = Callable[[int, int], None]
-Place = tuple[str, str]
-"""Folder of a namespace, and name of a file in it."""
+Place = tuple[str, str]  # folder of a namespace, and name of a file in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +56,7 @@ class RootStats:
 
 
 class Finding(NamedTuple):
-    """Something that is not as it was written. `slot` is None where the whole file is meant.
-
-    namespace: its folder. segment: the file's name in it.
-    """
+    """A fault that was found. namespace: folder. segment: file name in it. slot: None where the whole file is meant."""
 
     namespace: str
     segment: str
@@ -70,8 +66,8 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """unfinished: slots, and whole segments, whose writer died before they were whole; nothing ever refers to them.
-    unproved: signed records whose signatures were not checked, for want of the secret."""
+    """Result of `verify`. unfinished: slots, and whole segments, whose writer died before they were complete; nothing
+    refers to them. unproved: signed records whose signatures were not checked, because the secret is missing."""
 
     segments: int
     records: int
@@ -81,8 +77,8 @@ class VerifyReport:
     unproved: int = 0
 
 
-class _Reading(NamedTuple):
-    """A record on its way into a buffer, which is held until the batch is done. page: that of its header."""
+class _RecordRead(NamedTuple):
+    """A record that is being read into a buffer, which is held until the batch is done. page: its header page."""
 
     slot: int
     header: RecordHeader
@@ -92,7 +88,7 @@ class _Reading(NamedTuple):
 
 
 def stats(root: Root, index: Index) -> RootStats:
-    """What lies in a root, by namespace. Reads file sizes and the index, no segment."""
+    """Return the content of a root by namespace. Reads file sizes and the index, no segment."""
     found, unreadable = [], []
     sets = index.sets()
     n_bytes = 0
@@ -103,7 +99,7 @@ def stats(root: Root, index: Index) -> RootStats:
         try:
             namespace = read_namespace(folder)
         except ConfigError as fault:
-            unreadable.append(f"{fault} ({folder_bytes} bytes of segments lie there)")
+            unreadable.append(f"{fault} ({folder_bytes} bytes of segments are there)")
             continue
         mine = [info for info in sets if info.namespace == namespace.id]
         members = [key for info in mine for key, _ in index.members(info.set_id)]
@@ -119,7 +115,7 @@ def stats(root: Root, index: Index) -> RootStats:
 def verify(
     root: Root, index: Index, progress: Progress = lambda done, total: None, signer: Signer | None = None
 ) -> VerifyReport:
-    """Reads every record and checks every checksum, and signatures made with the signer's secret. `progress`: called
+    """Read every record and verify every checksum, and the signatures made with the signer's secret. progress: called
     with (segments read, segments in all)."""
     return _Verifier(root, index, signer).run(progress)
 
@@ -154,7 +150,7 @@ class _Verifier:
         return VerifyReport(len(segments), self._records, self._n_bytes, self._unfinished, bad, self._unproved)
 
     def _expected(self) -> dict[tuple[int, int], dict[int, tuple[bytes, Location]]]:
-        """(set, rank) -> slot -> what the index says lies there."""
+        """Return (set, rank) -> slot -> the record that the index names there."""
         expected: dict[tuple[int, int], dict[int, tuple[bytes, Location]]] = {}
         for info in self._index.sets():
             self._namespaces[info.set_id] = info.namespace.hex()
@@ -196,7 +192,7 @@ class _Verifier:
     def _headers(
         self, files: SegmentFiles, segment: SegmentHeader, expected: dict[int, tuple[bytes, Location]]
     ) -> Iterator[tuple[int, RecordHeader, bytes]]:
-        """Slots that hold a record, with its header and the page of that, checked against their place and the index."""
+        """Yield the slots with a record, its header and header page, checked against their place and the index."""
         place = (files.folder.name, segment_name(segment.set_id, segment.rank))
         for slot, page in files.pages(segment.set_id, segment.rank):
             wanted = expected.pop(slot, None)
@@ -225,8 +221,8 @@ class _Verifier:
     def _records_of(
         self, ring: Ring, segment: OpenSegment, place: Place, headers: Iterator[tuple[int, RecordHeader, bytes]]
     ) -> None:
-        """Reads the slabs of the records, several at a time in memory."""
-        reading: deque[_Reading] = deque()
+        """Read and check the slabs of the records, several at a time."""
+        reading: deque[_RecordRead] = deque()
         file_bytes = os.fstat(segment.fd).st_size
         for slot, header, page in headers:
             n_bytes = header.extent.n_heads * header.slab_bytes
@@ -242,11 +238,11 @@ class _Verifier:
             buffer = AlignedBuffer(n_bytes)
             op = ReadOp(segment.fd, offset, buffer.address, header.slab_bytes, header.extent.n_heads, header.key,
                         header.extent.first_head, header.extent.first_layer, header.checksums)  # fmt: skip
-            reading.append(_Reading(slot, header, page, ring.submit([op]), buffer))
+            reading.append(_RecordRead(slot, header, page, ring.submit([op]), buffer))
         while reading:
             self._check(place, reading.popleft())
 
-    def _check(self, place: Place, reading: _Reading) -> None:
+    def _check(self, place: Place, reading: _RecordRead) -> None:
         slot, header = reading.slot, reading.header
         while not reading.batch.wait(60.0):
             pass  # offline tool: a slow disk is waited for
@@ -262,7 +258,7 @@ class _Verifier:
         elif self._signed.get(place[0]):
             self._check_signature(place, reading)
 
-    def _check_signature(self, place: Place, reading: _Reading) -> None:
+    def _check_signature(self, place: Place, reading: _RecordRead) -> None:
         signer, header = self._signer, reading.header
         if signer is None or signer.fingerprint != self._signed[place[0]]:
             self._unproved += 1

@@ -1,4 +1,4 @@
-"""The lease under which one process at a time looks after a root's files: sweeps them, or reads them back."""
+"""Sweep lease: lets one process at a time sweep a root's files or read them back."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from kvtier.index.base import Index
 
 SWEEP_LEASE = "sweep"
+# Lifetime of the lease, seconds. It is renewed during a sweep or rebuild; after a kill, no process sweeps for so long.
 LEASE_TTL_S = 5.0
-"""Renewed while a sweep or rebuild goes on; so long, nobody sweeps after one that was killed."""
-LEASE_RENEWAL_S = 1.0
+LEASE_RENEWAL_S = 1.0  # interval between two renewals, seconds
 
 Clock = Callable[[], float]
 
 
 class SweepLease:
-    """Of one process. owner: its name, unique among all that share the root. clock: seconds since the epoch."""
+    """Lease of one process. owner: its name, unique among all that share the root. clock: seconds since the epoch."""
 
     def __init__(self, index: Index, owner: str, clock: Clock) -> None:
         self._index = index
@@ -23,11 +23,10 @@ class SweepLease:
         self._clock = clock
         self._renew_s = 0.0
         self._held_until_s = 0.0
-        self.lapses = 0
-        """How often it was seen that others may have had it since it was asked for last."""
+        self.lapses = 0  # times at which another process may have held the lease since it was last asked for
 
     def take(self) -> bool:
-        """Or renews it; False when others have it."""
+        """Take or renew the lease; False while another process holds it."""
         asked_s = self._clock()
         self.lapses += asked_s >= self._held_until_s
         self._renew_s = asked_s + LEASE_RENEWAL_S
@@ -36,14 +35,16 @@ class SweepLease:
         return is_ours
 
     def renew(self) -> None:
-        """Now and then: it is called for each of maybe very many sets."""
+        """Renew the lease when it is due; cheap enough to be called for each set."""
         if self._clock() >= self._renew_s:
             self.take()
 
     def is_held_since(self, lapses: int) -> bool:
-        """Whether nobody else can have had it since there were so many lapses. Looked at right before a segment is cut
-        or read back, without asking the index: in a sweep that was held up, another may have read back what this one
-        would cut."""
+        """Return True if no other process can have held the lease since there were `lapses` lapses.
+
+        Asked right before a segment is cut or read back, without the index: while this sweep was delayed, another one
+        may have read back what this one would cut.
+        """
         return self.lapses == lapses and self._clock() < self._held_until_s
 
     def release(self) -> None:

@@ -1,12 +1,12 @@
-"""Keeping a root in order: what dead writers left, and the index made anew (maintenance.rebuild). Room is made by the
-Evictor.
+"""Garbage collection of a root: leftovers of dead writers, and rebuilds of the index (maintenance.rebuild). The Evictor
+makes room.
 
-Works on a whole root (all namespaces), from any engine or from the command line. Whatever removes something does so
-under a lease in the index, so that many processes never do it twice, and in an order that is safe to be killed in (see
-kvtier.eviction.set_removal). A file in no index is swept later.
+It works on a whole root (all namespaces), from any engine or from the command line. Everything is removed under a lease
+in the index, so that only one process does it, and in an order that survives a kill at any step (see
+kvtier.eviction.set_removal). A file in no index is collected later.
 
-A writer that is taken for dead may be alive, only slow. So its sets are taken over in the index before anything of
-theirs is looked at, cut or removed: what it publishes from then on is refused, and what was published before is seen.
+A writer that counts as dead may only be slow. So its sets are taken over in the index before their files are read, cut
+or removed: the index refuses what it publishes afterwards, and everything published before is seen.
 """
 
 from __future__ import annotations
@@ -41,15 +41,13 @@ _MISSING = struct.Struct("<Qd")
 MISSING_SETS_MAX = 1024  # sets without files that are remembered between two looks
 MISSING_GRACE_S = 600.0  # time between two looks that found no file of a set, before the set is removed, seconds
 CLOCK_TOLERANCE_S = 5.0  # difference of two clocks that is not corrected, seconds
-LOOKED_INTO_MAX = 1024
-"""Closed sets in one sweep."""
-ORPHAN_GRACE_S = 600.0
-"""A segment in no index is left alone for this long: its writer may be about to register it."""
+LOOKED_INTO_MAX = 1024  # closed sets whose records are counted in one sweep
+ORPHAN_GRACE_S = 600.0  # age from which on a segment in no index is collected, seconds: its writer may register it
 
 
 def is_to_be_rebuilt(index: Index, folder: Path) -> bool:
-    """Whether segments lie in `folder` (`<root>/v1`) that the index does not know, because it lost its content. A root
-    without any has nothing to rebuild; one that can't be looked at may have. Raises IndexUnavailable."""
+    """Return True if the index lost its content and `folder` (`<root>/v1`) has segments, or cannot be read. Raises
+    IndexUnavailable."""
     if not index.was_reset:
         return False
     try:
@@ -60,7 +58,7 @@ def is_to_be_rebuilt(index: Index, folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What `Housekeeper.rebuild` did. gone_records, bad_records: taken out of the index, as read_back.TakenOut says.
+    """Result of `Housekeeper.rebuild`. gone_records, bad_records: removed from the index, see rebuild.TakenOut.
     restored: pins and quotas that the index had lost."""
 
     segments: int
@@ -75,9 +73,9 @@ class Rebuilt:
 class Housekeeper:
     """Thread-safe as far as its index is. `folder`: `<root>/v1`, with one folder a namespace.
 
-    look_at_root: called before the folder is believed, and before what it lacks is; raises TierUnavailable where it is
-    not the root's any more. By what lies in another's, or below a mount that is away, sets of all engines would be
-    booked, evicted and taken in.
+    look_at_root: called before the content of the folder, or a missing file, is trusted; raises TierUnavailable where
+    the folder is not the root's any more. Otherwise the files of another root, or of an empty mount point, would decide
+    about the sets of all engines.
     """
 
     def __init__(self, index: Index, folder: Path, owner: str, clock: Clock = time.time) -> None:
@@ -95,7 +93,7 @@ class Housekeeper:
         )
 
     def sweep(self) -> None:
-        """Closes the sets of dead writers, drops the empty ones, books what files really take, and takes care of
+        """Close the sets of dead writers, remove empty ones, record the sizes of files, and collect or read back
         segments in no index."""
         self.look_at_root()
         if not self._lease.take():
@@ -133,13 +131,13 @@ class Housekeeper:
         return now_s + (ahead_s if abs(ahead_s) > CLOCK_TOLERANCE_S else 0.0)
 
     def swept_s(self) -> float:
-        """When a sweep by anybody came to its end, seconds since the epoch; 0 when none is known of."""
+        """Return when the last sweep of any process ended, seconds since the epoch; 0 when none is known."""
         value = self._index.notes(SWEPT_NOTE, self.clock()).get(SWEPT_NOTE, b"")
         return self._index.local_s(_TIME.unpack(value)[0]) if len(value) == _TIME.size else 0.0
 
     def _next_closed(self, known: dict[int, SetInfo]) -> set[int]:
-        """Closed sets of which this sweep sees whether they still hold a record: those that follow the ones of the
-        last sweep, in turn. To look into each costs a remote index a round trip."""
+        """Return the closed sets in which this sweep looks for records: in turn, those after the ones of the last
+        sweep. Each costs a round trip to a remote index."""
         closed = sorted(info.set_id for info in known.values() if not info.is_open)
         after = [set_id for set_id in closed if set_id > self._looked_to] or closed
         chosen = after[:LOOKED_INTO_MAX]
@@ -147,24 +145,23 @@ class Housekeeper:
         return set(chosen)
 
     def close_set(self, set_id: int) -> None:
-        """Its writer adds no more: books what its files take, and from now on it may be evicted."""
+        """Close a set whose writer adds no more: record its size on disk, and allow its eviction."""
         self.look_at_root()
         for info in self._index.some_sets([set_id]):
             self._index.close_set(set_id, self._measured(info, self._index.members(set_id)))
 
     def close_early(self, set_id: int) -> None:
-        """As `close_set`, of a set that is not full and all of whose records are visible: gives back what is behind
-        them."""
+        """Close a set that is not full and all of whose records are visible, and cut its files behind them."""
         self.look_at_root()
         for info in self._index.some_sets([set_id]):
-            self._index.take_over(set_id)  # a record that waits for the index is in what is cut
+            self._index.take_over(set_id)  # a record that still waits for the index would be cut
             members = self._index.members(set_id)
             self._trim(info, [location for _, location in members])
             self._index.close_set(set_id, self._measured(info, members))
 
     def erase_namespace(self, namespace: bytes) -> None:
-        """Removes a namespace that nobody can ask for again, with its folder. Raises OSError when a late writer makes a
-        segment there right now: to be tried again, for without its description nobody would count or remove it."""
+        """Remove a namespace that no request can name again, with its folder. Raises OSError when a late writer creates
+        a segment there at the same time. Try again then: a folder without its description is not counted or removed."""
         for info in self._index.sets():
             if info.namespace == namespace:
                 self._remover.remove(info)
@@ -188,9 +185,9 @@ class Housekeeper:
         return self.free_space().n_bytes
 
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt | None:
-        """Makes the index agree with the files (maintenance.rebuild); entries without a file go. None, and nothing is
-        done, while others sweep or rebuild: a sweep cuts segments behind what the index knows of them. None, too,
-        when they may have done so meanwhile: then some segments are still to be read.
+        """Make the index agree with the files (maintenance.rebuild); entries without a file are removed. Return None,
+        and do nothing, while another process sweeps or rebuilds, for a sweep cuts segments behind the records that the
+        index knows. Return None as well when one may have done so in between: some segments are still to be read then.
 
         progress: called with (segments read, segments in all)."""
         self.look_at_root()
@@ -203,7 +200,7 @@ class Housekeeper:
             self._lease.release()
 
     def _rebuild(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
-        # Before there are sets that somebody could evict.
+        # Before there are sets that another process could evict.
         restored = pins_backup.restore(self._index, self._folder, self.clock())
         # The newest come first: of a chunk that was found bad and saved again, the newer record mostly is the good one,
         # and the bad one never comes in.
@@ -257,15 +254,15 @@ class Housekeeper:
         return {set_id for set_id, since_s in oldest if now_s - since_s >= MISSING_GRACE_S}
 
     def _on_disk(self) -> set[int]:
-        """The sets that have a segment."""
+        """Return the sets that have a segment."""
         return {set_id for files in self._namespaces() for set_id, _ in files.ids()}
 
     def _is_written(self, info: SetInfo) -> bool:
-        """Whether a living engine may still add records to the set."""
+        """Return True if a living engine may still add records to the set."""
         return info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
 
     def _settle(self, info: SetInfo, sizes: dict[int, int]) -> None:
-        """sizes: bytes of the set's files by rank, as the sweep listed them."""
+        """Close, remove or measure one set. sizes: bytes of its files by rank, as the sweep listed them."""
         if self._is_written(info):
             return
         lapses = self._lease.lapses
@@ -277,7 +274,7 @@ class Housekeeper:
             self._index.take_over(info.set_id)
             members = self._index.members(info.set_id)
             if not members and (was_lost or self._index.was_reset):
-                return  # it forgot what lies there since this sweep began: who rebuilds it reads that
+                return  # the index lost its content since this sweep began; the rebuild reads these files
         if not members:
             self._remover.remove(info)
             return
@@ -322,8 +319,8 @@ class Housekeeper:
         return self._may_be_away and not sizes.keys() >= {place.rank for _, place in members}
 
     def _may_come(self, info: SetInfo) -> bool:
-        """Whether records of a closed set may still become visible: they wait at a living writer's, for whom the index
-        was gone when it wrote them (kvtier.index.guard)."""
+        """Return True if records of a closed set may still become visible: a living writer keeps them back, because the
+        index was away when it wrote them (kvtier.index.guard)."""
         if self._index.lease_owner(writer_lease(info.owner), self.clock()) is None:
             return False
         files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
@@ -342,8 +339,8 @@ class Housekeeper:
         files.close()
 
     def _settle_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
-        """A segment in no index was being evicted when its evictor died, or was unreadable when the index was made
-        anew. What can be read is taken in (and evicted in its turn); what is no segment at all goes."""
+        """Read back segments that are in no index: their evictor died, or they were unreadable at the rebuild. They are
+        evicted in their turn. Files that are no segments are removed."""
         now_s = self._disk_s()
         for set_id, ranks in reversed(files.sets()):
             if set_id in known or min(files.age_s(set_id, rank, now_s) for rank in ranks) < ORPHAN_GRACE_S:
@@ -360,7 +357,8 @@ class Housekeeper:
                     log.warning("a segment in no index stays, with its set: %s", fault)
 
     def _remove_strange(self, files: SegmentFiles, set_id: int, rank: int) -> None:
-        """A folder with a segment's name can't be unlinked, and is no reason not to look at what comes after it."""
+        """Remove a file that is no segment. A folder with a segment's name cannot be unlinked and must not end the
+        sweep."""
         try:
             files.unlink(set_id, rank)
         except TierUnavailable as fault:
