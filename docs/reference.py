@@ -6,9 +6,11 @@ same Markdown works on the site and in the repository. A link to a file that doe
 
 from __future__ import annotations
 
+import io
 import posixpath
 import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -18,6 +20,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from kvtier.cli import main
 from kvtier.config.settings import Settings
 from kvtier.server.app import make_routes
 
@@ -26,12 +29,17 @@ COPIES = {"security.md": "SECURITY.md", "benchmarks.md": "benchmarks/README.md"}
 PICTURES = ("benchmarks/results/**/*.svg", "server/screenshots/*.png")  # served under their path in the repository
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 KEY = re.compile(r"( *)(?:# )?(\w+):(?: +([^#\n]*))?")  # a setting of default.yaml; `# root:` has no default
+# Commands of kvtier, by the words that name them.
+COMMANDS = (
+    "check", "doctor", "plan", "stats", "lookup", "verify", "evict", "pin", "unpin", "quota", "bench", "index rebuild",
+    "index check", "serve",
+)  # fmt: skip
 METHODS = ("get", "put", "post", "delete")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the generated and the copied pages."""
-    pages = {"settings.md": settings_page(), "rest.md": rest_page()}
+    pages = {"settings.md": settings_page(), "rest.md": rest_page(), "cli.md": cli_page()}
     pages |= {page: (ROOT / source).read_text() for page, source in COPIES.items()}
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
@@ -147,6 +155,24 @@ def _meanings(text: str) -> Iterator[tuple[str, tuple[str, str]]]:
             yield key, ("" if line.startswith("#") else default, meaning)
             groups.append((depth, name))
             comment = []
+
+
+# --- the command line ---
+
+
+def cli_page() -> str:
+    """Return what `kvtier COMMAND --help` prints, for all commands."""
+    lines = ["# Commands", "", "Generated from `kvtier COMMAND --help`.", "", "```text", _help(), "```"]
+    for command in COMMANDS:
+        lines += ["", f"## kvtier {command}", "", "```text", _help(*command.split()), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _help(*words: str) -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed), suppress(SystemExit):
+        main([*words, "--help"])
+    return printed.getvalue().strip()
 
 
 # --- the REST interface ---

@@ -38,7 +38,7 @@ def test_every_table_is_in_a_page_and_has_rows(name: str) -> None:
     assert len([line for line in tables.TABLES[name]() if line.startswith("| ")]) > 2
 
 
-PAGES = [ROOT / folder / "README.md" for folder in (".", "benchmarks", "configs", "tests")]
+PAGES = [ROOT / folder / "README.md" for folder in (".", "benchmarks", "configs", "kvtier", "tests")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
@@ -50,6 +50,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), path
         assert not heading or heading in headings(target), f"{path}#{heading}"
+
+
+def test_the_map_names_every_module() -> None:
+    text = (ROOT / "kvtier" / "README.md").read_text()
+    modules = [path for folder in ("kvtier", "connectors") for path in (ROOT / folder).rglob("*.py")]
+    named = [path for path in modules if path.stem not in ("__init__", "__main__") and path.parent.name != "cli"]
+    assert not [str(path.relative_to(ROOT)) for path in named if f"`{path.stem}`" not in text]
+    assert len(text.splitlines()) <= 250
 
 
 def test_results_that_the_code_cites_are_there() -> None:

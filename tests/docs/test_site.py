@@ -24,7 +24,10 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert built.returncode == 0, built.stderr
-    settings, rest = ((tmp_path / "site" / name).read_text() for name in ("settings.html", "rest.html"))
+    settings, rest, cli = (
+        (tmp_path / "site" / name).read_text() for name in ("settings.html", "rest.html", "cli.html")
+    )
+    assert "--dry-run" in cli and cli.count("usage: kvtier") == 15
     assert "capacity.ttl_s" in settings and "64GiB" in settings
     assert "/api/v1/lookup" in rest and "LookupAnswer" in rest
     assert not BANNED.findall(settings + rest)
