@@ -137,7 +137,7 @@ def test_the_record_is_complete(recorded: Recorded, tmp_path: Path) -> None:
     kinds = {step.kind for step in recorded.steps if not step.is_of_the_index}
     assert kinds >= {Kind.CREATE, Kind.WRITE, Kind.SIZE, Kind.ALLOCATE, Kind.SYNC, Kind.LINK, Kind.UNLINK}
     synced = {step.path for step in recorded.steps if step.kind is Kind.SYNC}
-    assert not any(path.endswith(".kvseg") for path in synced), "kvtier/README.md says that segments are not synced"
+    assert not any(path.endswith(".kvseg") for path in synced), "docs/file-format.md says that segments are not synced"
 
 
 def test_killed_after_each_step(recorded: Recorded, tmp_path: Path) -> None:
