@@ -22,7 +22,7 @@ from kvtier.cli.check_model import look_at_model
 from kvtier.config.kv_transfer import read_transfer_config
 from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed
-from kvtier.doctor.storage import beyond_the_disk, place_of
+from kvtier.doctor.storage import beyond_the_disk, out_of_inodes, place_of
 from kvtier.errors import ConfigError
 from kvtier.format.record import FORMAT_VERSION
 from kvtier.index.open import look_at_redis
@@ -169,6 +169,7 @@ def _look_at_rooms(settings: Settings) -> list[str]:
     found = (
         _few_segments(settings.capacity_bytes, settings.segment_bytes),
         beyond_the_disk(place_of(settings.root), settings.capacity_bytes),
+        out_of_inodes(place_of(settings.root)),
         beyond_available(n_bytes, memory),
     )
     return [warning for warning in found if warning]

@@ -2,7 +2,7 @@
 
 python -m kvtier.doctor.probe driver
 python -m kvtier.doctor.probe cufile
-python -m kvtier.doctor.probe storage '{"folder", "direct", "threads", "piece_bytes", "engine": ...}'
+python -m kvtier.doctor.probe storage '{"folder", "direct", "threads", "piece_bytes", "engine", "segment_bytes": ...}'
 python -m kvtier.doctor.probe peer '{"folder", "peer", "direct": ...}'
 """
 
@@ -25,7 +25,8 @@ from kvtier.io.cufile import cufile_state
 from kvtier.io.engines import Target
 from kvtier.io.kvikio_files import load_kvikio
 from kvtier.io.ring import AlignedBuffer
-from kvtier.storage.filesystem import IN_MEMORY, file_system_of
+from kvtier.storage.filesystem import FULL, IN_MEMORY, file_system_of
+from kvtier.storage.segments import fallocate
 
 TARGET_BYTES = 128 << 20
 SECTOR_BYTES = 512
@@ -55,18 +56,39 @@ def _cufile() -> Any:
 
 
 def _storage(asked: dict[str, Any]) -> Any:
-    """Return the least alignment of direct I/O (None where it does not work) and the calibration."""
+    """Return if there is no room for a segment, the least alignment of direct I/O (None where it does not work), and
+    the calibration; the first alone where the storage has no room to measure."""
     folder = Path(asked["folder"])
-    alignment = _direct_alignment(folder) if asked["direct"] else None
+    kind = file_system_of(folder).kind
+    is_full = kind not in IN_MEMORY and _refuses(folder, asked["segment_bytes"])
     target, device, kept = _target()
-    engines = engines_for(asked["engine"], target)
-    ask = Ask(
-        folder, target, alignment is not None, file_system_of(folder).kind in IN_MEMORY, engines, device,
-        asked["threads"], asked["piece_bytes"],
-    )  # fmt: skip
-    found = calibrate(ask)
+    try:
+        alignment = _direct_alignment(folder) if asked["direct"] else None
+        engines = engines_for(asked["engine"], target)
+        ask = Ask(
+            folder, target, alignment is not None, kind in IN_MEMORY, engines, device,
+            asked["threads"], asked["piece_bytes"],
+        )  # fmt: skip
+        found = calibrate(ask)
+    except OSError as fault:
+        if fault.errno not in FULL:
+            raise
+        return {"is_full": True}
     del kept
-    return {"alignment": alignment, "device": device, "calibration": found.to_json()}
+    return {"is_full": is_full, "alignment": alignment, "device": device, "calibration": found.to_json()}
+
+
+def _refuses(folder: Path, n_bytes: int) -> bool:
+    """Reserve so much in a scratch file. statvfs knows nothing of quotas. Raises OSError for other refusals."""
+    try:
+        with scratch_file(folder, direct=False) as fd:
+            fallocate(fd, n_bytes)
+    except OSError as fault:
+        if fault.errno in FULL:
+            return True
+        if fault.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+    return False
 
 
 def _direct_alignment(folder: Path) -> int | None:

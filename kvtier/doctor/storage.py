@@ -20,7 +20,7 @@ from kvtier.io.calibration import Calibration
 from kvtier.runtime.memory_limits import memory_here, pin_budget
 from kvtier.runtime.units import rate, size
 from kvtier.scheduler import capacity_warnings
-from kvtier.storage.filesystem import FileSystem, file_system_of
+from kvtier.storage.filesystem import FileSystem, FreeSpace, file_system_of
 from kvtier.storage.root import check_mount, nearest, segments_bytes
 from kvtier.storage.root_owner import check_node
 
@@ -79,6 +79,8 @@ def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings |
     state = "" if place == root.absolute() else f" will be made, in {place}"
     shared = ", shared" if kind.is_network else ""
     value = f"{root}{state} on {kind.kind} ({kind.mount_point}{shared}), {size(free)} free"
+    if fix := out_of_inodes(place):
+        return Verdict("bad", "root", value, fix)
     if settings is not None and free < settings.segment_bytes:
         fix = f"a segment takes {size(settings.segment_bytes)}: fine only if older ones can be evicted; else free space"
         return Verdict("warn", "root", value, fix)
@@ -96,16 +98,33 @@ def beyond_the_disk(place: Path, capacity_bytes: int) -> str:
     return capacity_warnings.beyond_the_disk(capacity_bytes, room)
 
 
+def out_of_inodes(place: Path) -> str:
+    """Return what to do on a file system without inodes for segments; "" when it has some. Raises OSError."""
+    space = FreeSpace.of(os.statvfs(place))
+    return "" if space.has_files else f"{space.why_full(0)}: remove files, or make the file system with more inodes"
+
+
 def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | None) -> Iterator[Verdict]:
     wants_direct = settings is None or settings.io.direct != "never"
+    segment_bytes = settings.segment_bytes if settings else SEGMENT_BYTES
     asked = {
         "folder": str(root), "direct": wants_direct,
         "threads": settings.io.threads if settings else None,
         "piece_bytes": settings.io.piece_bytes if settings else None,
         "engine": settings.io.engine if settings else "auto",
+        "segment_bytes": segment_bytes,
     }  # fmt: skip
     try:
         answer = host.probe("kvtier.doctor.probe", "storage", json.dumps(asked), timeout_s=STORAGE_TIMEOUT_S)
+        if answer["is_full"]:
+            why = FreeSpace.of(os.statvfs(root)).why_full(segment_bytes)
+            fix = "engines can save only in the place of older sets: make room, or raise the quota"
+            yield Verdict("warn", "room for a segment", why, fix)
+        if "calibration" not in answer:
+            yield Verdict(
+                "bad", "storage rates", "not measured: there is no room for it", "make room, or raise the quota"
+            )
+            return
         found = Calibration.from_json(answer["calibration"])
         alignment = answer["alignment"]
     except (ProbeFailed, Corrupt, KeyError, TypeError) as fault:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ NETWORK_KINDS = frozenset({
 """File systems that other machines may have mounted at the same time. FUSE is added below: its daemon is unknown, and
 nothing promises that memory mapped by two processes is the same memory."""
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk, a quota or a file system without free inodes answers
 RESERVED_FILES = 8  # inodes left to files that are no segments: drafts, probes, locks
 
 _ESCAPE = re.compile(r"\\([0-7]{3})")
@@ -117,6 +119,11 @@ class FreeSpace:
         is_counted = disk.f_files and disk.f_favail >= 0  # CephFS counts the files that exist, and answers -1 here
         return cls(disk.f_bavail * disk.f_frsize, disk.f_favail if is_counted else None)
 
+    @property
+    def has_files(self) -> bool:
+        """Whether there are inodes for segments."""
+        return self.n_files is None or self.n_files > RESERVED_FILES
+
     def for_sets(self, set_bytes: int, set_files: int) -> int:
         """Return the bytes that segment sets of that size may take: each needs its files' inodes, too."""
         if self.n_files is None:
@@ -126,7 +133,7 @@ class FreeSpace:
     def why_full(self, need_bytes: int) -> str:
         """Name the cause for which this file system refused room for `need_bytes` (on disk, a set)."""
         free = size(self.n_bytes)
-        if self.n_files is not None and self.n_files <= RESERVED_FILES:
+        if not self.has_files:
             return f"the root's file system has {self.n_files} inodes left ({free} are free; see df -i)"
         if self.n_bytes < need_bytes:
             return f"the root's disk is full ({free} are free)"

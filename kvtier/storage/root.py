@@ -31,7 +31,7 @@ from kvtier.format.record import FORMAT_VERSION
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.runtime.units import exact
 from kvtier.storage.atomic_files import create_once, read_small
-from kvtier.storage.filesystem import file_system_of, mounted_at
+from kvtier.storage.filesystem import FULL, FreeSpace, file_system_of, mounted_at
 from kvtier.storage.root_owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
 from kvtier.storage.safe_open import NOT_ANSWERING, folder_within, hand_over
 from kvtier.storage.segments import KEPT_OPEN, SUFFIX
@@ -46,7 +46,6 @@ _NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{32}")
 _VERSION_FOLDER = re.compile(r"v(\d+)")
 _LEFTOVER = re.compile(r"\.(write-test-[0-9a-f]{32}|direct-io-probe-[0-9a-f-]+|[^/]+\.json\.[0-9a-f]{32})")
 """What is made for a moment: by _try_to_write, tiers.segments.direct_io_works, and kvtier.storage.atomic_files."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +177,13 @@ def check_space(path: Path, needed_bytes: int) -> None:
     """Raises ConfigError unless the disk of the root at `path` has `needed_bytes` (on disk), free or in segments. Where
     there is no root yet, that is the disk on which it would be made.
 
-    Segments count, because they can be evicted: a tier that has filled its disk must be able to start again.
+    Segments count, because they can be evicted: a tier that has filled its disk must be able to start again. A disk
+    without a free inode has no room, whatever is on it: a start creates files of its own.
     """
-    free_bytes = _free_bytes(nearest(path))
-    if free_bytes < needed_bytes and free_bytes + segments_bytes(path) < needed_bytes:
-        raise _full(path, free_bytes, needed_bytes)
+    space = FreeSpace.of(os.statvfs(nearest(path)))
+    has_bytes = space.n_bytes >= needed_bytes or space.n_bytes + segments_bytes(path) >= needed_bytes
+    if space.n_files == 0 or not has_bytes:
+        raise _full(path, needed_bytes)
 
 
 def check_reserve(path: Path, reserve_bytes: int, needed_bytes: int) -> None:
@@ -348,7 +349,7 @@ def _try_to_write(folder: Path) -> None:
         os.write(descriptor, bytes(PAGE_BYTES))
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise
     finally:
         close_file(descriptor)
@@ -358,11 +359,6 @@ def _try_to_write(folder: Path) -> None:
 def nearest(path: Path) -> Path:
     """`path`, or what exists above it."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def _free_bytes(path: Path) -> int:
-    disk = os.statvfs(path)
-    return disk.f_bavail * disk.f_frsize
 
 
 def segments_bytes(path: Path) -> int:
@@ -382,14 +378,21 @@ def _described(path: Path) -> str:
     return f"{found.kind} mounted at {found.mount_point}"
 
 
-def _full(path: Path, free_bytes: int, needed_bytes: int) -> ConfigError:
-    if not os.statvfs(nearest(path)).f_blocks:
+def _full(path: Path, needed_bytes: int) -> ConfigError:
+    disk = os.statvfs(nearest(path))
+    space = FreeSpace.of(disk)
+    if not disk.f_blocks:
         fix = f"no files can be made there ({file_system_of(path).kind} has no room for any); choose another root"
-        return ConfigError("root", str(path), fix)
-    fix = (
-        f"its disk is full: {exact(free_bytes)} are free, {exact(needed_bytes)} are needed; free some space, lower "
-        "segment_bytes, or choose another root"
-    )
+    elif space.n_files == 0:
+        free = exact(space.n_bytes)
+        fix = f"its file system has no free inodes ({free} are free; df -i); remove files, or choose another root"
+    elif space.n_bytes >= needed_bytes:
+        fix = f"{space.why_full(needed_bytes)}; make room there, or choose another root"
+    else:
+        fix = (
+            f"its disk is full: {exact(space.n_bytes)} are free, {exact(needed_bytes)} are needed; free some space, "
+            "lower segment_bytes, or choose another root"
+        )
     return ConfigError("root", str(path), fix)
 
 
@@ -407,8 +410,8 @@ def squash_hint(error: OSError) -> str:
 
 
 def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
-    if error.errno in _FULL:
-        return _full(path, _free_bytes(nearest(path)), needed_bytes)
+    if error.errno in FULL:
+        return _full(path, needed_bytes)
     if isinstance(error, NotADirectoryError):
         what = (
             "a link, and none is followed within a root" if os.path.islink(error.filename) else "a file, not a folder"

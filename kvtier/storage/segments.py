@@ -25,7 +25,7 @@ from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader, is_blank
 from kvtier.runtime.file_descriptors import close_file, with_descriptors
-from kvtier.storage.filesystem import IN_MEMORY, file_system_of
+from kvtier.storage.filesystem import FULL, IN_MEMORY, file_system_of
 from kvtier.storage.open_segments import Descriptors, OpenSegment
 from kvtier.storage.safe_open import folder_within, is_plain, once_free
 
@@ -428,7 +428,7 @@ def _next_with_data(fd: int, header: SegmentHeader, slot: int) -> int:
 
 
 def _unavailable(path: Path, fault: OSError) -> TierUnavailable:
-    is_full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_full = fault.errno in FULL
     return TierUnavailable(f"{path}: {fault.strerror}", is_full=is_full)
 
 

@@ -7,7 +7,6 @@ overwrite them; from then on the bytes belong in an arena slot of ours, which no
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import threading
@@ -33,6 +32,7 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime.backoff import Backoff
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.runtime.threads import Jobs
+from kvtier.storage.filesystem import FULL
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.worker.context import Worker
 from kvtier.worker.cuda_events import Mark
@@ -544,4 +544,4 @@ class Saver:
 
 def _failure(result: OpResult) -> SaveOutcome:
     """What is said of a record that was not written, or not published."""
-    return SaveOutcome.NO_SPACE if result.error in (errno.ENOSPC, errno.EDQUOT) else SaveOutcome.FAILED
+    return SaveOutcome.NO_SPACE if result.error in FULL else SaveOutcome.FAILED

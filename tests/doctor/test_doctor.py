@@ -21,6 +21,8 @@ from kvtier.doctor.storage import examine_storage
 from kvtier.runtime.units import size
 from kvtier.storage import root as root_module
 from kvtier.storage.root_owner import Node, Owner, claim, this_node
+from tests.storage.conftest import Mount
+from tests.storage.conftest import mount_tmpfs as mount_tmpfs  # a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -254,7 +256,7 @@ CALIBRATION = {
 
 
 def measured(host: Host, **changes: object) -> Probed:
-    answer = {"alignment": 512, "device": "NVIDIA H200", "calibration": CALIBRATION | changes}
+    answer = {"is_full": False, "alignment": 512, "device": "NVIDIA H200", "calibration": CALIBRATION | changes}
     return probed(host, {"storage": answer})
 
 
@@ -374,10 +376,35 @@ def test_storage_that_could_not_be_measured(host: Host, tmp_path: Path) -> None:
     failing = probed(host, {"storage": ProbeFailed("[Errno 13] Permission denied")})
     found = by_name(list(examine_storage(failing, tmp_path, None)))
     assert found["storage"].level == "bad" and "Permission denied" in found["storage"].value
-    refusing = probed(host, {"storage": {"alignment": None, "device": "cpu", "calibration": CALIBRATION}})
+    refusing = probed(
+        host, {"storage": {"is_full": False, "alignment": None, "device": "cpu", "calibration": CALIBRATION}}
+    )
     found = by_name(list(examine_storage(refusing, tmp_path, None)))
     assert found["direct I/O"].level == "warn" and "refuses O_DIRECT" in found["direct I/O"].value
     assert storage.STORAGE_TIMEOUT_S > 30
+
+
+def test_a_quota_is_named_where_statvfs_has_room(host: Host, tmp_path: Path) -> None:
+    answer = {"is_full": True, "alignment": 512, "device": "cpu", "calibration": CALIBRATION}
+    found = by_name(list(examine_storage(probed(host, {"storage": answer}), tmp_path, None)))
+    verdict = found["room for a segment"]
+    assert verdict.level == "warn" and "a quota of this user" in verdict.value and "storage rates" in found
+    found = by_name(list(examine_storage(probed(host, {"storage": {"is_full": True}}), tmp_path, None)))
+    assert "a quota of this user" in found["room for a segment"].value and found["storage rates"].level == "bad"
+
+
+@pytest.mark.parametrize("free", [1, 64])
+def test_a_file_system_without_inodes_is_named(free: int, host: Host, tmp_path: Path, mount_tmpfs: Mount) -> None:
+    mount_tmpfs(tmp_path, f"size=64m,nr_inodes={free + 1}")
+    found = by_name(list(examine_storage(measured(host), tmp_path, None)))["root"]
+    assert (found.level == "bad" and f"{free} inodes left" in found.fix) is (free == 1)
+
+
+def test_the_probe_sees_storage_that_refuses_a_segment(host: Host, tmp_path: Path) -> None:
+    asked = {"folder": str(tmp_path), "direct": True, "threads": None, "piece_bytes": None, "engine": "auto"}
+    for segment_bytes, is_full in ((1 << 20, False), (1 << 43, True)):
+        found = host.probe("kvtier.doctor.probe", "storage", json.dumps(asked | {"segment_bytes": segment_bytes}))
+        assert found["is_full"] is is_full and found["calibration"]
 
 
 # --- commands ---
@@ -402,7 +429,14 @@ def test_commands(host: Host) -> None:
 def test_probe_processes_answer_with_json(host: Host, tmp_path: Path) -> None:
     assert host.probe("kvtier.doctor.probe", "cufile")["mode"] in ("absent", "compat", "gds")
     asked = json.dumps(
-        {"folder": str(tmp_path / "absent"), "direct": True, "threads": None, "piece_bytes": None, "engine": "auto"}
+        {
+            "folder": str(tmp_path / "absent"),
+            "direct": True,
+            "threads": None,
+            "piece_bytes": None,
+            "engine": "auto",
+            "segment_bytes": 1 << 20,
+        }
     )
     with pytest.raises(ProbeFailed, match="No such file"):
         host.probe("kvtier.doctor.probe", "storage", asked)

@@ -44,7 +44,7 @@ def measure(folder: Path, options: str, measurements: Sequence[str]) -> dict[str
         lines.append(f"fallocate -l $(($(stat -f -c '%a * %S' /export) - {FULL_DISK_BYTES})) /export/ballast")
         lines.append(f"{probe} --out /out/full.json {' '.join(full)}")
     job = folder / "job"
-    job.write_text("\n".join([*lines, "grep -m1 ' nfs' /proc/mounts; uname -r > /out/version", ""]))
+    job.write_text("\n".join([*lines, "grep /mnt/m1 /proc/mounts; uname -r > /out/version", ""]))
     script = Path(__file__).with_name("nfs_guest.sh")
     done = subprocess.run(
         [str(script), str(folder), options, str(job), *map(str, _folders())],

@@ -224,6 +224,16 @@ def test_disk_that_is_full(tmp_path: Path, mount_tmpfs: Mount) -> None:
         assert "64KiB are needed" in error.fix
 
 
+def test_disk_without_a_free_inode(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    mount_tmpfs(tmp_path, "size=64m,nr_inodes=3")
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    error = refusal(settings_for(tmp_path))
+    assert "no free inodes" in error.fix and "disk is full" not in error.fix and "64MiB are free" in error.fix
+    with pytest.raises(ConfigError, match="no free inodes"):
+        check_space(tmp_path, 4096)
+
+
 def test_disk_that_the_tier_itself_has_filled(tmp_path: Path, mount_tmpfs: Mount) -> None:
     mount_tmpfs(tmp_path, "size=1m")
     root = open_root(settings_for(tmp_path))
