@@ -1,4 +1,4 @@
-"""What importing kvtier does before anything else: which folder its modules come from, and how its log lines begin."""
+"""Bootstrap of the package: folder that its modules are imported from, and prefix of its log lines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ PREFIX = "kvtier: "
 
 
 def installed_instead(own: Sequence[str]) -> list[str]:
-    """The folders that kvtier's modules are looked for in. own: the one that was found first.
+    """Return the folders in which kvtier's modules are searched. own: the folder that Python found first.
 
-    In a checkout that is `kvtier/`, without the connectors (they lie beside it) and without what is compiled. Python
-    finds it before an installed kvtier when it runs in the checkout, as `python -m vllm...` does; then all modules
-    come from the installed one. Where that is an editable install, they are the checkout's anyway.
+    In a checkout that is `kvtier/`, without the connectors beside it and without the native library. Python finds it
+    before an installed kvtier when it runs in the checkout, as `python -m vllm...` does; then all modules come from
+    the installed one. Where that is an editable install, they are the checkout's anyway.
     """
     if any(os.path.isdir(os.path.join(folder, "connectors")) for folder in own):
         return list(own)
@@ -37,7 +37,7 @@ class _Named(logging.Filter):
 
 
 def name_log_lines() -> None:
-    """All modules log by this one logger."""
+    """Set the prefix of log lines on the logger that all modules use."""
     log = logging.getLogger("kvtier")
     if not any(isinstance(each, _Named) for each in log.filters):
         log.addFilter(_Named())

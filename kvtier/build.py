@@ -1,6 +1,6 @@
-"""Puts the parts together from settings. Which class a configured name means stands here and nowhere else.
+"""Composition root: builds the parts from settings. It is the only module that maps configured names to classes.
 
-Everything that can be wrong with a setting or with the place it names is found here, before the engine starts (I8).
+Every fault of a setting, or of the place that it names, is found here, before the engine starts (I8).
 """
 
 from __future__ import annotations
@@ -63,17 +63,16 @@ from kvtier.worker.transfer import Transfer, TransferJobs, Upkeep
 
 log = logging.getLogger("kvtier")
 
+# Codecs without presets; the other codecs of the settings are presets of turboquant.
 CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "fp8": Fp8Codec}
-"""Those without bits of their own; the settings' other codecs are presets of turboquant."""
 
-STEP_TOKENS = 8192
+STEP_TOKENS = 8192  # tokens of an engine's step where the engine does not say
 PIN_JOBS = 2  # jobs that pin memory, on the threads of loads, beside the loads that an engine may have on their way
-KEEP_CHUNKS_MAX = 8
-"""Staging slots that wait to be copied into the host arena."""
+KEEP_CHUNKS_MAX = 8  # staging slots that wait to be copied into the host arena
 
 
 def make_codec(settings: Settings) -> Codec:
-    """Raises ConfigError for settings that do not go together."""
+    """Return the configured codec. Raises ConfigError for settings that contradict each other."""
     settings.check_codec()
     made = CODECS.get(settings.codec)
     return Turboquant(settings.codec, settings.codec_boundary_layers) if made is None else made()
@@ -81,14 +80,14 @@ def make_codec(settings: Settings) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class SetShape:
-    """Slots of a segment set, and what its files take over all ranks."""
+    """Slots of a segment set, and size of its files over all ranks in bytes."""
 
     slots: int
     set_bytes: int
 
 
 def set_shape(settings: Settings, geometry: Geometry, codec: Codec, shares: Sequence[RankShare]) -> SetShape:
-    """As many slots as the largest rank's segment holds. Raises ConfigError when it holds none."""
+    """Return the slots that fit into the largest rank's segment. Raises ConfigError when none fits."""
     sizes = []
     for share in shares:
         if share.writes is not None:
@@ -104,14 +103,14 @@ def set_shape(settings: Settings, geometry: Geometry, codec: Codec, shares: Sequ
 
 
 def load_limit(settings: Settings) -> LoadLimit:
-    """From how many tokens on a hit is loaded."""
+    """Return the configured rule for the shortest hit that is loaded."""
     if settings.min_load_tokens == "auto":
         return BreakEven()
     return FixedLimit(settings.min_load_tokens)
 
 
 def signer_of(settings: Settings, namespace: Namespace, shares: Sequence[RankShare]) -> Signer | None:
-    """Who signs this namespace's records; None where nobody does. Raises ConfigError."""
+    """Return the signer of this namespace's records; None where they are not signed. Raises ConfigError."""
     signer = settings.signing.signer()
     if namespace.signing != (signer.fingerprint if signer else ""):
         fix = "its secret is not the one that this engine's namespace was made with: was it changed just now?"
@@ -193,8 +192,8 @@ def _make_namespace_folder(settings: Settings, root: Root, opened: set[bytes], n
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What there is to do. step_tokens: computed in one step of the engine at most. ranks: workers on this machine that
-    load at once, this one among them."""
+    """Amount of work. step_tokens: largest number of tokens computed in one step of the engine. ranks: workers on this
+    machine that load at once, including this one."""
 
     step_tokens: int = STEP_TOKENS
     ranks: int = 1
@@ -257,7 +256,7 @@ def open_transfer(
 def _upkeep(
     settings: Settings, root: Root, memory: Memory, worker: Worker, namespace: bytes, loads: Jobs
 ) -> Upkeep:  # fmt: skip
-    """Of what devices copy from: the host arena, and segments where they lie in memory."""
+    """Return the upkeep of memory that devices copy from: the host arena, and segments on tmpfs."""
     on_tmpfs = file_system_of(root.folder).kind == "tmpfs"  # ramfs does not tell where holes are
     budget_bytes = pin_budget(settings.io.pin_bytes, memory_here())
     is_ring = worker.io.reader is worker.io.ring and worker.io.signer is None  # what is signed lands in host memory
@@ -285,7 +284,7 @@ def _admissions(settings: Settings, device: str) -> Admissions:
 
 
 def sharing_of(settings: Settings, root: Root) -> Sharing:
-    """What holds of the root's files between the nodes that share it, by its file system and io.fdatasync."""
+    """Return how nodes share the root's files, by its file system and io.fdatasync."""
     found = file_system_of(root.folder)
     flushes = found.is_flushed(settings.io.fdatasync)
     if flushes:
@@ -301,7 +300,7 @@ def sharing_of(settings: Settings, root: Root) -> Sharing:
 
 
 def use_direct_io(settings: Settings, root: Root) -> bool:
-    """Whether segments are opened for direct I/O. Raises ConfigError when it is required and refused."""
+    """Return True if segments are opened for direct I/O. Raises ConfigError when it is required and refused."""
     if settings.io.direct == "never":
         return False
     try:

@@ -1,4 +1,4 @@
-"""What can be broken, as a tree. A miss or a refusal is a value, never one of these.
+"""Exceptions of kvtier, as a tree. A miss or a refusal is a value, never one of these.
 
 KVTierError
 ├── ConfigError        a setting or the place it names is wrong: start-up stops (I8)
@@ -21,7 +21,7 @@ HIDDEN = "***"  # stands for a value that may be a secret
 
 
 def without_secrets(key: str, value: object) -> object:
-    """What may be printed of a setting's value: no password or token, and no credentials within an URL."""
+    """Return a setting's value for printing: without passwords, tokens, and credentials within an URL."""
     if value is not None and _SECRET_NAME.search(key):
         return HIDDEN
     if isinstance(value, Mapping):
@@ -65,12 +65,12 @@ class IndexUnavailable(KVTierError):
 
 
 class IndexResting(IndexUnavailable):
-    """It did not answer lately, and is left alone for a moment; who began that has logged it."""
+    """The index did not answer lately and is not asked for a while; the back-off was logged when it began."""
 
 
 class IndexRefused(IndexUnavailable):
-    """It answers, and other questions it may answer well: it has no memory left for writes, or forbids this."""
+    """The index answers but refuses this command: it has no memory left for writes, or forbids it."""
 
 
 class StaleLease(KVTierError):
-    """Whoever comes with this fencing token was taken for dead: another owner goes on in its place."""
+    """The caller's fencing token is outdated: it counted as dead, and another owner has taken the lease."""

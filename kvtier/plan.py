@@ -1,4 +1,4 @@
-"""What passes from deciding (Store, in the engine's scheduler process) to moving (Transfer, in its workers).
+"""Plans: messages from the Store (engine's scheduler process) to the Transfer (its workers), and their answers.
 
 Frozen and picklable: a plan travels in the engine's per-step metadata, in a queue or over a socket unchanged.
 """
@@ -11,9 +11,9 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class SaveChunk:
-    """One chunk to save: where it lies in the engine, and the slot that every rank's record of it takes.
+    """One chunk to save: its blocks in the engine, and the slot for the record of each rank.
 
-    tenant: whose set that is; "" for nobody in particular.
+    tenant: label of the set's tenant; "" without one.
     """
 
     key: bytes
@@ -26,7 +26,7 @@ class SaveChunk:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Chunks to save in this step. `slots` is how many slots each segment of their sets has."""
+    """Chunks to save in this step. slots: number of slots of each segment of their sets."""
 
     namespace: bytes
     slots: int
@@ -37,9 +37,9 @@ class SavePlan:
 class LoadChunk:
     """One chunk to load.
 
-    entry: the index's value for the key (kvtier.index.entry): where its records lie, with their checksums.
+    entry: the index's value for the key (kvtier.index.entry): the places of its records, with their checksums.
     block_ids: the engine's blocks of the whole chunk, in order; those before `first_token` are never touched.
-    first_token: tokens of the chunk that the engine already has (they lie in blocks that others may share).
+    first_token: tokens of the chunk that the engine already has, in blocks that other requests may share.
     """
 
     key: bytes
@@ -66,7 +66,7 @@ class LoadDone:
 
 
 class SaveOutcome(Enum):
-    """What became of one chunk on one rank."""
+    """Outcome of saving one chunk on one rank."""
 
     SAVED = "saved"
     PRESENT = "present"  # another writer had stored it already
@@ -78,7 +78,7 @@ class SaveOutcome(Enum):
 
     @property
     def wrote_nothing(self) -> bool:
-        """Whether the slot is as blank as before, so that another chunk may have it."""
+        """Return True if the slot is still blank, so that another chunk may take it."""
         return self in (SaveOutcome.PRESENT, SaveOutcome.QUEUE_FULL, SaveOutcome.RESTING, SaveOutcome.REFUSED)
 
 

@@ -1,4 +1,4 @@
-"""What routes ask for: the service, and that the caller may do this."""
+"""Dependencies of routes: the service, and the check of the caller's role."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def no_parameters(request: Request) -> None:
-    """Refuses a query, for the route has none: whoever sends one believes that it does something."""
+    """Refuses a query, for the route has none: a client that sends one expects an effect."""
     names = ", ".join(name[:WHERE_CHARS_MAX] for name in list(request.query_params)[:FIELD_ERRORS_MAX])
     if names:
         raise Refused(422, f"{request.url.path} takes no parameters in its query; unknown: {names}")

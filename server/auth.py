@@ -1,4 +1,4 @@
-"""Who may do what: bearer tokens and two roles. Without tokens, whoever is on this machine may do everything.
+"""Authentication: bearer tokens and two roles. Without tokens, every client on this machine has all rights.
 
 Without a token nothing but the address protects the service, and a browser on this machine reaches loopback for any
 web page that it shows. So then the Host header must name loopback (a page whose own name was made to mean 127.0.0.1
@@ -19,8 +19,8 @@ from kvtier.server.problems import Refused
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="kvtier"'}
+# Paths that need no token; none of them shows data of the tier.
 OPEN_PATHS = ("/", "/healthz", "/readyz", "/api/v1/openapi.json", "/ui")
-"""What everybody may have: no data of the tier is in it."""
 
 
 class Role(IntEnum):
@@ -50,7 +50,7 @@ class Tokens:
 
 
 def role_of(headers: Headers, path: str, tokens: Tokens) -> Role | None:
-    """What the request may do; None where nobody asks. Raises Refused."""
+    """Return the role of a request; None where tokens are not used. Raises Refused."""
     if not tokens.are_used:
         _check_host(headers)
         _check_origin(headers)
@@ -79,7 +79,7 @@ def _check_host(headers: Headers) -> None:
 
 
 def _check_origin(headers: Headers) -> None:
-    """Of a browser: the page that asks must be the service's own."""
+    """Refuse a browser's request that comes from a page of another origin."""
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
     is_own = origin is None or _place(origin) == headers.get("host")
     if not is_own or site not in ("none", "same-origin"):

@@ -20,7 +20,7 @@ HANDSHAKE_S = 10.0  # a connection's TLS handshake; seconds
 
 class Connection(H11Protocol):
     """A connection with deadlines. Where there is one too many, the one that has waited longest for a request's head
-    is closed in its place: whoever opens many without a request takes them from itself, or from other such clients.
+    is closed in its place: a client that opens many without a request takes them from itself, or from similar clients.
     """
 
     connections_max: ClassVar[int]

@@ -1,4 +1,4 @@
-"""What stands before the routes, as ASGI wrappers: who asks, how much, how long; and headers on every answer.
+"""ASGI middleware before the routes: authentication, limits of size and time, and headers on every answer.
 
     SecurityHeaders( HeadAsGet( Door( WholeBody( TimeLimit( routes )))))
 
@@ -197,5 +197,5 @@ class TimeLimit:
     def _forget(self, work: asyncio.Task[None]) -> None:
         self._late.discard(work)
         fault = None if work.cancelled() else work.exception()
-        if fault is not None:  # nobody waits for it any more, so the server does not log it
+        if fault is not None:  # its client is gone, so the server does not log it
             log.error("a request that had been given up failed", exc_info=fault)

@@ -22,8 +22,7 @@ MEDIA_TYPE = "application/problem+json"
 JSON = "application/json"
 RETRY_AFTER_S = 2
 FIELD_ERRORS_MAX = 20
-WHERE_CHARS_MAX = 100
-"""The name of an unknown field is as long as who asks likes."""
+WHERE_CHARS_MAX = 100  # characters shown of a field's name, which the client chooses
 
 TITLES = {
     400: "Bad request",
@@ -109,7 +108,7 @@ def _allowed(request: Request) -> str:
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
-    """Says where, and what is wrong, but not what was sent: that may be somebody's prompt."""
+    """Answer with the place and the fault, but not the value: it may be a user's prompt."""
     if error.body and isinstance(error.body, bytes):  # FastAPI has not parsed it
         return problem(415, "the body must be JSON: send the header Content-Type: application/json", {"Accept": JSON})
     found = [

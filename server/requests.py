@@ -13,8 +13,7 @@ from kvtier.admin.change import PIN_KEYS_MAX, PIN_LABEL_CHARS_MAX
 from kvtier.admin.lookup import TOKENS_MAX
 from kvtier.config.capacity import TENANT_BYTES_MAX
 
-BYTES_MAX = 1 << 53
-"""Beyond that a JSON number is not exact."""
+BYTES_MAX = 1 << 53  # largest integer that a JSON number holds exactly
 _SPACE = "73d5c1a90e2f44b68a11c09b27de5f03"
 
 
@@ -53,10 +52,9 @@ def _all_whole(values: object) -> object:
 
 Tokens = Annotated[
     list[Annotated[int, Field(ge=0, lt=1 << 32)]],
-    Field(max_length=TOKENS_MAX, fail_fast=True),
+    Field(max_length=TOKENS_MAX, fail_fast=True),  # a complaint about each of a million tokens took 2 GB and 8 s
     BeforeValidator(_all_whole),
 ]
-"""fail_fast: a complaint about each of a million tokens took 2 GB and 8 s."""
 Salt = Annotated[str, Field(max_length=1024, description='as requests bring it; "": none')]
 Bytes = Annotated[int, Field(ge=0, le=BYTES_MAX), BeforeValidator(_whole)]
 Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
@@ -108,9 +106,9 @@ class PromptPrefix(Named):
 
 
 class Eviction(Named):
-    """Which segment sets: those for which all that is given holds. n_bytes: no more than make up so much, the least
-    valuable first. unused_s: not used for so long. prefix: that hold a part of it (and of other prompts: sets go as
-    wholes). Sets that a living engine fills stay, and pinned ones: the answer counts them as `kept`."""
+    """Segment sets to evict: those that meet all given conditions. n_bytes: at most so many bytes, the least valuable
+    sets first. unused_s: sets not used for so long. prefix: sets with a part of it (they hold other prompts too, and
+    are evicted whole). Sets that a living engine fills, and pinned ones, stay; the answer counts them as `kept`."""
 
     model_config = _request({"n_bytes": 1 << 40}, {"unused_s": 604_800, "tenant": "search", "dry_run": False})
     n_bytes: Bytes | None = None
@@ -136,8 +134,8 @@ class Clearing(Named):
 
 
 class PinRequest(Named):
-    """What is not to be evicted: a namespace, or of it what holds a prefix; tokens, or the keys of its chunks.
-    expires_in_s null: until it is removed."""
+    """Pin that protects a namespace, or a prefix in it, from eviction. The prefix is given by tokens or by the keys of
+    its chunks. expires_in_s null: until it is removed."""
 
     model_config = _request(
         {"namespace": _SPACE, "label": "everything of this model"},

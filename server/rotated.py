@@ -20,8 +20,8 @@ _Stamp = tuple[int, int, int, int]
 
 
 class Rotated(Generic[T]):
-    """What `read` made of the files, read again after one of them changed. What cannot be used is logged, and the value
-    of before stays: a file that is being replaced must neither lock users out nor let everybody in.
+    """Value that `read` makes of files, read again after one of them changed. A file that cannot be used is logged and
+    the old value stays: a file that is being replaced must neither lock users out nor let all clients in.
 
     Called from one thread. read: raises ConfigError, at the first time too. what: for the log.
     """

@@ -1,4 +1,4 @@
-"""What the admin service answers beside what the operations do (kvtier.admin.answers), as JSON.
+"""JSON answers of the admin service that are not answers of operations (kvtier.admin.answers).
 
 `Overview` is all that the dashboard needs in one call; the page asks for it every few seconds, and for `History` once
 when it opens.
@@ -60,7 +60,7 @@ class Readiness(BaseModel):
 
 
 class Deployment(BaseModel):
-    """What this service looks after. role: what the caller may do."""
+    """Deployment that this service manages. role: rights of the caller."""
 
     model_config = _ANSWER
     root: str
@@ -89,8 +89,8 @@ class HistoryPoint(BaseModel):
 
 
 class History(BaseModel):
-    """What this service has seen since its start, oldest first, one point every `interval_s` seconds at most so long
-    back. Lost with the service: Prometheus keeps more."""
+    """History since the start of the service, oldest first, one point every `interval_s` seconds, limited in length. It
+    ends with the service: Prometheus keeps more."""
 
     model_config = _ANSWER
     interval_s: float
@@ -98,7 +98,7 @@ class History(BaseModel):
 
 
 class Stats(BaseModel):
-    """Of an Overview, what is no list of engines or prefixes."""
+    """Overview without the lists of engines and prefixes."""
 
     model_config = _ANSWER
     at_s: float

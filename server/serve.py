@@ -31,7 +31,8 @@ log = logging.getLogger("kvtier")
 
 
 def run_serve(settings: Settings) -> int:
-    """Serves until it is told to stop. The exit status; raises ConfigError for what it cannot be started with."""
+    """Serve until a signal ends it. Return the exit status; raises ConfigError for settings that it cannot start
+    with."""
     own = settings.server
     own.check()
     check_tls(own.tls_cert, own.tls_key)

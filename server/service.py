@@ -27,12 +27,11 @@ from kvtier.server.schemas import HistoryPoint
 
 log = logging.getLogger("kvtier")
 
-FRESH_S = 1.0
-"""A snapshot serves every reader for so long: many dashboards ask no more of the index than one."""
+FRESH_S = 1.0  # age up to which a snapshot serves all readers, seconds: many dashboards load the index like one
 HISTORY_POINTS_MAX = 720
 REOPEN_PAUSE_S = 1.0
+# Longest wait of a request for another one that opens the root, seconds: a mount that hangs must not block all threads.
 OPENING_WAIT_S = 2.0
-"""So long, a request waits for another one that opens the root: a mount that hangs is not to hold up all threads."""
 
 Clock = Callable[[], float]
 
@@ -108,7 +107,7 @@ class Service:
         return made
 
     def changed(self) -> None:
-        """What was seen is old now, and what is being looked at."""
+        """Discard the snapshot, and the one that is being read."""
         with self._lock:
             self._snapshot = None
             self._changes += 1

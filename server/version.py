@@ -1,4 +1,4 @@
-"""Which kvtier this is."""
+"""Version of kvtier."""
 
 from __future__ import annotations
 

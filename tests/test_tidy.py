@@ -57,11 +57,18 @@ MAY_USE_THEM = ("benchmarks", "kvtier.connectors", "kvtier.server")
 
 # Folders whose prose follows LAYOUT's rules; the others are rewritten one after the other.
 PLAIN_PROSE: tuple[str, ...] = (
+    "kvtier._bootstrap",
+    "kvtier.admin",
     "kvtier.arena",
+    "kvtier.build",
     "kvtier.doctor",
+    "kvtier.errors",
+    "kvtier.kernels",
     "kvtier.model",
+    "kvtier.plan",
     "kvtier.planner",
     "kvtier.scheduler",
+    "kvtier.server",
 )
 FIRST_WORDS = {"What", "Who", "Whose", "Whether", "Which", "How", "Where", "When"}
 FIRST_WORDS |= {"Of", "From", "Those", "That", "As", "So", "Until", "Beside"}

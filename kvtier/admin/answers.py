@@ -1,4 +1,4 @@
-"""What the operations answer: the command line prints it, the admin service sends it, both as the same JSON.
+"""Answers of the operations: the command line prints them, the admin service sends them, both as the same JSON.
 
 Times are seconds since the epoch, sizes bytes, rates a second. null always means "not known" or "not measured", never
 zero.
@@ -44,8 +44,8 @@ class TierFill(BaseModel):
 
 
 class Capacity(BaseModel):
-    """Of the root. Watermarks are fractions of capacity_bytes. used_bytes: what segment sets reserve, as set_bytes of
-    the index, which is what evicting goes by; less may be on disk, where open sets are not full yet."""
+    """Capacity of the root. Watermarks are fractions of capacity_bytes. used_bytes: bytes that segment sets reserve, as
+    set_bytes of the index; eviction goes by it. Less may be on disk while open sets are not full."""
 
     model_config = _ANSWER
     capacity_bytes: int
@@ -76,8 +76,8 @@ class Rates(BaseModel):
 
 
 class Totals(BaseModel):
-    """Sums over the engines that report, since each one's start. skipped_chunks: not saved, though nobody else had
-    saved them."""
+    """Sums over the engines that report, since each one's start. skipped_chunks: chunks that were not saved although no
+    other engine had saved them."""
 
     model_config = _ANSWER
     hit_ratio: float | None
@@ -170,7 +170,7 @@ class Prefix(TopPrefix):
 
 
 class Snapshot(BaseModel):
-    """How everything stands. read_ceiling_bytes_s: sum over hosts of the best calibrated rate on each; null where no
+    """State of the tier. read_ceiling_bytes_s: sum over hosts of the best calibrated rate on each; null where no
     engine measured one (those without a GPU do not)."""
 
     model_config = _ANSWER
@@ -228,7 +228,7 @@ class SetPage(BaseModel):
 
 
 class SetHit(BaseModel):
-    """Chunks of a hit that lie in one set. first_chunk: number of the first of them in the prompt."""
+    """Chunks of a hit in one set. first_chunk: number of the first of them in the prompt."""
 
     model_config = _ANSWER
     set_id: SetId
@@ -239,8 +239,8 @@ class SetHit(BaseModel):
 
 
 class NamespaceHit(BaseModel):
-    """How much of a prompt one namespace has. last_key: of the last chunk that is there; a prefix is pinned by it.
-    sets: where it lies, in the order of the prompt, the first SETS_SHOWN_MAX of them."""
+    """Hit of a prompt in one namespace. last_key: key of the last stored chunk; a prefix is pinned by it. sets: segment
+    sets of the chunks in the order of the prompt, the first SETS_SHOWN_MAX of them."""
 
     model_config = _ANSWER
     namespace: HexId
@@ -273,9 +273,10 @@ class KeptSets(BaseModel):
 
 
 class Evicted(BaseModel):
-    """What was evicted, or with dry_run would be; sets: the first SETS_SHOWN_MAX of n_sets. kept: what is meant and
-    stays, and why. is_complete: false when the evictor stopped before the end: ask again for the rest. unlinked_bytes:
-    what the files took on disk; a process that has one open keeps its space, engines for some seconds."""
+    """Result of an eviction, or with dry_run of a planned one. sets: the first SETS_SHOWN_MAX of n_sets. kept: selected
+    sets that stay, and why. is_complete: false when the evictor stopped before the end: ask again for the rest.
+    unlinked_bytes: bytes of the unlinked files; a process that has one open keeps its space, engines for some
+    seconds."""
 
     model_config = _ANSWER
     dry_run: bool

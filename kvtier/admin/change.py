@@ -1,4 +1,4 @@
-"""What an administrator changes: sets that go, what is pinned, and quotas."""
+"""Changes by an administrator: eviction, pins and quotas."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvtier.index.base import SetInfo
 from kvtier.runtime.units import exact
 
 KEPT_OWNERS_MAX = 5  # engines named in an answer about sets that stay
-PINS_MAX = 1000
+PINS_MAX = 1000  # pins in a root
 PIN_LABEL_CHARS_MAX = 200
+# Chunk keys of a pin: 2 million tokens in chunks of 256. A longer record would be slow to read at each eviction.
 PIN_KEYS_MAX = 8192
-"""2 million tokens in chunks of 256: more keys make a note that is slow to read at each eviction."""
 
 
 class Busy(Exception):
-    """Somebody else evicts right now."""
+    """Another process is evicting."""
 
 
 class OverCap(Exception):
@@ -193,12 +193,12 @@ def _pin_row(pin: Pin, held: Sequence[SetInfo]) -> PinRow:
 
 
 def _as_text(label: str) -> str:
-    """A note is JSON that anybody may have written, and JSON can hold halves of characters, which no answer can."""
+    """Replace lone surrogates: a record is JSON of unknown origin and may contain them; an answer cannot."""
     return label.encode("utf-8", "replace").decode()
 
 
 def _held(opened: Opened, found: Sequence[Pin]) -> dict[str, frozenset[int]]:
-    """By the id of a pin with keys, the sets in which these lie: each costs the index a lookup."""
+    """Return the sets of each pin with keys, by its id. Each pin costs the index a lookup."""
     return {pin.pin_id: opened.evictor.sets_of(pin.keys) for pin in found if pin.keys}
 
 

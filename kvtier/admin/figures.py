@@ -1,4 +1,4 @@
-"""What the engines' reports add up to. Pure."""
+"""Sums, rates and rankings over the reports of engines. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from kvtier.runtime import metrics as names
 from kvtier.scheduler.engine_report import BOUNDS_S, Latency, WorkerReport, hit_ratio
 
 PREFIXES_SHOWN = 32
-INTERVAL_S_MIN = 1e-3
-"""A report of a shorter one tells no rate: nearly anything, divided by nearly nothing."""
+INTERVAL_S_MIN = 1e-3  # shortest interval of a report from which rates are computed, seconds
 
 
 def workers_of(reports: Sequence[WorkerReport], now_s: float) -> list[Worker]:
@@ -75,7 +74,7 @@ def ceiling_of(reports: Sequence[WorkerReport]) -> float | None:
 
 
 def prefixes_of(reports: Sequence[WorkerReport], pinned_keys: Collection[str]) -> list[Prefix]:
-    """Those that are loaded most often, over all engines."""
+    """Return the prefixes that are loaded most often, over all engines."""
     found: dict[str, Prefix] = {}
     for report in reports:
         for prefix in report.top_prefixes:
@@ -89,7 +88,7 @@ def prefixes_of(reports: Sequence[WorkerReport], pinned_keys: Collection[str]) -
 
 
 def _amounts(counters: Mapping[str, float]) -> dict[str, float]:
-    """What both totals and rates are told of, by the names of the totals; a rate is that in a second."""
+    """Return the amounts of which totals and rates are shown, by the names of the totals."""
     shown = (
         names.LOOKUP_TOKENS, names.HIT_TOKENS, names.LOAD_BYTES, names.FILE_READ_BYTES, names.SAVE_BYTES,
         names.EVICTED_BYTES,

@@ -1,4 +1,4 @@
-"""What the tier has of a prompt, and where."""
+"""Lookup of a prompt: how much of it is stored, and in which sets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from kvtier.index.base import SetInfo
 from kvtier.storage.segments import segment_name
 
 TOKENS_MAX = 1 << 20
-NAMESPACES_MAX = 64
-"""Asked in one lookup: those with the most sets."""
+NAMESPACES_MAX = 64  # namespaces asked in one lookup, those with the most sets
 SETS_SHOWN_MAX = 100
 
 
 class UnknownNamespace(LookupError):
-    """There is none of that id, or nobody can tell what it is."""
+    """No namespace has this id, or its description cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Prompt:
 
 
 def look_up(opened: Opened, prompt: Prompt, namespace: bytes | None = None) -> LookupAnswer:
-    """In one namespace, or in all. Raises UnknownNamespace, IndexUnavailable."""
+    """Look a prompt up in one namespace, or in all. Raises UnknownNamespace, IndexUnavailable."""
     sets = opened.index.sets()
     asked = [namespace] if namespace is not None else _all(opened, sets)
     models = {report.namespace: report.model for report in read_reports(opened, opened.clock())[0]}
@@ -49,7 +48,7 @@ def look_up(opened: Opened, prompt: Prompt, namespace: bytes | None = None) -> L
 
 
 def keys_of(opened: Opened, prompt: Prompt, namespace: bytes) -> list[bytes]:
-    """Of the prompt's whole chunks. Raises UnknownNamespace."""
+    """Return the keys of the prompt's whole chunks. Raises UnknownNamespace."""
     found = opened.book.find(namespace)
     if found is None:
         raise UnknownNamespace(f"there is no namespace {namespace.hex()} in {opened.root.path}")
@@ -78,7 +77,7 @@ def _hit(opened: Opened, prompt: Prompt, namespace: bytes, owners: dict[int, str
 
 
 def _places(values: Sequence[bytes], owners: dict[int, str]) -> list[SetHit]:
-    """Chunks of one set are told together; of a chunk that several engines have parts of, each set."""
+    """Return one row for each set with chunks of the hit. A chunk of which engines wrote parts counts in each set."""
     first: dict[int, int] = {}
     chunks: dict[int, int] = {}
     files: dict[int, set[str]] = {}

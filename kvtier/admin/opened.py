@@ -21,7 +21,7 @@ from kvtier.storage.root import Root, namespace_folders, open_root, read_namespa
 
 
 class NamespaceBook:
-    """What the namespaces of a root are: each is read once, for its description never changes."""
+    """Descriptions of a root's namespaces. Each is read once, for it never changes."""
 
     def __init__(self, root: Root) -> None:
         self._root = root
@@ -29,11 +29,11 @@ class NamespaceBook:
         self._known: dict[bytes, Namespace] = {}
 
     def ids(self) -> list[bytes]:
-        """Of all that have a folder."""
+        """Return the ids of all namespaces that have a folder."""
         return [bytes.fromhex(folder.name) for folder in namespace_folders(self._root.folder)]
 
     def find(self, namespace: bytes) -> Namespace | None:
-        """None when there is none, or nobody can tell what it is."""
+        """Return a namespace; None when it does not exist or its description cannot be read."""
         with self._lock:
             known = self._known.get(namespace)
         if known is None:
@@ -71,7 +71,7 @@ class Opened:
 def open_for_admin(settings: Settings, clock: Callable[[], float] = time.time) -> Opened:
     """Raises ConfigError; IndexUnavailable where the index is down."""
     if settings.index.kind == "memory":
-        fix = "an index in memory is one engine's own, and nobody else sees it; use embedded or redis"
+        fix = "an index in memory is one engine's own, and no other process sees it; use embedded or redis"
         raise ConfigError("index.kind", "memory", fix)
     root = open_root(settings)
     return opened(settings, root, open_index(settings, root), clock)

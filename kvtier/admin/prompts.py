@@ -1,6 +1,5 @@
-"""From a prompt's text to its tokens, where the model's tokenizer can be had: the engines say in their reports which
-one they use, and its folder must be on this machine, or in its Hugging Face cache. Nothing is downloaded, and no code
-of a model is run.
+"""Tokenizers: turn a prompt's text into tokens. Engines name their tokenizer in their reports; its folder must be on
+this machine or in its Hugging Face cache. Nothing is downloaded, and no code of a model is run.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Tokenizers:
         self._known: OrderedDict[Path, Any] = OrderedDict()
 
     def tokens(self, opened: Opened, text: str, namespace: bytes | None) -> list[int]:
-        """As an engine makes them of a completion's prompt, special tokens included. Raises NoTokenizer."""
+        """Tokenize like an engine does a completion's prompt, with special tokens. Raises NoTokenizer."""
         reports, _ = read_reports(opened, opened.clock())
         wanted = {report.tokenizer for report in reports if namespace is None or report.namespace == namespace.hex()}
         wanted.discard("")

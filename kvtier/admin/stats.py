@@ -1,5 +1,5 @@
-"""How everything stands: one reading of the index's sets, counts and notes, and one look at the disk. Reads no segment
-and lists no folder of segments unless the index is empty, so it costs the same whatever lies in them."""
+"""Snapshot of the tier: one read of the index's sets, counts and records, and one statvfs of the disk. It reads no
+segment, and lists their folders only if the index is empty, so that its cost does not depend on the number of files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from kvtier.index.base import SetInfo
 from kvtier.maintenance.sweeper import is_to_be_rebuilt
 from kvtier.scheduler.engine_report import LABEL_CHARS_MAX, NOTE_PREFIX, WorkerReport
 
-ROWS_MAX = 500
-"""Namespaces, and tenants, that are shown: those with the most bytes."""
+ROWS_MAX = 500  # namespaces, and tenants, that are shown: those with the most bytes
 
 
 def snapshot(opened: Opened) -> Snapshot:
@@ -54,8 +53,8 @@ def snapshot(opened: Opened) -> Snapshot:
 
 
 def read_reports(opened: Opened, now_s: float) -> tuple[list[WorkerReport], int]:
-    """Of the engines that live, and how many notes are no reports, or those of another owner: were they shown, two
-    engines had one name, and Prometheus takes no series twice."""
+    """Return the reports of living engines, and the number of records that are no reports, or name another owner. Those
+    are not shown: Prometheus refuses a second series of one name."""
     notes = opened.index.notes(NOTE_PREFIX, now_s)
     reports = []
     for name, note in notes.items():
@@ -113,7 +112,7 @@ def _described(namespace: Namespace) -> tuple[str, str, str, int]:
 
 
 def _tenants(sets: Sequence[SetInfo], quotas: Quotas) -> list[TenantRow]:
-    """Those that have sets or a quota; without either nobody is told apart."""
+    """Return the tenants that have sets or a quota."""
     labels = {info.tenant for info in sets} | {name for name in quotas.tenants if name}
 
     def row(label: str, of: Callable[[SetInfo], bool]) -> TenantRow:

@@ -19,7 +19,7 @@ BAD_SHOWN_MAX = 200
 
 
 class TooMany(Exception):
-    """So many are waiting already."""
+    """Too many verifications are waiting."""
 
 
 class _Cancelled(Exception):

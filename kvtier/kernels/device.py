@@ -30,17 +30,17 @@ _VECTOR_BYTES = 16  # the widest access of one thread
 
 
 class Tiling(NamedTuple):
-    """How much of a block one program moves. `words`: a power of two; of 8 bytes where alignment allows."""
+    """Part of a block that one program moves. `words`: a power of two; of 8 bytes where alignment allows."""
 
     words: int
     warps: int
 
 
+# Candidates of benchmarks/gpu/kernels.py --tune. The first one is in use.
 TILINGS = (
     Tiling(1024, 4), Tiling(512, 1), Tiling(512, 2), Tiling(1024, 2), Tiling(1024, 8), Tiling(2048, 4),
     Tiling(2048, 8), Tiling(4096, 4), Tiling(4096, 8),
 )  # fmt: skip
-"""What benchmarks/gpu/kernels.py --tune tries. The first is the one in use."""
 
 
 @triton.jit
@@ -64,8 +64,8 @@ def _move_tile(
     """Moves words [start, end) of a block, counted [head][token][column], at most TILE of them.
 
     plane: to base, block stride, token stride and head stride, all in bytes. slab: address of the first head's slab.
-    before: words a token, times blocks, that lie before the block in a slab. ROW: words of a row. VECTOR: as many
-    words of a row, from a multiple of it on, lie side by side and aligned to their size on either side.
+    before: words a token, times blocks, before the block in a slab. ROW: words of a row. VECTOR: as many
+    words of a row, from a multiple of it on, are contiguous and aligned to their size on either side.
     """
     base = tl.load(plane) + block_id * tl.load(plane + 1) + head * tl.load(plane + 3)
     token_stride = tl.load(plane + 2) // WORD_BYTES
@@ -132,7 +132,7 @@ def _move(
     block_id = tl.load(move + 2 + block)
     heads = tl.where(block >= tl.load(move + 1), n_heads, 0)
     slab = tl.load(move)
-    # What lies before this block in a slab: earlier layers, K before V, earlier blocks.
+    # Bytes before this block in a slab: earlier layers, K before V, earlier blocks.
     before = (slab_layer + layer).to(tl.int64) * n_blocks * (K_ROW + V_ROW)
     if K_ROW == V_ROW or V_ROW == 0:
         before += (number * n_blocks + block) * K_ROW

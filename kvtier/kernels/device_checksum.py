@@ -29,18 +29,18 @@ _GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Walk(NamedTuple):
-    """How a program walks: `step` pages at a time (a power of two), `pages` in all (a multiple of it)."""
+    """Pages of a program: `step` at a time (a power of two), `pages` in all (a multiple of it)."""
 
     pages: int
     step: int
     warps: int
 
 
+# Candidates of benchmarks/gpu/kernels.py --tune. The first one is in use.
 WALKS = (
     Walk(16, 4, 4), Walk(8, 4, 4), Walk(32, 4, 4), Walk(64, 4, 4), Walk(16, 2, 4), Walk(16, 8, 4), Walk(16, 4, 8),
     Walk(32, 8, 8), Walk(32, 2, 2),
 )  # fmt: skip
-"""What benchmarks/gpu/kernels.py --tune tries. The first is the one in use."""
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def slab_seeds(keys: bytes, first_head: int, n_heads: int, first_layer: int) -> 
 
 
 def _slab_table(described: Sequence[_Described]) -> npt.NDArray[np.int64]:
-    """(slabs of all runs, 2), run after run: where each slab lies, and its seed."""
+    """Return (slabs of all runs, 2), run after run: address and seed of each slab."""
     parts = []
     what_seeds_share = attrgetter("run.first_head", "n_slabs", "run.first_layer", "slab_bytes")
     for (head, n_slabs, layer, size), alike in groupby(described, what_seeds_share):

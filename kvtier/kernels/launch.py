@@ -1,4 +1,4 @@
-"""What every launch of ours needs: its small table on the device, its answer back, and the right device current.
+"""Kernel launches: small tables to the device, answers back, and the right current device.
 
 A launch happens on an engine's thread between two forwards, so nothing here may wait for a stream. A table goes to the
 device from pinned memory: a copy from pageable memory would wait until the stream gets to it, which is a forward.
@@ -13,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+# Words of a pinned table (128 KiB). All tables have one size, so that torch's allocator of pinned memory can reuse
+# them: asking the driver for more pinned memory may wait for the device. A larger table works, but may wait.
 TABLE_WORDS = 1 << 14
-"""Words of a pinned table (128 KiB). One size for all, so that torch's allocator of pinned memory has one to give
-back: asking the driver for more pinned memory may wait for the device. A larger table is still right, but may wait."""
-
+# Tables in use at once before more memory is pinned, 4 MiB in all: engines run a step or two ahead, and each running
+# load sums some slabs.
 TABLES_AHEAD = 32
-"""Tables that may be on their way at once before more memory is pinned, 4 MiB in all: engines run a step or two ahead,
-and each load that is under way sums some slabs."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -36,7 +35,7 @@ def to_device(words: npt.NDArray[np.int64], device: torch.device) -> torch.Tenso
     if device.type == "cpu":
         return torch.from_numpy(words)
     table = pinned(len(words))
-    table.numpy()[:] = words  # not by torch, which lets go of the interpreter lock for each operation
+    table.numpy()[:] = words  # not by torch, which releases the interpreter lock for each operation
     return table.to(device, non_blocking=True)
 
 

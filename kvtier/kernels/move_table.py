@@ -1,4 +1,4 @@
-"""What kernels over an engine's pages are told, as tables of numbers: where the planes lie, and what moves where.
+"""Move tables: addresses of planes and lists of moves, as tables of numbers for kernels over an engine's pages.
 
 Kernels check nothing. What is out of range of pages is found here, before anything is launched.
 """
@@ -54,7 +54,7 @@ class PageTable:
         self._n_layers, self._n_heads = len(planes), pages.layers[0].k.shape[2]
 
     def holds(self, patch: Patch) -> bool:
-        """Whether these are layers and heads of the pages, and no layers before the slabs' first."""
+        """Return True if the patch has only layers and heads of the pages, and none before the slabs' first layer."""
         fits = patch.page_layer + patch.n_layers <= self._n_layers and patch.page_head + patch.n_heads <= self._n_heads
         return fits and min(patch.page_layer, patch.page_head, patch.slab_layer) >= 0
 

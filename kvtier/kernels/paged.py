@@ -45,7 +45,7 @@ class PagedKV:
 
 
 class SlabRun(NamedTuple):
-    """Slabs of one record that lie side by side, and what their checksums are keyed by (kvtier.format.checksum)."""
+    """Contiguous slabs of one record, and the seeds of their checksums (kvtier.format.checksum)."""
 
     slabs: torch.Tensor  # (n_slabs, slab_bytes) uint8, contiguous
     key: bytes
@@ -55,7 +55,7 @@ class SlabRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Which part of some slabs is which part of a rank's pages; numbers count from the start of either.
+    """Map from a part of some slabs to a part of a rank's pages; numbers count from the start of either.
 
     Layers [slab_layer, slab_layer + n_layers) of each slab are the pages' layers from `page_layer` on;
     the slabs, in order, are the pages' heads [page_head, page_head + n_heads).
@@ -87,7 +87,7 @@ class Move:
 
 
 def plain_slabs(slabs: torch.Tensor, device: torch.device) -> tuple[int, int, int]:
-    """(address, number, bytes of each) of slabs that kernels on `device` may read and fill as they lie.
+    """(address, number, bytes of each) of slabs that kernels on `device` may read and fill in place.
 
     slabs: (n, slab_bytes) uint8, contiguous. Raises ValueError for others.
     """

@@ -1,4 +1,5 @@
-"""How fast pinned host memory and the GPU exchange bytes. `python -m kvtier.kernels.pcie` prints it as JSON."""
+"""PCIe benchmark: rate of copies between pinned host memory and the GPU. `python -m kvtier.kernels.pcie` prints it as
+JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What encoding and decoding of all codecs share on the device: tiles of the engine's pages.
+"""Tiles of the engine's pages: device functions that the kernels of all codecs share.
 
 A tile is some tokens' vectors of one plane and head. It is loaded and stored as 32-bit words of two elements, shaped
 (rows, groups, 16 words): so four threads share a row, each has 16 bytes of every group, and what is reduced over a row
@@ -69,7 +69,7 @@ def tile_columns(P: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def plane_of_head(plane: tl.tensor, head: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Where a head's vectors begin, and the strides of block and token in words.
+    """Return the start of a head's vectors, and the strides of block and token in words.
 
     plane: to base and strides of block, token and head, in bytes. Taken before a loop: what it stores keeps the
     compiler from doing so.
@@ -82,7 +82,7 @@ def plane_of_head(plane: tl.tensor, head: tl.tensor) -> tuple[tl.tensor, tl.tens
 def tile_words(
     vectors: tl.tuple, blocks: tl.tensor, rows: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The words of a tile of these tokens: the plane's base, where each lies from it, and whether it is one.
+    """Return the words of a tile of these tokens: the plane's base, the offset of each, and the mask of valid ones.
 
     vectors: plane_of_head. blocks: to the chunk's block ids. rows: (rows,).
     """
