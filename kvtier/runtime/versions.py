@@ -18,7 +18,7 @@ def installed(package: str, otherwise: str = "") -> str:
 
 def commit() -> str:
     """Return the git commit that kvtier was built from, or that of the checkout in an editable install; "": unknown."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     with suppress(FileNotFoundError):
         return (package / "COMMIT").read_text().strip()
     if (package.parent / ".git").exists():
