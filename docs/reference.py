@@ -10,7 +10,7 @@ import io
 import posixpath
 import re
 from collections.abc import Iterator
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -170,7 +170,7 @@ def cli_page() -> str:
 
 def _help(*words: str) -> str:
     printed = io.StringIO()
-    with redirect_stdout(printed), suppress(SystemExit):
+    with redirect_stdout(printed):
         main([*words, "--help"])
     return printed.getvalue().strip()
 

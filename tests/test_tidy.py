@@ -141,8 +141,10 @@ def function_faults(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[st
         yield f"{node.name}: {body_lines(node)} lines"
     arguments = node.args
     names = [x.arg for x in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    is_kernel = any("jit" in ast.dump(decorator) for decorator in node.decorator_list)
-    if len([name for name in names if name not in ("self", "cls")]) > PARAMETERS_MAX and not is_kernel:
+    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+    # Typer makes options of a command's parameters, as a settings model has a field for each key.
+    is_free = any("jit" in decorator or ".command(" in decorator for decorator in decorators)
+    if len([name for name in names if name not in ("self", "cls")]) > PARAMETERS_MAX and not is_free:
         yield f"{node.name}: {len(names)} parameters, group them in a dataclass"
 
 

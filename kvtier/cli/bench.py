@@ -6,22 +6,25 @@ the root and removes it.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvtier.admin.opened import Opened
 from kvtier.cli import bench_storage
-from kvtier.cli.place import Place, add_place, deployment, find_place
+from kvtier.cli.app import app
+from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, Place, deployment, find_place
 from kvtier.cli.progress import progress
 from kvtier.cli.prompts import size_argument
 from kvtier.cli.tables import percent, print_table, seconds
 from kvtier.index.base import Index
 from kvtier.io.ring import sizes_for
-from kvtier.runtime.exit_status import OK, print_json
+from kvtier.runtime.exit_status import MEANINGS, OK, print_json
 from kvtier.runtime.units import rate, size
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root import Root
@@ -51,32 +54,37 @@ class Figure:
         return self.value / self.ceiling if self.unit == "bytes/s" else self.ceiling / self.value
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_place(parser)
-    text = f"how much is written and read at a time; {size(BYTES)} if left out"
-    parser.add_argument("--size", metavar="SIZE", type=size_argument, default=BYTES, help=text)
+@app.command("bench", epilog=MEANINGS)
+def bench(
+    path: PathArgument = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    n_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--size", metavar="SIZE", parser=size_argument,
+            help=f"How much is written and read at a time; {size(BYTES)} without it.",
+        ),
+    ] = None,
+) -> int:  # fmt: skip
+    """Measure storage and index of a root, each beside its ceiling."""
+    place = find_place(path, config)
+    steps = itertools.count(1)
+    with progress("measuring", "steps") as show:
 
+        def step() -> None:
+            show(next(steps), bench_storage.STEPS + 1)
 
-def run_bench(options: argparse.Namespace) -> int:
-    place = find_place(options)
-    tell = progress("measuring", "steps")
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        tell(done, bench_storage.STEPS + 1)
-
-    figures, notes = _storage(place, options.size, step)
-    if place.is_bare and place.root.index_path is None or place.settings.index.kind == "memory":
-        notes.append("lookups: not measured, there is no index here that this command can see")
-    else:
-        with deployment(options, needs_settings=False) as opened:
-            more, note = _lookups(opened)
-        figures += more
-        notes += [note] if note else []
-    step()
-    if options.json:
+        figures, notes = _storage(place, BYTES if n_bytes is None else n_bytes, step)
+        if place.is_bare and place.root.index_path is None or place.settings.index.kind == "memory":
+            notes.append("lookups: not measured, there is no index here that this command can see")
+        else:
+            with deployment(path, config, needs_settings=False) as opened:
+                more, note = _lookups(opened)
+            figures += more
+            notes += [note] if note else []
+        step()
+    if as_json:
         rows = [asdict(figure) | {"share": figure.share} for figure in figures]
         print_json({"root": str(place.root.path), "figures": rows, "notes": notes})
     else:

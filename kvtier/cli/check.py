@@ -14,11 +14,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
 from pydantic import BaseModel
 
+from kvtier.cli.app import app
 from kvtier.cli.check_model import look_at_model
+from kvtier.cli.place import JsonOption, path_argument
 from kvtier.config.kv_transfer import read_transfer_config
 from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed
@@ -27,7 +30,7 @@ from kvtier.errors import ConfigError
 from kvtier.format.record import FORMAT_VERSION
 from kvtier.index.open import look_at_redis
 from kvtier.io.ring import sizes_for
-from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
+from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.memory_limits import beyond_available, check_host_arena, memory_here
 from kvtier.runtime.units import exact, size
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
@@ -58,6 +61,40 @@ class Found(NamedTuple):
     root: dict[str, str]
     but: list[str]
     bad: list[str]
+
+
+@app.command("check", epilog=MEANINGS)
+def check(
+    ctx: typer.Context,
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG.yaml", parser=path_argument,
+            help="The settings file; without it, the one that --kv-transfer-config names.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", parser=path_argument,
+            help="Folder of a Hugging Face model: is it served, and do its chunks fit.",
+        ),
+    ] = None,
+    kv_transfer_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON", help="The option of vLLM: also check its kv_role and kv_load_failure_policy."
+        ),
+    ] = None,
+    shows_all: Annotated[
+        bool, typer.Option("--all", help="Print every setting, not only those that are set or matter most.")
+    ] = False,
+) -> int:  # fmt: skip
+    """Tell whether an engine would start, and with which settings."""
+    if path is None and kv_transfer_config is None:
+        raise typer.BadParameter("name the settings file, or give --kv-transfer-config", ctx)
+    return run_check(Asked(path, model, kv_transfer_config), as_json, shows_all)
 
 
 def run_check(asked: Asked, as_json: bool, shows_all: bool) -> int:

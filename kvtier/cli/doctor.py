@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from kvtier.cli.place import refuse_missing_file
+import typer
+
+from kvtier.cli.app import app
+from kvtier.cli.place import JsonOption, PathArgument, path_argument, refuse_missing_file
 from kvtier.doctor.report import examine, line
 from kvtier.index.open import look_at_redis
-from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
+from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 
 
-def run_doctor(path: Path | None, as_json: bool, peer: Path | None = None) -> int:
-    """Raises ConfigError."""
+@app.command("doctor", epilog=MEANINGS)
+def doctor(
+    path: PathArgument = None,
+    as_json: JsonOption = False,
+    peer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", parser=path_argument,
+            help="Another mount of the same file system: measure when it reads what is written through the root's.",
+        ),
+    ] = None,
+) -> int:  # fmt: skip
+    """Tell whether this machine is fit, and what to do about it. Looks at GPU, storage, Lustre and rates."""
     refuse_missing_file(path)
     found = []
     for verdict in examine(path, look_at_redis=look_at_redis, peer=peer):

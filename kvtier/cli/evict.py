@@ -2,71 +2,105 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
+import typer
+
+from kvtier.admin import change
 from kvtier.admin.answers import Evicted, KeptSets, SetRow
-from kvtier.admin.change import evict
 from kvtier.admin.opened import Opened
+from kvtier.cli.app import NotDone, app
 from kvtier.cli.freed import free_bytes, holders, wait_until_free
-from kvtier.cli.place import NotDone, add_place, deployment
+from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
 from kvtier.cli.prompts import (
-    add_namespace,
-    add_prompt,
+    NamespaceOption,
+    PromptFileOption,
+    PromptOption,
+    PromptOptions,
+    SaltOption,
+    TokensOption,
     duration_argument,
-    has_prompt,
     namespace_of,
     prefix_keys,
     size_argument,
 )
 from kvtier.cli.tables import counted, print_table, when
 from kvtier.eviction.choice import Selection
-from kvtier.runtime.exit_status import OK, print_json
+from kvtier.runtime.exit_status import MEANINGS, OK, print_json
 from kvtier.runtime.units import size
 
 ROWS_MAX = 20
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_place(parser)
-    text = "no more than make up so much, the least valuable first"
-    parser.add_argument("--bytes", metavar="SIZE", type=size_argument, help=text)
-    text = "only what was not used for so long, with its unit: 90s, 15m, 12h, 7d or 2w"
-    parser.add_argument("--unused", metavar="TIME", type=duration_argument, help=text)
-    add_namespace(parser)
-    text = 'only of the tenant with this label; "": of everybody without one'
-    parser.add_argument("--tenant", metavar="LABEL", help=text)
-    add_prompt(parser, "only sets with chunks of it (with other prompts' chunks in them); needs --namespace")
-    parser.add_argument(
-        "--all", action="store_true", help="everything but what is pinned, or with --namespace all of it"
-    )
-    parser.add_argument("--include-pinned", action="store_true", help="with --all: what pins protect as well")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be evicted")
-    parser.add_argument("--yes", action="store_true", help="do not ask; needed where there is no terminal to ask on")
+@app.command("evict", epilog=MEANINGS)
+def evict(
+    ctx: typer.Context, path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False,
+    n_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--bytes", metavar="SIZE", parser=size_argument,
+            help="No more sets than make up this size, the least valuable first.",
+        ),
+    ] = None,
+    unused: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TIME", parser=duration_argument,
+            help="Only sets without a use for this time, with its unit: 90s, 15m, 12h, 7d or 2w.",
+        ),
+    ] = None,
+    namespace: NamespaceOption = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="LABEL", help='Only sets of this tenant; "": those without a label.')
+    ] = None,
+    tokens: TokensOption = None, prompt: PromptOption = None, prompt_file: PromptFileOption = None,
+    salt: SaltOption = "",
+    everything: Annotated[
+        bool, typer.Option("--all", help="All sets but the pinned ones, or with --namespace all of it.")
+    ] = False,
+    include_pinned: Annotated[
+        bool, typer.Option("--include-pinned", help="With --all: pinned sets as well.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be evicted.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask; needed where there is no terminal to ask on.")
+    ] = False,
+) -> int:  # fmt: skip
+    """Remove segment sets by size, age, namespace, tenant or prompt.
 
-
-def run_evict(options: argparse.Namespace) -> int:
-    """Evicts. Status 2 where an open set stays, or one that was not reached; that pins keep theirs is as asked for."""
-    chosen = (options.bytes, options.unused, options.namespace, options.tenant)
-    by_prompt = has_prompt(options)
-    if not options.all and all(value is None for value in chosen) and not by_prompt:
+    A prompt selects the sets with chunks of it, which hold chunks of other prompts too, and needs --namespace. The exit
+    status is 2 where an open set stays, or one that was not reached; pinned sets that stay change nothing.
+    """
+    given = PromptOptions(tokens, prompt, prompt_file, salt)
+    by_prompt = given.is_given(ctx)
+    if not everything and all(value is None for value in (n_bytes, unused, namespace, tenant)) and not by_prompt:
         raise NotDone("which sets? say --bytes, --unused, --namespace, --tenant or a prompt, or --all for everything")
-    if options.include_pinned and not options.all:
+    if include_pinned and not everything:
         raise NotDone("--include-pinned goes with --all only: remove the pins of what is to go (kvtier unpin)")
-    with deployment(options) as opened:
-        selection, folder = _selection(options, opened), opened.root.folder
-        before_bytes = free_bytes(folder)
-        planned = evict(opened, selection, dry_run=True, include_pinned=options.include_pinned)
-        if options.dry_run:
-            done = planned
-        elif options.yes or (planned.n_sets and _is_meant(planned)):
-            done = evict(opened, selection, dry_run=False, include_pinned=options.include_pinned)
-        else:  # there is nothing to ask about
-            done = planned.model_copy(update={"dry_run": False})
-        freed_bytes = wait_until_free(folder, before_bytes, done.unlinked_bytes)
-        holding = holders(folder) if freed_bytes < done.unlinked_bytes else []
-    if options.json:
+    with deployment(path, config) as opened:
+        namespace_id = namespace_of(namespace, opened)
+        set_ids = _sets_of(given, opened, namespace_id) if by_prompt else None
+        selection = Selection(n_bytes, unused, namespace_id, tenant, set_ids)
+        confirmed = None if dry_run else yes
+        return _evict(opened, selection, include_pinned, confirmed, as_json)
+
+
+def _evict(opened: Opened, selection: Selection, include_pinned: bool, confirmed: bool | None, as_json: bool) -> int:
+    """Evict the selected sets. confirmed: None for a dry run, False where the terminal is to be asked first."""
+    folder = opened.root.folder
+    before_bytes = free_bytes(folder)
+    planned = change.evict(opened, selection, dry_run=True, include_pinned=include_pinned)
+    if confirmed is None:
+        done = planned
+    elif confirmed or (planned.n_sets and _is_meant(planned)):
+        done = change.evict(opened, selection, dry_run=False, include_pinned=include_pinned)
+    else:  # there is nothing to ask about
+        done = planned.model_copy(update={"dry_run": False})
+    freed_bytes = wait_until_free(folder, before_bytes, done.unlinked_bytes)
+    holding = holders(folder) if freed_bytes < done.unlinked_bytes else []
+    if as_json:
         print_json(done.model_dump(mode="json") | {"freed_bytes": freed_bytes, "held_by": holding})
     else:
         _print(done)
@@ -88,14 +122,10 @@ def _freed(done: Evicted, freed_bytes: int, holding: Sequence[str]) -> str:
     return f"{size(freed_bytes)} of {size(done.unlinked_bytes)} became free on the disk so far; {by}"
 
 
-def _selection(options: argparse.Namespace, opened: Opened) -> Selection:
-    namespace = namespace_of(options, opened)
-    set_ids = None
-    if has_prompt(options):
-        if namespace is None:
-            raise NotDone("a prefix is one of a namespace: add --namespace")
-        set_ids = opened.evictor.sets_of(prefix_keys(options, opened, namespace))
-    return Selection(options.bytes, options.unused, namespace, options.tenant, set_ids)
+def _sets_of(given: PromptOptions, opened: Opened, namespace_id: bytes | None) -> frozenset[int]:
+    if namespace_id is None:
+        raise NotDone("a prefix is one of a namespace: add --namespace")
+    return opened.evictor.sets_of(prefix_keys(given, opened, namespace_id))
 
 
 def _is_meant(planned: Evicted) -> bool:

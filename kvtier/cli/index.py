@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.cli.app import index as index_app
 from kvtier.cli.embedded import housekeeper, open_embedded
-from kvtier.cli.place import add_place, find_place
+from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, find_place
 from kvtier.cli.progress import progress
 from kvtier.cli.tables import counted
 from kvtier.errors import ConfigError, IndexUnavailable
@@ -18,8 +19,8 @@ from kvtier.index.base import Index
 from kvtier.index.open import open_redis_to_mend
 from kvtier.maintenance.consistency_check import Agreement, check_agreement, drop_lost
 from kvtier.maintenance.sweep_lease import SWEEP_LEASE
-from kvtier.maintenance.sweeper import Rebuilt
-from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
+from kvtier.maintenance.sweeper import Housekeeper, Rebuilt
+from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.storage.root import NOTES_FOLDER, Root, open_root
 
 OTHERS_TIMEOUT_S = 60.0
@@ -34,19 +35,17 @@ class OpenedIndex(NamedTuple):
     where: str
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_place(parser)
-
-
-def run_rebuild(options: argparse.Namespace) -> int:
-    with _index_of(options) as (root, index, where):
+@index_app.command("rebuild", epilog=MEANINGS)
+def rebuild(path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False) -> int:
+    """Make the index agree with the segment files."""
+    with _index_of(path, config) as (root, index, where):
         loss = index.loss()
         rebuilt = _rebuild(index, root)
         removed_records = drop_lost(index)
         index.rebuilt(loss)
-    if options.json:
-        path = None if root.index_path is None else str(root.index_path)
-        head = {"root": str(root.path), "index_path": path, "index": where}
+    if as_json:
+        index_path = None if root.index_path is None else str(root.index_path)
+        head = {"root": str(root.path), "index_path": index_path, "index": where}
         values = asdict(rebuilt) | {"restored": rebuilt.restored._asdict(), "removed_records": removed_records}
         print_json({**head, **values})
         return FOUND_BAD if rebuilt.unreadable else OK
@@ -65,10 +64,12 @@ def run_rebuild(options: argparse.Namespace) -> int:
     return FOUND_BAD if rebuilt.unreadable else OK
 
 
-def run_check_index(options: argparse.Namespace) -> int:
-    with _index_of(options) as (root, index, where):
-        found = check_agreement(root, index, progress("checking", "segment sets"))
-    if options.json:
+@index_app.command("check", epilog=MEANINGS)
+def check(path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False) -> int:
+    """Tell whether index and segment files agree."""
+    with _index_of(path, config) as (root, index, where), progress("checking", "segment sets") as show:
+        found = check_agreement(root, index, show)
+    if as_json:
         listed = [row._asdict() for row in found.disagreements]
         print_json({"root": str(root.path), "index": where, **asdict(found), "disagreements": listed})
     else:
@@ -93,9 +94,9 @@ def _print(root: Root, where: str, found: Agreement) -> None:
 
 
 @contextmanager
-def _index_of(options: argparse.Namespace) -> Iterator[OpenedIndex]:
+def _index_of(path: Path | None, config: Path | None) -> Iterator[OpenedIndex]:
     """Raises ConfigError, IndexUnavailable."""
-    place = find_place(options)
+    place = find_place(path, config)
     root, settings = place.root, place.settings
     if settings.index.kind == "redis":
         root = open_root(settings)
@@ -115,10 +116,15 @@ def _rebuild(index: Index, root: Root) -> Rebuilt:
     """Waits for an engine's sweep to end. Raises IndexUnavailable when it does not."""
     keeping = housekeeper(index, root)
     deadline = time.monotonic() + OTHERS_TIMEOUT_S
-    while (rebuilt := keeping.rebuild(progress("rebuilding", "segments"))) is None:
+    while (rebuilt := _rebuild_once(keeping)) is None:
         if time.monotonic() > deadline:
             other = index.lease_owner(SWEEP_LEASE, time.time())
             why = f"{other} is sweeping it or rebuilding its index already" if other else "reading it was held up"
             raise IndexUnavailable(f"{root.path}: {why}; try again")
         time.sleep(0.1)
     return rebuilt
+
+
+def _rebuild_once(keeping: Housekeeper) -> Rebuilt | None:
+    with progress("rebuilding", "segments") as show:
+        return keeping.rebuild(show)

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import argparse
+import typer
 
 from kvtier.admin.answers import LookupAnswer
 from kvtier.admin.lookup import look_up
-from kvtier.cli.place import NotDone, add_place, deployment
-from kvtier.cli.prompts import add_namespace, add_prompt, has_prompt, namespace_of, prompt_of
+from kvtier.cli.app import NotDone, app
+from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
+from kvtier.cli.prompts import (
+    NamespaceOption,
+    PromptFileOption,
+    PromptOption,
+    PromptOptions,
+    SaltOption,
+    TokensOption,
+    namespace_of,
+    prompt_of,
+)
 from kvtier.cli.tables import counted, print_table
-from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
+from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_place(parser)
-    add_namespace(parser)
-    add_prompt(parser, "one of these is needed")
-
-
-def run_lookup(options: argparse.Namespace) -> int:
-    """Status 1 when nothing is stored of it."""
-    if not has_prompt(options):
+@app.command("lookup", epilog=MEANINGS)
+def lookup(
+    ctx: typer.Context, path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False,
+    namespace: NamespaceOption = None, tokens: TokensOption = None, prompt: PromptOption = None,
+    prompt_file: PromptFileOption = None, salt: SaltOption = "",
+) -> int:  # fmt: skip
+    """Show how much of a prompt is stored, and where."""
+    given = PromptOptions(tokens, prompt, prompt_file, salt)
+    if not given.is_given(ctx):
         raise NotDone("which prompt? name one with --tokens, --prompt or --prompt-file")
-    with deployment(options, needs_settings=False) as opened:
-        namespace = namespace_of(options, opened)
-        answer = look_up(opened, prompt_of(options, opened, namespace), namespace)
-    if options.json:
+    with deployment(path, config, needs_settings=False) as opened:
+        namespace_id = namespace_of(namespace, opened)
+        answer = look_up(opened, prompt_of(given, opened, namespace_id), namespace_id)
+    if as_json:
         print_json(answer.model_dump(mode="json"))
     else:
         _print(answer)

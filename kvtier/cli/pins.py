@@ -2,58 +2,72 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import Annotated
+
+import typer
 
 from kvtier.admin.answers import PinRow, Pins
 from kvtier.admin.change import PIN_KEYS_MAX, NewPin, add_pin, drop_pin, list_pins
-from kvtier.admin.opened import Opened
-from kvtier.cli.place import NotDone, add_place, deployment
+from kvtier.cli.app import NotDone, app
+from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
 from kvtier.cli.prompts import (
-    add_namespace,
-    add_prompt,
+    NamespaceOption,
+    PromptFileOption,
+    PromptOption,
+    PromptOptions,
+    SaltOption,
+    TokensOption,
     duration_argument,
-    has_prompt,
     namespace_of,
     prefix_keys,
 )
 from kvtier.cli.tables import counted, print_table, when
-from kvtier.runtime.exit_status import OK, print_json
+from kvtier.runtime.exit_status import MEANINGS, OK, print_json
 from kvtier.runtime.units import size
 
 ID_CHARS_SHOWN = 12
 
 
-def add_pin_options(parser: argparse.ArgumentParser) -> None:
-    add_place(parser)
-    add_namespace(parser)
-    add_prompt(parser, "the prefix; without one, the whole namespace")
-    parser.add_argument("--label", metavar="TEXT", default="", help="what it is for")
-    text = "until when, such as 12h or 7d from now; left out: until it is unpinned"
-    parser.add_argument("--for", metavar="TIME", dest="ttl_s", type=duration_argument, help=text)
+@app.command("pin", epilog=MEANINGS)
+def pin(
+    ctx: typer.Context, path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False,
+    namespace: NamespaceOption = None, tokens: TokensOption = None, prompt: PromptOption = None,
+    prompt_file: PromptFileOption = None, salt: SaltOption = "",
+    label: Annotated[str, typer.Option(metavar="TEXT", help="The purpose of the pin.", show_default=False)] = "",
+    ttl_s: Annotated[
+        float | None,
+        typer.Option(
+            "--for", metavar="TIME", parser=duration_argument,
+            help="Life of the pin, such as 12h or 7d; without it, the pin stays until it is unpinned.",
+        ),
+    ] = None,
+) -> int:  # fmt: skip
+    """Keep a namespace or a prefix from being evicted, or list pins.
 
-
-def add_unpin_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pin", metavar="PIN", help="id of the pin, or how it begins, as `kvtier pin` lists it")
-    add_place(parser)
-
-
-def run_pin(options: argparse.Namespace) -> int:
-    """Without a namespace, lists what is pinned."""
-    if options.namespace is None:
-        if has_prompt(options):
+    Without --namespace, pins are listed. With a prompt, the pin is of the prompt's prefix in the namespace."""
+    given = PromptOptions(tokens, prompt, prompt_file, salt)
+    has_prompt = given.is_given(ctx)
+    if namespace is None:
+        if has_prompt:
             raise NotDone("a prefix is one of a namespace: add --namespace")
-        if options.label or options.ttl_s is not None:
+        if label or ttl_s is not None:
             raise NotDone("this says how long to pin, or what for, but not what: add --namespace")
-        with deployment(options) as opened:
+        with deployment(path, config) as opened:
             found = list_pins(opened)
-        if options.json:
+        if as_json:
             print_json(found.model_dump(mode="json"))
         else:
             _print(found)
         return OK
-    with deployment(options) as opened:
-        row = add_pin(opened, _wanted(options, opened))
-    if options.json:
+    with deployment(path, config) as opened:
+        namespace_id = namespace_of(namespace, opened)
+        assert namespace_id is not None
+        keys = prefix_keys(given, opened, namespace_id) if has_prompt else None
+        if keys is not None and len(keys) > PIN_KEYS_MAX:
+            raise NotDone(f"these are {len(keys)} chunks; a pin is of {PIN_KEYS_MAX} at most")
+        expires_s = None if ttl_s is None else opened.clock() + ttl_s
+        row = add_pin(opened, NewPin(namespace_id, keys, label, expires_s))
+    if as_json:
         print_json(row.model_dump(mode="json"))
     else:
         until = f" until {when(row.expires_s)}" if row.expires_s else ""
@@ -61,29 +75,27 @@ def run_pin(options: argparse.Namespace) -> int:
     return OK
 
 
-def run_unpin(options: argparse.Namespace) -> int:
-    """Raises NotDone when there is no such pin."""
-    with deployment(options) as opened:
-        found = [pin.id for pin in list_pins(opened).pins if pin.id.startswith(options.pin)]
-        if len(found) > 1 or not options.pin:
-            raise NotDone(f"{len(found)} pins begin with {options.pin!r}: give more of the id")
+@app.command("unpin", epilog=MEANINGS)
+def unpin(
+    pin: Annotated[
+        str, typer.Argument(metavar="PIN", help="Id of the pin or its beginning, as `kvtier pin` lists it.")
+    ],
+    path: PathArgument = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Remove a pin: the sets that it kept may be evicted again."""
+    with deployment(path, config) as opened:
+        found = [row.id for row in list_pins(opened).pins if row.id.startswith(pin)]
+        if len(found) > 1 or not pin:
+            raise NotDone(f"{len(found)} pins begin with {pin!r}: give more of the id")
         if not found or not drop_pin(opened, found[0]):
-            raise NotDone(f"there is no pin {options.pin}")
-    if options.json:
+            raise NotDone(f"there is no pin {pin}")
+    if as_json:
         print_json({"id": found[0]})
     else:
         print(f"pin {found[0]} is removed")
     return OK
-
-
-def _wanted(options: argparse.Namespace, opened: Opened) -> NewPin:
-    namespace = namespace_of(options, opened)
-    assert namespace is not None
-    keys = prefix_keys(options, opened, namespace) if has_prompt(options) else None
-    if keys is not None and len(keys) > PIN_KEYS_MAX:
-        raise NotDone(f"these are {len(keys)} chunks; a pin is of {PIN_KEYS_MAX} at most")
-    expires_s = None if options.ttl_s is None else opened.clock() + options.ttl_s
-    return NewPin(namespace, keys, options.label, expires_s)
 
 
 def _what(row: PinRow) -> str:

@@ -9,26 +9,24 @@ Capacity, quotas, tenants and a Redis index are in the settings alone, so what d
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvtier.admin.change import Busy, OverCap, UnknownTenant, UselessQuota, WrongLabel
 from kvtier.admin.lookup import UnknownNamespace
 from kvtier.admin.opened import Opened, open_for_admin
 from kvtier.admin.prompts import NoTokenizer
+from kvtier.cli.app import NotDone
 from kvtier.config.settings import Settings
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError
 from kvtier.storage.root import Root, find_root
 
 SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-
-
-class NotDone(KVTierError):
-    """A command cannot do what it was asked."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,24 @@ class Place:
 
 def path_argument(text: str) -> Path:
     if not text.strip():  # Path("") is the current folder
-        raise argparse.ArgumentTypeError("it is empty; is a variable of your shell not set?")
+        raise typer.BadParameter("it is empty; is a variable of your shell not set?")
     return Path(text)
+
+
+PathArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="PATH", parser=path_argument, help="The root, or a settings file; without it, the configured root."
+    ),
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", parser=path_argument,
+        help="The settings file; without it, the one that KVTIER_CONFIG names.",
+    ),
+]  # fmt: skip
+JsonOption = Annotated[bool, typer.Option("--json", help="Print for programs.")]
 
 
 def refuse_missing_file(path: Path | None) -> None:
@@ -53,17 +67,8 @@ def refuse_missing_file(path: Path | None) -> None:
         raise ConfigError("config", str(path), fix)
 
 
-def add_place(parser: argparse.ArgumentParser) -> None:
-    text = "the root, or a settings file; left out: the configured root"
-    parser.add_argument("path", metavar="PATH", type=path_argument, nargs="?", help=text)
-    text = "the settings file; left out: the one that KVTIER_CONFIG names"
-    parser.add_argument("--config", metavar="FILE", type=path_argument, help=text)
-
-
-def find_place(options: argparse.Namespace) -> Place:
-    """Writes nothing. Raises ConfigError."""
-    path: Path | None = options.path
-    config: Path | None = options.config
+def find_place(path: Path | None, config: Path | None) -> Place:
+    """Find what a command works on, without writing anything. Raises ConfigError."""
     if path is not None and path.is_file():
         if config is not None:
             raise ConfigError("config", str(config), f"{path} is a settings file too: leave one of them out")
@@ -81,10 +86,10 @@ def find_place(options: argparse.Namespace) -> Place:
 
 
 @contextmanager
-def deployment(options: argparse.Namespace, needs_settings: bool = True) -> Iterator[Opened]:
-    """The root with its index. needs_settings: a folder alone will not do. Raises ConfigError, IndexUnavailable and
-    NotDone."""
-    place = find_place(options)
+def deployment(path: Path | None, config: Path | None, needs_settings: bool = True) -> Iterator[Opened]:
+    """Open the root with its index. needs_settings: a folder alone will not do. Raises ConfigError,
+    IndexUnavailable and NotDone."""
+    place = find_place(path, config)
     if place.is_bare and needs_settings:
         fix = "what may stay depends on the capacity, quotas and pins in the engines' settings: add --config FILE"
         raise ConfigError("config", None, fix)

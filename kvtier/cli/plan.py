@@ -6,20 +6,23 @@ bits ("16Gbit/s").
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from kvtier.cli.plan_text import plan_lines, plan_values
+import typer
+
+from kvtier.cli.app import app
+from kvtier.cli.place import JsonOption
+from kvtier.cli.plan_text import plan_values, print_plan
 from kvtier.config.settings import CHUNK_TOKENS_UNIT
 from kvtier.config.types import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planner.capacity import Engine, Rates
-from kvtier.planner.figures import Asked, make_plan
-from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
+from kvtier.planner.figures import Asked, Plan, make_plan
+from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 
 T = TypeVar("T")
 _RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.IGNORECASE)
@@ -27,82 +30,85 @@ _RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.I
 # Seconds that a reload takes beside its bytes at the transfer's rate. On one H200 with Llama-3.1-8B's dimensions the
 # reloads of benchmarks/results/gpu/versus.json take 18 ms more than that at 8,192 tokens and 84 ms at 100,000, most of
 # it the floor that a hit in the engine's own cache has too.
-LOAD_OVERHEAD_S = 0.02
-GPU_BYTES_MIN = 1 << 30
-PLAIN_BYTES_MIN = 1 << 20
-"""Of a size without a unit: who writes 40 means 40 GiB, not that nothing fits."""
-BYTES_MAX, DIGITS_MAX = 1 << 60, 15
-"""Larger numbers are slips, and floats do not hold them all."""
-STEP_TOKENS = 8192
-"""vLLM's usual max_num_batched_tokens on a large GPU, when it serves."""
+LOAD_OVERHEAD = "0.02"
+GPU_BYTES_MIN = 1 << 30  # least memory of a GPU, bytes
+PLAIN_BYTES_MIN = 1 << 20  # least size without a unit, bytes: 40 is meant as 40 GiB
+BYTES_MAX, DIGITS_MAX = (
+    1 << 60,
+    15,
+)  # largest size and longest count; larger ones are slips, beyond floats
+STEP_TOKENS = 8192  # vLLM's usual max_num_batched_tokens of a server on a large GPU
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="folder of a Hugging Face model: config.json is enough")
-    add("--gpu-memory", required=True, metavar="SIZE", help="of one GPU, as 141GB")
-    add("--tensor-parallel", default="1", metavar="N")
-    add("--pipeline-parallel", default="1", metavar="N")
-    add("--gpu-memory-utilization", default="0.9", metavar="F", help="the engine's share of it (default 0.9)")
-    add("--reserve", default="4GiB", metavar="SIZE", help="of that, for activations and CUDA graphs (default 4GiB)")
-    add("--kv-dtype", default="auto", choices=("auto", "fp8"), help="in which the engine keeps KV")
-    add("--chunk-tokens", default="256", metavar="N", help="as in the settings (default 256)")
-    add("--codec-boundary-layers", default="0", metavar="N", help="as in the settings (default 0)")
-    usual_step = STEP_TOKENS
-    add("--max-num-batched-tokens", default=str(usual_step), metavar="N", help=f"of a step (default {usual_step})")
-    add("--hbm-staging", metavar="SIZE", help="hbm.staging_bytes of the settings (default: as there, by the step)")
-    add("--host-memory", metavar="SIZE", help="of the host arena of each rank")
-    add("--storage", metavar="SIZE", help="of the root")
-    add("--storage-rate", metavar="RATE", help="at which all ranks together read it, as 2GB/s or 16Gbit/s")
-    add("--pcie-rate", metavar="RATE", help="from host memory to one GPU, as 55GB/s")
-    add("--tflops", metavar="F", help="what one GPU achieves in a prefill")
-    add("--prefill-rate", metavar="RATE@N", help="instead: tokens a second of a prompt of N tokens, as 40000@8192")
-    usual_s = LOAD_OVERHEAD_S
-    add("--load-overhead", default=str(usual_s), metavar="S", help=f"seconds that any load takes (default {usual_s})")
-    add("--context", metavar="N", help="tokens to reload (default: the longest context of the model)")
-
-
-def run_plan(options: argparse.Namespace) -> int:
-    plan = make_plan(_read(options))
-    if options.json:
-        print_json(plan_values(plan))
-    else:
-        print("\n".join(plan_lines(plan)))
-    return FOUND_BAD if all(found.staging.fault for found in plan.codecs.values()) else OK
-
-
-def _read(options: argparse.Namespace) -> Asked:
-    """Raises ConfigError with the option, its value and the fix."""
-    if options.tflops is not None and options.prefill_rate is not None:
-        raise ConfigError("--prefill-rate", options.prefill_rate, "it stands for --tflops: give one of them")
+@app.command("plan", epilog=MEANINGS)
+def plan(
+    model: Annotated[str, typer.Option(metavar="DIR", help="Folder of a Hugging Face model: config.json is enough.")],
+    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU, as 141GB.")],
+    tensor_parallel: Annotated[str, typer.Option(metavar="N")] = "1",
+    pipeline_parallel: Annotated[str, typer.Option(metavar="N")] = "1",
+    gpu_memory_utilization: Annotated[str, typer.Option(metavar="F", help="The engine's share of it.")] = "0.9",
+    reserve: Annotated[str, typer.Option(metavar="SIZE", help="Of that, for activations and CUDA graphs.")] = "4GiB",
+    kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="In which the engine keeps KV.")] = "auto",
+    chunk_tokens: Annotated[str, typer.Option(metavar="N", help="As in the settings.")] = "256",
+    codec_boundary_layers: Annotated[str, typer.Option(metavar="N", help="As in the settings.")] = "0",
+    max_num_batched_tokens: Annotated[str, typer.Option(metavar="N", help="Of a step.")] = str(STEP_TOKENS),
+    hbm_staging: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="hbm.staging_bytes of the settings; without it, by the step.")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of the host arena of each rank.")] = None,
+    storage: Annotated[str | None, typer.Option(metavar="SIZE", help="Of the root.")] = None,
+    storage_rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="At which all ranks together read it, as 2GB/s or 16Gbit/s.")
+    ] = None,
+    pcie_rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="From host memory to one GPU, as 55GB/s.")
+    ] = None,
+    tflops: Annotated[str | None, typer.Option(metavar="F", help="What one GPU achieves in a prefill.")] = None,
+    prefill_rate: Annotated[
+        str | None,
+        typer.Option(metavar="RATE@N", help="Instead: tokens a second of a prompt of N tokens, as 40000@8192."),
+    ] = None,
+    load_overhead: Annotated[str, typer.Option(metavar="S", help="Seconds that any load takes.")] = LOAD_OVERHEAD,
+    context: Annotated[
+        str | None, typer.Option(metavar="N", help="Tokens to reload; without it, the model's longest context.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:  # fmt: skip
+    """Compute what KV of a model takes, what fits, what a reload costs."""
+    if tflops is not None and prefill_rate is not None:
+        raise ConfigError("--prefill-rate", prefill_rate, "it stands for --tflops: give one of them")
     engine = Engine(
-        tensor_size=_count("--tensor-parallel", options.tensor_parallel),
-        pipeline_size=_count("--pipeline-parallel", options.pipeline_parallel),
-        gpu_bytes=_gpu_bytes("--gpu-memory", options.gpu_memory),
-        utilization=_number("--gpu-memory-utilization", options.gpu_memory_utilization, 1.0),
-        reserve_bytes=_bytes("--reserve", options.reserve),
+        tensor_size=_count("--tensor-parallel", tensor_parallel),
+        pipeline_size=_count("--pipeline-parallel", pipeline_parallel),
+        gpu_bytes=_gpu_bytes("--gpu-memory", gpu_memory),
+        utilization=_number("--gpu-memory-utilization", gpu_memory_utilization, 1.0),
+        reserve_bytes=_bytes("--reserve", reserve),
     )
-    chunk_tokens = _count("--chunk-tokens", options.chunk_tokens)
-    if chunk_tokens % CHUNK_TOKENS_UNIT:
-        raise ConfigError("--chunk-tokens", chunk_tokens, f"it must be a multiple of {CHUNK_TOKENS_UNIT}")
-    return Asked(
-        model=Path(options.model),
+    asked = Asked(
+        model=Path(model),
         engine=engine,
-        kv_dtype=options.kv_dtype,
-        chunk_tokens=chunk_tokens,
-        boundary_layers=_count("--codec-boundary-layers", options.codec_boundary_layers, least=0),
-        step_tokens=_count("--max-num-batched-tokens", options.max_num_batched_tokens),
-        staging_bytes=_given("--hbm-staging", options.hbm_staging, _bytes),
-        host_bytes=_given("--host-memory", options.host_memory, _bytes),
-        storage_bytes=_given("--storage", options.storage, _bytes),
-        rates=Rates(
-            _given("--storage-rate", options.storage_rate, _rate), _given("--pcie-rate", options.pcie_rate, _rate)
-        ),
-        tflops=_given("--tflops", options.tflops, _number),
-        prefill_rate=_given("--prefill-rate", options.prefill_rate, _rate_at),
-        load_overhead_s=_number("--load-overhead", options.load_overhead),
-        context=_given("--context", options.context, _count),
+        kv_dtype=kv_dtype,
+        chunk_tokens=_chunk_tokens("--chunk-tokens", chunk_tokens),
+        boundary_layers=_count("--codec-boundary-layers", codec_boundary_layers, least=0),
+        step_tokens=_count("--max-num-batched-tokens", max_num_batched_tokens),
+        staging_bytes=_given("--hbm-staging", hbm_staging, _bytes),
+        host_bytes=_given("--host-memory", host_memory, _bytes),
+        storage_bytes=_given("--storage", storage, _bytes),
+        rates=Rates(_given("--storage-rate", storage_rate, _rate), _given("--pcie-rate", pcie_rate, _rate)),
+        tflops=_given("--tflops", tflops, _number),
+        prefill_rate=_given("--prefill-rate", prefill_rate, _rate_at),
+        load_overhead_s=_number("--load-overhead", load_overhead),
+        context=_given("--context", context, _count),
     )
+    return _print(make_plan(asked), as_json)
+
+
+def _print(found: Plan, as_json: bool) -> int:
+    if as_json:
+        print_json(plan_values(found))
+    else:
+        print_plan(found)
+    return FOUND_BAD if all(codec.staging.fault for codec in found.codecs.values()) else OK
 
 
 def _given(option: str, text: str | None, read: Callable[[str, str], T]) -> T | None:
@@ -113,6 +119,13 @@ def _count(option: str, text: str, least: int = 1) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > DIGITS_MAX or int(text) < least:
         raise ConfigError(option, text, f"it must be a whole number, {least} or more, of {DIGITS_MAX} digits at most")
     return int(text)
+
+
+def _chunk_tokens(option: str, text: str) -> int:
+    found = _count(option, text)
+    if found % CHUNK_TOKENS_UNIT:
+        raise ConfigError(option, found, f"it must be a multiple of {CHUNK_TOKENS_UNIT}")
+    return found
 
 
 def _number(option: str, text: str, most: float = math.inf) -> float:

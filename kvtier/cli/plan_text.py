@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from kvtier.cli.tables import print_table
 from kvtier.codecs.measured_loss import KL_NATS, MODELS, losses_line
 from kvtier.planner.figures import CodecPlan, Plan
 from kvtier.runtime.units import size
@@ -31,21 +32,23 @@ def plan_values(plan: Plan) -> dict[str, Any]:
     return values
 
 
-def plan_lines(plan: Plan) -> Iterator[str]:
-    yield from _facts(plan)
+def print_plan(plan: Plan) -> None:
+    for line in _facts(plan):
+        print(line)
     for title, columns in (
         ("what KV takes, by codec", _sizes(plan)),
         (f"reload of {plan.context:,} tokens, by codec", _times(plan)),
     ):
         if columns:
-            yield ""
-            yield f"{title}:"
-            yield from _table(plan, columns)
-    yield losses_line(plan.codecs)
+            print(f"\n{title}:")
+            rows = [(name, *(text(found) for _, text in columns)) for name, found in plan.codecs.items()]
+            print_table([("codec", *(title for title, _ in columns)), *rows], right=range(1, len(columns) + 1))
+    print(losses_line(plan.codecs))
     for names, reason in _together(plan.refused | _not_fitting(plan)):
-        yield f"not with {', '.join(names)}: {reason}"
-    yield ""
-    yield from (f"assumed: {text}" for text in plan.assumptions)
+        print(f"not with {', '.join(names)}: {reason}")
+    print()
+    for text in plan.assumptions:
+        print(f"assumed: {text}")
 
 
 def _facts(plan: Plan) -> Iterator[str]:
@@ -122,15 +125,6 @@ def _break_even(row: CodecPlan, max_tokens: int) -> str:
 
 def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
-
-
-def _table(plan: Plan, columns: Sequence[Column]) -> Iterator[str]:
-    rows = [("codec", *(title for title, _ in columns))]
-    rows += [(name, *(text(found) for _, text in columns)) for name, found in plan.codecs.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        yield "  ".join((row[0].ljust(widths[0]), *cells))
 
 
 def _together(refused: dict[str, str]) -> list[tuple[list[str], str]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
 
 from kvtier.admin.lookup import TOKENS_MAX, Prompt, keys_of
 from kvtier.admin.opened import Opened
 from kvtier.admin.prompts import Tokenizers
-from kvtier.cli.place import NotDone
+from kvtier.cli.app import NotDone, refuse_together
 from kvtier.config.types import parse_bytes, parse_seconds
 
 STANDARD_INPUT = "-"
@@ -20,7 +22,7 @@ def size_argument(text: str) -> int:
     try:
         return parse_bytes(int(text) if text.isdecimal() else text)
     except ValueError as fault:
-        raise argparse.ArgumentTypeError(str(fault)) from None
+        raise typer.BadParameter(str(fault)) from None
 
 
 def duration_argument(text: str) -> float:
@@ -30,48 +32,68 @@ def duration_argument(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds:
-        raise argparse.ArgumentTypeError(f'{text!r}: must be a time with a unit: "90s", "15m", "12h", "7d" or "2w"')
+        raise typer.BadParameter(f'{text!r}: must be a time with a unit: "90s", "15m", "12h", "7d" or "2w"')
     return seconds
 
 
-def add_namespace(parser: argparse._ActionsContainer) -> None:
-    text = "id of a namespace, or how it begins, as `kvtier stats` shows it"
-    parser.add_argument("--namespace", metavar="ID", help=text)
+class PromptOptions(NamedTuple):
+    """A prompt as the options name it: by its tokens, its text or a file with its text; None: not given."""
+
+    tokens: str | None
+    prompt: str | None
+    prompt_file: str | None
+    salt: str
+
+    def is_given(self, ctx: typer.Context) -> bool:
+        """Tell whether there is a prompt. Raises NotDone for a salt alone, which would say nothing."""
+        refuse_together(ctx, {"--tokens": self.tokens, "--prompt": self.prompt, "--prompt-file": self.prompt_file})
+        found = any(text is not None for text in self[:3])
+        if self.salt and not found:
+            raise NotDone("--salt belongs to a prompt: add --tokens, --prompt or --prompt-file")
+        return found
 
 
-def add_prompt(parser: argparse.ArgumentParser, what: str) -> None:
-    group = parser.add_argument_group("a prompt", what)
-    one = group.add_mutually_exclusive_group()
-    text = "token ids: a JSON list, or numbers between blanks; - is standard input"
-    one.add_argument("--tokens", metavar="FILE", help=text)
-    text = "its text; the engines' tokenizer must lie on this machine"
-    one.add_argument("--prompt", metavar="TEXT", help=text)
-    one.add_argument("--prompt-file", metavar="FILE", help="a file with its text; - is standard input")
-    group.add_argument("--salt", metavar="TEXT", default="", help="the cache salt that its requests bring")
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option("--namespace", metavar="ID", help="Id of a namespace, or how it begins, as `kvtier stats` shows it."),
+]
+TokensOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tokens", metavar="FILE",
+        help="A prompt by its token ids: a JSON list, or numbers between blanks; - is standard input.",
+    ),
+]  # fmt: skip
+PromptOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt", metavar="TEXT", help="A prompt by its text; the engines' tokenizer must be on this machine."
+    ),
+]
+PromptFileOption = Annotated[
+    str | None,
+    typer.Option("--prompt-file", metavar="FILE", help="A prompt by a file with its text; - is standard input."),
+]
+SaltOption = Annotated[
+    str, typer.Option("--salt", metavar="TEXT", help="The cache salt of the prompt's requests.", show_default=False)
+]
 
 
-def has_prompt(options: argparse.Namespace) -> bool:
-    """Raises NotDone for a salt alone, which would say nothing."""
-    found = any(getattr(options, name) is not None for name in ("tokens", "prompt", "prompt_file"))
-    if options.salt and not found:
-        raise NotDone("--salt belongs to a prompt: add --tokens, --prompt or --prompt-file")
-    return found
-
-
-def prompt_of(options: argparse.Namespace, opened: Opened, namespace: bytes | None) -> Prompt:
+def prompt_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -> Prompt:
     """Raises NotDone, NoTokenizer."""
     if options.tokens is not None:
         tokens = _tokens(_read(options.tokens), options.tokens)
     else:
-        text = options.prompt if options.prompt is not None else _read(options.prompt_file)
+        text = options.prompt if options.prompt is not None else _read(options.prompt_file or STANDARD_INPUT)
         tokens = Tokenizers().tokens(opened, text, namespace)
     if len(tokens) > TOKENS_MAX:
         raise NotDone(f"a prompt of {len(tokens)} tokens: at most {TOKENS_MAX}")
     return Prompt(tokens, options.salt)
 
 
-def prefix_keys(options: argparse.Namespace, opened: Opened, namespace: bytes) -> tuple[bytes, ...]:
-    """Of the prompt's whole chunks. Raises NotDone where it has none, UnknownNamespace, NoTokenizer, OSError."""
+def prefix_keys(options: PromptOptions, opened: Opened, namespace: bytes) -> tuple[bytes, ...]:
+    """Return the keys of the prompt's whole chunks. Raises NotDone where it has none, UnknownNamespace,
+    NoTokenizer, OSError."""
     prompt = prompt_of(options, opened, namespace)
     keys = keys_of(opened, prompt, namespace)
     if not keys:
@@ -79,17 +101,17 @@ def prefix_keys(options: argparse.Namespace, opened: Opened, namespace: bytes) -
     return tuple(keys)
 
 
-def namespace_of(options: argparse.Namespace, opened: Opened) -> bytes | None:
-    """By the beginning of its id. Raises NotDone unless exactly one begins so."""
-    if options.namespace is None:
+def namespace_of(given: str | None, opened: Opened) -> bytes | None:
+    """Find a namespace by the beginning of its id. Raises NotDone unless exactly one begins so."""
+    if given is None:
         return None
-    wanted = options.namespace.lower()
+    wanted = given.lower()
     if not wanted:
         raise NotDone("--namespace is empty; is a variable of your shell not set?")
     found = [known for known in opened.book.ids() if known.hex().startswith(wanted)]
     if len(found) != 1:
         what = f"{len(found)} namespaces begin so" if found else "there is no such namespace"
-        raise NotDone(f"--namespace {options.namespace}: {what} in {opened.root.path}")
+        raise NotDone(f"--namespace {given}: {what} in {opened.root.path}")
     return found[0]
 
 

@@ -2,61 +2,69 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import Annotated
+
+import typer
 
 from kvtier.admin.answers import QuotaList
 from kvtier.admin.change import drop_quota, list_quotas, set_quota, tenant_note
 from kvtier.admin.opened import Opened
-from kvtier.cli.place import NotDone, add_place, deployment
-from kvtier.cli.prompts import add_namespace, namespace_of, size_argument
+from kvtier.cli.app import NotDone, app, refuse_together
+from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
+from kvtier.cli.prompts import NamespaceOption, namespace_of, size_argument
 from kvtier.cli.tables import print_table
 from kvtier.eviction.limits import namespace_note
-from kvtier.runtime.exit_status import OK, print_json
+from kvtier.runtime.exit_status import MEANINGS, OK, print_json
 from kvtier.runtime.units import size
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_place(parser)
-    whose = parser.add_mutually_exclusive_group()
-    whose.add_argument("--tenant", metavar="LABEL", help="label of a tenant, as in the settings")
-    add_namespace(whose)
-    change = parser.add_mutually_exclusive_group()
-    change.add_argument("--set", metavar="SIZE", type=size_argument, help="what it may take; above it, its own sets go")
-    change.add_argument("--unlimited", action="store_true", help="as much as there is, whatever the settings say")
-    change.add_argument("--reset", action="store_true", help="back to what the settings say")
-
-
-def run_quota(options: argparse.Namespace) -> int:
-    """Lists them, after a change if one is asked for. Raises NotDone when a quota that is to be reset was never set."""
-    is_change = options.set is not None or options.unlimited or options.reset
-    if is_change != (options.tenant is not None or options.namespace is not None):
+@app.command("quota", epilog=MEANINGS)
+def quota(
+    ctx: typer.Context, path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="Label of a tenant, as in the settings.")
+    ] = None,
+    namespace: NamespaceOption = None,
+    quota_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--set", metavar="SIZE", parser=size_argument, help="Its limit; above it, its own sets are evicted."
+        ),
+    ] = None,
+    unlimited: Annotated[
+        bool, typer.Option("--unlimited", help="As much as there is, whatever the settings say.")
+    ] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Back to the quota of the settings.")] = False,
+) -> int:  # fmt: skip
+    """List the quotas of tenants and namespaces, or change one."""
+    refuse_together(ctx, {"--tenant": tenant, "--namespace": namespace})
+    refuse_together(ctx, {"--set": quota_bytes, "--unlimited": unlimited, "--reset": reset})
+    is_change = quota_bytes is not None or unlimited or reset
+    if is_change != (tenant is not None or namespace is not None):
         fix = "--tenant LABEL or --namespace ID" if is_change else "--set SIZE, --unlimited or --reset"
         raise NotDone(f"a quota is changed by whose it is and what it is to be: add {fix}")
-    with deployment(options) as opened:
+    with deployment(path, config) as opened:
         if is_change:
-            _change(options, opened)
+            note = tenant_note(tenant) if tenant is not None else namespace_note(_namespace(namespace, opened))
+            if not reset:
+                set_quota(opened, note, None if unlimited else quota_bytes)
+            elif not drop_quota(opened, note):
+                raise NotDone("nothing was reset: no such quota had been set")
         found = list_quotas(opened)
-        known = {tenant.name for tenant in opened.settings.capacity.tenants}
-    if options.json:
+        known = {known.name for known in opened.settings.capacity.tenants}
+    if as_json:
         print_json(found.model_dump(mode="json"))
     else:
         _print(found)
-        if options.tenant is not None and not options.reset and options.tenant not in known:
-            print(f"no tenant is called {options.tenant} in these settings: only engines that know one by it keep that")
+        if tenant is not None and not reset and tenant not in known:
+            print(f"no tenant is called {tenant} in these settings: only engines that know one by it keep that")
     return OK
 
 
-def _change(options: argparse.Namespace, opened: Opened) -> None:
-    if options.tenant is not None:
-        note = tenant_note(options.tenant)
-    else:
-        namespace = namespace_of(options, opened)
-        assert namespace is not None
-        note = namespace_note(namespace)
-    if not options.reset:
-        set_quota(opened, note, None if options.unlimited else options.set)
-    elif not drop_quota(opened, note):
-        raise NotDone("nothing was reset: no such quota had been set")
+def _namespace(given: str | None, opened: Opened) -> bytes:
+    found = namespace_of(given, opened)
+    assert found is not None
+    return found
 
 
 def _print(found: QuotaList) -> None:

@@ -40,8 +40,9 @@ def run_verify(root: Root, as_json: bool, index: Index | None = None, signer: Si
     """index: an opened one that knows the root; None: the one that lies there, or else the record headers. signer: with
     the secret of signed records; without it, and of another, their signatures are not checked."""
     started = time.monotonic()
-    with _readable_index(root) if index is None else nullcontext(index) as found:
-        report = verify(root, found, progress("verifying", SEGMENTS), signer)
+    opened = _readable_index(root) if index is None else nullcontext(index)
+    with opened as found, progress("verifying", SEGMENTS) as show:
+        report = verify(root, found, show, signer)
     if as_json:
         print_json({"root": str(root.path), **asdict(report), "bad": [finding._asdict() for finding in report.bad]})
     else:
@@ -61,7 +62,8 @@ def _readable_index(root: Root) -> Iterator[Index]:
         return
     print("no index of this root here: reading the headers of all records instead", file=sys.stderr)
     memory = MemoryIndex()
-    housekeeper(memory, root).rebuild(progress("reading headers", SEGMENTS))
+    with progress("reading headers", SEGMENTS) as show:
+        housekeeper(memory, root).rebuild(show)
     yield memory
 
 

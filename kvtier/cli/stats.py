@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
-
 from kvtier.admin.answers import LatencySummary, Snapshot
 from kvtier.admin.opened import Opened
 from kvtier.admin.stats import snapshot
-from kvtier.cli.place import add_place, deployment, find_place
+from kvtier.cli.app import app
+from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment, find_place
 from kvtier.cli.root import run_stats as run_root_stats
 from kvtier.cli.tables import UNKNOWN, counted, percent, print_table, seconds, share, when
-from kvtier.runtime.exit_status import FOUND_BAD, OK, print_json
+from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.units import rate, size
 
 WORKERS_SHOWN, PREFIXES_SHOWN = 50, 10
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_place(parser)
-
-
-def run_stats(options: argparse.Namespace) -> int:
-    """Of a folder alone, and of an index that only an engine sees: what lies in the root."""
-    place = find_place(options)
+@app.command("stats", epilog=MEANINGS)
+def stats(path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False) -> int:
+    """Show what a root stores. Of a deployment, it also shows how its engines fare."""
+    place = find_place(path, config)
     if place.is_bare or place.settings.index.kind == "memory":
-        return run_root_stats(place.root, options.json)
-    with deployment(options) as opened:
+        return run_root_stats(place.root, as_json)
+    with deployment(path, config) as opened:
         seen = snapshot(opened)
-        if options.json:
+        if as_json:
             head = {"root": str(opened.root.path), "index_kind": opened.settings.index.kind}
             print_json(head | seen.model_dump(mode="json"))
         else:

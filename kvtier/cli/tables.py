@@ -1,28 +1,43 @@
-"""Tables for people, and the texts of what stands in them."""
+"""Tables by rich, and the texts of their cells."""
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from collections.abc import Collection, Sequence
 
 from kvtier.runtime.units import size
 
 UNKNOWN = "-"
+WIDTH_MAX = 10_000  # width of tables that no terminal shows, columns: no cell is broken into lines
 
 
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
-    """The first row is the titles. right: numbers of the columns that are set to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    """Print a table whose first row is the titles. right: numbers of the columns that are set to the right. A terminal
+    folds cells that are too wide for it."""
+    from rich.console import Console  # a tenth of a second, which programs that ask for JSON do not wait for
+    from rich.table import Table
+
+    on_terminal = sys.stdout.isatty()
+    # Rendered to text first: rich's console would end the process where the reader of a pipe has gone.
+    text = io.StringIO()
+    console = Console(
+        file=text, force_terminal=on_terminal, width=None if on_terminal else WIDTH_MAX, markup=False, emoji=False,
+        highlight=False,
+    )  # fmt: skip
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for number, title in enumerate(rows[0]):
+        table.add_column(title, justify="right" if number in right else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table)
+    for line in text.getvalue().splitlines():
+        print(line.rstrip())
 
 
 def counted(count: int, noun: str) -> str:
-    """As "1 namespace", "2,000 namespaces". noun: in the singular, with a plural in s."""
+    """Write a count, as "1 namespace", "2,000 namespaces". noun: in the singular, with a plural in s."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -31,7 +46,7 @@ def percent(ratio: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Of a latency, or of what was saved in days."""
+    """Write a latency, or a time that was saved in days."""
     if value is None:
         return UNKNOWN
     magnitude = abs(value)
@@ -47,7 +62,7 @@ def seconds(value: float | None) -> str:
 
 
 def share(used_bytes: float, of_bytes: float | None) -> str:
-    """As "3.9 TiB of 4.0 TiB"."""
+    """Write a fill, as "3.9 TiB of 4.0 TiB"."""
     return size(used_bytes) if of_bytes is None else f"{size(used_bytes)} of {size(of_bytes)}"
 
 

@@ -450,7 +450,12 @@ def test_start_up_error_is_one_line_and_status_2(arguments: list[str], tmp_path:
 @pytest.mark.parametrize("arguments", [[], ["stat"], ["check"], ["index"], ["stats", "/x", "--jsn"]])
 def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
     done = run(*arguments)
-    assert done.returncode == 2 and "usage: kvtier" in done.stderr
+    assert done.returncode == 2 and done.stdout == "" and "Usage: kvtier" in done.stderr
+
+
+def test_without_arguments_the_next_steps_are_named() -> None:
+    said = run().stderr
+    assert all(f"\n  {step} " in said for step in ("kvtier doctor", "kvtier plan", "kvtier check", "vllm serve"))
 
 
 @pytest.mark.parametrize("command", ["stats", "verify", "check", "doctor"])
@@ -461,8 +466,7 @@ def test_empty_path_is_not_the_current_folder(command: str) -> None:
 
 @pytest.mark.parametrize("command", [[], ["check"], ["index", "rebuild"], ["serve"]])
 def test_help_says_what_a_status_means(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([*command, "--help"])
+    assert main([*command, "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert all(f"{status} " in said.split("Exit status:")[1] for status in (OK, FOUND_BAD, NOT_DONE, INTERRUPTED))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import bench, bench_storage, main, progress
+from kvtier.cli import bench, bench_storage, main, progress, tables
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.eviction.evictor import Evicted as Removed
 from kvtier.eviction.evictor import Evictor
@@ -387,9 +388,7 @@ def test_verify_takes_settings_too(config: Path, capsys: pytest.CaptureFixture[s
     ],
 )  # fmt: skip
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 2 and "usage: kvtier" in capsys.readouterr().err
+    assert main(arguments) == 2 and "Usage: kvtier" in capsys.readouterr().err
 
 
 def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,18 +397,35 @@ def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
             return True
 
     seen = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", seen)
-    now = iter([0.0, 0.0, 5.0, 5.01, 10.0])
-    show = progress.progress("verifying", "segments", lambda: next(now))
-    for done in (0, 5, 6, 10):
-        show(done, 10)
-    drawn = seen.getvalue().split("\r\033[K")[1:]
-    assert [text.split("%")[0].split()[-1] for text in drawn] == ["0", "50", "100"]  # 6 came too soon after 5
-    assert "5 of 10 segments, 5 s left" in drawn[1] and "█" * 15 in drawn[1] and drawn[-1].endswith("\n")
+    with progress.progress("verifying", "segments") as show:
+        show(5, 10)
+        show(10, 10)
+    drawn = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", seen.getvalue()).replace("\r", "\n").split("\n")
+    last = [line for line in drawn if line.strip()][-1]
+    assert last.startswith("verifying ") and "100%" in last and "10 of 10 segments" in last
+    assert seen.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
     quiet = io.StringIO()
     monkeypatch.setattr(sys, "stderr", quiet)
-    progress.progress("verifying", "segments")(1, 1)
+    with progress.progress("verifying", "segments") as show:
+        show(1, 1)
     assert quiet.getvalue() == ""
+
+
+@pytest.mark.parametrize("columns", ["40", "400"])
+def test_a_terminal_folds_cells_and_nothing_is_cut(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    rows = [("title [bold]", "x"), (f"{'long ' * 12}end", "1")]
+    tables.print_table(rows, right=(1,))
+    assert capsys.readouterr().out == f"title [bold]{' ' * 53}x\n{'long ' * 12}end  1\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    tables.print_table(rows, right=(1,))
+    out = capsys.readouterr().out
+    assert out.count("long") == 12 and "[bold]" in out and max(map(len, out.splitlines())) <= int(columns)
 
 
 def test_serve_without_a_token_stays_on_this_machine(config: Path) -> None:

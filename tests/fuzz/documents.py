@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from kvtier.admin.prompts import NoTokenizer, _text
-from kvtier.cli.place import NotDone
+from kvtier.cli.app import NotDone
 from kvtier.cli.prompts import _tokens
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of

@@ -1,0 +1,38 @@
+"""`kvtier serve`: the admin service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.app import app
+from kvtier.cli.place import path_argument
+from kvtier.config.settings import Settings
+from kvtier.errors import ConfigError
+from kvtier.runtime.exit_status import MEANINGS
+
+
+@app.command("serve", epilog=MEANINGS)
+def serve(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG.yaml",
+            parser=path_argument,
+            help="The settings file; without it, the one that KVTIER_CONFIG names.",
+        ),
+    ] = None,
+) -> int:
+    """Run the admin service. It has REST, metrics for Prometheus, and the dashboard at /ui."""
+    if path is not None and path.is_dir():
+        fix = f"is a folder: name a settings file with `root: {path}` and the engines' capacity_bytes"
+        raise ConfigError("config", str(path), fix)
+    settings = Settings.load({} if path is None else {"config": str(path)})
+    try:  # its packages are an extra: the other commands need none of them
+        from kvtier.server.serve import run_serve
+    except ModuleNotFoundError as missing:
+        fix = f"the package {missing.name} is not installed: pip install './kvtier[server]' beside its checkout"
+        raise ConfigError("serve", str(path or ""), fix) from None
+    return run_serve(settings)
