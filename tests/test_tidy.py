@@ -47,7 +47,8 @@ NEVER_REACHES = {
 }
 USES_TORCH = ("benchmarks", "kvtier.connectors", "kvtier.build", "kvtier.worker", "kvtier.kernels", "kvtier.codecs")
 USES_TORCH += ("kvtier.arena.arena",)
-READS_THE_ENVIRONMENT = ("kvtier.config.settings", "benchmarks")  # benchmarks set that of the engines that they start
+# benchmarks set that of the engines that they start
+READS_THE_ENVIRONMENT = ("kvtier.config.settings", "kvtier.connectors.vllm.plugin", "benchmarks")
 STARTS_THREADS = ("kvtier.runtime.threads", "benchmarks")
 CATCHES_EVERYTHING = ("kvtier.connectors.bridge", "kvtier.runtime.threads")  # the latter passes on to who waits
 # The engine's base class has them; any method is timed.

@@ -28,7 +28,7 @@ from vllm.v1.executor.abstract import Executor
 
 from kvtier.build import check_place
 from kvtier.codecs.measured_loss import check_key_bias
-from kvtier.config.kv_transfer import POLICY, check_policy, roles_of
+from kvtier.config.kv_transfer import CONNECTOR, POLICY, check_policy, roles_of
 from kvtier.config.settings import HOST_ARENA_BYTES, Settings
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.kv_dtypes import check_cache_dtype
@@ -50,7 +50,6 @@ READ_FROM_THE_FOLDER = frozenset({
 arrays in `np/`, which may be older than the weights beside it."""
 LOADS_ELSEWHERE = ("secondary_weights", "subfolder=", "load_file(")  # in a model's source: it loads other files, too
 _SIBLING_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
-NAME = "KVTierConnector"
 MARK = "_is_checked_by_kvtier"  # attribute of a KVTransferConfig; it travels to the processes of the engine
 WITHOUT = "run this model without the kvtier connector"
 
@@ -304,11 +303,11 @@ def check_start(vllm_config: Any) -> None:
 def _own_configs(vllm_config: Any) -> Iterator[Any]:
     """Yield the configuration as each KVTierConnector will see it: a copy for each one in a MultiConnector."""
     transfer = vllm_config.kv_transfer_config
-    if transfer.kv_connector == NAME:
+    if transfer.kv_connector == CONNECTOR:
         yield vllm_config
     elif transfer.kv_connector == "MultiConnector":
         for child in transfer.kv_connector_extra_config.get("connectors") or ():
-            if child.get("kv_connector") == NAME:
+            if child.get("kv_connector") == CONNECTOR:
                 own = copy.copy(vllm_config)
                 own.kv_transfer_config = KVTransferConfig(**child)
                 yield own

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvtier.config.settings import Settings
 from kvtier.connectors.bridge import Step
-from kvtier.connectors.vllm.compatibility import NAME, check_model, install
+from kvtier.connectors.vllm.compatibility import check_model, install
 from kvtier.connectors.vllm.messages import ReportMetadata, StepMetadata
 from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.connectors.vllm.platform import join_log
+from kvtier.connectors.vllm.plugin import register_connector
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import ConfigError
@@ -182,13 +181,6 @@ def _label_hits() -> None:
     KVTierConnector._cache_hit_source = CacheHitSource.DISK
 
 
-def _register() -> None:
-    """vLLM's front end looks for the children of a MultiConnector by name alone when it adds up what they counted, and
-    ends if one is not known so."""
-    with suppress(ValueError):  # it is, from an earlier import
-        KVConnectorFactory.register_connector(NAME, __package__, NAME)
-
-
 def check_release() -> None:
     """Refuses a vLLM that lacks a hook this connector needs; warns of one it was not tested with."""
     version = vllm.__version__.split("+")[0]
@@ -201,5 +193,6 @@ def check_release() -> None:
 
 
 _label_hits()
-_register()
+# vLLM's front end looks up the children of a MultiConnector by name alone, and ends if one is not registered.
+register_connector()
 install()

@@ -39,9 +39,9 @@ def read_transfer_config(text: str) -> Mapping[str, Any]:
         raise ConfigError("--kv-transfer-config", HIDDEN, f"it is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError("--kv-transfer-config", HIDDEN, "it must be a JSON object, as vLLM takes it")
-    for key, wanted in (("kv_connector", CONNECTOR), ("kv_connector_module_path", MODULE)):
-        if found.get(key) != wanted:
-            raise ConfigError(key, found.get(key), f"vLLM would not load kvtier: set it to {wanted}")
+    for key, wanted in (("kv_connector", (CONNECTOR,)), ("kv_connector_module_path", (MODULE, None))):
+        if found.get(key) not in wanted:
+            raise ConfigError(key, found.get(key), f"vLLM would not load kvtier: set it to {wanted[0]}")
     roles_of(found.get("kv_role"))
     check_policy(found.get("kv_load_failure_policy", VLLM_POLICY))
     settings = found.get(SETTINGS_KEY, {})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.config.kv_transfer import CONNECTOR
 from kvtier.errors import ConfigError
 
 pytest.importorskip("vllm")
@@ -20,7 +21,7 @@ from tests.engines.test_refusals import engine
 
 def asked(extra: dict[str, Any], **changes: Any) -> Any:
     transfer = KVTransferConfig(
-        kv_connector=compatibility.NAME, kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector=CONNECTOR, kv_role="kv_both", kv_load_failure_policy="recompute",
         kv_connector_module_path="kvtier.connectors.vllm", kv_connector_extra_config=extra,
     )  # fmt: skip
     return engine(kv_transfer_config=transfer, parallel__distributed_executor_backend="uni", **changes)
@@ -31,7 +32,7 @@ def settings_at(root: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_the_choice_of_an_executor_is_checked() -> None:
-    assert KVTierConnector.__name__ == compatibility.NAME
+    assert KVTierConnector.__name__ == CONNECTOR
     assert hasattr(Executor.get_class, compatibility.MARK)
     choose = Executor.get_class
     compatibility.install()
@@ -69,7 +70,7 @@ def test_the_root_of_another_machine_is_left_alone(elsewhere: dict[str, Any], tm
 
 def test_children_of_a_multi_connector_are_checked(tmp_path: Path) -> None:
     child = {
-        "kv_connector": compatibility.NAME, "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
+        "kv_connector": CONNECTOR, "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": settings_at(tmp_path / "root"),
     }  # fmt: skip
     other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}

@@ -1,0 +1,102 @@
+"""Plugin of vLLM (entry point group `vllm.general_plugins`): the connector by its name, and by KVTIER_ROOT alone.
+
+    KVTIER_ROOT=/nvme/kv vllm serve MODEL
+
+vLLM calls `register` in each of its processes. It has no hook that supplies a KVTransferConfig: its plugins run before
+its command line is parsed and return nothing, and an option's default is only its own. So where KVTIER_ROOT is set,
+`EngineArgs.create_engine_config` is wrapped, which every front end calls. Engines without KVTIER_ROOT are not touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from contextlib import suppress
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from kvtier.config.kv_transfer import CONNECTOR, MODULE, POLICY
+
+log = logging.getLogger("kvtier")
+
+ROOT_VARIABLE = "KVTIER_ROOT"
+CAPACITY_SHARE = 0.8  # default of capacity_bytes, fraction of the space that is free or taken by the root's segments
+CAPACITY_UNIT = 1 << 30  # the default capacity is rounded down to a multiple of this, bytes
+MARK = "_is_supplied_by_kvtier"  # attribute of the wrapped create_engine_config
+
+
+def register() -> None:
+    """Register the connector's name. Supply its configuration to engines that have none, if KVTIER_ROOT is set."""
+    register_connector()
+    if os.environ.get(ROOT_VARIABLE):
+        _supply_configuration()
+
+
+def register_connector() -> None:
+    """Make `kv_connector: KVTierConnector` enough. Do nothing where it is known, or where vLLM has no connectors."""
+    with suppress(ImportError, ValueError):
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+
+
+def _supply_configuration() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+    if hasattr(create, MARK):
+        return
+
+    @wraps(create)
+    def supplied(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # --kv-offloading-size makes vLLM choose a connector of its own.
+        if self.kv_transfer_config is None and getattr(self, "kv_offloading_size", None) is None:
+            self.kv_transfer_config = transfer_config()
+        return create(self, *args, **kwargs)
+
+    setattr(supplied, MARK, True)
+    EngineArgs.create_engine_config = supplied
+
+
+def transfer_config() -> Any:
+    """Return the KVTransferConfig that KVTIER_ROOT stands for, and log it. Raises ConfigError for a bad setting."""
+    from vllm.config import KVTransferConfig
+
+    from kvtier.config.settings import Settings
+    from kvtier.connectors.vllm.platform import join_log
+    from kvtier.runtime.units import size
+    from kvtier.storage.start_wait import in_time
+
+    join_log()
+    settings = Settings.load()
+    capacity_bytes, why = settings.capacity_bytes, "as set"
+    if "capacity_bytes" not in settings.model_fields_set:
+        capacity_bytes = in_time(settings.root, "measuring its free space", partial(default_capacity, settings.root))
+        why = f"{CAPACITY_SHARE:.0%} of the free space; KVTIER_CAPACITY_BYTES sets another"
+    # The root travels with the configuration: workers on other nodes may not have the variable.
+    extra = {"root": str(settings.root), "capacity_bytes": capacity_bytes}
+    log.info(
+        "%s=%s: KV is saved to and loaded from there by %s (kv_both, %s), up to %s (%s). "
+        "To change it, set other KVTIER_* variables or give --kv-transfer-config, which replaces all of this",
+        ROOT_VARIABLE, settings.root, CONNECTOR, POLICY, size(capacity_bytes), why,
+    )  # fmt: skip
+    return KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy=POLICY,
+        kv_connector_extra_config=extra,
+    )
+
+
+def default_capacity(root: Path) -> int:
+    """Return CAPACITY_SHARE of what the root's file system has free and the root's segments take, in bytes.
+
+    Segments count as free: otherwise the capacity would shrink with each start. Raises OSError.
+    """
+    place = next(folder for folder in (root, *root.parents) if folder.exists())
+    stored_bytes = sum(path.stat().st_blocks * 512 for path in root.rglob("*.kvseg"))
+    capacity_bytes = int(CAPACITY_SHARE * (shutil.disk_usage(place).free + stored_bytes))
+    return capacity_bytes // CAPACITY_UNIT * CAPACITY_UNIT or capacity_bytes

@@ -1,0 +1,122 @@
+"""vLLM's general plugin: the connector by its name, and real engines with nothing but KVTIER_ROOT."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
+
+from kvtier.connectors.vllm import KVTierConnector, plugin
+from kvtier.errors import ConfigError
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 400
+SMALL = {"KVTIER_CHUNK_TOKENS": "64", "KVTIER_SEGMENT_BYTES": "4MiB", "KVTIER_MIN_LOAD_TOKENS": "0"}
+
+
+def run(model: Path, output: Path, python: Path | str, root: Path | None, *transfer: str) -> tuple[dict[str, Any], str]:
+    """Run one engine. Return its result and what it logged."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    environment |= SMALL | ({} if root is None else {"KVTIER_ROOT": str(root)})
+    environment["PYTHONPATH"] = str(HERE.parents[1])
+    argv = [str(python), str(HERE / "root_engine.py"), str(model), str(output), *transfer]
+    ended = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    log = ended.stdout + ended.stderr
+    assert ended.returncode == 0, log[-6000:]
+    return json.loads(output.read_text()), log
+
+
+def test_the_plugin_is_installed() -> None:
+    (found,) = (each for each in entry_points(group="vllm.general_plugins") if each.name == "kvtier")
+    assert found.load() is plugin.register
+
+
+def test_a_second_process_hits_with_the_root_alone(lab: Any, tmp_path: Path) -> None:
+    root, model = tmp_path / "kv", lab.model("llama")
+    cold, log = run(model, tmp_path / "cold.json", sys.executable, root)
+    assert cold["cached"] == 0 and cold["connector"] == "KVTierConnector"
+    (line,) = (line for line in log.splitlines() if f"KVTIER_ROOT={root}" in line)
+    assert "kv_both, recompute" in line and "80% of the free space" in line and "--kv-transfer-config" in line
+    assert 0 < cold["extra"]["capacity_bytes"] <= 0.8 * shutil.disk_usage(tmp_path).total
+    warm, _ = run(model, tmp_path / "warm.json", sys.executable, root)
+    assert warm["cached"] == 256 and warm["tokens"] == cold["tokens"]
+    other = tmp_path / "other"
+    explicit = {
+        "kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"root": str(other), "capacity_bytes": "1GiB"},
+    }  # fmt: skip
+    told, log = run(model, tmp_path / "told.json", sys.executable, root, json.dumps(explicit))
+    assert told["cached"] == 0 and told["extra"]["root"] == str(other) and other.is_dir()
+    assert "KVTIER_ROOT=" not in log
+
+
+def test_a_second_process_hits_in_0_27(lab: Any, older_python: Path, tmp_path: Path) -> None:
+    root, model = tmp_path / "kv", lab.model("llama")
+    cold, _ = run(model, tmp_path / "cold.json", older_python, root)
+    warm, _ = run(model, tmp_path / "warm.json", older_python, root)
+    assert (cold["cached"], warm["cached"]) == (0, 256) and warm["tokens"] == cold["tokens"]
+
+
+@pytest.fixture
+def create(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine configuration is what its KVTransferConfig is; restored at the end."""
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: self.kv_transfer_config)
+
+
+def arguments(**values: Any) -> EngineArgs:
+    made = object.__new__(EngineArgs)
+    made.kv_transfer_config, made.kv_offloading_size = None, None
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.usefixtures("create")
+def test_without_a_root_only_a_name_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTIER_ROOT", raising=False)
+    before = EngineArgs.create_engine_config
+    plugin.register()
+    assert EngineArgs.create_engine_config is before and arguments().create_engine_config() is None
+    assert KVConnectorFactory.get_connector_class_by_name("KVTierConnector") is KVTierConnector
+
+
+@pytest.mark.usefixtures("create")
+def test_what_is_given_explicitly_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVTIER_ROOT", str(tmp_path / "kv"))
+    monkeypatch.setenv("KVTIER_CAPACITY_BYTES", "3GiB")
+    plugin.register()
+    plugin.register()
+    own = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    assert arguments(kv_transfer_config=own).create_engine_config() is own
+    assert arguments(kv_offloading_size=1.0).create_engine_config() is None
+    supplied = arguments().create_engine_config()
+    assert supplied.kv_connector_extra_config == {"root": str(tmp_path / "kv"), "capacity_bytes": 3 << 30}
+    assert (supplied.kv_role, supplied.kv_load_failure_policy) == ("kv_both", "recompute")
+
+
+@pytest.mark.usefixtures("create")
+def test_a_bad_root_is_refused_by_the_name_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_ROOT", "not/absolute")
+    plugin.register()
+    with pytest.raises(ConfigError, match="KVTIER_ROOT"):
+        arguments().create_engine_config()
+
+
+def test_stored_segments_count_as_free(tmp_path: Path) -> None:
+    folder = tmp_path / "kv" / "v1" / "namespace"
+    folder.mkdir(parents=True)
+    empty = plugin.default_capacity(tmp_path / "kv")
+    (folder / "set-0.kvseg").write_bytes(bytes(4096))
+    usage = shutil.disk_usage(tmp_path)
+    assert abs(plugin.default_capacity(tmp_path / "kv") - empty) <= 2 * plugin.CAPACITY_UNIT
+    assert plugin.default_capacity(tmp_path / "not" / "made" / "yet") <= 0.8 * usage.total
