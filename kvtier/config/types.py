@@ -11,6 +11,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, ConfigDict, Field
 
 FROZEN = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+# Not pydantic's ByteSize and timedelta, whose spellings differ: ByteSize refuses "4Gi", takes "8Gbit" and true, and
+# cuts fractions of a byte ("0.3B" is 0); timedelta refuses "90s", "15m", "12h" and "2w".
 _UNITS = {"": 1, "B": 1} | {
     letter + suffix: base**power
     for suffix, base in (("iB", 1024), ("i", 1024), ("B", 1000))
