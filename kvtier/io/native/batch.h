@@ -1,4 +1,4 @@
-// Operations, and the batch that owns their progress. No I/O here.
+// Operations, and the batch that owns their progress. Does no I/O.
 #pragma once
 #include <atomic>
 #include <chrono>

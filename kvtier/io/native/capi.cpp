@@ -1,4 +1,4 @@
-// The plain C interface that kvtier/io/native.py and ring.py load. No exception crosses it.
+// C interface of the engine, loaded by kvtier/io/native.py and ring.py. Throws no exception.
 #include <cerrno>
 #include <new>
 

@@ -1,4 +1,4 @@
-// The keyed slab checksum: NH over a mixed-counter key stream. The definition stands in kvtier/format/checksum.py.
+// Seeded slab checksum: NH over a mixed-counter key stream, as defined in kvtier/format/checksum.py.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -5,7 +5,7 @@
 
 namespace kvtier {
 
-// What zlib.crc32(data) gives.
+// Equals zlib.crc32(data).
 uint32_t crc32(const uint8_t* data, size_t bytes);
 
 }  // namespace kvtier

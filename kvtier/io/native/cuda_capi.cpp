@@ -1,4 +1,4 @@
-// The plain C interface that kvtier/io/cuda.py loads.
+// C interface of pinning, loaded by kvtier/io/cuda.py. Throws no exception.
 #include <map>
 #include <mutex>
 

@@ -1,5 +1,5 @@
-// CUDA's driver, found when it is first needed, so that the same build serves hosts without one. No CUDA header is
-// used: what is called is declared here, as in cuda.h (12 and 13 agree).
+// CUDA driver, loaded on first use, so that the same build serves hosts without one. The functions are declared here as
+// in cuda.h (12 and 13 agree), so that no CUDA header is needed.
 #pragma once
 #include <cstddef>
 #include <cstdint>

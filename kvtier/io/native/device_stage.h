@@ -1,5 +1,5 @@
-// The second half of a read for a device: from a pinned slot to device memory, while the thread reads the next run. Of
-// a file that is pinned itself there is no first half.
+// Second half of a read for a device: copies a pinned slot to device memory while the thread reads the next run. A file
+// that is pinned is copied directly, without the first half.
 #pragma once
 #include <memory>
 #include <vector>

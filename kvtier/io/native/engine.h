@@ -1,4 +1,4 @@
-// Threads that move the pieces of batches between files and memory, and sum them on the way.
+// I/O engine: threads that move the pieces of batches between files and memory, and sum them.
 //
 // An operation is cut into pieces small enough that a piece is still in a core's L2 cache when it is summed: a read
 // piece is summed as soon as it has landed, a write piece just before it goes out. A read for a device goes through the

@@ -1,4 +1,4 @@
-// Pieces that lie next to each other in a file, read at once.
+// Runs: pieces that are adjacent in a file, read with one system call.
 //
 // Records smaller than a piece (small models, many ranks, codecs that compress) would else cost a system call each, and
 // on a network file system a request each. What lies between them (a record's header page, heads of other ranks) is

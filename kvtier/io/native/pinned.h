@@ -1,4 +1,4 @@
-// Host memory that CUDA copies from without a detour.
+// Page-locked host memory, registered with CUDA for direct copies.
 #pragma once
 #include <atomic>
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Files of a file system in memory, registered with CUDA: a device copies right out of their pages, with no copy by the
+// Files of tmpfs or ramfs, mapped and registered with CUDA: a device copies out of their pages, with no copy by the
 // processor before it. (H200, tmpfs: 55 GB/s, all of PCIe, where the ring's slots bring 51. Registering takes 0.13 to 0.4
 // s a GiB, so it is done in the background and in steps.)
 #pragma once

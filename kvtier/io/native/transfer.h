@@ -1,4 +1,4 @@
-// Whole reads and writes at an offset: errno values, never exceptions.
+// Complete reads and writes at an offset. Errors are errno values, not exceptions.
 #pragma once
 #include <sys/types.h>
 #include <sys/uio.h>

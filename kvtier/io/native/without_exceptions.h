@@ -1,4 +1,4 @@
-// What the functions of the C interface that may fail for many reasons share: no exception crosses it.
+// Translation of exceptions to errno values at the C interface.
 #pragma once
 #include <cerrno>
 #include <cstdio>
