@@ -13,7 +13,7 @@ from kvtier.server.problems import FIELD_ERRORS_MAX, WHERE_CHARS_MAX, Refused
 from kvtier.server.schemas import Problem
 from kvtier.server.service import Service
 
-BEARER = HTTPBearer(auto_error=False, description="One of the service's two tokens; the door has checked it already.")
+BEARER = HTTPBearer(auto_error=False, description="One of the service's two tokens; checked before the routes.")
 
 DESCRIPTIONS = {
     400: "The request is malformed.",

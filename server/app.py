@@ -13,10 +13,11 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
+from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.types import ASGIApp
 
 from kvtier.server import routes_change, routes_health, routes_look
-from kvtier.server.guards import Door, HeadAsGet, SecurityHeaders, TimeLimit, WholeBody
+from kvtier.server.middleware import Authentication, HeadAsGet, SecurityHeaders, TimeLimit, WholeBody, not_authenticated
 from kvtier.server.problems import add_handlers
 from kvtier.server.schemas import FieldError, Problem
 from kvtier.server.service import Service
@@ -49,8 +50,9 @@ def make_app(service: Service) -> ASGIApp:
     """Everything, from the first byte of a request on."""
     settings = service.settings.server
     limited = TimeLimit(make_routes(service), settings.timeout_s)
-    door = Door(WholeBody(limited, settings.body_bytes_max, settings.timeout_s), service.tokens)
-    return SecurityHeaders(HeadAsGet(door), is_tls=settings.tls_cert is not None)
+    whole = WholeBody(limited, settings.body_bytes_max, settings.timeout_s)
+    known = AuthenticationMiddleware(whole, Authentication(service.tokens), not_authenticated)
+    return SecurityHeaders(HeadAsGet(known), is_tls=settings.tls_cert is not None)
 
 
 def make_routes(service: Service) -> FastAPI:

@@ -2,6 +2,7 @@
 
 uvicorn closes a connection that is idle after an answer. It waits without an end for the first request's head, for the
 rest of a head that was begun, for the rest of a body after the answer, and for a client that does not read.
+Its limit_concurrency refuses new connections where idle ones hold the limit, so that these would silence the service.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ASGI middleware before the routes: authentication, limits of size and time, and headers on every answer.
 
-    SecurityHeaders( HeadAsGet( Door( WholeBody( TimeLimit( routes )))))
+    SecurityHeaders( HeadAsGet( AuthenticationMiddleware( WholeBody( TimeLimit( routes )))))
 
 A request without a valid token costs nothing but reading its head: its body is never read.
 """
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 
+from starlette.authentication import AuthenticationBackend, AuthenticationError
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.server.auth import Tokens, role_of
-from kvtier.server.problems import RETRY_AFTER_S, Refused, send_problem
+from kvtier.server.problems import RETRY_AFTER_S, Refused, problem, send_problem
 
 log = logging.getLogger("kvtier")
 
@@ -80,29 +82,27 @@ class HeadAsGet:
         await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
-class Door:
-    """Lets in who may come; notes the role in the request's state."""
+class Authentication(AuthenticationBackend):
+    """Check of a request's token, for Starlette's AuthenticationMiddleware. Notes the role in the request's state."""
 
-    def __init__(self, app: ASGIApp, tokens: Callable[[], Tokens]) -> None:
-        self._app = app
+    def __init__(self, tokens: Callable[[], Tokens]) -> None:
         self._tokens = tokens
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            return  # the service has no websockets: the server closes the connection
+    async def authenticate(self, conn: HTTPConnection) -> None:
         try:
-            role = role_of(Headers(scope=scope), scope["path"], self._tokens())
+            conn.state.role = role_of(conn.headers, conn.scope["path"], self._tokens())
         except Refused as refused:
-            await send_problem(scope, receive, send, refused)
-            return
-        state: MutableMapping[str, Any] = scope.setdefault("state", {})
-        state["role"] = role
-        await self._app(scope, receive, send)
+            raise AuthenticationError from refused
 
 
+def not_authenticated(conn: HTTPConnection, error: AuthenticationError) -> Response:
+    refused = error.__cause__
+    assert isinstance(refused, Refused)
+    return problem(refused.status, refused.detail, refused.headers)
+
+
+# Not Starlette's RequestBodyLimitMiddleware: it has no deadline, answers in plain text, and lets a route that reads no
+# body do its work before it refuses the request.
 class WholeBody:
     """Reads a request's body before anything is done with it: at most `bytes_max` of it, within `timeout_s`."""
 
@@ -158,6 +158,7 @@ class WholeBody:
                 return bytes(body)
 
 
+# Neither Starlette nor uvicorn has a deadline of answers.
 class TimeLimit:
     """An answer that has not begun after `timeout_s` is given up. Its work ends by itself: what it waits for (index,
     storage) has deadlines of its own, and a thread cannot be stopped."""

@@ -1,4 +1,4 @@
-"""Who is let in, as far as it does not depend on the route: names, origins, slow bodies, errors, the page's files."""
+"""Middleware as far as it does not depend on the route: names, origins, slow bodies, errors, the files of the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.config.server import ServerSettings
 from kvtier.errors import ConfigError
 from kvtier.server import routes_look
 from kvtier.server.auth import Role, Tokens
-from kvtier.server.guards import TimeLimit, WholeBody
+from kvtier.server.middleware import TimeLimit, WholeBody
 from tests.server.serving import ADMIN, READER, Serving
 from tests.server.test_all_routes import assert_problem
 
