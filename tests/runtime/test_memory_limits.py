@@ -45,11 +45,11 @@ def test_a_machine_without_limits(kernel: Path) -> None:
 @pytest.mark.parametrize("place", ["", "pod/worker/", "pod/"])
 def test_a_limit_of_any_cgroup_above(place: str, kernel: Path) -> None:
     write(kernel / "proc/self/cgroup", "0::/pod/worker\n")
-    write(kernel / f"sys/fs/cgroup/{place}arenas.max", f"{8 * GIB}\n")
-    write(kernel / f"sys/fs/cgroup/{place}arenas.current", f"{3 * GIB}\n")
+    write(kernel / f"sys/fs/cgroup/{place}memory.max", f"{8 * GIB}\n")
+    write(kernel / f"sys/fs/cgroup/{place}memory.current", f"{3 * GIB}\n")
     here = found(kernel)
     assert (here.limit_bytes, here.available_bytes) == (8 * GIB, 5 * GIB) and "container" in here.limit
-    write(kernel / f"sys/fs/cgroup/{place}arenas.max", "max\n")
+    write(kernel / f"sys/fs/cgroup/{place}memory.max", "max\n")
     assert found(kernel).limit_bytes == 32 * GIB
 
 

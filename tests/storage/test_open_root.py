@@ -327,7 +327,7 @@ POD, HOST = Node("5d1c", "pod-7f9c", "boot-1"), Node("5d1c", "vm", "boot-1")
 
 
 def claimed(folder: Path, node: Node, index_path: Path | None = None) -> Node:
-    """The node that root_owner.json names after `node` claimed the folder. Raises ConfigError."""
+    """The node that owner.json names after `node` claimed the folder. Raises ConfigError."""
     folder.mkdir(parents=True, exist_ok=True)
     root_owner.claim(folder, Owner(node, index_path or folder / "index"))
     found = read_owner(folder)
