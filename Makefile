@@ -1,13 +1,5 @@
-# Everything from a machine with only Python >= 3.11 and make: each target sets up what it needs, once.
-#
-#   make demo    two vLLM processes, one prefix: the second skips the prefill that the first one did
-#   make test    all tests, with this release of vLLM and an older one
-#   make soak    the tests that run for many minutes
-#   make aiperf  aiperf in an environment of its own, for benchmarks/aiperf_ttft.py
-#   make lint    ruff and mypy
-#   make wheel   a wheel with the native library inside, in dist
-#   make docs    the site of docs/, in build/site
-#   make clean   removes what the above made
+# Everything from a machine with only Python >= 3.11 and make: each target sets up what it needs, once. `make` alone
+# prints the targets: those with a comment of two hashes.
 
 PYTHON ?= python3
 # Which engine is set up: requirements/engine-$(ENGINE).txt and the packages below. On a host whose driver answers for an
@@ -44,42 +36,46 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
 step = @printf '== %s ' "$(1)"; ( while sleep 5; do printf .; done ) & dots=$$!; \
 	status=0; { $(2); } || status=$$?; kill $$dots; printf '\n'; exit $$status
 
-.PHONY: demo test soak aiperf wheel lint docs format setup setup-dev clean
+.PHONY: help demo test soak aiperf wheel lint docs format setup setup-dev clean
 .DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
 
-demo: setup
+help:  ## this list
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: setup  ## two vLLM processes, one prefix: the second loads what the first computed
 	@$(BIN)/python -m benchmarks.demo
 
-test: setup-dev $(OLD_READY)
+test: setup-dev $(OLD_READY)  ## all tests, with this release of vLLM and an older one
 	@$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile
 
-soak: setup-dev $(OLD_READY) aiperf
+soak: setup-dev $(OLD_READY) aiperf  ## the tests that run for many minutes
 	@$(BIN)/python -m pytest -v -m soak
 
 # Without what an earlier build left: setuptools would put modules that are gone since into the wheel.
-wheel: $(STAMPS)/python
+wheel: $(STAMPS)/python  ## a wheel with the native library inside, in dist
 	@rm -rf build/lib build/bdist.* *.egg-info
 	$(call step,building a wheel in dist,$(BIN)/python -m pip --quiet --quiet --disable-pip-version-check \
 		wheel --no-deps --wheel-dir dist .)
 
 # The folders connectors and server are kvtier.connectors and kvtier.server: mypy sees them in a tree of links.
 TYPED := build/typed
-lint: setup-dev
+lint: setup-dev  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvtier
 	@ln -s $(CURDIR)/kvtier/* $(CURDIR)/connectors $(CURDIR)/server $(TYPED)/kvtier/
 	@cd $(TYPED) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p kvtier
 
-docs: setup-dev
+docs: setup-dev  ## the site of docs/, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-format: setup-dev
+format: setup-dev  ## ruff: fix and format all files
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-setup: $(READY)
-setup-dev: $(READY_DEV)
+setup: $(READY)  ## the environment to run kvtier in
+setup-dev: $(READY_DEV)  ## the environment with the tools for tests and lint
 
 $(STAMPS)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or newer")'
@@ -114,7 +110,7 @@ $(OLD_VENV)/.stamp: $(STAMPS)/engine
 
 # Its pins are not those of vLLM, and it is used as a program only.
 AIPERF := build/aiperf
-aiperf: $(AIPERF)/.stamp
+aiperf: $(AIPERF)/.stamp  ## aiperf in an environment of its own, for benchmarks/aiperf_ttft.py
 $(AIPERF)/.stamp: requirements/aiperf.txt
 	@rm -rf $(AIPERF)
 	@$(PYTHON) -m venv $(AIPERF)
@@ -122,7 +118,7 @@ $(AIPERF)/.stamp: requirements/aiperf.txt
 		$(AIPERF)/bin/python -m pip --quiet --quiet --disable-pip-version-check install --no-deps -r $<)
 	@touch $@
 
-clean:
+clean:  ## remove what the other targets made
 	rm -rf .venv .venv-gpu $(OLD_VENV) build dist demo-output *.egg-info kvtier/io/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
