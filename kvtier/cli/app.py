@@ -19,9 +19,7 @@ Next steps:
   kvtier doctor /nvme/kv                        is this machine fit: GPU, storage, memory, rates
   kvtier plan --model DIR --gpu-memory 80GB     what KV of a model takes, what fits, what a reload costs
   kvtier check kvtier.yaml                      would an engine start with these settings
-  vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_role": "kv_both",
-      "kv_connector_module_path": "kvtier.connectors.vllm", "kv_load_failure_policy": "recompute",
-      "kv_connector_extra_config": {"root": "/nvme/kv", "capacity_bytes": "500GiB"}}'
+  KVTIER_ROOT=/nvme/kv vllm serve MODEL         serve with a tier
   kvtier stats /nvme/kv                         what is stored there
 
 kvtier --help lists all commands, kvtier COMMAND --help their options."""
