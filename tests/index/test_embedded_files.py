@@ -288,7 +288,7 @@ def test_a_process_with_the_same_id_is_refused_where_lmdb_can_be_given_no_other(
         pytest.skip("needs leave to make a namespace of process ids")
     program = (
         "import sys, time\nfrom kvtier.errors import ConfigError\nfrom kvtier.index.lmdb.index import LmdbIndex\n"
-        "from kvtier.index import lmdb_pid\nlmdb_pid._places = lambda: []\n"
+        "from kvtier.index.lmdb import process\nprocess._places = lambda: []\n"
         "try:\n    index = LmdbIndex(sys.argv[1])\nexcept ConfigError as fault:\n    sys.exit(str(fault))\n"
         "print('open', flush=True)\nsys.stdin.read()\n"
     )
