@@ -136,7 +136,7 @@ def test_text_from_the_index_is_text(browser: Any) -> None:
     overview["namespaces"].append(unreadable)
     with served(Service(Raw(with_texts(overview, EVIL)), history())) as service:
         found = Opened(browser, service).shows_figures()
-        for place in ("#workers", "#namespaces", "#tenants", "#prefixes", "#tiers", "#deployment"):
+        for place in ("#workers", "#namespaces", "#tenants", "#prefixes", "#deployment"):
             assert EVIL[:12] in found.text(place), place
         assert found.page.locator("img").count() == 0 and found.faults == []
         found.context.close()
