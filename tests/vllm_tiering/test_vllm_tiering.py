@@ -359,7 +359,8 @@ def test_the_example_makes_a_tier(tmp_path: Path) -> None:
     assert OffloadingSpecFactory.get_spec_cls(extra) is TieringOffloadingSpec
     (tier,) = extra["secondary_tiers"]
     example = folder / Path(tier.pop("config")).name
-    assert tier == {"type": KVTierSecondaryTier.__name__, "module_path": KVTierSecondaryTier.__module__}
+    assert tier == {"type": KVTierSecondaryTier.__name__, "module_path": "kvtier.connectors.vllm_tiering"}
+    assert getattr(importlib.import_module(tier["module_path"]), tier["type"]) is KVTierSecondaryTier
     small = tier_config(tmp_path)["settings"]
     with offloader(tier | {"config": str(example), "settings": small}) as engine:
         engine.store(KEYS)
