@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -96,7 +95,9 @@ def default_capacity(root: Path) -> int:
 
     Segments count as free: otherwise the capacity would shrink with each start. Raises OSError.
     """
-    place = next(folder for folder in (root, *root.parents) if folder.exists())
-    stored_bytes = sum(path.stat().st_blocks * 512 for path in root.rglob("*.kvseg"))
-    capacity_bytes = int(CAPACITY_SHARE * (shutil.disk_usage(place).free + stored_bytes))
+    from kvtier.storage.filesystem import FreeSpace
+    from kvtier.storage.root import nearest, segments_bytes
+
+    free_bytes = FreeSpace.of(os.statvfs(nearest(root))).n_bytes
+    capacity_bytes = int(CAPACITY_SHARE * (free_bytes + segments_bytes(root)))
     return capacity_bytes // CAPACITY_UNIT * CAPACITY_UNIT or capacity_bytes
