@@ -1,15 +1,14 @@
-"""From vLLM's configuration to the namespace of its KV, and to the share of it that each rank holds.
+"""Namespace of an engine's KV and share of each rank, made from vLLM's configuration.
 
-vLLM's settings that change KV and have no field of their own in the namespace, as one text.
+Settings of vLLM that change KV and have no field of their own in the namespace become one text. A setting is in it
+where it is not plain, that is not vLLM's default. So the text of most engines is "", and a setting that is added to
+this file does not invalidate what other engines have stored. The plain values are listed here and not read from the
+running release: where a release changes a default, its KV gets another name. A setting that a release lacks is plain.
 
-A setting counts where it is not plain: not what vLLM does by itself. So the text of most engines is "", and one setting
-more in this file leaves what others have stored. What is plain is written here and not asked of the release that runs:
-where a release changes a default, its KV then differs in name, too. A setting that a release lacks is plain.
+Not in the text: settings that change KV by rounding only (kernels, parallel sizes, the cut of steps), and parts of a
+request that its keys contain (adapter, image, processor arguments).
 
-Not here: what changes KV by rounding only (kernels, parallel sizes, where a step computes), and what the keys tell of a
-request (which adapter, which image, its own processor arguments).
-
-Where the files of a model lie on this machine, by the name that vLLM was given.
+The module also finds the files of a model on this machine by the name that vLLM was given.
 """
 
 from __future__ import annotations
@@ -34,18 +33,16 @@ from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, canonical_text
 from kvtier.model.weights_fingerprint import config_fingerprint, file_fingerprint, weights_fingerprint
 
+# Drafting methods that keep no KV of their own.
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Ways of drafting that keep no KV of their own."""
-LENGTH_DEPENDENT_ROPES = frozenset({"longrope", "su", "dynamic"})
-"""Positional encodings that look at the engine's own maximum length."""
+LENGTH_DEPENDENT_ROPES = frozenset({"longrope", "su", "dynamic"})  # encodings that depend on the maximum length
+# vLLM's MLA models rename these encodings in the processes that build them; other models keep both names, as different
+# encodings.
 RENAMED_ROPES = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
-"""What vLLM's models with MLA make of the configuration's names, in the processes that they are made in. Other models
-take both, as different encodings."""
 
 FINGERPRINTS = Path(f"/var/tmp/kvtier-{os.getuid()}/fingerprints")
 
-NOTHING: tuple[Any, ...] = (None, False, 0, "", {}, [])
-"""Plain, whatever the setting."""
+NOTHING: tuple[Any, ...] = (None, False, 0, "", {}, [])  # plain values of every setting
 
 # name -> values that are plain besides NOTHING
 MODEL: Mapping[str, tuple[Any, ...]] = {
@@ -63,6 +60,8 @@ LORA: Mapping[str, tuple[Any, ...]] = {
     "enable_mixed_moe_lora_format": (),
     "enable_moe_shared_loras": (),
 }
+# Variables of vllm.envs that quantize weights or activations, or route tokens to experts, without a configuration
+# field.
 ENVIRONMENT: Mapping[str, tuple[Any, ...]] = {
     "VLLM_B12X_MOE_FP4_FORCE_A16": (),
     "VLLM_DEEPEPLL_NVFP4_DISPATCH": (),
@@ -73,7 +72,6 @@ ENVIRONMENT: Mapping[str, tuple[Any, ...]] = {
     "VLLM_MARLIN_INPUT_DTYPE": (),
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": (),
 }
-"""Of vllm.envs: what quantizes weights or activations, or routes tokens to experts, past all configuration."""
 ON_BY_DEFAULT = ("VLLM_CPU_INT4_W4A8", "VLLM_USE_DEEP_GEMM_E8M0")
 """The same, of switches that are plain as long as nobody turns them off."""
 
@@ -88,7 +86,7 @@ class Identity:
 
 
 def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], settings: Settings) -> Identity:
-    """What this engine's KV is.
+    """Identity of this engine's KV.
 
     spec: of any layer of its only KV-cache group; layer_names: the layers of that group, on this rank, in order.
     Raises ConfigError.
@@ -142,7 +140,7 @@ def check_share(share: RankShare, spec: Any, layer_names: Sequence[str], geometr
 
 
 def positions_text(model: Any) -> str:
-    """What decides how positions enter K, in a form that does not change with the version that read it."""
+    """Return the settings of the positional encoding of K, in a form that is the same in all releases of vLLM."""
     config = model.hf_text_config
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -191,7 +189,7 @@ def _weights(model: Any, load_config: Any) -> str:
 
 
 def _draft(vllm_config: Any, settings: Settings) -> str:
-    """Who the draft model is, if its layers may be among the cached ones; "" if there is none."""
+    """Return the identity of the draft model if its layers may be among the cached ones; "" without one."""
     speculative = getattr(vllm_config, "speculative_config", None)
     method = str(getattr(speculative, "method", None) or "")
     if speculative is None or method in DRAFTS_WITHOUT_KV:
@@ -271,7 +269,7 @@ def _model_settings(model: Any, load: Any) -> dict[str, Any]:
 
 
 def _online_quantization(model: Any) -> Any:
-    """How weights are quantized as they are loaded, if otherwise than the name in `quantization` says by itself."""
+    """Return the quantization of weights while they are loaded, where the name in `quantization` does not define it."""
     config = getattr(model, "quantization_config", None)
     if not config:
         return None
@@ -283,7 +281,8 @@ def _online_quantization(model: Any) -> Any:
 
 
 def _multimodal(config: Any) -> dict[str, Any]:
-    """What the identifier of an image does not tell: vLLM hashes the item and the request's own arguments."""
+    """Return multimodal settings that the identifier of an image lacks: vLLM hashes the item and the request's
+    arguments."""
     if config is None:
         return {}
     found = _named(config, MULTIMODAL)
@@ -300,7 +299,7 @@ def _multimodal(config: Any) -> dict[str, Any]:
 
 
 def _lora(config: Any, model: Any) -> dict[str, Any]:
-    """How adapters are applied. Requests without one are kept apart with it, which costs hits and nothing else."""
+    """Return the settings of LoRA. They also separate requests without an adapter, which only costs hits."""
     if config is None:
         return {}
     found = _named(config, LORA)

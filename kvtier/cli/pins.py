@@ -1,4 +1,4 @@
-"""`kvtier pin` and `kvtier unpin`: what is not to be evicted."""
+"""`kvtier pin` and `kvtier unpin`: protect prefixes and namespaces from eviction."""
 
 from __future__ import annotations
 

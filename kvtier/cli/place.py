@@ -1,10 +1,10 @@
-"""What a command works on: a root by its folder, or a deployment by its settings.
+"""Place that a command works on: a root by its folder, or a deployment by its settings.
 
-    kvtier stats /mnt/kv                    the folder alone: what lies in it
+    kvtier stats /mnt/kv                    the folder alone: its content
     kvtier stats /etc/kvtier.yaml           the deployment: its index, capacity, engines
     kvtier stats --config /etc/kvtier.yaml  the same; so is KVTIER_CONFIG
 
-Capacity, quotas, tenants and a Redis index are in the settings alone, so what depends on them asks for these.
+Capacity, quotas, tenants and a Redis index are in the settings alone, so commands that depend on them ask for these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 @dataclass(frozen=True)
 class Place:
-    """is_bare: only a folder was named, and no setting says more about it."""
+    """Settings and root. is_bare: only a folder was named, and no settings belong to it."""
 
     settings: Settings
     root: Root
@@ -61,7 +61,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print for programs.")]
 
 
 def refuse_missing_file(path: Path | None) -> None:
-    """Raises ConfigError for what is named like a settings file and is not there: as a root it would be a new one."""
+    """Raise ConfigError for a missing path with a settings file's suffix: taken as a root, it would be a new one."""
     if path is not None and path.suffix.lower() in SETTINGS_SUFFIXES and not path.exists():
         fix = "there is no such file; correct the path, or name the root's folder instead"
         raise ConfigError("config", str(path), fix)

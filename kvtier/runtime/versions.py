@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def installed(package: str, otherwise: str = "") -> str:
-    """The release. otherwise: the answer where there is none; of kvtier that is a checkout that was never installed."""
+    """Return the release of a package, or `otherwise` where it is not installed, as kvtier in a plain checkout."""
     try:
         return version(package)
     except PackageNotFoundError:

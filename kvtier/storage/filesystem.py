@@ -121,7 +121,7 @@ class FreeSpace:
 
     @property
     def has_files(self) -> bool:
-        """Whether there are inodes for segments."""
+        """Return True if inodes are left for segments."""
         return self.n_files is None or self.n_files > RESERVED_FILES
 
     def for_sets(self, set_bytes: int, set_files: int) -> int:

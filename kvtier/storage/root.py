@@ -44,8 +44,8 @@ NOTES_FOLDER = "notes"
 MACHINE_ROOT = Path("/")
 _NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{32}")
 _VERSION_FOLDER = re.compile(r"v(\d+)")
+# Names of temporary files: _try_to_write, segments.direct_io_works, atomic_files.
 _LEFTOVER = re.compile(r"\.(write-test-[0-9a-f]{32}|direct-io-probe-[0-9a-f-]+|[^/]+\.json\.[0-9a-f]{32})")
-"""What is made for a moment: by _try_to_write, tiers.segments.direct_io_works, and kvtier.storage.atomic_files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,12 +357,13 @@ def _try_to_write(folder: Path) -> None:
 
 
 def nearest(path: Path) -> Path:
-    """`path`, or what exists above it."""
+    """Return `path`, or the nearest existing folder above it."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def segments_bytes(path: Path) -> int:
-    """What the segments of all namespaces take on disk. One that vanishes meanwhile counts as nothing."""
+    """Return the bytes that the segments of all namespaces take on disk. One that is removed during the call counts as
+    0."""
     total = 0
     for segment in path.glob(f"v{FORMAT_VERSION}/*/*{SUFFIX}"):
         try:

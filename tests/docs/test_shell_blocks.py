@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs/sizing.md", *sorted((ROOT / "docs/quic
 BLOCK = re.compile(r'(?:^<!-- (.+?) -->\n)?^```(\w+)(?: title="(.+?)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 SHELL = ("bash", "sh", "shell", "console")
 LOOSE = re.compile(r"^(?: {4}|\t)(?:\$ |make|kvtier|vllm|pip|python|\.venv)", re.MULTILINE)  # a command without a fence
-# What the commands of a page print, beside its `text` blocks.
+# Expected output of a page's commands, in addition to its `text` blocks.
 PRINTED = {
     "one-machine": ("320 of 320 tokens", "would be evicted"),
     "cluster": ("320 of 320 tokens", "would be evicted", "500.0 GiB"),
