@@ -162,7 +162,9 @@ class EngineProcess:
         return SimJobs(self.place.runtime, self.process, name, threads, JOBS_MAX)
 
     def _open_index(self, rng: random.Random, metrics: Metrics) -> Index:
-        index: Index = SimIndex(self.place.index, self.process)  # type: ignore[assignment]
+        # On a shared disk each engine is on a node of its own, and the index has one clock for all nodes.
+        ahead_s = (lambda: self.skew_s) if self.place.disk.is_shared else (lambda: 0.0)
+        index: Index = SimIndex(self.place.index, self.process, ahead_s)  # type: ignore[assignment]
         if not self.place.index.is_remote:
             return index
         plan = BreakerPlan(failures=3, pause_first_s=0.2, pause_max_s=5.0)

@@ -60,11 +60,15 @@ class SharedIndex:
 
 
 class SimIndex:
-    """One process's way to the shared index; see `kvtier.index.base.Index`."""
+    """One process's way to the shared index; see `kvtier.index.base.Index`.
 
-    def __init__(self, shared: SharedIndex, process: Process) -> None:
+    ahead_s: the clock of the process, ahead of the index's own: an index of many nodes turns their times.
+    """
+
+    def __init__(self, shared: SharedIndex, process: Process, ahead_s: Callable[[], float] = lambda: 0.0) -> None:
         self._shared = shared
         self._process = process
+        self._ahead_s = ahead_s
 
     def __getattr__(self, name: str) -> Any:
         if name == "was_reset":
@@ -75,10 +79,10 @@ class SimIndex:
         """The shared one stays."""
 
     def shared_s(self, at_s: float) -> float:
-        return self._shared.real.shared_s(at_s)
+        return self._shared.real.shared_s(at_s - self._ahead_s())
 
     def local_s(self, at_s: float) -> float:
-        return self._shared.real.local_s(at_s)
+        return self._shared.real.local_s(at_s) + self._ahead_s()
 
     def _ask(self, name: str, *args: Any, **options: Any) -> Any:
         return self._call(name, lambda: getattr(self._shared.real, name)(*args, **options))
