@@ -38,10 +38,14 @@ from benchmarks.serving.progress import Bar
 QUESTION = "time to the first token over input length, by aiperf"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 102400)
 CONCURRENCIES = (1, 2)
-SLIDES_MS = {1: (385.6, 736.8, 1448.2, 2913.0, 5900.9, 12205.9, 26274.6, 44384.3),
-             2: (744.9, 1191.8, 2191.4, 4381.6, 10206.9, 19654.2, 39747.3, 63061.3)}  # fmt: skip
-SLIDES_CACHE_MS = {1: (87.7, 101.5, 118.3, 165.4, 233.7, 376.9, 658.8, 1014.5),
-                   2: (129.5, 134.6, 182.7, 235.8, 356.8, 552.7, 984.6, 1446.7)}  # fmt: skip
+SLIDES_MS = {
+    1: (385.6, 736.8, 1448.2, 2913.0, 5900.9, 12205.9, 26274.6, 44384.3),
+    2: (744.9, 1191.8, 2191.4, 4381.6, 10206.9, 19654.2, 39747.3, 63061.3),
+}
+SLIDES_CACHE_MS = {
+    1: (87.7, 101.5, 118.3, 165.4, 233.7, 376.9, 658.8, 1014.5),
+    2: (129.5, 134.6, 182.7, 235.8, 356.8, 552.7, 984.6, 1446.7),
+}
 """DDN's slides of 2026-04-28: Llama-3.1-405B AWQ on eight H100, LMCache's GDS backend on EXAScaler."""
 SETTINGS = ("isl", "concurrency", "osl", "requests", "warmup_requests", "seed", "aiperf_arguments")
 EXPORT, SERVER_EXPORT = "profile_export_aiperf.json", "server_metrics_export.json"
@@ -85,15 +89,47 @@ class Server:
 def command(program: Path, server: Server, cell: Cell, options: argparse.Namespace, folder: Path) -> list[str]:
     """As the slides show it, but for `nvext`, which is Dynamo's."""
     return [
-        str(program), "profile", "--model", server.model, "--tokenizer", server.tokenizer, "--endpoint-type", "chat",
-        "--url", server.url, "--streaming", "--concurrency", str(cell.concurrency),
-        "--request-count", str(options.requests), "--num-prefix-prompts", "1", "--synthetic-input-tokens-mean", "1",
-        "--synthetic-input-tokens-stddev", "0", "--prefix-prompt-length", str(cell.isl),
-        "--output-tokens-mean", str(options.osl), "--output-tokens-stddev", "0", "--random-seed", str(options.seed),
-        "--dataset-sampling-strategy", "shuffle", "--warmup-request-count", str(options.warmup_requests),
-        "--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", str(folder),
+        str(program),
+        "profile",
+        "--model",
+        server.model,
+        "--tokenizer",
+        server.tokenizer,
+        "--endpoint-type",
+        "chat",
+        "--url",
+        server.url,
+        "--streaming",
+        "--concurrency",
+        str(cell.concurrency),
+        "--request-count",
+        str(options.requests),
+        "--num-prefix-prompts",
+        "1",
+        "--synthetic-input-tokens-mean",
+        "1",
+        "--synthetic-input-tokens-stddev",
+        "0",
+        "--prefix-prompt-length",
+        str(cell.isl),
+        "--output-tokens-mean",
+        str(options.osl),
+        "--output-tokens-stddev",
+        "0",
+        "--random-seed",
+        str(options.seed),
+        "--dataset-sampling-strategy",
+        "shuffle",
+        "--warmup-request-count",
+        str(options.warmup_requests),
+        "--extra-inputs",
+        "ignore_eos:true",
+        "--ui",
+        "none",
+        "--artifact-dir",
+        str(folder),
         *shlex.split(options.aiperf_arguments),
-    ]  # fmt: skip
+    ]
 
 
 def run(words: Sequence[str], folder: Path, requests: int) -> dict[str, Any]:
@@ -134,11 +170,12 @@ def parse(export: dict[str, Any], requests: int) -> dict[str, Any]:
     if not 0 < first["avg"] < float("inf"):
         raise AiperfFailed(f"the mean time to the first token is {first['avg']}")
     return {
-        "aiperf": export["aiperf_version"], "requests": counted,
+        "aiperf": export["aiperf_version"],
+        "requests": counted,
         "ttft_ms": {name: first[name] for name in STATISTICS if name in first},
         "request_latency_ms": export["request_latency"]["avg"],
         "prompt_tokens": export.get("usage_prompt_tokens", export["input_sequence_length"])["avg"],
-    }  # fmt: skip
+    }
 
 
 def sweep(server: Server, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -193,8 +230,10 @@ def table_rows(whole: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             of_cell = {name: one["ttft_ms"]["avg"] for name, one in cells.get((isl, concurrency), {}).items()}
             row += [f"{of_cell[system]:,.1f}" if system in of_cell else "-" for system in systems]
             if "nocache" in systems:
-                row += [f"{of_cell['nocache'] / of_cell[system]:.1f}x" if {"nocache", system} <= set(of_cell) else "-"
-                        for system in cached]  # fmt: skip
+                row += [
+                    f"{of_cell['nocache'] / of_cell[system]:.1f}x" if {"nocache", system} <= set(of_cell) else "-"
+                    for system in cached
+                ]
         rows.append(row)
     return columns, rows
 
@@ -221,15 +260,18 @@ def show(whole: dict[str, Any]) -> None:
         slides, slides_cache = SLIDES_MS.get(concurrency), SLIDES_CACHE_MS.get(concurrency)
         if isl == LENGTHS[-1] and slides and slides_cache and {"nocache", "cache"} <= set(of_cell):
             ours = of_cell["nocache"]["ttft_ms"]["avg"] / of_cell["cache"]["ttft_ms"]["avg"]
-            print(f"{plots.short(isl)}, {concurrency} at once: {ours:.1f}x; the slides have "
-                  f"{slides[-1] / slides_cache[-1]:.1f}x, of another model on another machine")  # fmt: skip
+            print(
+                f"{plots.short(isl)}, {concurrency} at once: {ours:.1f}x; the slides have "
+                f"{slides[-1] / slides_cache[-1]:.1f}x, of another model on another machine"
+            )
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m benchmarks.aiperf_ttft", description=__doc__,
+        prog="python -m benchmarks.aiperf_ttft",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     add = made.add_argument
     add("--url", "--base-url", default="http://localhost:8000", help="without /v1")
     add("--model", help="its name there (default: the first that the server lists)")

@@ -56,33 +56,54 @@ def row_of(count: int, size: int, fresh: dict[str, Any], drawn: dict[str, Any]) 
     tokens, is_stored = drawn["tokens"], counters.stored_share(fresh["tokens"]) > counters.STORED_SHARE
     asked = tokens["prompt_tokens"] if tokens else 0
     return {
-        "documents": count, "computed_ttft": {} if is_stored else fresh["ttft"], "ttft": drawn["ttft"],
+        "documents": count,
+        "computed_ttft": {} if is_stored else fresh["ttft"],
+        "ttft": drawn["ttft"],
         "working_set_tokens": size or None,
         "prefix_share": tokens["prefix_hit_tokens"] / asked if asked else None,
-        "tier_share": tokens["external_hit_tokens"] / asked if asked else None, "tokens": tokens,
+        "tier_share": tokens["external_hit_tokens"] / asked if asked else None,
+        "tokens": tokens,
         "failed": sum(part["prompt_count"] - part["successful_prompt_count"] for part in (fresh, drawn)),
         "errors": fresh["errors"] + drawn["errors"],
-    }  # fmt: skip
+    }
 
 
 def table_rows(whole: dict[str, Any], nothing: str = "-") -> tuple[list[str], list[list[str]]]:
     """Columns and rows, one for each system and working set. nothing: what stands where nothing was measured."""
-    columns = ["system", "documents", "tokens", "of the engine's cache", "hits there", "hits in the tier", "mean TTFT",
-               "computed", "TTFT of computed", "p99", "floor"]  # fmt: skip
+    columns = [
+        "system",
+        "documents",
+        "tokens",
+        "of the engine's cache",
+        "hits there",
+        "hits in the tier",
+        "mean TTFT",
+        "computed",
+        "TTFT of computed",
+        "p99",
+        "floor",
+    ]
     rows = []
     for name, found in whole["systems"].items():
         for row in found["rows"]:
             tokens, room = row["working_set_tokens"], found["cache_tokens"]
             shares = [nothing if row[key] is None else f"{row[key]:.1%}" for key in ("prefix_share", "tier_share")]
             first_s, computed_s = row["ttft"].get("mean"), row["computed_ttft"].get("mean")
-            rows.append([
-                name, f"{row['documents']}", nothing if tokens is None else f"{tokens:,}",
-                f"{tokens / room:.2f}" if tokens and room else nothing, *shares, ms(first_s, nothing),
-                ms(computed_s, nothing),
-                # Of the same server, minutes apart: a shared machine is slower for one system than for the next.
-                f"{first_s / computed_s:.0%}" if first_s and computed_s else nothing,
-                ms(row["ttft"].get("p99"), nothing), ms(counters.floor_s(found["floor"]), nothing),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    name,
+                    f"{row['documents']}",
+                    nothing if tokens is None else f"{tokens:,}",
+                    f"{tokens / room:.2f}" if tokens and room else nothing,
+                    *shares,
+                    ms(first_s, nothing),
+                    ms(computed_s, nothing),
+                    # Of the same server, minutes apart: a shared machine is slower for one system than for the next.
+                    f"{first_s / computed_s:.0%}" if first_s and computed_s else nothing,
+                    ms(row["ttft"].get("p99"), nothing),
+                    ms(counters.floor_s(found["floor"]), nothing),
+                ]
+            )
     return columns, rows
 
 

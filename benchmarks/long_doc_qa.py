@@ -36,9 +36,23 @@ from benchmarks.serving.documents import MODES, PYTHON, Source, documents, repea
 from benchmarks.serving.progress import Bar
 
 QUESTION = "how much sooner comes the first token of a long document whose KV is stored"
-SETTINGS = ("document_length", "num_documents", "first_document", "output_len", "repeat_count", "repeat_mode",
-            "shuffle_seed", "max_inflight_requests", "completions", "hit_miss_ratio", "text", "eos_token_id",
-            "ignore_eos", "sleep_time_after_warmup", "floor")  # fmt: skip
+SETTINGS = (
+    "document_length",
+    "num_documents",
+    "first_document",
+    "output_len",
+    "repeat_count",
+    "repeat_mode",
+    "shuffle_seed",
+    "max_inflight_requests",
+    "completions",
+    "hit_miss_ratio",
+    "text",
+    "eos_token_id",
+    "ignore_eos",
+    "sleep_time_after_warmup",
+    "floor",
+)
 """Flags that two systems must have in common to be compared."""
 FLOOR_DOCUMENT = 1_000_000
 """Is added to the first document's number: what follows a run's documents may be another run's first one."""
@@ -48,9 +62,10 @@ ERRORS_SHOWN = 3
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m benchmarks.long_doc_qa", description=__doc__,
+        prog="python -m benchmarks.long_doc_qa",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     of_rounds(made)
     where = made.add_argument_group("the server")
     where.add_argument("--host", default="localhost")
@@ -126,12 +141,14 @@ class Rounds:
         answers, seconds = self.ask(name, prompts)
         good = [answer for answer in answers if answer.successful]
         figures: dict[str, Any] = {
-            "round_time": seconds, "prompt_count": len(answers), "successful_prompt_count": len(good),
+            "round_time": seconds,
+            "prompt_count": len(answers),
+            "successful_prompt_count": len(good),
             "ttft": result.spread([answer.ttft for answer in good]),
             "request_time": result.spread([answer.request_end - answer.request_start for answer in good]),
             "tokens": counters.since(self._endpoint.url, before),
             "errors": sorted({answer.error for answer in answers if answer.error})[:ERRORS_SHOWN],
-        }  # fmt: skip
+        }
         if any(answer.is_miss for answer in good):
             for what, is_miss in (("ttft_hits", False), ("ttft_misses", True)):
                 figures[what] = result.spread([answer.ttft for answer in good if answer.is_miss is is_miss])
@@ -189,8 +206,10 @@ def say(found: dict[str, Any]) -> None:
         print("\n=== WARMUP RESULTS ===" if title == "Warmup" else "\n=== BENCHMARK RESULTS ===")
         if part["ttft"]:
             print(f"{title} round mean TTFT: {part['ttft']['mean']:.3f}s")
-            print(f"{title} round TTFT " + ", ".join(
-                f"p{percent}: {part['ttft'][f'p{percent}']:.3f}s" for percent in result.PERCENTILES))  # fmt: skip
+            print(
+                f"{title} round TTFT "
+                + ", ".join(f"p{percent}: {part['ttft'][f'p{percent}']:.3f}s" for percent in result.PERCENTILES)
+            )
         print(f"{title} round time: {part['round_time']:.3f}s")
         print(f"{title} round prompt count: {part['prompt_count']}")
         print(f"{title} round successful prompt count: {part['successful_prompt_count']}")
@@ -209,8 +228,18 @@ def say(found: dict[str, Any]) -> None:
 
 def table_rows(whole: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows, one row a system; TTFT in ms."""
-    columns = ["system", "warm-up TTFT", "query TTFT", "p99", "floor", "query/floor", "warm-up/query", "round time",
-               "prefix hits", "tier hits"]  # fmt: skip
+    columns = [
+        "system",
+        "warm-up TTFT",
+        "query TTFT",
+        "p99",
+        "floor",
+        "query/floor",
+        "warm-up/query",
+        "round time",
+        "prefix hits",
+        "tier hits",
+    ]
     rows = []
     for name, found in whole["systems"].items():
         warmup, query = found["warmup_round"], found["query_round"]
@@ -218,21 +247,31 @@ def table_rows(whole: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         mean_s, tokens = query["ttft"].get("mean"), query["tokens"] or {}
         gains_here = [f"{found[key]:.2f}x" if key in found else "-" for key in ("ttft_gain", "latency_gain")]
         hits = [f"{tokens[key]:,}" if key in tokens else "-" for key in ("prefix_hit_tokens", "external_hit_tokens")]
-        rows.append([
-            name, ms(warmup["ttft"].get("mean")), ms(mean_s), ms(query["ttft"].get("p99")), ms(floor_s),
-            f"{mean_s / floor_s:.2f}" if mean_s and floor_s else "-", *gains_here, *hits,
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                ms(warmup["ttft"].get("mean")),
+                ms(mean_s),
+                ms(query["ttft"].get("p99")),
+                ms(floor_s),
+                f"{mean_s / floor_s:.2f}" if mean_s and floor_s else "-",
+                *gains_here,
+                *hits,
+            ]
+        )
     return columns, rows
 
 
 def summary(found: dict[str, Any]) -> str:
     """The line of --json-output."""
     warmup, query = found["warmup_round"], found["query_round"]
-    return json.dumps({
-        "query_ttft_per_prompt": query["ttft"].get("mean"),
-        "query_round_time_per_prompt": query["round_time"] / query["prompt_count"],
-        "warmup_round_time_per_prompt": warmup["round_time"] / warmup["prompt_count"],
-    })  # fmt: skip
+    return json.dumps(
+        {
+            "query_ttft_per_prompt": query["ttft"].get("mean"),
+            "query_round_time_per_prompt": query["round_time"] / query["prompt_count"],
+            "warmup_round_time_per_prompt": warmup["round_time"] / warmup["prompt_count"],
+        }
+    )
 
 
 def faults(options: argparse.Namespace, found: dict[str, Any]) -> list[str]:
@@ -260,9 +299,14 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.eos_token_id is not None:
         extra["logit_bias"] = {str(options.eos_token_id): EOS_BIAS}
     endpoint = Endpoint(
-        url, options.model or asyncio.run(find_model(url)), not options.completions, options.output_len, extra,
-        os.environ.get("OPENAI_API_KEY", "none"), options.timeout,
-    )  # fmt: skip
+        url,
+        options.model or asyncio.run(find_model(url)),
+        not options.completions,
+        options.output_len,
+        extra,
+        os.environ.get("OPENAI_API_KEY", "none"),
+        options.timeout,
+    )
     settings = {name: getattr(options, name) for name in SETTINGS}
     result.known(options.out, QUESTION, settings, options.system)
     if options.output:

@@ -70,9 +70,15 @@ def kl(path: Path, result: dict[str, Any]) -> None:
     for number, condition in enumerate(dict.fromkeys(row["condition"] for row in result["rows"])):
         for row in (row for row in result["rows"] if row["condition"] == condition):
             found = row["kl_mean"]
-            axes.errorbar(methods.index(row["method"]) + 0.15 * number, found["value"],
-                          [[found["value"] - found["low"]], [found["high"] - found["value"]]], color=f"C{number}",
-                          marker="o", markersize=4, markerfacecolor="white" if row["is_control"] else None)  # fmt: skip
+            axes.errorbar(
+                methods.index(row["method"]) + 0.15 * number,
+                found["value"],
+                [[found["value"] - found["low"]], [found["high"] - found["value"]]],
+                color=f"C{number}",
+                marker="o",
+                markersize=4,
+                markerfacecolor="white" if row["is_control"] else None,
+            )
         axes.plot([], [], "o", color=f"C{number}", label=condition)
     axes.set_yscale("log")
     axes.set_xticks(range(len(methods)), methods, rotation=45, ha="right", fontsize=7)
@@ -85,8 +91,11 @@ def versus(path: Path, result: dict[str, Any]) -> None:
     cells = Entries(result["runs"], result["settings"]["token_bytes"]).cells()
     drawn = []
     for number, (name, contestant) in enumerate(CONTESTANTS.items()):
-        points = [(float(tokens), 1e3 * cell.ttft) for (_, tokens, system), cell in cells.items()
-                  if system == name and cell.has_loaded]  # fmt: skip
+        points = [
+            (float(tokens), 1e3 * cell.ttft)
+            for (_, tokens, system), cell in cells.items()
+            if system == name and cell.has_loaded
+        ]
         drawn += [Line(contestant.title, points, number)] if points else []
     computed = {(float(cell.tokens), 1e3 * cell.computed) for cell in cells.values() if cell.computed}
     drawn.append(Line("computed", sorted(computed), len(CONTESTANTS), 1))

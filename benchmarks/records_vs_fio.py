@@ -189,11 +189,24 @@ def fio_rate(setup: Setup, path: Path, direction: str, engine: str) -> float:
     jobs = setup.depth if engine == "psync" else 1
     blocks = setup.n_records // jobs
     command = [
-        "fio", "--name=ceiling", f"--filename={path}", f"--rw={direction}", "--direct=1", "--thread",
-        f"--bs={setup.record_bytes}", f"--ioengine={engine}", depth_option, "--group_reporting",
-        f"--size={blocks * setup.record_bytes}", f"--offset_increment={blocks * setup.record_bytes}",
-        "--fallocate=none", "--allow_file_create=0", "--output-format=json", f"--randseed={SEED}", "--invalidate=0",
-    ]  # fmt: skip
+        "fio",
+        "--name=ceiling",
+        f"--filename={path}",
+        f"--rw={direction}",
+        "--direct=1",
+        "--thread",
+        f"--bs={setup.record_bytes}",
+        f"--ioengine={engine}",
+        depth_option,
+        "--group_reporting",
+        f"--size={blocks * setup.record_bytes}",
+        f"--offset_increment={blocks * setup.record_bytes}",
+        "--fallocate=none",
+        "--allow_file_create=0",
+        "--output-format=json",
+        f"--randseed={SEED}",
+        "--invalidate=0",
+    ]
     if direction == "read":
         command.append(f"--loops={setup.read_passes}")
     # Large pages for fio's memory, as ours has.
@@ -297,9 +310,12 @@ def save(cells: list[Cell], arguments: argparse.Namespace) -> Path:
     settings = {name: str(value) for name, value in vars(arguments).items() if name not in ("dir", "ostfs")}
     found = [{**asdict(cell), "percent_of_fio": round(cell.percent, 1)} for cell in cells]
     document = {
-        "commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d"), "machine": machine, "settings": settings,
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine,
+        "settings": settings,
         "cells": found,
-    }  # fmt: skip
+    }
     target.write_text(json.dumps(document, indent=1) + "\n")
     return target
 

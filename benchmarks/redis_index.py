@@ -175,9 +175,7 @@ def lookup(ports: Sequence[int], index: RedisIndex, prompt: Sequence[bytes]) -> 
 def publisher(ports: Sequence[int], number: int, seconds: float, start: Any, counts: Any) -> None:
     index, rng = open_index(ports), random.Random(SEED + number)
     first_id, done = (number + 1) << 32, 0
-    batches = [
-        (slot // SET_SLOTS, slot % SET_SLOTS) for slot in range(0, SET_SLOTS * 4096, BATCH)
-    ]  # fmt: skip
+    batches = [(slot // SET_SLOTS, slot % SET_SLOTS) for slot in range(0, SET_SLOTS * 4096, BATCH)]
     index.create_set(SetInfo(first_id - 1, bytes(16), "benchmark", 1, 0.0, 0.0))  # connects
     start.wait()
     end = time.monotonic() + seconds
@@ -187,9 +185,11 @@ def publisher(ports: Sequence[int], number: int, seconds: float, start: Any, cou
         if slot == 0:
             index.create_set(SetInfo(first_id + set_number, bytes(16), "benchmark", 1 << 30, 0.0, 0.0))
         records = [
-            NewRecord(rng.randbytes(16), Location(first_id + set_number, 0, slot + i, SLAB_BYTES, WHOLE, sums(rng)),
-                      WHOLE) for i in range(BATCH)
-        ]  # fmt: skip
+            NewRecord(
+                rng.randbytes(16), Location(first_id + set_number, 0, slot + i, SLAB_BYTES, WHOLE, sums(rng)), WHOLE
+            )
+            for i in range(BATCH)
+        ]
         done += index.publish(records)
     counts.put((done, time.monotonic() - end + seconds))
 
@@ -208,9 +208,10 @@ def publishing(ports: Sequence[int], seconds: float) -> dict[str, float]:
         worker.join()
     chunks = sum(done for done, _ in found)
     return {
-        "chunks_per_s": sum(done / took for done, took in found), "chunks": chunks,
+        "chunks_per_s": sum(done / took for done, took in found),
+        "chunks": chunks,
         "server_us_per_chunk": (script_us(ports) - before_us) / chunks,
-    }  # fmt: skip
+    }
 
 
 def script_us(ports: Sequence[int]) -> float:
@@ -224,8 +225,24 @@ def script_us(ports: Sequence[int]) -> float:
 
 def raw_sets_per_s(port: int) -> float:
     """What redis-benchmark writes in this minute: no script, no checks, no Python."""
-    words = ["redis-benchmark", "-p", str(port), "-t", "set", "-d", "103", "-n", "400000", "-r", "1000000",
-             "-P", str(BATCH), "-c", str(PROCESSES), "--csv"]  # fmt: skip
+    words = [
+        "redis-benchmark",
+        "-p",
+        str(port),
+        "-t",
+        "set",
+        "-d",
+        "103",
+        "-n",
+        "400000",
+        "-r",
+        "1000000",
+        "-P",
+        str(BATCH),
+        "-c",
+        str(PROCESSES),
+        "--csv",
+    ]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     return float(lines[1].split(",")[1].strip('"'))
 
@@ -239,11 +256,16 @@ def plan(bytes_per_chunk: float, publish: dict[str, float], lookup_us: float) ->
     n_bytes = PLANNED_CHUNKS * bytes_per_chunk
     shards = math.ceil(n_bytes / (0.75 * SHARD_BYTES))
     return {
-        "chunks": PLANNED_CHUNKS, "sets": round(n_sets), "bytes": round(n_bytes), "shard_bytes": SHARD_BYTES,
-        "fill": 0.75, "shards": shards, "tag_spread_percent": 100 * math.sqrt(shards / TAGS),
+        "chunks": PLANNED_CHUNKS,
+        "sets": round(n_sets),
+        "bytes": round(n_bytes),
+        "shard_bytes": SHARD_BYTES,
+        "fill": 0.75,
+        "shards": shards,
+        "tag_spread_percent": 100 * math.sqrt(shards / TAGS),
         "published_per_s_and_shard": round(1e6 / publish["server_us_per_chunk"]),
         "looked_up_per_s_and_shard": round(1e6 / lookup_us),
-    }  # fmt: skip
+    }
 
 
 def server_us_per_get(ports: Sequence[int], index: RedisIndex, prompt: Sequence[bytes]) -> float:
@@ -289,8 +311,12 @@ def report(found: dict[str, Any]) -> bool:
     is_met = True
     for name in ("one", "cluster"):
         part = found[name]
-        print(f"{name}: " + ", ".join(f"{key} {row['p50_ms']:.2f} ms (p99 {row['p99_ms']:.2f})"
-                                      for key, row in part["lookup"].items()))  # fmt: skip
+        print(
+            f"{name}: "
+            + ", ".join(
+                f"{key} {row['p50_ms']:.2f} ms (p99 {row['p99_ms']:.2f})" for key, row in part["lookup"].items()
+            )
+        )
         rate = part["publish"]["chunks_per_s"]
         print(f"  published {rate:,.0f} chunks/s; bytes a chunk by chunks of a set: {part['bytes_per_chunk']}")
     is_met &= found["one"]["publish"]["chunks_per_s"] >= PUBLISH_TARGET_S
@@ -307,10 +333,15 @@ def about() -> dict[str, Any]:
     )
     version = subprocess.run(["redis-server", "--version"], capture_output=True, text=True, check=True).stdout
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": git.stdout.strip(),
-        "cpu": models[0].partition(":")[2].strip(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0],
-        "python": platform.python_version(), "redis": version.split("v=")[1].split()[0], "redis_py": redis.__version__,
-    }  # fmt: skip
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": git.stdout.strip(),
+        "cpu": models[0].partition(":")[2].strip(),
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "redis": version.split("v=")[1].split()[0],
+        "redis_py": redis.__version__,
+    }
 
 
 def main() -> int:

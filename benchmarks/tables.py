@@ -120,8 +120,12 @@ for _name, _file in (("versus", "versus"), ("versus-32-cores", "versus_32"), ("v
 @table
 def ttft_more() -> Lines:
     """TTFT from a disk, with codecs and on two GPUs: a row for each length and system."""
-    names = {"ttft_disk": "raw, disk", "ttft_arena": "raw, host arena", "two_gpus_ttft": "70B at TP=2, raw, tmpfs",
-             "two_gpus_ttft_k4v4": "70B at TP=2, k4v4, tmpfs"}  # fmt: skip
+    names = {
+        "ttft_disk": "raw, disk",
+        "ttft_arena": "raw, host arena",
+        "two_gpus_ttft": "70B at TP=2, raw, tmpfs",
+        "two_gpus_ttft_k4v4": "70B at TP=2, k4v4, tmpfs",
+    }
     names |= {f"ttft_{place}_{codec}": f"{codec}, {place}" for codec in ("k4v4", "k4v3") for place in ("tmpfs", "disk")}
     lines = []
     for name, label in names.items():
@@ -153,8 +157,16 @@ def long_documents() -> Lines:
 @table
 def demo() -> Lines:
     result = read("demo")
-    cells = [[row["name"], f"{row['tokens']:,}", f"{row['hit_tokens']:,}", f"{row['cold_s'] / row['warm_s']:.1f}x",
-              "yes" if row["identical"] else "**NO**"] for row in result["rows"]]  # fmt: skip
+    cells = [
+        [
+            row["name"],
+            f"{row['tokens']:,}",
+            f"{row['hit_tokens']:,}",
+            f"{row['cold_s'] / row['warm_s']:.1f}x",
+            "yes" if row["identical"] else "**NO**",
+        ]
+        for row in result["rows"]
+    ]
     return [
         f"**A second vLLM process** (`make demo`, vLLM {result['vllm']}, {source(result)}):",
         *rows(["prompt", "tokens", "hit tokens", "TTFT cold / reloaded", "outputs identical"], cells),
@@ -173,16 +185,20 @@ def records_vs_fio() -> Lines:
     return [
         f"**Records against fio** (`benchmarks/records_vs_fio.py`, {source(result)}; direct I/O with checksums; share "
         "of fio's rate at the same queue depth in the same minute, median (range)):",
-        *rows(["file system", *(f"{size} MiB {way}" for size, way in columns)],
-              [[place, *(row[column] for column in columns)] for place, row in places.items()]),
-    ]  # fmt: skip
+        *rows(
+            ["file system", *(f"{size} MiB {way}" for size, way in columns)],
+            [[place, *(row[column] for column in columns)] for place, row in places.items()],
+        ),
+    ]
 
 
 @table
 def lookup() -> Lines:
     result = read("lookup")
-    cells = [[name, f"{part['p50_us'] / 1000:.2f} ms", f"{part['p99_us'] / 1000:.2f} ms"]
-             for name, part in result["parts"].items()]  # fmt: skip
+    cells = [
+        [name, f"{part['p50_us'] / 1000:.2f} ms", f"{part['p99_us'] / 1000:.2f} ms"]
+        for name, part in result["parts"].items()
+    ]
     return [
         f"**Lookup of a {result['tokens']:,}-token prompt** (`benchmarks/lookup.py`, {source(result)}; "
         f"{result['chunks']} chunks, all hits, {result['chunks_in_index']:,} chunks in the index; goals 5 ms in all, "
@@ -245,8 +261,10 @@ def aiperf() -> Lines:
 
 
 def faults(title: str, result: Result) -> Lines:
-    cells = [[row["fault"], f"{row['tried']:,}", *(bold(row[name]) for name in ("wrong", "failed_requests", "lost"))]
-             for row in result["faults"]]  # fmt: skip
+    cells = [
+        [row["fault"], f"{row['tried']:,}", *(bold(row[name]) for name in ("wrong", "failed_requests", "lost"))]
+        for row in result["faults"]
+    ]
     columns = ["fault", "tried", "wrong tokens", "failed requests", "chunks lost that had been published"]
     return [f"**{title}** ({source(result)}):", *rows(columns, cells)]
 
@@ -312,14 +330,25 @@ def saving() -> Lines:
     found = result["summary"]
     decode = found["decode"]
     cells = [
-        ["cold TTFT, saving on / off", f"{ms(found['ttft_on_s'])} / {ms(found['ttft_off_s'])} ms",
-         f"{found['ttft_loss_percent']:+.1f}%", "1.5%"],
-        ["decode batch, saving on / off, tokens/s", f"{decode['on_tokens_s']:,.0f} / {decode['off_tokens_s']:,.0f}",
-         f"{-decode['loss_percent']:+.1f}%", "-3%"],
-        ["durable / direct writes, GB/s",
-         f"{found['durable_bytes_s'] / 1e9:.2f} / {found['direct_write_bytes_s'] / 1e9:.2f}",
-         f"{found['durable_percent_of_direct']:.0f}%", "85%"],
-    ]  # fmt: skip
+        [
+            "cold TTFT, saving on / off",
+            f"{ms(found['ttft_on_s'])} / {ms(found['ttft_off_s'])} ms",
+            f"{found['ttft_loss_percent']:+.1f}%",
+            "1.5%",
+        ],
+        [
+            "decode batch, saving on / off, tokens/s",
+            f"{decode['on_tokens_s']:,.0f} / {decode['off_tokens_s']:,.0f}",
+            f"{-decode['loss_percent']:+.1f}%",
+            "-3%",
+        ],
+        [
+            "durable / direct writes, GB/s",
+            f"{found['durable_bytes_s'] / 1e9:.2f} / {found['direct_write_bytes_s'] / 1e9:.2f}",
+            f"{found['durable_percent_of_direct']:.0f}%",
+            "85%",
+        ],
+    ]
     return [
         f"**Cost of saving** (`run_h200.sh save`, {source(result)}, disk):",
         *rows(["measure", "values", "ratio", "goal"], cells),
@@ -334,9 +363,17 @@ def equality() -> Lines:
         for way, found in result["results"].items():
             good = sum(case["is_hit"] and case["same_tokens"] for case in found["cases"])
             blocks = found["blocks"]
-            cells.append([result["model"], result["versions"]["vllm"], way, f"{good} of {len(found['cases'])}",
-                          f"{blocks['equal']:,}", bold(blocks["wrong"] + blocks["unknown"]),
-                          bold(found["failed_loads"])])  # fmt: skip
+            cells.append(
+                [
+                    result["model"],
+                    result["versions"]["vllm"],
+                    way,
+                    f"{good} of {len(found['cases'])}",
+                    f"{blocks['equal']:,}",
+                    bold(blocks["wrong"] + blocks["unknown"]),
+                    bold(found["failed_loads"]),
+                ]
+            )
     for found in read("gpu/two_gpus_equal")["equal"]:
         way = f"stored at TP={found['stored_at']}, loaded at TP={found['loaded_at']}"
         cells.append(
@@ -378,9 +415,18 @@ def load_mix() -> Lines:
 @table
 def quality() -> Lines:
     result = read("gpu/quality")
-    cells = [[row["method"], f"{row['vector_bytes']:.0f}", row["condition"], f"{row['kl_mean']['value']:.1e}",
-              f"{row['top1']['value']:.1%}", f"{row['recall_all']['value']:.1%}"]
-             for row in result["rows"] if not row["is_control"]]  # fmt: skip
+    cells = [
+        [
+            row["method"],
+            f"{row['vector_bytes']:.0f}",
+            row["condition"],
+            f"{row['kl_mean']['value']:.1e}",
+            f"{row['top1']['value']:.1%}",
+            f"{row['recall_all']['value']:.1%}",
+        ]
+        for row in result["rows"]
+        if not row["is_control"]
+    ]
     return [
         f"**Codec quality on a 42M-parameter model trained for it** (`python -m benchmarks.quality`, {source(result)}; "
         "KL to bf16 KV in nats; says nothing of other models):",

@@ -104,9 +104,14 @@ class SchedulerBridge:
     """Turns requests into hits, load plans and save plans. Called from the engine's scheduler thread only."""
 
     def __init__(
-        self, store: Store, shape: ChunkShape, limit: LoadLimit, answer_timeout_s: float,
-        faults: Faults, clock: Clock = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        shape: ChunkShape,
+        limit: LoadLimit,
+        answer_timeout_s: float,
+        faults: Faults,
+        clock: Clock = time.monotonic,
+    ) -> None:
         self._store = store
         self._shape = shape
         self._limit = limit

@@ -121,9 +121,7 @@ def _naming() -> Callable[[bytes], bytes | int]:
     return lambda own: own
 
 
-def _stored(
-    change: Added, name: Callable[[bytes], bytes | int], block_tokens: int, kind: str | None
-) -> BlockStored:  # fmt: skip
+def _stored(change: Added, name: Callable[[bytes], bytes | int], block_tokens: int, kind: str | None) -> BlockStored:
     blocks = change.blocks
     lora_number, lora_name = blocks.lora or (None, None)
     return BlockStored(

@@ -63,8 +63,11 @@ class LoadCosts:
             return
         self._told_s = now
         which = "hits" if shortest >= NEVER else f"hits of fewer than {shortest:,} tokens"
-        log.warning("%s are computed and not loaded, for that is quicker here as far as was measured; to load them all "
-                    "the same, set min_load_tokens", which)  # fmt: skip
+        log.warning(
+            "%s are computed and not loaded, for that is quicker here as far as was measured; to load them all "
+            "the same, set min_load_tokens",
+            which,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,23 @@ NOT_OF_IDENTITY = ("extra_config", "enable_storage_metrics", "dp_rank", "dp_size
 OF_REPLICAS = ("tp_rank", "tp_size")
 """Of no weight where all TP ranks have the same pages."""
 POOL_FACTS = (
-    "layout", "page_size", "dtype", "layer_num", "target_layer_num", "head_num", "head_dim", "v_head_dim",
-    "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "dsa_kv_cache_store_fp8", "start_layer", "end_layer",
-    "head_group_num", "storage_format_tag",
-)  # fmt: skip
+    "layout",
+    "page_size",
+    "dtype",
+    "layer_num",
+    "target_layer_num",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_cache_dim",
+    "dsa_kv_cache_store_fp8",
+    "start_layer",
+    "end_layer",
+    "head_group_num",
+    "storage_format_tag",
+)
 KV_POOL = "kv"
 POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 """Whose pages POOL_FACTS describe; of others there may be more to know."""

@@ -135,9 +135,13 @@ def check_place(settings: Settings) -> None:
 
 
 def open_store(
-    settings: Settings, namespace: Namespace, shares: Sequence[RankShare], about: About | None = None,
-    codec: Codec | None = None, spares_max: int = SPARES_MAX,
-) -> Store:  # fmt: skip
+    settings: Settings,
+    namespace: Namespace,
+    shares: Sequence[RankShare],
+    about: About | None = None,
+    codec: Codec | None = None,
+    spares_max: int = SPARES_MAX,
+) -> Store:
     """The deciding half, in the engine's scheduler process. `shares`: of all ranks; `about`: for its reports; `codec`:
     None for the settings' own; `spares_max`: segment sets kept ready at most. Raises ConfigError."""
     codec = codec or make_codec(settings)
@@ -156,10 +160,17 @@ def open_store(
     about = replace(about or About(len(shares)), capacity_bytes=min(settings.capacity_bytes, COUNT_MAX))
     costs = KeptCosts(index, note_name(namespace.id, about)) if about.device else None
     plan = KeeperPlan(
-        owner, shape.slots, shape.set_bytes, settings.capacity_bytes, settings.writer_lease_s,
-        settings.touch_interval_s, partial(_make_namespace_folder, settings, root, {namespace.id}), about, spares_max,
+        owner,
+        shape.slots,
+        shape.set_bytes,
+        settings.capacity_bytes,
+        settings.writer_lease_s,
+        settings.touch_interval_s,
+        partial(_make_namespace_folder, settings, root, {namespace.id}),
+        about,
+        spares_max,
         set_files=writers,
-    )  # fmt: skip
+    )
     evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
     housekeeper = Housekeeper(index, root.folder, owner)
     watch = CapacityWatch(
@@ -170,8 +181,14 @@ def open_store(
     if isinstance(index, GuardedIndex):
         index.metrics = keeper.metrics
     keeper.start()
-    log.info("tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB", root.path,
-             settings.index.kind, namespace.id.hex(), shape.slots, shape.set_bytes >> 20)  # fmt: skip
+    log.info(
+        "tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB",
+        root.path,
+        settings.index.kind,
+        namespace.id.hex(),
+        shape.slots,
+        shape.set_bytes >> 20,
+    )
     store = Store(namespace.id, settings.chunk_tokens, writers, open_lookups(index), keeper)
     store.costs = costs
     return store
@@ -200,9 +217,13 @@ class Work:
 
 
 def open_transfer(
-    settings: Settings, namespace: Namespace, share: RankShare, pages: PagedKV, work: Work | None = None,
+    settings: Settings,
+    namespace: Namespace,
+    share: RankShare,
+    pages: PagedKV,
+    work: Work | None = None,
     codec: Codec | None = None,
-) -> Transfer:  # fmt: skip
+) -> Transfer:
     """The moving half, in each worker. Raises ConfigError.
 
     pages: the engine's KV cache on this rank. codec: None for the settings' own.
@@ -235,27 +256,42 @@ def open_transfer(
     )
     index = open_index(settings, root, metrics, is_engines=True)
     worker = Worker(
-        geometry, share, codec, pages, memory.arena, memory.host, memory.order, memory.sums, engines,
-        index, files, Quarantine(), metrics, settings.io.timeout_s,
-    )  # fmt: skip
-    queues = settings.queues
-    jobs = TransferJobs(
-        ThreadJobs("load", queues.load_threads, queues.load_requests_max + PIN_JOBS),
-        ThreadJobs("lower", 1, queues.save_chunks_max),
-        ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
-        ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
+        geometry,
+        share,
+        codec,
+        pages,
+        memory.arena,
+        memory.host,
+        memory.order,
+        memory.sums,
+        engines,
+        index,
+        files,
+        Quarantine(),
+        metrics,
+        settings.io.timeout_s,
     )
+    jobs = _transfer_jobs(settings, memory)
     cost = io.cost.of_share(codec, geometry, share) if io.cost else None
-    bounds = SaveBounds(min(queues.save_chunks_max, memory.save_slots), memory.held_slots)
+    bounds = SaveBounds(min(settings.queues.save_chunks_max, memory.save_slots), memory.held_slots)
     upkeep = _upkeep(settings, root, memory, worker, namespace.id, jobs.load)
     transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, upkeep)
     transfer.start()
     return transfer
 
 
-def _upkeep(
-    settings: Settings, root: Root, memory: Memory, worker: Worker, namespace: bytes, loads: Jobs
-) -> Upkeep:  # fmt: skip
+def _transfer_jobs(settings: Settings, memory: Memory) -> TransferJobs:
+    """Return the thread pools of a worker."""
+    queues = settings.queues
+    return TransferJobs(
+        ThreadJobs("load", queues.load_threads, queues.load_requests_max + PIN_JOBS),
+        ThreadJobs("lower", 1, queues.save_chunks_max),
+        ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
+        ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
+    )
+
+
+def _upkeep(settings: Settings, root: Root, memory: Memory, worker: Worker, namespace: bytes, loads: Jobs) -> Upkeep:
     """Return the upkeep of memory that devices copy from: the host arena, and segments on tmpfs."""
     on_tmpfs = file_system_of(root.folder).kind == "tmpfs"  # ramfs does not tell where holes are
     budget_bytes = pin_budget(settings.io.pin_bytes, memory_here())
@@ -289,11 +325,19 @@ def sharing_of(settings: Settings, root: Root) -> Sharing:
     flushes = found.is_flushed(settings.io.fdatasync)
     if flushes:
         kind = found.kind if found.nfs_version is None else f"NFS {found.nfs_version}"
-        log.info("%s: on %s, segments are flushed before they are published (io.fdatasync: %s)", root.path, kind,
-                 settings.io.fdatasync)  # fmt: skip
+        log.info(
+            "%s: on %s, segments are flushed before they are published (io.fdatasync: %s)",
+            root.path,
+            kind,
+            settings.io.fdatasync,
+        )
     elif found.visibility is Visibility.FLUSHED:
-        log.warning("%s: on %s other nodes may read stale bytes of what is published without a flush; set io.fdatasync "
-                    "to auto unless only this node uses the root", root.path, found.kind)  # fmt: skip
+        log.warning(
+            "%s: on %s other nodes may read stale bytes of what is published without a flush; set io.fdatasync "
+            "to auto unless only this node uses the root",
+            root.path,
+            found.kind,
+        )
     if found.nfs_fix is not None:
         log.warning("%s: %s", root.path, found.nfs_fix)
     return Sharing(flushes, found.visibility is Visibility.FLUSHED, found.visibility is not Visibility.LOCAL)

@@ -68,9 +68,17 @@ def make_routes(service: Service) -> FastAPI:
         service.close()
 
     app = FastAPI(
-        title="kvtier", version=VERSION, description=ABOUT, openapi_url=OPENAPI, docs_url=None, redoc_url=None,
-        openapi_tags=TAGS, lifespan=life, redirect_slashes=False, generate_unique_id_function=_name_of,
-    )  # fmt: skip
+        title="kvtier",
+        version=VERSION,
+        description=ABOUT,
+        openapi_url=OPENAPI,
+        docs_url=None,
+        redoc_url=None,
+        openapi_tags=TAGS,
+        lifespan=life,
+        redirect_slashes=False,
+        generate_unique_id_function=_name_of,
+    )
     app.state.service = service
     add_handlers(app)
     for router in (routes_look.router, routes_look.paged, routes_change.router, routes_health.router):

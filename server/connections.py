@@ -101,9 +101,13 @@ class Loop(asyncio.SelectorEventLoop):
     """An event loop whose servers wait less than a minute for a TLS handshake, which uvicorn has no option for."""
 
     async def create_server(  # type: ignore[override]
-        self, protocol_factory: Callable[[], asyncio.Protocol], *, sock: socket.socket, ssl: SSLContext | None,
+        self,
+        protocol_factory: Callable[[], asyncio.Protocol],
+        *,
+        sock: socket.socket,
+        ssl: SSLContext | None,
         backlog: int,
-    ) -> asyncio.Server:  # fmt: skip
+    ) -> asyncio.Server:
         timeout_s = None if ssl is None else HANDSHAKE_S
         return await super().create_server(
             protocol_factory, sock=sock, ssl=ssl, backlog=backlog, ssl_handshake_timeout=timeout_s

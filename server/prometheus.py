@@ -59,9 +59,12 @@ def _of_root(seen: Snapshot) -> Iterator[Metric]:
         ("kvtier_index_rebuilding", "1 while the index is read back from segments.", index.is_being_rebuilt),
         ("kvtier_workers", "Engines that give signs of life.", len(seen.workers)),
         ("kvtier_unreadable_reports", "Notes in the index that are no reports.", seen.unreadable_reports),
-        ("kvtier_read_ceiling_bytes_per_second", "Calibrated rate of the storage, over all hosts.",
-         seen.read_ceiling_bytes_s),
-    ):  # fmt: skip
+        (
+            "kvtier_read_ceiling_bytes_per_second",
+            "Calibrated rate of the storage, over all hosts.",
+            seen.read_ceiling_bytes_s,
+        ),
+    ):
         if value is not None:
             yield _gauge(name, text, value)
     used = GaugeMetricFamily("kvtier_tier_used_bytes", "What chunks take in a tier.", labels=("tier",))
@@ -90,14 +93,16 @@ def _of_shares(seen: Snapshot) -> Iterator[Metric]:
 
 def _of_workers(workers: Sequence[Worker]) -> Iterator[Metric]:
     for name in names.NAMES:
-        counter = CounterMetricFamily(f"kvtier_{name}", f"{name.replace('_', ' ')}, as engines count.".capitalize(),
-                                      labels=OF_A_WORKER)  # fmt: skip
+        counter = CounterMetricFamily(
+            f"kvtier_{name}", f"{name.replace('_', ' ')}, as engines count.".capitalize(), labels=OF_A_WORKER
+        )
         for worker in workers:
             counter.add_metric(_labels(worker), worker.report.counters.get(name, 0.0))
         yield counter
     age = GaugeMetricFamily("kvtier_worker_report_age_seconds", "Since an engine's last report.", labels=OF_A_WORKER)
-    saved = GaugeMetricFamily("kvtier_ttft_saved_seconds", "Time to first token that loads have saved, as estimated.",
-                              labels=OF_A_WORKER)  # fmt: skip
+    saved = GaugeMetricFamily(
+        "kvtier_ttft_saved_seconds", "Time to first token that loads have saved, as estimated.", labels=OF_A_WORKER
+    )
     started = GaugeMetricFamily("kvtier_worker_start_time_seconds", "When an engine was started.", labels=OF_A_WORKER)
     for worker in workers:
         age.add_metric(_labels(worker), worker.age_s)

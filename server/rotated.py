@@ -27,9 +27,12 @@ class Rotated(Generic[T]):
     """
 
     def __init__(
-        self, what: str, files: Iterable[Path | None], read: Callable[[], T],
+        self,
+        what: str,
+        files: Iterable[Path | None],
+        read: Callable[[], T],
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._what = what
         self._files = [path for path in files if path is not None]
         self._read = read

@@ -36,9 +36,12 @@ def evict(role: AnAdmin, opened: TheRoot, service: TheService, wanted: Eviction)
     if wanted.is_of_all and not wanted.dry_run:
         raise Refused(409, "this would evict everything: say which sets are meant, or use /api/v1/clear")
     selection = Selection(
-        n_bytes=wanted.n_bytes, unused_s=wanted.unused_s, namespace=_id(wanted.namespace), tenant=wanted.tenant,
+        n_bytes=wanted.n_bytes,
+        unused_s=wanted.unused_s,
+        namespace=_id(wanted.namespace),
+        tenant=wanted.tenant,
         set_ids=None if wanted.prefix is None else opened.evictor.sets_of(_keys(opened, wanted.prefix)),
-    )  # fmt: skip
+    )
     return _evict(opened, service, selection, wanted.dry_run, False)
 
 
@@ -84,9 +87,13 @@ def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest)
 
 
 @router.delete(
-    "/pins/{pin_id}", summary="Remove a pin", tags=["pins"], status_code=204, response_class=Response,
+    "/pins/{pin_id}",
+    summary="Remove a pin",
+    tags=["pins"],
+    status_code=204,
+    response_class=Response,
     responses=problems(404),
-)  # fmt: skip
+)
 def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: PinId) -> None:
     """Remove a pin. The sets that it protected may be evicted again."""
     if not change.drop_pin(opened, pin_id):
@@ -102,9 +109,13 @@ def put_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label:
 
 
 @router.delete(
-    "/quotas/tenants/{label}", summary="Reset a tenant's quota", tags=["quotas"], status_code=204,
-    response_class=Response, responses=problems(404, 409),
-)  # fmt: skip
+    "/quotas/tenants/{label}",
+    summary="Reset a tenant's quota",
+    tags=["quotas"],
+    status_code=204,
+    response_class=Response,
+    responses=problems(404, 409),
+)
 def drop_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label) -> None:
     """Return to the quota of the settings."""
     _drop_quota(opened, service, _tenant_note(label))
@@ -126,9 +137,13 @@ def put_namespace_quota(
 
 
 @router.delete(
-    "/quotas/namespaces/{namespace}", summary="Reset a namespace's quota", tags=["quotas"], status_code=204,
-    response_class=Response, responses=problems(404),
-)  # fmt: skip
+    "/quotas/namespaces/{namespace}",
+    summary="Reset a namespace's quota",
+    tags=["quotas"],
+    status_code=204,
+    response_class=Response,
+    responses=problems(404),
+)
 def drop_namespace_quota(role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId) -> None:
     """Return to the quota of the settings."""
     _drop_quota(opened, service, namespace_note(bytes.fromhex(namespace)))
@@ -155,9 +170,7 @@ def cancel_verify(role: AnAdmin, service: TheService, job_id: JobId) -> VerifyJo
     return job
 
 
-def _evict(
-    opened: Opened, service: Service, selection: Selection, dry_run: bool, include_pinned: bool
-) -> Evicted:  # fmt: skip
+def _evict(opened: Opened, service: Service, selection: Selection, dry_run: bool, include_pinned: bool) -> Evicted:
     try:
         done = change.evict(opened, selection, dry_run, include_pinned)
     except change.Busy as fault:

@@ -21,9 +21,11 @@ def healthz() -> Health:
 
 
 @router.get(
-    "/readyz", summary="Readiness", tags=["health"],
+    "/readyz",
+    summary="Readiness",
+    tags=["health"],
     responses={**problems(), 503: {"model": Readiness, "description": "The index does not answer."}},
-)  # fmt: skip
+)
 def readyz(service: TheService, response: Response) -> Readiness:
     """Answer 200 if the index answers, also while it is being rebuilt."""
     try:
@@ -38,9 +40,12 @@ def readyz(service: TheService, response: Response) -> Readiness:
 
 
 @router.get(
-    "/metrics", summary="Figures for Prometheus", tags=["health"], response_class=Response,
+    "/metrics",
+    summary="Figures for Prometheus",
+    tags=["health"],
+    response_class=Response,
     responses={**problems(), 200: {"description": "Prometheus text.", "content": {CONTENT_TYPE: {}}}},
-)  # fmt: skip
+)
 def metrics(role: TheRole, service: TheService) -> Response:
     """Return metrics for Prometheus. While the index is down, kvtier_index_up is 0 and its figures are missing."""
     try:

@@ -156,6 +156,8 @@ def _fields(service: Service) -> dict[str, object]:
 def _deployment(service: Service, role: Role) -> Deployment:
     settings = service.settings
     return Deployment(
-        root=str(settings.root), index_kind=settings.index.kind, version=VERSION,
+        root=str(settings.root),
+        index_kind=settings.index.kind,
+        version=VERSION,
         role="admin" if role is Role.ADMIN else "read-only",
-    )  # fmt: skip
+    )

@@ -79,12 +79,23 @@ def rotated_tls(config: uvicorn.Config, cert: Path, key: Path) -> Rotated[None]:
 def uvicorn_config(service: Service) -> uvicorn.Config:
     settings = service.settings.server
     return uvicorn.Config(
-        make_app(service), backlog=BACKLOG, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
-        http=bounded(settings.connections_max, settings.timeout_s), loop="kvtier.server.connections:Loop",
-        timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=SHUTDOWN_S, h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+        make_app(service),
+        backlog=BACKLOG,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        http=bounded(settings.connections_max, settings.timeout_s),
+        loop="kvtier.server.connections:Loop",
+        timeout_keep_alive=IDLE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         limit_concurrency=settings.connections_max + 1,  # uvicorn refuses from this number on
-        ws="none", proxy_headers=False, server_header=False, access_log=False, log_level="warning", lifespan="on",
-    )  # fmt: skip
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        access_log=False,
+        log_level="warning",
+        lifespan="on",
+    )
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:

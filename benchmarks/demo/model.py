@@ -77,9 +77,18 @@ def make_model(folder: Path, size: Size) -> None:
     disable_progress_bar()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=size.hidden, intermediate_size=size.intermediate, num_hidden_layers=8,
-        num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, head_dim=size.head_size,
-        max_position_embeddings=CONTEXT_TOKENS, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-        tie_word_embeddings=False, initializer_range=size.spread,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=8,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_size,
+        max_position_embeddings=CONTEXT_TOKENS,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+        initializer_range=size.spread,
+    )
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)

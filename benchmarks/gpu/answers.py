@@ -30,16 +30,28 @@ def compared(mine: Sequence[Part], reference: Sequence[Part]) -> dict[str, Any]:
             if parting is not None:
                 moved = a["leads"][parting] + b["leads"][parting]
                 shifts.append(moved)
-                differing.append({"round": name, "request": request, "token": parting, "lead": b["leads"][parting],
-                                  "moved": round(moved, 7), "hit_tokens": a["hit_tokens"]})  # fmt: skip
+                differing.append(
+                    {
+                        "round": name,
+                        "request": request,
+                        "token": parting,
+                        "lead": b["leads"][parting],
+                        "moved": round(moved, 7),
+                        "hit_tokens": a["hit_tokens"],
+                    }
+                )
     n_shared, n_rounds = len(reference[0]), sum(map(len, reference[1:]))
     shared_differing = sum(row["round"] == "shared" for row in differing)
     return {
-        "same_answers": n_rounds - len(differing) + shared_differing, "answers": n_rounds,
-        "same_shared_answers": n_shared - shared_differing, "shared_answers": n_shared, "differing": differing,
-        "hit_tokens": sum(a["hit_tokens"] for part in mine[1:] for a in part), "tokens_compared": len(shifts) - 1,
+        "same_answers": n_rounds - len(differing) + shared_differing,
+        "answers": n_rounds,
+        "same_shared_answers": n_shared - shared_differing,
+        "shared_answers": n_shared,
+        "differing": differing,
+        "hit_tokens": sum(a["hit_tokens"] for part in mine[1:] for a in part),
+        "tokens_compared": len(shifts) - 1,
         "largest_shift": round(max(shifts), 7),
-    }  # fmt: skip
+    }
 
 
 def within(parts: Sequence[Part], width: float) -> tuple[int, int]:

@@ -30,11 +30,21 @@ def cases(chunk: int) -> list[Case]:
     partial = [
         Case(n, 1, shared * chunk, more)
         for n, shared, more in (
-            (chunk, 1, 5), (chunk + 1, 1, 40), (2 * chunk - 1, 1, chunk), (2 * chunk, 2, 1), (3 * chunk, 2, 100),
-            (3 * chunk + 17, 3, 33), (5 * chunk, 5, 2), (6 * chunk + 3, 4, 300), (8 * chunk, 8, 16),
-            (9 * chunk + chunk // 2, 9, 7), (12 * chunk, 6, 64), (16 * chunk, 16, 1), (17 * chunk + 5, 17, 50),
+            (chunk, 1, 5),
+            (chunk + 1, 1, 40),
+            (2 * chunk - 1, 1, chunk),
+            (2 * chunk, 2, 1),
+            (3 * chunk, 2, 100),
+            (3 * chunk + 17, 3, 33),
+            (5 * chunk, 5, 2),
+            (6 * chunk + 3, 4, 300),
+            (8 * chunk, 8, 16),
+            (9 * chunk + chunk // 2, 9, 7),
+            (12 * chunk, 6, 64),
+            (16 * chunk, 16, 1),
+            (17 * chunk + 5, 17, 50),
         )
-    ]  # fmt: skip
+    ]
     # The last token of an answer has no KV yet: one more is generated than what is kept.
     turns = [Case(n * chunk - g, g + 1, n * chunk, more) for n, g, more in ((2, 30, 20), (4, 60, 9), (7, 11, 100))]
     misses = [Case(n, 1, 0, 30) for n in (1, chunk // 2, chunk - 1, 30)]

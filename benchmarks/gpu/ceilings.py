@@ -163,15 +163,23 @@ def main() -> int:
         path = folder / "ceiling.bin"
         try:
             found["reads"] = direct_reads(path)
-            rows += [(f"{folder}: {way}", f"{found[way]['bytes_s'] / 1e9:.2f}",
-                      "direct" if found[way]["direct"] else "buffered") for way in ("writes", "reads")]  # fmt: skip
+            rows += [
+                (
+                    f"{folder}: {way}",
+                    f"{found[way]['bytes_s'] / 1e9:.2f}",
+                    "direct" if found[way]["direct"] else "buffered",
+                )
+                for way in ("writes", "reads")
+            ]
             if arguments.reads:
                 from benchmarks.gpu import device_reads
 
                 limit = min(found["reads"]["bytes_s"], content["copies"].get("h2d_bytes_s", float("inf")))
                 found["device_reads"] = device_reads.measure(path, limit, on_device=not arguments.no_gpu)
-                rows += [(f"  {row['reader']}", f"{row['bytes_s'] / 1e9:.2f}", f"{row['percent']:.0f}% of the limit")
-                         for row in found["device_reads"]]  # fmt: skip
+                rows += [
+                    (f"  {row['reader']}", f"{row['bytes_s'] / 1e9:.2f}", f"{row['percent']:.0f}% of the limit")
+                    for row in found["device_reads"]
+                ]
         finally:
             path.unlink()
         content["folders"][str(folder)] = found

@@ -48,11 +48,19 @@ RUNS, TUNE_RUNS = 20, 10
 MAIN = Case("k4v4")
 CASES = (
     *(Case(codec) for codec in ("k4v4", "k4v3", "k6v4", "k5v3", "k3v3", "k4v2", "fp8")),
-    *(Case(codec, layout, dtype, size, 32) for codec in TUNED for layout, dtype, size in (
-        ("HND", torch.bfloat16, 128), ("NHD", torch.float16, 128), ("NHD", torch.bfloat16, 64),
-        ("NHD", torch.bfloat16, 96), ("NHD", torch.bfloat16, 80), ("NHD", torch.bfloat16, 256),
-    )),
-)  # fmt: skip
+    *(
+        Case(codec, layout, dtype, size, 32)
+        for codec in TUNED
+        for layout, dtype, size in (
+            ("HND", torch.bfloat16, 128),
+            ("NHD", torch.float16, 128),
+            ("NHD", torch.bfloat16, 64),
+            ("NHD", torch.bfloat16, 96),
+            ("NHD", torch.bfloat16, 80),
+            ("NHD", torch.bfloat16, 256),
+        )
+    ),
+)
 
 
 def fill(pages: PagedKV, seed: int, is_awkward: bool) -> None:
@@ -103,8 +111,10 @@ def errors(pages: PagedKV, decoded: PagedKV) -> dict[str, float]:
     """Squared error over energy."""
     found = {}
     for name, plane in (("k", 0), ("v", 1)):
-        pairs = [(a.planes[plane].double(), b.planes[plane].double())
-                 for a, b in zip(pages.layers, decoded.layers, strict=True)]  # fmt: skip
+        pairs = [
+            (a.planes[plane].double(), b.planes[plane].double())
+            for a, b in zip(pages.layers, decoded.layers, strict=True)
+        ]
         found[name] = sum(float((a - b).square().sum()) for a, b in pairs) / sum(
             float(a.square().sum()) for a, _ in pairs
         )
@@ -172,10 +182,15 @@ class Clock:
         bench = float(triton.testing.do_bench(work, warmup=10, rep=max(20, int(4 * on_device)), return_mode="median"))
         bound = rig.needed_bytes(kernel) / self.copy_gb_s / 1e6
         return {
-            "case": rig.case.name, "kernel": kernel, "tb_s": rig.case.kv_bytes / bench / 1e9, "ms": bench,
-            "percent_of_bound": 100 * bound / bench, "device_tb_s": rig.case.kv_bytes / on_device / 1e9,
-            "device_percent_of_bound": 100 * bound / on_device, "bound_tb_s": rig.case.kv_bytes / bound / 1e9,
-        }  # fmt: skip
+            "case": rig.case.name,
+            "kernel": kernel,
+            "tb_s": rig.case.kv_bytes / bench / 1e9,
+            "ms": bench,
+            "percent_of_bound": 100 * bound / bench,
+            "device_tb_s": rig.case.kv_bytes / on_device / 1e9,
+            "device_percent_of_bound": 100 * bound / on_device,
+            "bound_tb_s": rig.case.kv_bytes / bound / 1e9,
+        }
 
 
 def measure(case: Case, clock: Clock) -> list[Row]:
@@ -260,9 +275,12 @@ def main() -> int:
     print("targets met" if met else "TARGET MISSED", f"({time.monotonic() - begin_s:.0f} s)")
     if arguments.out:
         result = {
-            "copy_gb_s": clock.copy_gb_s, "targets": {"tb_s": GOAL_TB_S, "nmse_of_theory": NMSE_OF_THEORY_MAX},
-            "targets_met": met, "rows": rows, "tuned": tuned,
-        }  # fmt: skip
+            "copy_gb_s": clock.copy_gb_s,
+            "targets": {"tb_s": GOAL_TB_S, "nmse_of_theory": NMSE_OF_THEORY_MAX},
+            "targets_met": met,
+            "rows": rows,
+            "tuned": tuned,
+        }
         report.write(arguments.out, "the codecs' encode, verify and decode, bytes of the engine's KV over time", result)
     return 0 if met else 1
 

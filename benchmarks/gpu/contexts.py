@@ -67,11 +67,13 @@ def judge(listed: dict[str, list[str]], by_rank: Sequence[Sequence[Sequence[int]
     ranks = [list(rank) for engine in by_rank for rank in engine]
     placed = [[gpu for rank in engine for gpu in rank] for engine in by_rank]
     return {
-        "listed": listed, "by_rank": [[list(rank) for rank in engine] for engine in by_rank],
-        "listed_is_shown": bool(listed), "listed_is_good": all(len(gpus) == 1 for gpus in listed.values()),
+        "listed": listed,
+        "by_rank": [[list(rank) for rank in engine] for engine in by_rank],
+        "listed_is_shown": bool(listed),
+        "listed_is_good": all(len(gpus) == 1 for gpus in listed.values()),
         "ranks_are_shown": bool(ranks) and all(ranks),
         "ranks_are_good": all(len(rank) == 1 for rank in ranks) and all(len(set(p)) == len(p) for p in placed),
-    }  # fmt: skip
+    }
 
 
 def is_good(found: dict[str, Any]) -> bool:

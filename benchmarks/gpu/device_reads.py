@@ -57,8 +57,15 @@ def measure(path: Path, limit_bytes_s: float, on_device: bool = True) -> list[di
             continue
         is_right = bool((target.view(-1, expected.numel()) == expected).all())
         rate = n_bytes / median(times)
-        rows.append({"reader": name, "bytes_s": rate, "percent": 100 * rate / limit_bytes_s, "is_right": is_right,
-                     "all_bytes_s": [n_bytes / seconds for seconds in times]})  # fmt: skip
+        rows.append(
+            {
+                "reader": name,
+                "bytes_s": rate,
+                "percent": 100 * rate / limit_bytes_s,
+                "is_right": is_right,
+                "all_bytes_s": [n_bytes / seconds for seconds in times],
+            }
+        )
         if not is_right:
             rows[-1]["reader"] += " WRONG BYTES"
     return sorted(rows, key=lambda row: -row["bytes_s"])
@@ -79,10 +86,20 @@ def _by_ring(path: Path, target: torch.Tensor, threads: int, piece: int, slots: 
     try:
         with ring.Ring(threads, piece, device=device) as reader:
             ops = [
-                ring.ReadOp(fd, offset, target.data_ptr() + offset, SLAB_BYTES, RECORD_BYTES // SLAB_BYTES, bytes(16),
-                            0, 0, None, on_device=on_device)
+                ring.ReadOp(
+                    fd,
+                    offset,
+                    target.data_ptr() + offset,
+                    SLAB_BYTES,
+                    RECORD_BYTES // SLAB_BYTES,
+                    bytes(16),
+                    0,
+                    0,
+                    None,
+                    on_device=on_device,
+                )
                 for offset in range(0, target.numel(), RECORD_BYTES)
-            ]  # fmt: skip
+            ]
             while len(times) < REPEATS and sum(times) < REPEATS_S:
                 started = time.perf_counter()
                 batch = reader.submit(ops)
@@ -103,8 +120,14 @@ def _by_kvikio(path: Path, target: torch.Tensor, threads: int, task: int) -> lis
     import kvikio.defaults
 
     preload_cufile()
-    kvikio.defaults.set({"num_threads": threads, "task_size": task, "bounce_buffer_size": max(task, 16 * MIB),
-                         "auto_direct_io_read": True})  # fmt: skip
+    kvikio.defaults.set(
+        {
+            "num_threads": threads,
+            "task_size": task,
+            "bounce_buffer_size": max(task, 16 * MIB),
+            "auto_direct_io_read": True,
+        }
+    )
     times: list[float] = []
     file = kvikio.CuFile(str(path), "r")
     try:

@@ -77,9 +77,13 @@ class Engine:
         seconds = time.perf_counter() - started
         own = getattr(output.metrics, "first_token_latency", None)
         return {
-            "tokens": len(tokens), "hit_tokens": output.num_cached_tokens or 0, "ttft_s": seconds, "engine_s": own,
-            "token": output.outputs[0].token_ids[0], "counted": grown(before, self.counters()),
-        }  # fmt: skip
+            "tokens": len(tokens),
+            "hit_tokens": output.num_cached_tokens or 0,
+            "ttft_s": seconds,
+            "engine_s": own,
+            "token": output.outputs[0].token_ids[0],
+            "counted": grown(before, self.counters()),
+        }
 
     def idle_steps(self, count: int = 4) -> None:
         """Steps of an engine without requests: they take along what is due after the last request ended."""
@@ -143,8 +147,9 @@ def parameters(max_tokens: int, switches: dict[str, bool] | None, n_best: int | 
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": switches} if switches else None
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False, ignore_eos=True, logprobs=n_best,
-                          extra_args=extra)  # fmt: skip
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, detokenize=False, ignore_eos=True, logprobs=n_best, extra_args=extra
+    )
 
 
 def _lead(step: Any) -> float:

@@ -22,21 +22,34 @@ from benchmarks.gpu.processes import run_engine
 from benchmarks.gpu.tiny import TINY_ENGINE, TINY_ENVIRONMENT, TINY_TIER
 from benchmarks.gpu.watch import compare
 
+COLUMNS = ("engine B", "hits", "same tokens, same shape", "same tokens, all", "blocks equal", "wrong", "unknown")
+COLUMNS += ("failed loads",)
+
 
 def job_of(
     arguments: argparse.Namespace, steps: list[list[Any]], llm: dict[str, Any], model: str = "small"
 ) -> dict[str, Any]:
     """One engine of a model with saved weights, with a watch on its blocks; `llm` overrides engine arguments."""
     kind = "tiny" if arguments.tiny else model
-    engine: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": False, "max_model_len": 16384,
-                              "gpu_memory_utilization": 0.3, "max_num_seqs": 64}  # fmt: skip
+    engine: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "enforce_eager": False,
+        "max_model_len": 16384,
+        "gpu_memory_utilization": 0.3,
+        "max_num_seqs": 64,
+    }
     extra: dict[str, Any] = {"capacity_bytes": "32GiB", "host": {"arena_bytes": "2GiB"}, "segment_bytes": "256MiB"}
     return {
-        "model": str(make_model(kind, arguments.models)), "vocabulary": DIMENSIONS[kind].vocabulary,
-        "system": "kvtier", "folder": str(arguments.folder), "extra": TINY_TIER if arguments.tiny else extra,
-        "llm": (TINY_ENGINE if arguments.tiny else engine) | llm, "steps": steps, "watch": True,
+        "model": str(make_model(kind, arguments.models)),
+        "vocabulary": DIMENSIONS[kind].vocabulary,
+        "system": "kvtier",
+        "folder": str(arguments.folder),
+        "extra": TINY_TIER if arguments.tiny else extra,
+        "llm": (TINY_ENGINE if arguments.tiny else engine) | llm,
+        "steps": steps,
+        "watch": True,
         "environment": TINY_ENVIRONMENT if arguments.tiny else {},
-    }  # fmt: skip
+    }
 
 
 def judge(first: dict[str, Any], second: dict[str, Any], chunk: int) -> dict[str, Any]:
@@ -45,19 +58,27 @@ def judge(first: dict[str, Any], second: dict[str, Any], chunk: int) -> dict[str
     rows = []
     for number, case in enumerate(cases(chunk)):
         expected_hit = case.shared
-        rows.append({
-            "first": case.n_first, "answer": case.n_answer, "shared": case.shared, "more": case.n_more,
-            "hit_tokens": asked[number]["hit_tokens"], "own_hit_tokens": own[number]["hit_tokens"],
-            "is_hit": asked[number]["hit_tokens"] == expected_hit,
-            "is_same_shape": own[number]["hit_tokens"] == asked[number]["hit_tokens"],
-            "same_tokens": asked[number]["answer"] == own[number]["answer"],
-        })  # fmt: skip
+        rows.append(
+            {
+                "first": case.n_first,
+                "answer": case.n_answer,
+                "shared": case.shared,
+                "more": case.n_more,
+                "hit_tokens": asked[number]["hit_tokens"],
+                "own_hit_tokens": own[number]["hit_tokens"],
+                "is_hit": asked[number]["hit_tokens"] == expected_hit,
+                "is_same_shape": own[number]["hit_tokens"] == asked[number]["hit_tokens"],
+                "same_tokens": asked[number]["answer"] == own[number]["answer"],
+            }
+        )
     saved = [seen for process in (first, second) for worker in process["watch"] for seen in worker["saved"]]
     loaded = [seen for worker in second["watch"] for seen in worker["loaded"]]
     return {
-        "cases": rows, "blocks": compare(saved, loaded), "chunks_loaded": len(loaded),
+        "cases": rows,
+        "blocks": compare(saved, loaded),
+        "chunks_loaded": len(loaded),
         "failed_loads": sum(worker["failed_loads"] for worker in second["watch"]),
-    }  # fmt: skip
+    }
 
 
 def is_good(result: dict[str, Any]) -> bool:
@@ -65,9 +86,12 @@ def is_good(result: dict[str, Any]) -> bool:
     rows = result["cases"]
     blocks = result["blocks"]
     tokens = all(row["same_tokens"] for row in rows if row["is_same_shape"])
-    return tokens and all(row["is_hit"] for row in rows) and blocks["equal"] > 0 and not (
-        blocks["wrong"] or blocks["unknown"] or result["failed_loads"]
-    )  # fmt: skip
+    return (
+        tokens
+        and all(row["is_hit"] for row in rows)
+        and blocks["equal"] > 0
+        and not (blocks["wrong"] or blocks["unknown"] or result["failed_loads"])
+    )
 
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
@@ -98,21 +122,35 @@ def main() -> int:
         results[name] = judge(first, second, chunk)
     shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
     good = all(is_good(result) for result in results.values())
-    report.write(arguments.out, "are loaded blocks and tokens the ones that were saved", {
-        "good": good, "model": "tiny" if arguments.tiny else arguments.model,
-        "kv_cache_dtype": arguments.kv_cache_dtype, "skip_layers": arguments.skip_layers,
-        "cuda_graphs": not (arguments.eager or arguments.tiny), "results": results,
-    })  # fmt: skip
+    report.write(
+        arguments.out,
+        "are loaded blocks and tokens the ones that were saved",
+        {
+            "good": good,
+            "model": "tiny" if arguments.tiny else arguments.model,
+            "kv_cache_dtype": arguments.kv_cache_dtype,
+            "skip_layers": arguments.skip_layers,
+            "cuda_graphs": not (arguments.eager or arguments.tiny),
+            "results": results,
+        },
+    )
     rows = []
     for name, result in results.items():
         cases_ = result["cases"]
         exact = [row for row in cases_ if row["is_same_shape"]]
-        rows.append((name, f"{sum(row['is_hit'] for row in cases_)}/{len(cases_)}",
-                     f"{sum(row['same_tokens'] for row in exact)}/{len(exact)}",
-                     f"{sum(row['same_tokens'] for row in cases_)}/{len(cases_)}", result["blocks"]["equal"],
-                     result["blocks"]["wrong"], result["blocks"]["unknown"], result["failed_loads"]))  # fmt: skip
-    report.table(("engine B", "hits", "same tokens, same shape", "same tokens, all", "blocks equal", "wrong",
-                  "unknown", "failed loads"), rows)  # fmt: skip
+        rows.append(
+            (
+                name,
+                f"{sum(row['is_hit'] for row in cases_)}/{len(cases_)}",
+                f"{sum(row['same_tokens'] for row in exact)}/{len(exact)}",
+                f"{sum(row['same_tokens'] for row in cases_)}/{len(cases_)}",
+                result["blocks"]["equal"],
+                result["blocks"]["wrong"],
+                result["blocks"]["unknown"],
+                result["failed_loads"],
+            )
+        )
+    report.table(COLUMNS, rows)
     print("GOOD" if good else "NOT GOOD")
     return int(not good)
 

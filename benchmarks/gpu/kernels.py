@@ -95,11 +95,15 @@ class Case:
 
 MAIN = Case("NHD", torch.bfloat16, 128)
 CASES = (
-    *(Case(layout, dtype, size) for layout in ("NHD", "LBHNC") for dtype in (torch.bfloat16, torch.float8_e4m3fn)
-      for size in (64, 128, 256)),
+    *(
+        Case(layout, dtype, size)
+        for layout in ("NHD", "LBHNC")
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        for size in (64, 128, 256)
+    ),
     Case("MLA", torch.bfloat16, 576, layers=61, heads=1, block_tokens=64),
     Case("MLA", torch.float8_e4m3fn, 576, layers=61, heads=1, block_tokens=64),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -192,8 +196,17 @@ def measure(case: Case, copy_gb_s: float, flush: torch.Tensor) -> list[Row]:
     )
     for name, work, factor in kernels:
         gb_s = factor * case.kv_bytes / device_ms(work, flush) / 1e6
-        rows.append({"case": case.name, "kernel": name, "gb_s": gb_s, "percent_of_copy": 100 * gb_s / copy_gb_s,
-                     "host_us": host_us(work), "bytes": case.kv_bytes, "faults": faults})  # fmt: skip
+        rows.append(
+            {
+                "case": case.name,
+                "kernel": name,
+                "gb_s": gb_s,
+                "percent_of_copy": 100 * gb_s / copy_gb_s,
+                "host_us": host_us(work),
+                "bytes": case.kv_bytes,
+                "faults": faults,
+            }
+        )
     return rows
 
 
@@ -210,8 +223,15 @@ def tune(copy_gb_s: float, flush: torch.Tensor) -> list[Row]:
             variants.append(("checksum", walk, partial(device_checksum.slab_checksums, rig.runs, walk)))
         for name, variant, work in variants:
             gb_s = (1 if name == "checksum" else 2) * case.kv_bytes / device_ms(work, flush, TUNE_RUNS) / 1e6
-            rows.append({"case": case.name, "kernel": name, "variant": variant._asdict(), "gb_s": gb_s,
-                         "percent_of_copy": 100 * gb_s / copy_gb_s})  # fmt: skip
+            rows.append(
+                {
+                    "case": case.name,
+                    "kernel": name,
+                    "variant": variant._asdict(),
+                    "gb_s": gb_s,
+                    "percent_of_copy": 100 * gb_s / copy_gb_s,
+                }
+            )
     return rows
 
 
@@ -263,9 +283,12 @@ def main() -> int:
     print("targets met" if met else "TARGET MISSED", f"({time.monotonic() - begin_s:.0f} s)")
     if arguments.out:
         result = {
-            "copy_gb_s": copy_gb_s, "targets": {"percent_of_copy": GOAL_PERCENT, "checksum_gb_s": GOAL_SUM_GB_S},
-            "targets_met": met, "rows": rows, "tuned": tuned,
-        }  # fmt: skip
+            "copy_gb_s": copy_gb_s,
+            "targets": {"percent_of_copy": GOAL_PERCENT, "checksum_gb_s": GOAL_SUM_GB_S},
+            "targets_met": met,
+            "rows": rows,
+            "tuned": tuned,
+        }
         report.write(arguments.out, "gather, scatter and checksum as a share of the device's copy", result)
     return 0 if met else 1
 

@@ -39,20 +39,31 @@ def judge(stored: dict[str, Any], loaded: dict[str, Any], bare: dict[str, Any], 
     prefix_bytes = max(1, max(shared_hits)) * limits["token_bytes"]  # what was there of it to be read
     # What the kernel counted holds all reads of the process; what kvtier counted, those of segment files alone.
     counted = shared["counted"]
-    return compared(parts(loaded), parts(bare)) | _control(loaded, bare) | {
-        "blocks": compare(saved, seen_loaded), "failed_loads": sum(w["failed_loads"] for w in loaded["watch"]),
-        "shared_hit_tokens": shared_hits, "shared_tokens": limits["shared_tokens"],
-        "prefix_bytes": prefix_bytes, "copies_read": counted.get("file_read_bytes", counted["rchar"]) / prefix_bytes,
-        "copies_by_kernel": counted["rchar"] / prefix_bytes,
-        "evicted_bytes": sum(_evicted(part) for part in (loaded["mixed_rounds"]["counted"], stored["counters"])),
-        "most_on_disk": max(stored["store_mix"]["most_on_disk"], loaded["mixed_rounds"]["most_on_disk"]),
-        "capacity_bytes": limits["capacity_bytes"],
-        "memory": {"kvtier": loaded["mixed_rounds"]["memory"], "bare": bare["mixed_rounds"]["memory"],
-                   "arenas": loaded["mixed_rounds"]["arenas"]},
-        "round_s": [r["elapsed_s"] for r in rounds], "rounds_counted": [r["counted"] for r in rounds],
-        "bare_round_s": [r["elapsed_s"] for r in bare["mixed_rounds"]["rounds"]],
-        "counted": loaded["mixed_rounds"]["counted"],
-    }  # fmt: skip
+    return (
+        compared(parts(loaded), parts(bare))
+        | _control(loaded, bare)
+        | {
+            "blocks": compare(saved, seen_loaded),
+            "failed_loads": sum(w["failed_loads"] for w in loaded["watch"]),
+            "shared_hit_tokens": shared_hits,
+            "shared_tokens": limits["shared_tokens"],
+            "prefix_bytes": prefix_bytes,
+            "copies_read": counted.get("file_read_bytes", counted["rchar"]) / prefix_bytes,
+            "copies_by_kernel": counted["rchar"] / prefix_bytes,
+            "evicted_bytes": sum(_evicted(part) for part in (loaded["mixed_rounds"]["counted"], stored["counters"])),
+            "most_on_disk": max(stored["store_mix"]["most_on_disk"], loaded["mixed_rounds"]["most_on_disk"]),
+            "capacity_bytes": limits["capacity_bytes"],
+            "memory": {
+                "kvtier": loaded["mixed_rounds"]["memory"],
+                "bare": bare["mixed_rounds"]["memory"],
+                "arenas": loaded["mixed_rounds"]["arenas"],
+            },
+            "round_s": [r["elapsed_s"] for r in rounds],
+            "rounds_counted": [r["counted"] for r in rounds],
+            "bare_round_s": [r["elapsed_s"] for r in bare["mixed_rounds"]["rounds"]],
+            "counted": loaded["mixed_rounds"]["counted"],
+        }
+    )
 
 
 def _control(loaded: dict[str, Any], bare: dict[str, Any]) -> dict[str, Any]:
@@ -61,8 +72,13 @@ def _control(loaded: dict[str, Any], bare: dict[str, Any]) -> dict[str, Any]:
     width = max(found["largest_shift"] for found in control.values())
     n_within, n_tokens = within(parts(bare), width)
     as_own_hits = compared(parts(loaded), bare["own_hits"])
-    return {"control": control, "tie_width": width, "tokens_within_tie": n_within, "tokens": n_tokens,
-            "same_answers_as_own_hits": as_own_hits["same_answers"]}  # fmt: skip
+    return {
+        "control": control,
+        "tie_width": width,
+        "tokens_within_tie": n_within,
+        "tokens": n_tokens,
+        "same_answers_as_own_hits": as_own_hits["same_answers"],
+    }
 
 
 def _evicted(counted: dict[str, Any]) -> float:
@@ -114,8 +130,12 @@ def _answer_faults(result: dict[str, Any]) -> Iterator[str]:
     width = result["tie_width"]
     for row in result["differing"]:
         if row["moved"] > width:
-            yield (f"round {row['round']}, request {row['request']}: its answer differs at token {row['token']}, whose "
-                   f"lead moved by {row['moved']:.2g}; without the tier by {width:.2g} at most")  # fmt: skip
+            yield (
+                f"round {row['round']}, request {row['request']}: its answer differs at token {row['token']}, whose "
+                f"lead moved by {row['moved']:.2g}; without the tier by {width:.2g} at most"
+            )
     if result["tokens_within_tie"] > EXCUSED_MAX * result["tokens"]:
-        yield (f"answers show nothing: {result['tokens_within_tie']} of {result['tokens']} tokens lead by no more than "
-               f"the control's {width:.2g}")  # fmt: skip
+        yield (
+            f"answers show nothing: {result['tokens_within_tie']} of {result['tokens']} tokens lead by no more than "
+            f"the control's {width:.2g}"
+        )

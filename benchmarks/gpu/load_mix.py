@@ -23,15 +23,26 @@ from benchmarks.gpu.tiny import TINY_ENGINE, TINY_ENVIRONMENT, TINY_TIER
 SHAPE = {"requests": 32, "shared": 8192, "other": 2048, "others": 14, "tail": 40}
 TINY_SHAPE = {"requests": 8, "shared": 512, "other": 256, "others": 6, "tail": 10}
 TIER: dict[str, Any] = {
-    "capacity_bytes": "1536MiB", "segment_bytes": "128MiB", "touch_interval_s": 0.2,
-    "host": {"arena_bytes": "512MiB"}, "min_load_tokens": 256,
-}  # fmt: skip
+    "capacity_bytes": "1536MiB",
+    "segment_bytes": "128MiB",
+    "touch_interval_s": 0.2,
+    "host": {"arena_bytes": "512MiB"},
+    "min_load_tokens": 256,
+}
 """Of float32, 64 KiB a token: the shared prefix takes 512 MiB, another one 128 MiB, and 15 of them 2.3 GiB.
 min_load_tokens: left to itself, kvtier finds that so small a model computes faster than it loads."""
-TINY_LIMITS: dict[str, Any] = {"capacity_bytes": "6MiB", "segment_bytes": "512KiB", "touch_interval_s": 0.2,
-                               "host": {"arena_bytes": "2MiB"}}  # fmt: skip
-ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 16384, "gpu_memory_utilization": 0.4,
-                          "max_num_seqs": 64}  # fmt: skip
+TINY_LIMITS: dict[str, Any] = {
+    "capacity_bytes": "6MiB",
+    "segment_bytes": "512KiB",
+    "touch_interval_s": 0.2,
+    "host": {"arena_bytes": "2MiB"},
+}
+ENGINE: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_model_len": 16384,
+    "gpu_memory_utilization": 0.4,
+    "max_num_seqs": 64,
+}
 ANSWER_TOKENS = 16
 
 
@@ -40,11 +51,16 @@ def job_of(arguments: argparse.Namespace, system: str, steps: list[list[Any]]) -
     tier = TINY_TIER | TINY_LIMITS if arguments.tiny else TIER
     llm = TINY_ENGINE if arguments.tiny else ENGINE | {"dtype": arguments.dtype}
     return {
-        "model": str(make_model(kind, arguments.models)), "vocabulary": DIMENSIONS[kind].vocabulary, "system": system,
-        "folder": str(arguments.folder), "extra": tier | json.loads(arguments.extra) if system == "kvtier" else {},
-        "llm": llm, "steps": steps, "watch": system == "kvtier",
+        "model": str(make_model(kind, arguments.models)),
+        "vocabulary": DIMENSIONS[kind].vocabulary,
+        "system": system,
+        "folder": str(arguments.folder),
+        "extra": tier | json.loads(arguments.extra) if system == "kvtier" else {},
+        "llm": llm,
+        "steps": steps,
+        "watch": system == "kvtier",
         "environment": TINY_ENVIRONMENT if arguments.tiny else {},
-    }  # fmt: skip
+    }
 
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
@@ -61,42 +77,59 @@ def show(result: dict[str, Any]) -> None:
     more = [f"{more_memory(memory, kind) >> 20}" for kind in ("device_used", "own_max", "mapped_max")]
     arenas = [f"{sum(of[kind] for of in memory['arenas']) >> 20}" for kind in ("device", "host")]
     controls = [(f"control, {name}", _agreement(result["control"][name])) for name in CONTROLS]
-    report.table(("what", "value"), [
-        ("blocks equal / wrong / unknown", f"{blocks['equal']} / {blocks['wrong']} / {blocks['unknown']}"),
-        ("same answers: rounds, shared alone; largest shift", ""),
-        ("with the tier", _agreement(result)),
-        *controls,
-        ("tokens that lead by no more than a tie's width",
-         f"{result['tokens_within_tie']}/{result['tokens']} by {result['tie_width']:.6f}"),
-        ("where not the same: round, request, token, lead, moved", _differing(result)),
-        *((f"{name}: the same", _differing(result["control"][name])) for name in CONTROLS),
-        ("tier against own_hits, rounds", f"{result['same_answers_as_own_hits']}/{result['answers']}"),
-        ("tokens hit in the rounds, with the tier and own_hits",
-         f"{result['hit_tokens']:,} {result['control']['own_hits']['hit_tokens']:,}"),
-        ("shared prefix hit, of", f"{max(result['shared_hit_tokens'])} of {result['shared_tokens']}"),
-        ("copies of it read", f"{result['copies_read']:.2f}"),
-        ("most on disk of capacity", f"{result['most_on_disk'] >> 20} of {result['capacity_bytes'] >> 20} MiB"),
-        ("MiB more than without the tier: GPU, host, mapped files", " ".join(more)),
-        ("MiB of arenas, GPU and host", " ".join(arenas)),
-        ("tokens loaded in each round", " ".join(f"{c.get('load_tokens', 0):,.0f}" for c in result["rounds_counted"])),
-        ("evicted in each round, MiB",
-         " ".join(f"{c.get('evicted_bytes', 0) / (1 << 20):,.1f}" for c in result["rounds_counted"])),
-        ("evicted in all", f"{result['evicted_bytes'] / (1 << 20):.1f} MiB"),
-        ("failed loads", result["failed_loads"]),
-        ("seconds a round, without the tier", " ".join(f"{s:.2f}" for s in result["bare_round_s"])),
-        ("seconds a round, with it", " ".join(f"{s:.2f}" for s in result["round_s"])),
-    ])  # fmt: skip
+    report.table(
+        ("what", "value"),
+        [
+            ("blocks equal / wrong / unknown", f"{blocks['equal']} / {blocks['wrong']} / {blocks['unknown']}"),
+            ("same answers: rounds, shared alone; largest shift", ""),
+            ("with the tier", _agreement(result)),
+            *controls,
+            (
+                "tokens that lead by no more than a tie's width",
+                f"{result['tokens_within_tie']}/{result['tokens']} by {result['tie_width']:.6f}",
+            ),
+            ("where not the same: round, request, token, lead, moved", _differing(result)),
+            *((f"{name}: the same", _differing(result["control"][name])) for name in CONTROLS),
+            ("tier against own_hits, rounds", f"{result['same_answers_as_own_hits']}/{result['answers']}"),
+            (
+                "tokens hit in the rounds, with the tier and own_hits",
+                f"{result['hit_tokens']:,} {result['control']['own_hits']['hit_tokens']:,}",
+            ),
+            ("shared prefix hit, of", f"{max(result['shared_hit_tokens'])} of {result['shared_tokens']}"),
+            ("copies of it read", f"{result['copies_read']:.2f}"),
+            ("most on disk of capacity", f"{result['most_on_disk'] >> 20} of {result['capacity_bytes'] >> 20} MiB"),
+            ("MiB more than without the tier: GPU, host, mapped files", " ".join(more)),
+            ("MiB of arenas, GPU and host", " ".join(arenas)),
+            (
+                "tokens loaded in each round",
+                " ".join(f"{c.get('load_tokens', 0):,.0f}" for c in result["rounds_counted"]),
+            ),
+            (
+                "evicted in each round, MiB",
+                " ".join(f"{c.get('evicted_bytes', 0) / (1 << 20):,.1f}" for c in result["rounds_counted"]),
+            ),
+            ("evicted in all", f"{result['evicted_bytes'] / (1 << 20):.1f} MiB"),
+            ("failed loads", result["failed_loads"]),
+            ("seconds a round, without the tier", " ".join(f"{s:.2f}" for s in result["bare_round_s"])),
+            ("seconds a round, with it", " ".join(f"{s:.2f}" for s in result["round_s"])),
+        ],
+    )
 
 
 def _agreement(found: dict[str, Any]) -> str:
-    return (f"{found['same_answers']}/{found['answers']}, {found['same_shared_answers']}/{found['shared_answers']}; "
-            f"{found['largest_shift']:.6f}")  # fmt: skip
+    return (
+        f"{found['same_answers']}/{found['answers']}, {found['same_shared_answers']}/{found['shared_answers']}; "
+        f"{found['largest_shift']:.6f}"
+    )
 
 
 def _differing(found: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{d['round']}, {d['request']}, {d['token']}, {d['lead']:.6f}, {d['moved']:.6f}" for d in found["differing"]
-    ) or "-"  # fmt: skip
+    return (
+        "; ".join(
+            f"{d['round']}, {d['request']}, {d['token']}, {d['lead']:.6f}, {d['moved']:.6f}" for d in found["differing"]
+        )
+        or "-"
+    )
 
 
 def main() -> int:
@@ -114,15 +147,25 @@ def main() -> int:
     shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
     kind, element_bytes = ("tiny", 4) if arguments.tiny else ("small", 4 if arguments.dtype == "float32" else 2)
     limits = {
-        "shared_tokens": shape["shared"], "token_bytes": DIMENSIONS[kind].token_bytes(element_bytes),
+        "shared_tokens": shape["shared"],
+        "token_bytes": DIMENSIONS[kind].token_bytes(element_bytes),
         "capacity_bytes": 6 << 20 if arguments.tiny else 1536 << 20,
-    }  # fmt: skip
+    }
     result = judge(stored, loaded, bare, limits)
     bad = faults(result)
-    report.write(arguments.out, "concurrent mixed hits at capacity", {
-        "good": not bad, "faults": bad, "dtype": arguments.dtype, "shape": shape, "rounds": arguments.rounds,
-        "process_s": [process["process_s"] for process in (stored, loaded, bare)], "result": result,
-    })  # fmt: skip
+    report.write(
+        arguments.out,
+        "concurrent mixed hits at capacity",
+        {
+            "good": not bad,
+            "faults": bad,
+            "dtype": arguments.dtype,
+            "shape": shape,
+            "rounds": arguments.rounds,
+            "process_s": [process["process_s"] for process in (stored, loaded, bare)],
+            "result": result,
+        },
+    )
     show(result)
     print("\n".join(["NOT GOOD", *bad]) if bad else "GOOD")
     return int(bool(bad))

@@ -79,16 +79,37 @@ def make_model(kind: str, folder: Path) -> Path:
 
 def config_of(size: Dimensions) -> dict[str, object]:
     """Of a Llama; config.json as transformers has it."""
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
-        "num_hidden_layers": size.layers, "hidden_size": size.hidden, "intermediate_size": size.intermediate,
-        "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads, "head_dim": size.head_size,
-        "vocab_size": size.vocabulary, "max_position_embeddings": size.context_tokens, "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "rope_scaling": scaling, "tie_word_embeddings": False, "attention_bias": False,
-        "mlp_bias": False, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02, "use_cache": True,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "num_hidden_layers": size.layers,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_size,
+        "vocab_size": size.vocabulary,
+        "max_position_embeddings": size.context_tokens,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "initializer_range": 0.02,
+        "use_cache": True,
+    }
 
 
 def _save_weights(size: Dimensions, target: Path) -> None:
@@ -96,21 +117,41 @@ def _save_weights(size: Dimensions, target: Path) -> None:
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
     common = {
-        "vocab_size": size.vocabulary, "hidden_size": size.hidden, "intermediate_size": size.intermediate,
-        "num_hidden_layers": size.layers, "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads,
-        "max_position_embeddings": size.context_tokens, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-        "tie_word_embeddings": False, "initializer_range": WEIGHT_SPREAD,
-    }  # fmt: skip
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "max_position_embeddings": size.context_tokens,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+        "initializer_range": WEIGHT_SPREAD,
+    }
     torch.manual_seed(0)
     model: PreTrainedModel
     if size.latent is None:
         model = LlamaForCausalLM(LlamaConfig(head_dim=size.head_size, **common))
     else:
         # All layers are dense: what is asked is the KV, and experts need an extension that the GPU host's vLLM lacks.
-        model = DeepseekV2ForCausalLM(DeepseekV2Config(
-            kv_lora_rank=size.latent.rank, q_lora_rank=None, qk_rope_head_dim=size.latent.rotary,
-            qk_nope_head_dim=size.latent.plain, v_head_dim=size.head_size, head_dim=size.latent.rotary,
-            first_k_dense_replace=size.layers, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
-            moe_intermediate_size=64, n_group=1, topk_group=1, **common,
-        ))  # fmt: skip
+        model = DeepseekV2ForCausalLM(
+            DeepseekV2Config(
+                kv_lora_rank=size.latent.rank,
+                q_lora_rank=None,
+                qk_rope_head_dim=size.latent.rotary,
+                qk_nope_head_dim=size.latent.plain,
+                v_head_dim=size.head_size,
+                head_dim=size.latent.rotary,
+                first_k_dense_replace=size.layers,
+                n_routed_experts=4,
+                n_shared_experts=1,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                n_group=1,
+                topk_group=1,
+                **common,
+            )
+        )
     model.to(torch.bfloat16).save_pretrained(target)

@@ -82,9 +82,13 @@ def start(
     """In a session of its own, so that Ctrl-C on the terminal does not reach it. last_signal: what it gets when this
     process ends."""
     return subprocess.Popen(
-        words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+        words,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
         preexec_fn=partial(_end_with_parent, last_signal),
-    )  # fmt: skip
+    )
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -23,8 +23,13 @@ def machine() -> dict[str, Any]:
         gpus = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()
     except (OSError, subprocess.TimeoutExpired):
         gpus = []
-    return {"gpus": gpus, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version(),
-            "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}  # fmt: skip
+    return {
+        "gpus": gpus,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+    }
 
 
 def versions(*more: str) -> dict[str, str]:
@@ -41,9 +46,13 @@ def _of_peers(name: str) -> str:
 
 def write(path: Path, question: str, content: dict[str, Any]) -> None:
     head = {
-        "question": question, "machine": machine(), "versions": versions(), "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"), "commit": os.environ.get("COMMIT"),
-    }  # fmt: skip
+        "question": question,
+        "machine": machine(),
+        "versions": versions(),
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": os.environ.get("COMMIT"),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(head | content, indent=1) + "\n")
     print(f"written: {path}", flush=True)

@@ -65,11 +65,16 @@ def decode_summary(windows: dict[str, Any]) -> dict[str, Any]:
     losses = [100 * (1 - a / b) for a, b in zip(on, off, strict=True)]
     stored = [pair["on"]["stored_chunks"] for pair in pairs]
     return {
-        "window_s": windows["window_s"], "on_tokens_s": median(on), "off_tokens_s": median(off),
-        "loss_percent": median(losses), "all_loss_percent": losses, "on_all": on, "off_all": off,
+        "window_s": windows["window_s"],
+        "on_tokens_s": median(on),
+        "off_tokens_s": median(off),
+        "loss_percent": median(losses),
+        "all_loss_percent": losses,
+        "on_all": on,
+        "off_all": off,
         "off_spread_percent": 100 * (max(off) - min(off)) / median(off),
         "is_durable_within": all(have == of for have, of in stored),
-    }  # fmt: skip
+    }
 
 
 def print_summary(found: dict[str, Any]) -> None:
@@ -88,8 +93,13 @@ def print_summary(found: dict[str, Any]) -> None:
         rows.append(("durable within the window", {True: "yes", False: "NO"}[decode["is_durable_within"]], ""))
     if "durable_bytes_s" in found:
         share = f"{found['durable_percent_of_direct']:.0f}%" if "durable_percent_of_direct" in found else "-"
-        rows.append(("durable / direct writes", f"{found['durable_bytes_s'] / 1e9:.2f} / "
-                     f"{(found['direct_write_bytes_s'] or 0) / 1e9:.2f} GB/s", share))  # fmt: skip
+        rows.append(
+            (
+                "durable / direct writes",
+                f"{found['durable_bytes_s'] / 1e9:.2f} / {(found['direct_write_bytes_s'] or 0) / 1e9:.2f} GB/s",
+                share,
+            )
+        )
     report.table(("what", "measured", "of it"), rows)
 
 
@@ -121,11 +131,18 @@ def main() -> int:
     result = setup.run("save-cost", "kvtier", [warm, *parts_of(arguments)], extra)
     shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
     found = summary(result, writes["bytes_s"])
-    report.write(arguments.out, "what saving costs, and how fast it is durable", {
-        "folder": str(arguments.folder), "length": arguments.length, "summary": found, "writes": writes,
-        "decode_graphs": not (arguments.tiny or arguments.eager),
-        "results": result,
-    })  # fmt: skip
+    report.write(
+        arguments.out,
+        "what saving costs, and how fast it is durable",
+        {
+            "folder": str(arguments.folder),
+            "length": arguments.length,
+            "summary": found,
+            "writes": writes,
+            "decode_graphs": not (arguments.tiny or arguments.eager),
+            "results": result,
+        },
+    )
     print_summary(found)
     return 0
 

@@ -148,8 +148,14 @@ def write_burst(engine: Engine, n_tokens: int, count: int, seconds: float) -> di
     engine.settle()
     elapsed = time.perf_counter() - started
     counted = grown_bytes(before, engine.counters())
-    return {"asked": asked, "offered_s": offered_s, "elapsed_s": elapsed, "saved_bytes": counted["save_bytes"],
-            "bytes_s": counted["save_bytes"] / elapsed, "counted": counted}  # fmt: skip
+    return {
+        "asked": asked,
+        "offered_s": offered_s,
+        "elapsed_s": elapsed,
+        "saved_bytes": counted["save_bytes"],
+        "bytes_s": counted["save_bytes"] / elapsed,
+        "counted": counted,
+    }
 
 
 def grown_bytes(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

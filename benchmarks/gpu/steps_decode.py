@@ -82,10 +82,14 @@ class _Window:
         while self._engine.llm.llm_engine.has_unfinished_requests():
             self._step()
         found = {
-            "elapsed_s": ended - started, "long_ttft_s": prefilled - started, "tokens": total,
-            "tokens_s": total / (ended - started), "tokens_during": during, "stored_chunks": stored,
+            "elapsed_s": ended - started,
+            "long_ttft_s": prefilled - started,
+            "tokens": total,
+            "tokens_s": total / (ended - started),
+            "tokens_during": during,
+            "stored_chunks": stored,
             "tokens_s_after": (total - during) / (ended - prefilled) if ended > prefilled else None,
-        }  # fmt: skip
+        }
         found["settle_s"] = self._engine.settle()
         self._engine.forget()
         return found

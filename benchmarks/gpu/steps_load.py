@@ -115,9 +115,13 @@ def mixed_rounds(engine: Engine, shape: dict[str, int], rounds: int, answer: int
         answered.append({"answers": answers, "elapsed_s": elapsed_s, "counted": counted})
         engine.forget()
     engine.settle()
-    return {"rounds": answered, "counted": grown(before, engine.counters()), "most_on_disk": watch.close(),
-            "memory": engine.llm.collective_rpc(inside.memory),
-            "arenas": engine.llm.collective_rpc(inside.arenas)}  # fmt: skip
+    return {
+        "rounds": answered,
+        "counted": grown(before, engine.counters()),
+        "most_on_disk": watch.close(),
+        "memory": engine.llm.collective_rpc(inside.memory),
+        "arenas": engine.llm.collective_rpc(inside.arenas),
+    }
 
 
 def other_order(engine: Engine, shape: dict[str, int], answer: int, rounds: int) -> list[list[dict[str, Any]]]:

@@ -36,8 +36,11 @@ def direct_read(engine: Engine, tokens: list[int]) -> dict[str, Any]:
     paths = sorted({path for path, _, _ in records})
     found = {path: direct_flags(path, os.O_RDONLY) for path in paths}
     files = {path: os.open(path, flags) for path, (flags, _) in found.items()}
-    pieces = [(files[path], first + offset) for path, first, n_bytes in records
-              for offset in range(0, n_bytes - piece + 1, piece)]  # fmt: skip
+    pieces = [
+        (files[path], first + offset)
+        for path, first, n_bytes in records
+        for offset in range(0, n_bytes - piece + 1, piece)
+    ]
 
     def move(view: memoryview, offset: int) -> int:
         fd, place = pieces[offset // piece]
@@ -51,9 +54,13 @@ def direct_read(engine: Engine, tokens: list[int]) -> dict[str, Any]:
         for fd in files.values():
             os.close(fd)
     return {
-        "bytes": n_bytes, "seconds": first_s, "bytes_s": n_bytes / first_s, "again_bytes_s": n_bytes / again_s,
-        "at": round(started, 2), "direct": all(is_direct for _, is_direct in found.values()),
-    }  # fmt: skip
+        "bytes": n_bytes,
+        "seconds": first_s,
+        "bytes_s": n_bytes / first_s,
+        "again_bytes_s": n_bytes / again_s,
+        "at": round(started, 2),
+        "direct": all(is_direct for _, is_direct in found.values()),
+    }
 
 
 def _entries(engine: Engine, tokens: list[int]) -> tuple[list[bytes], int]:

@@ -31,35 +31,53 @@ def transfer_of(system: str, folder: Path, extra: dict[str, Any]) -> dict[str, A
         return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
     if system == "lmcache-mp":
         # Without the module's path vLLM takes a copy of its own, which is older.
-        return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
-                "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector"}  # fmt: skip
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        }
     raise SystemExit(f"no system {system!r}; there are {', '.join(SYSTEMS)}")
 
 
 def kvtier_transfer(settings: dict[str, Any]) -> dict[str, Any]:
     """vLLM's KVTransferConfig with kvtier's own settings."""
     return {
-        "kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": settings,
-    }  # fmt: skip
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
 
 
 def native_transfer(root: Path, extra: dict[str, Any]) -> dict[str, Any]:
     """vLLM's KVTransferConfig with its own tiering: host memory, and below it files in `root`."""
-    settings = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": NATIVE_CPU_BYTES, "block_size": 256,
-                "secondary_tiers": [{"type": "fs", "root_dir": str(root)}], **extra}  # fmt: skip
+    settings = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": NATIVE_CPU_BYTES,
+        "block_size": 256,
+        "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
+        **extra,
+    }
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
 
 
 def environment_of(system: str, folder: Path) -> dict[str, str]:
     """The environment of its engine's process. LMCache lies in a folder of its own, before all others."""
     variables = {
-        "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
         # Multicast over NVLink is kept off: see the device's notes.
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0",
-    }  # fmt: skip
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "NCCL_NVLS_ENABLE": "0",
+    }
     if system in OF_LMCACHE:
         peers = os.environ.get("BUNDLE_PEERS", "/tmp/bundle/peers")
         variables |= {"PYTHONPATH": f"{peers}:{os.environ.get('PYTHONPATH', '')}", "LMCACHE_TRACK_USAGE": "false"}
@@ -73,8 +91,13 @@ def prepare(system: str, folder: Path) -> Path:
     data = folder / system
     data.mkdir(parents=True, exist_ok=True)
     if system == "lmcache":
-        lines = ("chunk_size: 256", "local_cpu: false", f"gds_path: {data}", f"gds_buffer_size: {LMCACHE_BUFFER_MIB}",
-                 f"extra_config: {{disk_io_threads: {LMCACHE_IO_THREADS}}}")  # fmt: skip
+        lines = (
+            "chunk_size: 256",
+            "local_cpu: false",
+            f"gds_path: {data}",
+            f"gds_buffer_size: {LMCACHE_BUFFER_MIB}",
+            f"extra_config: {{disk_io_threads: {LMCACHE_IO_THREADS}}}",
+        )
         (folder / "lmcache.yaml").write_text("\n".join(lines) + "\n")
     return data
 

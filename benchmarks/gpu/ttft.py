@@ -47,9 +47,14 @@ class Setup:
     def job(self, system: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
         """Of an engine, without its steps."""
         return {
-            "model": str(self.model), "vocabulary": DIMENSIONS[self.kind].vocabulary, "system": system,
-            "folder": str(folder), "extra": extra, "llm": self.llm, "environment": self.environment,
-        }  # fmt: skip
+            "model": str(self.model),
+            "vocabulary": DIMENSIONS[self.kind].vocabulary,
+            "system": system,
+            "folder": str(folder),
+            "extra": extra,
+            "llm": self.llm,
+            "environment": self.environment,
+        }
 
     def run(self, name: str, system: str, steps: list[list[Any]], extra: dict[str, Any] | None = None) -> Any:
         of_system = (self.extra | (extra or {})) if system == "kvtier" else {}
@@ -73,8 +78,16 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
     else:
         llm |= {"gpu_memory_utilization": arguments.gpu_memory, "tensor_parallel_size": arguments.tp}
     extra |= json.loads(arguments.extra)
-    return Setup(make_model(kind, arguments.models), kind, arguments.folder, arguments.logs, llm, extra,
-                 arguments.timeout, TINY_ENVIRONMENT if arguments.tiny else {})  # fmt: skip
+    return Setup(
+        make_model(kind, arguments.models),
+        kind,
+        arguments.folder,
+        arguments.logs,
+        llm,
+        extra,
+        arguments.timeout,
+        TINY_ENVIRONMENT if arguments.tiny else {},
+    )
 
 
 @dataclass(frozen=True)
@@ -200,9 +213,11 @@ def _against_limit(
     percents = [100 * rate / limit for rate, limit in zip(rates, limits, strict=True) if rate and limit]
     reads = [read["bytes_s"] for row in loaded for read in row.get("reads", [])]
     found = {
-        "over_floor_s": _median(over_floor), "load_bytes_s": _median([rate for rate in rates if rate]),
-        "times_limit": _median(times), "load_percent_of_limit": _median(percents),
-    }  # fmt: skip
+        "over_floor_s": _median(over_floor),
+        "load_bytes_s": _median([rate for rate in rates if rate]),
+        "times_limit": _median(times),
+        "load_percent_of_limit": _median(percents),
+    }
     if reads:
         found |= {"read_bytes_s": sum(reads) / len(reads), "all_read_bytes_s": reads, "all_times_limit": times}
     return found
@@ -240,21 +255,31 @@ def _row(name: str, measured: list[dict[str, Any]], expected: list[int] | None) 
     if expected is not None and len(expected) == 1:  # one prompt, asked again and again
         expected = expected * len(tokens)
     return {
-        "system": name, "tokens": measured[0]["tokens"], "hit_tokens": min(row["hit_tokens"] for row in measured),
-        "ttft_s": median([row["ttft_s"] for row in measured]), "all_s": [row["ttft_s"] for row in measured],
+        "system": name,
+        "tokens": measured[0]["tokens"],
+        "hit_tokens": min(row["hit_tokens"] for row in measured),
+        "ttft_s": median([row["ttft_s"] for row in measured]),
+        "all_s": [row["ttft_s"] for row in measured],
         "same_first_token": None if expected is None else tokens == expected[: len(tokens)],
-    }  # fmt: skip
+    }
 
 
 def print_summary(rows: list[dict[str, Any]]) -> None:
     cells = [
-        (row["tokens"], row["system"], row["hit_tokens"], ms(row["ttft_s"]), ms(row.get("over_floor_s")),
-         f"{row['times_limit']:.2f}" if row.get("times_limit") else "-",
-         f"{row['load_bytes_s'] / 1e9:.1f}" if row.get("load_bytes_s") else "-",
-         f"{row['load_percent_of_limit']:.0f}" if row.get("load_percent_of_limit") else "-",
-         " ".join(ms(value) for value in row["all_s"]), {True: "yes", False: "NO", None: "-"}[row["same_first_token"]])
+        (
+            row["tokens"],
+            row["system"],
+            row["hit_tokens"],
+            ms(row["ttft_s"]),
+            ms(row.get("over_floor_s")),
+            f"{row['times_limit']:.2f}" if row.get("times_limit") else "-",
+            f"{row['load_bytes_s'] / 1e9:.1f}" if row.get("load_bytes_s") else "-",
+            f"{row['load_percent_of_limit']:.0f}" if row.get("load_percent_of_limit") else "-",
+            " ".join(ms(value) for value in row["all_s"]),
+            {True: "yes", False: "NO", None: "-"}[row["same_first_token"]],
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     names = ("tokens", "system", "hit", "TTFT ms", "over floor", "x limit", "load GB/s", "% limit", "all", "same token")
     report.table(names, cells)
 
@@ -296,11 +321,21 @@ def write(arguments: argparse.Namespace, setup: Setup, results: dict[str, Any]) 
         asked_again = results.get(kind.name, {}).get("from_arena")
         if asked_again:
             rows.append(_row(kind.row, asked_again[1:], None) | {"first_s": asked_again[0]["ttft_s"]})
-    report.write(arguments.out, "time to the first token after a reload", {
-        "model": setup.kind, "tensor_parallel_size": arguments.tp, "folder": str(setup.folder), "extra": setup.extra,
-        "llm": setup.llm, "limit_bytes_s": limit, "probe_tokens": arguments.probe_tokens, "rows": rows,
-        "results": results,
-    })  # fmt: skip
+    report.write(
+        arguments.out,
+        "time to the first token after a reload",
+        {
+            "model": setup.kind,
+            "tensor_parallel_size": arguments.tp,
+            "folder": str(setup.folder),
+            "extra": setup.extra,
+            "llm": setup.llm,
+            "limit_bytes_s": limit,
+            "probe_tokens": arguments.probe_tokens,
+            "rows": rows,
+            "results": results,
+        },
+    )
     return rows
 
 

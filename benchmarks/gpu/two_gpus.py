@@ -63,12 +63,15 @@ def across(arguments: argparse.Namespace, stored_at: int, loaded_at: int) -> dic
     own = first["answer_cases"]["own"]
     asked = second["ask_cases"]
     return {
-        "stored_at": stored_at, "loaded_at": loaded_at, "blocks": compare(saved, loaded),
+        "stored_at": stored_at,
+        "loaded_at": loaded_at,
+        "blocks": compare(saved, loaded),
         "hits": sum(a["hit_tokens"] == case.shared for a, case in zip(asked, cases(chunk), strict=True)),
-        "loaded_agrees": agreement(asked, own), "control_agrees": agreement(second["compute_cases"], own),
+        "loaded_agrees": agreement(asked, own),
+        "control_agrees": agreement(second["compute_cases"], own),
         "failed_loads": sum(worker["failed_loads"] for worker in second["watch"]),
         "contexts": [first["contexts"], second["contexts"]],
-    }  # fmt: skip
+    }
 
 
 def is_equal(result: dict[str, Any]) -> bool:
@@ -94,8 +97,10 @@ def ttft(arguments: argparse.Namespace) -> dict[str, Any]:
         steps = [["warm_up", min(WARM_UP_TOKENS, lengths[0])], ["all_in_one", lengths, arguments.count]]
         found = setup.run("two-all-in-one", "kvtier", steps, FILES_ALONE)
         rows = found["all_in_one"]
-        results = {"none": {"computed_and_own": rows},
-                   "kvtier": {"store": found, "reload": {"first_tokens": rows["reloaded"]}}}  # fmt: skip
+        results = {
+            "none": {"computed_and_own": rows},
+            "kvtier": {"store": found, "reload": {"first_tokens": rows["reloaded"]}},
+        }
         shutil.rmtree(setup.folder / "kvtier", ignore_errors=True)
     else:
         results = dict(measure(setup, arguments.systems.split(","), Asked(lengths, arguments.count, 1)))
@@ -104,8 +109,15 @@ def ttft(arguments: argparse.Namespace) -> dict[str, Any]:
     if setup.extra.get("codec", "raw") != "raw":
         token_bytes = encoded_token_bytes(results) or token_bytes
     rows = summary(results, lengths, token_bytes)
-    return {"model": setup.kind, "folder": str(setup.folder), "extra": setup.extra, "llm": setup.llm, "rows": rows,
-            "results": results, "one_process": arguments.one_process}  # fmt: skip
+    return {
+        "model": setup.kind,
+        "folder": str(setup.folder),
+        "extra": setup.extra,
+        "llm": setup.llm,
+        "rows": rows,
+        "results": results,
+        "one_process": arguments.one_process,
+    }
 
 
 def parse(text: list[str] | None = None) -> argparse.Namespace:
@@ -143,13 +155,17 @@ def main() -> int:
     report.write(arguments.out, "two GPUs: across tensor-parallel sizes, and TTFT at TP=2", content)
     for result in content.get("equal", []):
         loaded, control = result["loaded_agrees"], result["control_agrees"]
-        print(f"TP={result['stored_at']} -> TP={result['loaded_at']}: blocks {result['blocks']}, "
-              f"hits {result['hits']}, tokens as stored {loaded['same_tokens']}/{loaded['tokens']}, computed instead "
-              f"{control['same_tokens']}/{control['tokens']}")  # fmt: skip
+        print(
+            f"TP={result['stored_at']} -> TP={result['loaded_at']}: blocks {result['blocks']}, "
+            f"hits {result['hits']}, tokens as stored {loaded['same_tokens']}/{loaded['tokens']}, computed instead "
+            f"{control['same_tokens']}/{control['tokens']}"
+        )
     if "rows" in content:
         print_summary(content["rows"])
-    print(f"contexts: nvidia-smi {watch.samples} samples {content['contexts']['listed']}, "
-          f"primary contexts by rank {content['contexts']['by_rank']}")  # fmt: skip
+    print(
+        f"contexts: nvidia-smi {watch.samples} samples {content['contexts']['listed']}, "
+        f"primary contexts by rank {content['contexts']['by_rank']}"
+    )
     print("GOOD" if good else "NOT GOOD")
     return int(not good)
 

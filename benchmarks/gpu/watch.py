@@ -86,9 +86,14 @@ class Watch:
 
     def _plain(self, seen: list[Seen]) -> list[dict[str, Any]]:
         return [
-            {"key": s.key.hex(), "first_block": s.first_block, "first_head": self._first_head,
-             "digests": s.digests.tolist()} for s in seen
-        ]  # fmt: skip
+            {
+                "key": s.key.hex(),
+                "first_block": s.first_block,
+                "first_head": self._first_head,
+                "digests": s.digests.tolist(),
+            }
+            for s in seen
+        ]
 
     def _attach(self, transfer: Any) -> None:
         save, load, poll = transfer.save, transfer.load, transfer.poll

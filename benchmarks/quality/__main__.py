@@ -44,16 +44,35 @@ class Size:
 
 FULL = Size(
     Shape(layers=6, width=768, heads=8, kv_heads=2, mlp=2048, vocabulary=VOCABULARY),
-    6e-4, 200, ((0.0, (64, 128)), (0.15, (64, 256)), (0.3, (64, 512)), (0.45, (48, 1024)), (0.65, (28, 2305))),
-    96 << 20, Plan(),
-)  # fmt: skip
+    6e-4,
+    200,
+    ((0.0, (64, 128)), (0.15, (64, 256)), (0.3, (64, 512)), (0.45, (48, 1024)), (0.65, (28, 2305))),
+    96 << 20,
+    Plan(),
+)
 TINY = Size(
     Shape(layers=2, width=64, heads=2, kv_heads=1, mlp=128, vocabulary=VOCABULARY),
-    3e-3, 10, ((0.0, (8, 64)), (0.5, (4, 320))), 2 << 20,
-    Plan(seeds=2, text_rows=3, text_prefix_tokens=256, text_tokens=24, greedy_tokens=4, copy_prefixes=(256,),
-         copy_tokens=16, pairs=(8, 64), pairs_asked=8, recall_rows=3, needle_prefixes=(256,), needle_depths=(0.0, 1.0),
-         needles=2, needle_rows=2),
-)  # fmt: skip
+    3e-3,
+    10,
+    ((0.0, (8, 64)), (0.5, (4, 320))),
+    2 << 20,
+    Plan(
+        seeds=2,
+        text_rows=3,
+        text_prefix_tokens=256,
+        text_tokens=24,
+        greedy_tokens=4,
+        copy_prefixes=(256,),
+        copy_tokens=16,
+        pairs=(8, 64),
+        pairs_asked=8,
+        recall_rows=3,
+        needle_prefixes=(256,),
+        needle_depths=(0.0, 1.0),
+        needles=2,
+        needle_rows=2,
+    ),
+)
 
 
 def watch(model: Model, source: Source, row_tokens: int) -> dict[str, float]:
@@ -93,13 +112,26 @@ def show(result: dict[str, Any]) -> None:
         lost = f", KL to none {row['kl_mean']['value']:.1e}" if "kl_mean" in row else ""
         print(f"before any codec, {row['condition']}{lost}: {row['nll']['value']:.3f} nats a byte, {right}")
     columns = {
-        "kl_mean": ".2e", "kl_p99": ".1e", "top1": ".2%", "nll_change": "+.1e", "recall_all": ".1%",
-        "needle_all": ".1%", "greedy_tokens": ".1f",
-    }  # fmt: skip
-    report.table(("condition", "method", "bytes", *columns), [
-        (row["condition"], row["method"], f"{row['vector_bytes']:.0f}",
-         *(f"{row[name]['value']:{form}}" for name, form in columns.items())) for row in result["rows"]
-    ])  # fmt: skip
+        "kl_mean": ".2e",
+        "kl_p99": ".1e",
+        "top1": ".2%",
+        "nll_change": "+.1e",
+        "recall_all": ".1%",
+        "needle_all": ".1%",
+        "greedy_tokens": ".1f",
+    }
+    report.table(
+        ("condition", "method", "bytes", *columns),
+        [
+            (
+                row["condition"],
+                row["method"],
+                f"{row['vector_bytes']:.0f}",
+                *(f"{row[name]['value']:{form}}" for name, form in columns.items()),
+            )
+            for row in result["rows"]
+        ],
+    )
     refused = [
         f"{row['refused_chunks']} by {row['method']}, {row['condition']}"
         for row in result["rows"]

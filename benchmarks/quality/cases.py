@@ -81,6 +81,8 @@ def cases(source: Source, plan: Plan) -> list[Case]:
 
 def needle_grid(source: Source, plan: Plan, prefix: int) -> Rows:
     """`plan.needle_rows` rows of each depth, depth after depth; one of several needles is asked for."""
-    parts = [tasks.needles(source, plan.needle_rows, prefix + NEEDLE_TOKENS, (plan.needles, 1), depth)
-             for depth in plan.needle_depths]  # fmt: skip
+    parts = [
+        tasks.needles(source, plan.needle_rows, prefix + NEEDLE_TOKENS, (plan.needles, 1), depth)
+        for depth in plan.needle_depths
+    ]
     return Rows(torch.cat([part.tokens for part in parts]), torch.cat([part.is_judged for part in parts]))

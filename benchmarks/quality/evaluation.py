@@ -70,8 +70,11 @@ class Evaluation:
         about = {x.name: {"vector_bytes": x.vector_bytes, "is_control": x.is_control} for x in self.methods}
         rows = summary.rows(self.tally, self.plan)
         return {
-            "plan": self.plan.as_json(), "keys": self.keys, "stopped": self.stopped,
+            "plan": self.plan.as_json(),
+            "keys": self.keys,
+            "stopped": self.stopped,
             "reference": [row for row in rows if row["method"] == REFERENCE],
             "rows": [row | about[row["method"]] for row in rows if row["method"] != REFERENCE],
-            "power": summary.power(rows), "evaluation_s": time.monotonic() - self.started,
-        }  # fmt: skip
+            "power": summary.power(rows),
+            "evaluation_s": time.monotonic() - self.started,
+        }

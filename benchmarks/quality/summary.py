@@ -18,8 +18,13 @@ from benchmarks.quality.measure import REFUSED, Tally
 Z = 1.96
 SEEN_TIMES = 2.0
 """A loss is seen when the low end of its KL is above so many times the high end of what it stands beside."""
-PAIRS = (("k4v4", "raw"), ("k2v2", "k4v4"), ("paper QJL k4v4", "k4v4"), ("paper QJL k4v4", "paper mse k4v4"),
-         ("paper QJL k3v3", "k3v3"))  # fmt: skip
+PAIRS = (
+    ("k4v4", "raw"),
+    ("k2v2", "k4v4"),
+    ("paper QJL k4v4", "k4v4"),
+    ("paper QJL k4v4", "paper mse k4v4"),
+    ("paper QJL k3v3", "k3v3"),
+)
 """What must be worse than what: the codec above the noise floor, and the controls beside what has the same bits."""
 
 Figure = dict[str, Any]
@@ -54,9 +59,14 @@ def row(tally: Tally, condition: str, method: str, plan: Plan) -> dict[str, Any]
     }
     figures: dict[str, Any] = {"condition": condition, "method": method}
     if "kl" in found:
-        figures |= {"kl_mean": mean(found["kl"]), "kl_p99": percentile_99(found["kl"]), "top1": mean(found["top1"]),
-                    "nll_change": mean(found["nll_change"]), "greedy_tokens": mean(found["greedy"]),
-                    "greedy_whole": share([value == plan.greedy_tokens for value in found["greedy"]])}  # fmt: skip
+        figures |= {
+            "kl_mean": mean(found["kl"]),
+            "kl_p99": percentile_99(found["kl"]),
+            "top1": mean(found["top1"]),
+            "nll_change": mean(found["nll_change"]),
+            "greedy_tokens": mean(found["greedy"]),
+            "greedy_whole": share([value == plan.greedy_tokens for value in found["greedy"]]),
+        }
     if REFUSED in found:
         figures["refused_chunks"] = int(sum(value.sum().item() for value in found[REFUSED]))
     if "nll" in found:
@@ -94,9 +104,11 @@ def power(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _beside(worse: dict[str, Any], better: dict[str, Any]) -> dict[str, Any]:
     kl, other = worse["kl_mean"], better["kl_mean"]
     return {
-        "condition": worse["condition"], "method": worse["method"], "beside": better["method"],
+        "condition": worse["condition"],
+        "method": worse["method"],
+        "beside": better["method"],
         "kl_times": kl["value"] / max(other["value"], 1e-12),
         "is_seen": kl["low"] > SEEN_TIMES * other["high"],
         "recall_lost": better["recall_all"]["value"] - worse["recall_all"]["value"],
         "needles_lost": better["needle_all"]["value"] - worse["needle_all"]["value"],
-    }  # fmt: skip
+    }

@@ -95,9 +95,13 @@ def recall(source: Source, rows: int, length: int, n_pairs: int, n_asked: int) -
     rounds = -(-n_asked // n_pairs)
     asked = torch.cat([source.order(rows, n_pairs) for _ in range(rounds)], dim=1)[:, :n_asked]
     found = joined(
-        BOS, (filler, True), PAIRS, torch.stack((keys, values), dim=2).flatten(1), ASK,
+        BOS,
+        (filler, True),
+        PAIRS,
+        torch.stack((keys, values), dim=2).flatten(1),
+        ASK,
         torch.stack((keys.gather(1, asked), values.gather(1, asked)), dim=2).flatten(1),
-    )  # fmt: skip
+    )
     found.is_judged[:, length - 2 * n_asked + 1 :: 2] = True
     return found
 
@@ -126,5 +130,6 @@ def needles(source: Source, rows: int, length: int, counts: tuple[int, int], dep
     asks = torch.cat((torch.full_like(marks, ASK), keys, values), dim=2)[:, :n_asked]
     is_asked = torch.zeros_like(asks, dtype=torch.bool)
     is_asked[:, :, 2:] = True
-    return Rows(torch.cat((front.tokens, asks.flatten(1)), dim=1),
-                torch.cat((front.is_judged, is_asked.flatten(1)), dim=1))  # fmt: skip
+    return Rows(
+        torch.cat((front.tokens, asks.flatten(1)), dim=1), torch.cat((front.is_judged, is_asked.flatten(1)), dim=1)
+    )

@@ -142,9 +142,23 @@ def train(
             loss.item()
         if time.monotonic() - reported > min(REPORT_S, recipe.seconds / 8):
             reported = time.monotonic()
-            curve.append({"seconds": reported - started, "step": step, "tokens": tokens, "row_tokens": length,
-                          "loss": loss.item(), **watch(model, length)})  # fmt: skip
+            curve.append(
+                {
+                    "seconds": reported - started,
+                    "step": step,
+                    "tokens": tokens,
+                    "row_tokens": length,
+                    "loss": loss.item(),
+                    **watch(model, length),
+                }
+            )
             print("  " + ", ".join(f"{name} {value:,.4g}" for name, value in curve[-1].items()), flush=True)
-    return {"steps": step, "tokens": tokens, "seconds": time.monotonic() - started, "curve": curve,
-            "rows_halved": round(-math.log2(share)), "learning_rate": recipe.rate,
-            "sizes": recipe.sizes}  # fmt: skip
+    return {
+        "steps": step,
+        "tokens": tokens,
+        "seconds": time.monotonic() - started,
+        "curve": curve,
+        "rows_halved": round(-math.log2(share)),
+        "learning_rate": recipe.rate,
+        "sizes": recipe.sizes,
+    }

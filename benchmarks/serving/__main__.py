@@ -32,11 +32,16 @@ URL_FLAGS = {"long_doc_qa": "--base-url", "aiperf_ttft": "--url", "capacity": "-
 PARSERS = {"long_doc_qa": long_doc_qa.parser, "aiperf_ttft": aiperf_ttft.parser, "capacity": capacity.parser}
 MAINS: dict[str, Main] = {"long_doc_qa": long_doc_qa.main, "aiperf_ttft": aiperf_ttft.main, "capacity": capacity.main}
 USUAL_SYSTEMS = {
-    "long_doc_qa": ("prefix", "kvtier", "restarted"), "aiperf_ttft": ("nocache", "cache", "prefix"),
+    "long_doc_qa": ("prefix", "kvtier", "restarted"),
+    "aiperf_ttft": ("nocache", "cache", "prefix"),
     "capacity": ("prefix", "kvtier", "kvtier-k4v4"),
-}  # fmt: skip
-SMALL_TIER = {"capacity_bytes": "4GiB", "segment_bytes": "256MiB", "host": {"arena_bytes": "512MiB"},
-              "min_load_tokens": 256}  # fmt: skip
+}
+SMALL_TIER = {
+    "capacity_bytes": "4GiB",
+    "segment_bytes": "256MiB",
+    "host": {"arena_bytes": "512MiB"},
+    "min_load_tokens": 256,
+}
 """For the small model: the disk of a stranger's machine may be small, and every hit is loaded."""
 SMALL_VLLM = "--dtype float32 --enforce-eager --max-model-len 16384 --block-size 32 --max-num-seqs 4"
 
@@ -69,8 +74,15 @@ def setup(options: argparse.Namespace) -> Setup:
         if not isinstance(getattr(options, flag) or {}, dict):
             raise SystemExit(f"--{flag}: a JSON object is wanted")
     model = options.model or str(_small_model(work))
-    return Setup(model, work, tier | (options.tier or {}), words("--vllm", given), words("--program", options.program),
-                 options.start_timeout, options.native or {})  # fmt: skip
+    return Setup(
+        model,
+        work,
+        tier | (options.tier or {}),
+        words("--vllm", given),
+        words("--program", options.program),
+        options.start_timeout,
+        options.native or {},
+    )
 
 
 def words(flag: str, text: str) -> list[str]:

@@ -34,9 +34,13 @@ class Endpoint:
     def request(self, prompt: str) -> tuple[str, dict[str, Any]]:
         """Path and body."""
         body = {
-            "model": self.model, "max_tokens": self.output_tokens, "temperature": 0.0, "stream": True,
-            "stream_options": {"include_usage": True}, **self.extra,
-        }  # fmt: skip
+            "model": self.model,
+            "max_tokens": self.output_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.extra,
+        }
         if self.is_chat:
             return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}
         return "/v1/completions", body | {"prompt": prompt}
@@ -134,11 +138,17 @@ async def _ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: Prompt, ro
     first_s = text_s or piece_s
     details = usage.get("prompt_tokens_details") or {}
     return Answer(
-        prompt.prompt_id, start_s - round_s, first_s - start_s if first_s else 0.0, time.perf_counter() - round_s,
-        successful=bool(first_s) and not error, is_miss=prompt.is_miss, prompt_tokens=usage.get("prompt_tokens"),
-        cached_tokens=details.get("cached_tokens"), text="".join(texts),
+        prompt.prompt_id,
+        start_s - round_s,
+        first_s - start_s if first_s else 0.0,
+        time.perf_counter() - round_s,
+        successful=bool(first_s) and not error,
+        is_miss=prompt.is_miss,
+        prompt_tokens=usage.get("prompt_tokens"),
+        cached_tokens=details.get("cached_tokens"),
+        text="".join(texts),
         error=error or ("" if first_s else "the answer was empty"),
-    )  # fmt: skip
+    )
 
 
 async def _events(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

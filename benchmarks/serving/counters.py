@@ -49,11 +49,12 @@ class Counters:
         """Tokens of prompts, and whose KV was not computed for whose sake: of vLLM's cache, of a connector."""
         grown = {name: value - before.values.get(name, 0.0) for name, value in self.values.items()}
         tokens = {
-            "prompt_tokens": grown.get(PROMPT, 0.0), "prefix_hit_tokens": grown.get(PREFIX_HITS, 0.0),
+            "prompt_tokens": grown.get(PROMPT, 0.0),
+            "prefix_hit_tokens": grown.get(PREFIX_HITS, 0.0),
             "external_hit_tokens": grown.get(EXTERNAL_HITS, 0.0),
             **{short: grown[name] for short, name in BYTES.items() if name in grown},
             **({"failed_loads": grown[FAILED_LOADS]} if FAILED_LOADS in grown else {}),
-        }  # fmt: skip
+        }
         if skipped := [value for name, value in grown.items() if name.startswith(SKIPPED)]:
             tokens["skipped_chunks"] = sum(skipped)
         return {name: round(value) for name, value in tokens.items()}

@@ -73,9 +73,10 @@ def with_misses(prompts: Sequence[Prompt], ratio: str | None, rng: random.Random
     hit, miss = (int(part) for part in ratio.split(":"))
     return [
         replace(prompt, text=f"{rng.getrandbits(48)} {prompt.text}", is_miss=True)
-        if place % (hit + miss) >= hit else prompt
+        if place % (hit + miss) >= hit
+        else prompt
         for place, prompt in enumerate(prompts)
-    ]  # fmt: skip
+    ]
 
 
 def _python_text() -> str:

@@ -18,8 +18,18 @@ from benchmarks.gpu.report import machine, versions
 from benchmarks.serving.client import Answer
 
 PERCENTILES = (50, 90, 95, 99)
-ROUND_COLUMNS = ("prompt_id", "request_start", "ttft", "request_end", "successful", "is_miss", "ttft_time",
-                 "prompt_tokens", "cached_tokens", "error")  # fmt: skip
+ROUND_COLUMNS = (
+    "prompt_id",
+    "request_start",
+    "ttft",
+    "request_end",
+    "successful",
+    "is_miss",
+    "ttft_time",
+    "prompt_tokens",
+    "cached_tokens",
+    "error",
+)
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
@@ -84,9 +94,13 @@ def add(path: Path, question: str, settings: dict[str, Any], system: str, found:
     others = known(path, question, settings, system).get("systems", {})
     date = time.strftime("%Y-%m-%d %H:%M:%S")
     head = {
-        "question": question, "machine": machine() | {"cpu": cpu()}, "versions": versions("kvtier", "httpx"),
-        "date": date, "commit": commit(), "settings": settings,
-    }  # fmt: skip
+        "question": question,
+        "machine": machine() | {"cpu": cpu()},
+        "versions": versions("kvtier", "httpx"),
+        "date": date,
+        "commit": commit(),
+        "settings": settings,
+    }
     one = {"command": " ".join(sys.argv), "date": date, "commit": head["commit"], **found}
     whole = head | {"systems": others | {system: one}}
     part = path.with_name(f"{path.name}.part")

@@ -82,8 +82,19 @@ class Setup:
 
     def command(self, system: System, port: int) -> list[str]:
         caching = "--enable-prefix-caching" if system.has_prefix_cache else "--no-enable-prefix-caching"
-        words = [*self.program, "--model", self.model, "--host", "127.0.0.1", "--port", str(port), caching,
-                 "--enable-prompt-tokens-details", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]  # fmt: skip
+        words = [
+            *self.program,
+            "--model",
+            self.model,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            caching,
+            "--enable-prompt-tokens-details",
+            "--shutdown-timeout",
+            str(SHUTDOWN_TIMEOUT_S),
+        ]
         if system.tier:
             words += ["--kv-transfer-config", json.dumps(self.transfer(system))]
         return [*words, *self.arguments]
@@ -146,11 +157,13 @@ def launch(command: Sequence[str], log: Path) -> Process:
 def environment() -> dict[str, str]:
     """Return the environment of a server's process: nothing is downloaded or reported; what is set already stays."""
     usual = {
-        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # By itself vLLM computes on one core less where any kv_transfer_config is set: systems would not be alike.
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-    }  # fmt: skip
+    }
     return {name: os.environ.get(name, value) for name, value in usual.items()}
 
 

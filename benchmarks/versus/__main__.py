@@ -55,8 +55,9 @@ class Piece:
         self.systems = [name for name in options.systems.split(",") if name]
         self.token_bytes = DIMENSIONS[setup.kind].token_bytes(4 if options.tiny else 2)
         settings = {f"{options.place}: {name}": self.place.settings(name) for name in self.systems}
-        self.records = Records(options.out, settings | {"llm": setup.llm, "lengths": options.lengths,
-                                                        "token_bytes": self.token_bytes})  # fmt: skip
+        self.records = Records(
+            options.out, settings | {"llm": setup.llm, "lengths": options.lengths, "token_bytes": self.token_bytes}
+        )
         print(json.dumps(settings, indent=1), flush=True)
         self._deadline = time.monotonic() + options.seconds
         self._longest_s = {"store": FIRST_ROUND_S, "repetition": 0.0}
@@ -95,8 +96,14 @@ class Piece:
         lengths = self._options.lengths if self.place.name == "tmpfs" else self._options.lengths[:1]
         out = self.place.setup.logs / "alone.json"
         out.parent.mkdir(parents=True, exist_ok=True)
-        words = ["--folder", str(self.place.setup.folder), "--out", str(out), "--bytes",
-                 ",".join(str(n_tokens * self.token_bytes) for n_tokens in lengths)]  # fmt: skip
+        words = [
+            "--folder",
+            str(self.place.setup.folder),
+            "--out",
+            str(out),
+            "--bytes",
+            ",".join(str(n_tokens * self.token_bytes) for n_tokens in lengths),
+        ]
         words += ["--no-gpu"] if self._options.tiny else []
         try:
             command = [sys.executable, "-m", "benchmarks.versus.alone", *words]
@@ -121,10 +128,9 @@ class Piece:
         missing = [name for name in missing if self._is_stored(name)]
         turned = [*missing[number % len(missing) :], *missing[: number % len(missing)]] if missing else []
         done = [
-            self.in_time("repetition", f"{number} of {', '.join(group)}",
-                         lambda group=group: self._ask(group, number))  # type: ignore[misc]
+            self.in_time("repetition", f"{number} of {', '.join(group)}", lambda group=group: self._ask(group, number))  # type: ignore[misc]
             for group in groups(turned, self._options.together)
-        ]  # fmt: skip
+        ]
         return all(done)
 
     def _store(self, group: Sequence[str]) -> None:

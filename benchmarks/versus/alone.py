@@ -34,8 +34,14 @@ def kvikio_reads(path: Path, sizes: list[int], repetitions: int) -> dict[str, li
     from benchmarks.gpu.device_reads import preload_cufile
 
     preload_cufile()
-    kvikio.defaults.set({"num_threads": KVIKIO_THREADS, "task_size": KVIKIO_TASK_BYTES,
-                         "bounce_buffer_size": 16 << 20, "auto_direct_io_read": True})  # fmt: skip
+    kvikio.defaults.set(
+        {
+            "num_threads": KVIKIO_THREADS,
+            "task_size": KVIKIO_TASK_BYTES,
+            "bounce_buffer_size": 16 << 20,
+            "auto_direct_io_read": True,
+        }
+    )
     target = torch.empty(max(sizes), dtype=torch.uint8, device="cuda")
     found: dict[str, list[float]] = {str(n_bytes): [] for n_bytes in sizes}
     file = kvikio.CuFile(str(path), "r")
@@ -44,8 +50,10 @@ def kvikio_reads(path: Path, sizes: list[int], repetitions: int) -> dict[str, li
         for _ in range(repetitions):
             for n_bytes in sizes:
                 started = time.perf_counter()
-                parts = [(place, min(PIECE_OF_READ_BYTES, n_bytes - place))
-                         for place in range(0, n_bytes, PIECE_OF_READ_BYTES)]  # fmt: skip
+                parts = [
+                    (place, min(PIECE_OF_READ_BYTES, n_bytes - place))
+                    for place in range(0, n_bytes, PIECE_OF_READ_BYTES)
+                ]
                 futures = [file.pread(target[place : place + size], size, place) for place, size in parts]
                 if sum(future.get() for future in futures) != n_bytes:
                     raise OSError("a short read")

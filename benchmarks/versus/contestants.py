@@ -62,9 +62,11 @@ class Place:
         found: dict[str, Any] = {"kv_transfer_config": transfer_of(self._system(name), self.data(name), self._of(name))}
         if name == "lmcache":
             found["lmcache.yaml"] = {
-                "chunk_size": 256, "local_cpu": False, "gds_buffer_size": LMCACHE_BUFFER_MIB,
+                "chunk_size": 256,
+                "local_cpu": False,
+                "gds_buffer_size": LMCACHE_BUFFER_MIB,
                 "extra_config": {"disk_io_threads": LMCACHE_IO_THREADS},
-            }  # fmt: skip
+            }
         if name == "lmcache-mp":
             found["lmcache server"] = self._server(name)
         return found | self._graphs(name)

@@ -169,10 +169,20 @@ class Entries:
         limits = [rate for rate in (copies, self.of_folder(place, system)) if rate]
         hit = min(row["hit_tokens"] for row in rows)
         return Cell(
-            place, tokens, system, [row["ttft_s"] for row in rows], hit, computed, floor,
-            median(cold) if cold else None, hit * self._token_bytes, min(limits) if limits else None, copies,
-            stored[-1]["stored_bytes"] if stored else None, boots,
-        )  # fmt: skip
+            place,
+            tokens,
+            system,
+            [row["ttft_s"] for row in rows],
+            hit,
+            computed,
+            floor,
+            median(cold) if cold else None,
+            hit * self._token_bytes,
+            min(limits) if limits else None,
+            copies,
+            stored[-1]["stored_bytes"] if stored else None,
+            boots,
+        )
 
 
 Cells = dict[tuple[str, int, str], Cell]
@@ -190,9 +200,11 @@ def compared(cells: Cells) -> list[tuple[Cell, Cell]]:
     """Every pair of one of ours and of a peer, in the same place and at the same length; not of what loaded nothing."""
     return [
         (cells[place, tokens, name], peer)
-        for (place, tokens, system), peer in cells.items() if system in PEERS and peer.has_loaded
-        for name in OURS if (place, tokens, name) in cells and cells[place, tokens, name].has_loaded
-    ]  # fmt: skip
+        for (place, tokens, system), peer in cells.items()
+        if system in PEERS and peer.has_loaded
+        for name in OURS
+        if (place, tokens, name) in cells and cells[place, tokens, name].has_loaded
+    ]
 
 
 def slower_than_computing(cells: Cells) -> list[Cell]:
@@ -206,8 +218,11 @@ def goals(cells: Cells) -> list[tuple[bool, str]]:
     """
     found = []
     for place, system, times in GOALS:
-        pairs = [(cell, cells.get((place, tokens, "native"))) for (at, tokens, name), cell in sorted(cells.items())
-                 if (at, name) == (place, system)]  # fmt: skip
+        pairs = [
+            (cell, cells.get((place, tokens, "native")))
+            for (at, tokens, name), cell in sorted(cells.items())
+            if (at, name) == (place, system)
+        ]
         if not pairs or pairs[-1][1] is None:
             continue
         cell, native = pairs[-1]
@@ -215,6 +230,11 @@ def goals(cells: Cells) -> list[tuple[bool, str]]:
         if not (cell.has_loaded and native.has_loaded):
             continue
         ratio = native.ttft / cell.ttft
-        found.append((ratio >= times, f"{CONTESTANTS[system].title} from {place}, {cell.tokens:,} tokens: "
-                      f"{floor(100 * ratio) / 100:.2f}x vLLM's own tiering (goal {times:g}x)"))  # fmt: skip
+        found.append(
+            (
+                ratio >= times,
+                f"{CONTESTANTS[system].title} from {place}, {cell.tokens:,} tokens: "
+                f"{floor(100 * ratio) / 100:.2f}x vLLM's own tiering (goal {times:g}x)",
+            )
+        )
     return found

@@ -30,9 +30,22 @@ WAIT_S = 100.0
 def arguments(files: Path, is_direct: bool, memory_gb: float = MEMORY_GB) -> list[str]:
     """Without its ports. is_direct: past the page cache."""
     adapter = {"type": "fs_native", "base_path": str(files), "num_workers": FILE_THREADS, "use_odirect": is_direct}
-    return ["--host", HOST, "--http-host", HOST, "--chunk-size", "256", "--l1-size-gb", str(memory_gb),
-            "--no-l1-use-lazy", "--eviction-policy", "LRU", "--disable-metrics",
-            "--l2-adapter", json.dumps(adapter)]  # fmt: skip
+    return [
+        "--host",
+        HOST,
+        "--http-host",
+        HOST,
+        "--chunk-size",
+        "256",
+        "--l1-size-gb",
+        str(memory_gb),
+        "--no-l1-use-lazy",
+        "--eviction-policy",
+        "LRU",
+        "--disable-metrics",
+        "--l2-adapter",
+        json.dumps(adapter),
+    ]
 
 
 class Server:

@@ -67,10 +67,17 @@ class Records:
 
     def add(self, run: Run, shown: dict[str, Any]) -> None:
         head = {
-            "kind": run.kind, "place": run.place, "system": run.system, "repetition": run.repetition,
-            "boot": self.boot, "lengths": self._settings.get("lengths"), "commit": os.environ.get("COMMIT"),
-            "date": time.strftime("%Y-%m-%d %H:%M:%S"), "gpus": self._machine["gpus"], "cores": self._machine["cores"],
-        }  # fmt: skip
+            "kind": run.kind,
+            "place": run.place,
+            "system": run.system,
+            "repetition": run.repetition,
+            "boot": self.boot,
+            "lengths": self._settings.get("lengths"),
+            "commit": os.environ.get("COMMIT"),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "gpus": self._machine["gpus"],
+            "cores": self._machine["cores"],
+        }
         self.entries = [*(one for one in self.entries if key_of(one) != key_of(head)), head | shown]
         self.write()
 

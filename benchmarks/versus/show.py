@@ -22,14 +22,23 @@ def lines(runs: list[dict[str, Any]], token_bytes: int) -> list[str]:
     for place in entries.places():
         for tokens, seconds in entries.kvikio(place).items():
             text.append(f"KvikIO alone, {place}, bytes of {tokens:,} tokens: {' '.join(map(ms, seconds))} ms")
-    text += [f"LOST: {mine.place}, {mine.tokens:,} tokens: {CONTESTANTS[mine.system].title} {ms(mine.ttft)} ms, "
-             f"{CONTESTANTS[peer.system].title} {ms(peer.ttft)} ms" for mine, peer in losses(cells)]  # fmt: skip
+    text += [
+        f"LOST: {mine.place}, {mine.tokens:,} tokens: {CONTESTANTS[mine.system].title} {ms(mine.ttft)} ms, "
+        f"{CONTESTANTS[peer.system].title} {ms(peer.ttft)} ms"
+        for mine, peer in losses(cells)
+    ]
     text += [f"{'met' if is_met else 'MISSED'}: {what}" for is_met, what in goals(cells)]
-    text += [f"LOADED NOTHING: {cell.place}, {cell.tokens:,} tokens: {CONTESTANTS[cell.system].title} answers in "
-             f"{ms(cell.ttft)} ms, its KV needs {ms(cell.least)} over PCIe" for cell in cells.values()
-             if not cell.has_loaded]  # fmt: skip
-    text += [f"NOT WHOLE: {cell.place}, {cell.tokens:,} tokens: {CONTESTANTS[cell.system].title} hit "
-             f"{cell.hit_tokens:,}" for cell in cells.values() if not cell.is_whole]  # fmt: skip
+    text += [
+        f"LOADED NOTHING: {cell.place}, {cell.tokens:,} tokens: {CONTESTANTS[cell.system].title} answers in "
+        f"{ms(cell.ttft)} ms, its KV needs {ms(cell.least)} over PCIe"
+        for cell in cells.values()
+        if not cell.has_loaded
+    ]
+    text += [
+        f"NOT WHOLE: {cell.place}, {cell.tokens:,} tokens: {CONTESTANTS[cell.system].title} hit {cell.hit_tokens:,}"
+        for cell in cells.values()
+        if not cell.is_whole
+    ]
     if entries.machines() > 1 or len(entries.commits()) > 1:
         text.append(f"MIXED: {entries.machines()} machines, kvtier at {', '.join(entries.commits())}")
     text += [f"FAILED: {run['kind']} {run['place']} {run['system']} {run['repetition']}" for run in entries.failed]
@@ -38,9 +47,15 @@ def lines(runs: list[dict[str, Any]], token_bytes: int) -> list[str]:
 
 def row_of(cell: Cell) -> tuple[str, ...]:
     return (
-        cell.place, f"{cell.tokens:,}", cell.system, ms(cell.ttft), " ".join(map(ms, cell.times)),
+        cell.place,
+        f"{cell.tokens:,}",
+        cell.system,
+        ms(cell.ttft),
+        " ".join(map(ms, cell.times)),
         f"{cell.computed / cell.ttft:.1f}" if cell.computed else "-",
-        f"{cell.rate / 1e9:.1f}" if cell.rate else "-", f"{100 * cell.of_ceiling:.0f}" if cell.of_ceiling else "-",
+        f"{cell.rate / 1e9:.1f}" if cell.rate else "-",
+        f"{100 * cell.of_ceiling:.0f}" if cell.of_ceiling else "-",
         f"{100 * cell.cold_cost:+.1f}%" if cell.cold_cost is not None else "-",
-        f"{cell.stored / 1e9:.1f}" if cell.stored else "-", "whole" if cell.is_whole else f"{cell.hit_tokens:,}",
-    )  # fmt: skip
+        f"{cell.stored / 1e9:.1f}" if cell.stored else "-",
+        "whole" if cell.is_whole else f"{cell.hit_tokens:,}",
+    )

@@ -36,9 +36,15 @@ def slab_bytes_of(object_bytes: int) -> int:
 def object_geometry(slab_bytes: int) -> Geometry:
     """An object as a chunk of one token, whose only layer has one head of `slab_bytes`."""
     return Geometry(
-        layers=1, kv_heads=1, k_head_size=slab_bytes, v_head_size=0, dtype="uint8", element_bytes=1, attention="heads",
+        layers=1,
+        kv_heads=1,
+        k_head_size=slab_bytes,
+        v_head_size=0,
+        dtype="uint8",
+        element_bytes=1,
+        attention="heads",
         chunk_tokens=1,
-    )  # fmt: skip
+    )
 
 
 def stand_in_pages() -> PagedKV:

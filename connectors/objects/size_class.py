@@ -78,10 +78,12 @@ class Shelf:
         host = settings.host
         arena_bytes = host.arena_bytes or max(ARENA_BYTES, ARENA_SLOTS * slot_bytes)
         admit = host.admit or "never"  # the host has caches of its own above this
-        settings = settings.model_copy(update={
-            "chunk_tokens": namespace.geometry.chunk_tokens,
-            "host": HostSettings(arena_bytes=arena_bytes, admit=admit),
-        })  # fmt: skip
+        settings = settings.model_copy(
+            update={
+                "chunk_tokens": namespace.geometry.chunk_tokens,
+                "host": HostSettings(arena_bytes=arena_bytes, admit=admit),
+            }
+        )
         self._store = open_store(settings, namespace, [share], about, self.codec, SPARE_SETS)
         try:
             self._transfer = open_transfer(settings, namespace, share, stand_in_pages(), codec=self.codec)
@@ -165,10 +167,12 @@ class Shelf:
             there = {wanted.key for wanted in batch if self._store.is_known(wanted.key)}
             numbers = [self.codec.hold(wanted.memory) for wanted in batch]
             try:
-                ours = self._save([
-                    WantedChunk(wanted.key, self.namespace.id, (number,), wanted.tenant)
-                    for wanted, number in zip(batch, numbers, strict=True)
-                ])  # fmt: skip
+                ours = self._save(
+                    [
+                        WantedChunk(wanted.key, self.namespace.id, (number,), wanted.tenant)
+                        for wanted, number in zip(batch, numbers, strict=True)
+                    ]
+                )
             finally:
                 for number in numbers:
                     self.codec.let_go(number)

@@ -201,10 +201,19 @@ class ObjectTier:
     def _namespace(self, slab_bytes: int) -> Namespace:
         settings = self._settings
         return Namespace(
-            engine=self._host.family, weights=settings.model_tag or "", geometry=object_geometry(slab_bytes),
-            model_dtype="", quantization="", positions="", hf_overrides="", codec=CODEC_ID, draft="",
-            epoch=str(settings.epoch), settings=self._host.identity, signing=self._signing,
-        )  # fmt: skip
+            engine=self._host.family,
+            weights=settings.model_tag or "",
+            geometry=object_geometry(slab_bytes),
+            model_dtype="",
+            quantization="",
+            positions="",
+            hf_overrides="",
+            codec=CODEC_ID,
+            draft="",
+            epoch=str(settings.epoch),
+            settings=self._host.identity,
+            signing=self._signing,
+        )
 
     def _shelf(self, slab_bytes: int) -> Shelf:
         """Raises ConfigError, at once if it did so before; TierUnavailable after the end."""

@@ -39,13 +39,29 @@ from kvtier.runtime.memory_limits import check_host_arena, memory_here
 
 # Kinds of layers by the class of their spec. A windowed layer beside full ones comes as a full one (`layer_kinds`).
 SPECS = {
-    "FullAttentionSpec": FULL, "TQFullAttentionSpec": FULL, "MLAAttentionSpec": FULL,
-    "SlidingWindowSpec": WINDOW, "SlidingWindowMLASpec": WINDOW, "ChunkedLocalAttentionSpec": CHUNK,
-}  # fmt: skip
-READ_FROM_THE_FOLDER = frozenset({
-    "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "pt", "runai_streamer",
-    "runai_streamer_sharded", "safetensors", "sharded_state",
-})  # fmt: skip
+    "FullAttentionSpec": FULL,
+    "TQFullAttentionSpec": FULL,
+    "MLAAttentionSpec": FULL,
+    "SlidingWindowSpec": WINDOW,
+    "SlidingWindowMLASpec": WINDOW,
+    "ChunkedLocalAttentionSpec": CHUNK,
+}
+READ_FROM_THE_FOLDER = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
+    }
+)
 """Values of load_format that read weights from the top of the model's folder and nowhere else. Not npcache: it reads
 arrays in `np/`, which may be older than the weights beside it."""
 LOADS_ELSEWHERE = ("secondary_weights", "subfolder=", "load_file(")  # in a model's source: it loads other files, too

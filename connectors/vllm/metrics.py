@@ -104,10 +104,18 @@ class KVTierStats(KVConnectorStats):
             "save GB/s": round(save_bytes / save_s / 1e9, 2) if save_s else 0.0,
         }
         troubles = (
-            names.LOAD_FAILURES, names.CHECKSUM_FAILURES, names.GONE_CHUNKS, names.AWAY_CHUNKS, names.STALE_READS,
-            names.INDEX_ERRORS, FAULTS,
-            names.SKIPPED_QUEUE_FULL, names.SKIPPED_NO_SPACE, names.SKIPPED_FAILED, names.SKIPPED_REFUSED,
-        )  # fmt: skip
+            names.LOAD_FAILURES,
+            names.CHECKSUM_FAILURES,
+            names.GONE_CHUNKS,
+            names.AWAY_CHUNKS,
+            names.STALE_READS,
+            names.INDEX_ERRORS,
+            FAULTS,
+            names.SKIPPED_QUEUE_FULL,
+            names.SKIPPED_NO_SPACE,
+            names.SKIPPED_FAILED,
+            names.SKIPPED_REFUSED,
+        )
         return shown | {name.replace("_", " "): int(self.data[name]) for name in troubles if self.data.get(name)}
 
 
@@ -131,8 +139,9 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         make = metric_types[Counter]
-        counters = {name: make(name=PREFIX + name, documentation=text, labelnames=labelnames)
-                    for name, text in HELP.items()}  # fmt: skip
+        counters = {
+            name: make(name=PREFIX + name, documentation=text, labelnames=labelnames) for name, text in HELP.items()
+        }
         self._counters = {
             engine: {name: counter.labels(*values) for name, counter in counters.items()}
             for engine, values in per_engine_labelvalues.items()

@@ -79,8 +79,13 @@ def transfer_config() -> Any:
     log.info(
         "%s=%s: KV is saved to and loaded from there by %s (kv_both, %s), up to %s (%s). "
         "To change it, set other KVTIER_* variables or give --kv-transfer-config, which replaces all of this",
-        ROOT_VARIABLE, settings.root, CONNECTOR, POLICY, size(capacity_bytes), why,
-    )  # fmt: skip
+        ROOT_VARIABLE,
+        settings.root,
+        CONNECTOR,
+        POLICY,
+        size(capacity_bytes),
+        why,
+    )
     return KVTransferConfig(
         kv_connector=CONNECTOR,
         kv_connector_module_path=MODULE,

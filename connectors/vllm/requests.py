@@ -39,9 +39,13 @@ def why_items_pass_by(vllm_config: Any) -> str:
 
 
 def view_of(
-    request: Any, chunk_tokens: int, adapters: Adapters, takes_items: bool = True, tenants: Tenants = NO_TENANTS,
+    request: Any,
+    chunk_tokens: int,
+    adapters: Adapters,
+    takes_items: bool = True,
+    tenants: Tenants = NO_TENANTS,
     loads: bool = True,
-) -> RequestView:  # fmt: skip
+) -> RequestView:
     """What to track of a request. One whose KV no key can stand for may neither load nor save.
 
     takes_items: see why_items_pass_by. loads: whether this engine loads at all.
@@ -55,9 +59,14 @@ def view_of(
     if getattr(request, "skip_reading_prefix_cache", False):
         may_load = False
     return RequestView(
-        request.request_id, request.all_token_ids, request.num_prompt_tokens, extras, may_load, may_save,
+        request.request_id,
+        request.all_token_ids,
+        request.num_prompt_tokens,
+        extras,
+        may_load,
+        may_save,
         tenants.label(request.cache_salt),
-    )  # fmt: skip
+    )
 
 
 def _switches(request: Any) -> tuple[bool, bool]:

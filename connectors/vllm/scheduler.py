@@ -54,12 +54,7 @@ class SchedulerHalf:
         loads, self._saves = roles(vllm_config)
         _warn_at_start(vllm_config, settings, self._saves)
         self._faults = Faults()
-        model = vllm_config.model_config
-        label = getattr(model, "served_model_name", None) or model.model
-        about = About(
-            len(identity.shares), "vllm", vllm.__version__, str(label), str(model.tokenizer),
-            platform.device_name(),
-        )  # fmt: skip
+        about = _about(vllm_config, len(identity.shares))
         self._store = open_store(settings, identity.namespace, identity.shares, about)
         kept = self._store.costs
         self._costs = LoadCosts(load_limit(settings), kept)
@@ -69,7 +64,7 @@ class SchedulerHalf:
         shape = ChunkShape(settings.chunk_tokens, spec.block_size)
         self._bridge = SchedulerBridge(
             self._store, shape, self._costs.limit, settings.index.answer_timeout_s, self._faults
-        )  # fmt: skip
+        )
         self._bridge.room.loads_max = settings.queues.load_requests_max
         why_not = why_items_pass_by(vllm_config)
         if why_not:
@@ -80,9 +75,13 @@ class SchedulerHalf:
         behind = StepsBehind.of(vllm_config, bool(identity.namespace.draft))
         self._frontiers = Frontiers(settings.save_generated, behind, adapters)
         self._view: Callable[[Any], RequestView] = partial(
-            view_of, chunk_tokens=settings.chunk_tokens, adapters=adapters, takes_items=not why_not,
-            tenants=Tenants(settings.capacity.tenants), loads=loads,
-        )  # fmt: skip
+            view_of,
+            chunk_tokens=settings.chunk_tokens,
+            adapters=adapters,
+            takes_items=not why_not,
+            tenants=Tenants(settings.capacity.tenants),
+            loads=loads,
+        )
         self._requests: dict[str, Any] = {}
         self._tables: dict[str, list[int]] = {}
         self._given = GivenBlocks()
@@ -274,3 +273,10 @@ def _computed_tokens(scheduled: Any) -> list[tuple[str, int]]:
     cached = scheduled.scheduled_cached_reqs
     computed = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
     return computed + list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
+def _about(vllm_config: Any, ranks: int) -> About:
+    """Describe this engine for `stats` and the admin service."""
+    model = vllm_config.model_config
+    label = getattr(model, "served_model_name", None) or model.model
+    return About(ranks, "vllm", vllm.__version__, str(label), str(model.tokenizer), platform.device_name())

@@ -58,10 +58,14 @@ def evict(opened: Opened, selection: Selection, dry_run: bool, include_pinned: b
         raise Busy("another evictor is at work; try again in a moment")
     kept = [row for why in get_args(KeptReason) if (row := _kept(done.kept, why)) is not None]
     return Evicted(
-        dry_run=dry_run, is_complete=all(row.why != "not reached" for row in kept), n_sets=len(done.sets),
-        n_bytes=done.n_bytes, unlinked_bytes=done.freed_bytes,
-        sets=[row_of(info, protected) for info in done.sets[:SETS_SHOWN_MAX]], kept=kept,
-    )  # fmt: skip
+        dry_run=dry_run,
+        is_complete=all(row.why != "not reached" for row in kept),
+        n_sets=len(done.sets),
+        n_bytes=done.n_bytes,
+        unlinked_bytes=done.freed_bytes,
+        sets=[row_of(info, protected) for info in done.sets[:SETS_SHOWN_MAX]],
+        kept=kept,
+    )
 
 
 def _check_known(opened: Opened, selection: Selection, sets: Sequence[SetInfo]) -> None:
@@ -147,14 +151,24 @@ def list_quotas(opened: Opened) -> QuotaList:
     quotas = opened.evictor.quotas()
     used = Used.of(opened.index.sets())
     rows = [
-        QuotaRow(kind="tenant", of=name, quota_bytes=n_bytes, used_bytes=used.tenants.get(name, 0),
-                 is_run_time=limits.tenant_note(name) in noted)
+        QuotaRow(
+            kind="tenant",
+            of=name,
+            quota_bytes=n_bytes,
+            used_bytes=used.tenants.get(name, 0),
+            is_run_time=limits.tenant_note(name) in noted,
+        )
         for name, n_bytes in sorted(quotas.tenants.items())
     ] + [
-        QuotaRow(kind="namespace", of=id_.hex(), quota_bytes=n_bytes, used_bytes=used.namespaces.get(id_, 0),
-                 is_run_time=limits.namespace_note(id_) in noted)
+        QuotaRow(
+            kind="namespace",
+            of=id_.hex(),
+            quota_bytes=n_bytes,
+            used_bytes=used.namespaces.get(id_, 0),
+            is_run_time=limits.namespace_note(id_) in noted,
+        )
         for id_, n_bytes in sorted(quotas.namespaces.items())
-    ]  # fmt: skip
+    ]
     return QuotaList(default_namespace_bytes=quotas.default_namespace_bytes, quotas=rows)
 
 
@@ -186,10 +200,15 @@ def drop_quota(opened: Opened, name: str) -> bool:
 
 def _pin_row(pin: Pin, held: Sequence[SetInfo]) -> PinRow:
     return PinRow(
-        id=pin.pin_id, namespace=pin.namespace.hex(), label=_as_text(pin.label), created_s=pin.created_s,
-        expires_s=pin.expires_s, keys=None if pin.keys is None else len(pin.keys), sets=len(held),
+        id=pin.pin_id,
+        namespace=pin.namespace.hex(),
+        label=_as_text(pin.label),
+        created_s=pin.created_s,
+        expires_s=pin.expires_s,
+        keys=None if pin.keys is None else len(pin.keys),
+        sets=len(held),
         n_bytes=sum(info.n_bytes for info in held),
-    )  # fmt: skip
+    )
 
 
 def _as_text(label: str) -> str:

@@ -15,12 +15,14 @@ INTERVAL_S_MIN = 1e-3  # shortest interval of a report from which rates are comp
 def workers_of(reports: Sequence[WorkerReport], now_s: float) -> list[Worker]:
     return [
         Worker(
-            age_s=max(0.0, now_s - report.at_s), hit_ratio=hit_ratio(report.counters),
-            skipped_chunks=_sum(report.counters, names.UNSAVED), errors=_sum(report.counters, names.ERRORS),
+            age_s=max(0.0, now_s - report.at_s),
+            hit_ratio=hit_ratio(report.counters),
+            skipped_chunks=_sum(report.counters, names.UNSAVED),
+            errors=_sum(report.counters, names.ERRORS),
             report=report,
         )
         for report in reports
-    ]  # fmt: skip
+    ]
 
 
 def totals_of(reports: Sequence[WorkerReport]) -> Totals:
@@ -80,19 +82,27 @@ def prefixes_of(reports: Sequence[WorkerReport], pinned_keys: Collection[str]) -
         for prefix in report.top_prefixes:
             other = found.get(prefix.key)
             found[prefix.key] = Prefix(
-                key=prefix.key, tokens=max(prefix.tokens, other.tokens if other else 0),
-                hits=prefix.hits + (other.hits if other else 0), namespace=report.namespace, model=report.model,
-                workers=1 + (other.workers if other else 0), is_pinned=prefix.key in pinned_keys,
-            )  # fmt: skip
+                key=prefix.key,
+                tokens=max(prefix.tokens, other.tokens if other else 0),
+                hits=prefix.hits + (other.hits if other else 0),
+                namespace=report.namespace,
+                model=report.model,
+                workers=1 + (other.workers if other else 0),
+                is_pinned=prefix.key in pinned_keys,
+            )
     return sorted(found.values(), key=lambda prefix: (-prefix.hits, prefix.key))[:PREFIXES_SHOWN]
 
 
 def _amounts(counters: Mapping[str, float]) -> dict[str, float]:
     """Return the amounts of which totals and rates are shown, by the names of the totals."""
     shown = (
-        names.LOOKUP_TOKENS, names.HIT_TOKENS, names.LOAD_BYTES, names.FILE_READ_BYTES, names.SAVE_BYTES,
+        names.LOOKUP_TOKENS,
+        names.HIT_TOKENS,
+        names.LOAD_BYTES,
+        names.FILE_READ_BYTES,
+        names.SAVE_BYTES,
         names.EVICTED_BYTES,
-    )  # fmt: skip
+    )
     groups = {"skipped_chunks": _sum(counters, names.UNSAVED), "errors": _sum(counters, names.ERRORS)}
     return {name: counters.get(name, 0.0) for name in shown} | groups
 
@@ -114,9 +124,15 @@ def _summary(latencies: Sequence[Latency]) -> LatencySummary:
     count = sum(whole.counts)
     p50, p95, p99 = (whole.quantile_s(fraction) for fraction in (0.5, 0.95, 0.99))
     return LatencySummary(
-        count=count, mean_s=whole.sum_s / count if count else None, p50_s=p50, p95_s=p95, p99_s=p99,
-        bounds_s=list(BOUNDS_S), counts=list(whole.counts), sum_s=whole.sum_s,
-    )  # fmt: skip
+        count=count,
+        mean_s=whole.sum_s / count if count else None,
+        p50_s=p50,
+        p95_s=p95,
+        p99_s=p99,
+        bounds_s=list(BOUNDS_S),
+        counts=list(whole.counts),
+        sum_s=whole.sum_s,
+    )
 
 
 def _added(counters: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:

@@ -57,7 +57,14 @@ def describe_set(opened: Opened, set_id: int) -> SetDetails | None:
 def row_of(info: SetInfo, protected: Collection[int]) -> SetRow:
     """protected: ids of the sets that pins keep."""
     return SetRow(
-        set_id=f"{info.set_id:016x}", namespace=info.namespace.hex(), tenant=info.tenant, owner=info.owner,
-        n_bytes=info.n_bytes, created_s=info.created_s, used_s=info.used_s, uses=info.uses, is_open=info.is_open,
+        set_id=f"{info.set_id:016x}",
+        namespace=info.namespace.hex(),
+        tenant=info.tenant,
+        owner=info.owner,
+        n_bytes=info.n_bytes,
+        created_s=info.created_s,
+        used_s=info.used_s,
+        uses=info.uses,
+        is_open=info.is_open,
         is_pinned=info.set_id in protected,
-    )  # fmt: skip
+    )

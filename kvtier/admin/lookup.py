@@ -70,10 +70,15 @@ def _hit(opened: Opened, prompt: Prompt, namespace: bytes, owners: dict[int, str
     assert found is not None
     chunk_tokens = found.geometry.chunk_tokens
     return NamespaceHit(
-        namespace=namespace.hex(), model=model, chunk_tokens=chunk_tokens, chunks=len(keys), hit_chunks=len(values),
-        hit_tokens=len(values) * chunk_tokens, last_key=keys[len(values) - 1].hex() if values else None,
+        namespace=namespace.hex(),
+        model=model,
+        chunk_tokens=chunk_tokens,
+        chunks=len(keys),
+        hit_chunks=len(values),
+        hit_tokens=len(values) * chunk_tokens,
+        last_key=keys[len(values) - 1].hex() if values else None,
         sets=_places(values, owners),
-    )  # fmt: skip
+    )
 
 
 def _places(values: Sequence[bytes], owners: dict[int, str]) -> list[SetHit]:
@@ -90,8 +95,11 @@ def _places(values: Sequence[bytes], owners: dict[int, str]) -> list[SetHit]:
             files.setdefault(location.set_id, set()).add(segment_name(location.set_id, location.rank))
     return [
         SetHit(
-            set_id=f"{set_id:016x}", owner=owners.get(set_id, ""), first_chunk=first[set_id], chunks=chunks[set_id],
+            set_id=f"{set_id:016x}",
+            owner=owners.get(set_id, ""),
+            first_chunk=first[set_id],
+            chunks=chunks[set_id],
             files=sorted(files[set_id]),
         )
         for set_id in sorted(first, key=lambda set_id: first[set_id])[:SETS_SHOWN_MAX]
-    ]  # fmt: skip
+    ]

@@ -35,8 +35,11 @@ def snapshot(opened: Opened) -> Snapshot:
     return Snapshot(
         at_s=now,
         index=IndexState(
-            is_being_rebuilt=is_to_be_rebuilt(opened.index, opened.root.folder), chunks=counts.chunks,
-            records=counts.records, sets=counts.sets, set_bytes=counts.n_bytes,
+            is_being_rebuilt=is_to_be_rebuilt(opened.index, opened.root.folder),
+            chunks=counts.chunks,
+            records=counts.records,
+            sets=counts.sets,
+            set_bytes=counts.n_bytes,
         ),
         capacity=capacity,
         tiers=[*figures.arenas_of(reports), on_disk],
@@ -49,7 +52,7 @@ def snapshot(opened: Opened) -> Snapshot:
         workers=figures.workers_of(reports, now),
         unreadable_reports=unreadable,
         top_prefixes=figures.prefixes_of(reports, keys),
-    )  # fmt: skip
+    )
 
 
 def read_reports(opened: Opened, now_s: float) -> tuple[list[WorkerReport], int]:
@@ -94,14 +97,24 @@ def _namespaces(
     for id_ in shown:
         found = opened.book.find(id_)
         engine, kv, codec, chunk_tokens = ("", "", "", 0) if found is None else _described(found)
-        rows.append(NamespaceRow(
-            id=id_.hex(), engine=engine, model=models.get(id_.hex(), ""), kv=kv, codec=codec,
-            chunk_tokens=chunk_tokens, sets=len(mine[id_]), open_sets=sum(info.is_open for info in mine[id_]),
-            pinned_sets=sum(info.set_id in protected for info in mine[id_]),
-            n_bytes=sum(info.n_bytes for info in mine[id_]),
-            quota_bytes=quotas.of_namespace(id_), hits=sum(info.uses for info in mine[id_]),
-            last_used_s=max((info.used_s for info in mine[id_]), default=None), is_readable=found is not None,
-        ))  # fmt: skip
+        rows.append(
+            NamespaceRow(
+                id=id_.hex(),
+                engine=engine,
+                model=models.get(id_.hex(), ""),
+                kv=kv,
+                codec=codec,
+                chunk_tokens=chunk_tokens,
+                sets=len(mine[id_]),
+                open_sets=sum(info.is_open for info in mine[id_]),
+                pinned_sets=sum(info.set_id in protected for info in mine[id_]),
+                n_bytes=sum(info.n_bytes for info in mine[id_]),
+                quota_bytes=quotas.of_namespace(id_),
+                hits=sum(info.uses for info in mine[id_]),
+                last_used_s=max((info.used_s for info in mine[id_]), default=None),
+                is_readable=found is not None,
+            )
+        )
     return rows
 
 
@@ -118,10 +131,13 @@ def _tenants(sets: Sequence[SetInfo], quotas: Quotas) -> list[TenantRow]:
     def row(label: str, of: Callable[[SetInfo], bool]) -> TenantRow:
         mine = [info for info in sets if of(info)]
         return TenantRow(
-            label=label, sets=len(mine), n_bytes=sum(info.n_bytes for info in mine),
-            quota_bytes=quotas.of_tenant(label), hits=sum(info.uses for info in mine),
+            label=label,
+            sets=len(mine),
+            n_bytes=sum(info.n_bytes for info in mine),
+            quota_bytes=quotas.of_tenant(label),
+            hits=sum(info.uses for info in mine),
             last_used_s=max((info.used_s for info in mine), default=None),
-        )  # fmt: skip
+        )
 
     rows = [row(label, lambda info, label=label: info.tenant == label) for label in labels]  # type: ignore[misc]
     return sorted(rows, key=lambda found: (-found.n_bytes, found.label))[:ROWS_MAX]

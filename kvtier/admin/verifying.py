@@ -43,11 +43,23 @@ class Verifying:
 
     def start(self) -> VerifyJob:
         """Raises TooMany."""
-        job = _Job(VerifyJob(
-            id=uuid.uuid4().hex, state="waiting", segments_done=0, segments_total=None,
-            started_s=self._opened.clock(), ended_s=None, records=None, n_bytes=None, unfinished=None, unproved=None,
-            n_bad=None, bad=[], fault="",
-        ))  # fmt: skip
+        job = _Job(
+            VerifyJob(
+                id=uuid.uuid4().hex,
+                state="waiting",
+                segments_done=0,
+                segments_total=None,
+                started_s=self._opened.clock(),
+                ended_s=None,
+                records=None,
+                n_bytes=None,
+                unfinished=None,
+                unproved=None,
+                n_bad=None,
+                bad=[],
+                fault="",
+            )
+        )
         with self._lock:
             if not self._jobs.submit(lambda: self._run(job)):
                 raise TooMany(f"{WAITING_MAX} are waiting already")
@@ -110,8 +122,11 @@ class Verifying:
 
 def _found(report: VerifyReport) -> dict[str, object]:
     return {
-        "state": "done", "records": report.records, "n_bytes": report.n_bytes, "unfinished": report.unfinished,
+        "state": "done",
+        "records": report.records,
+        "n_bytes": report.n_bytes,
+        "unfinished": report.unfinished,
         "unproved": report.unproved,
         "n_bad": len(report.bad),
         "bad": [BadRecord(**finding._asdict()) for finding in report.bad[:BAD_SHOWN_MAX]],
-    }  # fmt: skip
+    }

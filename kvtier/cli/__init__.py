@@ -13,9 +13,20 @@ from kvtier.cli.app import app
 from kvtier.runtime.exit_status import NOT_DONE, OK
 
 __all__ = [
-    "bench", "check", "doctor", "evict", "index", "lookup", "main", "pins", "plan", "quotas", "serve", "stats",
+    "bench",
+    "check",
+    "doctor",
+    "evict",
+    "index",
+    "lookup",
+    "main",
+    "pins",
+    "plan",
+    "quotas",
+    "serve",
+    "stats",
     "verify",
-]  # fmt: skip
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

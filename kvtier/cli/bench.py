@@ -62,11 +62,13 @@ def bench(
     n_bytes: Annotated[
         int | None,
         typer.Option(
-            "--size", metavar="SIZE", parser=size_argument,
+            "--size",
+            metavar="SIZE",
+            parser=size_argument,
             help=f"How much is written and read at a time; {size(BYTES)} without it.",
         ),
     ] = None,
-) -> int:  # fmt: skip
+) -> int:
     """Measure storage and index of a root, each beside its ceiling."""
     place = find_place(path, config)
     steps = itertools.count(1)

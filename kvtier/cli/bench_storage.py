@@ -82,10 +82,19 @@ class Trial:
     def read(self, ring: Ring) -> float:
         """Every slab is compared with what was written."""
         ops = [
-            ReadOp(self._fd, number * RECORD_BYTES + PAGE_BYTES, buffer.address + PAGE_BYTES, SLAB_BYTES, SLABS, KEY,
-                   0, 0, sums)
+            ReadOp(
+                self._fd,
+                number * RECORD_BYTES + PAGE_BYTES,
+                buffer.address + PAGE_BYTES,
+                SLAB_BYTES,
+                SLABS,
+                KEY,
+                0,
+                0,
+                sums,
+            )
             for number, (buffer, sums) in enumerate(zip(self._buffers, self._sums, strict=True))
-        ]  # fmt: skip
+        ]
         seconds, _ = _run(ring, ops)
         return self.n_bytes / seconds
 
@@ -120,9 +129,7 @@ class Trial:
         return self.n_bytes / seconds
 
 
-def measure(
-    folder: Path, sizes: RingSizes, how: How, n_bytes: int, tell: Callable[[], None]
-) -> tuple[Rates, int]:  # fmt: skip
+def measure(folder: Path, sizes: RingSizes, how: How, n_bytes: int, tell: Callable[[], None]) -> tuple[Rates, int]:
     """Return the rates, and how many bytes were moved each time. tell: called after each step of STEPS.
 
     Raises OSError, TierUnavailable.
@@ -132,9 +139,10 @@ def measure(
     if records < 1:
         raise OSError(errno.ENOSPC, f"{folder}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
     found: dict[str, list[float]] = {name: [] for name in Rates._fields}
-    with scratch_file(folder, how.direct) as fd, Ring(
-        sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes
-    ) as ring:  # fmt: skip
+    with (
+        scratch_file(folder, how.direct) as fd,
+        Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes) as ring,
+    ):
         trial = Trial(fd, records, sizes, how.flushes)
         steps: dict[str, Callable[[], float]] = {
             "plain_write": lambda: trial.plain(os.pwritev),

@@ -41,9 +41,19 @@ SEGMENTS_MIN = 4  # capacity below which a warning is given, segments: the two o
 SHOWN_MAX = 18
 """Settings, unless all are asked for: with what lies at the root and what may hurt, a screen of 25 lines."""
 TELLING = (
-    "capacity_bytes", "segment_bytes", "chunk_tokens", "codec", "index.kind", "index.path", "host.arena_bytes",
-    "host.admit", "hbm.staging_bytes", "hbm.arena_bytes", "io.threads", "io.piece_bytes",
-)  # fmt: skip
+    "capacity_bytes",
+    "segment_bytes",
+    "chunk_tokens",
+    "codec",
+    "index.kind",
+    "index.path",
+    "host.arena_bytes",
+    "host.admit",
+    "hbm.staging_bytes",
+    "hbm.arena_bytes",
+    "io.threads",
+    "io.piece_bytes",
+)
 
 
 class Asked(NamedTuple):
@@ -69,7 +79,8 @@ def check(
     path: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG.yaml", parser=path_argument,
+            metavar="CONFIG.yaml",
+            parser=path_argument,
             help="The settings file; without it, the one that --kv-transfer-config names.",
         ),
     ] = None,
@@ -77,20 +88,19 @@ def check(
     model: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", parser=path_argument,
+            metavar="DIR",
+            parser=path_argument,
             help="Folder of a Hugging Face model: is it served, and do its chunks fit.",
         ),
     ] = None,
     kv_transfer_config: Annotated[
         str | None,
-        typer.Option(
-            metavar="JSON", help="The option of vLLM: also check its kv_role and kv_load_failure_policy."
-        ),
+        typer.Option(metavar="JSON", help="The option of vLLM: also check its kv_role and kv_load_failure_policy."),
     ] = None,
     shows_all: Annotated[
         bool, typer.Option("--all", help="Print every setting, not only those that are set or matter most.")
     ] = False,
-) -> int:  # fmt: skip
+) -> int:
     """Tell whether an engine would start, and with which settings."""
     if path is None and kv_transfer_config is None:
         raise typer.BadParameter("name the settings file, or give --kv-transfer-config", ctx)

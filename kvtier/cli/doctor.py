@@ -21,11 +21,12 @@ def doctor(
     peer: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", parser=path_argument,
+            metavar="PATH",
+            parser=path_argument,
             help="Another mount of the same file system: measure when it reads what is written through the root's.",
         ),
     ] = None,
-) -> int:  # fmt: skip
+) -> int:
     """Tell whether this machine is fit, and what to do about it. Looks at GPU, storage, Lustre and rates."""
     refuse_missing_file(path)
     found = []

@@ -36,18 +36,24 @@ ROWS_MAX = 20
 
 @app.command("evict", epilog=MEANINGS)
 def evict(
-    ctx: typer.Context, path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False,
+    ctx: typer.Context,
+    path: PathArgument = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
     n_bytes: Annotated[
         int | None,
         typer.Option(
-            "--bytes", metavar="SIZE", parser=size_argument,
+            "--bytes",
+            metavar="SIZE",
+            parser=size_argument,
             help="No more sets than make up this size, the least valuable first.",
         ),
     ] = None,
     unused: Annotated[
         float | None,
         typer.Option(
-            metavar="TIME", parser=duration_argument,
+            metavar="TIME",
+            parser=duration_argument,
             help="Only sets without a use for this time, with its unit: 90s, 15m, 12h, 7d or 2w.",
         ),
     ] = None,
@@ -55,19 +61,19 @@ def evict(
     tenant: Annotated[
         str | None, typer.Option(metavar="LABEL", help='Only sets of this tenant; "": those without a label.')
     ] = None,
-    tokens: TokensOption = None, prompt: PromptOption = None, prompt_file: PromptFileOption = None,
+    tokens: TokensOption = None,
+    prompt: PromptOption = None,
+    prompt_file: PromptFileOption = None,
     salt: SaltOption = "",
     everything: Annotated[
         bool, typer.Option("--all", help="All sets but the pinned ones, or with --namespace all of it.")
     ] = False,
-    include_pinned: Annotated[
-        bool, typer.Option("--include-pinned", help="With --all: pinned sets as well.")
-    ] = False,
+    include_pinned: Annotated[bool, typer.Option("--include-pinned", help="With --all: pinned sets as well.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be evicted.")] = False,
     yes: Annotated[
         bool, typer.Option("--yes", help="Do not ask; needed where there is no terminal to ask on.")
     ] = False,
-) -> int:  # fmt: skip
+) -> int:
     """Remove segment sets by size, age, namespace, tenant or prompt.
 
     A prompt selects the sets with chunks of it, which hold chunks of other prompts too, and needs --namespace. The exit
@@ -115,10 +121,14 @@ def _evict(opened: Opened, selection: Selection, include_pinned: bool, confirmed
 def _freed(done: Evicted, freed_bytes: int, holding: Sequence[str]) -> str:
     if freed_bytes >= done.unlinked_bytes:
         return f"{size(freed_bytes)} became free on the disk"
-    by = f"processes of this node hold files open: {', '.join(holding)}" if holding else (
-        "no process of this node that this user sees holds it: another node does, or the file system frees it later, "
-        "or it was used again"
-    )  # fmt: skip
+    by = (
+        f"processes of this node hold files open: {', '.join(holding)}"
+        if holding
+        else (
+            "no process of this node that this user sees holds it: another node does, "
+            "or the file system frees it later, or it was used again"
+        )
+    )
     return f"{size(freed_bytes)} of {size(done.unlinked_bytes)} became free on the disk so far; {by}"
 
 

@@ -24,10 +24,16 @@ from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 
 @app.command("lookup", epilog=MEANINGS)
 def lookup(
-    ctx: typer.Context, path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False,
-    namespace: NamespaceOption = None, tokens: TokensOption = None, prompt: PromptOption = None,
-    prompt_file: PromptFileOption = None, salt: SaltOption = "",
-) -> int:  # fmt: skip
+    ctx: typer.Context,
+    path: PathArgument = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    namespace: NamespaceOption = None,
+    tokens: TokensOption = None,
+    prompt: PromptOption = None,
+    prompt_file: PromptFileOption = None,
+    salt: SaltOption = "",
+) -> int:
     """Show how much of a prompt is stored, and where."""
     given = PromptOptions(tokens, prompt, prompt_file, salt)
     if not given.is_given(ctx):

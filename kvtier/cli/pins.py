@@ -30,18 +30,26 @@ ID_CHARS_SHOWN = 12
 
 @app.command("pin", epilog=MEANINGS)
 def pin(
-    ctx: typer.Context, path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False,
-    namespace: NamespaceOption = None, tokens: TokensOption = None, prompt: PromptOption = None,
-    prompt_file: PromptFileOption = None, salt: SaltOption = "",
+    ctx: typer.Context,
+    path: PathArgument = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    namespace: NamespaceOption = None,
+    tokens: TokensOption = None,
+    prompt: PromptOption = None,
+    prompt_file: PromptFileOption = None,
+    salt: SaltOption = "",
     label: Annotated[str, typer.Option(metavar="TEXT", help="The purpose of the pin.", show_default=False)] = "",
     ttl_s: Annotated[
         float | None,
         typer.Option(
-            "--for", metavar="TIME", parser=duration_argument,
+            "--for",
+            metavar="TIME",
+            parser=duration_argument,
             help="Life of the pin, such as 12h or 7d; without it, the pin stays until it is unpinned.",
         ),
     ] = None,
-) -> int:  # fmt: skip
+) -> int:
     """Keep a namespace or a prefix from being evicted, or list pins.
 
     Without --namespace, pins are listed. With a prompt, the pin is of the prompt's prefix in the namespace."""
@@ -106,10 +114,17 @@ def _print(found: Pins) -> None:
     if found.pins:
         rows = [("pin", "namespace", "what", "sets", "size", "until", "label")]
         rows += [
-            (row.id[:ID_CHARS_SHOWN], row.namespace[:12], _what(row), f"{row.sets:,}", size(row.n_bytes),
-             when(row.expires_s) if row.expires_s else "unpinned", row.label or "-")
+            (
+                row.id[:ID_CHARS_SHOWN],
+                row.namespace[:12],
+                _what(row),
+                f"{row.sets:,}",
+                size(row.n_bytes),
+                when(row.expires_s) if row.expires_s else "unpinned",
+                row.label or "-",
+            )
             for row in found.pins
-        ]  # fmt: skip
+        ]
         print_table(rows, right=(3, 4))
     pins = counted(len(found.pins), "pin")
     print(f"{pins}, protecting {size(found.pinned_bytes)} of at most {size(found.max_bytes)}")

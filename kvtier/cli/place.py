@@ -53,10 +53,12 @@ PathArgument = Annotated[
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", parser=path_argument,
+        "--config",
+        metavar="FILE",
+        parser=path_argument,
         help="The settings file; without it, the one that KVTIER_CONFIG names.",
     ),
-]  # fmt: skip
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print for programs.")]
 
 

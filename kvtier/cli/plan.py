@@ -73,7 +73,7 @@ def plan(
         str | None, typer.Option(metavar="N", help="Tokens to reload; without it, the model's longest context.")
     ] = None,
     as_json: JsonOption = False,
-) -> int:  # fmt: skip
+) -> int:
     """Compute what KV of a model takes, what fits, what a reload costs."""
     if tflops is not None and prefill_rate is not None:
         raise ConfigError("--prefill-rate", prefill_rate, "it stands for --tflops: give one of them")

@@ -19,8 +19,14 @@ def progress(doing: str, unit: str) -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), MofNCompleteColumn(" of "),
-               TextColumn(unit), TimeRemainingColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        MofNCompleteColumn(" of "),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+    )
     with Bar(*columns, console=Console(file=sys.stderr)) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

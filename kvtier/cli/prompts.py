@@ -60,10 +60,11 @@ NamespaceOption = Annotated[
 TokensOption = Annotated[
     str | None,
     typer.Option(
-        "--tokens", metavar="FILE",
+        "--tokens",
+        metavar="FILE",
         help="A prompt by its token ids: a JSON list, or numbers between blanks; - is standard input.",
     ),
-]  # fmt: skip
+]
 PromptOption = Annotated[
     str | None,
     typer.Option(

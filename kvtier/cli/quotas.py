@@ -20,10 +20,11 @@ from kvtier.runtime.units import size
 
 @app.command("quota", epilog=MEANINGS)
 def quota(
-    ctx: typer.Context, path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False,
-    tenant: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="Label of a tenant, as in the settings.")
-    ] = None,
+    ctx: typer.Context,
+    path: PathArgument = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    tenant: Annotated[str | None, typer.Option(metavar="LABEL", help="Label of a tenant, as in the settings.")] = None,
     namespace: NamespaceOption = None,
     quota_bytes: Annotated[
         int | None,
@@ -35,7 +36,7 @@ def quota(
         bool, typer.Option("--unlimited", help="As much as there is, whatever the settings say.")
     ] = False,
     reset: Annotated[bool, typer.Option("--reset", help="Back to the quota of the settings.")] = False,
-) -> int:  # fmt: skip
+) -> int:
     """List the quotas of tenants and namespaces, or change one."""
     refuse_together(ctx, {"--tenant": tenant, "--namespace": namespace})
     refuse_together(ctx, {"--set": quota_bytes, "--unlimited": unlimited, "--reset": reset})
@@ -71,10 +72,15 @@ def _print(found: QuotaList) -> None:
     if found.quotas:
         rows = [("of", "", "used", "quota", "set by")]
         rows += [
-            (row.kind, row.of, size(row.used_bytes), "unlimited" if row.quota_bytes is None else size(row.quota_bytes),
-             "kvtier quota" if row.is_run_time else "the settings")
+            (
+                row.kind,
+                row.of,
+                size(row.used_bytes),
+                "unlimited" if row.quota_bytes is None else size(row.quota_bytes),
+                "kvtier quota" if row.is_run_time else "the settings",
+            )
             for row in found.quotas
-        ]  # fmt: skip
+        ]
         print_table(rows, right=(2, 3))
     usual = found.default_namespace_bytes
     print(f"every other namespace: {'unlimited' if usual is None else size(usual)}; every other tenant: unlimited")

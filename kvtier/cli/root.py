@@ -113,10 +113,17 @@ def _stats_row(entry: NamespaceStats) -> tuple[str, ...]:
     namespace, shape = entry.namespace, entry.namespace.geometry
     sets = f"{entry.sets}" + (f" ({entry.open_sets} open)" if entry.open_sets else "")
     return (
-        namespace.id.hex()[:12], namespace.engine, f"{shape.layers}x{shape.kv_heads} {shape.dtype}",
-        namespace.codec.name, f"{entry.chunks:,}", f"{entry.tokens:,}", sets, f"{entry.segments:,}",
-        size(entry.n_bytes), when(entry.last_used_s),
-    )  # fmt: skip
+        namespace.id.hex()[:12],
+        namespace.engine,
+        f"{shape.layers}x{shape.kv_heads} {shape.dtype}",
+        namespace.codec.name,
+        f"{entry.chunks:,}",
+        f"{entry.tokens:,}",
+        sets,
+        f"{entry.segments:,}",
+        size(entry.n_bytes),
+        when(entry.last_used_s),
+    )
 
 
 def _print_report(root: Root, report: VerifyReport, seconds: float) -> None:

@@ -75,18 +75,27 @@ def _saved(ttft_saved_s: float | None) -> str:
 
 
 def _tiers(seen: Snapshot) -> list[tuple[str, ...]]:
-    rows = [(found.tier, share(found.used_bytes, found.size_bytes), percent(found.used_bytes / found.size_bytes))
-            for found in seen.tiers if found.size_bytes]  # fmt: skip
+    rows = [
+        (found.tier, share(found.used_bytes, found.size_bytes), percent(found.used_bytes / found.size_bytes))
+        for found in seen.tiers
+        if found.size_bytes
+    ]
     return [("tier", "used", "fill"), *rows]
 
 
 def _namespaces(seen: Snapshot) -> list[tuple[str, ...]]:
     rows = [
-        (row.id[:12], row.model or row.engine or UNKNOWN,
-         f"{row.kv} {row.codec}" if row.is_readable else "BAD: unreadable",
-         f"{row.sets:,}", share(row.n_bytes, row.quota_bytes), f"{row.hits:,}", when(row.last_used_s))
+        (
+            row.id[:12],
+            row.model or row.engine or UNKNOWN,
+            f"{row.kv} {row.codec}" if row.is_readable else "BAD: unreadable",
+            f"{row.sets:,}",
+            share(row.n_bytes, row.quota_bytes),
+            f"{row.hits:,}",
+            when(row.last_used_s),
+        )
         for row in seen.namespaces
-    ]  # fmt: skip
+    ]
     return [("namespace", "model", "KV", "sets", "reserved", "uses", "last used"), *rows]
 
 
@@ -94,18 +103,30 @@ def _tenants(seen: Snapshot) -> list[tuple[str, ...]]:
     """Where there are none, everybody is without a label."""
     if not any(row.label for row in seen.tenants):
         return []
-    rows = [(row.label or "(without a label)", f"{row.sets:,}", share(row.n_bytes, row.quota_bytes), f"{row.hits:,}",
-             when(row.last_used_s)) for row in seen.tenants]  # fmt: skip
+    rows = [
+        (
+            row.label or "(without a label)",
+            f"{row.sets:,}",
+            share(row.n_bytes, row.quota_bytes),
+            f"{row.hits:,}",
+            when(row.last_used_s),
+        )
+        for row in seen.tenants
+    ]
     return [("tenant", "sets", "reserved", "uses", "last used"), *rows]
 
 
 def _latencies(seen: Snapshot) -> list[tuple[str, ...]]:
     found: tuple[tuple[str, LatencySummary], ...] = (
-        ("lookup of a prompt", seen.latencies.lookup), ("load of a request", seen.latencies.load),
+        ("lookup of a prompt", seen.latencies.lookup),
+        ("load of a request", seen.latencies.load),
         ("save of a chunk, gather to publication", seen.latencies.save),
-    )  # fmt: skip
-    rows = [(name, f"{of.count:,}", seconds(of.p50_s), seconds(of.p95_s), seconds(of.p99_s))
-            for name, of in found if of.count]  # fmt: skip
+    )
+    rows = [
+        (name, f"{of.count:,}", seconds(of.p50_s), seconds(of.p95_s), seconds(of.p99_s))
+        for name, of in found
+        if of.count
+    ]
     return [("", "count", "median", "95 %", "99 %"), *rows]
 
 
@@ -113,15 +134,31 @@ def _workers(seen: Snapshot) -> list[tuple[str, ...]]:
     rows = []
     for worker in seen.workers[:WORKERS_SHOWN]:
         report = worker.report
-        rows.append((
-            f"{report.host} {report.pid}", report.model or UNKNOWN, f"{report.ranks}", percent(worker.hit_ratio),
-            size(report.counters.get("load_bytes", 0)), size(report.counters.get("save_bytes", 0)),
-            seconds(report.ttft_saved_s), f"{worker.age_s:.0f} s ago",
-        ))  # fmt: skip
+        rows.append(
+            (
+                f"{report.host} {report.pid}",
+                report.model or UNKNOWN,
+                f"{report.ranks}",
+                percent(worker.hit_ratio),
+                size(report.counters.get("load_bytes", 0)),
+                size(report.counters.get("save_bytes", 0)),
+                seconds(report.ttft_saved_s),
+                f"{worker.age_s:.0f} s ago",
+            )
+        )
     return [("engine", "model", "ranks", "hit ratio", "loaded", "saved", "TTFT saved", "report"), *rows]
 
 
 def _prefixes(seen: Snapshot) -> list[tuple[str, ...]]:
-    rows = [(row.key, row.model or row.namespace[:12], f"{row.tokens:,}", f"{row.hits:,}", f"{row.workers}",
-             "pinned" if row.is_pinned else "") for row in seen.top_prefixes[:PREFIXES_SHOWN]]  # fmt: skip
+    rows = [
+        (
+            row.key,
+            row.model or row.namespace[:12],
+            f"{row.tokens:,}",
+            f"{row.hits:,}",
+            f"{row.workers}",
+            "pinned" if row.is_pinned else "",
+        )
+        for row in seen.top_prefixes[:PREFIXES_SHOWN]
+    ]
     return [("last key", "model", "tokens", "loads", "engines", ""), *rows]

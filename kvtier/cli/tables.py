@@ -23,9 +23,13 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
     # Rendered to text first: rich's console would end the process where the reader of a pipe has gone.
     text = io.StringIO()
     console = Console(
-        file=text, force_terminal=on_terminal, width=None if on_terminal else WIDTH_MAX, markup=False, emoji=False,
+        file=text,
+        force_terminal=on_terminal,
+        width=None if on_terminal else WIDTH_MAX,
+        markup=False,
+        emoji=False,
         highlight=False,
-    )  # fmt: skip
+    )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for number, title in enumerate(rows[0]):
         table.add_column(title, justify="right" if number in right else "left", overflow="fold")

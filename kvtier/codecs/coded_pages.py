@@ -106,9 +106,7 @@ class CodedPages:
         answers = []
         with on_device(self.device):
             for group, table in groups:
-                values = torch.zeros(
-                    len(group.places), group.patch.n_heads + 1, dtype=torch.int64, device=self.device
-                )  # fmt: skip
+                values = torch.zeros(len(group.places), group.patch.n_heads + 1, dtype=torch.int64, device=self.device)
                 launch(group, to_device(table.reshape(-1), self.device), values)
                 is_whole = padded(self._end(group.patch)) == group.slab_bytes and group.patch.slab_layer == 0
                 answers.append(_Answers(values, group.places, is_whole))

@@ -17,18 +17,16 @@ from kvtier.model.safetensors import read_tensor_ranges
 
 MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Qwen2.5-Coder-1.5B", "Gemma 3 270M")  # those of KL_NATS, in its order
 KL_NATS: Mapping[str, tuple[float | None, ...]] = {
-    "fp8":  (1.3e-3, 5.7e-3, 0.78,   1.7e-3),
-    "k6v4": (1.6e-3, 1.2e-3, 7e-4,   2.0e-3),
-    "k5v3": (6.3e-3, None,   None,   None),
+    "fp8": (1.3e-3, 5.7e-3, 0.78, 1.7e-3),
+    "k6v4": (1.6e-3, 1.2e-3, 7e-4, 2.0e-3),
+    "k5v3": (6.3e-3, None, None, None),
     "k4v4": (1.1e-2, 5.9e-2, 3.6e-3, 1.4e-2),
-    "k4v3": (1.4e-2, None,   None,   None),
-    "k3v3": (3.8e-2, None,   None,   None),
-    "k4v2": (2.7e-2, None,   None,   None),
-}  # fmt: skip
+    "k4v3": (1.4e-2, None, None, None),
+    "k3v3": (3.8e-2, None, None, None),
+    "k4v2": (2.7e-2, None, None, None),
+}
 # Projections to K, alone or with Q and V, by the names of published checkpoints.
-_KEY_BIAS = re.compile(
-    r"(^|\.)(k_proj|qkv_proj|query_key_value|c_attn|[Ww]qkv|W_pack|wk|key|k_lin)\.bias$"
-)  # fmt: skip
+_KEY_BIAS = re.compile(r"(^|\.)(k_proj|qkv_proj|query_key_value|c_attn|[Ww]qkv|W_pack|wk|key|k_lin)\.bias$")
 _NOT_TEXT = re.compile(r"(^|[._])(vis\w*|image|img|audio|speech|talker|vpm|apm|resampler|\w*projector)([._]|$)")
 _CONFIG_KEYS = ("attention_bias", "qkv_bias", "add_qkv_bias", "use_qkv_bias", "use_bias", "enable_bias")
 _ALWAYS = re.compile(r"qwen$|qwen2|gpt2$|gpt_bigcode$|gpt_neox$|gpt_oss$|opt$|phi$|starcoder2$")  # model_type

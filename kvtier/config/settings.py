@@ -348,9 +348,11 @@ def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: l
         return ConfigError(".".join(path), HIDDEN, f"{fix} (from {source.name})")
     elif complaint["type"] == "missing":
         return ConfigError(
-            ".".join(path), None, f"not set, and it has no default: set {ENV_PREFIX}{path[-1].upper()}, or "
-            f"{path[-1]} in the YAML file or the connector config, to an absolute path"
-        )  # fmt: skip
+            ".".join(path),
+            None,
+            f"not set, and it has no default: set {ENV_PREFIX}{path[-1].upper()}, or "
+            f"{path[-1]} in the YAML file or the connector config, to an absolute path",
+        )
     elif complaint["type"] in _NO_GROUP:
         fix = f"must be a mapping with keys {', '.join(sorted(p[-1] for p in known if p[:-1] == path))}"
         return ConfigError(".".join(path), HIDDEN, fix + _origin(path, sources))
@@ -364,8 +366,11 @@ def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: l
 def _entry_error(whole: tuple[str, ...], complaint: ErrorDetails, origin: str) -> ConfigError:
     """Of something within a list, such as ("capacity", "tenants", "0", "name"), which has no default of its own."""
     is_missing = complaint["type"] == "missing"
-    known = {"missing": "not set, and it has no default", "extra_forbidden": "unknown key",
-             "tuple_type": "must be a list"}  # fmt: skip
+    known = {
+        "missing": "not set, and it has no default",
+        "extra_forbidden": "unknown key",
+        "tuple_type": "must be a list",
+    }
     fix = known.get(complaint["type"]) or _reason(complaint)
     if complaint["type"] in ("extra_forbidden", *_NO_GROUP):
         return ConfigError(".".join(whole), HIDDEN, fix + origin)

@@ -10,8 +10,13 @@ from kvtier.doctor.host import Verdict
 from kvtier.storage.filesystem import IN_MEMORY, FileSystem, Visibility
 
 GLUSTER_OPTIONS = (
-    "strict-o-direct on", "write-behind off", "io-cache off", "read-ahead off", "quick-read off", "stat-prefetch off",
-)  # fmt: skip
+    "strict-o-direct on",
+    "write-behind off",
+    "io-cache off",
+    "read-ahead off",
+    "quick-read off",
+    "stat-prefetch off",
+)
 
 
 class Known(NamedTuple):
@@ -56,10 +61,18 @@ LOCAL = Known("", "local to this node")
 OTHER = Known("", "not known to kvtier's tables", "measure it: kvtier doctor ROOT --peer OTHER_MOUNT")
 
 _BY_KIND = {
-    "lustre": LUSTRE, "nfs": NFS, "nfs4": NFS, "fuse.glusterfs": GLUSTER, "glusterfs": GLUSTER, "ceph": CEPH,
-    "fuse.ceph": CEPH, "fuse.ceph-fuse": CEPH, "fuse.mfs": MOOSE, "fuse.juicefs": JUICE,
+    "lustre": LUSTRE,
+    "nfs": NFS,
+    "nfs4": NFS,
+    "fuse.glusterfs": GLUSTER,
+    "glusterfs": GLUSTER,
+    "ceph": CEPH,
+    "fuse.ceph": CEPH,
+    "fuse.ceph-fuse": CEPH,
+    "fuse.mfs": MOOSE,
+    "fuse.juicefs": JUICE,
     **dict.fromkeys(IN_MEMORY, TMPFS),
-}  # fmt: skip
+}
 _BY_SOURCE = {"mfs#": MOOSE, "JuiceFS:": JUICE}  # how the source of a mount begins whose kind is "fuse" alone
 
 

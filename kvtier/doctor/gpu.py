@@ -129,9 +129,10 @@ def _link(host: Host) -> tuple[str, float]:
 def _pci_gpus(host: Host) -> list[Path]:
     """Return the sysfs folders of NVIDIA GPUs."""
     return [
-        device for device in sorted((host.sys / "bus/pci/devices").glob("*"))
+        device
+        for device in sorted((host.sys / "bus/pci/devices").glob("*"))
         if host.text(device / "vendor") == "0x10de" and host.text(device / "class").startswith("0x03")
-    ]  # fmt: skip
+    ]
 
 
 def examine_memory(host: Host, arena_bytes: int | None) -> Iterator[Verdict]:

@@ -46,9 +46,14 @@ class Host:
         limit_s = timeout_s or self.timeout_s
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                errors="replace", start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
         except OSError as fault:
             return Ran(None, "", f"{command[0]}: {fault.strerror}")
         try:

@@ -161,9 +161,7 @@ def parse_layout(text: str) -> tuple[Component, ...]:
 
 def _stripes_of(components: Sequence[Component], segment_bytes: int, n_osts: int) -> int:
     """Return the number of OSTs that half of a segment's bytes or more are spread over."""
-    counted = sorted(
-        (_real(component.stripes, n_osts), component.bytes_of(segment_bytes)) for component in components
-    )  # fmt: skip
+    counted = sorted((_real(component.stripes, n_osts), component.bytes_of(segment_bytes)) for component in components)
     left = segment_bytes / 2
     for stripes, n_bytes in reversed(counted):
         left -= n_bytes

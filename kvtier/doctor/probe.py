@@ -66,9 +66,15 @@ def _storage(asked: dict[str, Any]) -> Any:
         alignment = _direct_alignment(folder) if asked["direct"] else None
         engines = engines_for(asked["engine"], target)
         ask = Ask(
-            folder, target, alignment is not None, kind in IN_MEMORY, engines, device,
-            asked["threads"], asked["piece_bytes"],
-        )  # fmt: skip
+            folder,
+            target,
+            alignment is not None,
+            kind in IN_MEMORY,
+            engines,
+            device,
+            asked["threads"],
+            asked["piece_bytes"],
+        )
         found = calibrate(ask)
     except OSError as fault:
         if fault.errno not in FULL:

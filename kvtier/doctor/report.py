@@ -19,9 +19,11 @@ LINE_WIDTH = 110
 
 
 def examine(
-    path: Path | None, host: Host | None = None, look_at_redis: Callable[[Settings], RemoteState] | None = None,
+    path: Path | None,
+    host: Host | None = None,
+    look_at_redis: Callable[[Settings], RemoteState] | None = None,
     peer: Path | None = None,
-) -> Iterator[Verdict]:  # fmt: skip
+) -> Iterator[Verdict]:
     """Yield one verdict after the other. path: the root, or a settings file; None: the configured root, and where none
     is configured, storage is left out. peer: another mount of the root's file system, whose coherence is measured."""
     machine = host or Host()
@@ -79,6 +81,11 @@ def _settings(path: Path | None) -> tuple[Settings | None, Verdict | None]:
 
 def line(verdict: Verdict) -> str:
     """Format a verdict, wrapped at LINE_WIDTH; the advice stands on a line of its own, to be copied."""
-    text = fill(f"{verdict.level:<4}  {verdict.what}: {verdict.value}", LINE_WIDTH, subsequent_indent=" " * 6,
-                break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    text = fill(
+        f"{verdict.level:<4}  {verdict.what}: {verdict.value}",
+        LINE_WIDTH,
+        subsequent_indent=" " * 6,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     return f"{text}\n      -> {verdict.fix}" if verdict.fix else text

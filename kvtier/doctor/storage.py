@@ -108,12 +108,13 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
     wants_direct = settings is None or settings.io.direct != "never"
     segment_bytes = settings.segment_bytes if settings else SEGMENT_BYTES
     asked = {
-        "folder": str(root), "direct": wants_direct,
+        "folder": str(root),
+        "direct": wants_direct,
         "threads": settings.io.threads if settings else None,
         "piece_bytes": settings.io.piece_bytes if settings else None,
         "engine": settings.io.engine if settings else "auto",
         "segment_bytes": segment_bytes,
-    }  # fmt: skip
+    }
     try:
         answer = host.probe("kvtier.doctor.probe", "storage", json.dumps(asked), timeout_s=STORAGE_TIMEOUT_S)
         if answer["is_full"]:

@@ -194,9 +194,7 @@ class Evictor:
         sets = self._future.corrected(self._index.sets(), self._clock())
         return Choice(sets, self.protected(sets, capacity_bytes), self._filled(sets) if for_admin else None)
 
-    def _evict(
-        self, choose: Callable[[Choice], bool], capacity_bytes: int, for_admin: bool = False
-    ) -> Evicted | None:  # fmt: skip
+    def _evict(self, choose: Callable[[Choice], bool], capacity_bytes: int, for_admin: bool = False) -> Evicted | None:
         """Removes what `choose` chooses, if it says so; None when it does not, and when others evict right now.
         for_admin: an open set may be removed, too, if its engine is dead."""
         token = self._lease()

@@ -95,9 +95,13 @@ class Rules:
     def of(cls, settings: CapacitySettings) -> Rules:
         tenants = {tenant.name: tenant.quota_bytes for tenant in settings.tenants if tenant.quota_bytes is not None}
         return cls(
-            settings.high_watermark, settings.low_watermark, settings.reserve_bytes, settings.ttl_s,
-            settings.pinned_max_fraction, Quotas(settings.namespace_quota_bytes, {}, tenants),
-        )  # fmt: skip
+            settings.high_watermark,
+            settings.low_watermark,
+            settings.reserve_bytes,
+            settings.ttl_s,
+            settings.pinned_max_fraction,
+            Quotas(settings.namespace_quota_bytes, {}, tenants),
+        )
 
 
 UNLIMITED = Rules()

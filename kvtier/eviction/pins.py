@@ -39,10 +39,15 @@ class Pin:
 
     def pack(self) -> bytes:
         keys = None if self.keys is None else [key.hex() for key in self.keys]
-        return json.dumps({
-            "namespace": self.namespace.hex(), "keys": keys, "label": self.label, "created_s": self.created_s,
-            "expires_s": self.expires_s,
-        }).encode()  # fmt: skip
+        return json.dumps(
+            {
+                "namespace": self.namespace.hex(),
+                "keys": keys,
+                "label": self.label,
+                "created_s": self.created_s,
+                "expires_s": self.expires_s,
+            }
+        ).encode()
 
 
 def pins_in(index: Index, now_s: float) -> list[Pin]:
@@ -64,10 +69,13 @@ def _pin(pin_id: str, value: bytes) -> Pin | None:
         found = json.loads(value)
         keys, expires_s = found.get("keys"), found.get("expires_s")
         return Pin(
-            pin_id, _id(found["namespace"]), None if keys is None else tuple(map(_id, keys)),
-            str(found.get("label", "")), float(found.get("created_s", 0)),
+            pin_id,
+            _id(found["namespace"]),
+            None if keys is None else tuple(map(_id, keys)),
+            str(found.get("label", "")),
+            float(found.get("created_s", 0)),
             None if expires_s is None else float(expires_s),
-        )  # fmt: skip
+        )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
         _repeated.warning(pin_id, "the note pin/%s is not a pin and protects nothing: %r", pin_id, fault)
         return None

@@ -82,10 +82,22 @@ class SegmentHeader:
     def pack(self) -> bytes:
         e = self.extent
         body = _SEGMENT.pack(
-            SEGMENT_MAGIC, FORMAT_VERSION, 0, self.namespace, self.set_id, self.rank, self.slots, self.slot_bytes,
-            e.first_layer, e.n_layers, e.first_head, e.n_heads, self.slab_bytes, self.created_ms,
+            SEGMENT_MAGIC,
+            FORMAT_VERSION,
+            0,
+            self.namespace,
+            self.set_id,
+            self.rank,
+            self.slots,
+            self.slot_bytes,
+            e.first_layer,
+            e.n_layers,
+            e.first_head,
+            e.n_heads,
+            self.slab_bytes,
+            self.created_ms,
             self.tenant.encode(),
-        )  # fmt: skip
+        )
         return _with_crc(body)
 
     @classmethod
@@ -121,9 +133,21 @@ class RecordHeader:
         """`tags`: of the slabs, in a signed namespace."""
         e = self.extent
         body = _RECORD.pack(
-            RECORD_MAGIC, FORMAT_VERSION, 0, self.key, self.parent, self.namespace, self.slab_bytes, self.tokens,
-            self.slot, e.first_layer, e.n_layers, e.first_head, e.n_heads, self.set_id,
-        )  # fmt: skip
+            RECORD_MAGIC,
+            FORMAT_VERSION,
+            0,
+            self.key,
+            self.parent,
+            self.namespace,
+            self.slab_bytes,
+            self.tokens,
+            self.slot,
+            e.first_layer,
+            e.n_layers,
+            e.first_head,
+            e.n_heads,
+            self.set_id,
+        )
         sums = struct.pack(f"<{len(self.checksums)}Q", *self.checksums)
         return _with_crc(body.ljust(CHECKSUMS_OFFSET, b"\0") + sums + b"".join(tags))
 

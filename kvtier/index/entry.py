@@ -119,9 +119,15 @@ def _pack_record(location: Location) -> bytes:
     e = location.extent
     assert len(location.checksums) == e.n_heads, "one checksum a head"
     head = _RECORD.pack(
-        location.set_id, location.rank, location.slot, location.slab_bytes,
-        e.first_layer, e.n_layers, e.first_head, e.n_heads,
-    )  # fmt: skip
+        location.set_id,
+        location.rank,
+        location.slot,
+        location.slab_bytes,
+        e.first_layer,
+        e.n_layers,
+        e.first_head,
+        e.n_heads,
+    )
     return head + struct.pack(f"<{e.n_heads}Q", *location.checksums)
 
 

@@ -52,9 +52,16 @@ def unpack_set(set_id: int, value: bytes) -> SetInfo:
     if n_tenant > min(TENANT_BYTES_MAX, len(value) - _HEAD.size):
         raise Corrupt(f"segment set {set_id:016x} in the index: a label of {n_tenant} bytes")
     return SetInfo(
-        set_id=set_id, namespace=namespace, owner=owner, n_bytes=n_bytes, created_s=created_s, used_s=used_s,
-        is_open=bool(flags & _OPEN), tenant=tenant, uses=uses,
-    )  # fmt: skip
+        set_id=set_id,
+        namespace=namespace,
+        owner=owner,
+        n_bytes=n_bytes,
+        created_s=created_s,
+        used_s=used_s,
+        is_open=bool(flags & _OPEN),
+        tenant=tenant,
+        uses=uses,
+    )
 
 
 def pack_note(value: bytes, expires_s: float | None) -> bytes:

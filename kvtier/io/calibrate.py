@@ -179,8 +179,10 @@ class _Run:
         """Writes records for half a second; returns how many. Raises OSError when not even one fits."""
         disk = os.fstatvfs(fd)
         holds = file_system_of(self._ask.folder).holds_direct_writes
-        bound = min(FILE_BYTES_MAX if self._ask.direct and not holds else BUFFERED_BYTES_MAX,
-                    disk.f_bavail * disk.f_frsize // FREE_SHARE)  # fmt: skip
+        bound = min(
+            FILE_BYTES_MAX if self._ask.direct and not holds else BUFFERED_BYTES_MAX,
+            disk.f_bavail * disk.f_frsize // FREE_SHARE,
+        )
         n_max = bound // RECORD_BYTES
         if n_max < 1:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: no room for {FREE_SHARE * RECORD_BYTES} bytes")

@@ -255,12 +255,19 @@ def _key(ask: Ask) -> dict[str, Any]:
     """All that a calibration depends on."""
     mount = file_system_of(ask.folder)
     return {
-        "host": socket.gethostname(), "version": installed("kvtier", "?"),
-        "file_system": mount.kind, "mount": mount.mount_point,
-        "device": ask.device, "on_device": ask.target.ordinal is not None, "direct": ask.direct,
-        "engines": list(ask.engines), "threads": ask.threads, "piece_bytes": ask.piece_bytes,
-        "processors": os.cpu_count(), "ranks": ask.ranks,
-    }  # fmt: skip
+        "host": socket.gethostname(),
+        "version": installed("kvtier", "?"),
+        "file_system": mount.kind,
+        "mount": mount.mount_point,
+        "device": ask.device,
+        "on_device": ask.target.ordinal is not None,
+        "direct": ask.direct,
+        "engines": list(ask.engines),
+        "threads": ask.threads,
+        "piece_bytes": ask.piece_bytes,
+        "processors": os.cpu_count(),
+        "ranks": ask.ranks,
+    }
 
 
 def _read(path: Path, key: dict[str, Any], now_s: float) -> Calibration | None:

@@ -98,6 +98,9 @@ def open_engine(choice: Choice, target: Target, direct: bool, in_memory: bool) -
     host = sizes_for(in_memory)
     device = DeviceRing(target.ordinal, choice.piece_bytes, choice.slots)
     return Ring(
-        choice.threads, host.piece_bytes, write_piece_bytes=host.write_piece_bytes, device=device,
+        choice.threads,
+        host.piece_bytes,
+        write_piece_bytes=host.write_piece_bytes,
+        device=device,
         touch_written=in_memory,
-    )  # fmt: skip
+    )

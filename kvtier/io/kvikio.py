@@ -57,8 +57,12 @@ class DeviceBuffer:
 
     def __init__(self, address: int, n_bytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": (n_bytes,), "typestr": "|u1", "strides": None, "version": 3,
-        }  # fmt: skip
+            "data": (address, False),
+            "shape": (n_bytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 3,
+        }
 
 
 class _Op:
@@ -119,9 +123,14 @@ class KvikioReader:
     """
 
     def __init__(
-        self, buffer: tuple[int, int], sizes: KvikioSizes | None = None, *, direct: bool = True,
-        load: Callable[[], ModuleType] | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        buffer: tuple[int, int],
+        sizes: KvikioSizes | None = None,
+        *,
+        direct: bool = True,
+        load: Callable[[], ModuleType] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._address, self._n_bytes = buffer
         self.sizes = sizes or KvikioSizes()
         if self.sizes.threads <= 0 or self.sizes.piece_bytes <= 0 or self.sizes.piece_bytes % PAGE_BYTES:
@@ -216,10 +225,15 @@ class KvikioReader:
     def _tune(self, direct: bool) -> None:
         threads, piece = self.sizes
         try:
-            self._kvikio.defaults.set({
-                "num_threads": threads, "task_size": piece, "bounce_buffer_size": piece, "auto_direct_io_read": direct,
-                "gds_threshold": 1,  # smaller reads would be made at once, on our thread and under our lock
-            })  # fmt: skip
+            self._kvikio.defaults.set(
+                {
+                    "num_threads": threads,
+                    "task_size": piece,
+                    "bounce_buffer_size": piece,
+                    "auto_direct_io_read": direct,
+                    "gds_threshold": 1,  # smaller reads would be made at once, on our thread and under our lock
+                }
+            )
         except (KeyError, OSError, *FAULTS) as fault:
             raise TierUnavailable(
                 f"KvikIO refuses its settings ({fault}): install kvikio 26.10, or set io.engine to ring"
@@ -229,8 +243,12 @@ class KvikioReader:
         try:
             self._kvikio.memory_register(DeviceBuffer(self._address, self._n_bytes))
         except (OSError, *FAULTS) as fault:
-            log.warning("cuFile registers no buffer of %d bytes (%s): it copies inside the device instead; "
-                        "max_device_pinned_mem_size_kb in cufile.json bounds it", self._n_bytes, fault)  # fmt: skip
+            log.warning(
+                "cuFile registers no buffer of %d bytes (%s): it copies inside the device instead; "
+                "max_device_pinned_mem_size_kb in cufile.json bounds it",
+                self._n_bytes,
+                fault,
+            )
             return False
         return True
 

@@ -58,9 +58,11 @@ class Agreement:
 
 
 def check_agreement(
-    root: Root, index: Index, progress: Progress = lambda done, total: None,
+    root: Root,
+    index: Index,
+    progress: Progress = lambda done, total: None,
     wait: Callable[[float], None] = time.sleep,
-) -> Agreement:  # fmt: skip
+) -> Agreement:
     """Check a root. progress: called with (segment sets checked, segment sets in all)."""
     return _Check(root, index, wait).run(progress)
 
@@ -179,9 +181,13 @@ class _Check:
             self._note(part, Disagreement(files.folder.name, segment_name(*name), None, str(fault)))
 
     def _record(
-        self, part: Agreement, info: SetInfo | None, header: RecordHeader, place: tuple[str, str, int],
+        self,
+        part: Agreement,
+        info: SetInfo | None,
+        header: RecordHeader,
+        place: tuple[str, str, int],
         members: dict[tuple[int, int], tuple[bytes, Location]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A header that was read, beside what the index says of its place."""
         part.records += 1
         rank = int(place[1].removesuffix(SUFFIX).rpartition("-")[2])

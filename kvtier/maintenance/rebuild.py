@@ -61,9 +61,14 @@ class ReadBack:
         self.taken_out = TakenOut()
 
     def read_set(
-        self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError],
-        progress: Progress = lambda n_read: None, returned: Collection[int] = (),
-    ) -> int:  # fmt: skip
+        self,
+        files: SegmentFiles,
+        set_id: int,
+        ranks: Sequence[int],
+        faults: dict[int, KVTierError],
+        progress: Progress = lambda n_read: None,
+        returned: Collection[int] = (),
+    ) -> int:
         """Publish the records in the header pages of a set's segments; return how many of them the index did not know.
 
         A set that the index does not know is added with all its segments or, where one cannot be read for now, not at
@@ -82,9 +87,14 @@ class ReadBack:
             files.close()
 
     def _read_set(
-        self, files: SegmentFiles, set_id: int, ranks: Sequence[int], faults: dict[int, KVTierError],
-        progress: Progress, returned: Collection[int],
-    ) -> int:  # fmt: skip
+        self,
+        files: SegmentFiles,
+        set_id: int,
+        ranks: Sequence[int],
+        faults: dict[int, KVTierError],
+        progress: Progress,
+        returned: Collection[int],
+    ) -> int:
         lapses = self._lease.lapses
         # Asked before the pages are read: a living writer may publish records that were not on the pages read.
         members = self._index.members(set_id)
@@ -175,9 +185,13 @@ class ReadBack:
             raise
 
     def _add_missing(
-        self, set_id: int, missing: list[NewRecord], known: Collection[tuple[bytes, Location]], lapses: int,
+        self,
+        set_id: int,
+        missing: list[NewRecord],
+        known: Collection[tuple[bytes, Location]],
+        lapses: int,
         returned: Collection[int],
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Add records to a set that the index knows with the records `known`; return how many were added. To a set that
         was taken over, none behind the known ones are added, except in files of `returned`: the index refused them to
         the writer, which cuts them off without the lease (own_segments)."""
@@ -234,5 +248,6 @@ class ReadBack:
         # One from the future would never be evicted.
         created_s = min(self._index.local_s(header.created_ms / 1000), self._clock())
         n_bytes = files.set_bytes_of(header.set_id)
-        return SetInfo(header.set_id, header.namespace, NOBODY, n_bytes, created_s, created_s, is_open=False,
-                       tenant=header.tenant)  # fmt: skip
+        return SetInfo(
+            header.set_id, header.namespace, NOBODY, n_bytes, created_s, created_s, is_open=False, tenant=header.tenant
+        )

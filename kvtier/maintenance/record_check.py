@@ -68,5 +68,11 @@ class Rechecks:
             return
         self._metrics.add(names.CHECKSUM_FAILURES)
         name = segment_name(location.set_id, location.rank)
-        self._log.line(logging.ERROR, "bad", "slot %d of segment %s is bad, also when it is read again after %.0f s: "
-                       "it is not offered any more", location.slot, name, RECHECK_S)  # fmt: skip
+        self._log.line(
+            logging.ERROR,
+            "bad",
+            "slot %d of segment %s is bad, also when it is read again after %.0f s: it is not offered any more",
+            location.slot,
+            name,
+            RECHECK_S,
+        )

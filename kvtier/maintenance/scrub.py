@@ -104,11 +104,18 @@ def stats(root: Root, index: Index) -> RootStats:
         mine = [info for info in sets if info.namespace == namespace.id]
         members = [key for info in mine for key, _ in index.members(info.set_id)]
         chunks = sum(1 for key in set(members) if index.resolve([key]))
-        found.append(NamespaceStats(
-            namespace, len(mine), sum(info.is_open for info in mine),
-            len(files.ids()), len(members), chunks, folder_bytes,
-            max((info.used_s for info in mine), default=0.0),
-        ))  # fmt: skip
+        found.append(
+            NamespaceStats(
+                namespace,
+                len(mine),
+                sum(info.is_open for info in mine),
+                len(files.ids()),
+                len(members),
+                chunks,
+                folder_bytes,
+                max((info.used_s for info in mine), default=0.0),
+            )
+        )
     return RootStats(tuple(found), tuple(unreadable), n_bytes)
 
 
@@ -236,8 +243,17 @@ class _Verifier:
             while reading and (len(reading) + 1) * n_bytes > IN_FLIGHT_BYTES:
                 self._check(place, reading.popleft())
             buffer = AlignedBuffer(n_bytes)
-            op = ReadOp(segment.fd, offset, buffer.address, header.slab_bytes, header.extent.n_heads, header.key,
-                        header.extent.first_head, header.extent.first_layer, header.checksums)  # fmt: skip
+            op = ReadOp(
+                segment.fd,
+                offset,
+                buffer.address,
+                header.slab_bytes,
+                header.extent.n_heads,
+                header.key,
+                header.extent.first_head,
+                header.extent.first_layer,
+                header.checksums,
+            )
             reading.append(_RecordRead(slot, header, page, ring.submit([op]), buffer))
         while reading:
             self._check(place, reading.popleft())

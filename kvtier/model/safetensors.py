@@ -33,7 +33,14 @@ def read_tensor_ranges(path: Path) -> list[tuple[str, range]]:
                     raise ValueError(f"tensor {name} is stored at {begin} to {end}")
                 found.append((name, range(8 + header_bytes + begin, 8 + header_bytes + end)))
     except (
-        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError, struct.error,
-    ) as error:  # fmt: skip
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        OSError,
+        struct.error,
+    ) as error:
         raise ConfigError(KEY, str(path), f"it is no safetensors file ({error}); get it again") from None
     return found

@@ -290,8 +290,15 @@ def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[str, range]]]
         if any(not 0 <= part.start <= part.stop <= len(data) - 8 - n_bytes for _, part in tensors):
             raise ValueError("a tensor extends beyond the file")
     except (
-        ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, struct.error,
-    ) as error:  # fmt: skip
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        struct.error,
+    ) as error:
         raise ConfigError(
             "model_tag", None, f"{file.path} is not a whole safetensors file: {error}; get it again"
         ) from None

@@ -113,9 +113,20 @@ def make_plan(asked: Asked) -> Plan:
     }
     is_timed = prefill.flop_s < math.inf
     return Plan(
-        model, total_parameters(model), active_parameters(model), geometry, weights, engine, hbm, codecs, refused,
-        context, prefill.flops(context), prefill.seconds(context) if is_timed else None, _assumptions(asked, model),
-    )  # fmt: skip
+        model,
+        total_parameters(model),
+        active_parameters(model),
+        geometry,
+        weights,
+        engine,
+        hbm,
+        codecs,
+        refused,
+        context,
+        prefill.flops(context),
+        prefill.seconds(context) if is_timed else None,
+        _assumptions(asked, model),
+    )
 
 
 def _codec_plan(

@@ -82,5 +82,8 @@ def close_file(descriptor: int) -> None:
         now_s = time.monotonic()
         if now_s - _logged_s >= LOG_INTERVAL_S:
             _logged_s = now_s
-            log.warning("closing a file failed: %s; it is closed all the same; further failed closes are not logged "
-                        "for %.0f s", fault, LOG_INTERVAL_S)  # fmt: skip
+            log.warning(
+                "closing a file failed: %s; it is closed all the same; further failed closes are not logged for %.0f s",
+                fault,
+                LOG_INTERVAL_S,
+            )

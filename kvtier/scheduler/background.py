@@ -120,9 +120,14 @@ class Keeper:
     """
 
     def __init__(
-        self, namespace: Namespace, plan: KeeperPlan, index: Index, housekeeper: Housekeeper, evictor: Evictor,
+        self,
+        namespace: Namespace,
+        plan: KeeperPlan,
+        index: Index,
+        housekeeper: Housekeeper,
+        evictor: Evictor,
         rng: random.Random,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.metrics = Metrics()
         self.reporter = Reporter(plan.owner, plan.about, self.metrics, housekeeper.clock)
         self._epoch = (namespace, Supplies(plan.slots, plan.spares(plan.capacity_bytes)))
@@ -174,9 +179,15 @@ class Keeper:
                 side.room.clear()
         self._due.looked_s = now
         for duty in (
-            self._beat, self._rebuild_lost_index, self._close_sets, self._book_uses_in_time, self._learn_room,
-            self._make_sets, self._keep_limits, self._sweep,
-        ):  # fmt: skip
+            self._beat,
+            self._rebuild_lost_index,
+            self._close_sets,
+            self._book_uses_in_time,
+            self._learn_room,
+            self._make_sets,
+            self._keep_limits,
+            self._sweep,
+        ):
             if self._is_leaving:  # close() waits for this tick, or did so for long enough
                 return
             try:
@@ -215,8 +226,11 @@ class Keeper:
                 "the background thread did not stop in %.0f s: this engine's lease is left to expire", CLOSE_TIMEOUT_S
             )
         elif not run_within("leave", CLOSE_TIMEOUT_S, self._leave):
-            log.warning("closing this engine's segment sets took more than %.0f s, as on storage that does not answer: "
-                        "its lease is left to expire, and others close them", CLOSE_TIMEOUT_S)  # fmt: skip
+            log.warning(
+                "closing this engine's segment sets took more than %.0f s, as on storage that does not answer: "
+                "its lease is left to expire, and others close them",
+                CLOSE_TIMEOUT_S,
+            )
 
     def _leave(self) -> None:
         self._done_with.epochs.append(self._epoch)
@@ -279,8 +293,9 @@ class Keeper:
                 self._done_with.to_erase.append(namespace.id)
         for ids, settle in (
             (self._done_with.to_trim, self._housekeeper.close_early),
-            (self._done_with.to_close, self._housekeeper.close_set), (self._done_with.to_drop, self._index.remove_set),
-        ):  # fmt: skip
+            (self._done_with.to_close, self._housekeeper.close_set),
+            (self._done_with.to_drop, self._index.remove_set),
+        ):
             while ids:
                 settle(ids[0])
                 ids.popleft()
@@ -309,8 +324,11 @@ class Keeper:
         if not self._space.room.refused(now, self._written_bytes(), room_bytes, set_bytes):
             return
         if is_first:
-            log.warning("%s: sets are evicted until they take %s, and saving goes on", space.why_full(set_bytes),
-                        size(self._space.room.limit_bytes or 0))  # fmt: skip
+            log.warning(
+                "%s: sets are evicted until they take %s, and saving goes on",
+                space.why_full(set_bytes),
+                size(self._space.room.limit_bytes or 0),
+            )
         self._due.limits_s = now + LIMITS_INTERVAL_S
         evicted = self._evictor.keep_limits(self._capacity_bytes(now))
         self._note_evicted()

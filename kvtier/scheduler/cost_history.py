@@ -36,8 +36,10 @@ def note_name(namespace_id: bytes, about: About) -> str:
 
 def pack(costs: Costs) -> bytes:
     values = {
-        "prefill_token_s": costs.prefill_token_s, "load_fixed_s": costs.load.fixed_s, "load_token_s": costs.load.token_s
-    }  # fmt: skip
+        "prefill_token_s": costs.prefill_token_s,
+        "load_fixed_s": costs.load.fixed_s,
+        "load_token_s": costs.load.token_s,
+    }
     return canonical_text(values).encode()
 
 
@@ -92,7 +94,8 @@ class KeptCosts:
 
 def is_close(one: Costs, other: Costs) -> bool:
     pairs = (
-        (one.prefill_token_s, other.prefill_token_s), (one.load.fixed_s, other.load.fixed_s),
+        (one.prefill_token_s, other.prefill_token_s),
+        (one.load.fixed_s, other.load.fixed_s),
         (one.load.token_s, other.load.token_s),
-    )  # fmt: skip
+    )
     return all(math.isclose(a, b, rel_tol=CHANGE) for a, b in pairs)

@@ -289,20 +289,30 @@ class Reporter:
             recent = {name: max(0.0, value - self._last_counters.get(name, 0.0)) for name, value in counters.items()}
             top = sorted(seen.hits.items(), key=lambda hit: hit[1][1], reverse=True)[:TOP_PREFIXES]
             made = WorkerReport(
-                owner=self._owner[:LABEL_CHARS_MAX], host=socket.gethostname()[:LABEL_CHARS_MAX], pid=os.getpid(),
-                kvtier_version=_own_version(), engine=about.engine[:LABEL_CHARS_MAX],
-                engine_version=about.engine_version[:LABEL_CHARS_MAX], model=about.model[:LABEL_CHARS_MAX],
-                tokenizer=about.tokenizer[:LABEL_CHARS_MAX], capacity_bytes=about.capacity_bytes,
-                namespace=namespace.hex(), ranks=about.ranks,
-                started_s=self._started_s, at_s=now_s, interval_s=max(0.0, now_s - self._last_s),
-                counters=counters, recent={name: value for name, value in recent.items() if value},
+                owner=self._owner[:LABEL_CHARS_MAX],
+                host=socket.gethostname()[:LABEL_CHARS_MAX],
+                pid=os.getpid(),
+                kvtier_version=_own_version(),
+                engine=about.engine[:LABEL_CHARS_MAX],
+                engine_version=about.engine_version[:LABEL_CHARS_MAX],
+                model=about.model[:LABEL_CHARS_MAX],
+                tokenizer=about.tokenizer[:LABEL_CHARS_MAX],
+                capacity_bytes=about.capacity_bytes,
+                namespace=namespace.hex(),
+                ranks=about.ranks,
+                started_s=self._started_s,
+                at_s=now_s,
+                interval_s=max(0.0, now_s - self._last_s),
+                counters=counters,
+                recent={name: value for name, value in recent.items() if value},
                 **{what: times.latency() for what, times in seen.times.items()},
-                read_ceiling_bytes_s=seen.ceiling_bytes_s, prefill_token_s=seen.prefill_token_s,
+                read_ceiling_bytes_s=seen.ceiling_bytes_s,
+                prefill_token_s=seen.prefill_token_s,
                 ttft_saved_s=seen.saved_s,
                 ttft_saved_recent_s=None if seen.saved_s is None else seen.saved_s - self._last_saved_s,
                 arenas=seen.arenas,
                 top_prefixes=tuple(TopPrefix(key=key.hex(), tokens=n, hits=hits) for key, (n, hits) in top),
-            )  # fmt: skip
+            )
             self._last_s, self._last_counters, self._last_saved_s = now_s, counters, seen.saved_s or 0.0
         return made
 

@@ -226,10 +226,10 @@ class Supplies:
         later: (used sets all of whose saves are answered, other used ones, unused ones)."""
         with self._lock:
             idle = [
-                side for side in self._sides.values()
-                if side.tenant
-                and now_s - side.used_s >= TENANT_IDLE_S + (SET_SETTLE_S if side.supply.n_pending else 0)
-            ]  # fmt: skip
+                side
+                for side in self._sides.values()
+                if side.tenant and now_s - side.used_s >= TENANT_IDLE_S + (SET_SETTLE_S if side.supply.n_pending else 0)
+            ]
             for side in idle:
                 del self._sides[side.tenant]
         busy = {side.tenant for side in idle if side.supply.n_pending}  # read once: an answer may come in between

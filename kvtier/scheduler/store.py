@@ -73,9 +73,14 @@ class Store:
     """Costs that earlier engines of this kind measured; None where they are not used."""
 
     def __init__(
-        self, namespace_id: bytes, chunk_tokens: int, writers: int, lookups: Lookups, keeper: Keeper,
+        self,
+        namespace_id: bytes,
+        chunk_tokens: int,
+        writers: int,
+        lookups: Lookups,
+        keeper: Keeper,
         clock: Clock = time.time,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.namespace_id = namespace_id
         self.metrics = keeper.metrics
         self.reporter = keeper.reporter
@@ -120,9 +125,13 @@ class Store:
         self.metrics.add(names.LOOKUP_TOKENS, n_chunks * self._chunk_tokens)
 
     def plan_load(
-        self, request_id: str, keys: Sequence[bytes], entries: Sequence[bytes], block_ids: Sequence[int],
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        entries: Sequence[bytes],
+        block_ids: Sequence[int],
         first_token: int,
-    ) -> LoadPlan:  # fmt: skip
+    ) -> LoadPlan:
         """A plan for consecutive chunks.
 
         block_ids: the engine's blocks of exactly these chunks, in order.

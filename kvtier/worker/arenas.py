@@ -82,8 +82,14 @@ def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: t
     host: ChunkArena = Arena(buffer, slot_bytes, n_ready=0)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     pinner = Pinner(host, ordinal, ThreadJobs("pin", 1, 1))
-    log.info("slots of %d KiB: %d in HBM for staging and %d where chunks stay, %d in host memory, which is pinned in "
-             "the background", slot_bytes >> 10, slots.staging, slots.arena, host.n_slots)  # fmt: skip
+    log.info(
+        "slots of %d KiB: %d in HBM for staging and %d where chunks stay, %d in host memory, which is pinned in "
+        "the background",
+        slot_bytes >> 10,
+        slots.staging,
+        slots.arena,
+        host.n_slots,
+    )
 
     def sums(runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
         return device_checksum.slab_checksums(runs).wait()
@@ -145,8 +151,12 @@ class Pinner:
             try:
                 cuda.pin(self._arena.address(first), (end - first) * self._arena.slot_bytes, self._ordinal)
             except TierUnavailable as fault:
-                log.warning("host arena: %d of %d slots are pinned, the rest stays unused: %s", first,
-                            self._arena.n_slots, fault)  # fmt: skip
+                log.warning(
+                    "host arena: %d of %d slots are pinned, the rest stays unused: %s",
+                    first,
+                    self._arena.n_slots,
+                    fault,
+                )
                 return
             self._pinned.append(self._arena.address(first))
             self._arena.grow(end)

@@ -221,9 +221,18 @@ class FileReader:
         arena = self.arena
         # Bytes that go to a device are summed there, so that the way to it is covered too.
         checksums = None if arena.is_device else source.checksums
-        return ReadOp(segment.fd, source.file_offset, arena.address(slot) + source.slot_offset, source.slab_bytes,
-                      source.wanted.n_heads, key, source.wanted.first_head, source.location.extent.first_layer,
-                      checksums, arena.is_device)  # fmt: skip
+        return ReadOp(
+            segment.fd,
+            source.file_offset,
+            arena.address(slot) + source.slot_offset,
+            source.slab_bytes,
+            source.wanted.n_heads,
+            key,
+            source.wanted.first_head,
+            source.location.extent.first_layer,
+            checksums,
+            arena.is_device,
+        )
 
     def _first_bad(self, reads: FileReads) -> tuple[Location, int, str] | None:
         """Of reads that have ended, the first that is bad: its record, its errno (0: the bytes are not those), and

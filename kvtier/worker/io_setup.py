@@ -55,16 +55,28 @@ def open_io(
     in_memory = file_system_of(root.folder).kind in IN_MEMORY
     if not arena.is_device:
         sizes = sizes_for(in_memory, settings.io.threads, settings.io.piece_bytes)
-        log.info("%s: ring of %d threads, writes of %d KiB, reads of %d KiB", root.path, sizes.threads,
-                 sizes.write_piece_bytes >> 10, sizes.piece_bytes >> 10)  # fmt: skip
+        log.info(
+            "%s: ring of %d threads, writes of %d KiB, reads of %d KiB",
+            root.path,
+            sizes.threads,
+            sizes.write_piece_bytes >> 10,
+            sizes.piece_bytes >> 10,
+        )
         ring = _ring(sizes, in_memory)
         return MountIo(Engines(ring, ring), None)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
     ask = Ask(
-        root.folder, target, direct, in_memory, engines_for(settings.io.engine, target),
-        torch.cuda.get_device_name(device), settings.io.threads, settings.io.piece_bytes, ranks,
-    )  # fmt: skip
+        root.folder,
+        target,
+        direct,
+        in_memory,
+        engines_for(settings.io.engine, target),
+        torch.cuda.get_device_name(device),
+        settings.io.threads,
+        settings.io.piece_bytes,
+        ranks,
+    )
     measured = _measure(settings, root, ask, arena)
     usual = default_choice(ask, cache_share(ask))
     if measured is None:

@@ -104,8 +104,13 @@ class Loader:
                 with self._lock:
                     del self._walking[load]
         if failure is not None:
-            self._log.warning(cause_of(failure), "request %s: recomputed from chunk %d of its load on: %s",
-                              load.plan.request_id, load.n_chunks, failure)  # fmt: skip
+            self._log.warning(
+                cause_of(failure),
+                "request %s: recomputed from chunk %d of its load on: %s",
+                load.plan.request_id,
+                load.n_chunks,
+                failure,
+            )
         if isinstance(failure, SegmentGone):
             with suppress(Corrupt, TierUnavailable, OSError):  # whoever is offered one of them finds out then
                 self._fetcher.retract_gone(load.plan.namespace, load.plan.chunks[load.n_chunks :])

@@ -60,8 +60,17 @@ class OwnSegments:
         slab = slab_bytes(self._worker.codec, self._worker.geometry, self._writes)
         created_ms = chunk.set_id >> 20  # set ids begin with their time by the index (kvtier.scheduler.background)
         slot = record_bytes(self._writes, slab)
-        return SegmentHeader(plan.namespace, chunk.set_id, self._worker.share.rank, plan.slots, slot, self._writes,
-                             slab, created_ms, chunk.tenant)  # fmt: skip
+        return SegmentHeader(
+            plan.namespace,
+            chunk.set_id,
+            self._worker.share.rank,
+            plan.slots,
+            slot,
+            self._writes,
+            slab,
+            created_ms,
+            chunk.tenant,
+        )
 
     @contextmanager
     def _alone(self, set_ids: Collection[int], deadline_s: float) -> Iterator[None]:

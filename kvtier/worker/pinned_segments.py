@@ -103,17 +103,26 @@ class PinnedSegments:
                     if self._pin_segment(files, name):
                         self._let_go(files)  # after an engine's start a look takes long
         if (pinned := self.n_bytes - before_bytes) > 0:
-            log.info("%d MiB of segments are pinned, %d in all, after %.1f s: the GPU copies out of them", pinned >> 20,
-                     self.n_bytes >> 20, self._worker.clock() - started_s)  # fmt: skip
+            log.info(
+                "%d MiB of segments are pinned, %d in all, after %.1f s: the GPU copies out of them",
+                pinned >> 20,
+                self.n_bytes >> 20,
+                self._worker.clock() - started_s,
+            )
         self._say_if_full()
 
     def _say_if_full(self) -> None:
         """Once, until there is room again: no other sign tells why what is newest loads slower than what is older."""
         was_full, self._is_full = self._is_full, self._has_no_room() or len(self._held) >= FILES_MAX
         if self._is_full and not was_full:
-            log.info("%d MiB in %d segments are pinned, which is all that io.pin_bytes (%d MiB) and %d files allow: "
-                     "what is newer is read through the ring until these are evicted", self.n_bytes >> 20,
-                     len(self._held), self._budget_bytes >> 20, FILES_MAX)  # fmt: skip
+            log.info(
+                "%d MiB in %d segments are pinned, which is all that io.pin_bytes (%d MiB) and %d files allow: "
+                "what is newer is read through the ring until these are evicted",
+                self.n_bytes >> 20,
+                len(self._held),
+                self._budget_bytes >> 20,
+                FILES_MAX,
+            )
 
     def _has_no_room(self) -> bool:
         return self.n_bytes + PIN_BYTES > self._budget_bytes

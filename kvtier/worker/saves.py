@@ -262,14 +262,23 @@ class Saver:
             return _Gathered(None, None)
         worker, held = self._worker, self._worker.share.reads
         assert all(len(item.chunk.block_ids) == worker.chunk_blocks for item in staged)
-        patch = Patch(0, writes.first_layer - held.first_layer, writes.n_layers,
-                      writes.first_head - held.first_head, writes.n_heads)  # fmt: skip
+        patch = Patch(
+            0,
+            writes.first_layer - held.first_layer,
+            writes.n_layers,
+            writes.first_head - held.first_head,
+            writes.n_heads,
+        )
         size = self._slab_bytes(writes)
         moves = [
-            Move(patch, item.chunk.block_ids, worker.arena.slabs(item.slot, PAGE_BYTES, writes.n_heads, size),
-                 key=item.chunk.key)
+            Move(
+                patch,
+                item.chunk.block_ids,
+                worker.arena.slabs(item.slot, PAGE_BYTES, writes.n_heads, size),
+                key=item.chunk.key,
+            )
             for item in staged
-        ]  # fmt: skip
+        ]
         layers = range(writes.first_layer, writes.end_layer)
         n_bytes = worker.codec.layers_bytes(worker.geometry, layers)
         worker.arena.blank([item.slot for item in staged], writes.n_heads, size, n_bytes)
@@ -295,10 +304,12 @@ class Saver:
             return
         so_far = count + int(self._worker.metrics.total().get(names.SKIPPED_REFUSED, 0))
         self._log.warning(
-            "refused", "codec %s cannot keep the KV of %d chunks so far, and they are not saved: it holds what is no "
+            "refused",
+            "codec %s cannot keep the KV of %d chunks so far, and they are not saved: it holds what is no "
             "number, is infinite, or is too small or too large for the codec's scales; with codec: raw they are",
-            self._worker.codec.name, so_far,
-        )  # fmt: skip
+            self._worker.codec.name,
+            so_far,
+        )
 
     def _slab_bytes(self, writes: Extent) -> int:
         return slab_bytes(self._worker.codec, self._worker.geometry, writes)
@@ -347,14 +358,16 @@ class Saver:
             for item, result in results:
                 if result.bad_slabs:
                     self._worker.metrics.add(names.CHECKSUM_FAILURES)
-                    self._log.line(logging.ERROR, "changed", "chunk %s changed on its way to the storage; it is not "
-                                   "stored", item.chunk.key.hex())  # fmt: skip
+                    self._log.line(
+                        logging.ERROR,
+                        "changed",
+                        "chunk %s changed on its way to the storage; it is not stored",
+                        item.chunk.key.hex(),
+                    )
             outcomes.update((item.chunk.key, _failure(result)) for item, result in results)
             written = [
-                (item, Location(item.chunk.set_id, self._worker.share.rank, item.chunk.slot,
-                                self._slab_bytes(writes), writes, result.checksums))
-                for item, result in results if result.ok
-            ]  # fmt: skip
+                (item, self._location(item.chunk, writes, result.checksums)) for item, result in results if result.ok
+            ]
             published = self._publish(plan, written, write.deadline_s)
             self._end(write)
             outcomes.update((item.chunk.key, SaveOutcome.SAVED) for item, _ in published)
@@ -380,6 +393,9 @@ class Saver:
         self._worker.metrics.add(names.SAVE_TOKENS, saved * self._worker.geometry.chunk_tokens)
         self._worker.metrics.add(names.SAVE_BYTES, saved * record_bytes(writes, self._slab_bytes(writes)))
         self._worker.metrics.add(names.SAVE_SECONDS, time.perf_counter() - started)
+
+    def _location(self, chunk: SaveChunk, writes: Extent, checksums: tuple[int, ...]) -> Location:
+        return Location(chunk.set_id, self._worker.share.rank, chunk.slot, self._slab_bytes(writes), writes, checksums)
 
     def _begin(self, write: _Write) -> bool:
         """Start the job's time. Return False if saving rests because others hang: what is queued does not follow."""
@@ -451,10 +467,14 @@ class Saver:
                 batch = self._worker.io.ring.submit([FlushOp(fd) for fd in files])
                 has_flushed = batch.wait(self._left_s(write))
                 flushed = dict(zip(files, batch.results(), strict=True)) if has_flushed else None
-                results = None if flushed is None else [
-                    result._replace(error=flushed[op.fd].error) if result.ok else result
-                    for op, result in zip(ops, results, strict=True)
-                ]  # fmt: skip
+                results = (
+                    None
+                    if flushed is None
+                    else [
+                        result._replace(error=flushed[op.fd].error) if result.ok else result
+                        for op, result in zip(ops, results, strict=True)
+                    ]
+                )
             if results is not None:
                 return list(zip(begun, results, strict=True))
             # Descriptors and slots stay taken until the kernel gives the last write back.
@@ -471,18 +491,34 @@ class Saver:
     def _write_op(self, plan: SavePlan, item: Staged, segment: OpenSegment) -> WriteOp:
         chunk, arena, header = item.chunk, item.arena, segment.header
         blank = (0,) * header.extent.n_heads  # the I/O engine fills in the checksums as the bytes pass
-        page = RecordHeader(chunk.key, chunk.parent, plan.namespace, header.slab_bytes,
-                            self._worker.geometry.chunk_tokens, chunk.slot, header.extent, chunk.set_id,
-                            blank).pack(self._tags(plan, item, header))  # fmt: skip
+        page = RecordHeader(
+            chunk.key,
+            chunk.parent,
+            plan.namespace,
+            header.slab_bytes,
+            self._worker.geometry.chunk_tokens,
+            chunk.slot,
+            header.extent,
+            chunk.set_id,
+            blank,
+        ).pack(self._tags(plan, item, header))
         arena.header(item.slot).copy_(torch.frombuffer(bytearray(page), dtype=torch.uint8))
         with self._lock:
             owner = (plan.namespace, chunk.set_id)
             # Remembered of a full set too: its first slots may be written after its last ones, by another job.
             used, _ = self._slots_used.get(owner, (0, 0))
             self._slots_used[owner] = max(used, chunk.slot + 1), header.slots
-        return WriteOp(segment.fd, header.slot_offset(chunk.slot), arena.address(item.slot), header.slab_bytes,
-                       header.extent.n_heads, chunk.key, header.extent.first_head,
-                       header.extent.first_layer, item.checksums)  # fmt: skip
+        return WriteOp(
+            segment.fd,
+            header.slot_offset(chunk.slot),
+            arena.address(item.slot),
+            header.slab_bytes,
+            header.extent.n_heads,
+            chunk.key,
+            header.extent.first_head,
+            header.extent.first_layer,
+            item.checksums,
+        )
 
     def _tags(self, plan: SavePlan, item: Staged, header: SegmentHeader) -> tuple[bytes, ...]:
         """Of a chunk in host memory; none where nothing is signed."""

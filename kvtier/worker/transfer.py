@@ -68,9 +68,14 @@ class Transfer:
     """
 
     def __init__(
-        self, worker: Worker, jobs: TransferJobs, admit: Admissions, bounds: SaveBounds,
-        cost: LoadCost | None = None, upkeep: Upkeep | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        worker: Worker,
+        jobs: TransferJobs,
+        admit: Admissions,
+        bounds: SaveBounds,
+        cost: LoadCost | None = None,
+        upkeep: Upkeep | None = None,
+    ) -> None:
         self.cost = cost
         self._worker = worker
         self._jobs = jobs

@@ -29,13 +29,33 @@ class Wrapper:
     def start(
         self, benchmark: str, own: Sequence[str] = (), flags: Sequence[str] = (), **environment: str
     ) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "benchmarks.serving", benchmark, "--model", "a-model", "--program", FAKE_ENGINE,
-                 "--work", str(self.folder), "--out", str(self.out), *own, "--", *flags]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.serving",
+            benchmark,
+            "--model",
+            "a-model",
+            "--program",
+            FAKE_ENGINE,
+            "--work",
+            str(self.folder),
+            "--out",
+            str(self.out),
+            *own,
+            "--",
+            *flags,
+        ]
         variables = os.environ | {"FAKE_ENGINE_LOG": str(self._engines)} | environment
         return subprocess.Popen(
-            words, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            words,
+            cwd=ROOT,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
-        )  # fmt: skip
+        )
 
     def run(
         self, benchmark: str, own: Sequence[str] = (), flags: Sequence[str] = (), **environment: str

@@ -62,10 +62,21 @@ def test_the_command_is_that_of_the_slides() -> None:
     server, options = Server("http://x", "m", "t"), parser().parse_args([])
     words = command(Path("aiperf"), server, Cell(102400, 2), options, Path("out"))
     flags = dict(zip(words[1:], words[2:], strict=False))
-    slides = {"--concurrency": "2", "--request-count": "100", "--num-prefix-prompts": "1", "--endpoint-type": "chat",
-              "--synthetic-input-tokens-mean": "1", "--prefix-prompt-length": "102400", "--random-seed": "176",
-              "--dataset-sampling-strategy": "shuffle", "--warmup-request-count": "4", "--output-tokens-mean": "100",
-              "--extra-inputs": "ignore_eos:true", "--artifact-dir": "out", "--tokenizer": "t"}  # fmt: skip
+    slides = {
+        "--concurrency": "2",
+        "--request-count": "100",
+        "--num-prefix-prompts": "1",
+        "--endpoint-type": "chat",
+        "--synthetic-input-tokens-mean": "1",
+        "--prefix-prompt-length": "102400",
+        "--random-seed": "176",
+        "--dataset-sampling-strategy": "shuffle",
+        "--warmup-request-count": "4",
+        "--output-tokens-mean": "100",
+        "--extra-inputs": "ignore_eos:true",
+        "--artifact-dir": "out",
+        "--tokenizer": "t",
+    }
     assert {name: flags[name] for name in slides} == slides and "--streaming" in words
     assert aiperf_ttft.LENGTHS[0] == 1024 and aiperf_ttft.LENGTHS[-1] == 102400 and len(aiperf_ttft.LENGTHS) == 8
 
@@ -82,8 +93,15 @@ def test_the_table_is_that_of_the_slides(tmp_path: Path, capsys: pytest.CaptureF
         }
     }
     columns, rows = aiperf_ttft.table_rows(whole)
-    assert columns == ["ISL", "nocache CONC=1", "cache CONC=1", "nocache/cache", "nocache CONC=2", "cache CONC=2",
-                       "nocache/cache"]  # fmt: skip
+    assert columns == [
+        "ISL",
+        "nocache CONC=1",
+        "cache CONC=1",
+        "nocache/cache",
+        "nocache CONC=2",
+        "cache CONC=2",
+        "nocache/cache",
+    ]
     assert rows[0] == ["1K", "385.6", "87.7", "4.4x", "744.9", "-", "-"]
     assert rows[1] == ["100K", "44,384.3", "1,014.5", "43.7x", "-", "-", "-"]
     aiperf_ttft.show(whole)

@@ -72,12 +72,18 @@ def test_real_text_is_the_files_and_goes_round(tmp_path: Path) -> None:
 
 
 def test_counters_are_sums_over_engines() -> None:
-    page = "\n".join([
-        "# HELP vllm:prompt_tokens_total Number of prefill tokens processed.",
-        'vllm:prompt_tokens_total{engine="0",model_name="x"} 1.5e+03', 'vllm:prompt_tokens_total{engine="1"} 500.0',
-        'vllm:prompt_tokens_created{engine="0"} 1.79e+09', 'vllm:external_prefix_cache_hits_total{engine="0"} 256.0',
-        "vllm:prefix_cache_hits_total 64.0", "process_cpu_seconds_total 3", "",
-    ])  # fmt: skip
+    page = "\n".join(
+        [
+            "# HELP vllm:prompt_tokens_total Number of prefill tokens processed.",
+            'vllm:prompt_tokens_total{engine="0",model_name="x"} 1.5e+03',
+            'vllm:prompt_tokens_total{engine="1"} 500.0',
+            'vllm:prompt_tokens_created{engine="0"} 1.79e+09',
+            'vllm:external_prefix_cache_hits_total{engine="0"} 256.0',
+            "vllm:prefix_cache_hits_total 64.0",
+            "process_cpu_seconds_total 3",
+            "",
+        ]
+    )
     tokens = Counters.parse(page).since(Counters({"vllm:prompt_tokens_total": 1000.0}))
     assert tokens == {"prompt_tokens": 1000, "prefix_hit_tokens": 64, "external_hit_tokens": 256}
     page += "vllm:kvtier_skipped_chunks_refused_total 7.0\nvllm:kvtier_skipped_chunks_failed_total 2.0\n"

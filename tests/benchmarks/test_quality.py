@@ -24,9 +24,21 @@ from benchmarks.quality.tasks import Source
 from kvtier.codecs.round_trip import round_trip
 
 SHAPE = Shape(layers=2, width=32, heads=4, kv_heads=2, mlp=64, vocabulary=data.VOCABULARY, head_size=64)
-PLAN = Plan(text_rows=2, text_prefix_tokens=256, text_tokens=8, greedy_tokens=3, copy_prefixes=(256,), copy_tokens=4,
-            pairs=(8,), pairs_asked=4, recall_rows=2, needle_prefixes=(256,), needle_depths=(0.0, 1.0), needles=3,
-            needle_rows=2)  # fmt: skip
+PLAN = Plan(
+    text_rows=2,
+    text_prefix_tokens=256,
+    text_tokens=8,
+    greedy_tokens=3,
+    copy_prefixes=(256,),
+    copy_tokens=4,
+    pairs=(8,),
+    pairs_asked=4,
+    recall_rows=2,
+    needle_prefixes=(256,),
+    needle_depths=(0.0, 1.0),
+    needles=3,
+    needle_rows=2,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -253,13 +265,19 @@ def test_a_mean_counts_rows_not_tokens() -> None:
 def test_a_control_is_seen_only_when_it_is_clearly_worse() -> None:
     def figures(method: str, kl: float) -> dict[str, object]:
         share = {"value": 1.0}
-        return {"condition": "x", "method": method, "kl_mean": {"value": kl, "low": kl * 0.9, "high": kl * 1.1},
-                "recall_all": share, "needle_all": share}  # fmt: skip
+        return {
+            "condition": "x",
+            "method": method,
+            "kl_mean": {"value": kl, "low": kl * 0.9, "high": kl * 1.1},
+            "recall_all": share,
+            "needle_all": share,
+        }
 
     found = summary.power([figures("raw", 0.1), figures("k4v4", 1), figures("k2v2", 2.4)])
     assert [(row["method"], row["beside"], row["is_seen"]) for row in found] == [
-        ("k4v4", "raw", True), ("k2v2", "k4v4", False),
-    ]  # fmt: skip
+        ("k4v4", "raw", True),
+        ("k2v2", "k4v4", False),
+    ]
 
 
 def test_all_of_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

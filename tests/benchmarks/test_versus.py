@@ -46,11 +46,12 @@ def made(**times: dict[int, list[float]]) -> list[dict[str, Any]]:
     runs = [
         entry("alone", "tmpfs", "none")
         | {"copies": {"h2d_bytes_s": 10e9}, "kvikio_s": {"1000000000": [0.5, 0.4, 0.3]}},
-        entry("bare", "", "none") | {
+        entry("bare", "", "none")
+        | {
             "computed": [row(tokens, tokens / 1000, 0) for tokens in LENGTHS],
             "own": [row(tokens, seconds) for tokens in LENGTHS for seconds in (9.0, 0.1)],
         },
-    ]  # fmt: skip
+    ]
     for name, of in times.items():
         system = name.replace("_", "-")
         stored = {"rows": [row(tokens, tokens / 1000 * 1.5, 0) for tokens in LENGTHS], "stored_bytes": 3_000_000_000}
@@ -95,8 +96,11 @@ def test_an_answer_sooner_than_its_kv_can_have_come_is_no_reload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LMCache's connector loaded nothing where a forward was one whole CUDA graph, and was ahead of all by that."""
-    runs = made(kvtier={1_000: [0.4], 2_000: [0.5]}, kvtier_k4v4={1_000: [0.04], 2_000: [0.05]},
-                lmcache={1_000: [0.09], 2_000: [0.6]})  # fmt: skip
+    runs = made(
+        kvtier={1_000: [0.4], 2_000: [0.5]},
+        kvtier_k4v4={1_000: [0.04], 2_000: [0.05]},
+        lmcache={1_000: [0.09], 2_000: [0.6]},
+    )
     entries = Entries(runs, TOKEN_BYTES)
     cells = entries.cells()
     assert [key for key, cell in cells.items() if not cell.has_loaded] == [("tmpfs", 1_000, "lmcache")], (
@@ -111,8 +115,10 @@ def test_an_answer_sooner_than_its_kv_can_have_come_is_no_reload(
 
 def test_a_peer_runs_with_the_one_kind_of_graphs_it_works_with(tmp_path: Path) -> None:
     compiled = {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}, "max_model_len": 7}
-    for llm, expected in ((compiled, {"cudagraph_capture_sizes": [1, 2], "cudagraph_mode": "PIECEWISE"}),
-                          ({"enforce_eager": True}, None)):  # fmt: skip
+    for llm, expected in (
+        (compiled, {"cudagraph_capture_sizes": [1, 2], "cudagraph_mode": "PIECEWISE"}),
+        ({"enforce_eager": True}, None),
+    ):
         setup = Setup(tmp_path, "tiny", tmp_path, tmp_path, llm, {}, 1.0, {})
         place = Place("tmpfs", setup, 1.0, 1.0)
         assert place.member("lmcache", "store", [], 300).job["llm"].get("compilation_config") == expected
@@ -188,8 +194,14 @@ def test_what_failed_is_in_no_cell_and_is_named() -> None:
 
 def written(monkeypatch: pytest.MonkeyPatch, folder: Path, runs: list[dict[str, Any]]) -> str:
     """Write the runs as a result and return its table."""
-    content = {"date": "2026-01-01", "commit": "c0ffee", "versions": {"vllm": "0"}, "machine": {"cores": 2},
-               "runs": runs, "settings": {"token_bytes": TOKEN_BYTES}}  # fmt: skip
+    content = {
+        "date": "2026-01-01",
+        "commit": "c0ffee",
+        "versions": {"vllm": "0"},
+        "machine": {"cores": 2},
+        "runs": runs,
+        "settings": {"token_bytes": TOKEN_BYTES},
+    }
     (folder / "gpu").mkdir()
     (folder / "gpu" / "versus.json").write_text(json.dumps(content))
     monkeypatch.setattr(tables, "RESULTS", folder)
@@ -281,8 +293,18 @@ def test_an_engine_that_is_never_ready_is_stopped(tmp_path: Path, stand_in: None
 
 
 def test_nothing_is_begun_for_which_there_is_no_time(tmp_path: Path) -> None:
-    words = ["--out", str(tmp_path / "out.json"), "--folder", str(tmp_path), "--models", str(tmp_path),
-             "--systems", "kvtier", "--seconds", "1"]  # fmt: skip
+    words = [
+        "--out",
+        str(tmp_path / "out.json"),
+        "--folder",
+        str(tmp_path),
+        "--models",
+        str(tmp_path),
+        "--systems",
+        "kvtier",
+        "--seconds",
+        "1",
+    ]
     piece = versus.Piece(versus.parse(words))
     done: list[str] = []
     assert not piece.in_time("repetition", "1 of kvtier", lambda: done.append("done"))

@@ -26,9 +26,13 @@ VLLM = (
     f"--dtype float32 --enforce-eager --block-size {BLOCK_TOKENS} --max-num-seqs 4 --distributed-executor-backend uni"
 )
 TIER = {
-    "chunk_tokens": CHUNK_TOKENS, "min_load_tokens": CHUNK_TOKENS, "segment_bytes": "16MiB", "capacity_bytes": "1GiB",
-    "host": {"arena_bytes": "64MiB"}, "queues": {"save_chunks_max": 1024},
-}  # fmt: skip
+    "chunk_tokens": CHUNK_TOKENS,
+    "min_load_tokens": CHUNK_TOKENS,
+    "segment_bytes": "16MiB",
+    "capacity_bytes": "1GiB",
+    "host": {"arena_bytes": "64MiB"},
+    "queues": {"save_chunks_max": 1024},
+}
 
 
 class Server:
@@ -64,10 +68,25 @@ class Bench:
         self.out = folder / "result.json"
 
     def run(self, benchmark: str, systems: str, vllm: str, flags: Sequence[str]) -> dict[str, Any]:
-        status = serving.main([
-            benchmark, "--model", str(self.folder / "model"), "--work", str(self.folder), "--out", str(self.out),
-            "--systems", systems, "--tier", json.dumps(TIER), "--vllm", f"{VLLM} {vllm}", "--", *flags,
-        ])  # fmt: skip
+        status = serving.main(
+            [
+                benchmark,
+                "--model",
+                str(self.folder / "model"),
+                "--work",
+                str(self.folder),
+                "--out",
+                str(self.out),
+                "--systems",
+                systems,
+                "--tier",
+                json.dumps(TIER),
+                "--vllm",
+                f"{VLLM} {vllm}",
+                "--",
+                *flags,
+            ]
+        )
         assert status == 0, "\n".join(log.read_text()[-5000:] for log in self.folder.glob("server-*.log"))
         found: dict[str, Any] = json.loads(self.out.read_text())
         return found
@@ -75,8 +94,23 @@ class Bench:
 
 def test_long_documents_come_back_from_the_tier(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     """The working set is larger than vLLM's own cache: asked in turn, no document is in it when it is asked again."""
-    flags = ["--num-documents", "6", "--document-length", "300", "--text", "python", "--output-len", "4",
-             "--ignore-eos", "--repeat-mode", "tile", "--max-inflight-requests", "1", "--floor", "2"]  # fmt: skip
+    flags = [
+        "--num-documents",
+        "6",
+        "--document-length",
+        "300",
+        "--text",
+        "python",
+        "--output-len",
+        "4",
+        "--ignore-eos",
+        "--repeat-mode",
+        "tile",
+        "--max-inflight-requests",
+        "1",
+        "--floor",
+        "2",
+    ]
     whole = bench.run("long_doc_qa", "prefix,kvtier,restarted", LIMITS, flags)
     for name, found in whole["systems"].items():
         warmup, query = found["warmup_round"], found["query_round"]

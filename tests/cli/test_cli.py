@@ -270,10 +270,16 @@ def test_check_of_a_capacity_beyond_the_disk(config: Path, capsys: pytest.Captur
 
 
 def transfer_of(config: Path, **changes: object) -> str:
-    return json.dumps({
-        "kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config": str(config)},
-    } | changes)  # fmt: skip
+    return json.dumps(
+        {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"config": str(config)},
+        }
+        | changes
+    )
 
 
 def test_check_takes_what_vllm_is_given(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,11 +144,24 @@ def report(config: Path) -> None:
     now = time.time()
     counters = {"lookup_tokens": 400.0, "hit_tokens": 300.0, "load_bytes": 1e9}
     made = WorkerReport(
-        owner="gpu-01-7", host="gpu-01", pid=7, kvtier_version="0.1.0", engine="vllm", engine_version="0.32.0",
-        model="a-model", namespace=namespace_of(config), ranks=2, started_s=now - 60, at_s=now, interval_s=5.0,
-        counters=counters, recent=counters, lookup=Latency().plus(0.002), read_ceiling_bytes_s=2e9,
+        owner="gpu-01-7",
+        host="gpu-01",
+        pid=7,
+        kvtier_version="0.1.0",
+        engine="vllm",
+        engine_version="0.32.0",
+        model="a-model",
+        namespace=namespace_of(config),
+        ranks=2,
+        started_s=now - 60,
+        at_s=now,
+        interval_s=5.0,
+        counters=counters,
+        recent=counters,
+        lookup=Latency().plus(0.002),
+        read_ceiling_bytes_s=2e9,
         top_prefixes=(TopPrefix(key="01" * 16, tokens=320, hits=9),),
-    )  # fmt: skip
+    )
     index.put_note("worker/gpu-01-7", made.note(), now + 600)
     index.close()
 
@@ -381,12 +394,17 @@ def test_verify_takes_settings_too(config: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["evict", "x", "--bytes", "many"], ["evict", "x", "--unused", "soon"], ["evict", "x", "--unused", "0s"],
+        ["evict", "x", "--bytes", "many"],
+        ["evict", "x", "--unused", "soon"],
+        ["evict", "x", "--unused", "0s"],
         ["quota", "x", "--tenant", "a", "--namespace", "b", "--reset"],
         ["lookup", "x", "--tokens", "a", "--prompt", "b"],
-        ["unpin"], ["quota", "x", "--tenant", "a", "--set", "1", "--reset"], ["stats", ""], ["stats", "--config", ""],
+        ["unpin"],
+        ["quota", "x", "--tenant", "a", "--set", "1", "--reset"],
+        ["stats", ""],
+        ["stats", "--config", ""],
     ],
-)  # fmt: skip
+)
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2 and "Usage: kvtier" in capsys.readouterr().err
 

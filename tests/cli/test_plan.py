@@ -89,10 +89,13 @@ def test_where_no_codec_fits_the_status_says_so(model: str, capsys: pytest.Captu
     assert "at least 4 of them must fit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("option", "setting"), [
-    (("--codec-boundary-layers", "16"), "not with k4v4: codec_boundary_layers: of 32 layers none would be k4v4"),
-    (("--chunk-tokens", "4096", "--hbm-staging", "4GiB"), "not with k4v4: chunk_tokens: with codec k4v4 it may be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "setting"),
+    [
+        (("--codec-boundary-layers", "16"), "not with k4v4: codec_boundary_layers: of 32 layers none would be k4v4"),
+        (("--chunk-tokens", "4096", "--hbm-staging", "4GiB"), "not with k4v4: chunk_tokens: with codec k4v4 it may be"),
+    ],
+)
 def test_what_a_codec_refuses_is_named(
     option: tuple[str, ...], setting: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,16 +150,19 @@ def test_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_weights_are_those_of_the_files(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Tensors for drafts (of layer 32 here) and a second copy under other names are not loaded."""
-    header = json.dumps({
-        "__metadata__": {"format": "pt"},
-        "model.layers.31.mlp.weight": {"dtype": "BF16", "shape": [500], "data_offsets": [0, 1000]},
-        "model.layers.32.mlp.weight": {"dtype": "BF16", "shape": [500], "data_offsets": [1000, 2000]},
-    }).encode()  # fmt: skip
+    header = json.dumps(
+        {
+            "__metadata__": {"format": "pt"},
+            "model.layers.31.mlp.weight": {"dtype": "BF16", "shape": [500], "data_offsets": [0, 1000]},
+            "model.layers.32.mlp.weight": {"dtype": "BF16", "shape": [500], "data_offsets": [1000, 2000]},
+        }
+    ).encode()
     for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
         Path(model, name).write_bytes(struct.pack("<Q", len(header)) + header)
     assert planned(capsys, "--model", model)["weights"] == {
-        "n_bytes": 2000, "source": "by the headers of 2 safetensors files"
-    }  # fmt: skip
+        "n_bytes": 2000,
+        "source": "by the headers of 2 safetensors files",
+    }
     index = {"metadata": {"total_size": 777}, "weight_map": {"x": "model-1.safetensors", "y": "model-9.safetensors"}}
     Path(model, "model.safetensors.index.json").write_text(json.dumps(index))
     assert planned(capsys, "--model", model)["weights"]["n_bytes"] == 777
@@ -230,7 +236,7 @@ def test_what_is_not_served_is_named(
 
 TEXT = {"model_type": "mistral", "max_position_embeddings": 4096} | {
     key: value for key, value in SMALL.items() if key != "dtype"
-}  # fmt: skip
+}
 NESTED = {"model_type": "mistral3", "dtype": "bfloat16"}
 KV_HEAD_BYTES = 2 * 5 * 16 * 2  # K and V of 5 layers, heads of 16 elements in bfloat16
 SERVED = [
@@ -241,9 +247,11 @@ SERVED = [
     (SMALL | {"model_type": "qwen3", "head_dim": None}, 2 * KV_HEAD_BYTES),
     (SMALL | {"model_type": "llama", "layer_types": ["full_attention", "sliding_attention"]}, 2 * KV_HEAD_BYTES),
     (NESTED | {"text_config": TEXT | {"sliding_window": None}}, 2 * KV_HEAD_BYTES),
-    (NESTED | {"text_config": TEXT | {"sliding_window": None, "dtype": None, "num_key_value_heads": None}},
-     6 * KV_HEAD_BYTES),
-]  # fmt: skip
+    (
+        NESTED | {"text_config": TEXT | {"sliding_window": None, "dtype": None, "num_key_value_heads": None}},
+        6 * KV_HEAD_BYTES,
+    ),
+]
 
 
 @pytest.mark.parametrize(("values", "token_bytes"), SERVED)
@@ -259,8 +267,13 @@ def test_what_an_engine_serves_is_planned(
 
 def test_gemma_3_as_it_is_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its file leaves out heads, vocabulary and context."""
-    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-            "sliding_window": 1024}  # fmt: skip
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     values = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
     found = planned(capsys, "--model", folder_of(tmp_path, values))
     assert found["geometry"]["token_bytes"] == 2 * 34 * 4 * 256 * 2 and found["context"] == 131_072

@@ -26,10 +26,17 @@ MakeMover = Callable[[PagedKV], Mover]
 
 GOOD = Patch(0, 0, 1, 0, 1)
 OUT_OF_RANGE = [
-    (GOOD, (0, 4), 0), (GOOD, (-1, 0), 0), (GOOD, (0, 1 << 40), 0), (GOOD, (0, 1), -1), (GOOD, (0,), 0),
-    (GOOD, (0, 1, 2), 0), (Patch(0, 1, 1, 0, 1), (0, 1), 0), (Patch(0, 0, 1, 1, 1), (0, 1), 0),
-    (Patch(0, -1, 1, 0, 1), (0, 1), 0), (Patch(3, 0, 1, 0, 1), (0, 1), 0),
-]  # fmt: skip
+    (GOOD, (0, 4), 0),
+    (GOOD, (-1, 0), 0),
+    (GOOD, (0, 1 << 40), 0),
+    (GOOD, (0, 1), -1),
+    (GOOD, (0,), 0),
+    (GOOD, (0, 1, 2), 0),
+    (Patch(0, 1, 1, 0, 1), (0, 1), 0),
+    (Patch(0, 0, 1, 1, 1), (0, 1), 0),
+    (Patch(0, -1, 1, 0, 1), (0, 1), 0),
+    (Patch(3, 0, 1, 0, 1), (0, 1), 0),
+]
 """(patch, block ids, first block): GOOD with two of the blocks 0 to 3 is good, and each of these has one fault."""
 
 

@@ -23,9 +23,10 @@ def compiled(kernel: triton.JITFunction, tiling: Tiling, size: int, is_bf16: boo
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
     places = {(n,): constants[name] for n, name in enumerate(kernel.arg_names) if name in constants}
     found = triton.compile(
-        ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32),
+        ASTSource(kernel, signature, places),
+        target=GPUTarget("cuda", 90, 32),
         options={"num_warps": tiling.warps, "enable_fp_fusion": False},
-    )  # fmt: skip
+    )
     print(json.dumps(Counter(INSTRUCTION.findall(found.asm["ptx"]))))
 
 

@@ -17,19 +17,36 @@ from kvtier.codecs.turboquant.tables import ChunkShape, plane_code
 
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*(?:\.[\w:]+)+)", re.MULTILINE)
 TYPES = {
-    "planes": "*i64", "table": "*i64", "answers": "*i64", "signs": "*i32", "k_rotation": "*i16", "v_rotation": "*i16",
-    "k_squares": "*i32", "v_squares": "*i32", "k_matrix": "*i8", "v_matrix": "*i8", "k_centroids": "*i8",
+    "planes": "*i64",
+    "table": "*i64",
+    "answers": "*i64",
+    "signs": "*i32",
+    "k_rotation": "*i16",
+    "v_rotation": "*i16",
+    "k_squares": "*i32",
+    "v_squares": "*i32",
+    "k_matrix": "*i8",
+    "v_matrix": "*i8",
+    "k_centroids": "*i8",
     "v_centroids": "*i8",
-}  # fmt: skip
+}
 UNALIGNED = ("planes", "table", "answers")  # as the kernels are declared
 
 
 def compiled(kernel: triton.JITFunction, tiling: Tiling, size: int, by_warps: bool = False) -> None:
     k, v = plane_code(size, 4, True, True), plane_code(size, 3, False, True)
     shape = ChunkShape(
-        256, 16, True, tiling.rows, tiling.warps, True, tiling.mean_rows or tiling.rows, by_warps, tiling.by_tensor,
+        256,
+        16,
+        True,
+        tiling.rows,
+        tiling.warps,
+        True,
+        tiling.mean_rows or tiling.rows,
+        by_warps,
+        tiling.by_tensor,
         tiling.early,
-    )  # fmt: skip
+    )
     constants = {"K": k, "V": v, "C": shape, "PAIRS": 512}
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
     places = {(n,): constants[name] for n, name in enumerate(kernel.arg_names) if name in constants}
@@ -39,9 +56,11 @@ def compiled(kernel: triton.JITFunction, tiling: Tiling, size: int, by_warps: bo
         if name in TYPES and name not in UNALIGNED
     }
     options = {
-        "num_warps": tiling.warps, "num_stages": 1, "maxnreg": tiling.registers_for(k, v),
+        "num_warps": tiling.warps,
+        "num_stages": 1,
+        "maxnreg": tiling.registers_for(k, v),
         "enable_fp_fusion": False,
-    }  # fmt: skip
+    }
     found = triton.compile(
         ASTSource(kernel, signature, places, aligned), target=GPUTarget("cuda", 90, 32), options=options
     )

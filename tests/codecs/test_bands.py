@@ -51,8 +51,9 @@ def expected_slab(layers: tuple[PagedLayer, ...], blocks: tuple[int, ...], head:
 @pytest.mark.parametrize("geometry", [SLOTS, MIDDLE], ids=["slots", "fp8"])
 @pytest.mark.parametrize("held", [range(6), range(1, 5), range(1, 6), range(2, 4)], ids=str)
 @pytest.mark.parametrize("record", [range(6), range(5), range(1, 4)], ids=str)
-def test_records_of_other_layers(make_copier: Callable[[PagedKV], Copier], geometry: Geometry, held: range,
-                                 record: range) -> None:  # fmt: skip
+def test_records_of_other_layers(
+    make_copier: Callable[[PagedKV], Copier], geometry: Geometry, held: range, record: range
+) -> None:
     """Two chunks of the layers that a rank and a record have in common, for two of the rank's heads."""
     everything = tuple(random_layer(geometry, number, HEADS) for number in range(LAYERS))
     common = range(max(held.start, record.start), min(held.stop, record.stop))
@@ -93,12 +94,15 @@ def test_records_of_other_layers(make_copier: Callable[[PagedKV], Copier], geome
 @pytest.mark.parametrize(
     ("patch", "blocks", "columns"),
     [
-        (Patch(0, 0, 6, 0, 3), (0, 1), 32 * (4 * 54 + 2 * 256) - 1), (Patch(0, 1, 6, 0, 3), (0, 1), 1 << 16),
-        (Patch(1, 0, 2, 0, 3), (0, 1), 1 << 16), (Patch(0, 0, 6, 0, 2), (0, 1), 1 << 16),
-        (Patch(0, 0, 6, 0, 3), (0,), 1 << 16), (Patch(0, -1, 2, 0, 3), (0, 1), 1 << 16),
+        (Patch(0, 0, 6, 0, 3), (0, 1), 32 * (4 * 54 + 2 * 256) - 1),
+        (Patch(0, 1, 6, 0, 3), (0, 1), 1 << 16),
+        (Patch(1, 0, 2, 0, 3), (0, 1), 1 << 16),
+        (Patch(0, 0, 6, 0, 2), (0, 1), 1 << 16),
+        (Patch(0, 0, 6, 0, 3), (0,), 1 << 16),
+        (Patch(0, -1, 2, 0, 3), (0, 1), 1 << 16),
     ],
     ids=["slab too short", "layers", "before the model", "heads", "part of a chunk", "negative"],
-)  # fmt: skip
+)
 def test_what_is_out_of_range_moves_nothing(patch: Patch, blocks: tuple[int, ...], columns: int) -> None:
     layers = tuple(random_layer(SLOTS, number, HEADS) for number in range(LAYERS))
     mover = BandedPages(PagedKV(layers, BLOCK_TOKENS), SLOTS, SLOTS.whole, device.DevicePages)

@@ -33,7 +33,7 @@ from tests.codecs.fp8_rig import (
     plain,
     ptx_interpreted,
     reference,
-)  # fmt: skip
+)
 from tests.kernels import ptx
 from tests.kernels.device_pages import LAYOUTS, Cache, noise
 
@@ -96,9 +96,11 @@ def test_parts_of_pages_and_slabs_in_one_call() -> None:
     """A stage of a model: layers 2-4 of 6, heads 4-6 of 8. Some slabs begin where the patch does, some before."""
     cache = Cache("B2NHD", layers=3, heads=3)
     parts = [
-        (Patch(0, 0, 3, 0, 3), (1,), 0), (Patch(0, 1, 2, 1, 2), (3,), 0), (Patch(2, 0, 2, 2, 1), (2,), 0),
+        (Patch(0, 0, 3, 0, 3), (1,), 0),
+        (Patch(0, 1, 2, 1, 2), (3,), 0),
+        (Patch(2, 0, 2, 2, 1), (2,), 0),
         (Patch(0, 0, 3, 0, 3), (0,), 0),
-    ]  # fmt: skip
+    ]
     check(Model(cache, held=Extent(2, 3, 4, 3)), gaussian(cache), parts)
 
 
@@ -140,11 +142,20 @@ def _ties(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("change", [
-    torch.zeros_like, lambda x: x * 0 - 0.0, torch.ones_like, _mixed, _ties,
-    lambda x: x.sign() * 2.0**-11.2 * (1 + x.abs() / 100), lambda x: (x * 9000).clamp(-65504, 65504),
-    lambda x: x * 1e-6 * (x > 0) + (x < -1) * 1.0,
-], ids=["zeros", "minus zeros", "ones", "mixed", "ties", "tiny", "huge", "small"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.zeros_like,
+        lambda x: x * 0 - 0.0,
+        torch.ones_like,
+        _mixed,
+        _ties,
+        lambda x: x.sign() * 2.0**-11.2 * (1 + x.abs() / 100),
+        lambda x: (x * 9000).clamp(-65504, 65504),
+        lambda x: x * 1e-6 * (x > 0) + (x < -1) * 1.0,
+    ],
+    ids=["zeros", "minus zeros", "ones", "mixed", "ties", "tiny", "huge", "small"],
+)
 def test_awkward_vectors(change: Change, dtype: torch.dtype) -> None:
     check_whole(Model(Cache("B2NHD", dtype=dtype, heads=1, layers=1), 64), change)
 
@@ -161,19 +172,33 @@ def test_it_does_not_matter_how_a_reciprocal_is_rounded(off: int, monkeypatch: p
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("change", [
-    lambda x: x * 2.0**-9.5, lambda x: x * 1e6, lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
-], ids=["subnormal scales", "huge", "denormals"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x * 2.0**-9.5,
+        lambda x: x * 1e6,
+        lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
+    ],
+    ids=["subnormal scales", "huge", "denormals"],
+)
 def test_what_only_bf16_holds(change: Change) -> None:
     check_whole(Model(SMALLEST), change)
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("plane", [0, 1])
-@pytest.mark.parametrize(("value", "scale"), [
-    (float("nan"), 1.0), (float("inf"), 1.0), (float("-inf"), 1.0), (448 * 65536.0, 1.0), (3e38, 1.0), (1e-40, 0.0),
-    (448 * 2.0**-20 * 0.99, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "scale"),
+    [
+        (float("nan"), 1.0),
+        (float("inf"), 1.0),
+        (float("-inf"), 1.0),
+        (448 * 65536.0, 1.0),
+        (3e38, 1.0),
+        (1e-40, 0.0),
+        (448 * 2.0**-20 * 0.99, 0.0),
+    ],
+)
 def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other(plane: int, value: float, scale: float) -> None:
     """One element of one head's last token; all else of that vector is scaled."""
     cache = Cache("B2NHD", layers=1, heads=2)

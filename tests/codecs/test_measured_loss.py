@@ -24,21 +24,35 @@ def checkpoint(folder: Path, name: str, value: bytes = bytes([0, 0, 1, 0])) -> P
     return folder
 
 
-@pytest.mark.parametrize("name", [
-    "model.layers.0.self_attn.k_proj.bias", "model.language_model.layers.3.self_attn.k_proj.bias",
-    "transformer.h.0.attn.c_attn.bias", "transformer.encoder.layers.0.self_attention.query_key_value.bias",
-    "gpt_neox.layers.0.attention.query_key_value.bias", "thinker.model.layers.0.self_attn.k_proj.bias",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.k_proj.bias",
+        "model.language_model.layers.3.self_attn.k_proj.bias",
+        "transformer.h.0.attn.c_attn.bias",
+        "transformer.encoder.layers.0.self_attention.query_key_value.bias",
+        "gpt_neox.layers.0.attention.query_key_value.bias",
+        "thinker.model.layers.0.self_attn.k_proj.bias",
+    ],
+)
 def test_a_bias_in_the_checkpoint_is_found(tmp_path: Path, name: str) -> None:
     assert key_bias(checkpoint(tmp_path, name), {"model_type": "llama"}) == name
 
 
-@pytest.mark.parametrize("name", [
-    "model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.k_norm.bias", "model.layers.0.k_proj.weight",
-    "visual.blocks.0.attn.qkv_proj.bias", "vision_tower.vision_model.encoder.layers.0.self_attn.k_proj.bias",
-    "audio_tower.layers.0.self_attn.k_proj.bias", "vpm.encoder.layers.0.self_attn.k_proj.bias",
-    "model.vision_tower.encoder.layers.0.self_attn.k_proj.bias", "talker.model.layers.0.self_attn.k_proj.bias",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.k_norm.bias",
+        "model.layers.0.k_proj.weight",
+        "visual.blocks.0.attn.qkv_proj.bias",
+        "vision_tower.vision_model.encoder.layers.0.self_attn.k_proj.bias",
+        "audio_tower.layers.0.self_attn.k_proj.bias",
+        "vpm.encoder.layers.0.self_attn.k_proj.bias",
+        "model.vision_tower.encoder.layers.0.self_attn.k_proj.bias",
+        "talker.model.layers.0.self_attn.k_proj.bias",
+    ],
+)
 def test_other_biases_are_not(tmp_path: Path, name: str) -> None:
     assert key_bias(checkpoint(tmp_path, name), {"model_type": "qwen2"}) == ""
 
@@ -48,12 +62,19 @@ def test_a_bias_of_zeros_is_none(tmp_path: Path) -> None:
     assert key_bias(checkpoint(tmp_path, "model.layers.0.self_attn.k_proj.bias", bytes(4)), {}) == ""
 
 
-@pytest.mark.parametrize(("config", "found"), [
-    ({"model_type": "qwen2"}, "model_type qwen2"), ({"model_type": "qwen2_5_vl_text"}, "model_type qwen2_5_vl_text"),
-    ({"model_type": "llama", "attention_bias": True}, "attention_bias true"),
-    ({"model_type": "x", "qkv_bias": True}, "qkv_bias true"), ({"model_type": "gpt2"}, "model_type gpt2"),
-    ({"model_type": "qwen3", "attention_bias": False}, ""), ({"model_type": "llama"}, ""), ({}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"model_type": "qwen2"}, "model_type qwen2"),
+        ({"model_type": "qwen2_5_vl_text"}, "model_type qwen2_5_vl_text"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias true"),
+        ({"model_type": "x", "qkv_bias": True}, "qkv_bias true"),
+        ({"model_type": "gpt2"}, "model_type gpt2"),
+        ({"model_type": "qwen3", "attention_bias": False}, ""),
+        ({"model_type": "llama"}, ""),
+        ({}, ""),
+    ],
+)
 def test_without_tensors_the_configuration_decides(tmp_path: Path, config: dict[str, Any], found: str) -> None:
     assert key_bias(tmp_path, config) == key_bias(None, config) == found
 

@@ -59,9 +59,19 @@ def layout_of(size: int = 128, preset: str = "k4v4", tokens: int = 256) -> Layer
 
 @pytest.mark.parametrize(
     ("preset", "size", "n_bytes"),
-    [("k4v4", 128, 34048), ("k5v3", 128, 34048), ("k6v4", 128, 42240), ("k4v3", 128, 29952), ("k3v3", 128, 25856),
-     ("k4v2", 128, 25856), ("k4v4", 64, 17536), ("k4v4", 80, 21664), ("k3v3", 96, 19648), ("k6v4", 256, 83456)],
-)  # fmt: skip
+    [
+        ("k4v4", 128, 34048),
+        ("k5v3", 128, 34048),
+        ("k6v4", 128, 42240),
+        ("k4v3", 128, 29952),
+        ("k3v3", 128, 25856),
+        ("k4v2", 128, 25856),
+        ("k4v4", 64, 17536),
+        ("k4v4", 80, 21664),
+        ("k3v3", 96, 19648),
+        ("k6v4", 256, 83456),
+    ],
+)
 def test_layer_bytes(preset: str, size: int, n_bytes: int) -> None:
     layout = layout_of(size, preset)
     assert layout.n_bytes == n_bytes
@@ -105,8 +115,14 @@ def test_order_of_the_parts() -> None:
     offset_k = encode_layer(k + 4, v, layout, signs).data[0, 0]
 
     def changed(other: torch.Tensor, base: torch.Tensor = base) -> set[str]:
-        edges = {"k codes": 0, "v codes": layout.v_codes, "k scales": layout.k_scales, "v scales": layout.v_scales,
-                 "k mean": layout.k_mean, "": layout.n_bytes}  # fmt: skip
+        edges = {
+            "k codes": 0,
+            "v codes": layout.v_codes,
+            "k scales": layout.k_scales,
+            "v scales": layout.v_scales,
+            "k mean": layout.k_mean,
+            "": layout.n_bytes,
+        }
         names, starts = list(edges), list(edges.values())
         return {
             name

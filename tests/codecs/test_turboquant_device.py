@@ -34,7 +34,7 @@ from tests.codecs.turboquant_rig import (
     mover,
     ptx_interpreted,
     reference,
-)  # fmt: skip
+)
 from tests.kernels.device_pages import LAYOUTS, Cache, noise
 
 
@@ -106,10 +106,16 @@ def test_head_sizes(size: int, preset: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("tiling", [
-    Tiling(8, 1), Tiling(16, 2, by_tensor=True), Tiling(32, 2, mean_rows=16, early=True),
-    Tiling(16, 1, mean_rows=128, by_tensor=True, early=True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        Tiling(8, 1),
+        Tiling(16, 2, by_tensor=True),
+        Tiling(32, 2, mean_rows=16, early=True),
+        Tiling(16, 1, mean_rows=128, by_tensor=True, early=True),
+    ],
+    ids=str,
+)
 def test_tilings_of_the_encoding_by_warps(size: int, tiling: Tiling) -> None:
     """Chunks of two tiles and a part; the mean pays, and takes one step or some."""
     cache = replace(SMALLEST, blocks=8, k_size=size, v_size=size, dtype=torch.bfloat16)
@@ -135,9 +141,11 @@ def test_parts_of_pages_and_slabs_in_one_call() -> None:
     cache = Cache("B2NHD", layers=3, heads=3)
     model = Model(cache, layers=6, held=Extent(2, 3, 4, 3))
     parts = [
-        (Patch(0, 0, 3, 0, 3), (1,), 0), (Patch(0, 1, 2, 1, 2), (3,), 0), (Patch(2, 0, 2, 2, 1), (2,), 0),
+        (Patch(0, 0, 3, 0, 3), (1,), 0),
+        (Patch(0, 1, 2, 1, 2), (3,), 0),
+        (Patch(2, 0, 2, 2, 1), (2,), 0),
         (Patch(0, 0, 3, 0, 3), (0,), 0),
-    ]  # fmt: skip
+    ]
     check(model, gaussian(cache), parts)
 
 
@@ -176,20 +184,39 @@ def _outliers(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("change", [
-    torch.zeros_like, lambda x: x * 0 - 0.0, torch.ones_like, _outliers, lambda x: x * 2.0**-17, lambda x: x * 3000,
-    lambda x: (x > 0).float(), lambda x: x + 100, lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
-], ids=["zeros", "minus zeros", "ones", "outliers", "tiny", "huge", "few", "mean", "denormals"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.zeros_like,
+        lambda x: x * 0 - 0.0,
+        torch.ones_like,
+        _outliers,
+        lambda x: x * 2.0**-17,
+        lambda x: x * 3000,
+        lambda x: (x > 0).float(),
+        lambda x: x + 100,
+        lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
+    ],
+    ids=["zeros", "minus zeros", "ones", "outliers", "tiny", "huge", "few", "mean", "denormals"],
+)
 def test_awkward_vectors(change: Change) -> None:
     check_whole(Model(SMALLEST), change)
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("plane", [0, 1])
-@pytest.mark.parametrize(("value", "scale"), [
-    (float("nan"), 1.0), (float("inf"), 1.0), (float("-inf"), 1.0), (1e30, 1.0), (1e-40, 0.0), (6e-36, 0.0),
-    (1e-7, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "scale"),
+    [
+        (float("nan"), 1.0),
+        (float("inf"), 1.0),
+        (float("-inf"), 1.0),
+        (1e30, 1.0),
+        (1e-40, 0.0),
+        (6e-36, 0.0),
+        (1e-7, 0.0),
+    ],
+)
 def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other(plane: int, value: float, scale: float) -> None:
     """One element of one head's last token; all else of that vector is scaled."""
     cache = Cache("B2NHD", layers=1, heads=2)

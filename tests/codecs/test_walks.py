@@ -304,8 +304,9 @@ def test_bytes_of_runs_of_layers_add_up() -> None:
 
 
 def test_a_load_costs_what_is_stored() -> None:
-    shape = geometry(layers=32, kv_heads=8, k_head_size=128, v_head_size=128, dtype="bfloat16", element_bytes=2,
-                     chunk_tokens=256)  # fmt: skip
+    shape = geometry(
+        layers=32, kv_heads=8, k_head_size=128, v_head_size=128, dtype="bfloat16", element_bytes=2, chunk_tokens=256
+    )
     share = share_of_rank(shape, 0, 1, 0, range(32))
     cost = MountCost(0.5, 1e-9).of_share(Turboquant("k4v4"), shape, share)
     assert cost.fixed_s == 0.5

@@ -88,6 +88,15 @@ def _unwrapped(value: tl.constexpr | str) -> str:
 
 
 __all__ = [
-    "DEVICE", "INTERPRETED", "SMALL", "Tiling", "encoded", "mover", "ptx_interpreted", "reference", "sums_of", "torch",
+    "DEVICE",
+    "INTERPRETED",
+    "SMALL",
+    "Tiling",
+    "encoded",
+    "mover",
+    "ptx_interpreted",
+    "reference",
+    "sums_of",
+    "torch",
     "turboquant_device",
-]  # fmt: skip
+]

@@ -19,28 +19,39 @@ def load(root: Path, **index: Any) -> Settings:
     return Settings.load({"root": str(root), "index": {"kind": "redis", **index}})
 
 
-@pytest.mark.parametrize(("url", "place"), [
-    ("redis://host", RedisPlace("one", (("host", 6379),), "", "", 0, False)),
-    ("redis://host:1/2", RedisPlace("one", (("host", 1),), "", "", 2, False)),
-    ("rediss://10.0.0.1:6380/", RedisPlace("one", (("10.0.0.1", 6380),), "", "", 0, True)),
-    ("redis://[fe80::1]:7", RedisPlace("one", (("fe80::1", 7),), "", "", 0, False)),
-    ("unix:///run/redis.sock?db=3", RedisPlace("one", (), "/run/redis.sock", "", 3, False)),
-    ("redis+sentinel://a,b:1/kv", RedisPlace("sentinel", (("a", 26379), ("b", 1)), "", "kv", 0, False)),
-    ("rediss+sentinel://a/kv?db=4", RedisPlace("sentinel", (("a", 26379),), "", "kv", 4, True)),
-    ("redis+cluster://a:1,b:2", RedisPlace("cluster", (("a", 1), ("b", 2)), "", "", 0, False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("redis://host", RedisPlace("one", (("host", 6379),), "", "", 0, False)),
+        ("redis://host:1/2", RedisPlace("one", (("host", 1),), "", "", 2, False)),
+        ("rediss://10.0.0.1:6380/", RedisPlace("one", (("10.0.0.1", 6380),), "", "", 0, True)),
+        ("redis://[fe80::1]:7", RedisPlace("one", (("fe80::1", 7),), "", "", 0, False)),
+        ("unix:///run/redis.sock?db=3", RedisPlace("one", (), "/run/redis.sock", "", 3, False)),
+        ("redis+sentinel://a,b:1/kv", RedisPlace("sentinel", (("a", 26379), ("b", 1)), "", "kv", 0, False)),
+        ("rediss+sentinel://a/kv?db=4", RedisPlace("sentinel", (("a", 26379),), "", "kv", 4, True)),
+        ("redis+cluster://a:1,b:2", RedisPlace("cluster", (("a", 1), ("b", 2)), "", "", 0, False)),
+    ],
+)
 def test_urls(url: str, place: RedisPlace) -> None:
     assert parse_url(url) == place
 
 
-@pytest.mark.parametrize(("url", "said"), [
-    ("http://host", "must be the address of a Redis"), ("redis://", "a host is a name"),
-    ("redis://a,b", "several hosts"), ("redis+sentinel://a", "name the service"),
-    ("redis+cluster://a/1", "one database"), ("redis://a/x", "number of the database"),
-    ("redis://a?timeout=3", "settings of their own"), ("unix://host", "absolute path"),
-    (f"redis://user:{SECRET}@", "a host is a name"), (f"redis:/user:{SECRET}@host", "must be the address"),
-    (f"redis://user:{SECRET}/x@host", "a host is a name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://host", "must be the address of a Redis"),
+        ("redis://", "a host is a name"),
+        ("redis://a,b", "several hosts"),
+        ("redis+sentinel://a", "name the service"),
+        ("redis+cluster://a/1", "one database"),
+        ("redis://a/x", "number of the database"),
+        ("redis://a?timeout=3", "settings of their own"),
+        ("unix://host", "absolute path"),
+        (f"redis://user:{SECRET}@", "a host is a name"),
+        (f"redis:/user:{SECRET}@host", "must be the address"),
+        (f"redis://user:{SECRET}/x@host", "a host is a name"),
+    ],
+)
 def test_wrong_urls_are_refused_without_their_password(tmp_path: Path, url: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, url=url)
@@ -64,23 +75,26 @@ def test_the_password_may_stand_in_a_file(tmp_path: Path) -> None:
         load(tmp_path, url="redis://host", password_file=str(path)).index.secret()
 
 
-@pytest.mark.parametrize(("index", "key"), [
-    ({}, "index.url"),
-    ({"url": "redis://h", "path": "/x"}, "index.path"),
-    ({"kind": "embedded", "url": "redis://h"}, "index.url"),
-    ({"url": "redis://h", "password": SECRET, "password_file": "/x"}, "index.password_file"),
-    ({"url": "redis://h", "username": "me"}, "index.username"),
-    ({"url": "redis://h", "tls_ca_file": "/etc/hostname"}, "index.tls_ca_file"),
-    ({"url": "rediss://h", "tls_cert_file": "/etc/hostname"}, "index.tls_cert_file"),
-    ({"url": "rediss://h", "tls_ca_file": "/nowhere"}, "index.tls_ca_file"),
-    ({"url": "redis://h", "prefix": "a{b}"}, "index.prefix"),
-    ({"url": "redis://h", "reply_timeout_ms": 0}, "index.reply_timeout_ms"),
-    ({"url": "redis://h", "password": 12345678901}, "index.password"),
-    ({"url": "redis://h", "pasword": SECRET}, "index.pasword"),
-    ({"url": f"redis://u:{SECRET}@h", "breaker": {"failures": 0}}, "index.breaker.failures"),
-    ([f"redis://u:{SECRET}@h"], "index"),
-    (f"redis://u:{SECRET}@h", "index"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("index", "key"),
+    [
+        ({}, "index.url"),
+        ({"url": "redis://h", "path": "/x"}, "index.path"),
+        ({"kind": "embedded", "url": "redis://h"}, "index.url"),
+        ({"url": "redis://h", "password": SECRET, "password_file": "/x"}, "index.password_file"),
+        ({"url": "redis://h", "username": "me"}, "index.username"),
+        ({"url": "redis://h", "tls_ca_file": "/etc/hostname"}, "index.tls_ca_file"),
+        ({"url": "rediss://h", "tls_cert_file": "/etc/hostname"}, "index.tls_cert_file"),
+        ({"url": "rediss://h", "tls_ca_file": "/nowhere"}, "index.tls_ca_file"),
+        ({"url": "redis://h", "prefix": "a{b}"}, "index.prefix"),
+        ({"url": "redis://h", "reply_timeout_ms": 0}, "index.reply_timeout_ms"),
+        ({"url": "redis://h", "password": 12345678901}, "index.password"),
+        ({"url": "redis://h", "pasword": SECRET}, "index.pasword"),
+        ({"url": f"redis://u:{SECRET}@h", "breaker": {"failures": 0}}, "index.breaker.failures"),
+        ([f"redis://u:{SECRET}@h"], "index"),
+        (f"redis://u:{SECRET}@h", "index"),
+    ],
+)
 def test_what_does_not_go_together_is_refused_without_a_secret(tmp_path: Path, index: Any, key: str) -> None:
     values = {"kind": "redis", **index} if isinstance(index, dict) else index
     with pytest.raises(ConfigError) as caught:

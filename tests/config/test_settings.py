@@ -117,11 +117,24 @@ def test_settings_are_frozen_and_picklable() -> None:
 
 @pytest.mark.parametrize(
     ("value", "n_bytes"),
-    [(4096, 4096), ("4096", 4096), ("4KiB", 4096), ("512MiB", 512 << 20), ("64GiB", 64 << 30), ("1TiB", 1 << 40),
-     ("2Ti", 2 << 40), ("2Gi", 2 << 30), ("512mi", 512 << 20), ("1.5Ki", 1536),
-     ("64GB", 64 * 10**9), ("512 mb", 512 * 10**6), ("1.5GiB", 3 << 29), ("9007199254740993", 9007199254740993),
-     ("9007199254740993.0", 9007199254740993)],
-)  # fmt: skip
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("4KiB", 4096),
+        ("512MiB", 512 << 20),
+        ("64GiB", 64 << 30),
+        ("1TiB", 1 << 40),
+        ("2Ti", 2 << 40),
+        ("2Gi", 2 << 30),
+        ("512mi", 512 << 20),
+        ("1.5Ki", 1536),
+        ("64GB", 64 * 10**9),
+        ("512 mb", 512 * 10**6),
+        ("1.5GiB", 3 << 29),
+        ("9007199254740993", 9007199254740993),
+        ("9007199254740993.0", 9007199254740993),
+    ],
+)
 def test_byte_sizes(value: object, n_bytes: int) -> None:
     assert parse_bytes(value) == n_bytes
 
@@ -159,9 +172,14 @@ def test_key_that_is_like_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("KVTIER_CAPACITY_BYTE", "KVTIER_CAPACITY_BYTES"), ("KVTIER_IO__THREAD", "KVTIER_IO__THREADS"),
-     ("KVTIER_IO_THREADS", "KVTIER_IO__THREADS"), ("kvtier_rot", "KVTIER_ROOT"), ("KVTIER_IO", "KVTIER_IO__CALIBRATE")],
-)  # fmt: skip
+    [
+        ("KVTIER_CAPACITY_BYTE", "KVTIER_CAPACITY_BYTES"),
+        ("KVTIER_IO__THREAD", "KVTIER_IO__THREADS"),
+        ("KVTIER_IO_THREADS", "KVTIER_IO__THREADS"),
+        ("kvtier_rot", "KVTIER_ROOT"),
+        ("KVTIER_IO", "KVTIER_IO__CALIBRATE"),
+    ],
+)
 def test_misspelt_environment_variable(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "7")
     error = refusal({"root": "/x"})
@@ -367,10 +385,15 @@ def test_gpu_memory_without_a_gpu(key: str) -> None:
 
 
 SERVICE_LINKS = {
-    "KVTIER_SERVICE_HOST": "10.0.0.1", "KVTIER_SERVICE_PORT": "80", "KVTIER_SERVICE_PORT_HTTP": "80",
-    "KVTIER_PORT": "tcp://10.0.0.1:80", "KVTIER_PORT_80_TCP": "tcp://10.0.0.1:80", "KVTIER_PORT_80_TCP_PROTO": "tcp",
-    "KVTIER_PORT_80_TCP_PORT": "80", "KVTIER_PORT_80_TCP_ADDR": "10.0.0.1",
-}  # fmt: skip
+    "KVTIER_SERVICE_HOST": "10.0.0.1",
+    "KVTIER_SERVICE_PORT": "80",
+    "KVTIER_SERVICE_PORT_HTTP": "80",
+    "KVTIER_PORT": "tcp://10.0.0.1:80",
+    "KVTIER_PORT_80_TCP": "tcp://10.0.0.1:80",
+    "KVTIER_PORT_80_TCP_PROTO": "tcp",
+    "KVTIER_PORT_80_TCP_PORT": "80",
+    "KVTIER_PORT_80_TCP_ADDR": "10.0.0.1",
+}
 
 
 @pytest.mark.parametrize("service", ["KVTIER", "KVTIER_REDIS", "KVTIER_ADMIN_2"])
@@ -381,11 +404,17 @@ def test_variables_of_kubernetes_services_are_not_settings(service: str, monkeyp
     assert Settings.load({"root": "/x"}).root == Path("/x")
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("KVTIER_SERVICE__ADMIN_TOKEN", "0123456789abcdef"), ("KVTIER_SERVICE__PORT", "9000"),
-    ("KVTIER_SERVICE_TOKEN", "x"),
-    ("KVTIER_PORT_X", "1"), ("KVTIER_REDIS_PORT", "6379"), ("KVTIER_SERVICE_HOST", "all"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KVTIER_SERVICE__ADMIN_TOKEN", "0123456789abcdef"),
+        ("KVTIER_SERVICE__PORT", "9000"),
+        ("KVTIER_SERVICE_TOKEN", "x"),
+        ("KVTIER_PORT_X", "1"),
+        ("KVTIER_REDIS_PORT", "6379"),
+        ("KVTIER_SERVICE_HOST", "all"),
+    ],
+)
 def test_what_kubernetes_does_not_set_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token for the admin service under such a name was ignored without a word."""
     monkeypatch.setenv(name, value)
@@ -396,11 +425,19 @@ def test_what_kubernetes_does_not_set_is_refused(name: str, value: str, monkeypa
 SECRET = "S3CRETs3cretS3CRET"
 
 
-@pytest.mark.parametrize("overrides", [
-    {"server": {"admin_tokn": SECRET}}, {"index": {"passphrase_of_redis": SECRET}}, {"server": SECRET}, {"zzz": SECRET},
-    {"capacity": {"tenants": [SECRET]}}, {"capacity": {"tenants": [{"name": "a", "cache_salts": ["a"], "x": SECRET}]}},
-    {"index": [SECRET]}, {7: SECRET},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"server": {"admin_tokn": SECRET}},
+        {"index": {"passphrase_of_redis": SECRET}},
+        {"server": SECRET},
+        {"zzz": SECRET},
+        {"capacity": {"tenants": [SECRET]}},
+        {"capacity": {"tenants": [{"name": "a", "cache_salts": ["a"], "x": SECRET}]}},
+        {"index": [SECRET]},
+        {7: SECRET},
+    ],
+)
 def test_values_of_unknown_keys_are_not_shown(overrides: Any) -> None:
     """A secret under a misspelt key was printed."""
     with pytest.raises(ConfigError) as caught:
@@ -414,20 +451,31 @@ def test_values_of_unknown_variables_are_not_shown(monkeypatch: pytest.MonkeyPat
     assert SECRET not in str(error) and "'KVTIER_SERVER__ADMIN_TOKEN'" in error.fix
 
 
-@pytest.mark.parametrize(("overrides", "key", "fix"), [
-    ({"io": {"timeout_s": 1e10}}, "io.timeout_s", "less than or equal to 86400"),
-    ({"io": {"timeout_s": 1e-6}}, "io.timeout_s", "greater than or equal to 0.1"),
-    ({"index": {"timeout_s": 1e10}}, "index.timeout_s", "less than or equal to 86400"),
-    ({"server": {"timeout_s": 1e10}}, "server.timeout_s", "less than or equal to 86400"),
-    ({"touch_interval_s": 1e300}, "touch_interval_s", "less than or equal to"),
-    ({"writer_lease_s": "9999999w"}, "writer_lease_s", "less than or equal to"),
-    ({"index": {"map_bytes": 1}}, "index.map_bytes", "greater than or equal to 1048576"),
-    ({"index": {"map_bytes": 1 << 60}}, "index.map_bytes", "less than or equal to"),
-    ({"capacity": {"ttl_s": 0.001}}, "capacity.ttl_s", "set it to at least 10"),
-    ({"capacity": {"high_watermark": 0.001, "low_watermark": 0.001}}, "capacity.high_watermark", "nothing would stay"),
-    ({"capacity": {"low_watermark": 0.001}}, "capacity.low_watermark", "less than one segment set (1GiB)"),
-    ({"capacity": {"namespace_quota_bytes": "1MiB"}}, "capacity.namespace_quota_bytes", "nothing would ever be stored"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "key", "fix"),
+    [
+        ({"io": {"timeout_s": 1e10}}, "io.timeout_s", "less than or equal to 86400"),
+        ({"io": {"timeout_s": 1e-6}}, "io.timeout_s", "greater than or equal to 0.1"),
+        ({"index": {"timeout_s": 1e10}}, "index.timeout_s", "less than or equal to 86400"),
+        ({"server": {"timeout_s": 1e10}}, "server.timeout_s", "less than or equal to 86400"),
+        ({"touch_interval_s": 1e300}, "touch_interval_s", "less than or equal to"),
+        ({"writer_lease_s": "9999999w"}, "writer_lease_s", "less than or equal to"),
+        ({"index": {"map_bytes": 1}}, "index.map_bytes", "greater than or equal to 1048576"),
+        ({"index": {"map_bytes": 1 << 60}}, "index.map_bytes", "less than or equal to"),
+        ({"capacity": {"ttl_s": 0.001}}, "capacity.ttl_s", "set it to at least 10"),
+        (
+            {"capacity": {"high_watermark": 0.001, "low_watermark": 0.001}},
+            "capacity.high_watermark",
+            "nothing would stay",
+        ),
+        ({"capacity": {"low_watermark": 0.001}}, "capacity.low_watermark", "less than one segment set (1GiB)"),
+        (
+            {"capacity": {"namespace_quota_bytes": "1MiB"}},
+            "capacity.namespace_quota_bytes",
+            "nothing would ever be stored",
+        ),
+    ],
+)
 def test_settings_of_a_tier_that_keeps_nothing_are_refused(overrides: dict[str, Any], key: str, fix: str) -> None:
     error = refusal({"root": "/x"} | overrides)
     assert error.key == key and fix in error.fix
@@ -437,10 +485,20 @@ def test_the_default_watermarks_pass_for_a_capacity_of_one_set() -> None:
     assert Settings.load({"root": "/x", "capacity_bytes": "1GiB"}).capacity.low_watermark == 0.9
 
 
-@pytest.mark.parametrize(("written", "seconds"), [
-    ("7d", 7 * 86_400), ("12h", 43_200), ("90s", 90), ("2w", 14 * 86_400), ("15m", 900), ("1.5h", 5400), ("30", 30),
-    (30, 30), ("1e3", 1000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        ("7d", 7 * 86_400),
+        ("12h", 43_200),
+        ("90s", 90),
+        ("2w", 14 * 86_400),
+        ("15m", 900),
+        ("1.5h", 5400),
+        ("30", 30),
+        (30, 30),
+        ("1e3", 1000),
+    ],
+)
 def test_times_have_units_as_on_the_command_line(
     written: object, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

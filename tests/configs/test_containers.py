@@ -35,8 +35,12 @@ def stages() -> dict[str, str]:
 
 def pinned(path: str) -> dict[str, str]:
     lines = (ROOT / path).read_text().splitlines()
-    return {name: version for line in lines if "==" in line and not line.startswith("#")
-            for name, _, version in [line.partition("==")]}  # fmt: skip
+    return {
+        name: version
+        for line in lines
+        if "==" in line and not line.startswith("#")
+        for name, _, version in [line.partition("==")]
+    }
 
 
 # --- the Dockerfile ---
@@ -206,9 +210,11 @@ def test_redis_as_it_is_started_asks_for_its_password_and_keeps_nothing(tmp_path
     shell = SERVICES["redis"]["command"][2].replace("$$", "$").replace(RUN_TIME_SECRETS, f"{tmp_path}/")
     shell = shell.replace("redis-server -", f"redis-server - --port {port} --bind 127.0.0.1")
     server = subprocess.Popen(
-        ["sh", "-c", shell], env={"PATH": "/usr/bin:/bin", "REDIS_MAXMEMORY": "64mb"}, cwd=tmp_path,
+        ["sh", "-c", shell],
+        env={"PATH": "/usr/bin:/bin", "REDIS_MAXMEMORY": "64mb"},
+        cwd=tmp_path,
         stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     try:
         import redis
 

@@ -24,7 +24,7 @@ from tests.redis_server import (
     index_settings,
     standalone,
     tls_and_acl,
-)  # fmt: skip
+)
 
 from index_suite import IndexSuite
 

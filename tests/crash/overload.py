@@ -49,9 +49,12 @@ def changes(index: dict[str, Any]) -> dict[str, object]:
         {"name": name, "cache_salts": [name], "quota_bytes": sets * SET_BYTES} for name, sets in QUOTA_SETS.items()
     ]
     return {
-        "segment_bytes": SET_BYTES, "capacity_bytes": CAPACITY_SETS * SET_BYTES, "index": index,
-        "capacity": {"tenants": tenants}, "writer_lease_s": LEASE_S,
-    }  # fmt: skip
+        "segment_bytes": SET_BYTES,
+        "capacity_bytes": CAPACITY_SETS * SET_BYTES,
+        "index": index,
+        "capacity": {"tenants": tenants},
+        "writer_lease_s": LEASE_S,
+    }
 
 
 def write_until(root: Path, seed: float, index: dict[str, Any], stop: Path) -> None:
@@ -195,13 +198,21 @@ def main(root: Path, seconds: float, kills: int, seed: int, index_settings: dict
     on_disk = {int(path.name[:16], 16) for path in root.glob("v1/*/*.kvseg")}
     indexed = {info.set_id for info in index.sets()}
     found = verify(find_root(root), index)
-    print(json.dumps({
-        "kills": overload.kills, "sets_made": len(overload.tenants), "records": found.records,
-        "disk_sets_max": overload.disk_bytes_max / SET_BYTES, "tenant_sets_max": overload.tenant_sets_max,
-        "in_no_index": len(on_disk - indexed), "without_files": len(indexed - on_disk),
-        "bad": [f"{finding.segment} slot {finding.slot}: {finding.what}" for finding in found.bad],
-        "pending": len(index.notes(PREFIX, time.time())),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "kills": overload.kills,
+                "sets_made": len(overload.tenants),
+                "records": found.records,
+                "disk_sets_max": overload.disk_bytes_max / SET_BYTES,
+                "tenant_sets_max": overload.tenant_sets_max,
+                "in_no_index": len(on_disk - indexed),
+                "without_files": len(indexed - on_disk),
+                "bad": [f"{finding.segment} slot {finding.slot}: {finding.what}" for finding in found.bad],
+                "pending": len(index.notes(PREFIX, time.time())),
+            }
+        )
+    )
     index.close()
 
 

@@ -115,9 +115,7 @@ def check_killed(recorded: Recorded, folder: Path, n_steps: int, rng: random.Ran
     return found
 
 
-def check_power_loss(
-    recorded: Recorded, folder: Path, n_steps: int, rng: random.Random, with_index: bool
-) -> Found:  # fmt: skip
+def check_power_loss(recorded: Recorded, folder: Path, n_steps: int, rng: random.Random, with_index: bool) -> Found:
     """with_index: of that moment or a later one, as Redis would have it."""
     image = Image.of_power_loss(recorded.steps[:n_steps], n_steps - rng.randrange(NAMES_BEHIND_MAX))
     choose = Losing(rng, rng.choice([0.0, 0.5, 0.9, 0.99]))

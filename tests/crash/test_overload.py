@@ -33,9 +33,13 @@ def overload(root: Path, seconds: float, kills: int, index: dict[str, Any]) -> d
     command = [sys.executable, "-m", "tests.crash.overload", str(root), str(seconds), str(kills), str(SEED)]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(
-        [*command, json.dumps(index)], capture_output=True, text=True, timeout=seconds + 300, env=environment,
+        [*command, json.dumps(index)],
+        capture_output=True,
+        text=True,
+        timeout=seconds + 300,
+        env=environment,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["disk_sets_max"] <= CAPACITY_SETS

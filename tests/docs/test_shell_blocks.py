@@ -66,11 +66,15 @@ class Machine:
     def moved(self, text: str) -> str:
         """Replace the paths and addresses of a page by those of this test."""
         places = {
-            "/etc/kvtier": self.folder / "kvtier", ".venv/bin/kvtier": "kvtier",
-            "/nvme/kv": self.folder / "kv", "/mnt/lustre/kvtier": self.folder / "kv",
-            "/models/Llama-3.1-8B": self.folder / "Llama-3.1-8B", "kv-redis:6379": f"127.0.0.1:{self.redis.port}",
-            "require_mount: true": "require_mount: false", "2TiB": "2GiB",
-        }  # fmt: skip
+            "/etc/kvtier": self.folder / "kvtier",
+            ".venv/bin/kvtier": "kvtier",
+            "/nvme/kv": self.folder / "kv",
+            "/mnt/lustre/kvtier": self.folder / "kv",
+            "/models/Llama-3.1-8B": self.folder / "Llama-3.1-8B",
+            "kv-redis:6379": f"127.0.0.1:{self.redis.port}",
+            "require_mount: true": "require_mount: false",
+            "2TiB": "2GiB",
+        }
         for written, used in places.items():
             text = text.replace(written, str(used))
         return text

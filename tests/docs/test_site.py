@@ -16,8 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 # Prose that docs/ must not have: words by which a reader looks for a noun in vain (LAYOUT, language rule 3).
 BANNED = re.compile(r"\b(nobody|somebody|whoever|anybody|meanwhile|is told|lets go|left alone)\b", re.IGNORECASE)
-PROSE = [*(ROOT / name for name in ("README.md", "SECURITY.md", "configs/README.md", "benchmarks/README.md",
-                                    "configs/default.yaml")), *sorted(DOCS.rglob("*.md"))]  # fmt: skip
+PROSE = [
+    *(
+        ROOT / name
+        for name in ("README.md", "SECURITY.md", "configs/README.md", "benchmarks/README.md", "configs/default.yaml")
+    ),
+    *sorted(DOCS.rglob("*.md")),
+]
 
 
 def test_the_site_builds_strictly(tmp_path: Path) -> None:

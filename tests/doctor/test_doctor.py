@@ -133,8 +133,12 @@ def with_gpu(host: Host, width: str = "16") -> None:
     (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 5\n")
     device = host.sys / "bus/pci/devices/0000:04:00.0"
     device.mkdir(parents=True)
-    for name, text in {"vendor": "0x10de", "class": "0x030200", "max_link_speed": "32.0 GT/s PCIe",
-                       "current_link_width": width}.items():  # fmt: skip
+    for name, text in {
+        "vendor": "0x10de",
+        "class": "0x030200",
+        "max_link_speed": "32.0 GT/s PCIe",
+        "current_link_width": width,
+    }.items():
         (device / name).write_text(text + "\n")
 
 
@@ -250,9 +254,13 @@ def test_efa(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 CALIBRATION = {
-    "choice": {"engine": "ring", "threads": 12, "piece_bytes": 4 << 20, "slots": 2}, "read_bytes_s": 51.4e9,
-    "write_bytes_s": 3.4e9, "latency_s": 0.0001, "seconds": 1.0, "reasons": ["the fastest of 5 tried"],
-}  # fmt: skip
+    "choice": {"engine": "ring", "threads": 12, "piece_bytes": 4 << 20, "slots": 2},
+    "read_bytes_s": 51.4e9,
+    "write_bytes_s": 3.4e9,
+    "latency_s": 0.0001,
+    "seconds": 1.0,
+    "reasons": ["the fastest of 5 tried"],
+}
 
 
 def measured(host: Host, **changes: object) -> Probed:
@@ -269,19 +277,22 @@ def test_storage(host: Host, tmp_path: Path) -> None:
     assert found["I/O engine"].value == "ring of 12 threads x 2 x 4 MiB; the fastest of 5 tried"
 
 
-@pytest.mark.parametrize(("mount", "level", "said", "fix"), [
-    ("ext4 /dev/vda rw", "ok", "ext4: local to this node; no fdatasync is needed", ""),
-    ("tmpfs none rw", "ok", "tmpfs: in memory", ""),
-    ("lustre 10.0.0.1@tcp:/kv rw", "ok", "lustre: coherent by its locks", ""),
-    ("nfs4 server:/kv rw,vers=4.2,hard", "ok", "NFS 4.2: close-to-open", ""),
-    ("nfs4 server:/kv rw,vers=4.1,hard", "warn", "NFS 4.1: close-to-open", "mount it with vers=4.2"),
-    ("nfs server:/kv rw,vers=3,hard", "warn", "NFS 3: close-to-open", "mount it with vers=4.2"),
-    ("fuse.glusterfs server:kv rw", "ok", "fuse.glusterfs: its client writes behind", "write-behind off"),
-    ("fuse.ceph-fuse ceph-fuse rw", "ok", "CephFS, fuse.ceph-fuse: its clients' caches are coherent", "well below"),
-    (r"fuse mfs\04310.79.0.1:9421 rw", "ok", "MooseFS, fuse: its client writes behind", "mfssettrashtime -r 0"),
-    ("fuse.juicefs JuiceFS:kv rw", "ok", "fuse.juicefs: its client writes behind", "--trash-days 0"),
-    ("beegfs beegfs_nodev rw", "ok", "beegfs: not known", "--peer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mount", "level", "said", "fix"),
+    [
+        ("ext4 /dev/vda rw", "ok", "ext4: local to this node; no fdatasync is needed", ""),
+        ("tmpfs none rw", "ok", "tmpfs: in memory", ""),
+        ("lustre 10.0.0.1@tcp:/kv rw", "ok", "lustre: coherent by its locks", ""),
+        ("nfs4 server:/kv rw,vers=4.2,hard", "ok", "NFS 4.2: close-to-open", ""),
+        ("nfs4 server:/kv rw,vers=4.1,hard", "warn", "NFS 4.1: close-to-open", "mount it with vers=4.2"),
+        ("nfs server:/kv rw,vers=3,hard", "warn", "NFS 3: close-to-open", "mount it with vers=4.2"),
+        ("fuse.glusterfs server:kv rw", "ok", "fuse.glusterfs: its client writes behind", "write-behind off"),
+        ("fuse.ceph-fuse ceph-fuse rw", "ok", "CephFS, fuse.ceph-fuse: its clients' caches are coherent", "well below"),
+        (r"fuse mfs\04310.79.0.1:9421 rw", "ok", "MooseFS, fuse: its client writes behind", "mfssettrashtime -r 0"),
+        ("fuse.juicefs JuiceFS:kv rw", "ok", "fuse.juicefs: its client writes behind", "--trash-days 0"),
+        ("beegfs beegfs_nodev rw", "ok", "beegfs: not known", "--peer"),
+    ],
+)
 def test_the_file_system_is_named_with_what_is_known_of_it(
     mount: str, level: str, said: str, fix: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,9 +373,14 @@ def test_a_capacity_beyond_the_disk_is_warned_of(host: Host, tmp_path: Path, mon
 
 def test_of_what_was_tried_only_faults_and_the_other_engine_are_told(host: Host, tmp_path: Path) -> None:
     ring = "ring of 12 threads x 2 x 4 MiB"
-    reasons = [f"{ring}: 51.40 GB/s", "ring of 8 threads x 2 x 4 MiB: not tried, 2 s are over",
-               "kvikio of 16 threads x 4 MiB: 20.31 GB/s", "ring of 8 threads x 1 x 4 MiB: left out: no memory",
-               f"{ring}: again 50.00 GB/s", f"{ring} is the fastest of 3 tried"]  # fmt: skip
+    reasons = [
+        f"{ring}: 51.40 GB/s",
+        "ring of 8 threads x 2 x 4 MiB: not tried, 2 s are over",
+        "kvikio of 16 threads x 4 MiB: 20.31 GB/s",
+        "ring of 8 threads x 1 x 4 MiB: left out: no memory",
+        f"{ring}: again 50.00 GB/s",
+        f"{ring} is the fastest of 3 tried",
+    ]
     verdicts = list(examine_storage(measured(host, reasons=reasons), tmp_path, None))
     assert by_name(verdicts)["I/O engine"].value == f"{ring}; the fastest of 3 tried"
     assert [verdict.value for verdict in verdicts if verdict.what == "I/O tried"] == [reasons[2], reasons[3]]
@@ -448,5 +464,9 @@ def test_lines() -> None:
     long = line(Verdict("warn", "a", "word " * 40, f"do {'c' * 200}")).splitlines()
     assert max(len(text) for text in long[:-1]) <= 110 and long[-1] == f"      -> do {'c' * 200}"
     assert [size(n) for n in (0, 1023, 1024, 3 << 29, 5 << 50)] == [
-        "0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "5120.0 TiB",
-    ]  # fmt: skip
+        "0 bytes",
+        "1023 bytes",
+        "1.0 KiB",
+        "1.5 GiB",
+        "5120.0 TiB",
+    ]

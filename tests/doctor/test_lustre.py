@@ -14,9 +14,13 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def examined(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str, df: str, mod_rpcs: str = "max_mod_rpcs.txt",
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    df: str,
+    mod_rpcs: str = "max_mod_rpcs.txt",
     segment_bytes: int = GIB,
-) -> dict[str, Verdict]:  # fmt: skip
+) -> dict[str, Verdict]:
     """The verdicts over `lfs` and `lctl` that print recorded answers."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
@@ -123,5 +127,7 @@ def test_recorded_answers_are_read() -> None:
     assert [component.stripes for component in read["getstripe_pfl"]] == [1, 8, 16, 32]
     assert parse_layout("no answer") == ()
     assert [ost.free_bytes is None for ost in parse_df((RECORDED / "df_inactive.txt").read_text())] == [
-        False, True, False,
-    ]  # fmt: skip
+        False,
+        True,
+        False,
+    ]

@@ -145,8 +145,10 @@ def disaggregated(stack: Stack, record: Record) -> None:
     loaded = stack.counter(1, "kvtier_load_tokens_total")
     handed_on = stack.counter(2, "nixl_bytes_transferred_sum")
     failed = stack.counter(2, "nixl_num_failed_transfers_total")
-    record.say(f"    prefill: vllm:kvtier_load_tokens_total {loaded:.0f}; decode: {handed_on:.0f} bytes by NIXL, "
-               f"{failed:.0f} transfers failed")  # fmt: skip
+    record.say(
+        f"    prefill: vllm:kvtier_load_tokens_total {loaded:.0f}; decode: {handed_on:.0f} bytes by NIXL, "
+        f"{failed:.0f} transfers failed"
+    )
     (prefill,) = [choice for choice in second.choices if choice.kind == "prefill"]
     assert second.cached == loaded == STORED_TOKENS and prefill.disk_blocks == STORED_BLOCKS
     assert handed_on > 0 and failed == 0

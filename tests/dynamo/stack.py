@@ -98,13 +98,28 @@ class Stack:
 
     def launch(self, script: str, **variables: str) -> None:
         """Runs one of the scripts, beside those that run already: RUN is its folder for logs."""
-        environment = os.environ | {
-            "MODEL": str(self.folder / "model"), "NAME": NAME, "PYTHON": str(self._python), "DEVICE": "cpu",
-            "KVTIER_CONFIG": str(self.settings), "STORE": str(self.folder / "store"), "RUN": str(self.folder / "run"),
-            "HTTP_PORT": str(self._ports), "SYSTEM_PORT": str(self._ports + 10), "EVENTS_PORT": str(self._ports + 20),
-            "NIXL_PORT": str(self._ports + 30), "DYN_LOG": "debug", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
-        } | variables  # fmt: skip
+        environment = (
+            os.environ
+            | {
+                "MODEL": str(self.folder / "model"),
+                "NAME": NAME,
+                "PYTHON": str(self._python),
+                "DEVICE": "cpu",
+                "KVTIER_CONFIG": str(self.settings),
+                "STORE": str(self.folder / "store"),
+                "RUN": str(self.folder / "run"),
+                "HTTP_PORT": str(self._ports),
+                "SYSTEM_PORT": str(self._ports + 10),
+                "EVENTS_PORT": str(self._ports + 20),
+                "NIXL_PORT": str(self._ports + 30),
+                "DYN_LOG": "debug",
+                "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+            }
+            | variables
+        )
         for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
             environment.pop(name, None)
         command = [str(SCRIPTS / script), *ENGINE]
@@ -177,9 +192,13 @@ class Stack:
     def evict_all(self) -> str:
         """All of the tier, as somebody at a shell does."""
         done = subprocess.run(
-            [str(self._python.parent / "kvtier"), "evict", "--all", "--yes", str(self.settings)], cwd=self.folder,
-            capture_output=True, text=True, check=True, timeout=60,
-        )  # fmt: skip
+            [str(self._python.parent / "kvtier"), "evict", "--all", "--yes", str(self.settings)],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
         return done.stdout.splitlines()[-1]
 
     def stop(self) -> None:

@@ -40,9 +40,14 @@ class Launched:
         stand_in.chmod(0o700)
         given = {"MODEL": "/models/llama", "KVTIER_ROOT": "/kv", "PYTHON": str(stand_in), "RUN": str(folder / "run")}
         self.process = subprocess.Popen(
-            [str(SCRIPTS / script), *arguments], env=os.environ | given | variables, cwd=folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [str(SCRIPTS / script), *arguments],
+            env=os.environ | given | variables,
+            cwd=folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def calls(self, count: int) -> list[dict[str, Any]]:
         """So many, the frontend's first, then by number of the worker."""
@@ -85,12 +90,16 @@ def test_aggregated_serving_starts_a_frontend_and_workers_that_share_the_tier(la
     for number, worker in enumerate(workers, 1):
         assert worker["argv"][:2] == ["-m", "dynamo.vllm"]
         assert flag(worker, "--kv-transfer-config") == {
-            "kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector": "KVTierConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
             "kv_connector_module_path": "kvtier.connectors.vllm",
-        }  # fmt: skip
+        }
         assert flag(worker, "--kv-events-config") == {
-            "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{20080 + number}",
-        }  # fmt: skip
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{20080 + number}",
+        }
         assert worker["env"]["CUDA_VISIBLE_DEVICES"] == str(number - 1)
         assert worker["env"]["KVTIER_ROOT"] == "/kv"
         assert worker["argv"][-2:] == ["--max-model-len", "4096"]

@@ -56,8 +56,15 @@ class Tally:
     met: int = 0
 
 
-MET = ("load_failures", "checksum_failures", "gone_chunks", "index_errors", "skipped_chunks_failed",
-       "skipped_chunks_no_space", "skipped_chunks_resting")  # fmt: skip
+MET = (
+    "load_failures",
+    "checksum_failures",
+    "gone_chunks",
+    "index_errors",
+    "skipped_chunks_failed",
+    "skipped_chunks_no_space",
+    "skipped_chunks_resting",
+)
 
 
 @dataclass
@@ -177,9 +184,11 @@ class Chaos:
                 tally.lost += lost
                 self.complaints += [f"lost: {missed} of {wanted}, asked {engine.name}"] * (lost > 0)
                 self.complaints += [
-                    trace for number, n in missed.items() if n > 0
+                    trace
+                    for number, n in missed.items()
+                    if n > 0
                     for trace in self.published.traces(number, before[number])
-                ]  # fmt: skip
+                ]
                 return
             time.sleep(0.5)
 
@@ -238,7 +247,11 @@ def table(tallies: Mapping[str, Tally], left_out: Sequence[str]) -> str:
 def to_json(chaos: Chaos, about: Mapping[str, Any], left_out: Sequence[str]) -> str:
     rows = [{"fault": name, **vars(one)} for name, one in chaos.tallies.items()]
     found = {
-        **about, "requests": sum(one.requests for one in chaos.tallies.values()),
-        "unsure": chaos.judge.n_unsure, "memory": chaos.watch.figures(), "faults": rows, "left_out": list(left_out),
-    }  # fmt: skip
+        **about,
+        "requests": sum(one.requests for one in chaos.tallies.values()),
+        "unsure": chaos.judge.n_unsure,
+        "memory": chaos.watch.figures(),
+        "faults": rows,
+        "left_out": list(left_out),
+    }
     return json.dumps(found, indent=1) + "\n"

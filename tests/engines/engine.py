@@ -63,8 +63,13 @@ def extra_config(root: str, **changes: Any) -> dict[str, Any]:
     small = {"chunk_tokens": CHUNK_TOKENS, "min_load_tokens": CHUNK_TOKENS, "segment_bytes": "16MiB"}
     patient = {"save_chunks_max": 1024}  # a busy disk must not make these tests skip a chunk
     return {
-        "root": root, "capacity_bytes": "1GiB", "host": {"arena_bytes": "64MiB"}, "queues": patient, **small, **changes
-    }  # fmt: skip
+        "root": root,
+        "capacity_bytes": "1GiB",
+        "host": {"arena_bytes": "64MiB"},
+        "queues": patient,
+        **small,
+        **changes,
+    }
 
 
 @dataclass
@@ -172,9 +177,12 @@ class Engine:
     ) -> list[Answer]:
         """Generates for all prompts at once."""
         parameters = SamplingParams(
-            max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True,
+            max_tokens=max_tokens,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
             extra_args={"kv_transfer_params": switches} if switches else None,
-        )  # fmt: skip
+        )
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
         ended = {name.split("-")[0]: kv for name, kv in self.watch.at_end.items()}
         return [

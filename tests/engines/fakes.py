@@ -47,9 +47,13 @@ class FakeStore:
         self.given_up.append(n_chunks)
 
     def plan_load(
-        self, request_id: str, keys: Sequence[bytes], entries: Sequence[bytes], block_ids: Sequence[int],
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        entries: Sequence[bytes],
+        block_ids: Sequence[int],
         first_token: int,
-    ) -> LoadPlan:  # fmt: skip
+    ) -> LoadPlan:
         size = len(block_ids) // len(keys)
         chunks = tuple(
             LoadChunk(key, entry, tuple(block_ids[i * size : (i + 1) * size]), 0 if i else first_token)

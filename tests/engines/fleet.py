@@ -29,9 +29,14 @@ REFERENCES = 48
 """Asked for at once: so many are computed within ANSWER_TIMEOUT_S on any machine."""
 CONNECT_MS, REPLY_MS = 300.0, 300.0
 SETTINGS: dict[str, Any] = {
-    "capacity_bytes": "6GiB", "chunk_tokens": 64, "min_load_tokens": 64, "segment_bytes": "8MiB",
-    "queues": {"save_chunks_max": 1024}, "host": {"arena_bytes": "64MiB"}, "writer_lease_s": 20.0,
-}  # fmt: skip
+    "capacity_bytes": "6GiB",
+    "chunk_tokens": 64,
+    "min_load_tokens": 64,
+    "segment_bytes": "8MiB",
+    "queues": {"save_chunks_max": 1024},
+    "host": {"arena_bytes": "64MiB"},
+    "writer_lease_s": 20.0,
+}
 ENGINES: tuple[dict[str, Any], ...] = (
     {"settings": {}, "llm": {"async_scheduling": False}},
     {

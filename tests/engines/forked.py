@@ -28,9 +28,14 @@ class Forker:
         self._count = 0
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [python, str(HERE / "forker.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=HERE,
-                text=True, env=os.environ | environment,
-            )  # fmt: skip
+                [python, str(HERE / "forker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=HERE,
+                text=True,
+                env=os.environ | environment,
+            )
         self._read("ready")
 
     def start(self, argv: Sequence[str], stdin: Path, stdout: Path, stderr: Path) -> Forked:
@@ -91,9 +96,13 @@ _starting = Lock()
 
 
 def start(
-    argv: Sequence[str], stdout: Path, stderr: Path, stdin: Path = Path(os.devnull),
-    python: Path | str = sys.executable, second_runner: bool = False,
-) -> Forked:  # fmt: skip
+    argv: Sequence[str],
+    stdout: Path,
+    stderr: Path,
+    stdin: Path = Path(os.devnull),
+    python: Path | str = sys.executable,
+    second_runner: bool = False,
+) -> Forked:
     """A new process, forked from one that has imported vLLM; in a session of its own."""
     key = (str(python), second_runner)
     with _starting:

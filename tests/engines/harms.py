@@ -94,8 +94,9 @@ THROUGH_FUSE = tuple(
         ("the root read-only", "read-only"),
     )
 )
-FULL = Harm("the disk full", lambda chaos: chaos.disk.fill(), lambda chaos: chaos.disk.free(),
-            lambda chaos: chaos.disk.fill())  # fmt: skip
+FULL = Harm(
+    "the disk full", lambda chaos: chaos.disk.fill(), lambda chaos: chaos.disk.free(), lambda chaos: chaos.disk.fill()
+)
 
 
 def possible(disk: Disk) -> tuple[list[Harm], list[str]]:

@@ -45,16 +45,34 @@ def main(kind: str, folder: str) -> None:
     elif kind == "windows":
         layers = ["sliding_attention", "full_attention"] * 2
         config = Gemma3TextConfig(
-            num_hidden_layers=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32, layer_types=layers,
-            sliding_window=128, **COMMON | {"tie_word_embeddings": True},
-        )  # fmt: skip
+            num_hidden_layers=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            query_pre_attn_scalar=32,
+            layer_types=layers,
+            sliding_window=128,
+            **COMMON | {"tie_word_embeddings": True},
+        )
         model = Gemma3ForCausalLM(config)
     else:  # 512 + 64 is the one size of a latent that vLLM's MLA for CPUs knows
         config = DeepseekV2Config(
-            num_hidden_layers=3, num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,
-            qk_nope_head_dim=128, v_head_dim=128, head_dim=64, moe_intermediate_size=64, n_routed_experts=4,
-            n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=3, n_group=1, topk_group=1, **COMMON,
-        )  # fmt: skip
+            num_hidden_layers=3,
+            num_key_value_heads=4,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            head_dim=64,
+            moe_intermediate_size=64,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=3,
+            n_group=1,
+            topk_group=1,
+            **COMMON,
+        )
         model = DeepseekV2ForCausalLM(config)
     model.to(torch.float32).save_pretrained(folder)
     words = WordLevel({f"t{number}": number for number in range(COMMON["vocab_size"])}, unk_token="t0")

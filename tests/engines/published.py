@@ -79,8 +79,10 @@ class Published:
             known = {info.set_id: info for info in index.sets()}
             for key, places, value in zip(keys, chunks, index.find(keys), strict=False):
                 now = {(at.set_id, at.rank, at.slot): at for at in entry.locations_of(value)}
-                was = [f"{segment_name(*at[:2])} slot {at[2]}: {self._state_of(files, key, at)}, "
-                       f"set {known.get(at[0])}" for at in places]  # fmt: skip
+                was = [
+                    f"{segment_name(*at[:2])} slot {at[2]}: {self._state_of(files, key, at)}, set {known.get(at[0])}"
+                    for at in places
+                ]
                 good = {at: judge(files, key, location) is Verdict.AS_SUMMED for at, location in now.items()}
                 if not good or not all(good.values()):
                     found.append(f"{key.hex()} was at {was}; is at {good}")

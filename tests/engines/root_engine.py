@@ -26,9 +26,16 @@ PROMPT = [number % 250 for number in range(300)]
 
 def main(model: str, output: str, transfer: str | None = None) -> None:
     llm = LLM(
-        model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=1024, max_num_seqs=4,
-        block_size=32, seed=0, kv_transfer_config=None if transfer is None else json.loads(transfer),
-    )  # fmt: skip
+        model=model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=4,
+        block_size=32,
+        seed=0,
+        kv_transfer_config=None if transfer is None else json.loads(transfer),
+    )
     parameters = SamplingParams(max_tokens=4, temperature=0, detokenize=False, ignore_eos=True)
     answer = llm.generate([{"prompt_token_ids": PROMPT}], parameters, use_tqdm=False)[0]
     config = llm.llm_engine.vllm_config.kv_transfer_config

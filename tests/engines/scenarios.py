@@ -427,8 +427,9 @@ def kv_events(engine: Engine, is_last: bool) -> dict[str, Any]:
         until(lambda events: n_blocks(events, "BlockRemoved") == whole_tokens // BLOCK_TOKENS, "evicted")
     return results | {
         "cached": sum(output.num_cached_tokens or 0 for output in outputs),
-        "whole_tokens": whole_tokens, "whole_blocks": whole_tokens // BLOCK_TOKENS,
-    }  # fmt: skip
+        "whole_tokens": whole_tokens,
+        "whole_blocks": whole_tokens // BLOCK_TOKENS,
+    }
 
 
 def embeddings(engine: Engine) -> list[list[float]]:

@@ -57,10 +57,17 @@ class Slots:
         slots = torch.cat([torch.arange(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS) for block in blocks])
         config, middles = self.config, (self.codebook[:-1] + self.codebook[1:]) / 2
         triton_turboquant_store(
-            k, v, self.cache, slots.int(), hadamard(SIZE), middles, mse_bits=config.key_mse_bits,
-            key_packed_size=config.key_packed_size, value_quant_bits=config.effective_value_quant_bits,
+            k,
+            v,
+            self.cache,
+            slots.int(),
+            hadamard(SIZE),
+            middles,
+            mse_bits=config.key_mse_bits,
+            key_packed_size=config.key_packed_size,
+            value_quant_bits=config.effective_value_quant_bits,
             key_fp8=config.key_fp8,
-        )  # fmt: skip
+        )
 
     def read(self, blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """K (rotated back) and V of these blocks, (tokens, heads, size), as a continued prefill reads them."""
@@ -68,13 +75,28 @@ class Slots:
         k, v = (torch.zeros(1, HEADS, tokens, SIZE, dtype=torch.float16) for _ in range(2))
         table = torch.tensor([blocks], dtype=torch.int32)
         _tq_full_dequant_kv[(tokens, HEADS)](
-            self.cache, table, self.codebook, k, v, *k.stride()[:3], *v.stride()[:3], *self.cache.stride()[:3],
-            table.stride(0), HEAD_DIM=SIZE, BLOCK_SIZE=BLOCK_TOKENS, NUM_KV_HEADS=HEADS,
-            MSE_BYTES=-(-SIZE * config.key_mse_bits // 8), KPS=config.key_packed_size,
-            VQB=config.effective_value_quant_bits, VAL_DATA_BYTES=-(-SIZE * config.effective_value_quant_bits // 8),
-            MSE_BITS=config.key_mse_bits, KEY_FP8=int(config.key_fp8), BLOCK_D=SIZE,
-            NORM_CORRECTION=int(config.norm_correction), FP8_E4B15=0,
-        )  # fmt: skip
+            self.cache,
+            table,
+            self.codebook,
+            k,
+            v,
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *self.cache.stride()[:3],
+            table.stride(0),
+            HEAD_DIM=SIZE,
+            BLOCK_SIZE=BLOCK_TOKENS,
+            NUM_KV_HEADS=HEADS,
+            MSE_BYTES=-(-SIZE * config.key_mse_bits // 8),
+            KPS=config.key_packed_size,
+            VQB=config.effective_value_quant_bits,
+            VAL_DATA_BYTES=-(-SIZE * config.effective_value_quant_bits // 8),
+            MSE_BITS=config.key_mse_bits,
+            KEY_FP8=int(config.key_fp8),
+            BLOCK_D=SIZE,
+            NORM_CORRECTION=int(config.norm_correction),
+            FP8_E4B15=0,
+        )
         rotated = k[0] if config.key_fp8 else (k[0].float() @ hadamard(SIZE)).half()
         return rotated.transpose(0, 1), v[0].transpose(0, 1)
 

@@ -147,8 +147,14 @@ def test_an_engine_keeps_no_kv_of_an_adapter_that_was_overwritten_after_its_load
 
 def test_an_engine_saves_nothing_of_an_adapter_that_changed_in_use(lab: Any) -> None:
     """vLLM reads an adapter when it schedules a request, and replaces it in place between two steps of one."""
-    llm = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_model_len": 640, "num_gpu_blocks_override": 28,
-           "max_num_batched_tokens": 128}  # fmt: skip
+    llm = {
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "max_loras": 2,
+        "max_model_len": 640,
+        "num_gpu_blocks_override": 28,
+        "max_num_batched_tokens": 128,
+    }
     spec = {"root": str(lab.folder / "in-use"), "llm": llm, "scenarios": ["adapters_in_use"]}
     run = lab.run("adapters-in-use", [spec])[0]["adapters_in_use"]
     assert run == {"nothing": 4, "replaced in place": 0, "overwritten while it waits": 0}

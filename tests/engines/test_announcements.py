@@ -342,9 +342,12 @@ def test_the_bridge_tells_chunks_by_their_number_in_the_prompt(computed: int) ->
     bridge.reset(blocks_in_use=False)
     first = computed // 64
     assert recorder.notes == [
-        ("found", "r", first, own[first:], 3 - first), ("wanted", "r", 0, own[:2]), ("wanted", "r", 2, own[2:]),
-        ("saved", done), ("forget",),
-    ]  # fmt: skip
+        ("found", "r", first, own[first:], 3 - first),
+        ("wanted", "r", 0, own[:2]),
+        ("wanted", "r", 2, own[2:]),
+        ("saved", done),
+        ("forget",),
+    ]
 
 
 def test_a_watcher_that_fails_ends_no_request() -> None:

@@ -30,9 +30,12 @@ pytestmark = has_redis
 SEED = 20261122
 DISK_BYTES = 6 << 30
 SETTINGS = {
-    "capacity_bytes": "5500MiB", "capacity": {"pinned_max_fraction": 1.0}, "io": {"timeout_s": 1.0},
-    "writer_lease_s": 10.0, "touch_interval_s": 2.0,
-}  # fmt: skip
+    "capacity_bytes": "5500MiB",
+    "capacity": {"pinned_max_fraction": 1.0},
+    "io": {"timeout_s": 1.0},
+    "writer_lease_s": 10.0,
+    "touch_interval_s": 2.0,
+}
 LONG_FORM_ONLY = ("every file operation hangs", "reads fail (EIO)")
 PATIENCE_MS = 1000.0
 """Of the index: Redis shares this machine's cores with all engines."""

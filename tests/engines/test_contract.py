@@ -193,8 +193,12 @@ def test_mirrored_block_tables_before_032(half: SchedulerHalf) -> None:
     half.build_step(scheduled([], [("a", [7, 8], 0)], {"a"}))
     half.build_step(scheduled([], [("a", [9], 32), ("unknown", [5], 32)], set()))
     assert half._bridge.advanced == [  # type: ignore[attr-defined]
-        ("a", 1, (1, 2)), ("a", 33, (1, 2, 3)), ("a", 34, (1, 2, 3)), ("a", 1, (7, 8)), ("a", 33, (7, 8, 9)),
-    ]  # fmt: skip
+        ("a", 1, (1, 2)),
+        ("a", 33, (1, 2, 3)),
+        ("a", 34, (1, 2, 3)),
+        ("a", 1, (7, 8)),
+        ("a", 33, (7, 8, 9)),
+    ]
 
 
 def test_block_tables_since_032(half: SchedulerHalf) -> None:

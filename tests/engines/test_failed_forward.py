@@ -74,8 +74,11 @@ def test_a_step_that_never_came_is_missed() -> None:
 def test_real_engine(lab: Any, runner: str, waits_a_step: bool) -> None:
     """Three whole chunks before the fault, none of the request that met it, and none later."""
     name = f"failed-forward-{runner}-{waits_a_step}"
-    spec = {"root": str(lab.folder / name), "second_runner": runner == "second",
-            "scenarios": [["failed_forward", waits_a_step]]}  # fmt: skip
+    spec = {
+        "root": str(lab.folder / name),
+        "second_runner": runner == "second",
+        "scenarios": [["failed_forward", waits_a_step]],
+    }
     found = lab.run(name, [spec])[0]["failed_forward"]
     assert found == {"before": 3, "raised": "simulated", "after": 3, "later": 3}
 

@@ -74,10 +74,16 @@ def spec_of(cache_dtype: str, head_size: int = 128) -> Any:
 def engine(cache_dtype: str, skipped: list[str], stages: int = 1, **model: Any) -> SimpleNamespace:
     text = SimpleNamespace(rope_theta=10000.0, max_position_embeddings=4096)
     values = {
-        "model": "m", "revision": None, "dtype": torch.bfloat16, "quantization": None, "hf_text_config": text,
-        "hf_overrides": {}, "max_model_len": 4096, "get_total_num_kv_heads": lambda: HEADS,
+        "model": "m",
+        "revision": None,
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "hf_text_config": text,
+        "hf_overrides": {},
+        "max_model_len": 4096,
+        "get_total_num_kv_heads": lambda: HEADS,
         "get_total_num_hidden_layers": lambda: LAYERS,
-    }  # fmt: skip
+    }
     return SimpleNamespace(
         model_config=SimpleNamespace(**(values | model)),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=stages),
@@ -329,8 +335,11 @@ def test_scales_of_the_checkpoint_are_in_the_key(scale: str, tmp_path: Path, mon
     from safetensors.torch import save_file
 
     monkeypatch.setattr(namespace, "FINGERPRINTS", tmp_path / "fingerprints")
-    known = {f"model.layers.{number}.self_attn.{name}": torch.tensor([0.03125 + number])
-             for number in range(LAYERS) for name in ("k_scale", "v_scale")}  # fmt: skip
+    known = {
+        f"model.layers.{number}.self_attn.{name}": torch.tensor([0.03125 + number])
+        for number in range(LAYERS)
+        for name in ("k_scale", "v_scale")
+    }
     known["model.embed_tokens.weight"] = torch.ones(1 << 16)
     ids = []
     for folder, changed in (("one", {}), ("same", {}), ("other", {f"model.layers.5.self_attn.{scale}": 1.0000001})):

@@ -28,9 +28,13 @@ class Asked:
             lora = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(write(folder, 1.0)))
             assert adapters.fingerprint(lora) is not None
         self.request: Any = SimpleNamespace(
-            request_id="r", lora_request=lora, num_tokens=300, num_prompt_tokens=300, num_computed_tokens=0,
+            request_id="r",
+            lora_request=lora,
+            num_tokens=300,
+            num_prompt_tokens=300,
+            num_computed_tokens=0,
             num_output_tokens=0,
-        )  # fmt: skip
+        )
         self.frontiers = Frontiers(True, StepsBehind(drafts, 2), adapters)
         self.frontiers.track(self.request)
 

@@ -95,12 +95,17 @@ def test_parallel_sizes_and_paths_are_not_in_the_namespace(folder: Path, tmp_pat
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": torch.float16}, {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 5}},
-        {"text": {"rope_theta": 500000.0}}, {"text": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
-        {"cache_dtype": "fp8"}, {"text": {"sliding_window": 128}}, {"model_impl": "transformers"},
+        {"dtype": torch.float16},
+        {"quantization": "fp8"},
+        {"hf_overrides": {"rope_theta": 5}},
+        {"text": {"rope_theta": 500000.0}},
+        {"text": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
+        {"cache_dtype": "fp8"},
+        {"text": {"sliding_window": 128}},
+        {"model_impl": "transformers"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_changes_kv_changes_the_namespace(folder: Path, changes: dict[str, Any]) -> None:
     assert identity(engine(folder, **changes)).namespace.id != identity(engine(folder)).namespace.id
 
@@ -158,8 +163,11 @@ def test_shares_of_tensor_and_pipeline_parallel_ranks(folder: Path) -> None:
     shares = identity(engine(folder, tensor=2, stages=2), names=LAYERS[:2]).shares
     assert [share.rank for share in shares] == [0, 1, 2, 3]
     assert [share.reads for share in shares] == [
-        Extent(0, 2, 0, 4), Extent(0, 2, 4, 4), Extent(2, 2, 0, 4), Extent(2, 2, 4, 4),
-    ]  # fmt: skip
+        Extent(0, 2, 0, 4),
+        Extent(0, 2, 4, 4),
+        Extent(2, 2, 0, 4),
+        Extent(2, 2, 4, 4),
+    ]
 
 
 def test_duplicated_heads_are_written_once(folder: Path) -> None:
@@ -212,9 +220,12 @@ def test_files_of_another_hub_are_not_looked_for_in_the_cache(folder: Path, monk
 @pytest.mark.parametrize(
     ("configured", "stored", "name"),
     [
-        ("auto", torch.bfloat16, "bfloat16"), ("fp8", torch.uint8, "fp8_e4m3"), ("fp8_e5m2", torch.uint8, "fp8_e5m2"),
-        ("fp8_e4m3", torch.float8_e4m3fn, "fp8_e4m3:float8_e4m3fn"), ("bfloat16", torch.bfloat16, "bfloat16"),
+        ("auto", torch.bfloat16, "bfloat16"),
+        ("fp8", torch.uint8, "fp8_e4m3"),
+        ("fp8_e5m2", torch.uint8, "fp8_e5m2"),
+        ("fp8_e4m3", torch.float8_e4m3fn, "fp8_e4m3:float8_e4m3fn"),
+        ("bfloat16", torch.bfloat16, "bfloat16"),
     ],
-)  # fmt: skip
+)
 def test_names_of_kv_dtypes(configured: str, stored: torch.dtype, name: str) -> None:
     assert kv_dtypes.cache_dtype_name(configured, stored) == name

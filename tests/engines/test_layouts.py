@@ -11,9 +11,13 @@ from kvtier.kernels.paged import Patch, gather
 
 BLOCKS, TOKENS, HEADS, K_SIZE, LAYERS = 6, 32, 3, 8, 4
 ORDERS = {  # axes of [layer, block, head, token, content] from the outermost in memory inwards
-    "LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "LHBNC": (0, 2, 1, 3, 4),
-    "BLHNC": (1, 0, 2, 3, 4), "BLNHC": (1, 0, 3, 2, 4), "BHLNC": (1, 2, 0, 3, 4),
-}  # fmt: skip
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
 
 
 def names(count: int = LAYERS) -> list[str]:
@@ -134,8 +138,11 @@ def test_what_is_not_understood_is_refused(tensor: torch.Tensor) -> None:
 def test_a_tensor_that_fits_two_layouts_is_refused() -> None:
     """With two blocks, (2, B, ...) and (B, 2, ...) look alike."""
     with pytest.raises(ConfigError, match="several layouts"):
-        engine_pages({names()[0]: torch.zeros(2, 2, TOKENS, HEADS, K_SIZE)}, names(1),
-                     CacheShape(2, TOKENS, HEADS, K_SIZE, K_SIZE))  # fmt: skip
+        engine_pages(
+            {names()[0]: torch.zeros(2, 2, TOKENS, HEADS, K_SIZE)},
+            names(1),
+            CacheShape(2, TOKENS, HEADS, K_SIZE, K_SIZE),
+        )
 
 
 def test_layers_that_share_a_tensor_are_refused() -> None:
@@ -146,8 +153,11 @@ def test_layers_that_share_a_tensor_are_refused() -> None:
 
 def test_a_layer_without_a_tensor_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layers\.1"):
-        engine_pages({names()[0]: torch.zeros(BLOCKS, HEADS, TOKENS, 2 * K_SIZE)}, names(2),
-                     CacheShape(BLOCKS, TOKENS, HEADS, K_SIZE, K_SIZE))  # fmt: skip
+        engine_pages(
+            {names()[0]: torch.zeros(BLOCKS, HEADS, TOKENS, 2 * K_SIZE)},
+            names(2),
+            CacheShape(BLOCKS, TOKENS, HEADS, K_SIZE, K_SIZE),
+        )
 
 
 def test_layers_are_ordered_by_number_not_by_name() -> None:

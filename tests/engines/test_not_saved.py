@@ -50,9 +50,17 @@ class Scene:
         """A request that vLLM admits, with so many tokens found in its own cache."""
         tokens = list(range(130))
         request = SimpleNamespace(
-            request_id=name, all_token_ids=tokens, prompt_token_ids=tokens, num_tokens=130, num_prompt_tokens=130,
-            num_computed_tokens=0, kv_transfer_params=None, lora_request=None, cache_salt=None, mm_features=[],
-        )  # fmt: skip
+            request_id=name,
+            all_token_ids=tokens,
+            prompt_token_ids=tokens,
+            num_tokens=130,
+            num_prompt_tokens=130,
+            num_computed_tokens=0,
+            kv_transfer_params=None,
+            lora_request=None,
+            cache_salt=None,
+            mm_features=[],
+        )
         self.half.matched_tokens(request, local)
         self.half.allocated(request, blocks(range(10, 15), self.first), 0)
         return request
@@ -79,9 +87,12 @@ def blocks(ids: Any, first: Any = None) -> Any:
 def output(new: list[Any], scheduled: dict[str, int], cached: Any = None, **more: Any) -> Any:
     none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
     return SimpleNamespace(
-        scheduled_new_reqs=new, scheduled_cached_reqs=cached or none, num_scheduled_tokens=scheduled,
-        total_num_scheduled_tokens=sum(scheduled.values()), **more,
-    )  # fmt: skip
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=cached or none,
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        **more,
+    )
 
 
 # --- blocks that vLLM writes to before it lets anything be gathered ---
@@ -139,16 +150,19 @@ def test_what_the_second_runner_writes_to_before_gathers_is_known_to_the_schedul
 
     numbers = SimpleNamespace(np=None)
     model = SimpleNamespace(
-        update_pp_decode_requests=none, finish_requests=none, free_states=none, add_requests=none,
-        aux_output_connector=None, encoder_cache=None,
+        update_pp_decode_requests=none,
+        finish_requests=none,
+        free_states=none,
+        add_requests=none,
+        aux_output_connector=None,
+        encoder_cache=None,
         block_tables=SimpleNamespace(apply_staged_writes=none, append_block_ids=none),
         kv_connector=SimpleNamespace(no_forward=told, pre_forward=told),
-        kv_block_zeroer=SimpleNamespace(zero_block_ids=touched.extend), kv_caches=[],
+        kv_block_zeroer=SimpleNamespace(zero_block_ids=touched.extend),
+        kv_caches=[],
         kv_cache_config=SimpleNamespace(num_blocks=8),
-        req_states=SimpleNamespace(
-            num_computed_tokens_np=None, prefill_len=numbers, num_computed_prefill_tokens=None
-        ),
-    )  # fmt: skip
+        req_states=SimpleNamespace(num_computed_tokens_np=None, prefill_len=numbers, num_computed_prefill_tokens=None),
+    )
     step = output([], {}, new_block_ids_to_zero=[2, 3], kv_cache_block_copies=[KVCacheBlockCopy(5, 6)])
     step.finished_req_ids = {"ended"}
     model.update_requests = lambda scheduled: runner.update_requests(model, scheduled)

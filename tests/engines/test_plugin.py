@@ -52,9 +52,11 @@ def test_a_second_process_hits_with_the_root_alone(lab: Any, tmp_path: Path) -> 
     assert warm["cached"] == 256 and warm["tokens"] == cold["tokens"]
     other = tmp_path / "other"
     explicit = {
-        "kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector": "KVTierConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"root": str(other), "capacity_bytes": "1GiB"},
-    }  # fmt: skip
+    }
     told, log = run(model, tmp_path / "told.json", sys.executable, root, json.dumps(explicit))
     assert told["cached"] == 0 and told["extra"]["root"] == str(other) and other.is_dir()
     assert "KVTIER_ROOT=" not in log

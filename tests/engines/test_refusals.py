@@ -88,7 +88,8 @@ def test_a_plain_engine_passes() -> None:
         ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size", "set it to 1"),
         (
             {"parallel__pipeline_parallel_size": 2, "speculative_config": object()},
-            "pipeline_parallel_size", "use one or the other",
+            "pipeline_parallel_size",
+            "use one or the other",
         ),
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "speculative_config.method", "use ngram"),
         ({"parallel__enable_fault_tolerance": True}, "enable_fault_tolerance", "leave it out"),
@@ -97,7 +98,8 @@ def test_a_plain_engine_passes() -> None:
         ({"model__enable_sleep_mode": True}, "enable_sleep_mode", "set it to false"),
         (
             {"aux_output_config": SimpleNamespace(enable_return_routed_experts=True)},
-            "enable_return_routed_experts", "kv_producer",
+            "enable_return_routed_experts",
+            "kv_producer",
         ),
         ({"model__enable_return_routed_experts": True}, "enable_return_routed_experts", "kv_producer"),
         ({"cache__cache_dtype": "int8_per_token_head"}, "kv_cache_dtype", "use auto"),
@@ -115,16 +117,18 @@ def test_a_plain_engine_passes() -> None:
         ({"load__load_format": "of_a_plugin"}, "load_format", "set model_tag"),
         (
             {"load__model_loader_extra_config": {"pattern": "../other/{part}"}},
-            "model_loader_extra_config", "set model_tag",
+            "model_loader_extra_config",
+            "set model_tag",
         ),
         (
             {"speculative_config": SimpleNamespace(draft_load_config=SimpleNamespace(load_format="tensorizer"))},
-            "load_format", "set model_tag",
+            "load_format",
+            "set model_tag",
         ),
         ({"model__hf_overrides": rewrite}, "hf_overrides", "set model_tag"),
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else None,
-)  # fmt: skip
+)
 def test_refused_engine_settings(changes: dict[str, Any], key: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compatibility.check_engine(engine(**changes), settings())
@@ -234,11 +238,12 @@ def test_cache_dtypes_that_are_moved_pass(dtype: str) -> None:
         ([MLAAttentionSpec(block_size=64, tokens_per_state=4)], "kv_cache_spec", "sparse"),
         (
             [FullAttentionSpec(block_size=16, kv_quant_mode=SimpleNamespace(name="INT8_PER_TOKEN_HEAD"))],
-            "kv_cache_dtype", "use auto",
+            "kv_cache_dtype",
+            "use auto",
         ),
         ([FullAttentionSpec(block_size=48)], "chunk_tokens", "multiple of the engine's block of 48"),
     ],
-)  # fmt: skip
+)
 def test_refused_caches(specs: list[SimpleNamespace], key: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compatibility.check_cache(cache(*specs), settings())
@@ -246,10 +251,17 @@ def test_refused_caches(specs: list[SimpleNamespace], key: str, text: str) -> No
     assert text in caught.value.fix
 
 
-@pytest.mark.parametrize("kinds", [
-    ["full_attention"], ["full_attention", "sliding_attention"], ["sliding_attention"], ["chunked_attention"],
-    ["full_attention", "chunked_attention"], ["full_attention", "linear_attention"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["full_attention"],
+        ["full_attention", "sliding_attention"],
+        ["sliding_attention"],
+        ["chunked_attention"],
+        ["full_attention", "chunked_attention"],
+        ["full_attention", "linear_attention"],
+    ],
+)
 def test_plan_refuses_the_layers_that_an_engine_refuses(kinds: list[str]) -> None:
     """By vLLM's own specs, after what it does to them for connectors that take one KV-cache group."""
     from vllm.v1 import kv_cache_interface as interface

@@ -199,9 +199,7 @@ def test_vllm_hashes_items_where_we_say_so(prefix_caching: bool, cache_gb: float
 @pytest.mark.parametrize("is_prefix_lm", [True, False])
 def test_images_whose_tokens_see_each_other_are_passed_by(is_prefix_lm: bool) -> None:
     """A hit that ends in one has vLLM split it; the next test shows that."""
-    model = SimpleNamespace(
-        multimodal_config=SimpleNamespace(mm_processor_cache_gb=4), is_mm_prefix_lm=is_prefix_lm
-    )  # fmt: skip
+    model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=4), is_mm_prefix_lm=is_prefix_lm)
     config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=True))
     assert ("attend to their later tokens" in why_items_pass_by(config)) is is_prefix_lm
     assert not why_items_pass_by(SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)))
@@ -215,14 +213,18 @@ def test_vllm_keeps_an_image_whole_only_from_before_it() -> None:
     place = PlaceholderRange(offset=100, length=256)
     feature = MultiModalFeatureSpec(data=None, modality="image", identifier="i", mm_position=place, mm_hash="i")
     cache = SimpleNamespace(
-        get_cached_num_encoder_embeds=lambda *_: None, check_and_update_cache=lambda *_: False,
-        can_allocate=lambda *_: True, allocate=lambda *_: None,
-    )  # fmt: skip
+        get_cached_num_encoder_embeds=lambda *_: None,
+        check_and_update_cache=lambda *_: False,
+        can_allocate=lambda *_: True,
+        allocate=lambda *_: None,
+    )
     scheduler = SimpleNamespace(
-        is_encoder_decoder=False, encoder_cache_manager=cache, ec_connector=None,
+        is_encoder_decoder=False,
+        encoder_cache_manager=cache,
+        ec_connector=None,
         scheduler_config=SimpleNamespace(disable_chunked_mm_input=True),
         _reject_on_encoder_cache_embed_mismatch=lambda *_: False,
-    )  # fmt: skip
+    )
     asked = SimpleNamespace(mm_features=[feature], has_encoder_inputs=True, request_id="r")
 
     def scheduled(computed: int, n_tokens: int) -> int:

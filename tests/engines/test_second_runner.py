@@ -21,15 +21,28 @@ def three(lab: Any) -> list[dict[str, Any]]:
     root = str(lab.folder / "runners")
     second = {"root": root, "second_runner": True}
     return [
-        lab.run("runners-one", [second | {
-            "llm": WITHOUT_ASYNC, "scenarios": ["cold_and_warm", "partial_hits", "second_turn", "aborts"],
-        }])[0],
+        lab.run(
+            "runners-one",
+            [
+                second
+                | {
+                    "llm": WITHOUT_ASYNC,
+                    "scenarios": ["cold_and_warm", "partial_hits", "second_turn", "aborts"],
+                }
+            ],
+        )[0],
         lab.run("runners-two", [{"root": root, "scenarios": ["warm", ["cold_and_warm", ANOTHER_SEED]]}])[0],
-        lab.run("runners-three", [second | {
-            "llm": WITH_ASYNC | {"enable_prefix_caching": False},
-            "scenarios": ["warm", ["second_turn", 40], "aborts", ["warm_of_another", ANOTHER_SEED]],
-        }])[0],
-    ]  # fmt: skip
+        lab.run(
+            "runners-three",
+            [
+                second
+                | {
+                    "llm": WITH_ASYNC | {"enable_prefix_caching": False},
+                    "scenarios": ["warm", ["second_turn", 40], "aborts", ["warm_of_another", ANOTHER_SEED]],
+                }
+            ],
+        )[0],
+    ]
 
 
 def test_it_is_that_runner(three: list[dict[str, Any]]) -> None:

@@ -33,13 +33,21 @@ def engine(**changes: Any) -> SimpleNamespace:
     """A configuration where all is plain but `changes` ("model__model_impl" -> "transformers")."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
-            model="m", revision=None, dtype=torch.bfloat16, quantization=None, config_format="auto", model_impl="auto",
-            model_class_overrides={}, quantization_config=None, hf_config_path=None, multimodal_config=None,
+            model="m",
+            revision=None,
+            dtype=torch.bfloat16,
+            quantization=None,
+            config_format="auto",
+            model_impl="auto",
+            model_class_overrides={},
+            quantization_config=None,
+            hf_config_path=None,
+            multimodal_config=None,
         ),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         lora_config=None,
         speculative_config=None,
-    )  # fmt: skip
+    )
     for path, value in changes.items():
         part, _, name = path.partition("__")
         setattr(getattr(config, f"{part}_config"), name, value)
@@ -52,17 +60,24 @@ def text(config: SimpleNamespace, has_tag: bool = False, has_draft: bool = False
 
 def multimodal(**changes: Any) -> SimpleNamespace:
     plain = {
-        "mm_processor_kwargs": None, "media_io_kwargs": {}, "mm_encoder_attn_dtype": None,
-        "mm_encoder_fp8_scale_path": None, "video_pruning_rate": None, "video_pruning_method": "evs",
-    }  # fmt: skip
+        "mm_processor_kwargs": None,
+        "media_io_kwargs": {},
+        "mm_encoder_attn_dtype": None,
+        "mm_encoder_fp8_scale_path": None,
+        "video_pruning_rate": None,
+        "video_pruning_method": "evs",
+    }
     return engine(model__multimodal_config=SimpleNamespace(**plain | changes))
 
 
 def lora(**changes: Any) -> SimpleNamespace:
     plain = {
-        "target_modules": None, "lora_dtype": torch.bfloat16, "enable_tower_connector_lora": False,
-        "enable_mixed_moe_lora_format": False, "enable_moe_shared_loras": False,
-    }  # fmt: skip
+        "target_modules": None,
+        "lora_dtype": torch.bfloat16,
+        "enable_tower_connector_lora": False,
+        "enable_mixed_moe_lora_format": False,
+        "enable_moe_shared_loras": False,
+    }
     config = engine()
     config.lora_config = SimpleNamespace(**plain | changes)
     return config

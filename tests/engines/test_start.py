@@ -21,9 +21,12 @@ from tests.engines.test_refusals import engine
 
 def asked(extra: dict[str, Any], **changes: Any) -> Any:
     transfer = KVTransferConfig(
-        kv_connector=CONNECTOR, kv_role="kv_both", kv_load_failure_policy="recompute",
-        kv_connector_module_path="kvtier.connectors.vllm", kv_connector_extra_config=extra,
-    )  # fmt: skip
+        kv_connector=CONNECTOR,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_module_path="kvtier.connectors.vllm",
+        kv_connector_extra_config=extra,
+    )
     return engine(kv_transfer_config=transfer, parallel__distributed_executor_backend="uni", **changes)
 
 
@@ -40,11 +43,15 @@ def test_the_choice_of_an_executor_is_checked() -> None:
     assert Executor.get_class(engine(parallel__distributed_executor_backend="uni", kv_transfer_config=None))
 
 
-@pytest.mark.parametrize(("changes", "key"), [
-    ({"no_such_key": 1}, "no_such_key"), ({"root": "/proc/nope"}, "root"),
-    ({"index": {"kind": "redis", "url": "nonsense"}}, "index.url"),
-    ({"host": {"arena_bytes": "1000TiB"}}, "host.arena_bytes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"no_such_key": 1}, "no_such_key"),
+        ({"root": "/proc/nope"}, "root"),
+        ({"index": {"kind": "redis", "url": "nonsense"}}, "index.url"),
+        ({"host": {"arena_bytes": "1000TiB"}}, "host.arena_bytes"),
+    ],
+)
 def test_wrong_settings_and_roots_are_refused(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Executor.get_class(asked(settings_at(tmp_path / "root") | changes))
@@ -70,9 +77,12 @@ def test_the_root_of_another_machine_is_left_alone(elsewhere: dict[str, Any], tm
 
 def test_children_of_a_multi_connector_are_checked(tmp_path: Path) -> None:
     child = {
-        "kv_connector": CONNECTOR, "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": settings_at(tmp_path / "root"),
-    }  # fmt: skip
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings_at(tmp_path / "root"),
+    }
     other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
     def several(one: dict[str, Any]) -> Any:

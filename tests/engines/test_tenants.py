@@ -16,29 +16,50 @@ from kvtier.model.tenants import NO_TENANTS, Tenants
 from kvtier.scheduler.load_threshold import FixedLimit
 from tests.engines.fakes import FakeStore
 
-TENANTS = Tenants((
-    TenantSettings(name="any-a", cache_salts=("a*",)), TenantSettings(name="ab", cache_salts=("ab*", "exact[1]")),
-    TenantSettings(name="exact", cache_salts=("abc", "?")),
-))  # fmt: skip
+TENANTS = Tenants(
+    (
+        TenantSettings(name="any-a", cache_salts=("a*",)),
+        TenantSettings(name="ab", cache_salts=("ab*", "exact[1]")),
+        TenantSettings(name="exact", cache_salts=("abc", "?")),
+    )
+)
 
 
 def request(salt: str | None, **changes: Any) -> SimpleNamespace:
     plain = {
-        "request_id": "r", "prompt_token_ids": [0] * 300, "all_token_ids": list(range(300)), "prompt_embeds": None,
-        "num_tokens": 300, "num_prompt_tokens": 300, "num_computed_tokens": 0, "kv_transfer_params": None,
-        "lora_request": None, "cache_salt": salt, "mm_features": [], "skip_reading_prefix_cache": False,
+        "request_id": "r",
+        "prompt_token_ids": [0] * 300,
+        "all_token_ids": list(range(300)),
+        "prompt_embeds": None,
+        "num_tokens": 300,
+        "num_prompt_tokens": 300,
+        "num_computed_tokens": 0,
+        "kv_transfer_params": None,
+        "lora_request": None,
+        "cache_salt": salt,
+        "mm_features": [],
+        "skip_reading_prefix_cache": False,
         "resumable": False,
-    }  # fmt: skip
+    }
     return SimpleNamespace(**plain | changes)
 
 
 @pytest.mark.parametrize(
     ("salt", "label"),
     [
-        (None, ""), ("", ""), ("other", ""), ("a", "any-a"), ("abd", "any-a"), ("abc", "exact"), ("x", "exact"),
-        ("exact1", "ab"), ("exact[1]", "ab"), ("A", "exact"), ("Ab", ""),
+        (None, ""),
+        ("", ""),
+        ("other", ""),
+        ("a", "any-a"),
+        ("abd", "any-a"),
+        ("abc", "exact"),
+        ("x", "exact"),
+        ("exact1", "ab"),
+        ("exact[1]", "ab"),
+        ("A", "exact"),
+        ("Ab", ""),
     ],
-)  # fmt: skip
+)
 def test_a_salt_that_stands_in_the_settings_counts_before_patterns_and_the_first_pattern_counts(
     salt: str | None, label: str
 ) -> None:

@@ -173,8 +173,12 @@ def engines(lab: Any) -> list[dict[str, Any]]:
     root = lab.folder / "events"
     results = []
     for name in ("computes", "finds"):
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{root}-{name}",
-                  "replay_endpoint": f"ipc://{root}-{name}-replay"}  # fmt: skip
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"ipc://{root}-{name}",
+            "replay_endpoint": f"ipc://{root}-{name}-replay",
+        }
         llm = {"kv_events_config": events, "max_num_batched_tokens": 512}
         spec = {"root": str(root), "llm": llm, "scenarios": [["kv_events", name == "finds"]]}
         results += lab.run(f"events-{name}", [spec])

@@ -213,8 +213,9 @@ def small_disk(mib: int) -> Iterator[Path]:
 def test_a_disk_smaller_than_the_capacity_is_used_and_never_emptied() -> None:
     with small_disk(48) as root:
         segment = 4096 + 8 * RECORD_BYTES
-        engine = Engine(root, changes={"segment_bytes": segment, "capacity_bytes": 1 << 30,
-                                       "index": {"path": f"{root}-index"}})  # fmt: skip
+        engine = Engine(
+            root, changes={"segment_bytes": segment, "capacity_bytes": 1 << 30, "index": {"path": f"{root}-index"}}
+        )
         saved, fewest = 0, 10**6
         for number in range(80):
             done = engine.save(tokens_of(number), BLOCKS)
@@ -241,8 +242,14 @@ def test_room_that_evicted_files_still_take_is_not_made_once_more() -> None:
 
 def test_a_full_disk_is_not_emptied_while_readers_hold_what_was_evicted() -> None:
     with small_disk(48) as root:
-        engine = Engine(root, changes={"segment_bytes": 4096 + 8 * RECORD_BYTES, "capacity_bytes": 1 << 30,
-                                       "index": {"path": f"{root}-index"}})  # fmt: skip
+        engine = Engine(
+            root,
+            changes={
+                "segment_bytes": 4096 + 8 * RECORD_BYTES,
+                "capacity_bytes": 1 << 30,
+                "index": {"path": f"{root}-index"},
+            },
+        )
         held: dict[int, tuple[int, float]] = {}  # inode -> its descriptor, and when it was seen with a name
         most, fewest = 0, 10**6
         for number in range(100):

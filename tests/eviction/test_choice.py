@@ -28,19 +28,27 @@ def some_sets(draw: st.DrawFn) -> list[SetInfo]:
     n = draw(st.integers(0, 12))
     return [
         SetInfo(
-            set_id, draw(st.sampled_from([A, B])), "x", draw(st.integers(1, 30)), draw(st.floats(0, 100)),
-            draw(st.floats(0, 100)), draw(st.booleans()), draw(st.sampled_from(["", "t", "u"])),
+            set_id,
+            draw(st.sampled_from([A, B])),
+            "x",
+            draw(st.integers(1, 30)),
+            draw(st.floats(0, 100)),
+            draw(st.floats(0, 100)),
+            draw(st.booleans()),
+            draw(st.sampled_from(["", "t", "u"])),
             draw(st.integers(0, 9)),
         )
         for set_id in range(n)
-    ]  # fmt: skip
+    ]
 
 
 sizes = st.integers(0, 200)
 quotas = st.builds(
-    Quotas, st.none() | sizes, st.dictionaries(st.sampled_from([A, B]), st.none() | sizes),
+    Quotas,
+    st.none() | sizes,
+    st.dictionaries(st.sampled_from([A, B]), st.none() | sizes),
     st.dictionaries(st.sampled_from(["t", "u"]), st.none() | sizes),
-)  # fmt: skip
+)
 
 
 def ids(sets: Sequence[SetInfo]) -> list[int]:
@@ -116,9 +124,12 @@ def test_what_is_unused_for_too_long_goes_unless_it_is_pinned() -> None:
 
 def test_what_an_administrator_means() -> None:
     sets = [
-        info(1, 10.0, tenant="t"), info(2, 20.0, namespace=B), info(3, 90.0, tenant="t"), info(4, 95.0),
+        info(1, 10.0, tenant="t"),
+        info(2, 20.0, namespace=B),
+        info(3, 90.0, tenant="t"),
+        info(4, 95.0),
         info(5, 5.0, is_open=True),
-    ]  # fmt: skip
+    ]
 
     def chosen(selection: Selection) -> list[int]:
         choice = Choice(sets, ())
@@ -142,11 +153,17 @@ def test_what_an_administrator_means() -> None:
 def test_quotas_set_at_run_time_win(caplog: pytest.LogCaptureFixture) -> None:
     limits = Quotas(100, {}, {"t": 50, "u": 60})
     assert limits.with_notes({}) == limits and not limits.are_none
-    changed = limits.with_notes({
-        tenant_note("t"): quota_value(70), tenant_note("new"): quota_value(0), tenant_note("u"): quota_value(None),
-        namespace_note(B): quota_value(None), "quota/tenant/bad": b"{}", "quota/namespace/xyz": quota_value(1),
-        "quota/tenant/worse": b'{"bytes": true}',
-    })  # fmt: skip
+    changed = limits.with_notes(
+        {
+            tenant_note("t"): quota_value(70),
+            tenant_note("new"): quota_value(0),
+            tenant_note("u"): quota_value(None),
+            namespace_note(B): quota_value(None),
+            "quota/tenant/bad": b"{}",
+            "quota/namespace/xyz": quota_value(1),
+            "quota/tenant/worse": b'{"bytes": true}',
+        }
+    )
     assert [changed.of_tenant(name) for name in ("t", "new", "u", "bad", "worse", "")] == [
         70,
         0,
@@ -164,9 +181,10 @@ def test_quotas_set_at_run_time_win(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_pins_are_read_the_oldest_first_and_not_when_they_expired(caplog: pytest.LogCaptureFixture) -> None:
     pins = [
-        Pin("late", A, None, "", 20.0, None), Pin("early", B, (b"k" * 16,), "ü", 10.0, 100.0),
+        Pin("late", A, None, "", 20.0, None),
+        Pin("early", B, (b"k" * 16,), "ü", 10.0, 100.0),
         Pin("over", A, None, "", 5.0, 50.0),
-    ]  # fmt: skip
+    ]
     notes = {pin.name: pin.pack() for pin in pins}
     notes |= {"pin/bad": b"x", "pin/list": b"[]", "pin/short": json.dumps({"namespace": 5}).encode()}
     assert read_pins(notes, 50.0) == [pins[1], pins[0]]
@@ -184,8 +202,22 @@ def test_pins_protect_up_to_their_cap_older_ones_first() -> None:
     assert protected_sets(sets, [key], {}, 1000) == frozenset(), "what is pinned is not stored"
 
 
-@given(some_sets(), st.lists(st.builds(Pin, st.text(max_size=2), st.sampled_from([A, B]), st.none() | st.just((A,)),
-                                       st.just(""), st.floats(0, 9), st.none()), max_size=4), sizes)  # fmt: skip
+@given(
+    some_sets(),
+    st.lists(
+        st.builds(
+            Pin,
+            st.text(max_size=2),
+            st.sampled_from([A, B]),
+            st.none() | st.just((A,)),
+            st.just(""),
+            st.floats(0, 9),
+            st.none(),
+        ),
+        max_size=4,
+    ),
+    sizes,
+)
 def test_pins_never_protect_more_than_their_cap(sets: list[SetInfo], pins: list[Pin], max_bytes: int) -> None:
     held = {pin.pin_id: range(0, 12, 2) for pin in pins}
     protected = protected_sets(sets, pins, held, max_bytes)

@@ -307,10 +307,15 @@ def test_room_is_made_in_the_background_before_a_writer_needs_it(tmp_path: Path)
 def test_a_reserve_of_the_disk_is_left_to_others() -> None:
     with small_disk(64) as root:
         segment_bytes = 4096 + 8 * RECORD_BYTES
-        engine = Engine(root, changes={
-            "segment_bytes": segment_bytes, "capacity_bytes": 1 << 30, "index": {"path": f"{root}-index"},
-            "capacity": {"reserve_bytes": 32 << 20},
-        })  # fmt: skip
+        engine = Engine(
+            root,
+            changes={
+                "segment_bytes": segment_bytes,
+                "capacity_bytes": 1 << 30,
+                "index": {"path": f"{root}-index"},
+                "capacity": {"reserve_bytes": 32 << 20},
+            },
+        )
         for number in range(30):
             engine.save(tokens_of(number), BLOCKS)
             disk = os.statvfs(root)
@@ -323,10 +328,12 @@ def test_a_reserve_of_the_disk_is_left_to_others() -> None:
 
 # --- tenants ---
 
-TENANTS = {"tenants": [
-    {"name": "red", "cache_salts": ["red-*"], "quota_bytes": 4 * (4096 + 8 * RECORD_BYTES)},
-    {"name": "blue", "cache_salts": ["blue"]},
-]}  # fmt: skip
+TENANTS = {
+    "tenants": [
+        {"name": "red", "cache_salts": ["red-*"], "quota_bytes": 4 * (4096 + 8 * RECORD_BYTES)},
+        {"name": "blue", "cache_salts": ["blue"]},
+    ]
+}
 
 
 def save_for(engine: Engine, tenant: str, number: int, wait_s: float = 20.0) -> SavePlan | None:

@@ -130,9 +130,15 @@ def test_strange_files_are_passed_over(tmp_path: Path, caplog: pytest.LogCapture
     fill(opened)
     folder = opened.root.folder / NOTES_FOLDER
     for number, text in enumerate(
-        ("{", "[]", '{"name": "worker/x", "value": "", "expires_s": null}', '{"name": "pin/1", "value": 5, '
-         '"expires_s": null}', '{"name": "pin/1", "value": "{}", "expires_s": NaN}', "x" * 5)
-    ):  # fmt: skip
+        (
+            "{",
+            "[]",
+            '{"name": "worker/x", "value": "", "expires_s": null}',
+            '{"name": "pin/1", "value": 5, "expires_s": null}',
+            '{"name": "pin/1", "value": "{}", "expires_s": NaN}',
+            "x" * 5,
+        )
+    ):
         (folder / f"{number}.json").write_text(text)
     (folder / "link.json").symlink_to("/etc/passwd")
     (folder / f".a.json.{'0' * 32}").write_text("a draft")

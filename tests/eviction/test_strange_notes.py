@@ -14,7 +14,12 @@ SPACE = bytes(range(16))
 GOOD = {"namespace": SPACE.hex(), "keys": None, "label": "", "created_s": 1.0, "expires_s": None}
 DEEP = b"[" * 200_000
 STRANGE_PINS = {
-    "nothing": b"", "bytes": b"\xff\xfe", "a list": b"[]", "a number": b"7", "null": b"null", "deep": DEEP,
+    "nothing": b"",
+    "bytes": b"\xff\xfe",
+    "a list": b"[]",
+    "a number": b"7",
+    "null": b"null",
+    "deep": DEEP,
     "no namespace": b"{}",
     **{
         what: json.dumps({**GOOD, **changed}).encode()
@@ -29,12 +34,19 @@ STRANGE_PINS = {
             "keys that are a number": {"keys": 7},
         }.items()
     },
-}  # fmt: skip
+}
 STRANGE_QUOTAS = {
-    "nothing": b"", "bytes": b"\xff\xfe", "a list": b"[]", "null": b"null", "deep": DEEP, "no bytes": b"{}",
-    "text": b'{"bytes": "5"}', "below nothing": b'{"bytes": -1}', "a fraction": b'{"bytes": 1.5}',
+    "nothing": b"",
+    "bytes": b"\xff\xfe",
+    "a list": b"[]",
+    "null": b"null",
+    "deep": DEEP,
+    "no bytes": b"{}",
+    "text": b'{"bytes": "5"}',
+    "below nothing": b'{"bytes": -1}',
+    "a fraction": b'{"bytes": 1.5}',
     "a yes": b'{"bytes": true}',
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", STRANGE_PINS)

@@ -64,8 +64,13 @@ def secret_file(data: bytes, folder: Path) -> None:
     path.write_bytes(data)
     for name in ("index.password_file", "server.admin_token_file"):
         group, key = name.split(".")
-        settings = Settings.load({"root": "/mnt/kv", group: {key: str(path)}, "index": {
-            "kind": "redis", "url": "redis://h/0"} | ({key: str(path)} if group == "index" else {})})  # fmt: skip
+        settings = Settings.load(
+            {
+                "root": "/mnt/kv",
+                group: {key: str(path)},
+                "index": {"kind": "redis", "url": "redis://h/0"} | ({key: str(path)} if group == "index" else {}),
+            }
+        )
         try:
             settings.index.secret()
             settings.server.tokens()
@@ -77,12 +82,15 @@ def secret_file(data: bytes, folder: Path) -> None:
 SEEDS = {
     "settings_file": [TENANTS.encode()],
     "environment": [
-        b"ROOT=/mnt/kv\nIO__THREADS=4\nCAPACITY__TENANTS=[{\"name\": \"a\", \"cache_salts\": [\"b\"]}]\n",
+        b'ROOT=/mnt/kv\nIO__THREADS=4\nCAPACITY__TENANTS=[{"name": "a", "cache_salts": ["b"]}]\n',
         b"ROOT=/mnt/kv\nSAVE_GENERATED=true\nMIN_LOAD_TOKENS=auto\nINDEX__URL=redis://u:p@h:1/2\nINDEX__KIND=redis\n",
     ],
-    "connector_config": [json.dumps(one).encode() for one in (
-        {"root": "/mnt/kv", "io": {"threads": 4}, "capacity": {"tenants": [{"name": "a", "cache_salts": ["b"]}]}},
-        {"root": "/mnt/kv", "index": {"kind": "redis", "url": "redis://h:1/2"}, "min_load_tokens": 5, "epoch": 1},
-    )],
+    "connector_config": [
+        json.dumps(one).encode()
+        for one in (
+            {"root": "/mnt/kv", "io": {"threads": 4}, "capacity": {"tenants": [{"name": "a", "cache_salts": ["b"]}]}},
+            {"root": "/mnt/kv", "index": {"kind": "redis", "url": "redis://h:1/2"}, "min_load_tokens": 5, "epoch": 1},
+        )
+    ],
     "secret_file": [b"a secret of many characters\n", b"0123456789abcdef0123456789abcdef"],
-}  # fmt: skip
+}

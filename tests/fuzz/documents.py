@@ -33,18 +33,39 @@ from tests.support.rig import geometry, namespace
 
 SPACE = namespace(geometry())
 MODEL = {
-    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "gptq", "bits": 4},
-}  # fmt: skip
-MOE = MODEL | {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
-               "mlp_only_layers": [1], "decoder_sparse_step": 1}  # fmt: skip
+}
+MOE = MODEL | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [1],
+    "decoder_sparse_step": 1,
+}
 LATENT = MODEL | {
-    "model_type": "deepseek_v3", "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4,
-    "q_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_layer_freq": 1,
-    "moe_intermediate_size": 32, "n_shared_experts": 1,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "q_lora_rank": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+}
 CALIBRATION = Calibration(Choice("ring", 4, 65536), 1e9, None, 1e-4, 0.5, ("because",))
 KEY = {"host": "here", "threads": None}
 TENSORS = {
@@ -153,8 +174,15 @@ def notes(data: bytes, folder: Path) -> None:
     """As all notes that kvtier reads, in one index: room is made and the root is swept beside them all the same."""
     index = _index(folder)
     name = data[:40].decode("utf-8", "replace")
-    for place in ("pin/a", limits.tenant_note("t"), limits.namespace_note(bytes(16)), SWEPT_NOTE,
-                  f"{PREFIX}{7:016x}", f"pin/{name}", f"quota/namespace/{name}"):  # fmt: skip
+    for place in (
+        "pin/a",
+        limits.tenant_note("t"),
+        limits.namespace_note(bytes(16)),
+        SWEPT_NOTE,
+        f"{PREFIX}{7:016x}",
+        f"pin/{name}",
+        f"quota/namespace/{name}",
+    ):
         index.put_note(place, data, None)
     index.put_note(f"{PREFIX}{name}", Removal(7, bytes(16), 5, "").pack(), None)
     index.create_set(INFO)
@@ -175,10 +203,18 @@ def transfer_params(data: bytes, _: Path) -> None:
     except (ValueError, RecursionError):
         return
     asked = SimpleNamespace(
-        request_id="r", all_token_ids=[1] * 64, prompt_token_ids=[1] * 64, num_prompt_tokens=64, prompt_embeds=None,
+        request_id="r",
+        all_token_ids=[1] * 64,
+        prompt_token_ids=[1] * 64,
+        num_prompt_tokens=64,
+        prompt_embeds=None,
         kv_transfer_params=switches,
-        lora_request=None, cache_salt=None, mm_features=[], skip_reading_prefix_cache=False, resumable=False,
-    )  # fmt: skip
+        lora_request=None,
+        cache_salt=None,
+        mm_features=[],
+        skip_reading_prefix_cache=False,
+        resumable=False,
+    )
     view = view_of(asked, 16, Adapters())
     if isinstance(switches, dict):
         assert view.may_load is not True or switches.get("kvtier_load", True) is True
@@ -194,7 +230,8 @@ def _json(*values: object) -> list[bytes]:
 SEEDS = {
     "namespace_file": [SPACE.canonical_json().encode()],
     "owner_file": _json(
-        {"node": {"host": "here", "machine": "5d1c"}, "index_path": "index"}, {"root_id": "9f2c"},
+        {"node": {"host": "here", "machine": "5d1c"}, "index_path": "index"},
+        {"root_id": "9f2c"},
         {"node": {"host": "here", "machine": "5d1c"}, "index_path": "/var/tmp/index"},
         {"node": {"host": "here", "machine": "5d1c"}, "index_path": None},
     ),
@@ -207,15 +244,33 @@ SEEDS = {
     "token_list": [b"[1, 2, 3]", b"1 2 3"],
     "worker_report": [
         WorkerReport(
-            owner="o", host="h", pid=1, kvtier_version="1", engine="vllm", engine_version="0", model="m",
-            namespace="ab" * 16, ranks=1, started_s=1.0, at_s=2.0, interval_s=1.0, counters={"lookup_tokens": 5.0},
+            owner="o",
+            host="h",
+            pid=1,
+            kvtier_version="1",
+            engine="vllm",
+            engine_version="0",
+            model="m",
+            namespace="ab" * 16,
+            ranks=1,
+            started_s=1.0,
+            at_s=2.0,
+            interval_s=1.0,
+            counters={"lookup_tokens": 5.0},
         ).note()
     ],
     "notes": [
-        *_json({"namespace": "ab" * 16, "keys": ["cd" * 16], "label": "l", "created_s": 1.0, "expires_s": None},
-            {"bytes": 5}),
-        Removal(7, bytes(16), 5, "ü").pack(), struct.pack("<d", 5.0), struct.pack("<QQQB", 7, 1, 1, 1),
-        b"-1", b"f" * 17, b"0x7", b"1" * 40,
+        *_json(
+            {"namespace": "ab" * 16, "keys": ["cd" * 16], "label": "l", "created_s": 1.0, "expires_s": None},
+            {"bytes": 5},
+        ),
+        Removal(7, bytes(16), 5, "ü").pack(),
+        struct.pack("<d", 5.0),
+        struct.pack("<QQQB", 7, 1, 1, 1),
+        b"-1",
+        b"f" * 17,
+        b"0x7",
+        b"1" * 40,
     ],
     "transfer_params": _json({"kvtier_load": False, "kvtier_save": True}, {"other": 1}, None, {}),
-}  # fmt: skip
+}

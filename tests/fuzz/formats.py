@@ -92,14 +92,17 @@ def file_name(data: bytes, _: Path) -> None:
 
 
 SEEDS = {
-    "segment_header": [SEGMENT.pack(), SegmentHeader(SPACE, 2**64 - 1, 9999, 1, 2 * PAGE_BYTES, Extent(9, 1, 3, 1),
-        PAGE_BYTES, 0).pack()],
+    "segment_header": [
+        SEGMENT.pack(),
+        SegmentHeader(SPACE, 2**64 - 1, 9999, 1, 2 * PAGE_BYTES, Extent(9, 1, 3, 1), PAGE_BYTES, 0).pack(),
+    ],
     "record_header": [RECORD.pack()],
     "index_entry": [
-        entry.pack([AT], WHOLE), entry.pack([AT._replace(extent=HALF, checksums=(1, 2, 3, 4))], WHOLE),
+        entry.pack([AT], WHOLE),
+        entry.pack([AT._replace(extent=HALF, checksums=(1, 2, 3, 4))], WHOLE),
         entry.pack([Location(n, 0, n, PAGE_BYTES, Extent(n, 1, 0, 8), AT.checksums) for n in range(4)], WHOLE),
     ],
     "index_set": [values.pack_set(INFO), values.pack_set(SetInfo(1, SPACE, "", 1, 0.0, 0.0))],
     "index_note": [values.pack_note(b"value", None), values.pack_note(b"", 5.0)],
     "file_name": [b"00000000000000ff-0001.kvseg", b"1a20056a031145bc-9999.kvseg"],
-}  # fmt: skip
+}

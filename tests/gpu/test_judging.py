@@ -20,8 +20,14 @@ TOKEN_BYTES = 1000
 def reload_row(seconds: float, rates: tuple[float, float]) -> dict[str, Any]:
     """One reload of 100 tokens, with a direct read right before and right after."""
     counted = {"load_bytes": 100.0 * TOKEN_BYTES, "load_seconds": seconds / 2}
-    return {"tokens": 100, "hit_tokens": 100, "ttft_s": seconds, "token": 7, "counted": counted,
-            "reads": [{"bytes_s": rate, "again_bytes_s": rate} for rate in rates]}  # fmt: skip
+    return {
+        "tokens": 100,
+        "hit_tokens": 100,
+        "ttft_s": seconds,
+        "token": 7,
+        "counted": counted,
+        "reads": [{"bytes_s": rate, "again_bytes_s": rate} for rate in rates],
+    }
 
 
 def disk_results(*reloads: dict[str, Any]) -> dict[str, Any]:
@@ -45,9 +51,12 @@ def test_without_reads_around_it_the_limit_of_the_run_counts() -> None:
 
 
 def windows(stored: int, *pairs: tuple[float, float]) -> dict[str, Any]:
-    return {"window_s": 12.0, "pairs": [
-        {"on": {"tokens_s": on, "stored_chunks": [stored, 390]}, "off": {"tokens_s": off}} for on, off in pairs
-    ]}  # fmt: skip
+    return {
+        "window_s": 12.0,
+        "pairs": [
+            {"on": {"tokens_s": on, "stored_chunks": [stored, 390]}, "off": {"tokens_s": off}} for on, off in pairs
+        ],
+    }
 
 
 def test_decoding_is_compared_within_pairs() -> None:

@@ -37,13 +37,16 @@ def process(parts: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return {
         "shared_prefix": {"answers": parts[0], "counted": {"rchar": 9000.0, "file_read_bytes": 5120.0}},
         "mixed_rounds": {
-            "rounds": rounds, "counted": {"evicted_bytes": 7.0}, "most_on_disk": 1000,
+            "rounds": rounds,
+            "counted": {"evicted_bytes": 7.0},
+            "most_on_disk": 1000,
             "memory": [{"device_used": 5 << 30, "own_max": 2 << 30, "mapped_max": 1 << 20}],
             "arenas": [{"device": ARENA, "host": ARENA}],
         },
         "watch": [{"saved": [blocks], "loaded": [deepcopy(blocks)], "failed_loads": 0}],
-        "counters": {}, "store_mix": {"most_on_disk": 0},
-    }  # fmt: skip
+        "counters": {},
+        "store_mix": {"most_on_disk": 0},
+    }
 
 
 def judged(loaded: list[list[dict[str, Any]]], other_order: list[list[dict[str, Any]]]) -> dict[str, Any]:

@@ -18,19 +18,20 @@ U64 = st.integers(0, 2**64 - 1)
 @st.composite
 def extents(draw: st.DrawFn) -> Extent:
     first_layer, first_head = draw(st.integers(0, 5)), draw(st.integers(0, 3))
-    return Extent(
-        first_layer, draw(st.integers(1, 6 - first_layer)), first_head, draw(st.integers(1, 4 - first_head))
-    )  # fmt: skip
+    return Extent(first_layer, draw(st.integers(1, 6 - first_layer)), first_head, draw(st.integers(1, 4 - first_head)))
 
 
 @st.composite
 def locations(draw: st.DrawFn) -> Location:
     extent = draw(extents())
     return Location(
-        draw(U64), draw(st.integers(0, 2**16 - 1)), draw(st.integers(0, 2**32 - 1)),
-        draw(st.integers(1, 2**40)) * 4096, extent,
+        draw(U64),
+        draw(st.integers(0, 2**16 - 1)),
+        draw(st.integers(0, 2**32 - 1)),
+        draw(st.integers(1, 2**40)) * 4096,
+        extent,
         tuple(draw(st.lists(U64, min_size=extent.n_heads, max_size=extent.n_heads))),
-    )  # fmt: skip
+    )
 
 
 ENTRIES = st.lists(locations(), min_size=1, max_size=6, unique_by=entry.place)
@@ -46,12 +47,13 @@ def test_round_trip(written: list[Location]) -> None:
 
 def test_the_bytes_are_those_of_the_table() -> None:
     """A change of these bytes is a change of the format."""
-    value = entry.pack([Location(0x0102030405060708, 9, 0x0A0B0C0D, 4096, Extent(0, 2, 1, 1), (0x1122334455667788,))],
-                       Extent(0, 2, 1, 1))  # fmt: skip
+    value = entry.pack(
+        [Location(0x0102030405060708, 9, 0x0A0B0C0D, 4096, Extent(0, 2, 1, 1), (0x1122334455667788,))],
+        Extent(0, 2, 1, 1),
+    )
     assert value.hex() == (
-        "01" "0000020001000100"
-        "0807060504030201" "0900" "0d0c0b0a" "0010000000000000" "0000020001000100" "8877665544332211"
-    )  # fmt: skip
+        "010000020001000100080706050403020109000d0c0b0a001000000000000000000200010001008877665544332211"
+    )
 
 
 @given(ENTRIES)

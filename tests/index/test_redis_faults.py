@@ -222,9 +222,17 @@ def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
         fill(index, wanted)
         ids = [one.cli("cluster", "myid") for one in servers]
         servers[0].cli(
-            "--cluster", "reshard", f"127.0.0.1:{servers[0].port}", "--cluster-from", ids[0], "--cluster-to", ids[1],
-            "--cluster-slots", "3000", "--cluster-yes",
-        )  # fmt: skip
+            "--cluster",
+            "reshard",
+            f"127.0.0.1:{servers[0].port}",
+            "--cluster-from",
+            ids[0],
+            "--cluster-to",
+            ids[1],
+            "--cluster-slots",
+            "3000",
+            "--cluster-yes",
+        )
         assert len(index.resolve(wanted)) == 200
         assert index.remove_set(1) == 200
         assert index.counts() == IndexCounts(0, 0, 0, 0)

@@ -43,9 +43,13 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.mark.parametrize(
     "url",
-    ["redis://redis.test:6379/0", "rediss://redis.test:6379/0", "redis+cluster://redis.test:6379",
-     "redis+sentinel://redis.test:26379/kv"],
-)  # fmt: skip
+    [
+        "redis://redis.test:6379/0",
+        "rediss://redis.test:6379/0",
+        "redis+cluster://redis.test:6379",
+        "redis+sentinel://redis.test:26379/kv",
+    ],
+)
 def test_lookups_do_not_wait_for_a_name_server(hanging: threading.Event, url: str) -> None:
     index = RedisIndex(index_settings(url))
     breaker = Breaker(BreakerPlan(3, 0.5, 15.0), random.Random(1))

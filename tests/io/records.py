@@ -29,8 +29,16 @@ class Record:
         self.slabs = rng.randbytes(slab_bytes * n_slabs)
         extent = Extent(FIRST_LAYER, 2, FIRST_HEAD, n_slabs)
         self.header = RecordHeader(
-            self.key, bytes(16), b"n" * 16, slab_bytes, 256, 7, extent, 99, (0,) * n_slabs,
-        )  # fmt: skip
+            self.key,
+            bytes(16),
+            b"n" * 16,
+            slab_bytes,
+            256,
+            7,
+            extent,
+            99,
+            (0,) * n_slabs,
+        )
         self.buffer.view[:PAGE_BYTES] = self.header.pack()
         self.buffer.view[PAGE_BYTES : self.n_bytes] = self.slabs
 

@@ -93,9 +93,12 @@ def test_many_reads_of_several_files(
 
 def test_tuned(kvikio: FakeKvikio, reader: KvikioReader) -> None:
     assert kvikio.settings == {
-        "num_threads": 2, "task_size": PIECE, "bounce_buffer_size": PIECE, "auto_direct_io_read": True,
+        "num_threads": 2,
+        "task_size": PIECE,
+        "bounce_buffer_size": PIECE,
+        "auto_direct_io_read": True,
         "gds_threshold": 1,
-    }  # fmt: skip
+    }
 
 
 def test_the_open_file_is_read_not_its_name(
@@ -193,9 +196,14 @@ def test_a_piece_that_comes_short(
 
 @pytest.mark.parametrize(
     ("fault", "error"),
-    [(OSError(errno.ESTALE, "stale"), errno.ESTALE), (OSError("nameless"), errno.EIO), (RuntimeError("cuFile error: 5"),
-      errno.EIO), (ValueError("x"), errno.EIO), (MemoryError(), errno.EIO)],
-)  # fmt: skip
+    [
+        (OSError(errno.ESTALE, "stale"), errno.ESTALE),
+        (OSError("nameless"), errno.EIO),
+        (RuntimeError("cuFile error: 5"), errno.EIO),
+        (ValueError("x"), errno.EIO),
+        (MemoryError(), errno.EIO),
+    ],
+)
 def test_a_fault_is_its_operations_alone(
     fault: Exception, error: int, kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
 ) -> None:
@@ -303,9 +311,12 @@ def test_close_leaves_hanging_reads_their_files(kvikio: FakeKvikio, target: Alig
 
 
 def test_what_kvikio_does_not_take_back_is_kept_and_the_rest_given_back(
-    kvikio: FakeKvikio, target: AlignedBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    kvikio: FakeKvikio,
+    target: AlignedBuffer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(kvikio_engine, "cufile_state", lambda _: cufile_state(None)._replace(mode="gds"))
     reader = reader_of(kvikio, target)
     for name in "ab":
@@ -343,10 +354,15 @@ def test_refused_operations(reader: KvikioReader, target: AlignedBuffer, tmp_pat
     with (tmp_path / "segment").open("rb") as file:
         fine = op_of(file.fileno(), target)
         for change in (
-            {"on_device": False}, {"checksums": (1, 2, 3)}, {"offset": 100}, {"address": target.address + 1},
-            {"slab_bytes": 100}, {"n_slabs": 0}, {"address": target.address - PAGE_BYTES},
+            {"on_device": False},
+            {"checksums": (1, 2, 3)},
+            {"offset": 100},
+            {"address": target.address + 1},
+            {"slab_bytes": 100},
+            {"n_slabs": 0},
+            {"address": target.address - PAGE_BYTES},
             {"address": target.address + target.n_bytes - PAGE_BYTES},
-        ):  # fmt: skip
+        ):
             with pytest.raises(ValueError):
                 reader.submit([fine, fine._replace(**change)])
         with pytest.raises(TierUnavailable, match="cannot open"):

@@ -57,8 +57,9 @@ class Reads:
         address = self.target.address + self.used_pages * PAGE_BYTES
         self.used_pages += slab_pages * n_slabs
         sums = None if on_device else sums_of(page, slab_pages, n_slabs)
-        return ReadOp(self.fd, page * PAGE_BYTES, address, slab_pages * PAGE_BYTES, n_slabs, KEY, HEAD, LAYER, sums,
-                      on_device)  # fmt: skip
+        return ReadOp(
+            self.fd, page * PAGE_BYTES, address, slab_pages * PAGE_BYTES, n_slabs, KEY, HEAD, LAYER, sums, on_device
+        )
 
     def got(self, op: ReadOp) -> bytes:
         start = op.address - self.target.address
@@ -98,9 +99,15 @@ STEPS = st.lists(st.tuples(st.sampled_from(DISTANCES), st.integers(1, 3), st.int
 )
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_asked_for_is_as_if_read_one_by_one(
-    full: int, steps: list[tuple[int, int, int]], order: str, batches: int, threads: int, piece_pages: int, end: int,
+    full: int,
+    steps: list[tuple[int, int, int]],
+    order: str,
+    batches: int,
+    threads: int,
+    piece_pages: int,
+    end: int,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     """The model: all bytes and sums of a read that the file holds whole, ENODATA for any other."""
     with open(f"/proc/self/fd/{full}", "wb") as file:
         file.write(CONTENT[:end])

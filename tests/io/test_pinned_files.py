@@ -154,9 +154,14 @@ def test_what_cannot_be_pinned(cuda: CudaDouble, fd: int, memory_fd: int, record
     with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
         on_disk = [] if os.fstatvfs(fd).f_fsid == os.fstatvfs(memory_fd).f_fsid else [(fd, PAGE_BYTES)]
         for number, end in [
-            *on_disk, (read_only, PAGE_BYTES), (memory_fd, size(memory_fd) + PAGE_BYTES), (memory_fd, 100),
-            (memory_fd, 0), (memory_fd, -PAGE_BYTES), (-1, PAGE_BYTES),
-        ]:  # fmt: skip
+            *on_disk,
+            (read_only, PAGE_BYTES),
+            (memory_fd, size(memory_fd) + PAGE_BYTES),
+            (memory_fd, 100),
+            (memory_fd, 0),
+            (memory_fd, -PAGE_BYTES),
+            (-1, PAGE_BYTES),
+        ]:
             with pytest.raises(OSError, match="Invalid argument|Bad file descriptor"):
                 ring.pin_file(number, end)
         cuda.fail("cuMemHostRegister")
@@ -177,8 +182,11 @@ def test_a_call_that_fails_is_an_error_of_its_operation_alone(
         cuda.fail(call, after=4)
         found = [read(ring, memory_fd, [record]) for record in records]  # together they would be one run
         assert [errors for errors, _, _ in found] == [[0]] * 4 + [[errno.EREMOTEIO]] + [[0]]
-        assert all(hold(targets, [r]) == [True] for (errors, targets, _), r in zip(found, records, strict=True)
-                   if errors == [0])  # fmt: skip
+        assert all(
+            hold(targets, [r]) == [True]
+            for (errors, targets, _), r in zip(found, records, strict=True)
+            if errors == [0]
+        )
 
 
 def test_a_file_that_a_broken_device_may_read_stays(cuda: CudaDouble, memory_fd: int, records: list[Record]) -> None:
@@ -207,10 +215,20 @@ def test_few_copies_are_on_their_way_and_other_work_goes_on(cuda: CudaDouble, tm
         ring.pin_file(memory_fd, size(memory_fd))
         cuda.close_gate()
         ops = [
-            ReadOp(memory_fd, PAGE_BYTES + i * (PAGE_BYTES + slab_bytes), target.address + i * slab_bytes, slab_bytes,
-                   1, bytes(16), 0, 0, None, True)
+            ReadOp(
+                memory_fd,
+                PAGE_BYTES + i * (PAGE_BYTES + slab_bytes),
+                target.address + i * slab_bytes,
+                slab_bytes,
+                1,
+                bytes(16),
+                0,
+                0,
+                None,
+                True,
+            )
             for i in range(4)
-        ]  # fmt: skip
+        ]
         batch = ring.submit(ops)
         cuda.wait_until_copying(4)
         new = Record(5, PAGE_BYTES, 2)
@@ -230,11 +248,15 @@ def test_ordinary_reads_take_turns_with_them(cuda: CudaDouble, memory_fd: int, r
         ring.pin_file(memory_fd, size(memory_fd))
         cuda.delay(0.005)
         pinned = [
-            ring.submit([
-                records[0].read_op(memory_fd, target, None)._replace(
-                    on_device=True, address=target.address + i * records[0].n_bytes)
-            ]) for i in range(200)
-        ]  # fmt: skip
+            ring.submit(
+                [
+                    records[0]
+                    .read_op(memory_fd, target, None)
+                    ._replace(on_device=True, address=target.address + i * records[0].n_bytes)
+                ]
+            )
+            for i in range(200)
+        ]
         read = ring.submit([records[1].read_op(memory_fd, host, None)])
         assert read.wait(TIMEOUT_S) and not pinned[-1].wait(0)
         assert all(batch.wait(TIMEOUT_S) for batch in pinned)

@@ -164,9 +164,20 @@ def test_many_threads_submit(ring: Ring, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"offset": 100}, {"offset": -4096}, {"address": 4097}, {"address": 0}, {"slab_bytes": 100}, {"slab_bytes": 0},
-     {"n_slabs": 0}, {"n_slabs": 497}, {"n_slabs": -1}, {"key": b"short"}, {"slab_bytes": 1 << 62}],
-)  # fmt: skip
+    [
+        {"offset": 100},
+        {"offset": -4096},
+        {"address": 4097},
+        {"address": 0},
+        {"slab_bytes": 100},
+        {"slab_bytes": 0},
+        {"n_slabs": 0},
+        {"n_slabs": 497},
+        {"n_slabs": -1},
+        {"key": b"short"},
+        {"slab_bytes": 1 << 62},
+    ],
+)
 def test_operations_that_are_not_whole_pages_are_refused(ring: Ring, fd: int, change: dict[str, object]) -> None:
     record = Record(1, PAGE_BYTES, 1)
     op = record.write_op(fd)

@@ -12,12 +12,23 @@ import pytest
 
 NATIVE = Path(__file__).parents[2] / "kvtier" / "io" / "native"
 SOURCES = [
-    "batch.cpp", "checksum.cpp", "crc32.cpp", "cuda_driver.cpp", "device_stage.cpp", "engine.cpp",
-    "neighbours.cpp", "pinned.cpp", "pinned_files.cpp", "transfer.cpp",
-]  # fmt: skip
+    "batch.cpp",
+    "checksum.cpp",
+    "crc32.cpp",
+    "cuda_driver.cpp",
+    "device_stage.cpp",
+    "engine.cpp",
+    "neighbours.cpp",
+    "pinned.cpp",
+    "pinned_files.cpp",
+    "transfer.cpp",
+]
 TESTS = [
-    "native_test.cpp", "native_neighbours_test.cpp", "native_device_test.cpp", "native_pinned_test.cpp",
-]  # fmt: skip
+    "native_test.cpp",
+    "native_neighbours_test.cpp",
+    "native_device_test.cpp",
+    "native_pinned_test.cpp",
+]
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
@@ -46,9 +57,18 @@ def test_native_code_is_clean(sanitizer: str, tmp_path: Path, tmpfs: Path | None
         pytest.skip(f"{COMPILER} has no runtime for -fsanitize={sanitizer} here")
     program, double = tmp_path / "native_test", tmp_path / "fake_cuda.so"
     command = [
-        COMPILER, "-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized",
-        f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all",
-    ]  # fmt: skip
+        COMPILER,
+        "-std=c++17",
+        "-O1",
+        "-g",
+        "-pthread",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-maybe-uninitialized",
+        f"-fsanitize={sanitizer}",
+        "-fno-sanitize-recover=all",
+    ]
     sources = [*(str(HERE / test) for test in TESTS), *(str(NATIVE / source) for source in SOURCES)]
     _build([*command, f"-I{NATIVE}", *sources, "-ldl", "-o", str(program)])
     _build([*command, "-fPIC", "-shared", str(HERE / "fake_cuda.cpp"), "-o", str(double)])
@@ -56,8 +76,10 @@ def test_native_code_is_clean(sanitizer: str, tmp_path: Path, tmpfs: Path | None
     silenced = tmp_path / "silenced"
     silenced.write_text("race:dl_deallocate_tls\n")
     environment = {
-        **os.environ, "TSAN_OPTIONS": f"halt_on_error=1:suppressions={silenced}", "UBSAN_OPTIONS": "print_stacktrace=1"
-    }  # fmt: skip
+        **os.environ,
+        "TSAN_OPTIONS": f"halt_on_error=1:suppressions={silenced}",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
     command = [str(program), str(tmp_path), str(double), str(tmpfs or "")]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert run.returncode == 0 and run.stdout == "passed\n", run.stderr[-5000:]

@@ -30,8 +30,16 @@ def main() -> None:
     numbers = ("page_layer", "slab_layer", "first_head", "n_heads", "n_blocks", "slab_bytes")
     types = {"planes": "*i64", "table": "*i64"} | dict.fromkeys(numbers, "i32")
     for to_pages, row in ((False, 32), (True, 32), (False, 20), (True, 144)):
-        constants = {"K_ROW": row, "V_ROW": 0 if row == 144 else row, "BLOCK_TOKENS": 16, "WORD": tl.int64,
-                     "WORD_BYTES": 8, "VECTOR": 2, "TO_PAGES": to_pages, "TILE": tile}  # fmt: skip
+        constants = {
+            "K_ROW": row,
+            "V_ROW": 0 if row == 144 else row,
+            "BLOCK_TOKENS": 16,
+            "WORD": tl.int64,
+            "WORD_BYTES": 8,
+            "VECTOR": 2,
+            "TO_PAGES": to_pages,
+            "TILE": tile,
+        }
         compiled(device._move, types, constants, warps)
     walk = device_checksum.WALKS[0]
     types = {"table": "*i64", "sums": "*i64", "n_pages": "i32", "n_parts": "i32"}

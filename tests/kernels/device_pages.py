@@ -12,12 +12,19 @@ from tests.kernels.device_rig import DEVICE
 
 GUARD = 256
 ORDERS = {  # axes of [layer, block, head, token, content] from the outermost in memory inwards
-    "LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "LHBNC": (0, 2, 1, 3, 4),
-    "BLHNC": (1, 0, 2, 3, 4), "BLNHC": (1, 0, 3, 2, 4), "BHLNC": (1, 2, 0, 3, 4),
-}  # fmt: skip
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
 FLASH = {  # the same axes, of which each token's content is one of K and V
-    "B2NHD": (0, 1, 5, 3, 2, 4), "B2HND": (0, 1, 5, 2, 3, 4), "2BNHD": (0, 5, 1, 3, 2, 4), "2BHND": (0, 5, 1, 2, 3, 4),
-}  # fmt: skip
+    "B2NHD": (0, 1, 5, 3, 2, 4),
+    "B2HND": (0, 1, 5, 2, 3, 4),
+    "2BNHD": (0, 5, 1, 3, 2, 4),
+    "2BHND": (0, 5, 1, 2, 3, 4),
+}
 LAYOUTS = (*ORDERS, *FLASH)
 """Of models whose K and V are alike. MLA's are "mla3" and "mla4"."""
 

@@ -21,7 +21,12 @@ def lines_of(module: str, cache: Path, timeout_s: float) -> list[Any]:
     environment.pop("TRITON_INTERPRET", None)
     answer = subprocess.run(
         [sys.executable, "-m", module],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
     assert answer.returncode == 0, answer.stderr[-2000:]
     return [json.loads(line) for line in answer.stdout.splitlines()]

@@ -82,11 +82,17 @@ def test_nothing_around_the_slabs_counts_and_nothing_is_written() -> None:
     assert sums([run]) != first
 
 
-@pytest.mark.parametrize("slabs", [
-    torch.zeros(1, 4095, dtype=torch.uint8), torch.zeros(1, 4104, dtype=torch.uint8),
-    torch.zeros(1, 8192, dtype=torch.uint8)[:, ::2], torch.zeros(1, 4096, dtype=torch.int8),
-    torch.zeros(4096, dtype=torch.uint8), torch.zeros(8192, dtype=torch.uint8)[8:4104].view(1, 4096),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "slabs",
+    [
+        torch.zeros(1, 4095, dtype=torch.uint8),
+        torch.zeros(1, 4104, dtype=torch.uint8),
+        torch.zeros(1, 8192, dtype=torch.uint8)[:, ::2],
+        torch.zeros(1, 4096, dtype=torch.int8),
+        torch.zeros(4096, dtype=torch.uint8),
+        torch.zeros(8192, dtype=torch.uint8)[8:4104].view(1, 4096),
+    ],
+)
 def test_what_cannot_be_summed_is_refused(slabs: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="slabs"):
         device_checksum.slab_checksums([SlabRun(slabs, bytes(16), 0, 0)])

@@ -89,8 +89,13 @@ def _cases(draw: st.DrawFn) -> tuple[Cache, list[tuple[Patch, tuple[int, ...], i
     block_ids = draw(st.permutations(range(cache.blocks)))
     for _ in range(draw(st.integers(1, 3))):
         n_blocks, n_layers, n_heads = draw(st.integers(1, 2)), draw(st.integers(1, layers)), draw(st.integers(1, heads))
-        patch = Patch(draw(st.integers(0, 2)), draw(st.integers(0, layers - n_layers)), n_layers,
-                      draw(st.integers(0, heads - n_heads)), n_heads)  # fmt: skip
+        patch = Patch(
+            draw(st.integers(0, 2)),
+            draw(st.integers(0, layers - n_layers)),
+            n_layers,
+            draw(st.integers(0, heads - n_heads)),
+            n_heads,
+        )
         parts.append((patch, tuple(block_ids[:n_blocks]), draw(st.integers(0, n_blocks))))
         block_ids = block_ids[n_blocks:]
     return cache, parts, draw(st.sampled_from([0, 0, 8, 2, 1]))
@@ -144,12 +149,18 @@ GOOD = Patch(0, 0, 2, 0, 2)
 @pytest.mark.parametrize(
     ("patch", "block_ids", "first_block", "heads"),
     [
-        (GOOD, (0, 8), 0, 2), (GOOD, (-1, 0), 0, 2), (GOOD, (0, 1 << 40), 0, 2), (GOOD, (0, 1), -1, 2),
-        (Patch(0, 2, 2, 0, 2), (0, 1), 0, 2), (Patch(0, 0, 2, 1, 2), (0, 1), 0, 2),
+        (GOOD, (0, 8), 0, 2),
+        (GOOD, (-1, 0), 0, 2),
+        (GOOD, (0, 1 << 40), 0, 2),
+        (GOOD, (0, 1), -1, 2),
+        (Patch(0, 2, 2, 0, 2), (0, 1), 0, 2),
+        (Patch(0, 0, 2, 1, 2), (0, 1), 0, 2),
         (Patch(0, -1, 2, 0, 2), (0, 1), 0, 2),
-        (Patch(3, 0, 2, 0, 2), (0, 1), 0, 2), (GOOD, (0, 1), 0, 1), (GOOD, (0, 1, 2, 3, 4), 0, 2),
+        (Patch(3, 0, 2, 0, 2), (0, 1), 0, 2),
+        (GOOD, (0, 1), 0, 1),
+        (GOOD, (0, 1, 2, 3, 4), 0, 2),
     ],
-)  # fmt: skip
+)
 def test_what_is_out_of_range_is_refused_before_anything_moves(
     patch: Patch, block_ids: tuple[int, ...], first_block: int, heads: int
 ) -> None:
@@ -164,10 +175,14 @@ def test_what_is_out_of_range_is_refused_before_anything_moves(
     assert torch.equal(buffer, was)
 
 
-@pytest.mark.parametrize("slabs", [
-    torch.zeros(2, 32768, dtype=torch.uint8)[:, ::2], torch.zeros(2, 16384, dtype=torch.int8),
-    torch.zeros(2, 16384, dtype=torch.uint8, device="meta"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "slabs",
+    [
+        torch.zeros(2, 32768, dtype=torch.uint8)[:, ::2],
+        torch.zeros(2, 16384, dtype=torch.int8),
+        torch.zeros(2, 16384, dtype=torch.uint8, device="meta"),
+    ],
+)
 def test_other_slabs_are_refused(slabs: torch.Tensor) -> None:
     cache = Cache("B2NHD")
     mover = device.DevicePages(cache.pages(noise(cache.n_bytes, 1)))

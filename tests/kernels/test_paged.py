@@ -77,8 +77,9 @@ def test_scatter_puts_back_and_leaves_the_rest(
     HostPages(two).scatter([Move(patch, tuple(CHUNK_BLOCKS), slabs, first_block)])
     written = set(CHUNK_BLOCKS[first_block:])
     for number in range(LAYERS):
-        for a, b, want in zip(one.layers[number].planes, two.layers[number].planes, source.layers[number].planes,
-                              strict=True):  # fmt: skip
+        for a, b, want in zip(
+            one.layers[number].planes, two.layers[number].planes, source.layers[number].planes, strict=True
+        ):
             for block in range(N_BLOCKS):
                 expected = want[block] if number < 2 and block in written else torch.zeros_like(want[block])
                 assert torch.equal(a[block].contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))

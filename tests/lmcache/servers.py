@@ -30,10 +30,14 @@ _MOVED = re.compile(r"\[seq (\d+)/(cold|warm)\] (STORE|RETRIEVE): (\w+) ")
 
 def adapter(root: Path) -> str:
     room = {"capacity_bytes": "512MiB", "segment_bytes": "32MiB", "host": {"arena_bytes": "32MiB"}}
-    return json.dumps({
-        "type": "native_plugin", "module_path": "kvtier.connectors.lmcache", "class_name": "KVTierConnector",
-        "adapter_params": {"settings": {"root": str(root), **SMALL, **room}, "object_bytes": [OBJECT_BYTES]},
-    })  # fmt: skip
+    return json.dumps(
+        {
+            "type": "native_plugin",
+            "module_path": "kvtier.connectors.lmcache",
+            "class_name": "KVTierConnector",
+            "adapter_params": {"settings": {"root": str(root), **SMALL, **room}, "object_bytes": [OBJECT_BYTES]},
+        }
+    )
 
 
 @dataclass
@@ -54,10 +58,26 @@ class Server:
         self.port, self.log_path = free_port(), folder / f"{name}.log"
         web = free_port()
         command = [
-            str(programs / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(self.port),
-            "--http-host", "127.0.0.1", "--http-port", str(web), "--l1-size-gb", "0.5", "--disable-metrics",
-            "--eviction-policy", "LRU", "--supported-transfer-mode", "auto", "--l2-adapter", spec,
-        ]  # fmt: skip
+            str(programs / "lmcache"),
+            "server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--http-host",
+            "127.0.0.1",
+            "--http-port",
+            str(web),
+            "--l1-size-gb",
+            "0.5",
+            "--disable-metrics",
+            "--eviction-policy",
+            "LRU",
+            "--supported-transfer-mode",
+            "auto",
+            "--l2-adapter",
+            spec,
+        ]
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **OUTSIDE})
 
@@ -81,12 +101,27 @@ class Server:
         """Each request of [first, end) twice, cold and warm: what is missing is stored, what is found is loaded into
         KV that was zeroed before the warm one."""
         command = [
-            str(self.programs / "lmcache"), "bench", "server", "--mode", "cpu", "--rpc-url",
-            f"tcp://127.0.0.1:{self.port}", "--num-tokens", str(CHUNKS * 256), "--kvcache-shape-spec", SHAPE,
-            "--start", str(first), "--end", str(end), "--interval", "0.3",
-        ]  # fmt: skip
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=BENCH_TIMEOUT_S,
-                             env={**os.environ, **OUTSIDE})  # fmt: skip
+            str(self.programs / "lmcache"),
+            "bench",
+            "server",
+            "--mode",
+            "cpu",
+            "--rpc-url",
+            f"tcp://127.0.0.1:{self.port}",
+            "--num-tokens",
+            str(CHUNKS * 256),
+            "--kvcache-shape-spec",
+            SHAPE,
+            "--start",
+            str(first),
+            "--end",
+            str(end),
+            "--interval",
+            "0.3",
+        ]
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=BENCH_TIMEOUT_S, env={**os.environ, **OUTSIDE}
+        )
         assert ran.returncode == 0 or "Done." in ran.stdout, ran.stdout[-3000:] + ran.stderr[-1000:]
         requests = {(number, kind): Request() for number in range(first, end) for kind in ("cold", "warm")}
         for number, kind, hits in _LOOKUP.findall(ran.stdout):

@@ -51,8 +51,14 @@ def test_stored_looked_up_loaded_and_deleted(host: Host) -> None:
 
 
 def test_every_part_of_the_key_counts(host: Host) -> None:
-    near = [key(1), key(1, "a"), key(1, "b"), key(1, model="org/other"), key(1).replace("@0@", "@1@"),
-            key(1).replace("01000100", "02000100")]  # fmt: skip
+    near = [
+        key(1),
+        key(1, "a"),
+        key(1, "b"),
+        key(1, model="org/other"),
+        key(1).replace("@0@", "@1@"),
+        key(1).replace("01000100", "02000100"),
+    ]
     for number, one in enumerate(near):
         assert host.exists(near) == [True] * number + [False] * (len(near) - number)
         assert host.put([one]).ok

@@ -151,10 +151,15 @@ def test_another_config(model: Path, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "quantize_config.json", "hf_quant_config.json", "params.json", "audio_tokenizer_config.json",
-        "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+        "quantize_config.json",
+        "hf_quant_config.json",
+        "params.json",
+        "audio_tokenizer_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
     ],
-)  # fmt: skip
+)
 def test_configurations_beside_the_weights(model: Path, name: str) -> None:
     seen = {print_of(model)}
     for bits in (4, 8):

@@ -115,9 +115,12 @@ class Bed:
         with (self.folder / "log" / f"{name}.out").open("ab") as log:
             process = subprocess.Popen(
                 self.within(place, *words),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
                 env={**os.environ, **(environment or {})},
-            )  # fmt: skip
+            )
         self._stack.callback(end, process)
         return process
 

@@ -29,22 +29,44 @@ class Gluster(Bed):
         self.disks = [self.disk(f"brick{n}", DISK_MB) for n in (1, 2)]
         config = self.folder / "glusterd.vol"
         options = {
-            "working-directory": self.folder / "state", "run-directory": self.folder / "run",
-            "glusterd-sockfile": self._socket, "transport-type": "socket",
-            "transport.socket.listen-port": 24007, "ping-timeout": 0, "max-port": 60999,
-        }  # fmt: skip
+            "working-directory": self.folder / "state",
+            "run-directory": self.folder / "run",
+            "glusterd-sockfile": self._socket,
+            "transport-type": "socket",
+            "transport.socket.listen-port": 24007,
+            "ping-timeout": 0,
+            "max-port": 60999,
+        }
         lines = "".join(f"    option {name} {value}\n" for name, value in options.items())
         config.write_text(f"volume management\n    type mgmt/glusterd\n{lines}end-volume\n")
         log = self.folder / "log"
         self._stack.callback(self._kill_bricks)
-        self.daemon("servers", "glusterd", "glusterd", "-N", "-f", str(config), "-l", str(log / "glusterd.log"),
-                    "-p", str(self.folder / "glusterd.pid"))  # fmt: skip
+        self.daemon(
+            "servers",
+            "glusterd",
+            "glusterd",
+            "-N",
+            "-f",
+            str(config),
+            "-l",
+            str(log / "glusterd.log"),
+            "-p",
+            str(self.folder / "glusterd.pid"),
+        )
         wait_until(lambda: _succeeds(self._gluster, "volume", "list"), "glusterd", START_TIMEOUT_S)
         self._gluster("volume", "create", "kv", *(f"{SERVER_IP}:{disk}/data" for disk in self.disks), "force")
         self._gluster("volume", "start", "kv")
         for node, path in ((1, self.m1), (2, self.m2)):
-            self.mount(node, "glusterfs", "-N", f"--volfile-server={SERVER_IP}", "--volfile-id=kv",
-                       "-l", str(log / f"client{node}.log"), str(path))  # fmt: skip
+            self.mount(
+                node,
+                "glusterfs",
+                "-N",
+                f"--volfile-server={SERVER_IP}",
+                "--volfile-id=kv",
+                "-l",
+                str(log / f"client{node}.log"),
+                str(path),
+            )
 
     def versions(self) -> str:
         return run("glusterfs", "--version").split("\n")[0]
@@ -93,8 +115,17 @@ class Moose(Bed):
         self._servers = [self._chunk_server(n) for n in (1, 2)]
         for node, path in ((1, self.m1), (2, self.m2)):
             # A full disk answers ENOSPC only with the option; else it is tried again for minutes.
-            self.mount(node, "mfsmount", "-f", "-H", SERVER_IP, "-o", "mfserroronnospace", str(path),
-                       ready=lambda path=path: os.statvfs(path).f_bavail)  # fmt: skip
+            self.mount(
+                node,
+                "mfsmount",
+                "-f",
+                "-H",
+                SERVER_IP,
+                "-o",
+                "mfserroronnospace",
+                str(path),
+                ready=lambda path=path: os.statvfs(path).f_bavail,
+            )
         for words in (("mfssetgoal", "1"), ("mfssettrashtime", "0")):
             self.command(*words, str(self.m1), place="node1")
 
@@ -129,14 +160,50 @@ class Juice(Bed):
 
     def start(self) -> None:
         meta = f"redis://{SERVER_IP}:6391/1"
-        self.daemon("servers", "redis", "redis-server", "--bind", SERVER_IP, "--port", "6391", "--save", "",
-                    "--protected-mode", "no", "--dir", str(self.folder))  # fmt: skip
+        self.daemon(
+            "servers",
+            "redis",
+            "redis-server",
+            "--bind",
+            SERVER_IP,
+            "--port",
+            "6391",
+            "--save",
+            "",
+            "--protected-mode",
+            "no",
+            "--dir",
+            str(self.folder),
+        )
         time.sleep(1)
-        self.command("juicefs", "format", "--storage", "redis", "--bucket", f"redis://{SERVER_IP}:6391/2",
-                     "--trash-days", "0", "--capacity", "2", meta, "kvtier")  # fmt: skip
+        self.command(
+            "juicefs",
+            "format",
+            "--storage",
+            "redis",
+            "--bucket",
+            f"redis://{SERVER_IP}:6391/2",
+            "--trash-days",
+            "0",
+            "--capacity",
+            "2",
+            meta,
+            "kvtier",
+        )
         for node, path in ((1, self.m1), (2, self.m2)):
-            self.mount(node, "juicefs", "mount", "--no-usage-report", "--no-syslog", "--cache-dir",
-                       str(self.folder / f"cache{node}"), "--cache-size", "256", meta, str(path))  # fmt: skip
+            self.mount(
+                node,
+                "juicefs",
+                "mount",
+                "--no-usage-report",
+                "--no-syslog",
+                "--cache-dir",
+                str(self.folder / f"cache{node}"),
+                "--cache-size",
+                "256",
+                meta,
+                str(path),
+            )
 
     def versions(self) -> str:
         return run("juicefs", "version").strip()

@@ -48,8 +48,11 @@ def measure(folder: Path, options: str, measurements: Sequence[str]) -> dict[str
     script = Path(__file__).with_name("nfs_guest.sh")
     done = subprocess.run(
         [str(script), str(folder), options, str(job), *map(str, _folders())],
-        capture_output=True, text=True, timeout=TIMEOUT_S + 300, env={**os.environ, "TIMEOUT_S": str(int(TIMEOUT_S))},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S + 300,
+        env={**os.environ, "TIMEOUT_S": str(int(TIMEOUT_S))},
+    )
     print(done.stdout + done.stderr, flush=True)
     assert done.returncode == 0, f"NFS {options}:\n{done.stdout}{done.stderr}"
     results = {"file_system": f"NFS {options}, Linux {(folder / 'out/version').read_text().strip()}"}

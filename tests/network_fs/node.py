@@ -135,9 +135,12 @@ class Work:
         pairs = list(zip(engine.blocks(BLOCKS), truth, strict=True))
         wrong = {block // PER_CHUNK for block in good if any(not torch.equal(a[block], b[block]) for a, b in pairs)}
         return {
-            "offered": n, "failed": len(failed) // PER_CHUNK, "wrong": len(wrong), "unanswered": int(not done),
+            "offered": n,
+            "failed": len(failed) // PER_CHUNK,
+            "wrong": len(wrong),
+            "unanswered": int(not done),
             "seconds": seconds,
-        }  # fmt: skip
+        }
 
     def load_until(self, numbers: list[int], seconds: float) -> dict[str, Any]:
         """Load prompts at random for so long."""

@@ -108,10 +108,15 @@ def fresh(place: Place, rounds: int) -> dict[str, Any]:
             later.update(_sums(reader.ask("load", number)))
         counters = reader.ask("counters")
     return {
-        "saved": saved, "offered": at_once["offered"], "failed": at_once["failed"], "wrong": at_once["wrong"],
-        "retracted": saved - later["offered"], "later_failed": later["failed"], "later_wrong": later["wrong"],
+        "saved": saved,
+        "offered": at_once["offered"],
+        "failed": at_once["failed"],
+        "wrong": at_once["wrong"],
+        "retracted": saved - later["offered"],
+        "later_failed": later["failed"],
+        "later_wrong": later["wrong"],
         "reader_counters": counters,
-    }  # fmt: skip
+    }
 
 
 def rate(place: Place, batches: int) -> dict[str, Any]:
@@ -137,9 +142,11 @@ def rate(place: Place, batches: int) -> dict[str, Any]:
     speed = {name: batches * n_bytes / sum(found[1:]) / 1e6 for name, found in seconds.items()}  # the first one warms
     median = {name: n_bytes / sorted(found[1:])[batches // 2] / 1e6 for name, found in seconds.items()}
     return {
-        "kvtier_mb_s": speed["kvtier"], "plain_mb_s": speed["plain"], "share": speed["kvtier"] / speed["plain"],
+        "kvtier_mb_s": speed["kvtier"],
+        "plain_mb_s": speed["plain"],
+        "share": speed["kvtier"] / speed["plain"],
         "median_share": median["kvtier"] / median["plain"],
-    }  # fmt: skip
+    }
 
 
 def _save_batch(engine: Engine, number: int) -> float:
@@ -204,10 +211,14 @@ def capacity(place: Place, prompts: int) -> dict[str, Any]:
         idle = place.stored_bytes() - before
     # A node closes what the other one removed within TIDY_INTERVAL_S.
     return {
-        "capacity_mib": CAPACITY >> 20, "limit_mib": (CAPACITY + 2 * SEGMENT) >> 20,
-        "saved_between_looks_mib": round(speed * TIDY_INTERVAL_S) >> 20, "most_stored_mib": most >> 20,
-        "stored_idle_mib": idle >> 20, "most_indexed_mib": indexed >> 20, "outcomes": dict(outcomes),
-    }  # fmt: skip
+        "capacity_mib": CAPACITY >> 20,
+        "limit_mib": (CAPACITY + 2 * SEGMENT) >> 20,
+        "saved_between_looks_mib": round(speed * TIDY_INTERVAL_S) >> 20,
+        "most_stored_mib": most >> 20,
+        "stored_idle_mib": idle >> 20,
+        "most_indexed_mib": indexed >> 20,
+        "outcomes": dict(outcomes),
+    }
 
 
 def full(place: Place, percent: int) -> dict[str, Any]:
@@ -227,10 +238,17 @@ def full(place: Place, percent: int) -> dict[str, Any]:
         log = {node: (place.folder / f"full-{node}.log").read_text()[-1500:] for node in (1, 2)}
     second_half = indexed[len(indexed) // 2 :]
     return {
-        "fits_mib": fits >> 20, "least_indexed_mib": min(second_half) >> 20, "last_indexed_mib": indexed[-1] >> 20,
-        "least_share": min(second_half) / fits, "outcomes": dict(outcomes), "evicted_mib": freed >> 20,
-        "freed_mib": room >> 20, "freed_after_s": shown, "evict": evict, "log": log,
-    }  # fmt: skip
+        "fits_mib": fits >> 20,
+        "least_indexed_mib": min(second_half) >> 20,
+        "last_indexed_mib": indexed[-1] >> 20,
+        "least_share": min(second_half) / fits,
+        "outcomes": dict(outcomes),
+        "evicted_mib": freed >> 20,
+        "freed_mib": room >> 20,
+        "freed_after_s": shown,
+        "evict": evict,
+        "log": log,
+    }
 
 
 def faults(place: Place, seconds: int) -> dict[str, Any]:
@@ -256,26 +274,37 @@ def faults(place: Place, seconds: int) -> dict[str, Any]:
         lost = writer.ask("lost")
         rebuilt = subprocess.run(
             kvtier("index", "rebuild", "--json", str(config(place, "faults"))),
-            capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         rebuild = json.loads(rebuilt.stdout) if rebuilt.stdout.startswith("{") else {"error": rebuilt.stderr}
         lost_for_good = writer.ask("lost")
         counters = reader.ask("counters")
     return {
-        "loads": loads, "saves": saves, "claimed": CHUNKS * len(claimed), "saves_whole_after_s": recovered,
-        "offered": after["offered"], "failed": after["failed"], "wrong": after["wrong"] + loads["wrong"], "lost": lost,
+        "loads": loads,
+        "saves": saves,
+        "claimed": CHUNKS * len(claimed),
+        "saves_whole_after_s": recovered,
+        "offered": after["offered"],
+        "failed": after["failed"],
+        "wrong": after["wrong"] + loads["wrong"],
+        "lost": lost,
         "lost_for_good": lost_for_good,
-        "rebuild": rebuild, "reader_counters": counters,
+        "rebuild": rebuild,
+        "reader_counters": counters,
         "log_lines": sum(path.read_text().count("\n") for path in place.folder.glob("faults-*.log")),
-    }  # fmt: skip
+    }
 
 
 def _evict_all(place: Place, name: str) -> tuple[int, str]:
     """Run `kvtier evict --all`. (bytes that it says are free, its output)"""
     done = subprocess.run(
         kvtier("evict", "--all", "--yes", "--json", "--config", str(config(place, name))),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     try:
         found = json.loads(done.stdout)
     except json.JSONDecodeError:

@@ -14,9 +14,12 @@ from kvtier.format.geometry import PAGE_BYTES
 
 HOST = ObjectHost("host")
 SMALL: Mapping[str, object] = {
-    "capacity_bytes": "64MiB", "segment_bytes": "2MiB", "host": {"arena_bytes": "1MiB"},
-    "io": {"threads": 2, "timeout_s": 20.0}, "writer_lease_s": 30.0,
-}  # fmt: skip
+    "capacity_bytes": "64MiB",
+    "segment_bytes": "2MiB",
+    "host": {"arena_bytes": "1MiB"},
+    "io": {"threads": 2, "timeout_s": 20.0},
+    "writer_lease_s": 30.0,
+}
 """Settings of a tier; a root belongs to them."""
 
 

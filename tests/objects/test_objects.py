@@ -248,8 +248,10 @@ def test_an_index_that_is_away_is_a_miss(tier: ObjectTier, monkeypatch: pytest.M
 
 
 def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="codec = 'k4v4': objects of host are kept as they are"), \
-            tier_at(tmp_path, codec="k4v4"):  # fmt: skip
+    with (
+        pytest.raises(ConfigError, match="codec = 'k4v4': objects of host are kept as they are"),
+        tier_at(tmp_path, codec="k4v4"),
+    ):
         pass
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="root .* a file, not a folder"), tier_at(tmp_path / "file"):

@@ -145,9 +145,17 @@ def test_a_token_is_multiplied_with_its_own_experts_only(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("layers", "stages", "sizes"),
-    [(61, 4, [15, 15, 16, 15]), (32, 3, [11, 11, 10]), (5, 2, [3, 2]), (80, 8, [10] * 8), (10, 4, [2, 3, 3, 2]),
-     (7, 5, [1, 1, 2, 2, 1]), (33, 8, [4, 4, 4, 4, 4, 4, 5, 4]), (32, 1, [32])],
-)  # fmt: skip
+    [
+        (61, 4, [15, 15, 16, 15]),
+        (32, 3, [11, 11, 10]),
+        (5, 2, [3, 2]),
+        (80, 8, [10] * 8),
+        (10, 4, [2, 3, 3, 2]),
+        (7, 5, [1, 1, 2, 2, 1]),
+        (33, 8, [4, 4, 4, 4, 4, 4, 5, 4]),
+        (32, 1, [32]),
+    ],
+)
 def test_stages_are_those_of_vllm(layers: int, stages: int, sizes: list[int]) -> None:
     """Of vllm.distributed.utils.get_pp_indices, of vLLM 0.32."""
     found = engine_of(pipeline=stages).stages(layers)

@@ -36,11 +36,19 @@ def test_a_note_says_what_was_seen(prefill_s: float, fixed_s: float, token_s: fl
 
 @pytest.mark.parametrize(
     "note",
-    [b"", b"\xff", b"[]", b"{}", b'{"prefill_token_s":0,"load_fixed_s":1,"load_token_s":1}', b"1" * 2000, b"[" * 1000,
-     b'{"prefill_token_s":1,"load_fixed_s":-1,"load_token_s":1}',
-     b'{"prefill_token_s":NaN,"load_fixed_s":1,"load_token_s":1}',
-     b'{"prefill_token_s":1,"load_fixed_s":1e999,"load_token_s":1}'],
-)  # fmt: skip
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"prefill_token_s":0,"load_fixed_s":1,"load_token_s":1}',
+        b"1" * 2000,
+        b"[" * 1000,
+        b'{"prefill_token_s":1,"load_fixed_s":-1,"load_token_s":1}',
+        b'{"prefill_token_s":NaN,"load_fixed_s":1,"load_token_s":1}',
+        b'{"prefill_token_s":1,"load_fixed_s":1e999,"load_token_s":1}',
+    ],
+)
 def test_what_is_no_note_is_none(note: bytes) -> None:
     with pytest.raises(Corrupt):
         unpack(note)
@@ -56,9 +64,11 @@ def test_what_is_no_note_is_none(note: bytes) -> None:
 
 def test_engines_that_differ_do_not_expect_the_same() -> None:
     others = [
-        replace(GPU, ranks=1), replace(GPU, engine="sglang"), replace(GPU, engine_version="0.32.0"),
+        replace(GPU, ranks=1),
+        replace(GPU, engine="sglang"),
+        replace(GPU, engine_version="0.32.0"),
         replace(GPU, device="NVIDIA H100"),
-    ]  # fmt: skip
+    ]
     names = [note_name(SPACE, about) for about in (GPU, *others)] + [note_name(bytes(16), GPU)]
     assert len(set(names)) == len(names)
     assert note_name(SPACE, GPU) == note_name(SPACE, replace(GPU, model="as others call it"))

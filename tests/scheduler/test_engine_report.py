@@ -117,13 +117,21 @@ def test_a_report_has_a_bound() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"owner": "x" * 300}, {"pid": -1}, {"pid": "1"}, {"namespace": "../.."}, {"counters": {"x": "y"}},
-        {"counters": {"../x": 1}}, {"counters": {f"c{n}": 1 for n in range(65)}},
-        {"at_s": None}, {"lookup": {"counts": []}},
-        {"load": {"counts": [1] * 20}}, {"ttft_saved_s": "NaN"}, {"arenas": [{"tier": "disk", "size_bytes": 1}]},
+        {"owner": "x" * 300},
+        {"pid": -1},
+        {"pid": "1"},
+        {"namespace": "../.."},
+        {"counters": {"x": "y"}},
+        {"counters": {"../x": 1}},
+        {"counters": {f"c{n}": 1 for n in range(65)}},
+        {"at_s": None},
+        {"lookup": {"counts": []}},
+        {"load": {"counts": [1] * 20}},
+        {"ttft_saved_s": "NaN"},
+        {"arenas": [{"tier": "disk", "size_bytes": 1}]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_note_that_is_no_report(change: dict[str, object]) -> None:
     values = json.loads(reporter().report(101.0, SPACE).note())
     WorkerReport.read(json.dumps(values | {"from a later version": 1}).encode())

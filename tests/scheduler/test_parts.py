@@ -80,8 +80,9 @@ def test_the_shares_of_all_ranks_write_everything_once(heads: int, ranks: int, k
     stages = [range(2), range(2, 6)]
     shares = [
         share_of_rank(shape, rank, ranks, number * ranks + rank, stage)
-        for number, stage in enumerate(stages) for rank in range(ranks)
-    ]  # fmt: skip
+        for number, stage in enumerate(stages)
+        for rank in range(ranks)
+    ]
     written = [cells(share.writes) for share in shares if share.writes]
     assert set().union(*written) == cells(shape.whole)
     assert sum(map(len, written)) == shape.whole.cells

@@ -170,9 +170,7 @@ def test_a_malformed_body(served: Serving, subtests: Subtests) -> None:
             continue
         for content in bad:
             with subtests.test(call=str(call), content=content[:20]):
-                answer = served.call(
-                    call.method, path, content=content, headers={"Content-Type": "application/json"}
-                )  # fmt: skip
+                answer = served.call(call.method, path, content=content, headers={"Content-Type": "application/json"})
                 assert_problem(answer, 400 if content.startswith(b"[[") else 422)
         for kind in ("text/plain", "application/x-www-form-urlencoded", "nonsense", None):
             with subtests.test(call=str(call), kind=kind):
@@ -185,9 +183,13 @@ def test_a_malformed_body(served: Serving, subtests: Subtests) -> None:
 def test_an_unknown_name_is_answered_with_those_there_are(served: Serving, subtests: Subtests) -> None:
     schemas = make_routes(served.service).openapi()["components"]["schemas"]
     for call, name in (
-        ("evict", "Eviction"), ("clear", "Clearing"), ("pins", "PinRequest"), ("quotas/tenants/acme", "Quota"),
-        ("lookup", "TokensToLookUp"), ("lookup", "TextToLookUp"),
-    ):  # fmt: skip
+        ("evict", "Eviction"),
+        ("clear", "Clearing"),
+        ("pins", "PinRequest"),
+        ("quotas/tenants/acme", "Quota"),
+        ("lookup", "TokensToLookUp"),
+        ("lookup", "TextToLookUp"),
+    ):
         with subtests.test(call=call, name=name):
             (*_, body) = schemas[name]["examples"]
             method = "PUT" if name == "Quota" else "POST"
@@ -218,9 +220,7 @@ def test_a_parameter_that_does_nothing_is_refused(served: Serving, subtests: Sub
             )
 
 
-def test_changes_are_written_to_the_log(
-    served: Serving, subtests: Subtests, caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
+def test_changes_are_written_to_the_log(served: Serving, subtests: Subtests, caplog: pytest.LogCaptureFixture) -> None:
     for call in CHANGES:
         with subtests.test(call=str(call)), caplog.at_level("INFO", "kvtier"):
             path, body = call.made(served)

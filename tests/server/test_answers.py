@@ -292,12 +292,22 @@ def test_pins_have_a_cap(served: Serving) -> None:
 @pytest.mark.parametrize(
     ("changes", "status"),
     [
-        ({"namespace": "0" * 32}, 404), ({"tokens": [1]}, 409), ({"tokens": PROMPT, "keys": ["0" * 32]}, 409),
-        ({"keys": []}, 422), ({"keys": ["0"]}, 422), ({"expires_in_s": 0}, 422), ({"label": "x" * 201}, 422),
-        ({"label": "a\nb"}, 409), ({"cache_salt": "x"}, 409), ({"keys": ["0" * 32], "cache_salt": "x"}, 409),
-        ({"tokens": []}, 409), ({"tokens": [-1]}, 422), ({"tokens": [1 << 32]}, 422), ({"tokens": [True]}, 422),
+        ({"namespace": "0" * 32}, 404),
+        ({"tokens": [1]}, 409),
+        ({"tokens": PROMPT, "keys": ["0" * 32]}, 409),
+        ({"keys": []}, 422),
+        ({"keys": ["0"]}, 422),
+        ({"expires_in_s": 0}, 422),
+        ({"label": "x" * 201}, 422),
+        ({"label": "a\nb"}, 409),
+        ({"cache_salt": "x"}, 409),
+        ({"keys": ["0" * 32], "cache_salt": "x"}, 409),
+        ({"tokens": []}, 409),
+        ({"tokens": [-1]}, 422),
+        ({"tokens": [1 << 32]}, 422),
+        ({"tokens": [True]}, 422),
     ],
-)  # fmt: skip
+)
 def test_pins_that_are_refused(served: Serving, changes: Any, status: int) -> None:
     body = {"namespace": served.filled.namespace, **changes}
     assert_problem(served.call("POST", "/api/v1/pins", json=body), status)
@@ -308,8 +318,9 @@ def test_quotas_are_set_and_lifted(served: Serving) -> None:
     ok(served, "PUT", "/api/v1/quotas/tenants/acme", json={"quota_bytes": 4 << 20})
     rows = ok(served, "PUT", f"/api/v1/quotas/namespaces/{space}", json={"quota_bytes": None})["quotas"]
     assert [(row["kind"], row["of"], row["quota_bytes"], row["is_run_time"]) for row in rows] == [
-        ("tenant", "acme", 4 << 20, True), ("namespace", space, None, True),
-    ]  # fmt: skip
+        ("tenant", "acme", 4 << 20, True),
+        ("namespace", space, None, True),
+    ]
     assert rows[1]["used_bytes"] > 0
     assert ok(served, "GET", "/api/v1/overview")["tenants"][1]["quota_bytes"] == 4 << 20
     ok(served, "DELETE", "/api/v1/quotas/tenants/acme")

@@ -43,8 +43,14 @@ def test_each_kind_of_error_counts(name: str) -> None:
 
 
 def test_totals_and_rates_are_told_of_the_same() -> None:
-    counted = {"lookup_tokens": 400.0, "hit_tokens": 300.0, "load_bytes": 5e6, "file_read_bytes": 4e6,
-               "save_bytes": 2e6, "evicted_bytes": 1e6}  # fmt: skip
+    counted = {
+        "lookup_tokens": 400.0,
+        "hit_tokens": 300.0,
+        "load_bytes": 5e6,
+        "file_read_bytes": 4e6,
+        "save_bytes": 2e6,
+        "evicted_bytes": 1e6,
+    }
     one = report(**counted)
     rest = {"skipped_chunks": 0.0, "errors": 0.0}
     assert figures.totals_of([one]) == Totals(hit_ratio=0.75, ttft_saved_s=None, **counted, **rest)

@@ -44,9 +44,13 @@ def test_without_tokens_other_sites_pages_are_refused(served_here: Serving) -> N
     own = {"Origin": "http://localhost", "Sec-Fetch-Site": "same-origin"}
     assert served_here.call("POST", "/api/v1/clear", None, json={}, headers=own).status_code == 200
     for headers in (
-        {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
-        {"Origin": "http://localhost:1234"}, {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://[::1"},
-    ):  # fmt: skip
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Origin": "http://localhost:1234"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Origin": "http://[::1"},
+    ):
         assert_problem(served_here.call("POST", "/api/v1/clear", None, json={}, headers=headers), 403)
         assert_problem(served_here.call("GET", "/api/v1/overview", None, headers=headers), 403)
 
@@ -77,9 +81,11 @@ def test_a_request_that_is_wrong_in_a_million_places_is_answered_briefly_and_soo
     tokens = {"tokens": [-1] * TOKENS_MAX}
     began = time.process_time()
     for path, body in (
-        ("lookup", tokens), ("pins", {"namespace": "0" * 32, **tokens}),
-        ("evict", {"prefix": {"namespace": "0" * 32, **tokens}}), ("lookup", {"tokens": [], "x" * 1_000_000: 1}),
-    ):  # fmt: skip
+        ("lookup", tokens),
+        ("pins", {"namespace": "0" * 32, **tokens}),
+        ("evict", {"prefix": {"namespace": "0" * 32, **tokens}}),
+        ("lookup", {"tokens": [], "x" * 1_000_000: 1}),
+    ):
         answer = served.call("POST", f"/api/v1/{path}", json=body)
         assert_problem(answer, 422)
         assert len(answer.content) < 4000 and len(answer.json()["errors"]) < 10
@@ -217,7 +223,7 @@ def test_any_other_address_needs_one(host: str) -> None:
         ({"tls_cert": "/x"}, "TLS needs both"),
         ({"tls_key": "/x"}, "TLS needs both"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_do_not_go_together(values: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(**values).check()

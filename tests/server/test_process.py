@@ -43,18 +43,22 @@ def own_certificate(folder: Path) -> dict[str, str]:
     names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))])
     now = datetime.now(UTC)
     made = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        .serial_number(1).not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(hours=1))
-        .add_extension(names, critical=False).add_extension(x509.BasicConstraints(True, None), critical=True)
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(names, critical=False)
+        .add_extension(x509.BasicConstraints(True, None), critical=True)
         .sign(key, hashes.SHA256())
-    )  # fmt: skip
+    )
     paths = {"tls_cert": folder / "cert.pem", "tls_key": folder / "key.pem"}
     paths["tls_cert"].write_bytes(made.public_bytes(serialization.Encoding.PEM))
     paths["tls_key"].write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )  # fmt: skip
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
     return {name: str(path) for name, path in paths.items()}
 
 

@@ -31,7 +31,7 @@ from tests.sglang.hicache_rig import (
     extra,
     key,
     keys,
-)  # fmt: skip
+)
 
 KEYS = keys(range(8))
 ABSTRACT = {

@@ -139,8 +139,11 @@ class Disk:
     def hide(self, fd: int, offset: int, target: memoryview) -> None:
         """Zeroes, of what was just read, the bytes that other processes have not flushed."""
         reader, segment = self.descriptors.get(fd, (None, None))
-        stale = [part for part, n_opened, until_s in self.flushed
-                 if self.opened.get(fd, 0) <= n_opened and self.runtime.now_s < until_s]  # fmt: skip
+        stale = [
+            part
+            for part, n_opened, until_s in self.flushed
+            if self.opened.get(fd, 0) <= n_opened and self.runtime.now_s < until_s
+        ]
         for part in (*self.unflushed, *stale):
             hidden = part.overlap(segment, offset, len(target))
             if hidden and part.writer is not reader:
@@ -149,8 +152,9 @@ class Disk:
 
     def may_be_stale(self, segment: Segment, offset: int, n_bytes: int) -> bool:
         """Return whether some process may still read other bytes there than were flushed."""
-        return any(part.overlap(segment, offset, n_bytes) and self.runtime.now_s < until_s
-                   for part, _, until_s in self.flushed)  # fmt: skip
+        return any(
+            part.overlap(segment, offset, n_bytes) and self.runtime.now_s < until_s for part, _, until_s in self.flushed
+        )
 
     def is_away(self, segment: Segment | None) -> bool:
         """Whether the part of the storage is down that the segment is on."""

@@ -71,9 +71,14 @@ class Build:
     @classmethod
     def drawn(cls, rng: random.Random, weights: str) -> Build:
         return cls(
-            weights, rng.choice(CUTS), rng.choice([2, 3, 4]), rng.choice([4, 6, 10]), rng.random() < 0.3,
-            rng.choice(["always", "saved", "second_hit", "never"]), rng.choice([1, 2, 3]),
-        )  # fmt: skip
+            weights,
+            rng.choice(CUTS),
+            rng.choice([2, 3, 4]),
+            rng.choice([4, 6, 10]),
+            rng.random() < 0.3,
+            rng.choice(["always", "saved", "second_hit", "never"]),
+            rng.choice([1, 2, 3]),
+        )
 
 
 def namespace_of(weights: str) -> Namespace:
@@ -182,9 +187,15 @@ class EngineProcess:
         )
         open_namespace(place.root, self.namespace)
         plan = KeeperPlan(
-            self.process.name, build.slots, set_bytes, place.capacity_bytes, WRITER_LEASE_S, 1.0,
-            lambda space: open_namespace(place.root, space), About(len(self.shares)),
-        )  # fmt: skip
+            self.process.name,
+            build.slots,
+            set_bytes,
+            place.capacity_bytes,
+            WRITER_LEASE_S,
+            1.0,
+            lambda space: open_namespace(place.root, space),
+            About(len(self.shares)),
+        )
         index = self._open_index(rng, Metrics())
         evictor = Evictor(index, place.root.folder, self.process.name, place.rules, self.clock)
         housekeeper = Housekeeper(index, place.root.folder, self.process.name, self.clock)
@@ -205,20 +216,33 @@ class EngineProcess:
         ring = SimRing(place.disk, self.process)
         metrics = Metrics()
         worker = Worker(
-            SHAPE, share, codec, self.pages[number].paged, _arena(build.arena_slots, slot_bytes, rng),
-            _arena(6, slot_bytes, rng) if build.has_host else None, HostOrder(), host_kernels.checksums,
+            SHAPE,
+            share,
+            codec,
+            self.pages[number].paged,
+            _arena(build.arena_slots, slot_bytes, rng),
+            _arena(6, slot_bytes, rng) if build.has_host else None,
+            HostOrder(),
+            host_kernels.checksums,
             Engines(ring, ring),  # type: ignore[arg-type]
             self._open_index(rng, metrics),
             SegmentFolders(
-                place.root.folder, False, lambda named: check_namespace(place.root, self.namespace, named),
+                place.root.folder,
+                False,
+                lambda named: check_namespace(place.root, self.namespace, named),
                 sharing=Sharing(place.disk.is_shared, place.disk.is_shared, place.disk.is_shared),
             ),
-            Quarantine(), metrics, TIMEOUT_S, self._monotonic,
-        )  # fmt: skip
+            Quarantine(),
+            metrics,
+            TIMEOUT_S,
+            self._monotonic,
+        )
         jobs = TransferJobs(
-            self._jobs("load", build.threads), self._jobs("lower", 1), self._jobs("save", build.threads),
+            self._jobs("load", build.threads),
+            self._jobs("lower", 1),
+            self._jobs("save", build.threads),
             self._jobs("keep", 1),
-        )  # fmt: skip
+        )
         host = Admission(build.admit)
         arena = Admission(rng.choice(["saved", "never"])) if build.has_host else host
         bounds = SaveBounds(build.arena_slots // 2, 2 if build.has_host else 0)

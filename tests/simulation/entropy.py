@@ -24,11 +24,21 @@ from tests.simulation.runtime import Process, Runtime
 CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 FORBIDDEN = frozenset(
     [
-        *(getattr(time, name + suffix) for name in CLOCKS for suffix in ("", "_ns")), time.sleep, time.localtime,
-        os.urandom, os.getrandom, os.getpid, os.getppid, os.times, os.getloadavg, os.statvfs, os.listdir, os.scandir,
+        *(getattr(time, name + suffix) for name in CLOCKS for suffix in ("", "_ns")),
+        time.sleep,
+        time.localtime,
+        os.urandom,
+        os.getrandom,
+        os.getpid,
+        os.getppid,
+        os.times,
+        os.getloadavg,
+        os.statvfs,
+        os.listdir,
+        os.scandir,
         socket.gethostname,
     ]
-)  # fmt: skip
+)
 ALLOWED = frozenset(
     {
         ("tests.simulation.disk", "listdir"),  # sorted, and then shuffled by the seed

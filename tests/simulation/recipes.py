@@ -14,9 +14,19 @@ from tests.simulation.index import IndexWeather
 IndexKind = Literal["memory", "remote", "lmdb"]
 
 USUAL: Mapping[str, float] = {
-    "arrive": 30, "step": 50, "nap": 8, "long_nap": 0.3, "open": 0.5, "kill": 0.15, "leave": 0.15, "sweep": 0.3,
-    "rebuild": 0.1, "evict": 0.15, "reset": 0.05, "pin": 0.1,
-}  # fmt: skip
+    "arrive": 30,
+    "step": 50,
+    "nap": 8,
+    "long_nap": 0.3,
+    "open": 0.5,
+    "kill": 0.15,
+    "leave": 0.15,
+    "sweep": 0.3,
+    "rebuild": 0.1,
+    "evict": 0.15,
+    "reset": 0.05,
+    "pin": 0.1,
+}
 """How often each thing is done, in any run; see the methods of these names in tests.simulation.world."""
 
 
@@ -50,23 +60,41 @@ NAMED = {
         Recipe("hung_reads", {}, Weather(hang=0.04, slow=0.7)),
         Recipe("hung_calls", {}, Weather(hang_calls=0.05, slow=0.7)),
         Recipe("repeated_publishes", {"evict": 0.5}, index=IndexWeather(slow=0.4, slow_s=0.3, repeated=0.5)),
-        Recipe("two_evictors", {"evict": 3, "keep_limits": 2}, index=IndexWeather(slow=0.05, slow_s=12.0), sets=7,
-               kinds=("memory", "remote"), engines=4),
-        Recipe("killed_evictors", {"evict": 3, "sweep": 1, "kill_admin": 3, "kill": 0.5, "open": 1}, sets=7,
-               index=IndexWeather(slow=0.5, slow_s=0.1)),
+        Recipe(
+            "two_evictors",
+            {"evict": 3, "keep_limits": 2},
+            index=IndexWeather(slow=0.05, slow_s=12.0),
+            sets=7,
+            kinds=("memory", "remote"),
+            engines=4,
+        ),
+        Recipe(
+            "killed_evictors",
+            {"evict": 3, "sweep": 1, "kill_admin": 3, "kill": 0.5, "open": 1},
+            sets=7,
+            index=IndexWeather(slow=0.5, slow_s=0.1),
+        ),
         Recipe("clock_jump", {"jump_clock": 2}),
         Recipe("damage", {"vandalize": 3, "flip_in_memory": 3}, Weather(torn=0.02, short=0.01, error=0.02)),
         Recipe("power_loss", {"lose_power": 0.5}, Weather(slow=0.8, slow_s=0.05)),
         Recipe("lost_answers", {}, index=IndexWeather(lost=0.1, slow=0.4, slow_s=0.5), kinds=("remote", "memory")),
         Recipe("slow_writers", {"sweep": 2}, Weather(hang=0.03, hang_s=9.0), IndexWeather(slow=0.1, slow_s=4.0)),
-        Recipe("lapsed_writers", {"jump_clock": 1.5, "sweep": 8}, Weather(hang=0.03, hang_s=9.0),
-               IndexWeather(slow=0.25, slow_s=3.0)),
+        Recipe(
+            "lapsed_writers",
+            {"jump_clock": 1.5, "sweep": 8},
+            Weather(hang=0.03, hang_s=9.0),
+            IndexWeather(slow=0.25, slow_s=3.0),
+        ),
         Recipe("new_weights", {"reset": 1.5}),
-        Recipe("shared_disk", {"kill": 0.5, "sweep": 1.0, "rebuild": 0.5}, Weather(slow=0.8, slow_s=0.1, away=0.003),
-               is_shared=True),
+        Recipe(
+            "shared_disk",
+            {"kill": 0.5, "sweep": 1.0, "rebuild": 0.5},
+            Weather(slow=0.8, slow_s=0.1, away=0.003),
+            is_shared=True,
+        ),
         Recipe("tenants", {"set_quota": 0.5, "pin": 0.5}, sets=12),
     )
-}  # fmt: skip
+}
 
 
 def drawn(rng: random.Random) -> Recipe:
@@ -78,22 +106,49 @@ def drawn(rng: random.Random) -> Recipe:
     acts = {
         name: some(most)
         for name, most in (
-            ("kill", 2.0), ("forget", 0.8), ("fill_disk", 1.0), ("evict", 2.0), ("keep_limits", 1.0),
-            ("jump_clock", 1.0), ("vandalize", 1.5), ("flip_in_memory", 2.0), ("lose_power", 0.3), ("reset", 0.5),
-            ("set_quota", 0.3), ("sweep", 2.0), ("rebuild", 0.5), ("kill_admin", 1.0),
+            ("kill", 2.0),
+            ("forget", 0.8),
+            ("fill_disk", 1.0),
+            ("evict", 2.0),
+            ("keep_limits", 1.0),
+            ("jump_clock", 1.0),
+            ("vandalize", 1.5),
+            ("flip_in_memory", 2.0),
+            ("lose_power", 0.3),
+            ("reset", 0.5),
+            ("set_quota", 0.3),
+            ("sweep", 2.0),
+            ("rebuild", 0.5),
+            ("kill_admin", 1.0),
         )
-    }  # fmt: skip
+    }
     disk = Weather(
-        slow=rng.random(), slow_s=rng.choice([0.002, 0.02, 0.3]), hang=some(0.04), hang_s=rng.choice([1.5, 3.0, 9.0]),
+        slow=rng.random(),
+        slow_s=rng.choice([0.002, 0.02, 0.3]),
+        hang=some(0.04),
+        hang_s=rng.choice([1.5, 3.0, 9.0]),
         hang_calls=some(0.02),
-        error=some(0.05), short=some(0.02), torn=some(0.02), away=some(0.005),
-    )  # fmt: skip
+        error=some(0.05),
+        short=some(0.02),
+        torn=some(0.02),
+        away=some(0.005),
+    )
     index = IndexWeather(
-        slow=some(0.5, 0.6), slow_s=rng.choice([0.001, 0.05, 2.0, 7.0]), lost=some(0.1), stale=some(0.3),
+        slow=some(0.5, 0.6),
+        slow_s=rng.choice([0.001, 0.05, 2.0, 7.0]),
+        lost=some(0.1),
+        stale=some(0.3),
         repeated=some(0.4),
-    )  # fmt: skip
-    return Recipe("random", {**acts, "open": 0.5 + acts["kill"]}, disk, index, sets=rng.choice([6, 10, 30]),
-                  engines=rng.choice([1, 2, 3, 4]), is_shared=rng.random() < 0.4)  # fmt: skip
+    )
+    return Recipe(
+        "random",
+        {**acts, "open": 0.5 + acts["kill"]},
+        disk,
+        index,
+        sets=rng.choice([6, 10, 30]),
+        engines=rng.choice([1, 2, 3, 4]),
+        is_shared=rng.random() < 0.4,
+    )
 
 
 def recipe_for(name: str, seed: int) -> Recipe:

@@ -77,12 +77,18 @@ def test_a_run_asks_nobody_for_what_differs(seed: int, recipe: str) -> None:
 @pytest.mark.parametrize(
     ("ask", "told"),
     [
-        (time.time, "time"), (time.monotonic, "monotonic"), (lambda: time.sleep(0), "sleep"),
-        (lambda: os.urandom(8), "urandom"), (uuid.uuid4, "urandom"), (os.getpid, "getpid"), (random.random, "random"),
-        (random.SystemRandom().random, "urandom"), (lambda: torch.rand(1), "torch.random"),
+        (time.time, "time"),
+        (time.monotonic, "monotonic"),
+        (lambda: time.sleep(0), "sleep"),
+        (lambda: os.urandom(8), "urandom"),
+        (uuid.uuid4, "urandom"),
+        (os.getpid, "getpid"),
+        (random.random, "random"),
+        (random.SystemRandom().random, "urandom"),
+        (lambda: torch.rand(1), "torch.random"),
         (lambda: os.listdir("/"), "listdir"),
     ],
-)  # fmt: skip
+)
 def test_what_differs_is_noticed(ask: Callable[[], object], told: str) -> None:
     reserve = SlotTable.reserve
 

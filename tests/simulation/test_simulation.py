@@ -19,9 +19,16 @@ from tests.simulation.world import Violation, World, play
 
 SEEDS, STEPS, GROUPS = 100, 500, 10
 HAPPENS = {
-    "chunks loaded": 500, "finished": 500, "saved": 500, "present": 20, "failed": 1, "open": 5,
-    "kill": 1, "evict": 1, "sweep": 1,
-}  # fmt: skip
+    "chunks loaded": 500,
+    "finished": 500,
+    "saved": 500,
+    "present": 20,
+    "failed": 1,
+    "open": 5,
+    "kill": 1,
+    "evict": 1,
+    "sweep": 1,
+}
 """In every group of runs, so often at least."""
 
 

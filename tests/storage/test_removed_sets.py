@@ -40,9 +40,11 @@ def faulty(tmp_path: Path) -> Iterator[Disk]:
 
 def engine_on(place: Disk, sets: int, **changes: object) -> Engine:
     base = {
-        "segment_bytes": SEGMENT_BYTES, "capacity_bytes": sets * SEGMENT_BYTES,
-        "index": {"path": str(place.below.parent.parent / "index")}, "host": {"arena_bytes": 8 << 20, "admit": "never"},
-    }  # fmt: skip
+        "segment_bytes": SEGMENT_BYTES,
+        "capacity_bytes": sets * SEGMENT_BYTES,
+        "index": {"path": str(place.below.parent.parent / "index")},
+        "host": {"arena_bytes": 8 << 20, "admit": "never"},
+    }
     engine = Engine(place.root, changes=base | changes)
     place.users.callback(engine.close)
     return engine
@@ -170,8 +172,13 @@ engine.close()
 
 def test_a_small_limit_of_open_files_stops_no_save(tmp_path: Path) -> None:
     """Each prompt fills more than one segment; the process may open 128 files."""
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path / "root")], capture_output=True, text=True,
-                          timeout=120, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "root")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Too many open files" not in done.stderr
 

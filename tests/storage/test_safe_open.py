@@ -152,8 +152,13 @@ def test_a_namespaces_folder_is_no_link(folder: Path, tmp_path: Path) -> None:
     before = sorted(moved.iterdir())
     files = SegmentFiles(folder, direct=False)
     assert namespace_folders(folder.parent) == []
-    for use in (files.ids, lambda: files.lease(SET, RANK), lambda: files.create(header_in(folder, set_id=8)),
-                lambda: files.unlink(SET, RANK), lambda: files.unlink_set(SET)):  # fmt: skip
+    for use in (
+        files.ids,
+        lambda: files.lease(SET, RANK),
+        lambda: files.create(header_in(folder, set_id=8)),
+        lambda: files.unlink(SET, RANK),
+        lambda: files.unlink_set(SET),
+    ):
         with pytest.raises(TierUnavailable, match="Not a directory"):
             use()
     with pytest.raises(ConfigError, match="is a link"):
@@ -302,8 +307,17 @@ def put_segment(folder: Path, header: SegmentHeader, file_bytes: int, records: d
 
 
 def record_in(header: SegmentHeader, slot: int, **changes: object) -> RecordHeader:
-    made = RecordHeader(bytes([slot % 251]) * 16, bytes(16), header.namespace, header.slab_bytes, 64, slot,
-                        header.extent, header.set_id, (1,) * header.extent.n_heads)  # fmt: skip
+    made = RecordHeader(
+        bytes([slot % 251]) * 16,
+        bytes(16),
+        header.namespace,
+        header.slab_bytes,
+        64,
+        slot,
+        header.extent,
+        header.set_id,
+        (1,) * header.extent.n_heads,
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -162,9 +162,13 @@ class LazyEngine(Engine):
     """One rank. Background jobs run when the test says so, in this thread."""
 
     def lay_over(
-        self, out: Left | None = None, staging_slots: int = 12, admit: Admit = "saved", hbm_slots: int = 0,
+        self,
+        out: Left | None = None,
+        staging_slots: int = 12,
+        admit: Admit = "saved",
+        hbm_slots: int = 0,
         hbm_admit: Admit = "never",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Puts the staging arena above the host arena that the rig made, `hbm_slots` in it for chunks that stay. Call
         once, before anything is moved."""
         (transfer,) = self.transfers
@@ -175,9 +179,14 @@ class LazyEngine(Engine):
         self.staging = StagingArena(staging, slot_bytes)
         self.host = worker.arena
         self.worker = replace(
-            worker, arena=self.staging, host=self.host, order=self.order, sums=self.order.sums,
-            codec=LazyCodec(worker.codec, self.order), io=worker.io._replace(reader=DeviceReads(worker.io.ring)),
-        )  # fmt: skip
+            worker,
+            arena=self.staging,
+            host=self.host,
+            order=self.order,
+            sums=self.order.sums,
+            codec=LazyCodec(worker.codec, self.order),
+            io=worker.io._replace(reader=DeviceReads(worker.io.ring)),
+        )
         self.jobs: TransferJobs = TransferJobs(*(ManualJobs(64) for _ in range(4)))
         self._admissions = Admissions(Admission(hbm_admit), Admission(admit))
         self._bounds = SaveBounds(staging_slots // 2, hbm_slots)

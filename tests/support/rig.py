@@ -25,9 +25,15 @@ BLOCK_TOKENS = 16
 
 def geometry(**changes: object) -> Geometry:
     values = {
-        "layers": 4, "kv_heads": 4, "k_head_size": 32, "v_head_size": 32, "dtype": "float32", "element_bytes": 4,
-        "attention": "heads", "chunk_tokens": 64,
-    }  # fmt: skip
+        "layers": 4,
+        "kv_heads": 4,
+        "k_head_size": 32,
+        "v_head_size": 32,
+        "dtype": "float32",
+        "element_bytes": 4,
+        "attention": "heads",
+        "chunk_tokens": 64,
+    }
     return Geometry(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -37,10 +43,15 @@ def namespace(shape: Geometry, weights: str = "test", epoch: str = "0") -> Names
 
 def settings(root: Path, **changes: object) -> Settings:
     values: dict[str, object] = {
-        "root": str(root), "capacity_bytes": 64 << 20, "segment_bytes": 4 << 20, "chunk_tokens": 64,
-        "host": {"arena_bytes": 8 << 20}, "io": {"threads": 4, "timeout_s": 10.0}, "writer_lease_s": 10.0,
+        "root": str(root),
+        "capacity_bytes": 64 << 20,
+        "segment_bytes": 4 << 20,
+        "chunk_tokens": 64,
+        "host": {"arena_bytes": 8 << 20},
+        "io": {"threads": 4, "timeout_s": 10.0},
+        "writer_lease_s": 10.0,
         "touch_interval_s": 0.2,
-    }  # fmt: skip
+    }
     return Settings.load(values | changes)
 
 

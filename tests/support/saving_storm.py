@@ -165,10 +165,14 @@ class SavingStorm:
         tensor_size, stages = self._rng.choice([(1, None), (2, None), (4, None), (1, 2), (2, 2)])
         segment = PAGE_BYTES + slots * RECORD_BYTES[self._codec] // tensor_size
         changes: dict[str, object] = {
-            "segment_bytes": segment, "capacity_bytes": self._sets_max * 5 * RECORD_BYTES[self._codec],
-            "host": {"arena_bytes": 4 << 20}, "io": {"threads": 2, "timeout_s": timeout_s}, "writer_lease_s": LEASE_S,
-            "queues": {"save_threads": self._rng.choice([1, 3])}, "codec": self._codec,
-        }  # fmt: skip
+            "segment_bytes": segment,
+            "capacity_bytes": self._sets_max * 5 * RECORD_BYTES[self._codec],
+            "host": {"arena_bytes": 4 << 20},
+            "io": {"threads": 2, "timeout_s": timeout_s},
+            "writer_lease_s": LEASE_S,
+            "queues": {"save_threads": self._rng.choice([1, 3])},
+            "codec": self._codec,
+        }
         shape, ranges = SHAPES[self._codec], None if stages is None else [range(1), range(1, 2)]
         if self._codec == "raw" and self._rng.random() < 0.25:
             changes["segment_bytes"] = PAGE_BYTES + slots * RECORD_BYTES[self._codec]

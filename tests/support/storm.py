@@ -74,11 +74,12 @@ class Storm:
 
     def _changes(self, slots: int) -> dict[str, object]:
         return {
-            "segment_bytes": PAGE_BYTES + 8 * SLOT_BYTES, "capacity_bytes": 12 * (PAGE_BYTES + 8 * SLOT_BYTES),
+            "segment_bytes": PAGE_BYTES + 8 * SLOT_BYTES,
+            "capacity_bytes": 12 * (PAGE_BYTES + 8 * SLOT_BYTES),
             "host": {"arena_bytes": slots * SLOT_BYTES, "admit": self._rng.choice(["always", "second_hit"])},
             "io": {"threads": 2, "timeout_s": TIMEOUT_S},
             "queues": {"load_threads": 4, "load_requests_max": QUEUED_LOADS_MAX},
-        }  # fmt: skip
+        }
 
     def _on_the_host(self, tensor_size: int) -> Side:
         slots = self._rng.choice([5, 6, 12, 40])
@@ -106,9 +107,15 @@ class Storm:
 
     def _step(self) -> None:
         acts = {
-            self._ask: 50, self._save: 20, self._begin_fetch: 8, self._end_fetch: 10, self._flip: 3, self._strike: 3,
-            self._tidy: 4, self._nap: 10,
-        }  # fmt: skip
+            self._ask: 50,
+            self._save: 20,
+            self._begin_fetch: 8,
+            self._end_fetch: 10,
+            self._flip: 3,
+            self._strike: 3,
+            self._tidy: 4,
+            self._nap: 10,
+        }
         (act,) = self._rng.choices(list(acts), list(acts.values()))
         act(self._rng.choice(self.sides))
         for each in self.sides:

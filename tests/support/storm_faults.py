@@ -179,10 +179,20 @@ class Vandal:
 
     def strike(self) -> None:
         paths = sorted(self._root.glob("v1/*/*.kvseg"))
-        damage = self._rng.choice([
-            self.flip, self.flip, self.zero_record, self.copy_record, self.copy_record, self.shorten, self.swap,
-            self.replace, self.zero_header, self.unlink,
-        ])  # fmt: skip
+        damage = self._rng.choice(
+            [
+                self.flip,
+                self.flip,
+                self.zero_record,
+                self.copy_record,
+                self.copy_record,
+                self.shorten,
+                self.swap,
+                self.replace,
+                self.zero_header,
+                self.unlink,
+            ]
+        )
         try:
             path = self._rng.choice(paths)
             with path.open("rb") as file:

@@ -196,8 +196,11 @@ def test_all_of_it_works_by_keyboard(shared: Opened) -> None:
         seen.append(shared.probe("focused"))
     assert seen[:3] == ["skip", "pause", "theme"]
     assert {name.split(" from ")[0] for name in seen if " from " in name} == {
-        "Throughput", "Hit ratio", "Time to first token saved", "Eviction",
-    }  # fmt: skip
+        "Throughput",
+        "Hit ratio",
+        "Time to first token saved",
+        "Eviction",
+    }
     assert any(name.startswith("copy ") for name in seen)
 
 
@@ -335,13 +338,24 @@ def test_a_service_that_fails_from_the_start_is_asked_again_less_and_less(browse
 # --- its parts ---
 
 FORMATTED = {
-    "size(0)": "0 bytes", "size(1536)": "1.5 KiB", "size(2 ** 40)": "1.0 TiB", "size(null)": "–",
-    "rate(0)": "0 MB/s", "rate(51.4e9)": "51.4 GB/s", "rate(999)": "999 B/s", "seconds(0.0013)": "1.30 ms",
-    "seconds(41300)": "11.5 h", "seconds(0)": "0 s", "percent(0.704)": "70.4 %", "percent(undefined)": "–",
-    "count(12040)": "12,040", "ago(3)": "3 s ago", "ago(null)": "never",
+    "size(0)": "0 bytes",
+    "size(1536)": "1.5 KiB",
+    "size(2 ** 40)": "1.0 TiB",
+    "size(null)": "–",
+    "rate(0)": "0 MB/s",
+    "rate(51.4e9)": "51.4 GB/s",
+    "rate(999)": "999 B/s",
+    "seconds(0.0013)": "1.30 ms",
+    "seconds(41300)": "11.5 h",
+    "seconds(0)": "0 s",
+    "percent(0.704)": "70.4 %",
+    "percent(undefined)": "–",
+    "count(12040)": "12,040",
+    "ago(3)": "3 s ago",
+    "ago(null)": "never",
     "axis([0, 2.5e9, 5e9], rateParts).join()": "0 GB/s,2.5 GB/s,5.0 GB/s",
     "axis([0, 0.5, 1], percentParts).join()": "0 %,50 %,100 %",
-}  # fmt: skip
+}
 
 
 POINTS = "[[0, 1], [5, null], [10, 2], [15, 3], [60, 4]].map(([at_s, v]) => ({ at_s, v }))"

@@ -47,33 +47,53 @@ def offloading_config(tier: Mapping[str, Any], **changes: Any) -> OffloadingConf
     model = OffloadingModelConfig(changes.pop("name", "org/model"), changes.pop("dtype", "bfloat16"))
     cache = OffloadingCacheConfig(16, changes.pop("blocks_per_chunk", 2))
     parallel = OffloadingParallelConfig(
-        rank=0, world_size=tp_size, tp_size=tp_size, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
-        data_parallel_size=1, data_parallel_rank_local=None,
+        rank=0,
+        world_size=tp_size,
+        tp_size=tp_size,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        data_parallel_index=0,
+        data_parallel_size=1,
+        data_parallel_rank_local=None,
         is_parallelism_agnostic=changes.pop("is_parallelism_agnostic", False),
-    )  # fmt: skip
+    )
     values: dict[str, Any] = {
         "groups": (OffloadingGroupConfig(16, ("model.layers.0.self_attn.attn",), 0),),
-        "worker_kv_bytes_per_block": 12_000 // tp_size, "enable_kv_cache_events": False,
+        "worker_kv_bytes_per_block": 12_000 // tp_size,
+        "enable_kv_cache_events": False,
         "extra_config": {"cpu_bytes_to_use": ROWS * ROW_BYTES, "secondary_tiers": [dict(tier)]},
-        "engine_id": uuid.uuid4().hex, "model": model, "cache": cache, "parallel": parallel, "kv_cache_layout": "LBHNC",
-    }  # fmt: skip
+        "engine_id": uuid.uuid4().hex,
+        "model": model,
+        "cache": cache,
+        "parallel": parallel,
+        "kv_cache_layout": "LBHNC",
+    }
     return OffloadingConfig(**values | changes)
 
 
 def tier_config(root: Path, room: Mapping[str, Any] = ROOM, **settings: Any) -> dict[str, Any]:
     return {
-        "type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm_tiering",
+        "type": "KVTierSecondaryTier",
+        "module_path": "kvtier.connectors.vllm_tiering",
         "settings": {"root": str(root)} | dict(room) | settings,
-    }  # fmt: skip
+    }
 
 
 def write_model(folder: Path, weight: float) -> None:
     """A model's folder, as far as vLLM's configuration and fingerprints look at it: three layers, two heads of 32."""
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "num_hidden_layers": 3, "intermediate_size": 64, "vocab_size": 512,
-        "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "intermediate_size": 64,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"weight": torch.full((4,), weight)}, folder / "model.safetensors")
 

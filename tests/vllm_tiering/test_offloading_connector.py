@@ -52,9 +52,12 @@ class Half:
 
     def begin(self) -> Request:
         request = Request(
-            f"prompt {next(_numbers)}", PROMPT, SamplingParams(max_tokens=1), pooling_params=None,
+            f"prompt {next(_numbers)}",
+            PROMPT,
+            SamplingParams(max_tokens=1),
+            pooling_params=None,
             block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
-        )  # fmt: skip
+        )
         self.connector.on_new_request(request)
         return request
 
@@ -77,14 +80,19 @@ class Half:
 @contextmanager
 def half(model: Path, root: Path) -> Iterator[Half]:
     extra = {
-        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": ROWS * ROW_BYTES, "block_size": CHUNK_TOKENS,
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": ROWS * ROW_BYTES,
+        "block_size": CHUNK_TOKENS,
         "secondary_tiers": [tier_config(root, UNTAGGED)],
-    }  # fmt: skip
+    }
     transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     engine = EngineArgs(
-        model=str(model), skip_tokenizer_init=True, max_model_len=512, block_size=BLOCK_TOKENS,
+        model=str(model),
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        block_size=BLOCK_TOKENS,
         kv_transfer_config=transfer,
-    ).create_engine_config()  # fmt: skip
+    ).create_engine_config()
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     page, blocks = spec.page_size_bytes, 32
     tensor = KVCacheTensor(len(LAYERS) * page * blocks, LAYERS, layer_stride=page * blocks, block_stride=page)

@@ -82,10 +82,13 @@ def test_a_model_of_a_hub_needs_a_tag() -> None:
         identity(UNTAGGED)
 
 
-@pytest.mark.parametrize("rope", [
-    {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-    {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+        {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}},
+    ],
+)
 def test_positions_that_depend_on_the_engines_longest_prompt_need_a_tag(
     rope: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,10 +149,14 @@ def assert_loaded(reader: Engine, done: LoadDone, n_good: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "n_good"),
     [
-        (becomes_zeros, BAD), (holds_a_newer_chunk, BAD), (is_shortened, BAD), (is_shortened_to_its_header_page, BAD),
-        (is_replaced, 0), (holds_what_another_held, 0),
+        (becomes_zeros, BAD),
+        (holds_a_newer_chunk, BAD),
+        (is_shortened, BAD),
+        (is_shortened_to_its_header_page, BAD),
+        (is_replaced, 0),
+        (holds_what_another_held, 0),
     ],
-)  # fmt: skip
+)
 def test_a_record_that_changes_meanwhile_is_no_hit(
     tmp_path: Path, reader: Engine, damage: Callable[[Path, Path], None], n_good: int, is_open: bool
 ) -> None:

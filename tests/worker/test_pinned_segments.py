@@ -63,9 +63,12 @@ class Rig:
         order = SimpleNamespace(mark=lambda: "launched", is_done=lambda mark: not self.is_gpu_busy)
         ring = SimpleNamespace(pin_file=lambda fd, end: self.pin(fd, end))
         worker = SimpleNamespace(
-            io=SimpleNamespace(ring=ring), share=RankShare(0, OURS, OURS), order=order, metrics=self.metrics,
+            io=SimpleNamespace(ring=ring),
+            share=RankShare(0, OURS, OURS),
+            order=order,
+            metrics=self.metrics,
             clock=lambda: self.now_s,
-        )  # fmt: skip
+        )
         return cast(Worker, worker)
 
     def make(

@@ -21,11 +21,23 @@ SHAPES = {
     "uneven": geometry(k_head_size=80, v_head_size=48, dtype="float16", element_bytes=2),
     "one head": geometry(kv_heads=1),
     # Engines that quantize their KV, but for some layers: slots of opaque bytes, or fp8.
-    "slots": geometry(dtype="turboquant_k3v4_nc", element_bytes=1, k_head_size=118, v_head_size=0,
-                      plain_layers=(0, 3), plain=LayerForm(128, 128, "bfloat16", 2)),
-    "fp8": geometry(dtype="fp8_e4m3", element_bytes=1, k_head_size=64, v_head_size=64,
-                    plain_layers=(1,), plain=LayerForm(64, 64, "float16", 2)),
-}  # fmt: skip
+    "slots": geometry(
+        dtype="turboquant_k3v4_nc",
+        element_bytes=1,
+        k_head_size=118,
+        v_head_size=0,
+        plain_layers=(0, 3),
+        plain=LayerForm(128, 128, "bfloat16", 2),
+    ),
+    "fp8": geometry(
+        dtype="fp8_e4m3",
+        element_bytes=1,
+        k_head_size=64,
+        v_head_size=64,
+        plain_layers=(1,),
+        plain=LayerForm(64, 64, "float16", 2),
+    ),
+}
 CUTS = [(1, None), (2, None), (4, None), (8, None), (1, [range(1), range(1, 4)]), (2, [range(2), range(2, 4)])]
 
 

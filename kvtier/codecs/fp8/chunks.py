@@ -91,9 +91,7 @@ def _encode_plane(
 
 
 # Nothing is specialized on values: another chunk or rank must not mean another compilation.
-@triton.jit(
-    do_not_specialize=("planes", "table", "answers", "page_layer", "first_head", "slab_start", "slab_bytes")
-)  # fmt: skip
+@triton.jit(do_not_specialize=("planes", "table", "answers", "page_layer", "first_head", "slab_start", "slab_bytes"))
 def encode_chunks(
     planes: tl.tensor,
     table: tl.tensor,
@@ -127,7 +125,7 @@ def encode_chunks(
     refused = _encode_plane(plane, first_head + head, move + 2, codes, scales, K, C)
     refused |= _encode_plane(
         plane + 4, first_head + head, move + 2, codes + C.tokens * K.size // 2, scales + C.tokens, V, C
-    )  # fmt: skip
+    )
     tl.debug_barrier()
     end = first + LAYER_BYTES
     if tl.program_id(1) == tl.num_programs(1) - 1:
@@ -183,6 +181,4 @@ def decode_chunks(
     codes = tl.multiple_of(start.to(tl.pointer_type(tl.int16)), 16)
     scales = (codes + C.tokens * (K.size + V.size) // 2).to(tl.pointer_type(tl.float16))
     _decode_plane(plane, first_head + head, move, codes, scales, K, C)
-    _decode_plane(
-        plane + 4, first_head + head, move, codes + C.tokens * K.size // 2, scales + C.tokens, V, C
-    )  # fmt: skip
+    _decode_plane(plane + 4, first_head + head, move, codes + C.tokens * K.size // 2, scales + C.tokens, V, C)

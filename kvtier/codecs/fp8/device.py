@@ -74,16 +74,36 @@ class CudaFp8:
     def _encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
         tiling, patch = self._tilings[0], group.patch
         encode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
-            self._pages.planes, table, answers, patch.page_layer, patch.page_head, group.slab_start, group.slab_bytes,
-            self._k, self._v, self._shape(tiling), PAIRS_PER_PAGE, num_warps=tiling.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            self._pages.planes,
+            table,
+            answers,
+            patch.page_layer,
+            patch.page_head,
+            group.slab_start,
+            group.slab_bytes,
+            self._k,
+            self._v,
+            self._shape(tiling),
+            PAIRS_PER_PAGE,
+            num_warps=tiling.warps,
+            enable_fp_fusion=False,
+        )
 
     def _decode(self, group: Group, table: torch.Tensor) -> None:
         tiling, patch = self._tilings[1], group.patch
         decode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
-            self._pages.planes, table, patch.page_layer, patch.page_head, group.slab_start, group.slab_bytes,
-            self._k, self._v, self._shape(tiling), num_warps=tiling.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            self._pages.planes,
+            table,
+            patch.page_layer,
+            patch.page_head,
+            group.slab_start,
+            group.slab_bytes,
+            self._k,
+            self._v,
+            self._shape(tiling),
+            num_warps=tiling.warps,
+            enable_fp_fusion=False,
+        )
 
     def _launch_nothing(self, table: torch.Tensor) -> None:
         self._encode(NOTHING, table, table)

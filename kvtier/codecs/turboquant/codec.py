@@ -58,9 +58,14 @@ class Turboquant:
 
     def _format(self, geometry: Geometry) -> SlabFormat:
         return SlabFormat(
-            geometry.layers, geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size,
-            PRESETS[self._preset], self._boundary_layers, self.seed,
-        )  # fmt: skip
+            geometry.layers,
+            geometry.chunk_tokens,
+            geometry.k_head_size,
+            geometry.v_head_size,
+            PRESETS[self._preset],
+            self._boundary_layers,
+            self.seed,
+        )
 
 
 class TurboquantCoder:

@@ -86,9 +86,11 @@ def _matrix_parts(matrix: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, ...]:
         return _matrix_rows(matrix, 0, 2, P), _matrix_rows(matrix, 1, 2, P)
     else:
         return (
-            _matrix_rows(matrix, 0, 4, P), _matrix_rows(matrix, 1, 4, P), _matrix_rows(matrix, 2, 4, P),
+            _matrix_rows(matrix, 0, 4, P),
+            _matrix_rows(matrix, 1, 4, P),
+            _matrix_rows(matrix, 2, 4, P),
             _matrix_rows(matrix, 3, 4, P),
-        )  # fmt: skip
+        )
 
 
 @triton.jit
@@ -120,7 +122,7 @@ def _permuted(codes: tl.tensor, row: tl.tensor, parts: tl.tuple, P: tl.constexpr
             which = tl.broadcast_to(half, bytes.shape).to(tl.int8)
             lower, upper = tl.inline_asm_elementwise(
                 _SELECT_SIGNED, "=&r,=&r,r,r,r", [bytes, signs, which], (tl.int8, tl.int8), True, 4
-            )  # fmt: skip
+            )
         else:
             lower, upper = tl.inline_asm_elementwise(_SELECT, "=&r,=&r,r", [bytes], (tl.int8, tl.int8), True, 4)
         c0, c1 = _centroids(operand_rows(lower.reshape(ROWS, QUARTER), C), P)
@@ -176,9 +178,7 @@ def _decode_plane(
 
 
 # Nothing is specialized on values: another chunk or rank must not mean another compilation.
-@triton.jit(
-    do_not_specialize=("planes", "table", "page_layer", "first_head", "page_heads", "slab_start", "slab_bytes")
-)  # fmt: skip
+@triton.jit(do_not_specialize=("planes", "table", "page_layer", "first_head", "page_heads", "slab_start", "slab_bytes"))
 def decode_chunks(
     planes: tl.tensor,
     table: tl.tensor,
@@ -213,6 +213,15 @@ def decode_chunks(
     mean = (start + (LAYER_BYTES - 2 * K.size)).to(tl.pointer_type(tl.int32))
     _decode_plane(plane, first_head + head, move, flips, k_matrix, k_centroids, start, scales, mean, K, C)
     _decode_plane(
-        plane + 4, first_head + head, move, flips + WIDEST // 2, v_matrix, v_centroids, start + K_BYTES,
-        scales + C.tokens, mean, V, C,
-    )  # fmt: skip
+        plane + 4,
+        first_head + head,
+        move,
+        flips + WIDEST // 2,
+        v_matrix,
+        v_centroids,
+        start + K_BYTES,
+        scales + C.tokens,
+        mean,
+        V,
+        C,
+    )

@@ -59,14 +59,21 @@ class Tiling(NamedTuple):
 
 # H200, TB/s of k4v4 and k4v3: 2.29 and 2.25, 2.24 and 2.24, 2.08 and 2.17, 1.97 and 1.99.
 ENCODE_TILINGS = (
-    Tiling(32, 4, 80, 32, True, True), Tiling(32, 4, 80, 32, False, True), Tiling(32, 4, 72, 32, True),
+    Tiling(32, 4, 80, 32, True, True),
+    Tiling(32, 4, 80, 32, False, True),
+    Tiling(32, 4, 72, 32, True),
     Tiling(64, 8, 64, 128),
-)  # fmt: skip
+)
 WHOLE_TILING = Tiling(64, 4, 128)
 """Of the encoding that is not by warps."""
 DECODE_TILINGS = (
-    Tiling(64, 4, 128), Tiling(64, 4), Tiling(64, 4, 96), Tiling(128, 8), Tiling(128, 8, 128), Tiling(128, 4),
-)  # fmt: skip
+    Tiling(64, 4, 128),
+    Tiling(64, 4),
+    Tiling(64, 4, 96),
+    Tiling(128, 8),
+    Tiling(128, 8, 128),
+    Tiling(128, 4),
+)
 """What benchmarks/gpu/codec_kernels.py --tune tries. The first of each is the one in use."""
 
 
@@ -139,21 +146,54 @@ class CudaTurboquant:
         k, v = self._tables[run.bits]
         tiling, shape = self._encoding(k.code, v.code)
         return encode_chunks[(group.patch.n_heads, run.n_layers, len(group.places))](
-            self._pages.planes, table, self._signs, k.encode_matrix, v.encode_matrix, k.squares, v.squares, answers,
-            run.page_layer, group.patch.page_head, self._held.n_heads, run.slab_start, group.slab_bytes,
-            int(ends_slab), k.code, v.code, shape, PAIRS_PER_PAGE, num_warps=tiling.warps,
-            num_stages=1, maxnreg=tiling.registers_for(k.code, v.code), enable_fp_fusion=False,
-        )  # fmt: skip
+            self._pages.planes,
+            table,
+            self._signs,
+            k.encode_matrix,
+            v.encode_matrix,
+            k.squares,
+            v.squares,
+            answers,
+            run.page_layer,
+            group.patch.page_head,
+            self._held.n_heads,
+            run.slab_start,
+            group.slab_bytes,
+            int(ends_slab),
+            k.code,
+            v.code,
+            shape,
+            PAIRS_PER_PAGE,
+            num_warps=tiling.warps,
+            num_stages=1,
+            maxnreg=tiling.registers_for(k.code, v.code),
+            enable_fp_fusion=False,
+        )
 
     def _decode(self, run: _Run, group: Group, table: torch.Tensor) -> None:
         k, v = self._tables[run.bits]
         tiling = self._tilings[1]
         decode_chunks[(group.patch.n_heads, run.n_layers, len(group.places))](
-            self._pages.planes, table, self._signs, k.decode_matrix, v.decode_matrix, k.centroids, v.centroids,
-            run.page_layer, group.patch.page_head, self._held.n_heads, run.slab_start, group.slab_bytes,
-            k.code, v.code, self._shape(tiling), num_warps=tiling.warps, num_stages=1,
-            maxnreg=tiling.registers_for(k.code, v.code), enable_fp_fusion=False,
-        )  # fmt: skip
+            self._pages.planes,
+            table,
+            self._signs,
+            k.decode_matrix,
+            v.decode_matrix,
+            k.centroids,
+            v.centroids,
+            run.page_layer,
+            group.patch.page_head,
+            self._held.n_heads,
+            run.slab_start,
+            group.slab_bytes,
+            k.code,
+            v.code,
+            self._shape(tiling),
+            num_warps=tiling.warps,
+            num_stages=1,
+            maxnreg=tiling.registers_for(k.code, v.code),
+            enable_fp_fusion=False,
+        )
 
     def _encoding(self, k: PlaneCode, v: PlaneCode) -> tuple[Tiling, ChunkShape]:
         if not (k.suits_warps and v.suits_warps):
@@ -165,9 +205,14 @@ class CudaTurboquant:
 
     def _shape(self, tiling: Tiling) -> ChunkShape:
         return ChunkShape(
-            self._format.tokens, self._block_tokens, self._pages.is_bf16, tiling.rows, tiling.warps, self._is_fast,
+            self._format.tokens,
+            self._block_tokens,
+            self._pages.is_bf16,
             tiling.rows,
-        )  # fmt: skip
+            tiling.warps,
+            self._is_fast,
+            tiling.rows,
+        )
 
     @property
     def _is_fast(self) -> bool:
@@ -189,12 +234,14 @@ class CudaTurboquant:
         codes = (plane_code(sizes[plane], bits[plane], plane == K_PLANE, self._is_fast) for plane in (K_PLANE, V_PLANE))
         k, v = (
             _Tables(
-                code, self._to_device(encode_matrix(code.size, self._pages.is_bf16, self._is_fast)),
-                self._to_device(squares(code.bits)), self._to_device(decode_matrix(code)),
+                code,
+                self._to_device(encode_matrix(code.size, self._pages.is_bf16, self._is_fast)),
+                self._to_device(squares(code.bits)),
+                self._to_device(decode_matrix(code)),
                 self._to_device(signed_centroids(code.bits)),
             )
             for code in codes
-        )  # fmt: skip
+        )
         return k, v
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:

@@ -39,9 +39,14 @@ class Bits(NamedTuple):
 
 
 PRESETS = {
-    "k6v4": Bits(6, 4), "k5v3": Bits(5, 3), "k4v4": Bits(4, 4), "k4v3": Bits(4, 3), "k3v3": Bits(3, 3),
-    "k4v2": Bits(4, 2), "k2v2": Bits(2, 2),
-}  # fmt: skip
+    "k6v4": Bits(6, 4),
+    "k5v3": Bits(5, 3),
+    "k4v4": Bits(4, 4),
+    "k4v3": Bits(4, 3),
+    "k3v3": Bits(3, 3),
+    "k4v2": Bits(4, 2),
+    "k2v2": Bits(2, 2),
+}
 """The last is a control of benchmarks, which must fail: no setting names it."""
 
 BOUNDARY = PRESETS["k6v4"]

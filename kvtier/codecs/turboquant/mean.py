@@ -34,9 +34,7 @@ def _small(words: tl.tensor, factor: tl.tensor, C: tl.constexpr) -> tuple[tl.ten
     if C.fast:
         ASM: tl.constexpr = _SMALL_BF16 if C.is_bf16 else _SMALL_FP16
         halves = twice(factor, C.is_bf16, True)
-        small, squares = tl.inline_asm_elementwise(
-            ASM, "=&r,=&r,r,r", [words, halves], (tl.int32, tl.int32), True, 1
-        )  # fmt: skip
+        small, squares = tl.inline_asm_elementwise(ASM, "=&r,=&r,r,r", [words, halves], (tl.int32, tl.int32), True, 1)
     else:
         low, high = floats(words, C.is_bf16)
         low = (low * (factor * 64.0) + _WHOLE).to(tl.int32, bitcast=True) - (_WHOLE_BITS - 64)
@@ -91,8 +89,12 @@ def take_mean(
 
 @triton.jit
 def _words(
-    vectors: tl.tuple, blocks: tl.tensor, start: tl.tensor, STEP: tl.constexpr, P: tl.constexpr,
+    vectors: tl.tuple,
+    blocks: tl.tensor,
+    start: tl.tensor,
+    STEP: tl.constexpr,
+    P: tl.constexpr,
     C: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+) -> tl.tensor:
     """Of tokens that count, from the start-th of them on; zeros where there are no more."""
     return load_words(vectors, blocks, (start + tl.arange(0, C.mean_rows)) * STEP, P, C, "evict_last")

@@ -133,9 +133,14 @@ def _store_where_they_are(
 
 @triton.jit
 def _store_twos(
-    words: tl.tensor, row: tl.tensor, plane: tl.tensor, AT: tl.constexpr, ROW: tl.constexpr, KEEP: tl.constexpr,
+    words: tl.tensor,
+    row: tl.tensor,
+    plane: tl.tensor,
+    AT: tl.constexpr,
+    ROW: tl.constexpr,
+    KEEP: tl.constexpr,
     C: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Stores the first KEEP of (rows, n) words from word AT of a row of ROW words on."""
     word = tl.arange(0, words.shape[1])[None, :]
     at = tl.max_contiguous(tl.multiple_of(row[:, None] * ROW + AT + word, (1, 2)), (1, 2))

@@ -92,9 +92,12 @@ def encode_layer(k: torch.Tensor, v: torch.Tensor, layout: LayerLayout, signs: S
     coded_k = _encode_vectors(k - _rounded(mean.float(), k.dtype).unsqueeze(-2), signs.k, layout.bits.k)
     coded_v = _encode_vectors(v, signs.v, layout.bits.v)
     parts = [
-        *_pack(coded_k.codes, layout.bits.k), *_pack(coded_v.codes, layout.bits.v),
-        _bytes(coded_k.scales), _bytes(coded_v.scales), _bytes(mean),
-    ]  # fmt: skip
+        *_pack(coded_k.codes, layout.bits.k),
+        *_pack(coded_v.codes, layout.bits.v),
+        _bytes(coded_k.scales),
+        _bytes(coded_v.scales),
+        _bytes(mean),
+    ]
     return EncodedLayer(torch.cat(parts, -1), coded_k.refused | coded_v.refused)
 
 
@@ -191,9 +194,11 @@ def _tables(bits: int, size: int, device: torch.device) -> _Tables:
     positive = torch.tensor(CODEBOOKS[bits].centroids, dtype=torch.float64, device=device)
     centroids = torch.cat([-positive.flip(0), positive])
     return _Tables(
-        torch.from_numpy(hadamard(size)).to(device, torch.float64), centroids, centroids.square(),
+        torch.from_numpy(hadamard(size)).to(device, torch.float64),
+        centroids,
+        centroids.square(),
         torch.tensor(thresholds(bits), device=device),
-    )  # fmt: skip
+    )
 
 
 def _exponent(top: torch.Tensor) -> torch.Tensor:

@@ -72,10 +72,21 @@ def plane_code(size: int, bits: int, has_mean: bool, fast: bool) -> PlaneCode:
     permuted = fast and (bits == 4 or (bits < 4 and size >= 96)) and size % 32 == 0
     is_small = bits <= 4
     return PlaneCode(
-        size, padded_size(size), bits, has_mean, thresholds(bits), book.curve, spread(bits), book.centroids[0] ** 2,
-        scale_unit(bits, size), decode_unit(bits, size), _curve_ptx(book.curve) if is_small else "",
-        _energy_ptx(book.centroids) if is_small else "", _centroid_ptx(book.centroids) if permuted else "", permuted,
-    )  # fmt: skip
+        size,
+        padded_size(size),
+        bits,
+        has_mean,
+        thresholds(bits),
+        book.curve,
+        spread(bits),
+        book.centroids[0] ** 2,
+        scale_unit(bits, size),
+        decode_unit(bits, size),
+        _curve_ptx(book.curve) if is_small else "",
+        _energy_ptx(book.centroids) if is_small else "",
+        _centroid_ptx(book.centroids) if permuted else "",
+        permuted,
+    )
 
 
 def padded_size(size: int) -> int:
@@ -150,8 +161,13 @@ def squares(bits: int) -> npt.NDArray[np.int32]:
 def _curve_ptx(curve: tuple[float, ...]) -> str:
     """PTX of two rotated elements ($1, $2: fp32) and n, twice ($3), to codes in the halves' lower bytes ($0)."""
     twice = [int(np.float16(value).view(np.uint16)) * 0x10001 for value in (0.5, *curve, WHOLE16)]
-    lines = [".reg .b32 v, c;", "cvt.rn.f16x2.f32 v, $2, $1;", f"mov.b32 c, {twice[0]};",
-             "fma.rn.sat.f16x2 v, v, $3, c;", f"mov.b32 $0, {twice[-2]};"]  # fmt: skip
+    lines = [
+        ".reg .b32 v, c;",
+        "cvt.rn.f16x2.f32 v, $2, $1;",
+        f"mov.b32 c, {twice[0]};",
+        "fma.rn.sat.f16x2 v, v, $3, c;",
+        f"mov.b32 $0, {twice[-2]};",
+    ]
     for value in (*twice[-3:0:-1], twice[-1]):
         lines += [f"mov.b32 c, {value};", "fma.rn.f16x2 $0, $0, v, c;"]
     return "{ " + " ".join(lines) + " }"
@@ -166,14 +182,24 @@ def _energy_ptx(centroids: tuple[int, ...]) -> str:
     table = (*centroids, *(0,) * (8 - len(centroids)))
     lines = [".reg .b32 m, c;"]
     if len(centroids) == 8:
-        lines += ["shr.u32 c, $1, 3;", "and.b32 c, c, 0x11111111;", "mul.lo.u32 c, c, 7;",
-                  "lop3.b32 m, $1, c, 0x77777777, 0x82;"]  # fmt: skip
+        lines += [
+            "shr.u32 c, $1, 3;",
+            "and.b32 c, c, 0x11111111;",
+            "mul.lo.u32 c, c, 7;",
+            "lop3.b32 m, $1, c, 0x77777777, 0x82;",
+        ]
     else:
         table = (*reversed(centroids), *centroids)
         lines += ["mov.b32 m, $1;"]
     low, high = (int.from_bytes(bytes((*table, 0, 0, 0, 0)[part : part + 4]), "little") for part in (0, 4))
-    lines += [f"prmt.b32 c, {low}, {high}, m;", "mov.b32 $0, 0;", "dp4a.u32.u32 $0, c, c, $0;", "shr.u32 m, m, 16;",
-              f"prmt.b32 c, {low}, {high}, m;", "dp4a.u32.u32 $0, c, c, $0;"]  # fmt: skip
+    lines += [
+        f"prmt.b32 c, {low}, {high}, m;",
+        "mov.b32 $0, 0;",
+        "dp4a.u32.u32 $0, c, c, $0;",
+        "shr.u32 m, m, 16;",
+        f"prmt.b32 c, {low}, {high}, m;",
+        "dp4a.u32.u32 $0, c, c, $0;",
+    ]
     return "{ " + " ".join(lines) + " }"
 
 
@@ -203,14 +229,21 @@ def _centroid_ptx(centroids: tuple[int, ...]) -> str:
     signed = [*(-c for c in reversed(centroids)), *centroids, *(0,) * 6]
     tables = [int.from_bytes(bytes(c & 255 for c in signed[n : n + 4]), "little") for n in (0, 4, 8, 12)]
     if len(centroids) < 8:
-        lines = [".reg .b32 m;", f"prmt.b32 $0, {tables[0]}, {tables[1]}, $2;", "shr.u32 m, $2, 16;",
-                 f"prmt.b32 $1, {tables[0]}, {tables[1]}, m;"]  # fmt: skip
+        lines = [
+            ".reg .b32 m;",
+            f"prmt.b32 $0, {tables[0]}, {tables[1]}, $2;",
+            "shr.u32 m, $2, 16;",
+            f"prmt.b32 $1, {tables[0]}, {tables[1]}, m;",
+        ]
         return "{ " + " ".join(lines) + " }"
     lines = [".reg .b32 m, u, p, n, s;", "and.b32 m, $2, 0x77777777;", "shl.b32 u, $2, 4;"]
     # The top bits of a word's first two bytes' codes are those of u's byte 0, $2's 0, u's 1 and $2's 1.
     for output, signs in (("$0", "0x9d8c"), ("$1", "0xbfae")):
         lines += [
-            f"prmt.b32 n, {tables[0]}, {tables[1]}, m;", f"prmt.b32 p, {tables[2]}, {tables[3]}, m;",
-            f"prmt.b32 s, $2, u, {signs};", f"lop3.b32 {output}, p, n, s, 0xe4;", "shr.u32 m, m, 16;",
-        ]  # fmt: skip
+            f"prmt.b32 n, {tables[0]}, {tables[1]}, m;",
+            f"prmt.b32 p, {tables[2]}, {tables[3]}, m;",
+            f"prmt.b32 s, $2, u, {signs};",
+            f"lop3.b32 {output}, p, n, s, 0xe4;",
+            "shr.u32 m, m, 16;",
+        ]
     return "{ " + " ".join(lines) + " }"

@@ -116,9 +116,13 @@ def energies(words: tl.tensor, power: tl.tensor, C: tl.constexpr) -> tl.tensor:
         KIND: tl.constexpr = tl.bfloat16 if C.is_bf16 else tl.float16
         ONE: tl.constexpr = 0x7D80 if C.is_bf16 else 0x7800
         upper, lower = tl.inline_asm_elementwise(
-            ASM, "=&r,=&r,r,r", [words, twice(factor * UNIT, C.is_bf16, True)[:, None, None]], (tl.int32, tl.int32),
-            True, 1,
-        )  # fmt: skip
+            ASM,
+            "=&r,=&r,r,r",
+            [words, twice(factor * UNIT, C.is_bf16, True)[:, None, None]],
+            (tl.int32, tl.int32),
+            True,
+            1,
+        )
         # round, warp, row, group, lane, half, word, part, element
         x = _halves(tl.join(upper, lower), C).reshape(ROUNDS, C.warps, 8, GROUPS, 4, 2, 2, 2, 2)
         x = x.permute(1, 0, 5, 2, 3, 7, 4, 6, 8).reshape(C.warps, ROUNDS * 16, GROUPS * 32)

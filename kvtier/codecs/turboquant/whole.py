@@ -166,7 +166,7 @@ def _squares(words: tl.tensor, factor: tl.tensor, C: tl.constexpr) -> tl.tensor:
     N_GROUPS: tl.constexpr = words.shape[1] // 16
     upper, lower = tl.inline_asm_elementwise(
         ASM, "=&r,=&r,r,r", [words.reshape(C.rows, N_GROUPS, 16), factor], (tl.int32, tl.int32), True, 1
-    )  # fmt: skip
+    )
     return _operand_of(tl.join(upper, lower).permute(0, 3, 1, 2).reshape(C.rows, 2 * N_GROUPS, 16), C)
 
 

@@ -61,9 +61,13 @@ RESERVE_BYTES = 16 << 20
 """Two removals of 512 records from anywhere in the index write 5 MB before LMDB takes freed pages again."""
 
 _BROKEN = (
-    lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, lmdb.PanicError,
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.VersionMismatchError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
     lmdb.BadTxnError,  # what the first read of a transaction says when the root of a named database is damaged
-)  # fmt: skip
+)
 _WRONG_PATH = (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)
 
 
@@ -310,9 +314,17 @@ class SharedEnvironment:
         self._allocate_readers()
         os.close(self._make(_DATA, os.O_RDWR))
         open_it = partial(
-            lmdb.open, self.path, map_size=self._map_bytes, max_dbs=len(self._databases), max_readers=_READERS_MAX,
-            mode=0o600, sync=False, metasync=False, writemap=False, lib_version=0,
-        )  # fmt: skip
+            lmdb.open,
+            self.path,
+            map_size=self._map_bytes,
+            max_dbs=len(self._databases),
+            max_readers=_READERS_MAX,
+            mode=0o600,
+            sync=False,
+            metasync=False,
+            writemap=False,
+            lib_version=0,
+        )
         try:
             env = open_it()
             close = env.close

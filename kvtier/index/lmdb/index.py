@@ -71,10 +71,11 @@ class LmdbIndex:
         file_system = file_system_of(path, mountinfo)
         if file_system.is_network:
             raise ConfigError(
-                "index.path", path,
+                "index.path",
+                path,
                 f"it is on {file_system.kind} (mounted at {file_system.mount_point}), where processes do not share "
                 "memory maps and locks as LMDB needs: name a folder on a local disk",
-            )  # fmt: skip
+            )
         self._shared = environment.attach(os.fspath(path), map_bytes, timeout_s, _stamp(boot_id), _DATABASES, reopen)
         self._path = os.fspath(path)
         self._is_closed = False

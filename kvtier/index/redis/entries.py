@@ -96,9 +96,13 @@ class EntryTable:
         raise IndexUnavailable("others change the same entries all the time")
 
     def _round(
-        self, script: Script, changes: Sequence[tuple[bytes, Change]], waiting: Sequence[int],
-        last: dict[bytes, bytes], results: list[bool],
-    ) -> list[int]:  # fmt: skip
+        self,
+        script: Script,
+        changes: Sequence[tuple[bytes, Change]],
+        waiting: Sequence[int],
+        last: dict[bytes, bytes],
+        results: list[bool],
+    ) -> list[int]:
         """One change for each key at most; those that are still to be made."""
         later: list[int] = []
         asked: dict[bytes, tuple[int, bytes, bytes]] = {}

@@ -31,7 +31,7 @@ from kvtier.index.redis.keys import (
     PLACE,
     TAGS,
     Keys,
-)  # fmt: skip
+)
 from kvtier.index.redis.tables import Fence, LeaseTable, NoteTable, SetTable, is_going
 from kvtier.index.redis.wire import Request, Wire, open_wire
 

@@ -25,7 +25,7 @@ from kvtier.index.redis.keys import (
     TOKEN,
     Keys,
     Script,
-)  # fmt: skip
+)
 from kvtier.index.redis.wire import Request
 
 Change = Callable[[bytes], bytes]
@@ -58,9 +58,12 @@ class Table:
         return found
 
     def change(
-        self, fields: Sequence[bytes], change: Callable[[bytes, bytes], bytes], fence: Fence | None = None,
+        self,
+        fields: Sequence[bytes],
+        change: Callable[[bytes, bytes], bytes],
+        fence: Fence | None = None,
         script: Script = CHANGE_TABLE,
-    ) -> dict[bytes, tuple[bytes, bytes]]:  # fmt: skip
+    ) -> dict[bytes, tuple[bytes, bytes]]:
         """Changes fields by (field, what it is) -> what it becomes; what each was, and became.
 
         script: ADD_TO_TABLE where a full server is to refuse it.

@@ -321,8 +321,10 @@ def _options(settings: IndexSettings) -> dict[str, Any]:
     options: dict[str, Any] = {
         "socket_connect_timeout": settings.connect_timeout_ms / 1000,
         "socket_timeout": settings.reply_timeout_ms / 1000,
-        "retry": Retry(NoBackoff(), 0), "protocol": 2, "client_name": "kvtier",
-    }  # fmt: skip
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        "client_name": "kvtier",
+    }
     if settings.place.has_tls:
         files = {"ca_certs": settings.tls_ca_file, "certfile": settings.tls_cert_file, "keyfile": settings.tls_key_file}
         options |= {f"ssl_{name}": str(path) for name, path in files.items() if path is not None}
