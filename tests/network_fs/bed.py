@@ -23,6 +23,7 @@ class Bed:
     """Two mounts, m1 and m2, of one file system. Subclasses start its servers and clients.
 
     disks: folders that hold the bytes of the servers; empty where they can only be counted through a mount.
+    clients: by node, the process that serves its mount.
     """
 
     kind = ""
@@ -33,6 +34,7 @@ class Bed:
         self.folder = folder
         self.m1, self.m2 = folder / "m1", folder / "m2"
         self.disks: list[Path] = []
+        self.clients: dict[int, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
         self._namespaces: dict[str, str] = {}
 
@@ -141,8 +143,9 @@ class Bed:
     def mount(self, node: int, *words: str, ready: Callable[[], object] | None = None) -> None:
         """Start the client of a node, which stays in the foreground, and wait for its mount."""
         path = (self.m1, self.m2)[node - 1]
-        process = self.daemon(f"node{node}", f"client{node}", *words)
+        # Callbacks run in reverse: the client ends first, for umount may wait in the kernel for a client that hangs.
         self._stack.callback(unmount, path)
+        process = self.clients[node] = self.daemon(f"node{node}", f"client{node}", *words)
 
         def is_up() -> bool:
             assert process.poll() is None, (self.folder / "log" / f"client{node}.out").read_text()[-2000:]
@@ -178,12 +181,15 @@ def run(*words: str, timeout_s: float = 60.0) -> str:
 
 
 def unmount(path: Path) -> None:
-    try:
-        done = subprocess.run(["umount", str(path)], capture_output=True, timeout=STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        done = None
-    if done is None or done.returncode:
-        subprocess.run(["umount", "-l", str(path)], capture_output=True)
+    """Unmount a folder. Returns within 2 * STOP_TIMEOUT_S; a process that hangs in the kernel is left behind."""
+    for words in (["umount"], ["umount", "-l"]):
+        # Not subprocess.run: it waits without limit for a killed process, and none dies in state D.
+        process = subprocess.Popen([*words, str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            if process.wait(STOP_TIMEOUT_S) == 0:
+                return
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

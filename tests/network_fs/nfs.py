@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.network_fs.bed import end
 from tests.network_fs.run import FULL_DISK_BYTES, ROOT
 
 PROGRAMS = ("qemu-system-x86_64", "mmdebstrap", "mke2fs")
@@ -46,15 +47,17 @@ def measure(folder: Path, options: str, measurements: Sequence[str]) -> dict[str
     job = folder / "job"
     job.write_text("\n".join([*lines, "grep /mnt/m1 /proc/mounts; uname -r > /out/version", ""]))
     script = Path(__file__).with_name("nfs_guest.sh")
-    done = subprocess.run(
+    environment = {**os.environ, "TIMEOUT_S": str(int(TIMEOUT_S))}
+    process = subprocess.Popen(
         [str(script), str(folder), options, str(job), *map(str, _folders())],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S + 300,
-        env={**os.environ, "TIMEOUT_S": str(int(TIMEOUT_S))},
+        env=environment,
+        start_new_session=True,
     )
-    print(done.stdout + done.stderr, flush=True)
-    assert done.returncode == 0, f"NFS {options}:\n{done.stdout}{done.stderr}"
+    try:
+        process.wait(TIMEOUT_S + 300)
+    finally:
+        end(process)
+    assert process.returncode == 0, f"NFS {options}: the guest's job failed with {process.returncode}; see its output"
     results = {"file_system": f"NFS {options}, Linux {(folder / 'out/version').read_text().strip()}"}
     for path in (folder / "out").glob("*.json"):
         results |= json.loads(path.read_text())

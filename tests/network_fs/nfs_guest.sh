@@ -38,7 +38,10 @@ EOF
 mkdir -p "$dir"
 [[ -e $dir/root.ext4 ]] || build
 rig=$(mktemp -d "$dir/rig.XXXXXX")
-trap 'rm -rf "$rig"' EXIT
+guest=
+# A signal ends the guest as well: bash runs a trap only while it waits, so the guest runs in the background.
+trap '[[ -z $guest ]] || { kill "$guest"; wait "$guest"; } 2> /dev/null || true; rm -rf "$rig"' EXIT
+trap 'exit 143' TERM INT HUP
 mkdir "$rig/out"
 cp "$job" "$rig/job"
 
@@ -84,15 +87,20 @@ for folder in "$@"; do
     shares+=(-virtfs "local,path=$folder,mount_tag=share$n,security_model=none,readonly=on,id=share$n,multidevs=remap")
 done
 truncate -s "${disk_mb}M" "$rig/disk"
-# The image is never changed (snapshot=on). Emulated: a guest needs no /dev/kvm.
-TMPDIR=$rig timeout -k 5 "$timeout_s" qemu-system-x86_64 -M q35 -accel tcg,thread=multi -cpu max -smp 2 -m "$memory" \
+# The image is never changed (snapshot=on). Emulated: a guest needs no /dev/kvm. pdeathsig: it also ends if this script
+# is killed.
+TMPDIR=$rig setpriv --pdeathsig TERM timeout -k 5 "$timeout_s" qemu-system-x86_64 -M q35 -accel tcg,thread=multi -cpu max -smp 2 -m "$memory" \
     -nodefaults -no-reboot -display none -kernel "$dir/vmlinuz" -initrd "$dir/initrd" \
     -append "root=/dev/vda rw console=ttyS0 init=/sbin/guest-init quiet panic=-1 mitigations=off" \
     -serial "file:$dir/console" -device virtio-serial -chardev file,id=out,path=/dev/fd/1,append=on \
     -device virtserialport,chardev=out,name=out \
     -drive "file=$dir/root.ext4,if=virtio,format=raw,snapshot=on" \
     -drive "file=$rig/disk,if=virtio,format=raw,cache=unsafe,discard=unmap" \
-    -object rng-random,id=rng,filename=/dev/urandom -device virtio-rng,rng=rng "${shares[@]}" < /dev/null | cat || true
+    -object rng-random,id=rng,filename=/dev/urandom -device virtio-rng,rng=rng "${shares[@]}" \
+    < /dev/null > >(cat) &
+guest=$!
+wait "$guest" || true
+guest=
 rm -rf "$dir/out"
 cp -r "$rig/out" "$dir/out"
 if [[ ! -e $rig/status ]]; then

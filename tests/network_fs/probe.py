@@ -42,6 +42,7 @@ CAPACITY = 96 << 20  # capacity_bytes of the capacity measurement
 POOL = 80  # prompts that are loaded under faults; most are not open on node 2 when the first fault comes
 STARTED = "started"  # line that says that faults may begin
 WHOLE_AFTER_S = 5.0  # pause between the end of all faults and the look for losses, seconds
+PROGRESS_PROMPTS = 20  # prompts between two lines that report how a long measurement goes on
 SEGMENT = 8 << 20  # segment_bytes of all nodes
 RATE_BATCH = 8  # chunks of a batch
 RATE_SHAPE = {"layers": 2, "kv_heads": 8, "k_head_size": 128, "v_head_size": 128, "chunk_tokens": 256}  # 4 MiB
@@ -206,6 +207,9 @@ def capacity(place: Place, prompts: int) -> dict[str, Any]:
                 nodes[0].ask("load", number)  # both hold files of the same sets
                 most = max(most, place.stored_bytes() - before)
                 indexed = max(indexed, nodes[0].ask("indexed_bytes"))
+            if number % PROGRESS_PROMPTS == 0:
+                now = place.stored_bytes() - before
+                print(f"capacity: {number} prompts, {now >> 20} MiB stored, {dict(outcomes)}", flush=True)
         speed = (outcomes["SAVED"] << 20) / (time.monotonic() - began)
         time.sleep(FREED_WITHIN_S)
         idle = place.stored_bytes() - before
@@ -231,6 +235,8 @@ def full(place: Place, percent: int) -> dict[str, Any]:
             if number % 4 == 0:
                 nodes[0].ask("load", number)
                 indexed.append(nodes[0].ask("indexed_bytes"))
+            if number % PROGRESS_PROMPTS == 0:
+                print(f"full: {number} prompts, {indexed[-1] >> 20} MiB indexed, {dict(outcomes)}", flush=True)
         before = place.available()
         freed, evict = _evict_all(place, "full")
         shown = _wait_for(lambda: place.available() - before >= 0.9 * freed)
