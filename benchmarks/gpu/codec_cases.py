@@ -26,7 +26,7 @@ THEORY = {2: 0.1175, 3: 0.0345, 4: 0.0095, 5: 0.0025047, 6: 0.00064424}
 FP8_NMSE_MAX = 0.0007
 """Of fp8: the reference has 0.00063 to 0.00069 with heads of 64 to 256 elements of N(0, 1)."""
 
-Tiling = turboquant_device.Tiling | fp8_device.Tiling
+CodecTiling = turboquant_device.TurboquantTiling | fp8_device.Fp8Tiling
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,21 @@ class Case:
         return {name: NMSE_OF_THEORY_MAX * THEORY[width] for name, width in (("k", bits.k), ("v", bits.v))}
 
     @property
-    def tilings(self) -> tuple[tuple[Tiling, ...], tuple[Tiling, ...]]:
+    def tilings(self) -> tuple[tuple[CodecTiling, ...], tuple[CodecTiling, ...]]:
         """For encoding and for decoding; the first of each is the one in use."""
         module = fp8_device if self.codec == "fp8" else turboquant_device
         return module.ENCODE_TILINGS, module.DECODE_TILINGS
 
     def mover(
-        self, pages: PagedKV, encode: Tiling | None = None, decode: Tiling | None = None
+        self, pages: PagedKV, encode: CodecTiling | None = None, decode: CodecTiling | None = None
     ) -> CudaFp8 | CudaTurboquant:
         """The kernels. None: the tiling that is in use."""
         pair = (encode or self.tilings[0][0], decode or self.tilings[1][0])
         if self.codec == "fp8":
-            return CudaFp8(pages, self._slabs, self.held, *(fp8_device.Tiling(*each) for each in pair))
-        return CudaTurboquant(pages, self._format, self.held, *(turboquant_device.Tiling(*each) for each in pair))
+            return CudaFp8(pages, self._slabs, self.held, *(fp8_device.Fp8Tiling(*each) for each in pair))
+        return CudaTurboquant(
+            pages, self._format, self.held, *(turboquant_device.TurboquantTiling(*each) for each in pair)
+        )
 
     def reference(self, pages: PagedKV) -> VectorPages:
         """In torch operations, on the GPU."""

@@ -33,7 +33,7 @@ import triton
 import triton.testing
 
 from benchmarks.gpu import report
-from benchmarks.gpu.codec_cases import NMSE_OF_THEORY_MAX, Case, Tiling
+from benchmarks.gpu.codec_cases import NMSE_OF_THEORY_MAX, Case, CodecTiling
 from benchmarks.gpu.kernels import L2_BYTES, copy_rate, device_ms
 from kvtier.format.checksum import slab_checksum, slab_seed
 from kvtier.kernels.device_checksum import prepare, slab_checksums
@@ -138,7 +138,9 @@ class Rig:
         for number, pages in enumerate(self.pages):
             fill(pages, number, is_awkward=False)
 
-    def work(self, encode: Tiling | None = None, decode: Tiling | None = None) -> dict[str, Callable[[], object]]:
+    def work(
+        self, encode: CodecTiling | None = None, decode: CodecTiling | None = None
+    ) -> dict[str, Callable[[], object]]:
         """Decoding goes into the caches themselves, so that what is encoded next is decoded KV: as good as any."""
         movers = [self.case.mover(pages, encode, decode) for pages in self.pages]
         turns: Iterator[int] = cycle(range(CACHES))
@@ -218,7 +220,7 @@ def tune(clock: Clock) -> list[Row]:
     return rows
 
 
-def compile_one(job: tuple[Case, Tiling | None, Tiling | None]) -> None:
+def compile_one(job: tuple[Case, CodecTiling | None, CodecTiling | None]) -> None:
     """Into Triton's cache on disk."""
     case, encode, decode = job
     small = replace(case, chunks=1, layers=1)
@@ -227,7 +229,7 @@ def compile_one(job: tuple[Case, Tiling | None, Tiling | None]) -> None:
 
 def compile_all(with_tilings: bool) -> None:
     """By many processes at once, because one after the other they take longer than all that is measured."""
-    jobs: list[tuple[Case, Tiling | None, Tiling | None]] = [(case, None, None) for case in CASES]
+    jobs: list[tuple[Case, CodecTiling | None, CodecTiling | None]] = [(case, None, None) for case in CASES]
     if with_tilings:
         for case in (replace(MAIN, codec=codec) for codec in TUNED):
             encode, decode = case.tilings

@@ -18,7 +18,7 @@ from kvtier.format.geometry import Extent, Geometry, padded
 from kvtier.kernels.paged import Move, PagedKV
 
 
-class Verdict(NamedTuple):
+class EncodeResult(NamedTuple):
     """What encoding made of one move.
 
     is_refused: the blocks hold what the codec cannot keep; the slabs mean nothing and must not be stored.
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 class Encoded(Protocol):
     """Verdicts on their way."""
 
-    def wait(self) -> list[Verdict]:
+    def wait(self) -> list[EncodeResult]:
         """Return one for each move. Call it once `encode` is done on its stream (worker.cuda_events)."""
         ...
 

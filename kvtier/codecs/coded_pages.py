@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.codecs.base import Verdict
+from kvtier.codecs.base import EncodeResult
 from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.device_checksum import slab_seeds
 from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
@@ -42,7 +42,7 @@ NOTHING = Group(Patch(0, 0, 0, 0, 0), 0, 0, [])
 """To compile and load a kernel with."""
 
 
-class _Answers(NamedTuple):
+class _GroupAnswers(NamedTuple):
     """Of one group. values: (moves, heads + 1) int64 on the device: sums, and what is not 0 where a move is refused.
     places: of the moves."""
 
@@ -54,17 +54,17 @@ class _Answers(NamedTuple):
 class PendingVerdicts:
     """kvtier.codecs.base.Encoded: verdicts on their way to the host."""
 
-    def __init__(self, answers: Sequence[_Answers], moves: Sequence[Move], device: torch.device) -> None:
+    def __init__(self, answers: Sequence[_GroupAnswers], moves: Sequence[Move], device: torch.device) -> None:
         self._moves = moves  # kept, because a launch does not keep the slabs' memory
         self._groups = [(each.places, each.has_sums) for each in answers]
         self._values = ToHost([each.values for each in answers], device)
 
-    def wait(self) -> list[Verdict]:
+    def wait(self) -> list[EncodeResult]:
         """Sleeps until the device is done, without the interpreter lock."""
-        verdicts = [Verdict(False, None)] * len(self._moves)
+        verdicts = [EncodeResult(False, None)] * len(self._moves)
         for (places, has_sums), found in zip(self._groups, self._values.wait(), strict=True):
             for place, values in zip(places, found.tolist(), strict=True):
-                verdicts[place] = Verdict(values[-1] != 0, tuple(values[:-1]) if has_sums else None)
+                verdicts[place] = EncodeResult(values[-1] != 0, tuple(values[:-1]) if has_sums else None)
         return verdicts
 
 
@@ -109,7 +109,7 @@ class CodedPages:
                 values = torch.zeros(len(group.places), group.patch.n_heads + 1, dtype=torch.int64, device=self.device)
                 launch(group, to_device(table.reshape(-1), self.device), values)
                 is_whole = padded(self._end(group.patch)) == group.slab_bytes and group.patch.slab_layer == 0
-                answers.append(_Answers(values, group.places, is_whole))
+                answers.append(_GroupAnswers(values, group.places, is_whole))
             return PendingVerdicts(answers, list(moves), self.device)
 
     def decode(self, moves: Sequence[Move], launch: Callable[[Group, torch.Tensor], None]) -> None:

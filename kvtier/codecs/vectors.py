@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from kvtier.codecs.base import Verdict
+from kvtier.codecs.base import EncodeResult
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.launch import to_device
@@ -54,8 +54,8 @@ class Flags:
         """refused: (moves,) bool, on any device."""
         self._refused = refused
 
-    def wait(self) -> list[Verdict]:
-        return [Verdict(flag, None) for flag in self._refused.tolist()]
+    def wait(self) -> list[EncodeResult]:
+        return [EncodeResult(flag, None) for flag in self._refused.tolist()]
 
 
 class VectorPages:

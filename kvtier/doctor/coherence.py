@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.doctor.host import Host, ProbeFailed, Verdict
+from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.ring import AlignedBuffer
 from kvtier.storage.filesystem import FileSystem
@@ -163,7 +163,7 @@ def peer_folder(place: Path, kind: FileSystem, peer: Path) -> Path:
     return peer
 
 
-def examine_peer(host: Host, place: Path, kind: FileSystem, peer: Path, direct: bool) -> Iterator[Verdict]:
+def examine_peer(host: Host, place: Path, kind: FileSystem, peer: Path, direct: bool) -> Iterator[Diagnosis]:
     """Measure the coherence of two mounts. `place`: a folder of the root's file system; `peer`: the other mount."""
     asked = {"folder": str(place), "peer": str(peer_folder(place, kind, peer)), "direct": direct}
     try:
@@ -171,35 +171,35 @@ def examine_peer(host: Host, place: Path, kind: FileSystem, peer: Path, direct: 
         found = Coherence(**answer)
     except (ProbeFailed, TypeError) as fault:
         fix = "name the folder of the root, or the mount point, as another client mounts it (of another node, or here)"
-        yield Verdict("bad", "coherence", f"{peer} cannot be measured: {fault}", fix)
+        yield Diagnosis("bad", "coherence", f"{peer} cannot be measured: {fault}", fix)
         return
     yield _stale(found, kind)
     yield _delay("growth of a file", found.growth_s, GROWTH_S)
     yield _delay("a new name, looked for before", found.name_s, NAME_S)
 
 
-def _stale(found: Coherence, kind: FileSystem) -> Verdict:
+def _stale(found: Coherence, kind: FileSystem) -> Diagnosis:
     value = (
         f"of {found.pieces} reads through the other mount stale: {found.plain[0]} by an open descriptor and "
         f"{found.plain[1]} after opening again; once the writer has called fdatasync "
         f"({1e3 * found.sync_s:.1f} ms a MiB): {found.synced[0]} and {found.synced[1]}"
     )
     if not any((*found.plain, *found.synced)):
-        return Verdict("ok", "coherence", f"{value}. Coherent: what is written is read by others at once")
+        return Diagnosis("ok", "coherence", f"{value}. Coherent: what is written is read by others at once")
     if found.synced[1]:
         fix = (
             f"{kind.kind} may answer others with old bytes even after fdatasync: fresh records are misses there until "
             "its cache expires; mount it without client caches, or use another file system for a shared root"
         )
-        return Verdict("bad", "coherence", value, fix)
+        return Diagnosis("bad", "coherence", value, fix)
     if found.synced[0]:
         fix = "a fresh record is read again after its file was opened anew: expect slower first hits on other nodes"
-        return Verdict("warn", "coherence", value, fix)
-    return Verdict(
+        return Diagnosis("warn", "coherence", value, fix)
+    return Diagnosis(
         "ok", "coherence", f"{value}. Others read it right after fdatasync, before which nothing is published"
     )
 
 
-def _delay(what: str, seconds: float | None, limit_s: float) -> Verdict:
+def _delay(what: str, seconds: float | None, limit_s: float) -> Diagnosis:
     seen = f"not seen within {limit_s:g} s" if seconds is None else f"seen after {max(seconds, 0.001):.3g} s"
-    return Verdict("ok", "coherence", f"{what}: {seen}")
+    return Diagnosis("ok", "coherence", f"{what}: {seen}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvtier.doctor.host import Verdict
+from kvtier.doctor.host import Diagnosis
 from kvtier.storage.filesystem import IN_MEMORY, FileSystem, Visibility
 
 GLUSTER_OPTIONS = (
@@ -86,7 +86,7 @@ def known_of(mount: FileSystem) -> Known:
     return LOCAL if mount.visibility is Visibility.LOCAL else OTHER
 
 
-def examine_file_system(mount: FileSystem, fdatasync: str, is_shared: bool) -> Iterator[Verdict]:
+def examine_file_system(mount: FileSystem, fdatasync: str, is_shared: bool) -> Iterator[Diagnosis]:
     """Say what is known of the root's file system. fdatasync: the setting. is_shared: the index is in Redis."""
     found = known_of(mount)
     name = f"{found.name}, {mount.kind}" if found.name and found.name.lower() not in mount.kind else mount.kind
@@ -99,9 +99,9 @@ def examine_file_system(mount: FileSystem, fdatasync: str, is_shared: bool) -> I
         done = "calls fdatasync before it publishes" if flushes else "calls no fdatasync"
         value = f"{name}: {found.known}; kvtier {done} (io.fdatasync: {fdatasync})"
     if mount.nfs_fix is not None:
-        yield Verdict("warn", "file system", value, mount.nfs_fix)
+        yield Diagnosis("warn", "file system", value, mount.nfs_fix)
     elif mount.visibility is Visibility.FLUSHED and not flushes and is_shared:
         fix = "other nodes may read stale bytes of what is published, and take it for damaged: set io.fdatasync to auto"
-        yield Verdict("warn", "file system", value, fix)
+        yield Diagnosis("warn", "file system", value, fix)
     else:
-        yield Verdict("ok", "file system", value, found.advice)
+        yield Diagnosis("ok", "file system", value, found.advice)

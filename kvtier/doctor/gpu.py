@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.config.settings import Settings
-from kvtier.doctor.host import Host, ProbeFailed, Verdict
+from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
 from kvtier.errors import ConfigError
 from kvtier.io.cufile import nvidia_fs_loaded
 from kvtier.runtime.memory_limits import memory_here
@@ -31,7 +31,7 @@ def gpu_names(host: Host) -> list[str]:
     return found
 
 
-def examine_gpu(host: Host, settings: Settings | None = None) -> Iterator[Verdict]:
+def examine_gpu(host: Host, settings: Settings | None = None) -> Iterator[Diagnosis]:
     """settings: whose GPU memory there must be a GPU for."""
     names = gpu_names(host)
     has_driver = False
@@ -42,20 +42,22 @@ def examine_gpu(host: Host, settings: Settings | None = None) -> Iterator[Verdic
         if settings is not None:
             settings.check_device(has_driver)
     except ConfigError as fault:
-        yield Verdict("bad", "settings", f"{fault.key} = {fault.value}", fault.fix)
+        yield Diagnosis("bad", "settings", f"{fault.key} = {fault.value}", fault.fix)
     except ProbeFailed as fault:
-        yield Verdict("bad", "NVIDIA driver", f"does not answer: {fault}", "see dmesg; reboot or reinstall the driver")
+        yield Diagnosis(
+            "bad", "NVIDIA driver", f"does not answer: {fault}", "see dmesg; reboot or reinstall the driver"
+        )
     yield _nvidia_fs(host, has_driver)
     yield _cufile(host, has_driver)
     yield _pcie(host, has_driver)
 
 
-def _driver(version: int | None, names: list[str], n_on_bus: int) -> Verdict:
+def _driver(version: int | None, names: list[str], n_on_bus: int) -> Diagnosis:
     """names: what the kernel's driver drives; n_on_bus: NVIDIA GPUs that PCI has, with a driver or without."""
     gpus = f"{len(names)} x {names[0]}" if names and len(set(names)) == 1 else ", ".join(names)
     if version is None and names:
         fix = "give the container the driver: --gpus all, NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-        return Verdict("bad", "NVIDIA driver", f"the kernel has it ({gpus}), libcuda.so.1 cannot be used", fix)
+        return Diagnosis("bad", "NVIDIA driver", f"the kernel has it ({gpus}), libcuda.so.1 cannot be used", fix)
     if version is None:
         value = "libcuda.so.1 is not here, or too old for kvtier"
         if n_on_bus:
@@ -64,54 +66,54 @@ def _driver(version: int | None, names: list[str], n_on_bus: int) -> Verdict:
         else:
             value += ", and there is no NVIDIA GPU on the PCI bus"
             fix = "for engines on the CPU nothing is to be done; for a GPU run this where nvidia-smi lists it"
-        return Verdict("warn", "NVIDIA driver", value, fix)
+        return Diagnosis("warn", "NVIDIA driver", value, fix)
     cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
-    return Verdict("ok", "NVIDIA driver", f"{cuda}, {gpus or 'GPUs are not listed in /proc'}")
+    return Diagnosis("ok", "NVIDIA driver", f"{cuda}, {gpus or 'GPUs are not listed in /proc'}")
 
 
-def _nvidia_fs(host: Host, has_driver: bool) -> Verdict:
+def _nvidia_fs(host: Host, has_driver: bool) -> Diagnosis:
     if nvidia_fs_loaded(host.proc):
-        return Verdict("ok", "nvidia_fs", "loaded")
+        return Diagnosis("ok", "nvidia_fs", "loaded")
     if not has_driver:
-        return Verdict("ok", "nvidia_fs", "not loaded; of no use without a GPU")
+        return Diagnosis("ok", "nvidia_fs", "not loaded; of no use without a GPU")
     fix = "only GPUDirect Storage needs it: install nvidia-gds and `modprobe nvidia-fs`; the ring does without"
-    return Verdict("warn", "nvidia_fs", "not loaded", fix)
+    return Diagnosis("warn", "nvidia_fs", "not loaded", fix)
 
 
-def _cufile(host: Host, has_driver: bool) -> Verdict:
+def _cufile(host: Host, has_driver: bool) -> Diagnosis:
     if not has_driver:
-        return Verdict("ok", "cuFile", "not asked: no driver")
+        return Diagnosis("ok", "cuFile", "not asked: no driver")
     try:
         state = host.probe("kvtier.doctor.probe", "cufile")
     except ProbeFailed as fault:
         fix = "set io.engine to ring, or reinstall kvikio and libcufile"
-        return Verdict("warn", "cuFile", f"KvikIO does not answer: {fault}", fix)
+        return Diagnosis("warn", "cuFile", f"KvikIO does not answer: {fault}", fix)
     why = "; ".join(state["reasons"])
     if state["mode"] == "gds":
-        return Verdict("ok", "cuFile", f"GPUDirect Storage: {why}")
+        return Diagnosis("ok", "cuFile", f"GPUDirect Storage: {why}")
     if state["mode"] == "absent":
-        return Verdict("ok", "cuFile", f"not used: {why}")
+        return Diagnosis("ok", "cuFile", f"not used: {why}")
     fix = "load nvidia_fs for GPUDirect Storage; the calibration decides between this and the ring"
-    return Verdict("warn", "cuFile", f"compatibility mode, through host memory: {why}", fix)
+    return Diagnosis("warn", "cuFile", f"compatibility mode, through host memory: {why}", fix)
 
 
-def _pcie(host: Host, has_driver: bool) -> Verdict:
+def _pcie(host: Host, has_driver: bool) -> Diagnosis:
     if not has_driver:
-        return Verdict("ok", "PCIe", "not measured: no driver")
+        return Diagnosis("ok", "PCIe", "not measured: no driver")
     try:
         found = host.probe("kvtier.kernels.pcie", timeout_s=PCIE_TIMEOUT_S)
     except ProbeFailed as fault:
-        return Verdict("bad", "PCIe", f"cannot be measured: {fault}", "the GPU or torch's CUDA is broken: nvidia-smi")
+        return Diagnosis("bad", "PCIe", f"cannot be measured: {fault}", "the GPU or torch's CUDA is broken: nvidia-smi")
     if found is None:
-        return Verdict("warn", "PCIe", "not measured: torch sees no GPU", "install a torch with CUDA")
+        return Diagnosis("warn", "PCIe", "not measured: torch sees no GPU", "install a torch with CUDA")
     slowest = min(found["to_device_bytes_s"], found["from_device_bytes_s"])
     link, link_bytes_s = _link(host)
     rates = f"{found['to_device_bytes_s'] / 1e9:.1f} GB/s to, {found['from_device_bytes_s'] / 1e9:.1f} from"
     value = f"pinned memory {rates} {found['name']}; link {link}"
     if link_bytes_s and slowest < PCIE_SHARE_MIN * link_bytes_s:
         fix = "run on the GPU's NUMA node (numactl), and see whether the link came up at full width (lspci -vv)"
-        return Verdict("warn", "PCIe", f"{value} ({link_bytes_s / 1e9:.0f} GB/s)", fix)
-    return Verdict("ok", "PCIe", value)
+        return Diagnosis("warn", "PCIe", f"{value} ({link_bytes_s / 1e9:.0f} GB/s)", fix)
+    return Diagnosis("ok", "PCIe", value)
 
 
 def _link(host: Host) -> tuple[str, float]:
@@ -135,22 +137,22 @@ def _pci_gpus(host: Host) -> list[Path]:
     ]
 
 
-def examine_memory(host: Host, arena_bytes: int | None) -> Iterator[Verdict]:
+def examine_memory(host: Host, arena_bytes: int | None) -> Iterator[Diagnosis]:
     """Judge the memlock limit and the available memory. arena_bytes: host arena of each worker, from the settings."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_rdma = any((host.sys / "class/infiniband").glob("*"))
     if limit == resource.RLIM_INFINITY:
-        yield Verdict("ok", "memlock limit", "unlimited")
+        yield Diagnosis("ok", "memlock limit", "unlimited")
     elif has_rdma and limit < MEMLOCK_BYTES_MIN:
         fix = "ulimit -l unlimited (docker: --ulimit memlock=-1): EFA and InfiniBand register memory under it"
-        yield Verdict("warn", "memlock limit", size(limit), fix)
+        yield Diagnosis("warn", "memlock limit", size(limit), fix)
     else:
-        yield Verdict("ok", "memlock limit", size(limit))
+        yield Diagnosis("ok", "memlock limit", size(limit))
     available = memory_here(host.proc, host.sys).available_bytes
     if available is None:
-        yield Verdict("warn", "memory to pin", "unknown: /proc/meminfo cannot be read")
+        yield Diagnosis("warn", "memory to pin", "unknown: /proc/meminfo cannot be read")
     elif arena_bytes is not None and arena_bytes > available:
         fix = f"lower host.arena_bytes ({size(arena_bytes)} for each worker), or give this host or cgroup more memory"
-        yield Verdict("bad", "memory to pin", f"{size(available)} are available", fix)
+        yield Diagnosis("bad", "memory to pin", f"{size(available)} are available", fix)
     else:
-        yield Verdict("ok", "memory to pin", f"{size(available)} are available")
+        yield Diagnosis("ok", "memory to pin", f"{size(available)} are available")

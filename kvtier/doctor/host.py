@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 PROBE_TIMEOUT_S = 20.0  # deadline of a command, seconds
 
 
-class Verdict(NamedTuple):
+class Diagnosis(NamedTuple):
     """One line of the report. fix: advice, "" where there is nothing to do."""
 
     level: Literal["ok", "warn", "bad"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.doctor.host import Host, Verdict
+from kvtier.doctor.host import Diagnosis, Host
 from kvtier.runtime.units import size
 
 STRIPES, STRIPE = 8, "4M"  # layout to ask for: stripes at most, and the stripe size as `lfs setstripe` takes it
@@ -52,7 +52,7 @@ class Ost(NamedTuple):
         return 100 * self.used_bytes / room if room else 100.0
 
 
-def examine_efa(host: Host, on_lustre: bool) -> Iterator[Verdict]:
+def examine_efa(host: Host, on_lustre: bool) -> Iterator[Diagnosis]:
     """Nothing where there is neither EFA nor Lustre."""
     found = sorted((host.sys / "class/infiniband").glob("*"))
     devices = [path.name for path in found if (path / "device/driver").resolve().name == "efa"]
@@ -60,18 +60,18 @@ def examine_efa(host: Host, on_lustre: bool) -> Iterator[Verdict]:
         return
     value = f"{len(devices)} devices ({', '.join(devices)})" if devices else "none"
     if not devices or not on_lustre:
-        yield Verdict("ok", "EFA", value)
+        yield Diagnosis("ok", "EFA", value)
         return
     nids = _nids(host)
     efa = [nid for nid in nids if re.search(r"@efa\d*$", nid)]
     if efa:
-        yield Verdict("ok", "EFA", f"{value}; Lustre's NIDs on it: {', '.join(efa)}")
+        yield Diagnosis("ok", "EFA", f"{value}; Lustre's NIDs on it: {', '.join(efa)}")
         return
     fix = (
         f"Lustre goes through {', '.join(nids) or 'no network that lnetctl shows'}: `lnetctl net add --net efa --if "
         f"{devices[0]}`, with a client that has kefalnd (FSx for Lustre: 'Configuring EFA clients')"
     )
-    yield Verdict("warn", "EFA", f"{value}; no NID of Lustre is on it", fix)
+    yield Diagnosis("warn", "EFA", f"{value}; no NID of Lustre is on it", fix)
 
 
 def _nids(host: Host) -> list[str]:
@@ -82,11 +82,11 @@ def _nids(host: Host) -> list[str]:
     return [nid for nid in found if not nid.endswith("@lo")]
 
 
-def examine_lustre(host: Host, folder: Path, segment_bytes: int) -> Iterator[Verdict]:
+def examine_lustre(host: Host, folder: Path, segment_bytes: int) -> Iterator[Diagnosis]:
     """Judge layout, OSTs and the client's parameters. `folder`: `<root>/v1`, or the nearest that exists; on Lustre."""
     if not host.has("lfs"):
         setstripe = _setstripe(STRIPES, [folder])
-        yield Verdict("warn", "Lustre stripes", "unknown: there is no lfs here", f"where there is one: {setstripe}")
+        yield Diagnosis("warn", "Lustre stripes", "unknown: there is no lfs here", f"where there is one: {setstripe}")
     else:
         osts, fault = _osts(host, folder)
         yield _layout(host, folder, segment_bytes, sum(ost.free_bytes is not None for ost in osts))
@@ -95,7 +95,7 @@ def examine_lustre(host: Host, folder: Path, segment_bytes: int) -> Iterator[Ver
         yield _tunable(host, parameter, least, better)
 
 
-def _layout(host: Host, folder: Path, segment_bytes: int, n_osts: int) -> Verdict:
+def _layout(host: Host, folder: Path, segment_bytes: int, n_osts: int) -> Diagnosis:
     """Judge the layout of new segments. A folder keeps the layout that its parent had when it was made, so the folders
     of namespaces tell, not `<root>/v1`. n_osts 0: not known."""
     wanted = min(STRIPES, n_osts) if n_osts else STRIPES
@@ -107,7 +107,7 @@ def _layout(host: Host, folder: Path, segment_bytes: int, n_osts: int) -> Verdic
         components = parse_layout(ran.output)
         if ran.status != 0 or not components:
             said = " ".join((ran.error or ran.output).split()) or f"exit status {ran.status}"
-            return Verdict("warn", "Lustre stripes", f"unknown: {said}", fix)
+            return Diagnosis("warn", "Lustre stripes", f"unknown: {said}", fix)
         layouts.append((_stripes_of(components, segment_bytes, n_osts), components, place))
     stripes, components, place = min(layouts, key=lambda found: (found[0], not found[1][0].on_mdt))
     value = _described(components, segment_bytes, stripes, n_osts)
@@ -116,10 +116,10 @@ def _layout(host: Host, folder: Path, segment_bytes: int, n_osts: int) -> Verdic
     if any(component.on_mdt for component in components):
         mdt_bytes = sum(component.bytes_of(segment_bytes) for component in components if component.on_mdt)
         value += f"; {size(mdt_bytes)} of each segment are stored on the MDT (DoM)"
-        return Verdict("warn", "Lustre stripes", value, fix)
+        return Diagnosis("warn", "Lustre stripes", value, fix)
     if stripes < min(STRIPES_MIN, wanted):
-        return Verdict("warn", "Lustre stripes", value, fix)
-    return Verdict("ok", "Lustre stripes", value)
+        return Diagnosis("warn", "Lustre stripes", value, fix)
+    return Diagnosis("ok", "Lustre stripes", value)
 
 
 def _setstripe(stripes: int, folders: Sequence[Path]) -> str:
@@ -216,12 +216,12 @@ def parse_df(text: str) -> list[Ost]:
     return found
 
 
-def _room(osts: Sequence[Ost], segment_bytes: int, fault: str) -> Verdict:
+def _room(osts: Sequence[Ost], segment_bytes: int, fault: str) -> Diagnosis:
     """Name the fullest OST: statvfs answers the sum of all."""
     active = [ost for ost in osts if ost.free_bytes is not None]
     if not active:
         said = fault or "no OST is active"
-        return Verdict("warn", "Lustre OSTs", f"unknown: {said}", "run `lfs df`; an OST that is away stops it")
+        return Diagnosis("warn", "Lustre OSTs", f"unknown: {said}", "run `lfs df`; an OST that is away stops it")
     fullest = max(active, key=lambda ost: ost.used_percent)
     free = fullest.free_bytes or 0
     total = sum(ost.free_bytes or 0 for ost in active)
@@ -232,7 +232,7 @@ def _room(osts: Sequence[Ost], segment_bytes: int, fault: str) -> Verdict:
     away = [ost.name for ost in osts if ost.free_bytes is None]
     if away:
         fix = "records on it are misses until it is back: ask for it (`lctl dl`), or `lctl set_param osc.*.active=1`"
-        return Verdict("warn", "Lustre OSTs", f"{value}; {', '.join(away)} inactive", fix)
+        return Diagnosis("warn", "Lustre OSTs", f"{value}; {', '.join(away)} inactive", fix)
     mean = 100 * sum(ost.used_bytes for ost in active) / max(sum(ost.used_bytes for ost in active) + total, 1)
     is_uneven = fullest.used_percent >= mean + UNEVEN
     if is_uneven and (fullest.used_percent >= USED_MAX or free < segment_bytes):
@@ -240,11 +240,11 @@ def _room(osts: Sequence[Ost], segment_bytes: int, fault: str) -> Verdict:
             "a save there fails as on a full disk although the sum shows room: move files away (`lfs migrate`), "
             f"or lower capacity_bytes by {size(total - free * len(active))}"
         )
-        return Verdict("warn", "Lustre OSTs", value, fix)
-    return Verdict("ok", "Lustre OSTs", value)
+        return Diagnosis("warn", "Lustre OSTs", value, fix)
+    return Diagnosis("ok", "Lustre OSTs", value)
 
 
-def _tunable(host: Host, parameter: str, least: int, better: int) -> Verdict:
+def _tunable(host: Host, parameter: str, least: int, better: int) -> Diagnosis:
     setting = f"`lctl set_param {parameter}={better}` (add -P on the MGS to keep it)"
     if "max_mod" in parameter:
         setting += "; it must be below mdc.*.max_rpcs_in_flight and at most what the MDT allows a client"
@@ -252,7 +252,7 @@ def _tunable(host: Host, parameter: str, least: int, better: int) -> Verdict:
     values = [int(line) for line in ran.output.split() if line.isdigit()]
     if ran.status != 0 or not values:
         said = " ".join(ran.error.split()) or f"exit status {ran.status}"
-        return Verdict("warn", f"Lustre {parameter}", f"unknown: {said}", setting)
+        return Diagnosis("warn", f"Lustre {parameter}", f"unknown: {said}", setting)
     if min(values) < least:
-        return Verdict("warn", f"Lustre {parameter}", str(min(values)), setting)
-    return Verdict("ok", f"Lustre {parameter}", str(min(values)))
+        return Diagnosis("warn", f"Lustre {parameter}", str(min(values)), setting)
+    return Diagnosis("ok", f"Lustre {parameter}", str(min(values)))

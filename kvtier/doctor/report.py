@@ -8,7 +8,7 @@ from textwrap import fill
 
 from kvtier.config.settings import Settings
 from kvtier.doctor.gpu import examine_gpu, examine_memory
-from kvtier.doctor.host import Host, Verdict
+from kvtier.doctor.host import Diagnosis, Host
 from kvtier.doctor.lustre import examine_efa
 from kvtier.doctor.storage import examine_storage
 from kvtier.errors import ConfigError
@@ -23,14 +23,14 @@ def examine(
     host: Host | None = None,
     look_at_redis: Callable[[Settings], RemoteState] | None = None,
     peer: Path | None = None,
-) -> Iterator[Verdict]:
+) -> Iterator[Diagnosis]:
     """Yield one verdict after the other. path: the root, or a settings file; None: the configured root, and where none
     is configured, storage is left out. peer: another mount of the root's file system, whose coherence is measured."""
     machine = host or Host()
     settings, fault = _settings(path)
     if fault is not None:
         yield fault
-    yield Verdict("ok", "kvtier", f"native part for {instruction_set()}")
+    yield Diagnosis("ok", "kvtier", f"native part for {instruction_set()}")
     yield from examine_gpu(machine, settings)
     yield from examine_memory(machine, settings.host.arena_bytes if settings else None)
     root = settings.root if settings else path if path is None or not path.is_file() else None
@@ -38,37 +38,37 @@ def examine(
         yield from examine_storage(machine, root, settings, peer)
     else:
         yield from examine_efa(machine, on_lustre=False)
-        yield Verdict("warn", "storage", "not looked at", "name the root: kvtier doctor PATH, or set KVTIER_ROOT")
+        yield Diagnosis("warn", "storage", "not looked at", "name the root: kvtier doctor PATH, or set KVTIER_ROOT")
     yield _redis(settings, look_at_redis)
     if settings is not None and settings.signing.key_file is not None:
         yield _signing(settings)
 
 
-def _signing(settings: Settings) -> Verdict:
+def _signing(settings: Settings) -> Diagnosis:
     try:
         signer = settings.signing.signer()
     except ConfigError as fault:
-        return Verdict("bad", "signing", f"{fault.key} = {fault.value!r}", fault.fix)
+        return Diagnosis("bad", "signing", f"{fault.key} = {fault.value!r}", fault.fix)
     assert signer is not None
-    return Verdict("ok", "signing", f"records are signed; the secret's fingerprint is {signer.fingerprint}")
+    return Diagnosis("ok", "signing", f"records are signed; the secret's fingerprint is {signer.fingerprint}")
 
 
-def _redis(settings: Settings | None, look: Callable[[Settings], RemoteState] | None) -> Verdict:
+def _redis(settings: Settings | None, look: Callable[[Settings], RemoteState] | None) -> Diagnosis:
     if settings is None or look is None or settings.index.kind != "redis":
-        return Verdict("ok", "Redis", "not configured")
+        return Diagnosis("ok", "Redis", "not configured")
     try:
         seen = look(settings)
     except ConfigError as fault:
-        return Verdict("bad", "Redis", f"{settings.index.url}: {fault.key} = {fault.value!r} is refused", fault.fix)
+        return Diagnosis("bad", "Redis", f"{settings.index.url}: {fault.key} = {fault.value!r} is refused", fault.fix)
     if not seen.does_answer:
         fix = "start it, or correct index.url: engines start, but until it answers all is a miss"
-        return Verdict("warn", "Redis", f"at {seen.url}, which does not answer ({seen.said})", fix)
+        return Diagnosis("warn", "Redis", f"at {seen.url}, which does not answer ({seen.said})", fix)
     if seen.warning:
-        return Verdict("warn", "Redis", f"at {seen.url}, {seen.said}", seen.warning)
-    return Verdict("ok", "Redis", f"at {seen.url}, {seen.said}")
+        return Diagnosis("warn", "Redis", f"at {seen.url}, {seen.said}", seen.warning)
+    return Diagnosis("ok", "Redis", f"at {seen.url}, {seen.said}")
 
 
-def _settings(path: Path | None) -> tuple[Settings | None, Verdict | None]:
+def _settings(path: Path | None) -> tuple[Settings | None, Diagnosis | None]:
     """Load the settings that an engine would use, with `path` as its root or its settings file."""
     given = "root" if path is None or not path.is_file() else "config"
     try:
@@ -76,10 +76,10 @@ def _settings(path: Path | None) -> tuple[Settings | None, Verdict | None]:
     except ConfigError as fault:
         if path is None and fault.key == "root" and fault.value is None:
             return None, None
-        return None, Verdict("bad", "settings", f"{fault.key} = {fault.value!r}", fault.fix)
+        return None, Diagnosis("bad", "settings", f"{fault.key} = {fault.value!r}", fault.fix)
 
 
-def line(verdict: Verdict) -> str:
+def line(verdict: Diagnosis) -> str:
     """Format a verdict, wrapped at LINE_WIDTH; the advice stands on a line of its own, to be copied."""
     text = fill(
         f"{verdict.level:<4}  {verdict.what}: {verdict.value}",

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtier.config.settings import SEGMENT_BYTES, Settings
 from kvtier.doctor.coherence import examine_peer
 from kvtier.doctor.filesystems import examine_file_system
-from kvtier.doctor.host import Host, ProbeFailed, Verdict
+from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
 from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.geometry import PAGE_BYTES
@@ -39,7 +39,7 @@ def place_of(root: Path) -> Path:
     return place
 
 
-def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Path | None = None) -> Iterator[Verdict]:
+def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Path | None = None) -> Iterator[Diagnosis]:
     """Examine `root` as configured, and its coherence with `peer`, another mount of the same file system. Writes files
     there, or where it would be made, which are removed again."""
     try:
@@ -49,10 +49,10 @@ def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Pat
         if settings is None or settings.index.kind != "redis":  # with one in Redis a root belongs to no node
             check_node(root.absolute() / f"v{FORMAT_VERSION}")
     except ConfigError as fault:
-        yield Verdict("bad", "root", str(root), fault.fix)
+        yield Diagnosis("bad", "root", str(root), fault.fix)
         return
     except OSError as fault:
-        yield Verdict("bad", "root", f"{root}: {fault.strerror}", "is it mounted, and may this user read it?")
+        yield Diagnosis("bad", "root", f"{root}: {fault.strerror}", "is it mounted, and may this user read it?")
         return
     kind = file_system_of(place, host.text(host.proc / "self/mountinfo"))
     yield _file_system(root, place, kind, settings)
@@ -70,23 +70,23 @@ def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Pat
         yield from examine_peer(host, place, kind, peer.absolute(), direct)
 
 
-def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings | None) -> Verdict:
+def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings | None) -> Diagnosis:
     try:
         disk = os.statvfs(place)
     except OSError as fault:
-        return Verdict("bad", "root", f"{root}: {fault.strerror}", "is it mounted, and may this user read it?")
+        return Diagnosis("bad", "root", f"{root}: {fault.strerror}", "is it mounted, and may this user read it?")
     free = disk.f_bavail * disk.f_frsize
     state = "" if place == root.absolute() else f" will be made, in {place}"
     shared = ", shared" if kind.is_network else ""
     value = f"{root}{state} on {kind.kind} ({kind.mount_point}{shared}), {size(free)} free"
     if fix := out_of_inodes(place):
-        return Verdict("bad", "root", value, fix)
+        return Diagnosis("bad", "root", value, fix)
     if settings is not None and free < settings.segment_bytes:
         fix = f"a segment takes {size(settings.segment_bytes)}: fine only if older ones can be evicted; else free space"
-        return Verdict("warn", "root", value, fix)
+        return Diagnosis("warn", "root", value, fix)
     if settings is not None and (fix := beyond_the_disk(place, settings.capacity_bytes)):
-        return Verdict("warn", "root", value, fix)
-    return Verdict("ok", "root", value)
+        return Diagnosis("warn", "root", value, fix)
+    return Diagnosis("ok", "root", value)
 
 
 def beyond_the_disk(place: Path, capacity_bytes: int) -> str:
@@ -104,7 +104,7 @@ def out_of_inodes(place: Path) -> str:
     return "" if space.has_files else f"{space.why_full(0)}: remove files, or make the file system with more inodes"
 
 
-def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | None) -> Iterator[Verdict]:
+def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | None) -> Iterator[Diagnosis]:
     wants_direct = settings is None or settings.io.direct != "never"
     segment_bytes = settings.segment_bytes if settings else SEGMENT_BYTES
     asked = {
@@ -120,9 +120,9 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
         if answer["is_full"]:
             why = FreeSpace.of(os.statvfs(root)).why_full(segment_bytes)
             fix = "engines can save only in the place of older sets: make room, or raise the quota"
-            yield Verdict("warn", "room for a segment", why, fix)
+            yield Diagnosis("warn", "room for a segment", why, fix)
         if "calibration" not in answer:
-            yield Verdict(
+            yield Diagnosis(
                 "bad", "storage rates", "not measured: there is no room for it", "make room, or raise the quota"
             )
             return
@@ -130,43 +130,43 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
         alignment = answer["alignment"]
     except (ProbeFailed, Corrupt, KeyError, TypeError) as fault:
         fix = "make it writable for this user; if it hangs, look at the mount (dmesg)"
-        yield Verdict("bad", "storage", f"{root} cannot be measured: {fault}", fix)
+        yield Diagnosis("bad", "storage", f"{root} cannot be measured: {fault}", fix)
         return
     yield _direct_io(alignment, wants_direct, kind, settings)
     if found.read_bytes_s is None:
-        yield Verdict("bad", "storage rates", found.describe(), "free some space, or look at the mount (dmesg)")
+        yield Diagnosis("bad", "storage rates", found.describe(), "free some space, or look at the mount (dmesg)")
     else:
         latency = f", a page in {1e3 * found.latency_s:.2f} ms" if found.latency_s else ""
         rates = f"reads {rate(found.read_bytes_s)} into {answer['device']}"
         synced = ", fdatasync counted" if kind.holds_direct_writes or alignment is None else ""
         writes = f", writes {rate(found.write_bytes_s)}{synced}" if found.write_bytes_s else ""
-        yield Verdict("ok", "storage rates", f"{rates}{writes}{latency}")
+        yield Diagnosis("ok", "storage rates", f"{rates}{writes}{latency}")
     *tried, why = found.reasons or ("as it comes",)
-    yield Verdict("ok", "I/O engine", f"{found.choice}; {why.removeprefix(f'{found.choice} is ')}")
+    yield Diagnosis("ok", "I/O engine", f"{found.choice}; {why.removeprefix(f'{found.choice} is ')}")
     if kind.kind == "tmpfs" and answer["device"] != "cpu" and found.choice.engine == "ring":
         yield _pinned(host, settings)
     own_rate = re.compile(rf"{found.choice.engine} of .*: (again .* GB/s|[0-9.]+ GB/s|not tried, .*)")
-    yield from (Verdict("ok", "I/O tried", reason) for reason in tried if not own_rate.fullmatch(reason))
+    yield from (Diagnosis("ok", "I/O tried", reason) for reason in tried if not own_rate.fullmatch(reason))
 
 
-def _pinned(host: Host, settings: Settings | None) -> Verdict:
+def _pinned(host: Host, settings: Settings | None) -> Diagnosis:
     pin_bytes = None if settings is None else settings.io.pin_bytes
     budget_bytes = pin_budget(pin_bytes, memory_here(host.proc, host.sys))
     if not budget_bytes:
-        return Verdict("ok", "segments to pin", "none (io.pin_bytes): all is read through the ring")
+        return Diagnosis("ok", "segments to pin", "none (io.pin_bytes): all is read through the ring")
     value = f"up to {size(budget_bytes)} for each worker; what is pinned, which its log says, the GPU copies itself"
-    return Verdict("ok", "segments to pin", value)
+    return Diagnosis("ok", "segments to pin", value)
 
 
-def _direct_io(alignment: int | None, wanted: bool, kind: FileSystem, settings: Settings | None) -> Verdict:
+def _direct_io(alignment: int | None, wanted: bool, kind: FileSystem, settings: Settings | None) -> Diagnosis:
     if not wanted:
-        return Verdict("ok", "direct I/O", "off by io.direct: never")
+        return Diagnosis("ok", "direct I/O", "off by io.direct: never")
     if alignment is None:
         fix = "reads and writes go through the page cache: a mount that takes O_DIRECT is faster"
         is_required = settings is not None and settings.io.direct == "require"
-        return Verdict("bad" if is_required else "warn", "direct I/O", f"{kind.kind} refuses O_DIRECT", fix)
+        return Diagnosis("bad" if is_required else "warn", "direct I/O", f"{kind.kind} refuses O_DIRECT", fix)
     value = f"aligned to {alignment} bytes; kvtier aligns to {PAGE_BYTES}"
     if kind.holds_direct_writes:
         fix = "nothing is to be done: what is written counts as stored after fdatasync only"
-        return Verdict("ok", "direct I/O", f"accepted, but written bytes may stay in the client; {value}", fix)
-    return Verdict("ok", "direct I/O", f"works, {value}")
+        return Diagnosis("ok", "direct I/O", f"accepted, but written bytes may stay in the client; {value}", fix)
+    return Diagnosis("ok", "direct I/O", f"works, {value}")

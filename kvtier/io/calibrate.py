@@ -28,7 +28,7 @@ from kvtier.io.calibration import (
     pick,
     second_round,
 )
-from kvtier.io.engines import Choice, Reader, Reads, Target, open_engine
+from kvtier.io.engines import EngineChoice, Reader, Reads, Target, open_engine
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, WriteOp, sizes_for
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.storage.filesystem import file_system_of
@@ -64,7 +64,7 @@ class Writer(Protocol):
 class Makers(NamedTuple):
     """How the engines are opened, so that tests can drive the measuring without a disk."""
 
-    reader: Callable[[Choice], Reader]
+    reader: Callable[[EngineChoice], Reader]
     writer: Callable[[], Writer]
 
 
@@ -137,7 +137,7 @@ class _Run:
         self._clock = clock
         self._cache_bytes = cache_share(ask)
         self._until_s = clock() + TOTAL_S
-        self._rates: dict[Choice, float] = {}
+        self._rates: dict[EngineChoice, float] = {}
         self._write_bytes_s: float | None = None
         self._latency_s: float | None = None
         self.reasons: list[str] = []
@@ -233,7 +233,7 @@ class _Run:
 
     # --- reading ---
 
-    def _try_all(self, choices: Sequence[Choice], fd: int, n_records: int) -> None:
+    def _try_all(self, choices: Sequence[EngineChoice], fd: int, n_records: int) -> None:
         for choice in choices:
             if choice in self._rates:
                 continue
@@ -258,7 +258,7 @@ class _Run:
                 self.reasons.append(f"{choice}: again {rate / 1e9:.2f} GB/s")
                 self._rates[choice] = max(self._rates[choice], rate)
 
-    def _try(self, choice: Choice, fd: int, n_records: int) -> float:
+    def _try(self, choice: EngineChoice, fd: int, n_records: int) -> float:
         """Bytes a second. Raises TierUnavailable, OSError, Hangs."""
         if not self._ask.direct:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.namespace import canonical_text
-from kvtier.io.engines import Choice, EngineName, Target
+from kvtier.io.engines import EngineChoice, EngineName, Target
 from kvtier.io.ring import sizes_for
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.runtime.versions import installed
@@ -79,7 +79,7 @@ class Calibration:
     is_target_busy: the storage hangs, and late bytes may still land in the target: use other memory.
     """
 
-    choice: Choice
+    choice: EngineChoice
     read_bytes_s: float | None
     write_bytes_s: float | None
     latency_s: float | None
@@ -96,7 +96,7 @@ class Calibration:
     def from_json(cls, values: Any) -> Calibration:
         """Raises Corrupt when `values` is not what `to_json` made."""
         try:
-            choice = Choice(**values["choice"])
+            choice = EngineChoice(**values["choice"])
             are_sizes = all(type(size) is int and size > 0 for size in choice[1:])
             if choice.engine not in get_args(EngineName) or not are_sizes:
                 raise ValueError(f"an engine like {choice}")
@@ -162,12 +162,12 @@ def device_threads(ranks: int = 1) -> int:
     return max(4, min(DEVICE_THREADS_MAX, (os.cpu_count() or 1) // ranks - PROCESSORS_LEFT))
 
 
-def default_choice(ask: Ask, cache_bytes: int) -> Choice:
+def default_choice(ask: Ask, cache_bytes: int) -> EngineChoice:
     """What is used where nothing could be measured."""
     if ask.target.ordinal is None:
         sizes = sizes_for(ask.in_memory, ask.threads, ask.piece_bytes)
-        return Choice("ring", sizes.threads, sizes.piece_bytes)
-    choice = Choice(
+        return EngineChoice("ring", sizes.threads, sizes.piece_bytes)
+    choice = EngineChoice(
         "ring", ask.threads or device_threads(ask.ranks), ask.piece_bytes or DEVICE_PIECE_BYTES, DEVICE_SLOTS
     )
     while not fits(choice, cache_bytes) and choice.piece_bytes > 128 << 10 and ask.piece_bytes is None:
@@ -177,12 +177,12 @@ def default_choice(ask: Ask, cache_bytes: int) -> Choice:
     return choice
 
 
-def fits(choice: Choice, cache_bytes: int) -> bool:
+def fits(choice: EngineChoice, cache_bytes: int) -> bool:
     """Whether the ring stays in half the last-level cache: beyond it, each byte goes out to memory and back."""
     return choice.engine != "ring" or choice.held_bytes <= cache_bytes // 2
 
 
-def first_round(ask: Ask, cache_bytes: int) -> tuple[Choice, ...]:
+def first_round(ask: Ask, cache_bytes: int) -> tuple[EngineChoice, ...]:
     """Sizes of pieces, each engine; the default of the ring first."""
     usual = default_choice(ask, cache_bytes)
     pieces: tuple[tuple[int, int], ...]
@@ -192,11 +192,11 @@ def first_round(ask: Ask, cache_bytes: int) -> tuple[Choice, ...]:
         pieces = ((256 << 10, 1), (512 << 10, 1)) if ask.in_memory else ((1 << 20, 1), (4 << 20, 1))
     found = [usual, *(usual._replace(piece_bytes=piece, slots=slots) for piece, slots in pieces)]
     rings = [choice for choice in found if "ring" in ask.engines and choice.engine == "ring"]
-    kvikio = [Choice("kvikio", 16, 4 << 20)] if "kvikio" in ask.engines and ask.target.ordinal is not None else []
+    kvikio = [EngineChoice("kvikio", 16, 4 << 20)] if "kvikio" in ask.engines and ask.target.ordinal is not None else []
     return _worth_trying([*rings, *kvikio], ask, cache_bytes)
 
 
-def second_round(best: Choice, ask: Ask, cache_bytes: int) -> tuple[Choice, ...]:
+def second_round(best: EngineChoice, ask: Ask, cache_bytes: int) -> tuple[EngineChoice, ...]:
     """Numbers of threads, at the best size of pieces."""
     processors = os.cpu_count() or 1
     on_host = ask.in_memory and ask.target.ordinal is None
@@ -207,7 +207,7 @@ def second_round(best: Choice, ask: Ask, cache_bytes: int) -> tuple[Choice, ...]
     return _worth_trying(tried, ask, cache_bytes)
 
 
-def _worth_trying(choices: Sequence[Choice], ask: Ask, cache_bytes: int) -> tuple[Choice, ...]:
+def _worth_trying(choices: Sequence[EngineChoice], ask: Ask, cache_bytes: int) -> tuple[EngineChoice, ...]:
     fixed = [
         choice._replace(threads=ask.threads or choice.threads, piece_bytes=ask.piece_bytes or choice.piece_bytes)
         for choice in choices
@@ -217,7 +217,7 @@ def _worth_trying(choices: Sequence[Choice], ask: Ask, cache_bytes: int) -> tupl
     return tuple(fitting or unique[:1])
 
 
-def pick(rates: dict[Choice, float], usual: Choice) -> Choice:
+def pick(rates: dict[EngineChoice, float], usual: EngineChoice) -> EngineChoice:
     """The usual one if it is about as good as the fastest, else the simplest that is: the ring before KvikIO, then
     what holds less memory."""
     fastest = max(rates.values())

@@ -58,7 +58,7 @@ class Engines(NamedTuple):
         return all(closed)
 
 
-class Choice(NamedTuple):
+class EngineChoice(NamedTuple):
     """An engine and its sizes. slots: pinned pieces of a thread, where it reads into device memory; else 1."""
 
     engine: EngineName
@@ -84,7 +84,7 @@ class Target(NamedTuple):
     ordinal: int | None = None
 
 
-def open_engine(choice: Choice, target: Target, direct: bool, in_memory: bool) -> Reader:
+def open_engine(choice: EngineChoice, target: Target, direct: bool, in_memory: bool) -> Reader:
     """The engine, started. Raises TierUnavailable when this machine has not what it needs.
 
     direct: whether files are read past the page cache. in_memory: whether the file system lies in memory, which the

@@ -13,7 +13,7 @@ from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.format.geometry import Geometry, RankShare
 from kvtier.io.calibrate import calibrate
 from kvtier.io.calibration import Ask, Calibration, cache_share, calibrated, default_choice, engines_for
-from kvtier.io.engines import Choice, Engines, Target, open_engine
+from kvtier.io.engines import EngineChoice, Engines, Target, open_engine
 from kvtier.io.ring import Ring, RingSizes, sizes_for
 from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
@@ -102,7 +102,7 @@ def _measure(settings: Settings, root: Root, ask: Ask, arena: ChunkArena) -> Cal
     return measured
 
 
-def _open(settings: Settings, choice: Choice, ask: Ask) -> Engines:
+def _open(settings: Settings, choice: EngineChoice, ask: Ask) -> Engines:
     try:
         reader = open_engine(choice, ask.target, ask.direct, ask.in_memory)
     except (TierUnavailable, ValueError) as fault:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import check, doctor, main
-from kvtier.doctor.host import Host, ProbeFailed, Verdict
+from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
 from kvtier.index.lmdb.index import LmdbIndex
@@ -421,17 +421,17 @@ def test_check_of_gpu_memory(config: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_doctor_prints_a_verdict_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verdicts = [Verdict("ok", "a", "b"), Verdict("warn", "c", "d", "do e")]
+    verdicts = [Diagnosis("ok", "a", "b"), Diagnosis("warn", "c", "d", "do e")]
     asked: list[Path | None] = []
 
-    def examine(path: Path | None, **_: object) -> list[Verdict]:
+    def examine(path: Path | None, **_: object) -> list[Diagnosis]:
         asked.append(path)
         return verdicts
 
     monkeypatch.setattr(doctor, "examine", examine)
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out == "ok    a: b\nwarn  c: d\n      -> do e\n"
-    verdicts.append(Verdict("bad", "f", "g", "h"))
+    verdicts.append(Diagnosis("bad", "f", "g", "h"))
     assert main(["doctor", "--json", str(tmp_path)]) == 1
     assert printed_json(capsys)[2] == {"level": "bad", "what": "f", "value": "g", "fix": "h"}
     assert asked == [None, tmp_path]

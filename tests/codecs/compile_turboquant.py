@@ -11,9 +11,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvtier.codecs.turboquant.decode import decode_chunks
-from kvtier.codecs.turboquant.device import DECODE_TILINGS, ENCODE_TILINGS, WHOLE_TILING, Tiling
+from kvtier.codecs.turboquant.device import DECODE_TILINGS, ENCODE_TILINGS, WHOLE_TILING, TurboquantTiling
 from kvtier.codecs.turboquant.encode import encode_chunks
-from kvtier.codecs.turboquant.tables import ChunkShape, plane_code
+from kvtier.codecs.turboquant.tables import TurboquantChunkShape, plane_code
 
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*(?:\.[\w:]+)+)", re.MULTILINE)
 TYPES = {
@@ -33,9 +33,9 @@ TYPES = {
 UNALIGNED = ("planes", "table", "answers")  # as the kernels are declared
 
 
-def compiled(kernel: triton.JITFunction, tiling: Tiling, size: int, by_warps: bool = False) -> None:
+def compiled(kernel: triton.JITFunction, tiling: TurboquantTiling, size: int, by_warps: bool = False) -> None:
     k, v = plane_code(size, 4, True, True), plane_code(size, 3, False, True)
-    shape = ChunkShape(
+    shape = TurboquantChunkShape(
         256,
         16,
         True,

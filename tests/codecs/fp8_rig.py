@@ -18,8 +18,8 @@ with as_interpreted():
     from kvtier.codecs.coded_pages import SlabShape  # which knows of kernels, too
     from kvtier.codecs.fp8 import device as fp8_device
 
-CudaFp8, Tiling = fp8_device.CudaFp8, fp8_device.Tiling
-SMALL = Tiling(1024, 1) if INTERPRETED else fp8_device.ENCODE_TILINGS[0]
+CudaFp8, Fp8Tiling = fp8_device.CudaFp8, fp8_device.Fp8Tiling
+SMALL = Fp8Tiling(1024, 1) if INTERPRETED else fp8_device.ENCODE_TILINGS[0]
 
 
 def _coder_of(pages: PagedKV, tokens: int) -> Fp8Coder:
@@ -27,7 +27,7 @@ def _coder_of(pages: PagedKV, tokens: int) -> Fp8Coder:
     return Fp8Coder(tokens, k_size, v_size)
 
 
-def mover(pages: PagedKV, tokens: int, held: Extent, tiling: Tiling = SMALL) -> CudaFp8:
+def mover(pages: PagedKV, tokens: int, held: Extent, tiling: Fp8Tiling = SMALL) -> CudaFp8:
     return CudaFp8(pages, SlabShape(tokens, _coder_of(pages, tokens).n_bytes), held, tiling, tiling)
 
 
@@ -46,4 +46,14 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaFp8, "_is_fast", False)
 
 
-__all__ = ["INTERPRETED", "SMALL", "CudaFp8", "Tiling", "fp8_device", "mover", "plain", "ptx_interpreted", "reference"]
+__all__ = [
+    "INTERPRETED",
+    "SMALL",
+    "CudaFp8",
+    "Fp8Tiling",
+    "fp8_device",
+    "mover",
+    "plain",
+    "ptx_interpreted",
+    "reference",
+]

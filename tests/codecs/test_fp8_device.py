@@ -28,7 +28,7 @@ from tests.codecs.fp8_rig import (
     INTERPRETED,
     SMALL,
     CudaFp8,
-    Tiling,
+    Fp8Tiling,
     mover,
     plain,
     ptx_interpreted,
@@ -51,7 +51,7 @@ class Model(CodedModel):
         n_bytes = padded((patch.slab_layer + patch.n_layers) * layer_bytes)
         return noise(patch.n_heads * n_bytes, 5).view(patch.n_heads, -1)
 
-    def ours(self, pages: PagedKV, tiling: Tiling = SMALL) -> CudaFp8:
+    def ours(self, pages: PagedKV, tiling: Fp8Tiling = SMALL) -> CudaFp8:
         return mover(pages, self.tokens, self.extent, tiling)
 
     def reference(self, pages: PagedKV) -> VectorPages:

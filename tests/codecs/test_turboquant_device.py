@@ -29,7 +29,7 @@ from tests.codecs.coded_checks import (
 from tests.codecs.turboquant_rig import (
     INTERPRETED,
     SMALL,
-    Tiling,
+    TurboquantTiling,
     encoded,
     mover,
     ptx_interpreted,
@@ -61,7 +61,7 @@ class Model(CodedModel):
         n_bytes = self.format.n_bytes(range(first - patch.slab_layer, first + patch.n_layers))
         return noise(patch.n_heads * padded(n_bytes), 5).view(patch.n_heads, -1)
 
-    def ours(self, pages: PagedKV, tiling: Tiling = SMALL) -> Mover:
+    def ours(self, pages: PagedKV, tiling: TurboquantTiling = SMALL) -> Mover:
         return mover(pages, self.format, self.extent, tiling)
 
     def reference(self, pages: PagedKV) -> Mover:
@@ -109,14 +109,14 @@ def test_head_sizes(size: int, preset: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "tiling",
     [
-        Tiling(8, 1),
-        Tiling(16, 2, by_tensor=True),
-        Tiling(32, 2, mean_rows=16, early=True),
-        Tiling(16, 1, mean_rows=128, by_tensor=True, early=True),
+        TurboquantTiling(8, 1),
+        TurboquantTiling(16, 2, by_tensor=True),
+        TurboquantTiling(32, 2, mean_rows=16, early=True),
+        TurboquantTiling(16, 1, mean_rows=128, by_tensor=True, early=True),
     ],
     ids=str,
 )
-def test_tilings_of_the_encoding_by_warps(size: int, tiling: Tiling) -> None:
+def test_tilings_of_the_encoding_by_warps(size: int, tiling: TurboquantTiling) -> None:
     """Chunks of two tiles and a part; the mean pays, and takes one step or some."""
     cache = replace(SMALLEST, blocks=8, k_size=size, v_size=size, dtype=torch.bfloat16)
     check_whole(Model(cache, tokens=48, layers=1), lambda x: x + 2, tiling)

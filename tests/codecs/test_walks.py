@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.codecs.base import Encoded, Verdict, slab_bytes
+from kvtier.codecs.base import Encoded, EncodeResult, slab_bytes
 from kvtier.codecs.fp8.codec import Fp8Coder
 from kvtier.codecs.turboquant.codec import Turboquant, TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
@@ -188,16 +188,16 @@ class LateCodec(LazyCodec):
             sums = host_kernels.checksums([SlabRun(move.slabs, move.key, 0, 0) for move in moves])
             if self.wrong_sum:
                 sums[0] = (sums[0][0] ^ 1, *sums[0][1:])
-            late.verdicts = [Verdict(one.is_refused, two) for one, two in zip(found, sums, strict=True)]
+            late.verdicts = [EncodeResult(one.is_refused, two) for one, two in zip(found, sums, strict=True)]
 
         self._order.launch(run)
         return late
 
 
 class LateVerdicts:
-    verdicts: list[Verdict] | None = None
+    verdicts: list[EncodeResult] | None = None
 
-    def wait(self) -> list[Verdict]:
+    def wait(self) -> list[EncodeResult]:
         assert self.verdicts is not None, "asked before the stream got there"
         return self.verdicts
 

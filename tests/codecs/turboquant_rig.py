@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from kvtier.codecs.base import Verdict
+from kvtier.codecs.base import EncodeResult
 from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.layout import SlabFormat
 from kvtier.codecs.vectors import VectorPages
@@ -27,12 +27,12 @@ from tests.kernels.device_rig import DEVICE, INTERPRETED, as_interpreted
 with as_interpreted():
     from kvtier.codecs.turboquant import device as turboquant_device
 
-Tiling = turboquant_device.Tiling
-SMALL = Tiling(16, 1) if INTERPRETED else Tiling(64, 4)
+TurboquantTiling = turboquant_device.TurboquantTiling
+SMALL = TurboquantTiling(16, 1) if INTERPRETED else TurboquantTiling(64, 4)
 
 
 def mover(
-    pages: PagedKV, slab_format: SlabFormat, held: Extent, tiling: Tiling = SMALL
+    pages: PagedKV, slab_format: SlabFormat, held: Extent, tiling: TurboquantTiling = SMALL
 ) -> turboquant_device.CudaTurboquant:
     others = (
         tiling if tiling.rows >= 16 * tiling.warps else SMALL
@@ -54,7 +54,7 @@ def sums_of(move: Move, held: Extent) -> tuple[int, ...]:
     )
 
 
-def encoded(ours: turboquant_device.CudaTurboquant, moves: Sequence[Move]) -> list[Verdict]:
+def encoded(ours: turboquant_device.CudaTurboquant, moves: Sequence[Move]) -> list[EncodeResult]:
     return ours.encode(moves).wait()
 
 
@@ -91,7 +91,7 @@ __all__ = [
     "DEVICE",
     "INTERPRETED",
     "SMALL",
-    "Tiling",
+    "TurboquantTiling",
     "encoded",
     "mover",
     "ptx_interpreted",

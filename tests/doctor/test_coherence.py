@@ -11,7 +11,7 @@ import pytest
 from kvtier.cli import main
 from kvtier.doctor import coherence
 from kvtier.doctor.coherence import PIECES, Coherence, examine_peer, measure, peer_folder
-from kvtier.doctor.host import Host, ProbeFailed, Verdict
+from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
 from kvtier.storage.filesystem import FileSystem
 
 KIND = FileSystem("fuse.somefs", True, "/mnt/kv")
@@ -29,7 +29,7 @@ def two_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coherence, "_is_one_mount", lambda *_: False)
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, answer: object) -> dict[str, Verdict]:
+def answered(monkeypatch: pytest.MonkeyPatch, answer: object) -> dict[str, Diagnosis]:
     """The verdicts where the probe answers so, the two delays left out."""
 
     def probe(*_: object, **__: object) -> object:

@@ -14,7 +14,7 @@ import pytest
 from kvtier.config.settings import HbmSettings, Settings
 from kvtier.doctor import gpu, storage
 from kvtier.doctor.gpu import examine_gpu, examine_memory
-from kvtier.doctor.host import Host, ProbeFailed, Ran, Verdict
+from kvtier.doctor.host import Diagnosis, Host, ProbeFailed, Ran
 from kvtier.doctor.lustre import examine_efa
 from kvtier.doctor.report import examine, line
 from kvtier.doctor.storage import examine_storage
@@ -72,7 +72,7 @@ def with_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: dic
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def by_name(verdicts: list[Verdict]) -> dict[str, Verdict]:
+def by_name(verdicts: list[Diagnosis]) -> dict[str, Diagnosis]:
     return {verdict.what: verdict for verdict in verdicts}
 
 
@@ -459,9 +459,9 @@ def test_probe_processes_answer_with_json(host: Host, tmp_path: Path) -> None:
 
 
 def test_lines() -> None:
-    assert line(Verdict("ok", "a", "b")) == "ok    a: b"
-    assert line(Verdict("warn", "a", "b", "do c")) == "warn  a: b\n      -> do c"
-    long = line(Verdict("warn", "a", "word " * 40, f"do {'c' * 200}")).splitlines()
+    assert line(Diagnosis("ok", "a", "b")) == "ok    a: b"
+    assert line(Diagnosis("warn", "a", "b", "do c")) == "warn  a: b\n      -> do c"
+    long = line(Diagnosis("warn", "a", "word " * 40, f"do {'c' * 200}")).splitlines()
     assert max(len(text) for text in long[:-1]) <= 110 and long[-1] == f"      -> do {'c' * 200}"
     assert [size(n) for n in (0, 1023, 1024, 3 << 29, 5 << 50)] == [
         "0 bytes",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.doctor.host import Host, Verdict
+from kvtier.doctor.host import Diagnosis, Host
 from kvtier.doctor.lustre import Component, examine_lustre, parse_df, parse_layout
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -20,7 +20,7 @@ def examined(
     df: str,
     mod_rpcs: str = "max_mod_rpcs.txt",
     segment_bytes: int = GIB,
-) -> dict[str, Verdict]:
+) -> dict[str, Diagnosis]:
     """The verdicts over `lfs` and `lctl` that print recorded answers."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)

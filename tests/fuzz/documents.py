@@ -20,7 +20,7 @@ from kvtier.eviction.limits import Need
 from kvtier.eviction.set_removal import PREFIX, Removal
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.calibration import Calibration, _read
-from kvtier.io.engines import Choice
+from kvtier.io.engines import EngineChoice
 from kvtier.maintenance.sweeper import SWEPT_NOTE, Housekeeper
 from kvtier.model.config_json import read_model
 from kvtier.model.weights_fingerprint import _cached, config_fingerprint, weights_fingerprint
@@ -66,7 +66,7 @@ LATENT = MODEL | {
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
 }
-CALIBRATION = Calibration(Choice("ring", 4, 65536), 1e9, None, 1e-4, 0.5, ("because",))
+CALIBRATION = Calibration(EngineChoice("ring", 4, 65536), 1e9, None, 1e-4, 0.5, ("because",))
 KEY = {"host": "here", "threads": None}
 TENSORS = {
     "__metadata__": {"format": "pt"},

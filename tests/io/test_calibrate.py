@@ -20,7 +20,7 @@ from kvtier.io import calibrate as measuring
 from kvtier.io import calibration as kept
 from kvtier.io.calibrate import LEFT_OVER_S, PREFIX, Makers, calibrate, sweep
 from kvtier.io.calibration import Ask, Calibration, calibrated
-from kvtier.io.engines import Choice, Reads, Target
+from kvtier.io.engines import EngineChoice, Reads, Target
 from kvtier.io.ring import AlignedBuffer, FlushOp, OpResult, ReadOp, WriteOp
 from kvtier.storage.filesystem import FileSystem
 
@@ -29,17 +29,17 @@ from cuda_double import CudaDouble
 MIB = 1 << 20
 DEVICE = Target(1 << 40, 64 * MIB, 0)
 BIG_CACHE = 300 * MIB
-USUAL = Choice("ring", 12, 4 * MIB, 2)
+USUAL = EngineChoice("ring", 12, 4 * MIB, 2)
 """What is used into DEVICE where nothing is measured, with the threads that the tests give it."""
 
 
 class Machine:
     """A storage with a clock of its own: engines take the time that their rates say."""
 
-    def __init__(self, rate_of: Callable[[Choice], float] = lambda choice: 1e9) -> None:
+    def __init__(self, rate_of: Callable[[EngineChoice], float] = lambda choice: 1e9) -> None:
         self.now_s = 100.0
         self.rate_of = rate_of
-        self.opened: list[Choice] = []
+        self.opened: list[EngineChoice] = []
         self.closed = 0
         self.write_error_after = 1 << 30
         self.hangs = False
@@ -52,7 +52,7 @@ class Machine:
     def makers(self) -> Makers:
         return Makers(self.reader, lambda: FakeEngine(self, 2e9))
 
-    def reader(self, choice: Choice) -> FakeEngine:
+    def reader(self, choice: EngineChoice) -> FakeEngine:
         self.opened.append(choice)
         return FakeEngine(self, self.rate_of(choice))
 
@@ -144,7 +144,7 @@ def test_the_fastest_is_picked(tmp_path: Path) -> None:
     rates = {("ring", 12): 48e9, ("ring", 16): 53.5e9, ("kvikio", 16): 46e9}
     machine = Machine(lambda choice: rates.get(choice[:2], 30e9) - choice.piece_bytes)
     found = run(machine, ask_of(tmp_path))
-    assert found.choice == Choice("ring", 16, MIB, 4)
+    assert found.choice == EngineChoice("ring", 16, MIB, 4)
     assert found.read_bytes_s == pytest.approx(53.5e9, rel=0.01)
     assert found.write_bytes_s == pytest.approx(2e9, rel=0.01) and found.latency_s and found.latency_s < 0.01
     assert "the fastest" in found.describe() and "53.50 GB/s" in found.describe()
@@ -161,9 +161,9 @@ def test_the_usual_is_kept_when_it_is_about_as_fast(tmp_path: Path) -> None:
 
 def test_the_best_and_the_usual_are_measured_again(tmp_path: Path) -> None:
     """What was tried first met a cold machine."""
-    tries: Counter[Choice] = Counter()
+    tries: Counter[EngineChoice] = Counter()
 
-    def rate_of(choice: Choice) -> float:
+    def rate_of(choice: EngineChoice) -> float:
         tries[choice] += 1
         if choice == USUAL:
             return 20e9 if tries[choice] == 1 else 50e9
@@ -173,14 +173,14 @@ def test_the_best_and_the_usual_are_measured_again(tmp_path: Path) -> None:
     assert found.choice == USUAL and found.read_bytes_s == pytest.approx(50e9, rel=0.01)
     assert tries[USUAL] == 2 and len(tries) > 4
     assert {choice for choice, n in tries.items() if n == 2 and choice != USUAL} == {
-        Choice("ring", threads, 2 * MIB, 2) for threads in (16, 24, 32)
+        EngineChoice("ring", threads, 2 * MIB, 2) for threads in (16, 24, 32)
     }
 
 
 def test_a_second_try_that_was_slower_counts_for_nothing(tmp_path: Path) -> None:
-    tries: Counter[Choice] = Counter()
+    tries: Counter[EngineChoice] = Counter()
 
-    def rate_of(choice: Choice) -> float:
+    def rate_of(choice: EngineChoice) -> float:
         tries[choice] += 1
         return (50e9 if choice == USUAL else 30e9) / tries[choice]
 

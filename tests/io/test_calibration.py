@@ -24,14 +24,14 @@ from kvtier.io.calibration import (
     pick,
     second_round,
 )
-from kvtier.io.engines import Choice, Target
+from kvtier.io.engines import EngineChoice, Target
 
 MIB = 1 << 20
 DEVICE = Target(1 << 40, 64 * MIB, 0)
 BIG_CACHE = 300 * MIB
-USUAL = Choice("ring", 12, 4 * MIB, 2)
-SMALL, LARGE = Choice("ring", 8, MIB, 2), Choice("ring", 16, MIB, 4)
-KVIKIO = Choice("kvikio", 8, MIB)
+USUAL = EngineChoice("ring", 12, 4 * MIB, 2)
+SMALL, LARGE = EngineChoice("ring", 8, MIB, 2), EngineChoice("ring", 16, MIB, 4)
+KVIKIO = EngineChoice("kvikio", 8, MIB)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ KVIKIO = Choice("kvikio", 8, MIB)
         ({KVIKIO: 50e9, LARGE: 48.4e9}, KVIKIO),
     ],
 )
-def test_which_of_the_rates_is_picked(rates: dict[Choice, float], picked: Choice) -> None:
+def test_which_of_the_rates_is_picked(rates: dict[EngineChoice, float], picked: EngineChoice) -> None:
     assert pick(rates, USUAL) == picked
     assert pick(dict(reversed(rates.items())), USUAL) == picked
 
@@ -74,8 +74,8 @@ def test_ranks_of_one_machine_share_its_processors_and_their_cache(monkeypatch: 
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
     monkeypatch.setattr(kept, "last_level_cache_bytes", lambda: 300 * MIB)
     alone, two = (Ask(Path("/x"), DEVICE, True, True, ranks=ranks) for ranks in (1, 2))
-    assert default_choice(alone, cache_share(alone)) == Choice("ring", 16, 4 * MIB, 2)
-    assert default_choice(two, cache_share(two)) == Choice("ring", 14, 2 * MIB, 2)
+    assert default_choice(alone, cache_share(alone)) == EngineChoice("ring", 16, 4 * MIB, 2)
+    assert default_choice(two, cache_share(two)) == EngineChoice("ring", 14, 2 * MIB, 2)
     for choice in first_round(two, cache_share(two)):
         assert 2 * choice.held_bytes <= 150 * MIB, "the rings of both stay in half of it"
     assert [device_threads(ranks) for ranks in (1, 2, 4, 8, 64)] == [16, 14, 6, 4, 4]
@@ -109,7 +109,7 @@ def test_cache_of_all_dies_is_counted_once_each(tmp_path: Path) -> None:
 
 
 def test_json() -> None:
-    made = Calibration(Choice("kvikio", 16, MIB), 1e9, None, 0.5, 1.5, ("a", "b"))
+    made = Calibration(EngineChoice("kvikio", 16, MIB), 1e9, None, 0.5, 1.5, ("a", "b"))
     assert Calibration.from_json(json.loads(json.dumps(made.to_json()))) == made
     for change in ({"read_bytes_s": -1}, {"choice": {}}, {"seconds": "x"}):
         with pytest.raises(Corrupt):

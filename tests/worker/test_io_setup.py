@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvtier.io.calibration import Ask, Calibration, engines_for
-from kvtier.io.engines import Choice, Target
+from kvtier.io.engines import EngineChoice, Target
 from kvtier.io.ring import sizes_for
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root import open_root
@@ -20,7 +20,7 @@ from kvtier.worker import io_setup
 from tests.support.rig import settings
 
 ARENA: Any = SimpleNamespace(is_device=True, address=lambda slot: 1 << 40, n_slots=64, slot_bytes=1 << 20)
-RING = Choice("ring", 4, 1 << 20, 2)
+RING = EngineChoice("ring", 4, 1 << 20, 2)
 
 
 class Machine:

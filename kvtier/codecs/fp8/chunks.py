@@ -3,7 +3,7 @@
 A program does one layer of one head of one chunk: K, then V, tile after tile. After encoding it reads back what it
 wrote, from the cache, and adds its part to its slab's checksum.
 
-P stands for a plane's PlaneShape, C for the launch's ChunkShape. Tiles are those of kvtier.kernels.tiles.
+P stands for a plane's PlaneShape, C for the launch's Fp8ChunkShape. Tiles are those of kvtier.kernels.tiles.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -31,7 +31,7 @@ class PlaneShape(NamedTuple):
     padded: int
 
 
-class ChunkShape(NamedTuple):
+class Fp8ChunkShape(NamedTuple):
     """rows: of a tile. fast: with PTX; the interpreter has none."""
 
     tokens: int

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier.codecs.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
-from kvtier.codecs.fp8.chunks import ChunkShape, PlaneShape, decode_chunks, encode_chunks
+from kvtier.codecs.fp8.chunks import Fp8ChunkShape, PlaneShape, decode_chunks, encode_chunks
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
 from kvtier.kernels.paged import Move, PagedKV
@@ -20,15 +20,15 @@ _ELEMENTS, _TOKENS = 8, 16
 """What sizes of heads and of chunks must be multiples of: vectors and planes of codes are aligned then."""
 
 
-class Tiling(NamedTuple):
+class Fp8Tiling(NamedTuple):
     """How many elements of a head a program works on at once, and its warps."""
 
     elements: int
     warps: int
 
 
-ENCODE_TILINGS = (Tiling(16384, 8), Tiling(4096, 4), Tiling(4096, 2), Tiling(8192, 4), Tiling(16384, 4))
-DECODE_TILINGS = (Tiling(4096, 4), Tiling(16384, 4), Tiling(16384, 8), Tiling(4096, 2), Tiling(8192, 4))
+ENCODE_TILINGS = (Fp8Tiling(16384, 8), Fp8Tiling(4096, 4), Fp8Tiling(4096, 2), Fp8Tiling(8192, 4), Fp8Tiling(16384, 4))
+DECODE_TILINGS = (Fp8Tiling(4096, 4), Fp8Tiling(16384, 4), Fp8Tiling(16384, 8), Fp8Tiling(4096, 2), Fp8Tiling(8192, 4))
 """What benchmarks/gpu/codec_kernels.py --tune tries. The first of each is the one in use: the quickest on an H200 at
 d=128, 2.23 TB/s of the engine's bytes to encode and 2.38 to decode, 79 and 85 % of what the bytes allow."""
 
@@ -41,8 +41,8 @@ class CudaFp8:
         pages: PagedKV,
         slabs: SlabShape,
         held: Extent,
-        encode_tiling: Tiling = ENCODE_TILINGS[0],
-        decode_tiling: Tiling = DECODE_TILINGS[0],
+        encode_tiling: Fp8Tiling = ENCODE_TILINGS[0],
+        decode_tiling: Fp8Tiling = DECODE_TILINGS[0],
     ) -> None:
         """Compiles for these pages, which takes some seconds. Tilings: others than the first only to measure.
 
@@ -109,9 +109,9 @@ class CudaFp8:
         self._encode(NOTHING, table, table)
         self._decode(NOTHING, table)
 
-    def _shape(self, tiling: Tiling) -> ChunkShape:
+    def _shape(self, tiling: Fp8Tiling) -> Fp8ChunkShape:
         rows = max(1, tiling.elements // max(self._k.padded, self._v.padded))
-        return ChunkShape(self._tokens, self._block_tokens, self._pages.is_bf16, rows, self._is_fast)
+        return Fp8ChunkShape(self._tokens, self._block_tokens, self._pages.is_bf16, rows, self._is_fast)
 
     @property
     def _is_fast(self) -> bool:

@@ -4,8 +4,8 @@ A program decodes one layer of one head of one chunk, K, then V. Centroids up to
 tensor cores turn them back as int8, exactly. prmt makes them, four at a time, out of tables in two registers; in what
 order the elements come out of it does not matter, as the rows of the matrix come in the same (turboquant_tables).
 
-P stands for a plane's PlaneCode, C for the launch's ChunkShape. Where C.fast is not set, or prmt's tables do not fit,
-centroids are looked up in memory.
+P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape. Where C.fast is not set, or prmt's tables do
+not fit, centroids are looked up in memory.
 """
 
 # mypy: disallow-untyped-decorators=False

@@ -21,8 +21,8 @@ from kvtier.codecs.turboquant.layout import Bits, SlabFormat
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE
 from kvtier.codecs.turboquant.rotation import signs as signs_of
 from kvtier.codecs.turboquant.tables import (
-    ChunkShape,
     PlaneCode,
+    TurboquantChunkShape,
     decode_matrix,
     encode_matrix,
     padded_size,
@@ -36,12 +36,12 @@ from kvtier.kernels.launch import on_device
 from kvtier.kernels.paged import Move, PagedKV
 
 
-class Tiling(NamedTuple):
+class TurboquantTiling(NamedTuple):
     """How many tokens of a head a program works on at once, a multiple of 16 a warp; warps; registers a thread at most,
     0 for what the compiler likes.
 
     Of the encoding by warps (kvtier.codecs.turboquant.warps) a multiple of 8 a warp is enough; for mean_rows (0: as
-    rows), by_tensor and early see ChunkShape.
+    rows), by_tensor and early see TurboquantChunkShape.
     """
 
     rows: int
@@ -59,25 +59,25 @@ class Tiling(NamedTuple):
 
 # H200, TB/s of k4v4 and k4v3: 2.29 and 2.25, 2.24 and 2.24, 2.08 and 2.17, 1.97 and 1.99.
 ENCODE_TILINGS = (
-    Tiling(32, 4, 80, 32, True, True),
-    Tiling(32, 4, 80, 32, False, True),
-    Tiling(32, 4, 72, 32, True),
-    Tiling(64, 8, 64, 128),
+    TurboquantTiling(32, 4, 80, 32, True, True),
+    TurboquantTiling(32, 4, 80, 32, False, True),
+    TurboquantTiling(32, 4, 72, 32, True),
+    TurboquantTiling(64, 8, 64, 128),
 )
-WHOLE_TILING = Tiling(64, 4, 128)
+WHOLE_TILING = TurboquantTiling(64, 4, 128)
 """Of the encoding that is not by warps."""
 DECODE_TILINGS = (
-    Tiling(64, 4, 128),
-    Tiling(64, 4),
-    Tiling(64, 4, 96),
-    Tiling(128, 8),
-    Tiling(128, 8, 128),
-    Tiling(128, 4),
+    TurboquantTiling(64, 4, 128),
+    TurboquantTiling(64, 4),
+    TurboquantTiling(64, 4, 96),
+    TurboquantTiling(128, 8),
+    TurboquantTiling(128, 8, 128),
+    TurboquantTiling(128, 4),
 )
 """What benchmarks/gpu/codec_kernels.py --tune tries. The first of each is the one in use."""
 
 
-class _Tables(NamedTuple):
+class _DeviceTables(NamedTuple):
     """Of K or V with some number of bits, in device memory."""
 
     code: PlaneCode
@@ -87,7 +87,7 @@ class _Tables(NamedTuple):
     centroids: torch.Tensor
 
 
-class _Run(NamedTuple):
+class _LayerRun(NamedTuple):
     """Layers next to each other that are coded alike: of the pages, how many, and where in a slab they begin."""
 
     page_layer: int
@@ -104,9 +104,9 @@ class CudaTurboquant:
         pages: PagedKV,
         slab_format: SlabFormat,
         held: Extent,
-        encode_tiling: Tiling = ENCODE_TILINGS[0],
-        decode_tiling: Tiling = DECODE_TILINGS[0],
-        whole_tiling: Tiling = WHOLE_TILING,
+        encode_tiling: TurboquantTiling = ENCODE_TILINGS[0],
+        decode_tiling: TurboquantTiling = DECODE_TILINGS[0],
+        whole_tiling: TurboquantTiling = WHOLE_TILING,
     ) -> None:
         """Compiles for these pages, which takes some seconds. Tilings: others than the first only to measure.
 
@@ -141,7 +141,9 @@ class CudaTurboquant:
         for run in self._runs(group):
             self._decode(run, group, table)
 
-    def _encode(self, run: _Run, group: Group, table: torch.Tensor, answers: torch.Tensor, ends_slab: bool) -> object:
+    def _encode(
+        self, run: _LayerRun, group: Group, table: torch.Tensor, answers: torch.Tensor, ends_slab: bool
+    ) -> object:
         """Returns the compiled kernel, for those who measure it."""
         k, v = self._tables[run.bits]
         tiling, shape = self._encoding(k.code, v.code)
@@ -170,7 +172,7 @@ class CudaTurboquant:
             enable_fp_fusion=False,
         )
 
-    def _decode(self, run: _Run, group: Group, table: torch.Tensor) -> None:
+    def _decode(self, run: _LayerRun, group: Group, table: torch.Tensor) -> None:
         k, v = self._tables[run.bits]
         tiling = self._tilings[1]
         decode_chunks[(group.patch.n_heads, run.n_layers, len(group.places))](
@@ -195,7 +197,7 @@ class CudaTurboquant:
             enable_fp_fusion=False,
         )
 
-    def _encoding(self, k: PlaneCode, v: PlaneCode) -> tuple[Tiling, ChunkShape]:
+    def _encoding(self, k: PlaneCode, v: PlaneCode) -> tuple[TurboquantTiling, TurboquantChunkShape]:
         if not (k.suits_warps and v.suits_warps):
             return self._whole_tiling, self._shape(self._whole_tiling)
         tiling = self._tilings[0]
@@ -203,8 +205,8 @@ class CudaTurboquant:
             mean_rows=tiling.mean_rows or tiling.rows, by_warps=True, by_tensor=tiling.by_tensor, early=tiling.early
         )
 
-    def _shape(self, tiling: Tiling) -> ChunkShape:
-        return ChunkShape(
+    def _shape(self, tiling: TurboquantTiling) -> TurboquantChunkShape:
+        return TurboquantChunkShape(
             self._format.tokens,
             self._block_tokens,
             self._pages.is_bf16,
@@ -218,22 +220,22 @@ class CudaTurboquant:
     def _is_fast(self) -> bool:
         return self._device.type == "cuda"  # else it is interpreted, for tests
 
-    def _runs(self, group: Group) -> list[_Run]:
+    def _runs(self, group: Group) -> list[_LayerRun]:
         patch, runs, start = group.patch, [], group.slab_start
         first = self._pages.first_layer(patch)
         numbers = range(first, first + patch.n_layers)
         for bits, alike in groupby(numbers, lambda number: self._format.layer(number).bits):
             layers = list(alike)
-            runs.append(_Run(layers[0] - self._held.first_layer, len(layers), start, bits))
+            runs.append(_LayerRun(layers[0] - self._held.first_layer, len(layers), start, bits))
             start += self._format.n_bytes(range(layers[0], layers[-1] + 1))
         return runs
 
-    def _tables_of(self, bits: Bits) -> tuple[_Tables, _Tables]:
+    def _tables_of(self, bits: Bits) -> tuple[_DeviceTables, _DeviceTables]:
         """Of K and V."""
         sizes = (self._format.k_size, self._format.v_size)
         codes = (plane_code(sizes[plane], bits[plane], plane == K_PLANE, self._is_fast) for plane in (K_PLANE, V_PLANE))
         k, v = (
-            _Tables(
+            _DeviceTables(
                 code,
                 self._to_device(encode_matrix(code.size, self._pages.is_bf16, self._is_fast)),
                 self._to_device(squares(code.bits)),
@@ -249,7 +251,7 @@ class CudaTurboquant:
 
     def _launch_nothing(self, table: torch.Tensor) -> None:
         for bits in self._tables:
-            run = _Run(0, 0, 0, bits)
+            run = _LayerRun(0, 0, 0, bits)
             self._encode(run, NOTHING, table, table, True)
             self._decode(run, NOTHING, table)
 

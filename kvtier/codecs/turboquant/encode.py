@@ -8,7 +8,7 @@ for each other.
 
 At the end a program reads back what it wrote, from the cache, and adds its part to its slab's checksum.
 
-P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.codecs.turboquant.tables).
+P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape (kvtier.codecs.turboquant.tables).
 """
 
 # mypy: disallow-untyped-decorators=False

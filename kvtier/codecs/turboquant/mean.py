@@ -4,7 +4,7 @@ Elements become whole numbers of 7 bits, two at a time, by one multiplication an
 the format has no smaller parts than theirs. They are 64 too large, so that sums of two in a word do not disturb each
 other, and a sum of squares is dp4a's.
 
-P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.codecs.turboquant.tables).
+P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape (kvtier.codecs.turboquant.tables).
 """
 
 # mypy: disallow-untyped-decorators=False

@@ -3,8 +3,8 @@
 A code is a curve's value, rounded (kvtier.codecs.turboquant.buckets): up to 4 bits in fp16, two elements at a time,
 without a comparison. Four codes are four bytes of a word, and fields of some words become one by shifts.
 
-P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.codecs.turboquant.tables). Where C.fast is
-not set, codes are counted by thresholds, as the reference does, without PTX, for the interpreter.
+P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape (kvtier.codecs.turboquant.tables). Where
+C.fast is not set, codes are counted by thresholds, as the reference does, without PTX, for the interpreter.
 """
 
 # mypy: disallow-untyped-decorators=False

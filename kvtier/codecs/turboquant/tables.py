@@ -46,7 +46,7 @@ class PlaneCode(NamedTuple):
         return self.size in (64, 128) and self.bits <= 4
 
 
-class ChunkShape(NamedTuple):
+class TurboquantChunkShape(NamedTuple):
     """rows: of a tile; mean_rows: of one that the mean is taken of. fast: with PTX; the interpreter has none.
 
     by_warps: the encoding is that of turboquant_warps, by_tensor: one more bit of it by the tensor cores, early: a
@@ -66,7 +66,7 @@ class ChunkShape(NamedTuple):
 
 
 def plane_code(size: int, bits: int, has_mean: bool, fast: bool) -> PlaneCode:
-    """Of a vector's `size` elements with codes of `bits`; K has a mean. fast: as in ChunkShape."""
+    """Of a vector's `size` elements with codes of `bits`; K has a mean. fast: as in TurboquantChunkShape."""
     book = CODEBOOKS[bits]
     # Operands of int8 have at least 32 columns, and bytes are taken four at a time.
     permuted = fast and (bits == 4 or (bits < 4 and size >= 96)) and size % 32 == 0

@@ -6,8 +6,8 @@ which a thread has by itself. So the matrix is a few registers, and nothing pass
 dimension are the warps: Triton gives each its own part, and takes the tensor cores' instructions of one warp (wgmma
 would be one of four, which wait for each other).
 
-P stands for a plane's PlaneCode, C for the launch's ChunkShape (kvtier.codecs.turboquant.tables); numbers and units
-are those of turboquant_whole.
+P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape (kvtier.codecs.turboquant.tables); numbers
+and units are those of turboquant_whole.
 """
 
 # mypy: disallow-untyped-decorators=False

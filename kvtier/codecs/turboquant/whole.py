@@ -7,8 +7,8 @@ product as it is. The matrix has +-2^124, or +-2^15, instead of +-1: so what the
 Squares need 16 bits, which two of these numbers have: a rounded product and, by a fused multiplication and addition,
 what was rounded away. The tensor cores sum both.
 
-C stands for the launch's ChunkShape (kvtier.codecs.turboquant.tables). Where C.fast is not set, the same is done in
-fp32 without PTX, for the interpreter.
+C stands for the launch's TurboquantChunkShape (kvtier.codecs.turboquant.tables). Where C.fast is not set, the same
+is done in fp32 without PTX, for the interpreter.
 """
 
 # mypy: disallow-untyped-decorators=False
