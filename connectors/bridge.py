@@ -2,29 +2,26 @@
 
 SchedulerBridge decides in the engine's scheduler process, through Store; WorkerBridge moves in each worker, through
 Transfer; a Step, frozen and picklable, passes between them once per engine step. Whatever goes wrong in the tier
-becomes a miss, is counted and logged, and never ends a request (I9): the project's one `except Exception` stands in
-Faults.
+becomes a miss, is counted and logged, and never ends a request (I9; kvtier.connectors.faults).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TypeVar
 
+from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.kv_events import Unwatched, Watcher
 from kvtier.connectors.tracked_request import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
 from kvtier.index.async_lookup import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.runtime import metrics as names
-from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.scheduler.load_threshold import LoadLimit
 from kvtier.scheduler.store import Store, WantedChunk
-from kvtier.worker.transfer import Transfer
+from kvtier.worker.transfer import Progress, Transfer
 
 log = logging.getLogger("kvtier")
 
@@ -37,37 +34,7 @@ IDLE_WAIT_S = 0.01
 """Longest pause of an idle engine step while a load is on its way; a new request waits as long at worst. Every step in
 between takes the interpreter lock from the load: on an H200 host, pauses of 2 ms halved the rate of loads."""
 
-T = TypeVar("T")
 Clock = Callable[[], float]
-
-
-class Faults:
-    """Run tier work. A fault in it is counted, logged (kvtier.runtime.repeated_log) and answered by a fallback (I9)."""
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._log = RepeatedLog(clock)
-
-    def guard(self, what: str, work: Callable[[], T], fallback: T) -> T:
-        """The result of `work`, or `fallback` when it raises."""
-        try:
-            return work()
-        except Exception as fault:
-            self._note(what, fault)
-            return fallback
-
-    def take(self) -> int:
-        """Faults since the last `take`."""
-        with self._lock:
-            count, self._count = self._count, 0
-            return count
-
-    def _note(self, what: str, fault: Exception) -> None:
-        with self._lock:
-            self._count += 1
-        kind = f"{what} {type(fault).__name__}"
-        self._log.line(logging.ERROR, kind, "%s failed; going on without the tier for it", what, fault=fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +100,9 @@ class SchedulerBridge:
         may_load, may_save = view.may_load and not self._is_stopped, view.may_save and not self._is_stopped
         self._requests[view.request_id] = TrackedRequest(view, self._store.namespace_id, may_load, may_save)
         if view.tenant and may_save:
-            self._faults.guard("expecting a tenant's chunks", lambda: self._store.expect(view.tenant), None)
+            self._expect(view.tenant)
 
+    @contains_faults("a lookup", default=0)
     def hit_tokens(self, request_id: str, computed_tokens: int) -> int | None:
         """How many tokens past `computed_tokens` can be loaded; None: ask again in the next step."""
         request = self._requests[request_id]
@@ -144,8 +112,7 @@ class SchedulerBridge:
             request.may_save = False
         if not request.may_load:
             return 0
-        miss: int | None = 0
-        return self._faults.guard("a lookup", lambda: self._look_up(request, computed_tokens), miss)
+        return self._look_up(request, computed_tokens)
 
     def begin_load(self, request_id: str, block_ids: Sequence[int], n_tokens: int) -> None:
         """The engine waits for the hit that it was last told of.
@@ -156,7 +123,7 @@ class SchedulerBridge:
         offer, request.offer = request.offer, None
         plan = None
         if offer is not None and offer.n_tokens == n_tokens:
-            plan = self._faults.guard("planning a load", lambda: self._plan_load(request, offer, block_ids), None)
+            plan = self._plan_load(request, offer, block_ids)
         if plan is not None:
             self.room.planned.append(plan)
             self.room.on_their_way.add(request_id)
@@ -219,8 +186,8 @@ class SchedulerBridge:
                 self._requests[request_id].load_blocks = None
 
     def saved(self, done: Sequence[SaveDone]) -> None:
-        self._faults.guard("taking the answers to saves", lambda: self._store.saved(done), None)
-        self._faults.guard("telling what was saved", lambda: self.watcher.saved(done), None)
+        self._take_answers(done)
+        self._announce_saved(done)
 
     def has_pending_gathers(self) -> bool:
         """Whether chunks of ended requests wait for a step that takes them to the workers."""
@@ -249,7 +216,7 @@ class SchedulerBridge:
         False when a load of the old epoch is on its way (its bytes are as old as the engine's own then), and when no
         new epoch could be begun; then nothing is loaded or saved any more, for the weights may be others.
         """
-        has_begun = self._faults.guard("beginning an epoch", self._begin_epoch, False)
+        has_begun = self._begin_epoch()
         self._is_stopped |= not has_begun
         self._has_old_blocks = blocks_in_use
         self._before.clear()
@@ -259,6 +226,7 @@ class SchedulerBridge:
             loading |= request.load_blocks is not None
         return has_begun and not loading
 
+    @contains_faults("beginning an epoch", default=False)
     def _begin_epoch(self) -> bool:
         self._store.reset()
         self.watcher.forget()
@@ -311,7 +279,8 @@ class SchedulerBridge:
         self.watcher.found(request.view.request_id, begin, keys, entries)
         return tuple(entries)[first - begin :]
 
-    def _plan_load(self, request: TrackedRequest, offer: Offer, block_ids: Sequence[int]) -> LoadPlan:
+    @contains_faults("planning a load")
+    def _plan_load(self, request: TrackedRequest, offer: Offer, block_ids: Sequence[int]) -> LoadPlan | None:
         shape = self._shape
         end = offer.first_chunk + len(offer.entries)
         keys = request.keys_to(end, shape.chunk_tokens)[offer.first_chunk :]
@@ -320,23 +289,42 @@ class SchedulerBridge:
         return self._store.plan_load(request.view.request_id, keys, offer.entries, blocks, first_token)
 
     def _take_wanted(self, request: TrackedRequest, frontier: int, block_ids: Sequence[int]) -> list[WantedChunk]:
-        wanted = self._faults.guard(
-            "choosing what to save", lambda: request.take_wanted(frontier, block_ids, self._shape), None
-        )
+        wanted = self._choose(request, frontier, block_ids)
         if wanted is None:
             request.may_save = False
             return []
-        name, first, keys = request.view.request_id, request.saved_chunks - len(wanted), [c.key for c in wanted]
-        self._faults.guard("telling what is to be saved", lambda: self.watcher.wanted(name, first, keys), None)
+        self._announce_wanted(request.view.request_id, request.saved_chunks - len(wanted), [c.key for c in wanted])
         return wanted
 
-    def _is_set_coming(self, tenant: str) -> bool:
-        return self._faults.guard("looking for a set", lambda: self._store.is_set_coming(tenant), False)
+    # --- one step of the tier each, so that a fault in it stops no other ---
 
+    @contains_faults("expecting a tenant's chunks")
+    def _expect(self, tenant: str) -> None:
+        self._store.expect(tenant)
+
+    @contains_faults("choosing what to save")
+    def _choose(self, request: TrackedRequest, frontier: int, block_ids: Sequence[int]) -> list[WantedChunk] | None:
+        return request.take_wanted(frontier, block_ids, self._shape)
+
+    @contains_faults("looking for a set", default=False)
+    def _is_set_coming(self, tenant: str) -> bool:
+        return self._store.is_set_coming(tenant)
+
+    @contains_faults("planning a save")
     def _plan_save(self, wanted: list[WantedChunk]) -> SavePlan | None:
-        if not wanted:
-            return None
-        return self._faults.guard("planning a save", lambda: self._store.plan_save(wanted), None)
+        return self._store.plan_save(wanted) if wanted else None
+
+    @contains_faults("taking the answers to saves")
+    def _take_answers(self, done: Sequence[SaveDone]) -> None:
+        self._store.saved(done)
+
+    @contains_faults("announcing chunks to be saved")
+    def _announce_wanted(self, request_id: str, first_chunk: int, keys: Sequence[bytes]) -> None:
+        self.watcher.wanted(request_id, first_chunk, keys)
+
+    @contains_faults("announcing saved chunks")
+    def _announce_saved(self, done: Sequence[SaveDone]) -> None:
+        self.watcher.saved(done)
 
 
 class WorkerBridge:
@@ -363,7 +351,7 @@ class WorkerBridge:
     def start_loads(self, step: Step) -> None:
         self._answers += step.refused
         for plan in step.loads:
-            if self._faults.guard("starting a load", lambda plan=plan: self._start(plan), False):  # type: ignore[misc]
+            if self._start(plan):
                 self._waiting.add(plan.request_id)
             else:
                 self._answers.append(LoadDone(plan.request_id, self._written_blocks(plan)))
@@ -375,7 +363,7 @@ class WorkerBridge:
         the load needs, and the load's end is what it spins for.
         """
         wait_s = IDLE_WAIT_S if self._is_idle and self._waiting and not self._answers else 0.0
-        progress = self._faults.guard("asking for progress", lambda: self._transfer.poll(wait_s), None)
+        progress = self._poll(wait_s)
         answers, self._answers = self._answers, []
         if progress is not None:
             self._saves += progress.saves
@@ -398,13 +386,27 @@ class WorkerBridge:
 
     def close(self, drain_s: float) -> None:
         """Waits at most `drain_s` for saves that are on their way, then stops."""
-        self._faults.guard("draining saves", lambda: self._transfer.drain(drain_s), False)
-        self._faults.guard("closing the transfer", self._transfer.close, None)
+        self._drain(drain_s)
+        self._close()
 
+    @contains_faults("draining saves")
+    def _drain(self, drain_s: float) -> None:
+        self._transfer.drain(drain_s)
+
+    @contains_faults("closing the transfer")
+    def _close(self) -> None:
+        self._transfer.close()
+
+    @contains_faults("asking for progress")
+    def _poll(self, wait_s: float) -> Progress | None:
+        return self._transfer.poll(wait_s)
+
+    @contains_faults("a save")
     def _save(self, plan: SavePlan | None) -> None:
         if plan is not None:
-            self._faults.guard("a save", lambda: self._transfer.save(plan), None)
+            self._transfer.save(plan)
 
+    @contains_faults("starting a load", default=False)
     def _start(self, plan: LoadPlan) -> bool:
         self._transfer.load(plan)
         return True

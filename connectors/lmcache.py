@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvtier.connectors.bridge import Faults
+from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
 from kvtier.runtime.threads import ThreadJobs
@@ -76,18 +76,18 @@ class KVTierConnector:
 
     def submit_batch_set(self, keys: Sequence[str], memory: Sequence[memoryview]) -> int:
         """Stores objects. The memory is LMCache's to change once the task has ended."""
-        return self._begin(self._saves, "storing", len(keys), lambda: self._tier.put(_objects(keys, memory)))
+        return self._begin(self._saves, "storing", len(keys), lambda: self._store(keys, memory))
 
     def submit_batch_get(self, keys: Sequence[str], memory: Sequence[memoryview]) -> int:
         """Loads objects into the memory; what is there of a key that failed means nothing."""
-        return self._begin(self._loads, "loading", len(keys), lambda: self._tier.get(_objects(keys, memory)))
+        return self._begin(self._loads, "loading", len(keys), lambda: self._load(keys, memory))
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
-        return self._begin(self._loads, "looking up", len(keys), lambda: self._tier.exists(_encoded(keys)), True)
+        return self._begin(self._loads, "looking up", len(keys), lambda: self._exist(keys), True)
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
         """A deleted object is a miss at once; its room comes back with its segment set."""
-        return self._begin(self._loads, "deleting", len(keys), lambda: self._tier.delete(_encoded(keys)), True)
+        return self._begin(self._loads, "deleting", len(keys), lambda: self._delete(keys), True)
 
     def drain_completions(self) -> list[Completion]:
         """What has ended since the last call."""
@@ -111,14 +111,14 @@ class KVTierConnector:
         for jobs in (self._saves, self._loads):
             jobs.drain(CLOSE_TIMEOUT_S)
             jobs.close()
-        self._faults.guard("closing the tier", self._tier.close, None)
+        self._close_tier()
         with self._lock:  # a task that hangs may still end, and the number of the descriptor be another's by then
             event_fd, self._event_fd = self._event_fd, -1
         if event_fd >= 0:  # closed only once, however often it is asked for
             os.close(event_fd)
 
     def _begin(
-        self, jobs: ThreadJobs, what: str, n_keys: int, work: Callable[[], list[bool]], may_lack: bool = False
+        self, jobs: ThreadJobs, what: str, n_keys: int, work: Callable[[], list[bool] | None], may_lack: bool = False
     ) -> int:
         """may_lack: a key that is not there is an answer, too."""
         with self._lock:
@@ -128,14 +128,34 @@ class KVTierConnector:
             self._end(Completion(task, False, f"{what}: too many tasks wait", [False] * n_keys))
         return task
 
-    def _run(self, task: int, what: str, n_keys: int, work: Callable[[], list[bool]], may_lack: bool) -> None:
-        results = self._faults.guard(f"{what} LMCache's objects", work, None)
+    def _run(self, task: int, what: str, n_keys: int, work: Callable[[], list[bool] | None], may_lack: bool) -> None:
+        results = work()
         if results is None:
             self._end(Completion(task, False, f"{what} failed; kvtier's log says why", [False] * n_keys))
             return
         n_lacking = results.count(False)
         is_good = may_lack or not n_lacking
         self._end(Completion(task, is_good, "" if is_good else f"{what}: {n_lacking} of {n_keys} did not", results))
+
+    @contains_faults("storing LMCache's objects")
+    def _store(self, keys: Sequence[str], memory: Sequence[memoryview]) -> list[bool] | None:
+        return self._tier.put(_objects(keys, memory))
+
+    @contains_faults("loading LMCache's objects")
+    def _load(self, keys: Sequence[str], memory: Sequence[memoryview]) -> list[bool] | None:
+        return self._tier.get(_objects(keys, memory))
+
+    @contains_faults("looking up LMCache's objects")
+    def _exist(self, keys: Sequence[str]) -> list[bool] | None:
+        return self._tier.exists([key.encode() for key in keys])
+
+    @contains_faults("deleting LMCache's objects")
+    def _delete(self, keys: Sequence[str]) -> list[bool] | None:
+        return self._tier.delete([key.encode() for key in keys])
+
+    @contains_faults("closing the tier")
+    def _close_tier(self) -> None:
+        self._tier.close()
 
     def _end(self, completion: Completion) -> None:
         with self._lock:
@@ -146,10 +166,6 @@ class KVTierConnector:
 
 def _objects(keys: Sequence[str], memory: Sequence[memoryview]) -> list[Object]:
     return [Object(key.encode(), view, _salt(key)) for key, view in zip(keys, memory, strict=True)]
-
-
-def _encoded(keys: Sequence[str]) -> list[bytes]:
-    return [key.encode() for key in keys]
 
 
 def _salt(key: str) -> str:

@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.connectors.bridge import Faults
+from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
 from kvtier.format.namespace import canonical_text
@@ -44,7 +44,6 @@ except ImportError:
     HiCacheStorage = object
 
 log = logging.getLogger("kvtier")
-T = TypeVar("T")
 
 TESTED = "0.5.23"
 FAMILY = "sglang-hicache"
@@ -84,6 +83,14 @@ class _Page(NamedTuple):
     elements: int
     dtype: torch.dtype
     n_bytes: int
+
+
+def _all_missing(_: Any, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
+    return [None] * len(keys)
+
+
+def _all_failed(_: Any, keys: Sequence[str], host_indices: Any = None, extra_info: Any = None) -> list[bool]:
+    return [False] * len(keys)
 
 
 class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
@@ -131,59 +138,55 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         miss; `target_location` means nothing then."""
         return self.batch_get([key], [target_location])[0]
 
+    @contains_faults("loading SGLang's pages", default=_all_missing)
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """Of each key as `get`."""
         targets = [None] * len(keys) if target_locations is None else target_locations
+        pages = [self._new_page() if target is None else target for target in targets]
+        return [page if is_here else None for page, is_here in zip(pages, self._load(keys, pages), strict=True)]
 
-        def load() -> list[torch.Tensor | None]:
-            pages = [self._new_page() if target is None else target for target in targets]
-            return [page if is_here else None for page, is_here in zip(pages, self._load(keys, pages), strict=True)]
-
-        return self._guard("loading", load, [None] * len(keys))
-
+    @contains_faults("loading SGLang's pages", default=_all_failed)
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Loads into the pool's pages that begin at every page_size-th of host_indices, (n_keys * page_size,). Whether
         each came; pages of the others are as they were."""
-
-        def load() -> list[bool]:
-            places = self._places(keys, host_indices)
-            pages = [self._new_page() for _ in keys]
-            got = self._load(keys, pages)
-            for place, page, is_here in zip(places, pages, got, strict=True):
-                if is_here:
-                    self.mem_pool_host.set_from_flat_data_page(place, page)
-            return got
-
-        return self._guard("loading", load, [False] * len(keys))
+        places = self._places(keys, host_indices)
+        pages = [self._new_page() for _ in keys]
+        got = self._load(keys, pages)
+        for place, page, is_here in zip(places, pages, got, strict=True):
+            if is_here:
+                self.mem_pool_host.set_from_flat_data_page(place, page)
+        return got
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Whether the page is stored, now or before. value: its tensor, in host memory."""
         return self.batch_set([key], [value])
 
+    @contains_faults("storing SGLang's pages", default=False)
     def batch_set(
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Whether all are stored."""
-        return self._guard("storing", lambda: all(self._store(keys, values)), False)
+        return all(self._store(keys, values))
 
+    @contains_faults("storing SGLang's pages", default=_all_failed)
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Stores the pool's pages, which are named as for batch_get_v1. Whether each is stored, now or before."""
-
-        def store() -> list[bool]:
-            places = self._places(keys, host_indices)
-            return self._store(keys, [self.mem_pool_host.get_data_page(place, flat=True) for place in places])
-
-        return self._guard("storing", store, [False] * len(keys))
+        places = self._places(keys, host_indices)
+        return self._store(keys, [self.mem_pool_host.get_data_page(place, flat=True) for place in places])
 
     def exists(self, key: str) -> bool:
         """A hint: the page may be gone, or bad, when it is asked for."""
         return self.batch_exists([key]) == 1
 
+    @contains_faults("a lookup of SGLang's pages", default=0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many of the first keys there are before one that is not."""
-        found = self._guard("a lookup", lambda: self._opened().exists(self._own(keys)), [False] * len(keys))
+        tier = self._tier
+        if tier is None:
+            return 0
+        found = tier.exists(self._own(keys))
         return next((number for number, is_there in enumerate(found) if not is_there), len(keys))
 
     def clear(self) -> None:
@@ -200,27 +203,25 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         """Every wait in it is bounded. Calls after it are misses."""
         tier, self._tier = self._tier, None
         if tier is not None:
-            self._faults.guard("closing the tier", tier.close, None)
+            self._close(tier)
 
-    def _guard(self, what: str, work: Callable[[], T], fallback: T) -> T:
-        if self._tier is None:
-            return fallback
-        return self._faults.guard(f"{what} of SGLang's pages", work, fallback)
-
-    def _opened(self) -> ObjectTier:
-        """Raises ValueError when it was closed meanwhile."""
-        tier = self._tier
-        if tier is None:
-            raise ValueError("the tier is closed")
-        return tier
+    @contains_faults("closing the tier")
+    def _close(self, tier: ObjectTier) -> None:
+        tier.close()
 
     def _load(self, keys: Sequence[str], pages: Sequence[Any]) -> list[bool]:
+        tier = self._tier
+        if tier is None:
+            return [False] * len(keys)
         views = [self._memory(page) for page in pages]
-        return self._opened().get([Object(*both) for both in zip(self._own(keys), views, strict=True)])
+        return tier.get([Object(*both) for both in zip(self._own(keys), views, strict=True)])
 
     def _store(self, keys: Sequence[str], pages: Sequence[Any]) -> list[bool]:
+        tier = self._tier
+        if tier is None:
+            return [False] * len(keys)
         views = [self._memory(page.contiguous()) for page in pages]
-        return self._opened().put([Object(*both) for both in zip(self._own(keys), views, strict=True)])
+        return tier.put([Object(*both) for both in zip(self._own(keys), views, strict=True)])
 
     def _own(self, keys: Sequence[str]) -> list[bytes]:
         before = bytes([len(self._epoch)]) + self._epoch

@@ -50,9 +50,9 @@ USES_TORCH += ("kvtier.arena.arena",)
 # benchmarks set that of the engines that they start
 READS_THE_ENVIRONMENT = ("kvtier.config.settings", "kvtier.connectors.vllm.plugin", "benchmarks")
 STARTS_THREADS = ("kvtier.runtime.threads", "benchmarks")
-CATCHES_EVERYTHING = ("kvtier.connectors.bridge", "kvtier.runtime.threads")  # the latter passes on to who waits
-# The engine's base class has them; any method is timed.
-OVERRIDES_OPEN_SIGNATURES = ("kvtier.connectors.vllm",)
+CATCHES_EVERYTHING = ("kvtier.connectors.faults", "kvtier.runtime.threads")  # the latter passes on to who waits
+# The engine's base class has them; any method is wrapped.
+OVERRIDES_OPEN_SIGNATURES = ("kvtier.connectors.vllm", "kvtier.connectors.faults")
 ENGINES_AND_WEB = ("vllm", "lmcache", "dynamo", "fastapi", "starlette", "uvicorn")
 MAY_USE_THEM = ("benchmarks", "kvtier.connectors", "kvtier.server")
 
@@ -411,7 +411,7 @@ def test_what_is_allowed_is_allowed() -> None:
         ("kvtier.config.settings", "import os\nos.environ"),
         ("kvtier.scheduler.store", "try:\n f()\nexcept BaseException:\n log()\n raise"),
         ("kvtier.scheduler.store", "import threading\nlock = threading.Lock()  # TODO(#12)"),
-        ("kvtier.connectors.bridge", "try:\n f()\nexcept Exception:\n pass"),
+        ("kvtier.connectors.faults", "try:\n f()\nexcept Exception:\n pass"),
         ("kvtier.kernels.gather", "import torch\n@triton.jit\ndef f(a, b, c, d, e, f, g, h): ..."),
         ("kvtier.scheduler.store", "from kvtier.config.settings import Settings\nfrom kvtier.index.base import Index"),
     ]

@@ -14,7 +14,8 @@ from kvtier.build import load_limit, open_store
 from kvtier.codecs.measured_loss import loss_text
 from kvtier.config.settings import Settings
 from kvtier.connectors import dynamo
-from kvtier.connectors.bridge import Faults, SchedulerBridge
+from kvtier.connectors.bridge import SchedulerBridge
+from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.kv_events import Announcements, ChunkBlocks
 from kvtier.connectors.load_costs import LoadCosts, StepTimes
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
@@ -115,8 +116,8 @@ class SchedulerHalf:
 
     def build_step(self, scheduled: Any) -> StepMetadata:
         """What the workers do in this step. Must be called before vLLM counts the step's tokens as computed."""
-        self._faults.guard("looking at a step", lambda: self._advance(scheduled), None)
-        rewritten = self._faults.guard("looking at a step's blocks", lambda: rewritten_blocks(scheduled), None)
+        self._advance(scheduled)
+        rewritten = self._rewritten(scheduled)
         self._n_steps += 1
         return StepMetadata(self._bridge.take_step(not scheduled.total_num_scheduled_tokens, rewritten), self._n_steps)
 
@@ -126,8 +127,7 @@ class SchedulerHalf:
             return
         self._step_times.ended(request.request_id, time.monotonic())
         self._tables.pop(request.request_id, None)
-        reached = self._given.ended(request.request_id)
-        frontier = self._faults.guard("looking at an end", lambda: self._frontiers.of_end(request, reached), 0)
+        frontier = self._final_frontier(request, self._given.ended(request.request_id))
         self._bridge.finish(request.request_id, frontier if self._saves else 0, block_ids)
         del self._requests[request.request_id]  # now: what is still to be saved of it has been described
 
@@ -146,10 +146,10 @@ class SchedulerHalf:
             if report.figures is not None:
                 self._store.reporter.add(report.figures)
 
+    @contains_faults("making KV events", default=())
     def take_events(self) -> Iterable[Any]:
         """KV events of the tier, for vLLM to publish with its own."""
-        events = self._events
-        return () if events is None else self._faults.guard("making KV events", events.take, [])
+        return () if self._events is None else self._events.take()
 
     def needs_a_step(self) -> bool:
         """Whether gathers or events wait for a step although vLLM has nothing to compute."""
@@ -174,36 +174,48 @@ class SchedulerHalf:
             self._is_closed = True
             if self._events is not None:
                 self._events.announcements.close()
-            self._faults.guard("closing the store", self._store.close, None)
+            self._close_store()
+
+    @contains_faults("closing the store")
+    def _close_store(self) -> None:
+        self._store.close()
 
     def _saw_step(self, tokens: int, seconds: float) -> None:
         self._costs.saw_step(tokens, seconds)
         self._store.reporter.saw_step(tokens, seconds)
 
+    @contains_faults("describing a chunk in KV events")
     def _describe(self, request_id: str, chunk: int, shape: ChunkShape, hash_tokens: int) -> ChunkBlocks | None:
         request = self._requests.get(request_id)
-        if request is None:
-            return None
-        work = partial(dynamo.chunk_blocks, request, chunk, shape, hash_tokens)
-        return self._faults.guard("describing a chunk in KV events", work, None)
+        return None if request is None else dynamo.chunk_blocks(request, chunk, shape, hash_tokens)
 
     def _track(self, request: Any) -> None:
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
-            nothing = RequestView(request.request_id, (), 0, {}, may_load=False, may_save=False)
-            self._bridge.track(self._faults.guard("looking at a request", lambda: self._look(request), nothing))
+            self._bridge.track(self._look(request))
 
+    @contains_faults("looking at an adapter", default=False)
     def _is_of_its_key(self, request: Any) -> bool:
         """Asked only where something depends on it: it looks at an adapter's files."""
-        return self._faults.guard("looking at an adapter", lambda: self._frontiers.is_of_its_key(request), False)
+        return self._frontiers.is_of_its_key(request)
 
+    @contains_faults("looking at an end", default=0)
+    def _final_frontier(self, request: Any, reached_tokens: int) -> int:
+        return self._frontiers.of_end(request, reached_tokens)
+
+    @contains_faults("looking at a step's blocks")
+    def _rewritten(self, scheduled: Any) -> frozenset[int] | None:
+        return rewritten_blocks(scheduled)
+
+    @contains_faults("looking at a request", default=lambda self, request: _untouched(request.request_id))
     def _look(self, request: Any) -> RequestView:
         view = self._view(request)
         self._frontiers.track(request)
         return view
 
+    @contains_faults("looking at a step")
     def _advance(self, scheduled: Any) -> None:
-        if not self._faults.guard("following block tables", lambda: self._mirror_tables(scheduled), False):
+        if not self._mirror_tables(scheduled):
             self._tables.clear()  # what is added to them later would stand in the wrong place
             return
         self._step_times.planned(
@@ -225,6 +237,7 @@ class SchedulerHalf:
                 table = mirrored if block_state is None else block_state.resolve_block_ids(request_id)[0]
                 self._bridge.advance(request_id, frontier, table)
 
+    @contains_faults("following block tables", default=False)
     def _mirror_tables(self, scheduled: Any) -> bool:
         """New and resumed requests come with their whole table, running ones with what was added to it."""
         for new in scheduled.scheduled_new_reqs:
@@ -238,6 +251,11 @@ class SchedulerHalf:
             elif request_id in self._tables:
                 self._tables[request_id] += added[0]
         return True
+
+
+def _untouched(request_id: str) -> RequestView:
+    """Return the view of a request that is neither loaded nor saved."""
+    return RequestView(request_id, (), 0, {}, may_load=False, may_save=False)
 
 
 def _warn_at_start(vllm_config: Any, settings: Settings, saves: bool) -> None:

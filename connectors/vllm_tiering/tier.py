@@ -30,7 +30,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import vllm
 
-from kvtier.connectors.bridge import Faults
+from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.objects.store import Object, ObjectTier, settings_of
 from kvtier.connectors.vllm.platform import join_log
 from kvtier.connectors.vllm_tiering.identity import host_of
@@ -149,10 +149,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
         if job_metadata.req_context.req_id in self._of_before:  # its KV is partly of what there was before a reset
             self._fail(job_metadata)
         else:
-            self._begin(self._saves, "storing", self._tier.put, job_metadata)
+            self._begin(self._saves, self._store, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._begin(self._loads, "loading", self._tier.get, job_metadata)
+        self._begin(self._loads, self._load, job_metadata)
 
     def get_finished_jobs(self) -> list[JobResult]:
         """Of a load that failed in part, what came is kept; the rest is a miss for the requests that hold it."""
@@ -190,8 +190,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
         for jobs in (self._saves, self._loads, self._asking):
             jobs.drain(self._drain_s)
             jobs.close()
-        self._faults.guard("closing the tier", self._tier.close, None)
+        self._close_tier()
         self._rows = np.empty((0, 0), dtype=np.uint8)  # vLLM unmaps its memory, which no view of ours may hold
+
+    @contains_faults("closing the tier")
+    def _close_tier(self) -> None:
+        self._tier.close()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, OffloadingCounterMetadata]:
@@ -209,25 +213,30 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 stats.increase_counter(PREFIX + name, by)
         return None if stats.is_empty() else stats
 
-    def _begin(
-        self, jobs: ThreadJobs, what: str, move: Callable[[Sequence[Object]], list[bool]], job: TransferJob
-    ) -> None:
-        if not jobs.submit(partial(self._run, what, move, job)):
+    def _begin(self, jobs: ThreadJobs, move: Callable[[TransferJob], list[bool]], job: TransferJob) -> None:
+        if not jobs.submit(partial(self._run, move, job)):
             self._counted[REFUSED] += len(job.keys)
             self._fail(job)
 
-    def _run(self, what: str, move: Callable[[Sequence[Object]], list[bool]], job: TransferJob) -> None:
+    def _run(self, move: Callable[[TransferJob], list[bool]], job: TransferJob) -> None:
         begun_s = time.monotonic()
-        results = [False] * len(job.keys)
-        if not self._is_hurried:
-            results = self._faults.guard(f"{what} vLLM's chunks", lambda: move(self._objects(job)), results)
+        results = [False] * len(job.keys) if self._is_hurried else move(job)
         self._ended.put(_Ended(job, results, time.monotonic() - begun_s))
 
     def _fail(self, job: TransferJob) -> None:
         self._ended.put(_Ended(job, [False] * len(job.keys), 0.0))
 
+    @contains_faults("storing vLLM's chunks", default=lambda self, job: [False] * len(job.keys))
+    def _store(self, job: TransferJob) -> list[bool]:
+        return self._tier.put(self._objects(job))
+
+    @contains_faults("loading vLLM's chunks", default=lambda self, job: [False] * len(job.keys))
+    def _load(self, job: TransferJob) -> list[bool]:
+        return self._tier.get(self._objects(job))
+
+    @contains_faults("a lookup", default=lambda self, keys: [False] * len(keys))
     def _exist(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._faults.guard("a lookup", lambda: self._tier.exists(self._own(keys)), [False] * len(keys))
+        return self._tier.exists(self._own(keys))
 
     def _objects(self, job: TransferJob) -> list[Object]:
         salt = _salt(job.req_context.kv_transfer_params)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.bridge import Faults, SchedulerBridge
+from kvtier.connectors.bridge import SchedulerBridge
+from kvtier.connectors.faults import Faults
 from kvtier.connectors.kv_events import SETS_AT_ONCE, Added, Announcements, Bounds, Change, ChunkBlocks, Removed
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.errors import IndexUnavailable

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.bridge import Faults, SchedulerBridge, Step, WorkerBridge
+from kvtier.connectors.bridge import SchedulerBridge, Step, WorkerBridge
+from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.format.namespace import chunk_keys
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
@@ -381,29 +382,39 @@ def test_answers_to_saves_are_passed_on_once() -> None:
     assert bridge.take_saves() == []
 
 
+class Broken:
+    """Hooks that raise `fault`."""
+
+    def __init__(self, fault: BaseException, clock: Clock | None = None) -> None:
+        self._faults = Faults(clock or Clock())
+        self._fault = fault
+
+    @contains_faults("a save", default=7)
+    def save(self) -> int:
+        raise self._fault
+
+    @contains_faults("a lookup", default=lambda self, keys: [False] * len(keys))
+    def lookup(self, keys: list[bytes]) -> list[bool]:
+        raise self._fault
+
+
 def test_faults_are_counted_and_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    faults = Faults(clock)
-
-    def explode() -> int:
-        raise OSError("the disk is gone")
-
+    broken = Broken(OSError("the disk is gone"), clock)
     with caplog.at_level(logging.ERROR, "kvtier"):
-        for _ in range(5):
-            assert faults.guard("a save", explode, 7) == 7
-        assert len(caplog.records) == 1
-        faults.guard("a lookup", explode, 0)
+        assert [broken.save() for _ in range(5)] == [7] * 5
+        assert len(caplog.records) == 1 and "a save failed; going on without" in caplog.text
+        assert broken.lookup([b"a", b"b"]) == broken.lookup(keys=[b"a", b"b"]) == [False, False]
         assert len(caplog.records) == 2, "another kind"
         clock.now = INTERVAL_FIRST_S
-        faults.guard("a save", explode, 0)
+        broken.save()
         assert len(caplog.records) == 3
-    assert faults.take() == 7
-    assert faults.take() == 0
+    assert broken._faults.take() == 8
+    assert broken._faults.take() == 0
 
 
 def test_what_is_no_exception_is_not_swallowed() -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
+    broken = Broken(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        Faults().guard("a save", interrupt, None)
+        broken.save()
+    assert broken._faults.take() == 0

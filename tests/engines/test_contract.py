@@ -20,7 +20,8 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kvtier.connectors.bridge import Faults, Step
+from kvtier.connectors.bridge import Step
+from kvtier.connectors.faults import Faults
 from kvtier.connectors.load_costs import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm import connector as connector_module

@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvtier.connectors.bridge import Faults, SchedulerBridge
+from kvtier.connectors.bridge import SchedulerBridge
+from kvtier.connectors.faults import Faults
 from kvtier.connectors.load_costs import StepTimes
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.connectors.vllm import KVTierConnector

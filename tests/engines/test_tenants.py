@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvtier.config.capacity import TenantSettings
-from kvtier.connectors.bridge import Faults, SchedulerBridge
+from kvtier.connectors.bridge import SchedulerBridge
+from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of

@@ -24,8 +24,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvtier.connectors import dynamo
-from kvtier.connectors.bridge import Faults
 from kvtier.connectors.dynamo import chunk_blocks, events_of, wants_events
+from kvtier.connectors.faults import Faults
 from kvtier.connectors.kv_events import Added, ChunkBlocks, Removed
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.connectors.vllm.scheduler import SchedulerHalf

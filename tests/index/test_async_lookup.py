@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.connectors.bridge import Faults, SchedulerBridge
+from kvtier.connectors.bridge import SchedulerBridge
+from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.errors import IndexUnavailable
 from kvtier.index.async_lookup import ANSWER_KEPT_S, QUESTIONS_MAX, WAIT_S, Found, InBackground, InPlace

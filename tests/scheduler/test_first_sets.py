@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.build import open_store
-from kvtier.connectors.bridge import Faults, SchedulerBridge
+from kvtier.connectors.bridge import SchedulerBridge
+from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import ChunkShape, RequestView
 from kvtier.index.base import SetInfo
 from kvtier.index.lmdb.index import LmdbIndex

@@ -13,7 +13,8 @@ from kvtier.arena.arena import Arena
 from kvtier.codecs.base import slab_bytes
 from kvtier.codecs.raw import RawCodec
 from kvtier.config.settings import Admit
-from kvtier.connectors.bridge import Faults, SchedulerBridge, WorkerBridge
+from kvtier.connectors.bridge import SchedulerBridge, WorkerBridge
+from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import ChunkShape
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.eviction.evictor import Evictor
@@ -103,12 +104,12 @@ class StrictFaults(Faults):
         super().__init__(lambda: place.runtime.now_s)
         self._place = place
 
-    def _note(self, what: str, fault: Exception) -> None:
+    def note(self, doing: str, fault: Exception) -> None:
         if isinstance(fault, ConfigError):
-            self._place.runtime.violate(f"{what}: found wrong after start-up (I8): {fault}", fault)
+            self._place.runtime.violate(f"{doing}: found wrong after start-up (I8): {fault}", fault)
         if not isinstance(fault, KVTierError | OSError):
-            self._place.runtime.violate(f"{what}: {type(fault).__name__}: {fault} (I9)", fault)
-        super()._note(what, fault)
+            self._place.runtime.violate(f"{doing}: {type(fault).__name__}: {fault} (I9)", fault)
+        super().note(doing, fault)
 
 
 class EngineProcess:
