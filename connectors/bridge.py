@@ -1,8 +1,8 @@
-"""The bridge between any engine and the library: tokens to keys, keys to plans, faults to misses. Knows no engine.
+"""Bridge between any engine and the library: tokens to keys, keys to plans, faults to misses. Imports no engine.
 
-SchedulerBridge decides in the engine's scheduler process, through Store; WorkerBridge moves in each worker, through
-Transfer; a Step, frozen and picklable, passes between them once per engine step. Whatever goes wrong in the tier
-becomes a miss, is counted and logged, and never ends a request (I9; kvtier.connectors.faults).
+SchedulerBridge decides in the engine's scheduler process, through Store; WorkerBridge moves data in each worker,
+through Transfer; a Step, frozen and picklable, passes between them once per engine step. A fault of the tier becomes a
+miss and never ends a request (I9; kvtier.connectors.faults).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.kv_events import Unwatched, Watcher
-from kvtier.connectors.tracked_request import Answer, ChunkShape, Offer, Question, RequestView, TrackedRequest
+from kvtier.connectors.tracked_request import BlockShape, IndexAnswer, IndexQuestion, Offer, RequestView, TrackedRequest
 from kvtier.index.async_lookup import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.runtime import metrics as names
@@ -25,26 +25,24 @@ from kvtier.worker.transfer import Progress, Transfer
 
 log = logging.getLogger("kvtier")
 
-ANSWER_GOOD_S = 1.0
-"""So long, a request that waits for blocks does not ask a remote index again."""
+ANSWER_GOOD_S = 1.0  # a request that waits for blocks does not query a remote index again for so long, seconds
 
-LOADS_MAX = 256  # requests whose loads may be on their way, where the settings do not say
+LOADS_MAX = 256  # requests with loads under way, unless the settings limit them
 
+# Longest pause of an idle engine step while a load is under way, seconds; a new request waits that long at worst. Every
+# step in between takes the interpreter lock from the load: on an H200 host, pauses of 2 ms halved the load rate.
 IDLE_WAIT_S = 0.01
-"""Longest pause of an idle engine step while a load is on its way; a new request waits as long at worst. Every step in
-between takes the interpreter lock from the load: on an H200 host, pauses of 2 ms halved the rate of loads."""
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the workers do in one engine step.
+    """Work of the workers in one engine step.
 
-    before: gather these before the engine touches any block: their requests ended, their blocks may be handed on.
-    after: gather these after the step's forward.
-    refused: loads that the engine waits for but that cannot be made: to be answered as failed.
-    is_idle: the engine computes nothing in this step.
+    before: save these before the engine touches any block: their requests ended, and their blocks may be reused. after:
+    save these after the step's forward. refused: loads that the engine waits for but that cannot be made; answered as
+    failed. is_idle: the engine computes nothing in this step.
     """
 
     before: SavePlan | None = None
@@ -55,16 +53,16 @@ class Step:
 
 
 class LoadRoom:
-    """Requests whose loads the workers have, at most `loads_max`."""
+    """Requests whose loads are with the workers, at most `loads_max`."""
 
     def __init__(self) -> None:
         self.loads_max = LOADS_MAX
         self.planned: list[LoadPlan] = []  # for the next step
-        self.on_their_way: set[str] = set()
+        self.under_way: set[str] = set()
 
     @property
     def is_full(self) -> bool:
-        return len(self.on_their_way) >= self.loads_max
+        return len(self.under_way) >= self.loads_max
 
 
 class SchedulerBridge:
@@ -73,7 +71,7 @@ class SchedulerBridge:
     def __init__(
         self,
         store: Store,
-        shape: ChunkShape,
+        shape: BlockShape,
         limit: LoadLimit,
         answer_timeout_s: float,
         faults: Faults,
@@ -96,7 +94,7 @@ class SchedulerBridge:
         self._refused: list[LoadDone] = []
 
     def track(self, view: RequestView) -> None:
-        """Begins to follow a request."""
+        """Begin to follow a request."""
         may_load, may_save = view.may_load and not self._is_stopped, view.may_save and not self._is_stopped
         self._requests[view.request_id] = TrackedRequest(view, self._store.namespace_id, may_load, may_save)
         if view.tenant and may_save:
@@ -104,7 +102,7 @@ class SchedulerBridge:
 
     @contains_faults("a lookup", default=0)
     def hit_tokens(self, request_id: str, computed_tokens: int) -> int | None:
-        """How many tokens past `computed_tokens` can be loaded; None: ask again in the next step."""
+        """Return how many tokens past `computed_tokens` can be loaded; None: ask again in the next step."""
         request = self._requests[request_id]
         request.offer = None
         request.computed_tokens = request.own_tokens = computed_tokens
@@ -115,9 +113,9 @@ class SchedulerBridge:
         return self._look_up(request, computed_tokens)
 
     def begin_load(self, request_id: str, block_ids: Sequence[int], n_tokens: int) -> None:
-        """The engine waits for the hit that it was last told of.
+        """Plan the load of the last offered hit, for which the engine now waits.
 
-        block_ids: all blocks of the request, in order; n_tokens: what the engine believes is loaded.
+        block_ids: all blocks of the request, in order; n_tokens: tokens that the engine expects to be loaded.
         """
         request = self._requests[request_id]
         offer, request.offer = request.offer, None
@@ -126,19 +124,20 @@ class SchedulerBridge:
             plan = self._plan_load(request, offer, block_ids)
         if plan is not None:
             self.room.planned.append(plan)
-            self.room.on_their_way.add(request_id)
+            self.room.under_way.add(request_id)
             request.own_tokens += n_tokens
             request.load_blocks = frozenset(block for chunk in plan.chunks for block in chunk.block_ids)
         else:
-            # Never the blocks of local hits: they are other requests' too.
+            # Never the blocks of local hits: other requests use them too.
             failed = frozenset(block_ids[request.computed_tokens // self._shape.block_tokens :])
             self._refused.append(LoadDone(request_id, failed))
             request.load_blocks = failed
 
     def begin(self, request_id: str, computed_tokens: int) -> None:
-        """The engine's first step for a request since it was given blocks computes from `computed_tokens` on.
+        """Note the first step of a request since it was given blocks; it computes from `computed_tokens` on.
 
-        What neither the engine nor this tier put there is another connector's: it may be lossy, or not have come.
+        KV before that which neither the engine nor this tier supplied is another connector's: it may be lossy or
+        incomplete, so the request is not saved.
         """
         request = self._requests.get(request_id)
         # The engine's own hit may go on within the block after the one where it asked.
@@ -150,38 +149,39 @@ class SchedulerBridge:
             log.warning("requests whose KV comes from another connector are not saved")
 
     def advance(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
-        """After this step the KV of the first `frontier_tokens` tokens is final and lies in `block_ids`.
+        """Queue chunks to save: after this step the KV of the first `frontier_tokens` tokens, in `block_ids`, is final.
 
-        Where no set is ready yet, as for the first request of a tenant in a while, they are taken in a later step of
-        the request, or at its end: they stay in its blocks.
+        While no segment set is ready yet, as for a tenant's first request in a while, the chunks stay in their blocks
+        and are saved in a later step of the request, or at its end.
         """
         request = self._requests[request_id]
         if len(block_ids) * self._shape.block_tokens < frontier_tokens:
-            return  # not all of its blocks are known: which they are is told at its end
+            return  # not all of its blocks are known; `finish` gets them all
         if request.may_save and request.load_blocks is None and not self._is_set_coming(request.view.tenant):
             self._after += self._take_wanted(request, frontier_tokens, block_ids)
 
     def chunks_pending(self, request_id: str, frontier_tokens: int) -> bool:
-        """Whether `advance` with this frontier could find anything to save (cheap; asked for every request)."""
+        """Return True if `advance` with this frontier could find a chunk to save. Cheap: called for every request."""
         request = self._requests.get(request_id)
         if request is None or not request.may_save:
             return False
         return frontier_tokens >= (request.saved_chunks + 1) * self._shape.chunk_tokens
 
     def finish(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
-        """The request ended, and its blocks are handed on at the next step: what is whole is gathered before that."""
+        """Queue the whole chunks of an ended request: its blocks are reused from the next step on, after these are
+        gathered."""
         ended = self._requests.pop(request_id, None)
         if ended is not None and ended.may_save and ended.load_blocks is None:
             self._before += self._take_wanted(ended, frontier_tokens, block_ids)
 
     def loads_ended(self, received: Iterable[str], failed_blocks: AbstractSet[int]) -> None:
-        """The workers' answers. Blocks may fail in an earlier step than their request is reported."""
+        """Take the workers' answers. Blocks may fail in an earlier step than the one that reports their request."""
         if failed_blocks:
             for request in self._requests.values():
                 if request.load_blocks is not None and not request.load_blocks.isdisjoint(failed_blocks):
                     request.may_load = False  # I11
         for request_id in received:
-            self.room.on_their_way.discard(request_id)
+            self.room.under_way.discard(request_id)
             if request_id in self._requests:
                 self._requests[request_id].load_blocks = None
 
@@ -190,14 +190,14 @@ class SchedulerBridge:
         self._announce_saved(done)
 
     def has_pending_gathers(self) -> bool:
-        """Whether chunks of ended requests wait for a step that takes them to the workers."""
+        """Return True while chunks of ended requests wait for a step that takes them to the workers."""
         return bool(self._before)
 
     def take_step(self, is_idle: bool = False, rewritten: AbstractSet[int] | None = frozenset()) -> Step:
-        """What was decided since the last step.
+        """Return the work planned since the last step.
 
-        is_idle: the engine computes nothing in this one. rewritten: blocks that it may write to before it lets anything
-        be gathered; None: they are not known.
+        is_idle: the engine computes nothing in this step. rewritten: blocks that the engine may write to before the
+        gather; None: unknown.
         """
         whole = [] if rewritten is None else [w for w in self._before if rewritten.isdisjoint(w.block_ids)]
         if len(whole) < len(self._before):
@@ -209,12 +209,12 @@ class SchedulerBridge:
         return step
 
     def reset(self, blocks_in_use: bool) -> bool:
-        """New weights, or an emptied cache: nothing that is in the engine now may enter the new epoch.
+        """Begin an epoch after new weights or an emptied cache: no KV that is in the engine now may enter it.
 
-        blocks_in_use: requests hold blocks, so the engine could not empty its own cache, and may still find KV of
-        before in it. Until a reset that finds none in use, what begins with a hit of the engine's own is not saved.
-        False when a load of the old epoch is on its way (its bytes are as old as the engine's own then), and when no
-        new epoch could be begun; then nothing is loaded or saved any more, for the weights may be others.
+        blocks_in_use: requests hold blocks, so the engine could not empty its own cache and may still find old KV in
+        it. Until a reset without blocks in use, requests that begin with a hit of the engine's own cache are not saved.
+        Return False when a load of the old epoch is under way (its bytes are as old as the engine's own), and when no
+        epoch could be begun; then nothing is loaded or saved any more, because the weights may have changed.
         """
         has_begun = self._begin_epoch()
         self._is_stopped |= not has_begun
@@ -238,8 +238,8 @@ class SchedulerBridge:
         end = len(request.view.tokens) // size
         shortest = max(1, self._limit.min_tokens)
         if end * size - computed_tokens < shortest or computed_tokens % self._shape.block_tokens:
-            return 0  # what begins within a block of the engine's would be written into one that others may share
-        # What finds no room among the workers' loads waits here, where it holds no blocks and has no deadline yet.
+            return 0  # a load that begins within an engine block would write into one that others may share
+        # Without room among the workers' loads a request waits here, where it holds no blocks and has no deadline.
         waits = self.room.is_full
         entries = self._find(request, first, end, waits)
         if entries is None:
@@ -260,22 +260,22 @@ class SchedulerBridge:
     def _find(self, request: TrackedRequest, first: int, end: int, waits: bool) -> tuple[bytes, ...] | None:
         """Return the entries of the leading chunks of [first, end); None while a remote index has not answered.
 
-        waits: for room, in any case: an older answer does, for the request asks once more when there is room.
+        waits: the request waits for room; an older answer will do, because it asks again once there is room.
         """
         now, last, asked = self._clock(), request.answer, request.question
-        if last is not None and last.tells_of(first, end) and (waits or now - last.at_s < ANSWER_GOOD_S):
+        if last is not None and last.covers(first, end) and (waits or now - last.at_s < ANSWER_GOOD_S):
             return last.entries[first - last.first_chunk :]
         is_same = asked is not None and asked.first_chunk <= first and asked.end_chunk == end
         begin = asked.first_chunk if asked is not None and is_same else first
         keys = request.keys_to(end, self._shape.chunk_tokens)[begin:]
         entries = self._store.lookup(keys, request.view.request_id)
         if entries is None:
-            # Longer ago than that, the answer came and was thrown away: the index has its whole time once more.
+            # An older answer was discarded by now: the timeout starts again.
             since_s = asked.since_s if asked is not None and now - asked.at_s <= ANSWER_KEPT_S else now
-            request.question = Question(begin, end, since_s, now)
+            request.question = IndexQuestion(begin, end, since_s, now)
             return None
         if asked is not None or waits:
-            request.question, request.answer = None, Answer(begin, end, tuple(entries), now)
+            request.question, request.answer = None, IndexAnswer(begin, end, tuple(entries), now)
         self.watcher.found(request.view.request_id, begin, keys, entries)
         return tuple(entries)[first - begin :]
 
@@ -296,7 +296,7 @@ class SchedulerBridge:
         self._announce_wanted(request.view.request_id, request.saved_chunks - len(wanted), [c.key for c in wanted])
         return wanted
 
-    # --- one step of the tier each, so that a fault in it stops no other ---
+    # --- one call of the tier each, so that a fault in one stops no other ---
 
     @contains_faults("expecting a tenant's chunks")
     def _expect(self, tenant: str) -> None:
@@ -330,7 +330,7 @@ class SchedulerBridge:
 class WorkerBridge:
     """Carries out steps in one worker. Answers every load exactly once; a fault is a failed load."""
 
-    def __init__(self, transfer: Transfer, shape: ChunkShape, faults: Faults) -> None:
+    def __init__(self, transfer: Transfer, shape: BlockShape, faults: Faults) -> None:
         self._transfer = transfer
         self._shape = shape
         self._faults = faults
@@ -357,10 +357,10 @@ class WorkerBridge:
                 self._answers.append(LoadDone(plan.request_id, self._written_blocks(plan)))
 
     def poll(self) -> list[LoadDone]:
-        """Loads that ended since the last poll, each once.
+        """Return the loads that ended since the last poll, each once.
 
-        In an idle step a load is waited for a moment: an engine that only spins would hold the interpreter lock that
-        the load needs, and the load's end is what it spins for.
+        In an idle step, wait a moment for a load: an engine that spins would hold the interpreter lock that the load
+        needs.
         """
         wait_s = IDLE_WAIT_S if self._is_idle and self._waiting and not self._answers else 0.0
         progress = self._poll(wait_s)
@@ -375,17 +375,17 @@ class WorkerBridge:
         return answers
 
     def take_saves(self) -> list[SaveDone]:
-        """Answers to saves since the last take."""
+        """Return the answers to saves since the last take."""
         saves, self._saves = self._saves, []
         return saves
 
     def take_timings(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) of loads since the last take."""
+        """Return (tokens, seconds) of the loads since the last take."""
         timings, self._timings = self._timings, []
         return timings
 
     def close(self, drain_s: float) -> None:
-        """Waits at most `drain_s` for saves that are on their way, then stops."""
+        """Wait at most `drain_s` for saves under way, then stop."""
         self._drain(drain_s)
         self._close()
 
@@ -412,7 +412,7 @@ class WorkerBridge:
         return True
 
     def _written_blocks(self, plan: LoadPlan) -> frozenset[int]:
-        """The blocks that a load of this plan would have written."""
+        """Return the blocks that a load of this plan would have written."""
         return frozenset(
             block for chunk in plan.chunks for block in chunk.block_ids[chunk.first_token // self._shape.block_tokens :]
         )

@@ -24,7 +24,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
 
 from kvtier.connectors.kv_events import Added, Announcements, Change, ChunkBlocks, Removed
-from kvtier.connectors.tracked_request import ChunkShape
+from kvtier.connectors.tracked_request import BlockShape
 
 log = logging.getLogger("kvtier")
 
@@ -68,7 +68,7 @@ class TierEvents:
         return events_of(self.announcements.take(CHANGES_AT_ONCE), self._block_tokens, self._kind)
 
 
-def chunk_blocks(request: Any, chunk: int, shape: ChunkShape, hash_tokens: int) -> ChunkBlocks | None:
+def chunk_blocks(request: Any, chunk: int, shape: BlockShape, hash_tokens: int) -> ChunkBlocks | None:
     """A chunk of a vLLM Request as vLLM's prefix cache names its blocks; None where vLLM has not hashed them all.
 
     hash_tokens: of one of the request's own hashes; vLLM may make them finer than blocks.
@@ -143,7 +143,7 @@ def _continues(last: BlockStored, following: BlockStored) -> bool:
     return following.parent_block_hash is not None and last.block_hashes[-1] == following.parent_block_hash
 
 
-def _extras(request: Any, first_block: int, shape: ChunkShape) -> list[tuple[Any, ...] | None]:
+def _extras(request: Any, first_block: int, shape: BlockShape) -> list[tuple[Any, ...] | None]:
     """What the hash of each block of a chunk depends on besides its tokens, as vLLM says; most requests have nothing of
     the kind, which one question tells."""
     ask = kv_cache_utils.generate_block_hash_extra_keys

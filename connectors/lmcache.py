@@ -47,7 +47,7 @@ class Completion(NamedTuple):
     results: list[bool] | None
 
 
-class KVTierConnector:
+class LMCacheConnector:
     """Thread-safe. Nothing that is submitted is waited for, and every task is answered, once."""
 
     def __init__(
@@ -197,3 +197,6 @@ def _checked_sizes(object_bytes: Sequence[int]) -> Sequence[int]:
     if not is_list or not all(type(size) is int and size > 0 for size in object_bytes):
         raise ConfigError("object_bytes", object_bytes, "must be a list of sizes in bytes, such as [33554432]")
     return object_bytes
+
+
+KVTierConnector = LMCacheConnector  # name in the adapters' JSON (configs/lmcache), in use on users' machines

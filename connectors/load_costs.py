@@ -1,8 +1,8 @@
-"""Measured costs: how long the engine's steps and loads take, and from how many tokens on a hit is loaded.
+"""Measured costs of the engine's steps and of loads; they set the number of tokens from which on a hit is loaded.
 
-An engine that plans `ahead` steps before the oldest one ended plans step k + 1 + ahead as soon as step k ends, as long
-as it has something to compute. That is so where steps k to k + 1 + ahead have a request in common. Step k began when
-step k + ahead was planned: at once after its own plan where the engine was idle, else when the step before it ended.
+An engine that plans `ahead` steps before the oldest one ended plans step k + 1 + ahead as soon as step k ends, if it
+has something to compute, that is if steps k to k + 1 + ahead have a request in common. Step k began when step k + ahead
+was planned: at once after its own plan if the engine was idle, else when the step before it ended.
 """
 
 from __future__ import annotations
@@ -20,52 +20,51 @@ from kvtier.scheduler.load_threshold import NEVER, PREFILL_TOKENS_MIN, LoadCost,
 
 log = logging.getLogger("kvtier")
 
-LONG_TOKENS = 4096
-"""A hit that most machines would load."""
-LOG_INTERVAL_S = 3600.0
+LONG_TOKENS = 4096  # a hit that most machines would load, tokens
+LOG_INTERVAL_S = 3600.0  # between two warnings, seconds
 
 
 class LoadCosts:
-    """Called from the engine's scheduler thread only."""
+    """Running costs of one engine. Called from the engine's scheduler thread only."""
 
     def __init__(self, limit: LoadLimit, kept: KeptCosts | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self._kept = kept
         self._clock = clock
-        self._told_s = -math.inf
+        self._logged_s = -math.inf
         if kept is not None and kept.expected is not None:
             limit.expect(kept.expected)
-            self._tell()
+            self._log()
 
     def saw_step(self, tokens: int, seconds: float) -> None:
-        """One step of the engine that computed `tokens` tokens in all."""
+        """Record one step of the engine that computed `tokens` tokens."""
         self.limit.saw_step(tokens, seconds)
         if tokens >= PREFILL_TOKENS_MIN:
             self._changed()
 
     def saw_load(self, tokens: int, seconds: float) -> None:
-        """One rank's part of a load, from asking for it to its end."""
+        """Record one rank's part of a load, from its submission to its end."""
         self.limit.saw_load(tokens, seconds)
 
     def calibrate(self, cost: LoadCost) -> None:
-        """What loads should cost on an idle machine, as the workers have measured."""
+        """Take the cost of loads on an idle machine, as the workers measured it."""
         self.limit.calibrate(cost)
         self._changed()
 
     def _changed(self) -> None:
         if self._kept is not None:
             self._kept.latest = self.limit.costs()
-        self._tell()
+        self._log()
 
-    def _tell(self) -> None:
+    def _log(self) -> None:
         shortest, now = self.limit.min_tokens, self._clock()
-        if not self.limit.is_measured or shortest <= LONG_TOKENS or now < self._told_s + LOG_INTERVAL_S:
+        if not self.limit.is_measured or shortest <= LONG_TOKENS or now < self._logged_s + LOG_INTERVAL_S:
             return
-        self._told_s = now
+        self._logged_s = now
         which = "hits" if shortest >= NEVER else f"hits of fewer than {shortest:,} tokens"
         log.warning(
-            "%s are computed and not loaded, for that is quicker here as far as was measured; to load them all "
-            "the same, set min_load_tokens",
+            "%s are computed and not loaded, because computing was measured to be quicker here; to load them "
+            "nevertheless, set min_load_tokens",
             which,
         )
 
@@ -78,8 +77,8 @@ class _Planned:
 
 
 class StepTimes:
-    """`report` is called with (tokens, seconds) of each step that could be timed. ahead: 0 where a step is planned once
-    the one before it ended."""
+    """Step timer: calls `report` with (tokens, seconds) of each step that could be timed. ahead: 0 if a step is planned
+    once the one before it ended."""
 
     def __init__(self, report: Callable[[int, float], None], ahead: int = 0) -> None:
         self._report = report
@@ -87,7 +86,7 @@ class StepTimes:
         self._steps: deque[_Planned] = deque(maxlen=ahead + 2)
 
     def planned(self, requests: AbstractSet[str], n_tokens: int, now_s: float) -> None:
-        """A step is planned that computes `n_tokens` tokens of these requests."""
+        """Note a planned step that computes `n_tokens` tokens of these requests."""
         self._steps.append(_Planned(now_s, n_tokens, frozenset(requests)))
         if len(self._steps) < self._ahead + 2:
             return
@@ -96,7 +95,8 @@ class StepTimes:
             self._report(oldest.n_tokens, newest.at_s - self._steps[-2].at_s)
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """A request ended. Where nothing is planned ahead, so did the step that was planned last, if it was in it."""
+        """Note the end of a request. If nothing is planned ahead, the last planned step ended too, if it had the
+        request."""
         if not self._ahead and self._steps and request_id in self._steps[-1].requests:
             step = self._steps[-1]
             self._steps.clear()  # others may have ended with it

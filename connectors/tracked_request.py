@@ -1,7 +1,4 @@
-"""What is remembered of one request of an engine: its chunk keys, how far it is saved, what it was offered.
-
-Pure state; no engine, no I/O. Unit of work: one request, seen at one scheduler step.
-"""
+"""State of one engine request: its chunk keys, its saved chunks, the hit it was offered. No engine, no I/O."""
 
 from __future__ import annotations
 
@@ -14,13 +11,12 @@ from kvtier.scheduler.store import WantedChunk
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What an engine says of a request when it is first seen.
+    """A request as the engine describes it when it is first seen.
 
-    tokens: all known token ids, the generated ones too; a live view, without placeholders or unverified drafts.
-    prompt_tokens: how many of them are the prompt.
-    extras: chunk number -> what the chunk's KV depends on besides tokens (kvtier.format.namespace.join_extras).
-    may_load, may_save: what the request itself allows.
-    tenant: whose it is; "" for nobody in particular.
+    tokens: all known token ids, generated ones included; a live view, without placeholders or unverified drafts.
+    prompt_tokens: number of them in the prompt. extras: chunk number -> inputs of the chunk's KV besides tokens
+    (kvtier.format.namespace.join_extras). may_load, may_save: permissions of the request itself. tenant: its label; ""
+    for none.
     """
 
     request_id: str
@@ -34,9 +30,10 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A hit that the engine was told of: `entries` of consecutive chunks from `first_chunk` on.
+    """A hit that was offered to the engine: `entries` of consecutive chunks from `first_chunk` on.
 
-    computed_tokens: what the engine had by itself; the load starts there, maybe in the middle of the first chunk.
+    computed_tokens: tokens that the engine had by itself; the load starts there, maybe in the middle of the first
+    chunk.
     """
 
     computed_tokens: int
@@ -46,8 +43,8 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a remote index said of chunks [first_chunk, end_chunk), for a moment: the engine may ask again and again
+class IndexAnswer:
+    """Entries of chunks [first_chunk, end_chunk) from a remote index, kept for a moment: the engine may ask repeatedly
     until it has blocks for the request."""
 
     first_chunk: int
@@ -55,16 +52,16 @@ class Answer:
     entries: tuple[bytes, ...]
     at_s: float
 
-    def tells_of(self, first: int, end: int) -> bool:
+    def covers(self, first: int, end: int) -> bool:
         return self.first_chunk <= first and self.end_chunk == end
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What a remote index is asked, of chunks [first_chunk, end_chunk). It stays the same until it is answered, though
-    the engine's own hit may grow meanwhile: another one would not be answered yet, either.
+class IndexQuestion:
+    """A pending lookup of chunks [first_chunk, end_chunk) in a remote index. It stays the same until it is answered,
+    though the engine's own hit may grow: a new one would not be answered sooner.
 
-    since_s: the answer is waited for. at_s: when it was looked for last.
+    since_s: start of the wait for an answer. at_s: time of the last poll.
     """
 
     first_chunk: int
@@ -77,12 +74,10 @@ class Question:
 class TrackedRequest:
     """State of one request while the engine has it.
 
-    keys: of its leading chunks, as far as they were needed, within `namespace`.
-    saved_chunks: leading chunks that were saved, or found saved, or given up: never wanted again.
-    load_blocks: blocks of the load that is on its way; None when there is none.
-    computed_tokens: what the engine had by itself when it last asked for a hit.
-    own_tokens: that, and what it was then to wait for from us.
-    question: to a remote index, while its answer is waited for; answer: the last one that was.
+    keys: of its leading chunks, as far as they were needed, within `namespace`. saved_chunks: leading chunks that were
+    saved, found saved, or given up: never saved again. load_blocks: blocks of the load under way; None without one.
+    computed_tokens: tokens that the engine had by itself when it last asked for a hit. own_tokens: these, and those of
+    the load that it then waited for. question: lookup pending in a remote index; answer: the last one received.
     """
 
     view: RequestView
@@ -95,11 +90,11 @@ class TrackedRequest:
     load_blocks: frozenset[int] | None = None
     computed_tokens: int = 0
     own_tokens: int = 0
-    question: Question | None = None
-    answer: Answer | None = None
+    question: IndexQuestion | None = None
+    answer: IndexAnswer | None = None
 
     def keys_to(self, chunk: int, chunk_tokens: int) -> list[bytes]:
-        """Keys of the whole chunks before number `chunk`; fewer when that many tokens are not known."""
+        """Return the keys of the whole chunks before number `chunk`; fewer when that many tokens are not known."""
         if len(self.keys) < chunk:
             self.keys += chunk_keys(
                 self.namespace,
@@ -111,8 +106,8 @@ class TrackedRequest:
             )
         return self.keys[:chunk]
 
-    def take_wanted(self, frontier_tokens: int, block_ids: Sequence[int], shape: ChunkShape) -> list[WantedChunk]:
-        """Chunks that are whole below `frontier_tokens` and were not taken before."""
+    def take_wanted(self, frontier_tokens: int, block_ids: Sequence[int], shape: BlockShape) -> list[WantedChunk]:
+        """Return the chunks that are whole below `frontier_tokens` and were not taken before."""
         end = min(frontier_tokens // shape.chunk_tokens, len(block_ids) // shape.blocks)
         if end <= self.saved_chunks:
             return []
@@ -127,17 +122,17 @@ class TrackedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkShape:
-    """How chunks lie in the engine's blocks."""
+class BlockShape:
+    """Chunk and block sizes in tokens; a chunk is a whole number of engine blocks."""
 
     chunk_tokens: int
     block_tokens: int
 
     @property
     def blocks(self) -> int:
-        """Blocks of a chunk."""
+        """Return the number of blocks of a chunk."""
         return self.chunk_tokens // self.block_tokens
 
     def blocks_of(self, block_ids: Sequence[int], first_chunk: int, end_chunk: int) -> tuple[int, ...]:
-        """The blocks of chunks [first_chunk, end_chunk), out of those of a whole request."""
+        """Return the blocks of chunks [first_chunk, end_chunk), out of those of a whole request."""
         return tuple(block_ids[first_chunk * self.blocks : end_chunk * self.blocks])

@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
     tenant: str = ""
 
 
-class Found(NamedTuple):
+class FoundObject(NamedTuple):
     """An object that is wanted, and its entry in the index."""
 
     wanted: Wanted
@@ -58,7 +58,7 @@ _Place = tuple[bytes, int, int]
 """Key, set and slot: one that was deleted may be on its way once more before the first answer is looked at."""
 
 
-class Shelf:
+class SizeClass:
     """Thread-safe; each call waits until all of it is done, or its time is over, and touches the memory no later.
 
     The lock makes of many callers the one thread that Store and Transfer want.
@@ -122,12 +122,12 @@ class Shelf:
             is_stored[number] = self._outcome(answer, deadline_s) in STORED
         return is_stored
 
-    def get(self, objects: Sequence[Found]) -> tuple[list[Wanted], list[Found]]:
+    def get(self, objects: Sequence[FoundObject]) -> tuple[list[Wanted], list[FoundObject]]:
         """(those whose memory holds now what was put under their key, those that are objects of other lengths). The
         memory of all others means nothing."""
         deadline_s = self._clock() + self._timeout_s
         got: list[Wanted] = []
-        others: list[Found] = []
+        others: list[FoundObject] = []
         waiting = list(objects)
         while waiting and self._clock() < deadline_s:
             landed, lengths = self._load(waiting)
@@ -207,7 +207,7 @@ class Shelf:
             self._collect()
         return answer.outcome
 
-    def _load(self, objects: Sequence[Found]) -> tuple[list[Found], list[bool]]:
+    def _load(self, objects: Sequence[FoundObject]) -> tuple[list[FoundObject], list[bool]]:
         """One plan: the first of `objects`, as far as they were good, and of each whether its length is another."""
         numbers = [self.codec.hold(found.wanted.memory) for found in objects]
         request = uuid.uuid4().hex

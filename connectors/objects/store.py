@@ -25,7 +25,7 @@ from blake3 import blake3
 
 from kvtier.config.settings import Settings
 from kvtier.connectors.objects.codec import CODEC_ID, object_geometry, octets, slab_bytes_of
-from kvtier.connectors.objects.size_class import Found, Shelf, Wanted
+from kvtier.connectors.objects.size_class import FoundObject, SizeClass, Wanted
 from kvtier.errors import ConfigError, IndexResting, IndexUnavailable, TierUnavailable
 from kvtier.format.namespace import ID_BYTES, Namespace
 from kvtier.index import entry as entries
@@ -39,7 +39,7 @@ from kvtier.storage.start_wait import in_time
 
 log = logging.getLogger("kvtier")
 
-SHELVES_MAX = 8
+SIZE_CLASSES_MAX = 8
 """Sizes in pages that one process keeps objects of: each has threads and memory of its own."""
 
 
@@ -95,7 +95,7 @@ class ObjectTier:
         self._metrics = Metrics()
         self._index = open_index(settings, self._root, self._metrics, is_engines=True)
         self._lock = threading.Lock()
-        self._shelves: dict[int, Shelf] = {}
+        self._size_classes: dict[int, SizeClass] = {}
         self._refused: dict[int, ConfigError] = {}
         self._is_own: dict[bytes, bool] = {}
         self._is_closed = False
@@ -116,7 +116,7 @@ class ObjectTier:
 
     def prepare(self, object_bytes: int) -> None:
         """Opens the tier for objects of this size, which else the first of them does. Raises ConfigError."""
-        self._shelf(slab_bytes_of(object_bytes))
+        self._size_class(slab_bytes_of(object_bytes))
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
         """Whether each is stored, now or before, or on its way for another caller."""
@@ -135,7 +135,7 @@ class ObjectTier:
             by_size.setdefault(slab_bytes, []).append(number)
         for slab_bytes, numbers in by_size.items():
             these = [wanted[number] for number in numbers]
-            kept = self._shelf(slab_bytes).put(these, [item.key for item in these] if answer is not None else [])
+            kept = self._size_class(slab_bytes).put(these, [item.key for item in these] if answer is not None else [])
             for number, is_kept in zip(numbers, kept, strict=True):
                 is_stored[number] = is_kept
         return is_stored
@@ -143,17 +143,17 @@ class ObjectTier:
     def get(self, objects: Sequence[Object]) -> list[bool]:
         """Whether the memory of each holds now what was put under its key; that of the others may hold anything."""
         wanted = [self._wanted(item) for item in objects]
-        by_size: dict[int, list[Found]] = {}
-        others: list[Found] = []
+        by_size: dict[int, list[FoundObject]] = {}
+        others: list[FoundObject] = []
         for item, entry in zip(wanted, self._find([item.key for item in wanted]) or [], strict=False):
             if entry is not None:
                 slab_bytes = slab_bytes_of(item.memory.size)
                 mine = by_size.setdefault(slab_bytes, []) if _slab_bytes(entry) == slab_bytes else others
-                mine.append(Found(item, entry))
+                mine.append(FoundObject(item, entry))
         got: set[int] = set()
         for slab_bytes, these in by_size.items():
             these.sort(key=_place)  # where they lie together they are read together; and no two loads wait in a circle
-            here, others_too = self._shelf(slab_bytes).get(these)
+            here, others_too = self._size_class(slab_bytes).get(these)
             got.update(id(item) for item in here)
             others += others_too
         if others:
@@ -182,20 +182,20 @@ class ObjectTier:
 
     def counters(self) -> dict[str, float]:
         """Sums since the start (kvtier.runtime.metrics); what they call a token is an object."""
-        return summed([self._metrics.total(), *(shelf.counters() for shelf in self._open_shelves())])
+        return summed([self._metrics.total(), *(size_class.counters() for size_class in self._opened_size_classes())])
 
     def flush(self, timeout_s: float) -> bool:
         """Waits for what is on its way; False when `timeout_s` was not enough for one of the sizes."""
-        return sum(not shelf.flush(timeout_s) for shelf in self._open_shelves()) == 0
+        return sum(not size_class.flush(timeout_s) for size_class in self._opened_size_classes()) == 0
 
     def close(self) -> None:
         """No call may be under way; one that is ends by itself, as a miss or with TierUnavailable. Every wait in it is
         bounded."""
         with self._lock:
             self._is_closed = True
-            shelves, self._shelves = self._shelves, {}
-        for shelf in shelves.values():
-            shelf.close()
+            size_classes, self._size_classes = self._size_classes, {}
+        for size_class in size_classes.values():
+            size_class.close()
         self._index.close()
 
     def _namespace(self, slab_bytes: int) -> Namespace:
@@ -215,7 +215,7 @@ class ObjectTier:
             signing=self._signing,
         )
 
-    def _shelf(self, slab_bytes: int) -> Shelf:
+    def _size_class(self, slab_bytes: int) -> SizeClass:
         """Raises ConfigError, at once if it did so before; TierUnavailable after the end."""
         with self._lock:
             if self._is_closed:
@@ -223,14 +223,14 @@ class ObjectTier:
             refusal = self._refused.get(slab_bytes)
             if refusal is not None:
                 raise refusal
-            shelf = self._shelves.get(slab_bytes)
-            if shelf is None:
+            size_class = self._size_classes.get(slab_bytes)
+            if size_class is None:
                 try:
-                    shelf = self._shelves[slab_bytes] = self._open_shelf(slab_bytes)
+                    size_class = self._size_classes[slab_bytes] = self._open_size_class(slab_bytes)
                 except ConfigError as fault:
                     self._refused[slab_bytes] = fault
                     raise
-            return shelf
+            return size_class
 
     def _open_a_known_size(self) -> None:
         """One that is on the root already: a shelf's keeper is who reads an index back that was lost, of all sizes,
@@ -244,23 +244,25 @@ class ObjectTier:
 
     def _try_to_open(self, slab_bytes: int) -> bool:
         try:
-            self._shelf(slab_bytes)
+            self._size_class(slab_bytes)
         except ConfigError as fault:  # what is stored now may have other sizes
             log.warning("objects that are stored already are left alone: %s", fault)
             return False
         return True
 
-    def _open_shelf(self, slab_bytes: int) -> Shelf:
-        if len(self._shelves) == SHELVES_MAX:
-            sizes = ", ".join(map(str, sorted(self._shelves)))
-            fix = f"a process keeps objects of {SHELVES_MAX} sizes in pages ({sizes}); give this one another process"
+    def _open_size_class(self, slab_bytes: int) -> SizeClass:
+        if len(self._size_classes) == SIZE_CLASSES_MAX:
+            sizes = ", ".join(map(str, sorted(self._size_classes)))
+            fix = (
+                f"a process keeps objects of {SIZE_CLASSES_MAX} sizes in pages ({sizes}); give this one another process"
+            )
             raise ConfigError("object_bytes", slab_bytes, fix)
         about = About(1, self._host.family, self._host.version, self._host.model)
-        return Shelf(self._settings, self._namespace(slab_bytes), about)
+        return SizeClass(self._settings, self._namespace(slab_bytes), about)
 
-    def _open_shelves(self) -> list[Shelf]:
+    def _opened_size_classes(self) -> list[SizeClass]:
         with self._lock:
-            return list(self._shelves.values())
+            return list(self._size_classes.values())
 
     def _key(self, key: bytes) -> bytes:
         return blake3(self._family_id + key).digest(length=ID_BYTES)
@@ -288,8 +290,8 @@ class ObjectTier:
                 self._metrics.add(INDEX_ERRORS)
                 gone = []
             was_there.append(any(gone))
-        for shelf in self._open_shelves():
-            shelf.forget(keys)
+        for size_class in self._opened_size_classes():
+            size_class.forget(keys)
         return was_there
 
     def _is_of_family(self, namespace_id: bytes) -> bool:
@@ -308,6 +310,6 @@ def _slab_bytes(entry: bytes) -> int:
     return located[0].slab_bytes if located else 0
 
 
-def _place(found: Found) -> entries.Place:
+def _place(found: FoundObject) -> entries.Place:
     located = entries.locations_of(found.entry)
     return entries.place(located[0]) if located else (0, 0, 0)

@@ -18,7 +18,7 @@ from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.kv_events import Announcements, ChunkBlocks
 from kvtier.connectors.load_costs import LoadCosts, StepTimes
-from kvtier.connectors.tracked_request import ChunkShape, RequestView
+from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.compatibility import can_continue, check_cache, check_engine, roles
 from kvtier.connectors.vllm.kv_layout import in_layer_order
@@ -62,7 +62,7 @@ class SchedulerHalf:
         if kept is not None and kept.expected is not None:
             self._store.reporter.expect(kept.expected.prefill_token_s)
         self._step_times = StepTimes(self._saw_step, _steps_ahead(vllm_config))
-        shape = ChunkShape(settings.chunk_tokens, spec.block_size)
+        shape = BlockShape(settings.chunk_tokens, spec.block_size)
         self._bridge = SchedulerBridge(
             self._store, shape, self._costs.limit, settings.index.answer_timeout_s, self._faults
         )
@@ -185,7 +185,7 @@ class SchedulerHalf:
         self._store.reporter.saw_step(tokens, seconds)
 
     @contains_faults("describing a chunk in KV events")
-    def _describe(self, request_id: str, chunk: int, shape: ChunkShape, hash_tokens: int) -> ChunkBlocks | None:
+    def _describe(self, request_id: str, chunk: int, shape: BlockShape, hash_tokens: int) -> ChunkBlocks | None:
         request = self._requests.get(request_id)
         return None if request is None else dynamo.chunk_blocks(request, chunk, shape, hash_tokens)
 

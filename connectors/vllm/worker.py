@@ -22,7 +22,7 @@ from kvtier.build import Work, open_transfer
 from kvtier.config.settings import Settings
 from kvtier.connectors.bridge import Step, WorkerBridge
 from kvtier.connectors.faults import Faults, contains_faults
-from kvtier.connectors.tracked_request import ChunkShape
+from kvtier.connectors.tracked_request import BlockShape
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.compatibility import check_cache, check_engine, check_layers, layer_specs
 from kvtier.connectors.vllm.kv_dtypes import check_specs
@@ -77,7 +77,7 @@ class WorkerHalf:
         self._take_metrics = transfer.metrics.take
         self._figures = RankReport(transfer, is_first_rank=self._rank == 0).take
         self._cost = transfer.cost
-        chunk_shape = ChunkShape(self._settings.chunk_tokens, self._pages.pages.block_tokens)
+        chunk_shape = BlockShape(self._settings.chunk_tokens, self._pages.pages.block_tokens)
         self._bridge = WorkerBridge(transfer, chunk_shape, self._faults)
         atexit.register(self.close)  # an engine in the caller's own process is not always shut down
 

@@ -19,7 +19,7 @@ Exists = Callable[[Sequence[bytes]], list[bool]]
 
 
 @dataclass(slots=True)
-class _Question:
+class _KeyLookup:
     """is_there: None while nothing has answered. requests: who holds it."""
 
     since_s: float
@@ -36,7 +36,7 @@ class StepLookups:
         self._jobs = jobs
         self._timeout_s = timeout_s
         self._clock = clock
-        self._questions: dict[bytes, _Question] = {}
+        self._questions: dict[bytes, _KeyLookup] = {}
         self._of_request: dict[str, set[bytes]] = {}
         self._unsent: list[bytes] = []
         self._answers: queue.SimpleQueue[tuple[list[bytes], list[bool]]] = queue.SimpleQueue()
@@ -49,7 +49,7 @@ class StepLookups:
             self._is_new_step = False
         question = self._questions.get(key)
         if question is None:
-            question = self._questions[key] = _Question(self._clock())
+            question = self._questions[key] = _KeyLookup(self._clock())
             self._unsent.append(key)
         question.requests.add(request_id)
         self._of_request.setdefault(request_id, set()).add(key)

@@ -18,7 +18,7 @@ import typer
 from kvtier.admin.opened import Opened
 from kvtier.cli import bench_storage
 from kvtier.cli.app import app
-from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, Place, deployment, find_place
+from kvtier.cli.place import CommandTarget, ConfigOption, JsonOption, PathArgument, deployment, find_place
 from kvtier.cli.progress import progress
 from kvtier.cli.prompts import size_argument
 from kvtier.cli.tables import percent, print_table, seconds
@@ -94,13 +94,13 @@ def bench(
     return OK
 
 
-def _storage(place: Place, n_bytes: int, step: Any) -> tuple[list[Figure], list[str]]:
+def _storage(place: CommandTarget, n_bytes: int, step: Any) -> tuple[list[Figure], list[str]]:
     io, folder = place.settings.io, place.root.folder
     mount = file_system_of(folder)
     sizes = sizes_for(mount.kind in IN_MEMORY, io.threads, io.piece_bytes)
     direct = io.direct != "never" and direct_io_works(folder)
     flushes = mount.is_flushed(io.fdatasync)
-    how = bench_storage.How(direct, flushes)
+    how = bench_storage.WriteMode(direct, flushes)
     rates, moved = bench_storage.measure(folder, sizes, how, min(n_bytes, BYTES_MAX), step)
     said = f"{'direct' if direct else 'buffered'} on {mount.kind}, {sizes.threads} threads, {size(moved)} at a time"
     counted = (

@@ -31,7 +31,7 @@ FREE_SHARE = 4
 KEY = b"kvtier-bench-key"
 
 
-class Rates(NamedTuple):
+class MeasuredRates(NamedTuple):
     """Bytes a second: medians over the rounds, and of plain system calls alone, a ceiling, the best one."""
 
     write: float
@@ -40,7 +40,7 @@ class Rates(NamedTuple):
     plain_read: float
 
 
-class How(NamedTuple):
+class WriteMode(NamedTuple):
     """How segments are written: past the page cache, and flushed before they are published."""
 
     direct: bool
@@ -129,7 +129,9 @@ class Trial:
         return self.n_bytes / seconds
 
 
-def measure(folder: Path, sizes: RingSizes, how: How, n_bytes: int, tell: Callable[[], None]) -> tuple[Rates, int]:
+def measure(
+    folder: Path, sizes: RingSizes, how: WriteMode, n_bytes: int, tell: Callable[[], None]
+) -> tuple[MeasuredRates, int]:
     """Return the rates, and how many bytes were moved each time. tell: called after each step of STEPS.
 
     Raises OSError, TierUnavailable.
@@ -138,7 +140,7 @@ def measure(folder: Path, sizes: RingSizes, how: How, n_bytes: int, tell: Callab
     records = min(n_bytes, disk.f_bavail * disk.f_frsize // FREE_SHARE) // RECORD_BYTES
     if records < 1:
         raise OSError(errno.ENOSPC, f"{folder}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
-    found: dict[str, list[float]] = {name: [] for name in Rates._fields}
+    found: dict[str, list[float]] = {name: [] for name in MeasuredRates._fields}
     with (
         scratch_file(folder, how.direct) as fd,
         Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes) as ring,
@@ -161,10 +163,10 @@ def measure(folder: Path, sizes: RingSizes, how: How, n_bytes: int, tell: Callab
     summed = {
         name: max(rates) if name.startswith("plain") else statistics.median(rates) for name, rates in found.items()
     }
-    return Rates(**summed), records * RECORD_BYTES
+    return MeasuredRates(**summed), records * RECORD_BYTES
 
 
-STEPS = ROUNDS * len(Rates._fields)
+STEPS = ROUNDS * len(MeasuredRates._fields)
 
 
 def _run(ring: Ring, ops: list[WriteOp] | list[ReadOp] | list[FlushOp]) -> tuple[float, list[tuple[int, ...]]]:

@@ -56,7 +56,7 @@ TELLING = (
 )
 
 
-class Asked(NamedTuple):
+class CheckRequest(NamedTuple):
     """config: the settings file, None where transfer names it. model: folder of the model; transfer: the JSON of vLLM's
     --kv-transfer-config."""
 
@@ -65,7 +65,7 @@ class Asked(NamedTuple):
     transfer: str | None = None
 
 
-class Found(NamedTuple):
+class CheckResult(NamedTuple):
     """root: state of root and index, by title. but: warnings. bad: why an engine would start and cache nothing."""
 
     root: dict[str, str]
@@ -104,10 +104,10 @@ def check(
     """Tell whether an engine would start, and with which settings."""
     if path is None and kv_transfer_config is None:
         raise typer.BadParameter("name the settings file, or give --kv-transfer-config", ctx)
-    return run_check(Asked(path, model, kv_transfer_config), as_json, shows_all)
+    return run_check(CheckRequest(path, model, kv_transfer_config), as_json, shows_all)
 
 
-def run_check(asked: Asked, as_json: bool, shows_all: bool) -> int:
+def run_check(asked: CheckRequest, as_json: bool, shows_all: bool) -> int:
     """Print what an engine would use. Status 1 where it would not start, as one line on standard error says, or would
     cache nothing."""
     try:
@@ -140,7 +140,7 @@ def run_check(asked: Asked, as_json: bool, shows_all: bool) -> int:
     return status
 
 
-def _settings(asked: Asked) -> Settings:
+def _settings(asked: CheckRequest) -> Settings:
     """Raises ConfigError."""
     given = {} if asked.transfer is None else dict(read_transfer_config(asked.transfer))
     if asked.config is not None:
@@ -259,7 +259,7 @@ def _look_at_gpu(settings: Settings) -> None:
             settings.check_device(has_gpu=Host().probe("kvtier.doctor.probe", "driver") is not None)
 
 
-def _look_at_root(settings: Settings) -> Found:
+def _look_at_root(settings: Settings) -> CheckResult:
     """What lies at the root, as far as looking tells. Raises ConfigError as an engine's start would."""
     path = settings.root
     nearest = place_of(path)
@@ -275,7 +275,7 @@ def _look_at_root(settings: Settings) -> Found:
     check_reserve(path, settings.capacity.reserve_bytes, settings.segment_bytes)
     kind = file_system_of(path)
     state = "there" if folder.is_dir() else "to be created"
-    found = Found({"root is": f"{state}, on {kind.kind} (mounted at {kind.mount_point})"}, [], [])
+    found = CheckResult({"root is": f"{state}, on {kind.kind} (mounted at {kind.mount_point})"}, [], [])
     found.bad.extend(_beyond_the_whole_disk(settings))
     if kind.nfs_fix is not None:
         found.but.append(kind.nfs_fix)
@@ -283,7 +283,7 @@ def _look_at_root(settings: Settings) -> Found:
     return found
 
 
-def _look_at_index(settings: Settings, folder: Path, found: Found) -> str:
+def _look_at_index(settings: Settings, folder: Path, found: CheckResult) -> str:
     if settings.index.kind == "memory":
         return "in memory: forgotten when the engine ends"
     owner = read_owner(folder) if folder.is_dir() else None

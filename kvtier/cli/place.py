@@ -30,7 +30,7 @@ SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 
 @dataclass(frozen=True)
-class Place:
+class CommandTarget:
     """Settings and root. is_bare: only a folder was named, and no settings belong to it."""
 
     settings: Settings
@@ -69,7 +69,7 @@ def refuse_missing_file(path: Path | None) -> None:
         raise ConfigError("config", str(path), fix)
 
 
-def find_place(path: Path | None, config: Path | None) -> Place:
+def find_place(path: Path | None, config: Path | None) -> CommandTarget:
     """Find what a command works on, without writing anything. Raises ConfigError."""
     if path is not None and path.is_file():
         if config is not None:
@@ -77,14 +77,14 @@ def find_place(path: Path | None, config: Path | None) -> Place:
         path, config = None, path
     if path is None:
         settings = _load(config, {})
-        return Place(settings, find_root(settings.root), False)
+        return CommandTarget(settings, find_root(settings.root), False)
     refuse_missing_file(path)
     root = find_root(path)
     settings = _load(config, {"root": str(root.path)})
     is_bare = config is None and not settings.model_fields_set & {"capacity_bytes", "index"}
     if is_bare and root.index_path is not None:
         settings = _load(None, {"root": str(root.path), "index": {"path": str(root.index_path)}})
-    return Place(settings, root, is_bare)
+    return CommandTarget(settings, root, is_bare)
 
 
 @contextmanager

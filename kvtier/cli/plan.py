@@ -20,8 +20,8 @@ from kvtier.cli.plan_text import plan_values, print_plan
 from kvtier.config.settings import CHUNK_TOKENS_UNIT
 from kvtier.config.types import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.planner.capacity import Engine, Rates
-from kvtier.planner.figures import Asked, Plan, make_plan
+from kvtier.planner.capacity import EngineSizes, TransferRates
+from kvtier.planner.figures import CapacityPlan, PlanRequest, make_plan
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 
 T = TypeVar("T")
@@ -77,14 +77,14 @@ def plan(
     """Compute what KV of a model takes, what fits, what a reload costs."""
     if tflops is not None and prefill_rate is not None:
         raise ConfigError("--prefill-rate", prefill_rate, "it stands for --tflops: give one of them")
-    engine = Engine(
+    engine = EngineSizes(
         tensor_size=_count("--tensor-parallel", tensor_parallel),
         pipeline_size=_count("--pipeline-parallel", pipeline_parallel),
         gpu_bytes=_gpu_bytes("--gpu-memory", gpu_memory),
         utilization=_number("--gpu-memory-utilization", gpu_memory_utilization, 1.0),
         reserve_bytes=_bytes("--reserve", reserve),
     )
-    asked = Asked(
+    asked = PlanRequest(
         model=Path(model),
         engine=engine,
         kv_dtype=kv_dtype,
@@ -94,7 +94,7 @@ def plan(
         staging_bytes=_given("--hbm-staging", hbm_staging, _bytes),
         host_bytes=_given("--host-memory", host_memory, _bytes),
         storage_bytes=_given("--storage", storage, _bytes),
-        rates=Rates(_given("--storage-rate", storage_rate, _rate), _given("--pcie-rate", pcie_rate, _rate)),
+        rates=TransferRates(_given("--storage-rate", storage_rate, _rate), _given("--pcie-rate", pcie_rate, _rate)),
         tflops=_given("--tflops", tflops, _number),
         prefill_rate=_given("--prefill-rate", prefill_rate, _rate_at),
         load_overhead_s=_number("--load-overhead", load_overhead),
@@ -103,7 +103,7 @@ def plan(
     return _print(make_plan(asked), as_json)
 
 
-def _print(found: Plan, as_json: bool) -> int:
+def _print(found: CapacityPlan, as_json: bool) -> int:
     if as_json:
         print_json(plan_values(found))
     else:

@@ -8,13 +8,13 @@ from typing import Any
 
 from kvtier.cli.tables import print_table
 from kvtier.codecs.measured_loss import KL_NATS, MODELS, losses_line
-from kvtier.planner.figures import CodecPlan, Plan
+from kvtier.planner.figures import CapacityPlan, CodecPlan
 from kvtier.runtime.units import size
 
 Column = tuple[str, Callable[[CodecPlan], str]]
 
 
-def plan_values(plan: Plan) -> dict[str, Any]:
+def plan_values(plan: CapacityPlan) -> dict[str, Any]:
     """For JSON: the fields of `Plan`, and what follows from them."""
     values = asdict(plan)
     del values["model"]["text"]
@@ -32,7 +32,7 @@ def plan_values(plan: Plan) -> dict[str, Any]:
     return values
 
 
-def print_plan(plan: Plan) -> None:
+def print_plan(plan: CapacityPlan) -> None:
     for line in _facts(plan):
         print(line)
     for title, columns in (
@@ -51,7 +51,7 @@ def print_plan(plan: Plan) -> None:
         print(f"assumed: {text}")
 
 
-def _facts(plan: Plan) -> Iterator[str]:
+def _facts(plan: CapacityPlan) -> Iterator[str]:
     model, shape, engine, hbm = plan.model, plan.geometry, plan.engine, plan.hbm
     heads = f"{shape.kv_heads} KV heads of {shape.k_head_size} ({model.attention.heads} of queries)"
     if shape.attention == "mla":
@@ -75,7 +75,7 @@ def _facts(plan: Plan) -> Iterator[str]:
     yield f"prefill of {plan.context:,} tokens: {plan.prefill_flops / 1e12:,.0f} TFLOP, {rate}"
 
 
-def _staging(plan: Plan) -> str:
+def _staging(plan: CapacityPlan) -> str:
     """Of codec raw, which takes the most."""
     found = plan.codecs["raw"].staging
     left = plan.hbm.outside_bytes - found.n_bytes - found.spare_bytes
@@ -83,11 +83,11 @@ def _staging(plan: Plan) -> str:
     return f"less {size(found.n_bytes)} for kvtier's staging (raw) and {size(found.spare_bytes)} to spare: {rest}"
 
 
-def _not_fitting(plan: Plan) -> dict[str, str]:
+def _not_fitting(plan: CapacityPlan) -> dict[str, str]:
     return {name: found.staging.fault for name, found in plan.codecs.items() if found.staging.fault is not None}
 
 
-def _sizes(plan: Plan) -> list[Column]:
+def _sizes(plan: CapacityPlan) -> list[Column]:
     columns: list[Column] = [
         ("bytes a token", lambda row: f"{row.chunk.token_bytes:,.0f}"),
         ("raw is", lambda row: f"{row.ratio:.2f}x"),
@@ -103,7 +103,7 @@ def _sizes(plan: Plan) -> list[Column]:
     return columns
 
 
-def _times(plan: Plan) -> list[Column]:
+def _times(plan: CapacityPlan) -> list[Column]:
     """Empty without a rate."""
     raw = plan.codecs["raw"]
     columns: list[Column] = []

@@ -114,11 +114,11 @@ class Attention:
     v_size: int
     qk_size: int
     av_size: int
-    latent: Latent | None = None
+    latent: LatentShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class LatentShape:
     """MLA's ranks. q_rank None: queries are projected at once. rope_size: elements of K that hold positions."""
 
     q_rank: int | None
@@ -310,7 +310,7 @@ def _model(values: _Values, name: str, notes: list[str]) -> ModelConfig:
 def _attention(values: _Values, family: Family) -> Attention:
     heads = values.number("num_attention_heads")
     if family.experts == "deepseek":
-        latent = Latent(
+        latent = LatentShape(
             values.natural("q_lora_rank") or None, values.number("kv_lora_rank"), values.number("qk_rope_head_dim")
         )
         qk_size = values.number("qk_nope_head_dim") + latent.rope_size

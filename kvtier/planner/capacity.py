@@ -23,7 +23,7 @@ from kvtier.planner.model_parameters import active_parameters, rank_parameters, 
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineSizes:
     """Parallel sizes of an engine, and memory of one GPU; reserve_bytes: for activations and the like."""
 
     tensor_size: int
@@ -77,7 +77,7 @@ class HbmPlan:
         return max(0, self.kv_bytes) // self.token_bytes
 
 
-def plan_hbm(model: ModelConfig, geometry: Geometry, weights_bytes: int, engine: Engine) -> HbmPlan:
+def plan_hbm(model: ModelConfig, geometry: Geometry, weights_bytes: int, engine: EngineSizes) -> HbmPlan:
     """Plan the HBM of the fullest rank. weights_bytes: of the whole model, spread over ranks by their parameters."""
     each = weights_bytes / total_parameters(model)
     usable = engine.gpu_bytes - engine.outside_bytes
@@ -122,7 +122,7 @@ class ChunkBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class TransferRates:
     """Bytes a second. storage: to all ranks together; pcie: to one GPU."""
 
     storage: float | None

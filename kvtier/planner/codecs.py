@@ -12,7 +12,7 @@ from kvtier.config.settings import CODECS_WITHOUT_BOUNDARY, HbmSettings, Setting
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
 from kvtier.format.record import record_bytes
-from kvtier.planner.capacity import ChunkBytes, Engine, read_by
+from kvtier.planner.capacity import ChunkBytes, EngineSizes, read_by
 from kvtier.worker.arenas import HBM_SPARE_BYTES, hbm_slots
 from kvtier.worker.context import arena_slot_bytes
 
@@ -69,7 +69,7 @@ class Staging(NamedTuple):
     fault: str | None
 
 
-def staging_of(chunk: ChunkBytes, staging_bytes: int | None, step_tokens: int, engine: Engine) -> Staging:
+def staging_of(chunk: ChunkBytes, staging_bytes: int | None, step_tokens: int, engine: EngineSizes) -> Staging:
     """Compute the staging of a codec. staging_bytes: the setting hbm.staging_bytes; step_tokens: most tokens of a step
     of the engine."""
     hbm = HbmSettings(staging_bytes=staging_bytes)

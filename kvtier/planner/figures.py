@@ -11,7 +11,16 @@ from kvtier.codecs.measured_loss import check_key_bias
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
 from kvtier.model.config_json import ModelConfig, read_model
-from kvtier.planner.capacity import ChunkBytes, Engine, HbmPlan, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
+from kvtier.planner.capacity import (
+    ChunkBytes,
+    EngineSizes,
+    HbmPlan,
+    Prefill,
+    TransferRates,
+    plan_hbm,
+    prefill_of,
+    whole_chunks,
+)
 from kvtier.planner.model_parameters import active_parameters, total_parameters
 from kvtier.planner.model_weights import Weights, read_weights
 from kvtier.runtime.units import size
@@ -23,11 +32,11 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """The options, read. Seconds, bytes, tokens; None: not given."""
 
     model: Path
-    engine: Engine
+    engine: EngineSizes
     kv_dtype: Literal["auto", "fp8"]
     chunk_tokens: int
     boundary_layers: int
@@ -35,7 +44,7 @@ class Asked:
     staging_bytes: int | None
     host_bytes: int | None
     storage_bytes: int | None
-    rates: Rates
+    rates: TransferRates
     tflops: float | None
     prefill_rate: tuple[float, int] | None
     load_overhead_s: float
@@ -62,7 +71,7 @@ class CodecPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """context: tokens that reloads and prefill are worked out for, whole chunks. prefill_s: None without a rate."""
 
     model: ModelConfig
@@ -70,7 +79,7 @@ class Plan:
     active_parameters: int
     geometry: Geometry
     weights: Weights
-    engine: Engine
+    engine: EngineSizes
     hbm: HbmPlan
     codecs: dict[str, CodecPlan]
     refused: dict[str, str]
@@ -80,7 +89,7 @@ class Plan:
     assumptions: tuple[str, ...]
 
 
-def make_plan(asked: Asked) -> Plan:
+def make_plan(asked: PlanRequest) -> CapacityPlan:
     """Raises ConfigError."""
     # With torch, which takes seconds: the other commands do not wait for it.
     from kvtier.planner.codecs import chunks_of_codecs, staging_of
@@ -112,7 +121,7 @@ def make_plan(asked: Asked) -> Plan:
         name: _codec_plan(asked, chunk, sizes["raw"], stagings[name], prefill, context) for name, chunk in sizes.items()
     }
     is_timed = prefill.flop_s < math.inf
-    return Plan(
+    return CapacityPlan(
         model,
         total_parameters(model),
         active_parameters(model),
@@ -130,7 +139,7 @@ def make_plan(asked: Asked) -> Plan:
 
 
 def _codec_plan(
-    asked: Asked, chunk: ChunkBytes, raw: ChunkBytes, staging: Staging, prefill: Prefill, context: int
+    asked: PlanRequest, chunk: ChunkBytes, raw: ChunkBytes, staging: Staging, prefill: Prefill, context: int
 ) -> CodecPlan:
     from_files, from_host = asked.rates.from_files(chunk), asked.rates.from_host(chunk)
     token_s = from_host if from_files is None else from_files
@@ -153,7 +162,7 @@ def _codec_plan(
     )
 
 
-def _shares(geometry: Geometry, engine: Engine, model: ModelConfig) -> tuple[RankShare, ...]:
+def _shares(geometry: Geometry, engine: EngineSizes, model: ModelConfig) -> tuple[RankShare, ...]:
     """Return the shares of all ranks. Raises ConfigError where an engine would not cut the model so."""
     heads = model.attention.heads
     if engine.pipeline_size > model.layers:
@@ -168,7 +177,7 @@ def _shares(geometry: Geometry, engine: Engine, model: ModelConfig) -> tuple[Ran
         raise ConfigError("--tensor-parallel", engine.tensor_size, f"{error}: choose another") from None
 
 
-def _context(asked: Asked, model: ModelConfig) -> int:
+def _context(asked: PlanRequest, model: ModelConfig) -> int:
     context = asked.context or model.max_tokens
     if context < asked.chunk_tokens:
         fix = f"give the tokens of a prompt, at least a chunk ({asked.chunk_tokens}): only whole chunks are stored"
@@ -176,7 +185,7 @@ def _context(asked: Asked, model: ModelConfig) -> int:
     return context
 
 
-def _prefill(asked: Asked, model: ModelConfig) -> Prefill:
+def _prefill(asked: PlanRequest, model: ModelConfig) -> Prefill:
     prefill = prefill_of(model)
     if asked.tflops is not None:
         return replace(prefill, flop_s=asked.tflops * 1e12 * asked.engine.ranks)
@@ -186,7 +195,7 @@ def _prefill(asked: Asked, model: ModelConfig) -> Prefill:
     return prefill
 
 
-def _assumptions(asked: Asked, model: ModelConfig) -> tuple[str, ...]:
+def _assumptions(asked: PlanRequest, model: ModelConfig) -> tuple[str, ...]:
     engine = asked.engine
     found = [
         *model.notes,
@@ -202,7 +211,7 @@ def _assumptions(asked: Asked, model: ModelConfig) -> tuple[str, ...]:
             f"a step of the engine computes up to {asked.step_tokens:,} tokens (--max-num-batched-tokens): staging is "
             "for three such steps, and for loads"
         )
-    if asked.rates != Rates(None, None):
+    if asked.rates != TransferRates(None, None):
         found.append(f"any load takes {asked.load_overhead_s:g} s beside its bytes (--load-overhead)")
     if asked.tflops is not None and engine.ranks > 1:
         found.append(f"all {engine.ranks} GPUs achieve that rate at the same time")

@@ -10,7 +10,7 @@ import pytest
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.connectors.faults import Faults
 from kvtier.connectors.kv_events import SETS_AT_ONCE, Added, Announcements, Bounds, Change, ChunkBlocks, Removed
-from kvtier.connectors.tracked_request import ChunkShape, RequestView
+from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.errors import IndexUnavailable
 from kvtier.format.namespace import chunk_keys
 from kvtier.index.base import Index
@@ -329,7 +329,7 @@ class Recorder:
 @pytest.mark.parametrize("computed", [0, 64, 96])
 def test_the_bridge_tells_chunks_by_their_number_in_the_prompt(computed: int) -> None:
     store = FakeStore()
-    bridge = SchedulerBridge(store, ChunkShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
+    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
     bridge.watcher = recorder = Recorder()
     tokens = list(range(300))
     bridge.track(RequestView("r", tokens, 300, {}, may_load=True, may_save=True))
@@ -361,7 +361,7 @@ def test_a_watcher_that_fails_ends_no_request() -> None:
         found = wanted = saved = _fail
 
     store, faults = FakeStore(), Faults()
-    bridge = SchedulerBridge(store, ChunkShape(64, 16), FixedLimit(64), 2.0, faults)  # type: ignore[arg-type]
+    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, faults)  # type: ignore[arg-type]
     bridge.watcher = Failing()
     bridge.track(RequestView("r", list(range(300)), 300, {}, may_load=True, may_save=True))
     assert bridge.hit_tokens("r", 0) == 0

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.connectors.bridge import SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.faults import Faults, contains_faults
-from kvtier.connectors.tracked_request import ChunkShape, RequestView
+from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.format.namespace import chunk_keys
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
 from kvtier.runtime.repeated_log import INTERVAL_FIRST_S
@@ -20,7 +20,7 @@ from kvtier.worker.transfer import Progress
 from .fakes import FakeStore, FakeTransfer, answer_to_save
 
 CHUNK, BLOCK = 64, 16
-SHAPE = ChunkShape(CHUNK, BLOCK)
+SHAPE = BlockShape(CHUNK, BLOCK)
 BLOCKS = list(range(100, 140))
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.connectors.faults import Faults
 from kvtier.connectors.load_costs import StepTimes
-from kvtier.connectors.tracked_request import ChunkShape
+from kvtier.connectors.tracked_request import BlockShape
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import GivenBlocks, view_of
@@ -41,7 +41,7 @@ class Scene:
         half._faults = Faults()
         half._saves, half._n_steps = True, 0
         half._frontiers = Frontiers(True, StepsBehind(0, 2), Adapters())
-        half._bridge = SchedulerBridge(self.store, ChunkShape(CHUNK, BLOCK), FixedLimit(CHUNK), 1.0, half._faults)  # type: ignore[arg-type]
+        half._bridge = SchedulerBridge(self.store, BlockShape(CHUNK, BLOCK), FixedLimit(CHUNK), 1.0, half._faults)  # type: ignore[arg-type]
         half._view = partial(view_of, chunk_tokens=CHUNK, adapters=Adapters())
         half._step_times = StepTimes(lambda tokens, seconds: None)
         half._requests, half._tables, half._given = {}, {}, GivenBlocks()

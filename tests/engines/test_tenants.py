@@ -10,7 +10,7 @@ import pytest
 from kvtier.config.capacity import TenantSettings
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.connectors.faults import Faults
-from kvtier.connectors.tracked_request import ChunkShape
+from kvtier.connectors.tracked_request import BlockShape
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of
 from kvtier.model.tenants import NO_TENANTS, Tenants
@@ -79,7 +79,7 @@ class ExpectingStore(FakeStore):
 
 def test_chunks_of_a_request_are_its_tenants_and_are_expected_when_it_comes() -> None:
     store = ExpectingStore()
-    bridge = SchedulerBridge(store, ChunkShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
+    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
     bridge.track(view_of(request("abc"), 64, Adapters(), tenants=TENANTS))
     assert store.expected == ["exact"]
     bridge.advance("r", 300, range(20))
@@ -90,6 +90,6 @@ def test_chunks_of_a_request_are_its_tenants_and_are_expected_when_it_comes() ->
 @pytest.mark.parametrize("changes", [{"kv_transfer_params": {"kvtier_save": False}}, {"cache_salt": None}])
 def test_nothing_is_made_ready_for_who_saves_nothing_or_is_nobody(changes: dict[str, Any]) -> None:
     store = ExpectingStore()
-    bridge = SchedulerBridge(store, ChunkShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
+    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
     bridge.track(view_of(request("abc", **changes), 64, Adapters(), tenants=TENANTS))
     assert store.expected == []

@@ -27,11 +27,11 @@ from kvtier.connectors import dynamo
 from kvtier.connectors.dynamo import chunk_blocks, events_of, wants_events
 from kvtier.connectors.faults import Faults
 from kvtier.connectors.kv_events import Added, ChunkBlocks, Removed
-from kvtier.connectors.tracked_request import ChunkShape
+from kvtier.connectors.tracked_request import BlockShape
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 
 BLOCK, CHUNK = 16, 64
-SHAPE = ChunkShape(CHUNK, BLOCK)
+SHAPE = BlockShape(CHUNK, BLOCK)
 LORA = LoRARequest("french", 7, "/adapters/french")
 IMAGES = [
     MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))

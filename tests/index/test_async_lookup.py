@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.connectors.faults import Faults
-from kvtier.connectors.tracked_request import ChunkShape, RequestView
+from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.errors import IndexUnavailable
 from kvtier.index.async_lookup import ANSWER_KEPT_S, QUESTIONS_MAX, WAIT_S, Found, InBackground, InPlace
 from kvtier.index.memory import MemoryIndex
@@ -118,7 +118,7 @@ class Asking:
             return None if found is None else found.entries
 
         self.store.lookup = lookup  # type: ignore[method-assign]
-        store, shape = self.store, ChunkShape(64, 16)
+        store, shape = self.store, BlockShape(64, 16)
         self.bridge = SchedulerBridge(store, shape, FixedLimit(64), 0.5, Faults(), self.clock)  # type: ignore[arg-type]
         self.bridge.track(RequestView("r", list(range(300)), 300, {}, True, True))
 
@@ -228,7 +228,7 @@ def test_an_answer_that_comes_while_one_looks_is_not_given_again() -> None:
 
 def test_a_request_that_waits_for_blocks_does_not_ask_again() -> None:
     store, clock = FakeStore(), Clock()
-    bridge = SchedulerBridge(store, ChunkShape(64, 16), FixedLimit(64), 2.0, Faults(), clock)  # type: ignore[arg-type]
+    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults(), clock)  # type: ignore[arg-type]
     bridge.track(RequestView("r", list(range(300)), 300, {}, True, True))
     asked: list[int] = []
     lookup = store.lookup

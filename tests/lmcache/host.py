@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvtier.connectors.lmcache import Completion, KVTierConnector
+from kvtier.connectors.lmcache import Completion, LMCacheConnector
 from tests.objects.rig import SMALL, content
 
 REQUIRED = ("event_fd", "submit_batch_get", "submit_batch_set", "submit_batch_exists", "drain_completions", "close")
@@ -18,14 +18,14 @@ def key(number: int, salt: str = "", model: str = "org/model") -> str:
     return f"{model}@01000100@0@{number:064x}" + (f"@{salt}" if salt else "")
 
 
-def connector_at(root: Path, **changes: object) -> KVTierConnector:
-    return KVTierConnector(settings={"root": str(root), **SMALL, **changes})
+def connector_at(root: Path, **changes: object) -> LMCacheConnector:
+    return LMCacheConnector(settings={"root": str(root), **SMALL, **changes})
 
 
 class Host:
     """One thread's use of a connector; several may share it only if they take each other's completions."""
 
-    def __init__(self, connector: KVTierConnector) -> None:
+    def __init__(self, connector: LMCacheConnector) -> None:
         self.connector = connector
         self.ended: dict[int, Completion] = {}
         self._poller = select.poll()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.connectors import lmcache
-from kvtier.connectors.lmcache import Completion, KVTierConnector
+from kvtier.connectors.lmcache import Completion, LMCacheConnector
 from kvtier.errors import ConfigError
 from kvtier.runtime import metrics
 from tests.lmcache.host import REQUIRED, Host, connector_at, expected, key
@@ -25,18 +25,18 @@ KEYS = [key(number) for number in range(12)]
 
 
 @pytest.fixture
-def connector(tmp_path: Path) -> Iterator[KVTierConnector]:
+def connector(tmp_path: Path) -> Iterator[LMCacheConnector]:
     made = connector_at(tmp_path)
     yield made
     made.close()
 
 
 @pytest.fixture
-def host(connector: KVTierConnector) -> Host:
+def host(connector: LMCacheConnector) -> Host:
     return Host(connector)
 
 
-def test_it_has_the_methods_that_lmcache_looks_for(connector: KVTierConnector) -> None:
+def test_it_has_the_methods_that_lmcache_looks_for(connector: LMCacheConnector) -> None:
     assert all(callable(getattr(connector, name)) for name in (*REQUIRED, "submit_batch_delete"))
 
 
@@ -73,7 +73,7 @@ def test_another_length_is_a_miss_and_makes_way(host: Host) -> None:
     assert host.put(KEYS[:2], 10_000).ok and host.get(KEYS[:2], 10_000) == expected(KEYS[:2], 10_000)
 
 
-def test_the_descriptor_is_readable_while_there_is_something_to_drain(connector: KVTierConnector) -> None:
+def test_the_descriptor_is_readable_while_there_is_something_to_drain(connector: LMCacheConnector) -> None:
     poller = select.poll()
     poller.register(connector.event_fd(), select.POLLIN)
     assert not poller.poll(0) and connector.drain_completions() == []
@@ -202,7 +202,7 @@ def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
 
 
 def made_with(**parameters: Any) -> None:
-    KVTierConnector(**parameters).close()
+    LMCacheConnector(**parameters).close()
 
 
 def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_the_example_makes_a_connector(tmp_path: Path) -> None:
     words = shlex.split((ROOT / "configs" / "lmcache" / "serve.sh").read_text(), comments=True)
     adapter = json.loads(words[words.index("--l2-adapter") + 1])
     assert adapter.pop("type") == "native_plugin"
-    assert (adapter.pop("module_path"), adapter.pop("class_name")) == (KVTierConnector.__module__, "KVTierConnector")
+    assert (adapter.pop("module_path"), adapter.pop("class_name")) == (LMCacheConnector.__module__, "KVTierConnector")
     parameters = adapter.pop("adapter_params")
     assert adapter == {} and parameters.keys() == {"config"}
     example = ROOT / "configs" / "lmcache" / Path(parameters["config"]).name

@@ -149,7 +149,7 @@ def test_lmcaches_own_adapter_stores_and_loads(called: dict[str, Any]) -> None:
     assert called["again"] == [True, 0], "what is there already is booked once"
     assert called["look_up"] == [True] * N_KEYS + [False]
     assert called["load"] == [[10 + n for n in range(N_KEYS)], [*(50 + n for n in range(N_KEYS)), None]]
-    assert called["status"]["is_healthy"] is True and called["status"]["type"] == "KVTierConnector"
+    assert called["status"]["is_healthy"] is True and called["status"]["type"] == "LMCacheConnector"
 
 
 def test_lmcaches_own_adapter_deletes_and_accounts_by_salt(called: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvtier.cli import main
 from kvtier.connectors.objects.codec import object_geometry, slab_bytes_of
-from kvtier.connectors.objects.store import SHELVES_MAX, Object, ObjectHost, ObjectTier
+from kvtier.connectors.objects.store import SIZE_CLASSES_MAX, Object, ObjectHost, ObjectTier
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.runtime import metrics
 from kvtier.runtime.exit_status import OK
@@ -260,10 +260,10 @@ def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(ConfigError, match="segment_bytes"):
                 tier.prepare(3 << 20)
-        for pages in range(SHELVES_MAX):
+        for pages in range(SIZE_CLASSES_MAX):
             tier.prepare(pages * 4096)
-        with pytest.raises(ConfigError, match=f"objects of {SHELVES_MAX} sizes"):
-            tier.prepare(SHELVES_MAX * 4096)
+        with pytest.raises(ConfigError, match=f"objects of {SIZE_CLASSES_MAX} sizes"):
+            tier.prepare(SIZE_CLASSES_MAX * 4096)
 
 
 def test_memory_that_is_not_contiguous_is_our_bug(tier: ObjectTier) -> None:
@@ -296,7 +296,7 @@ def test_with_an_index_in_redis(tmp_path: Path) -> None:
 def test_a_size_takes_little_of_the_capacity_before_it_is_used(tmp_path: Path) -> None:
     """The default's eighth of the capacity for each of eight sizes would leave no room."""
     with tier_at(tmp_path, capacity_bytes="256MiB") as tier:
-        for pages in range(SHELVES_MAX):
+        for pages in range(SIZE_CLASSES_MAX):
             tier.prepare(pages * 4096)
             wait_until(lambda n=pages: len(tier._index.sets()) == 2 * (n + 1), "sets are made ready", 20.0)  # type: ignore[misc]
 

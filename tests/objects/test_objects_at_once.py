@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.objects.size_class import Shelf
-from kvtier.connectors.objects.store import SHELVES_MAX, ObjectTier
+from kvtier.connectors.objects.size_class import SizeClass
+from kvtier.connectors.objects.store import SIZE_CLASSES_MAX, ObjectTier
 from kvtier.errors import TierUnavailable
 from tests.objects.rig import expected, get, names, put, tier_at
 
@@ -40,15 +40,15 @@ def test_who_looks_late_still_finds_the_answer_to_what_it_put(
     tier: ObjectTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The object was stored, deleted, and put again by another before the first caller looked."""
-    key, waits, may_look, look = names(1), threading.Event(), threading.Event(), Shelf._outcome
+    key, waits, may_look, look = names(1), threading.Event(), threading.Event(), SizeClass._outcome
 
-    def look_late(shelf: Shelf, *what: Any) -> Any:
+    def look_late(size_class: SizeClass, *what: Any) -> Any:
         if threading.current_thread() is first:
             waits.set()
             may_look.wait(20)
-        return look(shelf, *what)
+        return look(size_class, *what)
 
-    monkeypatch.setattr(Shelf, "_outcome", look_late)
+    monkeypatch.setattr(SizeClass, "_outcome", look_late)
     first = Caller(lambda: put(tier, key))
     first.start()
     assert waits.wait(20) and tier.flush(20)
@@ -63,10 +63,10 @@ def test_who_looks_late_still_finds_the_answer_to_what_it_put(
 def test_sizes_of_before_take_no_place_of_those_that_come(tmp_path: Path) -> None:
     """Engines of other models, and of other chunks, may have left any number of sizes on the root."""
     with tier_at(tmp_path) as before:
-        for pages in range(SHELVES_MAX):
+        for pages in range(SIZE_CLASSES_MAX):
             put(before, names(1, str(pages)), pages * 4096)
     with tier_at(tmp_path) as tier:
-        keys, size = names(3, "new"), SHELVES_MAX * 4096
+        keys, size = names(3, "new"), SIZE_CLASSES_MAX * 4096
         assert put(tier, keys, size) == [True] * 3 and get(tier, keys, size) == expected(keys, size)
         assert get(tier, names(1, "7"), 7 * 4096) == expected(names(1, "7"), 7 * 4096)
 
@@ -78,4 +78,4 @@ def test_a_call_that_comes_after_the_end_opens_nothing(tmp_path: Path) -> None:
     with pytest.raises(TierUnavailable, match="closed"):
         put(tier, names(3))
     assert get(tier, names(3)) == [None] * 3 and tier.exists(names(3)) == [False] * 3
-    assert tier._shelves == {}
+    assert tier._size_classes == {}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier.format.geometry import Geometry
 from kvtier.model.config_json import ModelConfig, read_model
-from kvtier.planner.capacity import ChunkBytes, Engine, Prefill, Rates, plan_hbm, prefill_of, whole_chunks
+from kvtier.planner.capacity import ChunkBytes, EngineSizes, Prefill, TransferRates, plan_hbm, prefill_of, whole_chunks
 from kvtier.planner.codecs import CODECS, chunks_of_codecs
 from kvtier.planner.model_parameters import active_parameters, rank_parameters, total_parameters
 from tests.model_configs import EXPERTS, LLAMA_8B, LLAMA_70B, MLA, SMALL
@@ -23,11 +23,11 @@ def model_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
     return read_model(folder)
 
 
-def engine_of(tensor: int = 1, pipeline: int = 1) -> Engine:
-    return Engine(tensor, pipeline, 141 * 10**9, 0.9, 4 << 30)
+def engine_of(tensor: int = 1, pipeline: int = 1) -> EngineSizes:
+    return EngineSizes(tensor, pipeline, 141 * 10**9, 0.9, 4 << 30)
 
 
-def chunks_of(geometry: Geometry, engine: Engine) -> dict[str, ChunkBytes]:
+def chunks_of(geometry: Geometry, engine: EngineSizes) -> dict[str, ChunkBytes]:
     return chunks_of_codecs(geometry, engine.shares(geometry), 0)[0]
 
 
@@ -184,11 +184,11 @@ def test_context_that_fits(tmp_path: Path) -> None:
 
 def test_reload_takes_the_longer_way() -> None:
     chunk = ChunkBytes(tokens=256, encoded=1, file=1, slot=1, read=1000, read_in_all=8000)
-    assert Rates(2000.0, 100.0).from_files(chunk) == 10 / 256  # PCIe: 1000 / 100
-    assert Rates(500.0, 100.0).from_files(chunk) == 16 / 256  # storage: 8000 / 500
-    assert Rates(500.0, None).from_files(chunk) == 16 / 256
-    assert Rates(None, 100.0).from_files(chunk) is None
-    assert Rates(None, 100.0).from_host(chunk) == 10 / 256 and Rates(1.0, None).from_host(chunk) is None
+    assert TransferRates(2000.0, 100.0).from_files(chunk) == 10 / 256  # PCIe: 1000 / 100
+    assert TransferRates(500.0, 100.0).from_files(chunk) == 16 / 256  # storage: 8000 / 500
+    assert TransferRates(500.0, None).from_files(chunk) == 16 / 256
+    assert TransferRates(None, 100.0).from_files(chunk) is None
+    assert TransferRates(None, 100.0).from_host(chunk) == 10 / 256 and TransferRates(1.0, None).from_host(chunk) is None
 
 
 def test_flops_of_a_prompt(tmp_path: Path) -> None:

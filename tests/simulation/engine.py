@@ -15,7 +15,7 @@ from kvtier.codecs.raw import RawCodec
 from kvtier.config.settings import Admit
 from kvtier.connectors.bridge import SchedulerBridge, WorkerBridge
 from kvtier.connectors.faults import Faults
-from kvtier.connectors.tracked_request import ChunkShape
+from kvtier.connectors.tracked_request import BlockShape
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.eviction.evictor import Evictor
 from kvtier.format.geometry import PAGE_BYTES, RankShare, share_of_rank
@@ -123,7 +123,7 @@ class EngineProcess:
         self.namespace = namespace_of(build.weights)
         self.shares = shares_of(build.cut)
         self.store = self._open_store(rng)
-        shape = ChunkShape(CHUNK_TOKENS, BLOCK_TOKENS)
+        shape = BlockShape(CHUNK_TOKENS, BLOCK_TOKENS)
         faults = StrictFaults(place)
         self.scheduler = SchedulerBridge(self.store, shape, FixedLimit(1), ANSWER_TIMEOUT_S, faults, self._monotonic)
         self.pages = [Pages(share, N_BLOCKS) for share in self.shares]
