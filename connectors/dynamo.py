@@ -1,17 +1,17 @@
-"""KV events of the tier, for Dynamo's KV router: credit for prompts that a worker can load instead of computing them.
+"""KV events of the tier for Dynamo's KV router: credit for prompts that a worker can load instead of computing them.
 
     --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:20080"}'
 
-turns them on, beside those of vLLM's own cache: vLLM publishes with them what its connector's `take_events` returns
-after a step. Without it nothing here is made. Each worker tells of what it saved and of what it found, for the tier is
-shared, but the router knows prompts only by what a worker tells of them. What Dynamo 1.6.1 makes of an event:
+turns them on, with those of vLLM's own cache: vLLM publishes the events that its connector's `take_events` returns
+after a step. Each worker announces the chunks that it saved or found: the tier is shared, but the router knows prompts
+only from the events of each worker. Dynamo 1.6.1 reads an event so:
 
 - Medium STORAGE is its tier Disk: a block there counts 0.25 of one in the GPU (`--router-disk-cache-hit-weight`).
-- It places blocks by `block_hashes` and `parent_block_hash`, and knows a prompt's by its own hash of `token_ids` and
-  `extra_keys`, a block at a time. So all are those that vLLM gives the same blocks of its own cache, in its block size.
-- Events without token_ids are dropped, and so are those of media FS, OBJ and SHARED_STORAGE or locality REMOTE.
+- It places blocks by `block_hashes` and `parent_block_hash`, and finds a prompt's by its own hash of `token_ids` and
+  `extra_keys`, block by block. So events have the hashes and the block size of vLLM's own cache.
+- It drops events without token_ids, and those of media FS, OBJ and SHARED_STORAGE or locality REMOTE.
 
-An engine that has nothing to do publishes nothing: what was evicted meanwhile is told with its next step.
+An idle engine publishes nothing: evictions are published with its next step.
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ from kvtier.connectors.tracked_request import BlockShape
 
 log = logging.getLogger("kvtier")
 
-TESTED_VERSIONS = ("1.6.1",)
-"""Of ai-dynamo, with vLLM 0.32.0."""
+TESTED_VERSIONS = ("1.6.1",)  # of ai-dynamo, with vLLM 0.32.0
 MEDIUM = "STORAGE"
-GROUP = 0
-"""kvtier stores models with one KV-cache group."""
-CHANGES_AT_ONCE = 256
-"""Chunks told of in one step: of 256 tokens each, a message of about 0.5 MB. The rest goes with the next steps."""
+GROUP = 0  # kvtier stores models with one KV-cache group
+CHANGES_AT_ONCE = 256  # chunks announced in one step, the rest in later ones: of 256 tokens each, a message of 0.5 MB
 NEEDED_FIELDS = ("block_hashes", "token_ids", "extra_keys", "group_idx", "kv_cache_spec_kind", "medium")
 
 
 def wants_events(vllm_config: Any) -> bool:
-    """Whether vLLM publishes KV events, and can carry the tier's."""
+    """Return True if vLLM publishes KV events and can carry the tier's."""
     config = getattr(vllm_config, "kv_events_config", None)
     if config is None or not config.enable_kv_cache_events or config.publisher == "null":
         return False
@@ -50,7 +47,7 @@ def wants_events(vllm_config: Any) -> bool:
 
 
 class TierEvents:
-    """The tier's changes as vLLM's events. spec: of the layers of the only KV-cache group, as vLLM has it."""
+    """The tier's changes as vLLM's events. spec: vLLM's, of the layers of the only KV-cache group."""
 
     def __init__(self, announcements: Announcements, spec: Any) -> None:
         self.announcements = announcements
@@ -62,16 +59,16 @@ class TierEvents:
         return self.announcements.has_waiting
 
     def take(self) -> list[KVCacheEvent]:
-        """What became known since the last take, in order."""
+        """Return the events since the last take, in order."""
         if not self.announcements.has_waiting:
             return []
         return events_of(self.announcements.take(CHANGES_AT_ONCE), self._block_tokens, self._kind)
 
 
 def chunk_blocks(request: Any, chunk: int, shape: BlockShape, hash_tokens: int) -> ChunkBlocks | None:
-    """A chunk of a vLLM Request as vLLM's prefix cache names its blocks; None where vLLM has not hashed them all.
+    """Return a chunk of a vLLM Request as vLLM's prefix cache names its blocks; None if vLLM has not hashed them all.
 
-    hash_tokens: of one of the request's own hashes; vLLM may make them finer than blocks.
+    hash_tokens: tokens of one of the request's own hashes; vLLM may make them finer than blocks.
     """
     hashes = request.block_hashes
     if hash_tokens != shape.block_tokens:
@@ -91,7 +88,8 @@ def chunk_blocks(request: Any, chunk: int, shape: BlockShape, hash_tokens: int) 
 
 
 def events_of(changes: Sequence[Change], block_tokens: int, kind: str | None) -> list[KVCacheEvent]:
-    """In the order of the changes; consecutive chunks of a prompt are one event, and so are removals in a row."""
+    """Return events in the order of the changes; consecutive chunks of a prompt, and consecutive removals, are one
+    event."""
     events: list[KVCacheEvent] = []
     name = _naming()
     for change in changes:
@@ -114,8 +112,8 @@ def events_of(changes: Sequence[Change], block_tokens: int, kind: str | None) ->
 
 
 def _naming() -> Callable[[bytes], bytes | int]:
-    """As vLLM publishes hashes: whole, or the last 64 bits as a number. Its own function looks an environment variable
-    up each time, which took 8 us a block."""
+    """Return a function that publishes a hash as vLLM does: whole, or its last 64 bits as a number. vLLM's own function
+    reads an environment variable each time, which took 8 us a block."""
     if isinstance(kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(bytes(8))), int):
         return lambda own: int.from_bytes(own[-8:], "big")
     return lambda own: own
@@ -139,13 +137,13 @@ def _stored(change: Added, name: Callable[[bytes], bytes | int], block_tokens: i
 
 
 def _continues(last: BlockStored, following: BlockStored) -> bool:
-    """Extra keys need not be compared: hashes that chain are of one prompt."""
+    # Extra keys need no comparison: hashes that chain are of one prompt.
     return following.parent_block_hash is not None and last.block_hashes[-1] == following.parent_block_hash
 
 
 def _extras(request: Any, first_block: int, shape: BlockShape) -> list[tuple[Any, ...] | None]:
-    """What the hash of each block of a chunk depends on besides its tokens, as vLLM says; most requests have nothing of
-    the kind, which one question tells."""
+    """Return for each block of a chunk the further inputs of its hash, as vLLM defines them. Most requests have none,
+    which one call for the whole request shows."""
     ask = kv_cache_utils.generate_block_hash_extra_keys
     if ask(request, 0, len(request.all_token_ids), 0)[0] is None:
         return [None] * shape.blocks
@@ -156,7 +154,7 @@ def _extras(request: Any, first_block: int, shape: BlockShape) -> list[tuple[Any
 
 
 def _published(extras: Sequence[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None]:
-    """Since 0.32 vLLM hashes extra keys with a tag before each, and publishes them without."""
+    """Return extra keys as vLLM publishes them: since 0.32 it hashes them with a tag before each."""
     untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
     return list(extras) if untagged is None else list(untagged(extras))
 

@@ -1,13 +1,14 @@
-"""kvtier behind LMCache's multi-process server, as an L2 adapter of type `native_plugin` (configs/lmcache/).
+"""LMCacheConnector: kvtier behind LMCache's multi-process server, as an L2 adapter `native_plugin` (configs/lmcache/).
 
-Tested with LMCache 0.5.3 and 0.5.6. The server calls seven methods of an object that it makes from `adapter_params`:
-`submit_batch_*` begin something and return a number, `event_fd` becomes readable when something has ended, and
-`drain_completions` says what. Keys are texts, `<model>@<rank>@<group>@<hash>`, or with `@<cache salt>` behind them.
+Tested with LMCache 0.5.3 and 0.5.6. The server makes the object from `adapter_params` and calls seven methods:
+`submit_batch_*` begin a task and return its number, `event_fd` is readable when a task has ended, and
+`drain_completions` returns the ended tasks. Keys are texts, `<model>@<rank>@<group>@<hash>`, or with `@<cache salt>`
+behind them.
 
 All of the key is in kvtier's key, and the object's length under its checksum: an object of another length is a miss.
-What LMCache's keys lack can't be told apart: the weights' revision, quantization, LoRA adapters, and a layout or dtype
-of the KV that makes objects equally long. Where models differ in these under one name, give each a `model_tag` of its
-own; raise `epoch` when weights change. LMCache's serdes ("serde" in the adapter's JSON) are not in its keys, either.
+LMCache's keys do not contain the weights' revision, quantization, LoRA adapters, a layout or dtype that makes objects
+equally long, or serdes ("serde" in the adapter's JSON). Models that differ in these under one name need a `model_tag`
+each; raise `epoch` when weights change.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from kvtier.runtime.versions import installed
 
 log = logging.getLogger("kvtier")
 
+# first and last tested version of LMCache; all wheels from 0.4.5 to 0.5.6 have this interface
 TESTED = ((0, 5, 3), (0, 5, 6))
-"""Versions of LMCache, the first and the last; the interface is the same in all wheels from 0.4.5 to 0.5.6."""
 LOAD_THREADS, SAVE_THREADS = 4, 2
+# Queued tasks; a further one fails at once. LMCache has eight prefetches in flight, and stores up to the size of its
+# L1.
 TASKS_MAX = 1024
-"""That wait; a further one fails at once. LMCache has eight prefetches under way, and the stores of its L1's size."""
-CLOSE_TIMEOUT_S = 5.0
-KEY_PARTS = 4
-"""Of a key without a cache salt, between the @s; LMCache allows none within them."""
+CLOSE_TIMEOUT_S = 5.0  # wait for running tasks of each kind, seconds
+KEY_PARTS = 4  # parts of a key without a cache salt, between the @s; LMCache allows no @ within them
 
 
 class Completion(NamedTuple):
-    """What LMCache is told of a task: its number, whether all of it went well, what did not, and of each key the same;
-    for stores it looks at the whole only."""
+    """An ended task for LMCache: its number, whether all of it succeeded, the error, and the result of each key; for
+    stores LMCache reads only the result of the whole."""
 
     future_id: int
     ok: bool
@@ -48,16 +49,16 @@ class Completion(NamedTuple):
 
 
 class LMCacheConnector:
-    """Thread-safe. Nothing that is submitted is waited for, and every task is answered, once."""
+    """Native client of LMCache. Thread-safe. No submission waits, and every task is answered once."""
 
     def __init__(
         self, config: str | None = None, settings: Mapping[str, Any] | None = None, object_bytes: Sequence[int] = ()
     ) -> None:
-        """Takes `adapter_params`; unknown ones are a TypeError. Raises ConfigError.
+        """Take `adapter_params`; an unknown one is a TypeError. Raises ConfigError.
 
-        config: a YAML file of kvtier's settings. settings: these, which win over that file and the environment.
-        object_bytes: sizes of objects that the tier is to be opened for now, so that what can't work shows at start;
-            others are when the first of them comes. LMCache's are a chunk's KV on one rank.
+        config: a YAML file of kvtier's settings. settings: these, which override that file and the environment.
+        object_bytes: object sizes that the tier is opened for at once, so that a size that cannot work stops the start;
+        other sizes are opened with their first object. An object of LMCache is a chunk's KV on one rank.
         """
         of_lmcache = _lmcache_version()
         given, host = settings_of(config, settings), ObjectHost("lmcache", version=of_lmcache)
@@ -71,26 +72,26 @@ class LMCacheConnector:
         self._saves = ThreadJobs("lmcache-save", SAVE_THREADS, TASKS_MAX)
 
     def event_fd(self) -> int:
-        """Readable while there are completions to drain."""
+        """Return the descriptor that is readable while there are completions to drain."""
         return self._event_fd
 
     def submit_batch_set(self, keys: Sequence[str], memory: Sequence[memoryview]) -> int:
-        """Stores objects. The memory is LMCache's to change once the task has ended."""
+        """Store objects. LMCache may change the memory once the task has ended."""
         return self._begin(self._saves, "storing", len(keys), lambda: self._store(keys, memory))
 
     def submit_batch_get(self, keys: Sequence[str], memory: Sequence[memoryview]) -> int:
-        """Loads objects into the memory; what is there of a key that failed means nothing."""
+        """Load objects into the memory; the memory of a key that failed is undefined."""
         return self._begin(self._loads, "loading", len(keys), lambda: self._load(keys, memory))
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
         return self._begin(self._loads, "looking up", len(keys), lambda: self._exist(keys), True)
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
-        """A deleted object is a miss at once; its room comes back with its segment set."""
+        """Delete objects. They are misses at once; their space is freed with their segment sets."""
         return self._begin(self._loads, "deleting", len(keys), lambda: self._delete(keys), True)
 
     def drain_completions(self) -> list[Completion]:
-        """What has ended since the last call."""
+        """Return the tasks that ended since the last call."""
         with self._lock:
             if self._ended and self._event_fd >= 0:
                 os.eventfd_read(self._event_fd)
@@ -98,29 +99,29 @@ class LMCacheConnector:
         return ended
 
     def usage_bytes(self) -> dict[str, int]:
-        """What the tier's segment sets take, by tenant (`capacity.tenants`), of all servers on the root. (What LMCache
-        reports itself, by salt, is what it stored and deleted since its server started.)"""
+        """Return the bytes of the tier's segment sets by tenant (`capacity.tenants`), of all servers on the root.
+        LMCache's own report, by salt, counts only since its server started."""
         return self._tier.usage_bytes()
 
     def counters(self) -> dict[str, float]:
-        """See kvtier.runtime.metrics."""
+        """Return the counters of kvtier.runtime.metrics."""
         return self._tier.counters()
 
     def close(self) -> None:
-        """Waits for tasks that are under way, for a few seconds at most; those that wait are dropped."""
+        """Wait a few seconds for running tasks; drop the queued ones."""
         for jobs in (self._saves, self._loads):
             jobs.drain(CLOSE_TIMEOUT_S)
             jobs.close()
         self._close_tier()
-        with self._lock:  # a task that hangs may still end, and the number of the descriptor be another's by then
+        with self._lock:  # a task that hangs may end later, when the descriptor's number may be reused
             event_fd, self._event_fd = self._event_fd, -1
-        if event_fd >= 0:  # closed only once, however often it is asked for
+        if event_fd >= 0:
             os.close(event_fd)
 
     def _begin(
         self, jobs: ThreadJobs, what: str, n_keys: int, work: Callable[[], list[bool] | None], may_lack: bool = False
     ) -> int:
-        """may_lack: a key that is not there is an answer, too."""
+        """Queue a task and return its number. may_lack: an absent key is an answer, not a failure."""
         with self._lock:
             self._last_id += 1
             task = self._last_id
@@ -169,7 +170,7 @@ def _objects(keys: Sequence[str], memory: Sequence[memoryview]) -> list[Object]:
 
 
 def _salt(key: str) -> str:
-    """Raises ValueError for a key that is none of LMCache's: whose it is can't be told."""
+    """Return the cache salt of a key. Raises ValueError if the key is not one of LMCache's."""
     parts = key.split("@")
     if len(parts) not in (KEY_PARTS, KEY_PARTS + 1):
         raise ValueError(f"{key!r} is no key as LMCache {TESTED[0]} to {TESTED[1]} make them")
@@ -177,7 +178,7 @@ def _salt(key: str) -> str:
 
 
 def _lmcache_version() -> str:
-    """ "" where the package is not installed."""
+    """Return the installed release, "" without one; warn of one that was not tested."""
     found = installed("lmcache")
     first, last = (".".join(map(str, tested)) for tested in TESTED)
     if found and not TESTED[0] <= _release(found) <= TESTED[1]:
@@ -186,13 +187,13 @@ def _lmcache_version() -> str:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """(0, 5, 6) of "0.5.6rc1"."""
+    """Return (0, 5, 6) for "0.5.6rc1"."""
     numbers = (part[: next((n for n, c in enumerate(part) if not c.isdigit()), len(part))] for part in text.split("."))
     return tuple(int(number) for number in numbers if number)[:3]
 
 
 def _checked_sizes(object_bytes: Sequence[int]) -> Sequence[int]:
-    """Raises ConfigError."""
+    """Refuse a value that is no list of sizes. Raises ConfigError."""
     is_list = isinstance(object_bytes, list | tuple)
     if not is_list or not all(type(size) is int and size > 0 for size in object_bytes):
         raise ConfigError("object_bytes", object_bytes, "must be a list of sizes in bytes, such as [33554432]")

@@ -4,23 +4,23 @@
         "module_path": "kvtier.connectors.sglang", "class_name": "KVTierHiCache", "interface_v1": 1,
         "config": "/etc/kvtier/kvtier.yaml"}'
 
-Tested with SGLang 0.5.23, without an engine: its factory, abstract class and host pools, on a CPU. This module needs no
-SGLang; its factory takes only what inherits from its own abstract class, which this does where that can be imported.
+Tested with SGLang 0.5.23's factory, abstract class and host pools on a CPU, without an engine. SGLang's factory accepts
+only subclasses of its abstract class, so this class inherits from it if it can be imported; nothing else needs SGLang.
 
-One object is one page of one rank, K and V together, as the host pool makes it flat: a load that fails has written to
-no page of the pool. SGLang's key is a chained hash of the tokens, of `extra_key` (adapters) and of the cache salt. What
-else has to be equal before a page may be read: SGLang's release; `model_tag` and `epoch`; all that HiCacheStorageConfig
-says of model and ranks, but which replica this is; kind, layout, dtype and dimensions of the host pool. Of MLA all TP
-ranks have the same pages: SGLang lets one of them write, and all read that.
+An object is one flat page of one rank's host pool, K and V together; a load that fails writes to no page of the pool.
+SGLang's key is a chained hash of the tokens, of `extra_key` (adapters) and of the cache salt. Before a page may be
+read, these must be equal too: SGLang's release; `model_tag` and `epoch`; the model and ranks of HiCacheStorageConfig,
+except the number of the replica; kind, layout, dtype and dimensions of the host pool. With MLA all TP ranks have the
+same pages: SGLang has one of them write, and all read its pages.
 
-What SGLang tells no backend: the model's folder and revision, quantization, how weights are read, rope settings, the
-weights of a draft model whose layers lie in the same pages, and which fp8 a pool of bytes holds. So `model_tag` is
-required, and has to differ where any of these does. Weights that change in place (update_weights) are not told, either:
-such an engine needs a restart with another `epoch`. Nor is who asks for what: no page belongs to a tenant.
+SGLang does not pass to a backend: the model's folder and revision, quantization, load format, rope settings, the
+weights of a draft model in the same pages, and the fp8 variant of a pool of bytes. So `model_tag` is required, and must
+differ if any of these does. An engine whose weights change in place (update_weights) must be restarted with another
+`epoch`. SGLang does not pass the user either: no page belongs to a tenant.
 
-Refused at start: models with host pools besides that of their KV (hybrid ones, indexers, draft models apart), which
-need `batch_*_v2`; pools other than SGLang's plain ones of MHA and MLA, or with different head sizes of K and V;
-`tp_lcm_size`; context parallel decoding. SGLang's storage metrics are left empty.
+Refused at start: models with host pools besides that of their KV (hybrid ones, indexers, separate draft models), which
+need `batch_*_v2`; pools other than SGLang's plain MHA and MLA ones, or with different head sizes of K and V;
+`tp_lcm_size`; context parallel decoding. SGLang's storage metrics stay empty.
 """
 
 from __future__ import annotations
@@ -47,13 +47,12 @@ log = logging.getLogger("kvtier")
 
 TESTED = "0.5.23"
 FAMILY = "sglang-hicache"
+# keys of the extra config that SGLang itself reads, besides those of its prefetching, which it removes
 OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")
-"""Keys of the extra config that SGLang itself reads; it takes those of its prefetching out before."""
 OWN = ("config", "settings")
+# Fields of HiCacheStorageConfig outside of the identity. All others count, those of later releases too.
 NOT_OF_IDENTITY = ("extra_config", "enable_storage_metrics", "dp_rank", "dp_size")
-"""Of HiCacheStorageConfig. Any other field counts, those of later releases too."""
-OF_REPLICAS = ("tp_rank", "tp_size")
-"""Of no weight where all TP ranks have the same pages."""
+OF_REPLICAS = ("tp_rank", "tp_size")  # fields outside of the identity if all TP ranks have the same pages
 POOL_FACTS = (
     "layout",
     "page_size",
@@ -73,12 +72,11 @@ POOL_FACTS = (
     "storage_format_tag",
 )
 KV_POOL = "kv"
-POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
-"""Whose pages POOL_FACTS describe; of others there may be more to know."""
+POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")  # kinds of pools whose pages POOL_FACTS describe completely
 
 
 class _Page(NamedTuple):
-    """A flat page of a host pool. elements: of dtype; n_bytes: of them all."""
+    """A flat page of a host pool. elements: count, each of `dtype`; n_bytes: of all of them."""
 
     elements: int
     dtype: torch.dtype
@@ -94,29 +92,31 @@ def _all_failed(_: Any, keys: Sequence[str], host_indices: Any = None, extra_inf
 
 
 class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
-    """Thread-safe, which SGLang's threads for loads and stores need. Calls wait for the storage, as ObjectTier's do.
+    """Storage backend of HiCache. Thread-safe: SGLang loads and stores on several threads. Calls wait for the storage,
+    as those of ObjectTier do.
 
-    Nothing raises once SGLang runs: it does not start a thread again that an exception ended. What fails is a miss.
+    No hook raises once SGLang runs, because SGLang does not restart a thread that an exception ended. A fault is a
+    miss.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-        """storage_config: SGLang's HiCacheStorageConfig. kwargs: what else its factory was given; nothing so far.
+        """Read the settings. Raises ConfigError; register_mem_pool_host checks the rest.
 
-        The extra config may have config: a YAML file of kvtier's settings; settings: these, which win over that file
-        and the environment. Raises ConfigError; more can be wrong when the host pool is known (register_mem_pool_host).
+        storage_config: SGLang's HiCacheStorageConfig. Its extra config may have config: a YAML file of kvtier's
+        settings; settings: these override that file and the environment. kwargs: unused; its factory may pass more.
         """
         extra = _checked(storage_config)
         self._settings = settings_of(extra.get("config"), extra.get("settings"))
         if self._settings.model_tag is None:
-            fix = "SGLang tells its storage no more of a model than the name it is served under; set it to a name that"
-            raise ConfigError("model_tag", None, f"{fix} changes with the weights and how they and the KV are kept")
+            fix = "SGLang passes its storage only the model's served name; set model_tag to a name that"
+            raise ConfigError("model_tag", None, f"{fix} changes with the weights, their format and that of the KV")
         self._storage_config = storage_config
         self._faults = Faults()
         self._epoch = b""
         self._tier: ObjectTier | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Opens the tier for this pool's pages. Raises ConfigError, which ends SGLang's start."""
+        """Open the tier for this pool's pages. Raises ConfigError, which ends SGLang's start."""
         page = _page_of(mem_pool_host)
         release = _sglang_version()
         identity = canonical_text(_config_facts(self._storage_config, release) | _pool_facts(mem_pool_host, page))
@@ -127,30 +127,30 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         self.mem_pool_host, self._page, self._tier = mem_pool_host, page, tier
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Raises ConfigError for a pool that is not the KV's: pages without theirs are no use."""
+        """Refuse a pool besides the KV's: KV pages are no use without its pages. Raises ConfigError."""
         name = str(getattr(host_pool_name, "value", host_pool_name))
         if name != KV_POOL:
             fix = "kvtier keeps the KV pool's pages only, not those of hybrid, sparse or draft models; start without it"
             raise ConfigError("host_pool", name, fix)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """The page, in `target_location` where one is given: contiguous, in host memory, of a page's bytes. None is a
-        miss; `target_location` means nothing then."""
+        """Return the page, in `target_location` if given: contiguous host memory of a page's size. None is a miss; the
+        content of `target_location` is then undefined."""
         return self.batch_get([key], [target_location])[0]
 
     @contains_faults("loading SGLang's pages", default=_all_missing)
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Of each key as `get`."""
+        """Return the result of `get` for each key."""
         targets = [None] * len(keys) if target_locations is None else target_locations
         pages = [self._new_page() if target is None else target for target in targets]
         return [page if is_here else None for page, is_here in zip(pages, self._load(keys, pages), strict=True)]
 
     @contains_faults("loading SGLang's pages", default=_all_failed)
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Loads into the pool's pages that begin at every page_size-th of host_indices, (n_keys * page_size,). Whether
-        each came; pages of the others are as they were."""
+        """Load into the pool's pages that begin at every page_size-th of host_indices, (n_keys * page_size,). Return
+        for each page True if it was loaded; the others are unchanged."""
         places = self._places(keys, host_indices)
         pages = [self._new_page() for _ in keys]
         got = self._load(keys, pages)
@@ -160,29 +160,30 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         return got
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Whether the page is stored, now or before. value: its tensor, in host memory."""
+        """Return True if the page is stored, now or before. value: its tensor, in host memory."""
         return self.batch_set([key], [value])
 
     @contains_faults("storing SGLang's pages", default=False)
     def batch_set(
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Whether all are stored."""
+        """Return True if all pages are stored."""
         return all(self._store(keys, values))
 
     @contains_faults("storing SGLang's pages", default=_all_failed)
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Stores the pool's pages, which are named as for batch_get_v1. Whether each is stored, now or before."""
+        """Store the pool's pages, named as for batch_get_v1. Return for each page True if it is stored, now or
+        before."""
         places = self._places(keys, host_indices)
         return self._store(keys, [self.mem_pool_host.get_data_page(place, flat=True) for place in places])
 
     def exists(self, key: str) -> bool:
-        """A hint: the page may be gone, or bad, when it is asked for."""
+        """Return True if the page is indexed. A hint: it may be gone or corrupt when it is loaded."""
         return self.batch_exists([key]) == 1
 
     @contains_faults("a lookup of SGLang's pages", default=0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """How many of the first keys there are before one that is not."""
+        """Return the number of leading keys that are indexed."""
         tier = self._tier
         if tier is None:
             return 0
@@ -190,17 +191,17 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         return next((number for number, is_there in enumerate(found) if not is_there), len(keys))
 
     def clear(self) -> None:
-        """From here on this process neither finds what there was nor leaves anything where it was. Nothing is deleted:
-        others use it, and an engine that is started later finds it again (raise `epoch` if it must not). With MLA on
-        several ranks there are no hits any more until a restart, for each rank begins an epoch of its own."""
+        """Begin an epoch: this process finds nothing stored before, and shares nothing stored later. Nothing is
+        deleted: other engines use it, and an engine started later finds it again (raise `epoch` to prevent that). With
+        MLA on several ranks there are no hits until a restart, because each rank begins an epoch of its own."""
         self._epoch = uuid.uuid4().bytes
 
     def counters(self) -> dict[str, float]:
-        """See kvtier.runtime.metrics."""
+        """Return the counters of kvtier.runtime.metrics."""
         return {} if self._tier is None else self._tier.counters()
 
     def close(self) -> None:
-        """Every wait in it is bounded. Calls after it are misses."""
+        """Close the tier; every wait is bounded. Later calls are misses."""
         tier, self._tier = self._tier, None
         if tier is not None:
             self._close(tier)
@@ -231,8 +232,8 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         return torch.empty(self._page.elements, dtype=self._page.dtype)
 
     def _memory(self, page: Any) -> memoryview:
-        """Not copied. Raises ValueError for what is no page of the pool's: asked for in another length, a stored object
-        would make way."""
+        """Return the bytes of a page, not copied. Raises ValueError for a tensor that is no page of the pool: a request
+        of another length would replace the stored object."""
         if not isinstance(page, torch.Tensor) or page.nbytes != self._page.n_bytes:
             raise ValueError(f"no tensor of the {self._page.n_bytes} bytes of a page")
         if page.device.type != "cpu" or not page.is_contiguous():
@@ -240,7 +241,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         return page.detach().reshape(-1).view(torch.uint8).numpy().data
 
     def _places(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[int]:
-        """Where the page of each key begins in the pool, in tokens. Raises ValueError."""
+        """Return the first token of each page in the pool. Raises ValueError."""
         page_tokens = self.mem_pool_host.page_size
         if len(host_indices) != len(keys) * page_tokens:
             raise ValueError(f"{len(host_indices)} places for {len(keys)} pages of {page_tokens} tokens")
@@ -248,7 +249,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
 
 
 def _checked(storage_config: Any) -> Mapping[str, Any]:
-    """The extra config. Raises ConfigError for what it or the other settings ask for in vain."""
+    """Return the extra config. Raises ConfigError for values that it or the other settings cannot have."""
     extra: Mapping[str, Any] = storage_config.extra_config or {}
     unknown = sorted(extra.keys() - {*OF_SGLANG, *OWN})
     if unknown:
@@ -265,12 +266,12 @@ def _checked(storage_config: Any) -> Mapping[str, Any]:
 
 
 def _page_of(pool: Any) -> _Page:
-    """Raises ConfigError."""
+    """Return the flat page of a pool. Raises ConfigError for an unknown kind of pool."""
     kind = type(pool).__name__
     if kind not in POOLS:
         raise ConfigError("host_pool", kind, f"kvtier knows the pages of {' and '.join(POOLS)} only; start without it")
     if getattr(pool, "_layer_shard_enabled", False):
-        raise ConfigError("host_pool", kind, "its layers are shared out to ranks, which kvtier can't tell apart here")
+        raise ConfigError("host_pool", kind, "its layers are divided among ranks, which kvtier cannot identify here")
     try:
         page = pool.get_dummy_flat_data_page()
     except NotImplementedError as lacking:
@@ -290,12 +291,12 @@ def _pool_facts(pool: Any, page: _Page) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; what it lacks by its text, which of an unknown kind is nobody else's."""
+    """Return a value as JSON, or its repr; the repr of an unknown kind of object equals no other."""
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 def _sglang_version() -> str:
-    """ "" where the package is not installed."""
+    """Return the installed release, "" without one; warn of one that was not tested."""
     found = installed("sglang")
     if found not in ("", TESTED):
         log.warning("SGLang is %s; kvtier was tested with %s", found, TESTED)

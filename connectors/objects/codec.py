@@ -1,10 +1,10 @@
-"""Codec `object`: bytes of another host as they are, between the memory that the host names and slots.
+"""Codec `object`: bytes of another host, unchanged, between the host's memory and slabs.
 
     slab = the object, zeros, its length (u64, little-endian) in the last 8 bytes; whole pages
 
-The length is under the slab's checksum: what was stored shorter or longer than the host asks for is never taken for the
-object, also where both take as many pages. A move's one block is no block of pages, but a number under which the codec
-holds the host's memory for as long as the move may touch it.
+The length is under the slab's checksum, so an object of another length is never returned, even if both take equally
+many pages. A move's one block id is no block of pages: it is the number under which the codec holds the host's memory
+while the move may touch it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Octets = npt.NDArray[np.uint8]
 
 
 def slab_bytes_of(object_bytes: int) -> int:
-    """Bytes of the slab that holds an object of so many."""
+    """Return the size of the slab of an object, bytes."""
     return padded(object_bytes + LENGTH_BYTES)
 
 
 def object_geometry(slab_bytes: int) -> Geometry:
-    """An object as a chunk of one token, whose only layer has one head of `slab_bytes`."""
+    """Return the geometry of an object: a chunk of one token, whose only layer has one head of `slab_bytes`."""
     return Geometry(
         layers=1,
         kv_heads=1,
@@ -48,12 +48,12 @@ def object_geometry(slab_bytes: int) -> Geometry:
 
 
 def stand_in_pages() -> PagedKV:
-    """Says that the host's memory is this machine's; the codec moves to and from other places than these."""
+    """Return pages that only say that the host's memory is on the CPU; the codec reads and writes other memory."""
     return PagedKV((PagedLayer(torch.zeros(1, 1, 1, 1, dtype=torch.uint8), None),), block_tokens=1)
 
 
 def octets(memory: memoryview) -> Octets:
-    """The memory as bytes, not copied. Raises ValueError where it is not contiguous."""
+    """Return the memory as bytes, not copied. Raises ValueError if it is not contiguous."""
     if not memory.contiguous:
         raise ValueError("memory of an object that is not contiguous")
     return np.frombuffer(memory, dtype=np.uint8) if memory.nbytes else np.empty(0, dtype=np.uint8)
@@ -66,7 +66,7 @@ class _Held:
 
 
 class ObjectCodec:
-    """Thread-safe."""
+    """Codec of objects. Thread-safe."""
 
     name, version, seed = CODEC_ID.name, CODEC_ID.version, CODEC_ID.seed
 
@@ -76,31 +76,31 @@ class ObjectCodec:
         self._held: dict[int, _Held] = {}
 
     def hold(self, memory: Octets) -> int:
-        """A number for this memory, to be let go of when no move can touch it any more."""
+        """Return a number for this memory; release it when no move can touch the memory any more."""
         with self._lock:
             number = next(self._numbers)
             self._held[number] = _Held(memory)
         return number
 
-    def let_go(self, number: int) -> bool:
-        """Whether what came for this memory was an object of another length, so that it was left as it was."""
+    def release(self, number: int) -> bool:
+        """Release the memory. Return True if the stored object had another length, so that the memory is unchanged."""
         with self._lock:
             return self._held.pop(number).is_other
 
     def check(self, geometry: Geometry) -> None:
-        """Bytes are bytes."""
+        """Accept any geometry."""
 
     def layers_bytes(self, geometry: Geometry, layers: range) -> int:
         return geometry.vectors_bytes(layers)
 
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
-        """There is nothing to prepare."""
+        """Do nothing."""
 
     def encode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
         for move in moves:
             memory, slab = self._of(move).memory, move.slabs[0].numpy()
             slab[: memory.size] = memory
-            slab[memory.size : -LENGTH_BYTES] = 0  # another's bytes lay there before
+            slab[memory.size : -LENGTH_BYTES] = 0  # the slab still has another object's bytes
             slab[-LENGTH_BYTES:].view("<u8")[0] = memory.size
 
     def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:

@@ -1,5 +1,5 @@
-"""A shelf: objects of another host that take equally many pages, in a namespace of their own. One Store decides for
-them and one Transfer moves them, as for an engine's chunks; here calls that wait are made of the two."""
+"""Size class: objects of another host that take equally many pages, in a namespace of their own. One Store plans and
+one Transfer moves them, as for an engine's chunks; the calls here wait for both."""
 
 from __future__ import annotations
 
@@ -21,19 +21,16 @@ from kvtier.scheduler.engine_report import About
 from kvtier.scheduler.store import WantedChunk
 from kvtier.worker.context import arena_slot_bytes
 
-ARENA_BYTES, ARENA_SLOTS = 256 << 20, 16
-"""What objects pass through, where the settings do not say: this, or so many slots where that is more."""
+ARENA_BYTES, ARENA_SLOTS = 256 << 20, 16  # default size of the host arena: the larger of these bytes and slots
+# Limits of one plan: many small objects are published together; a large one is written while others are copied.
 PLAN_OBJECTS, PLAN_BYTES = 16, 64 << 20
-"""Of one plan: many small ones are published together; of large ones the first is written while others are copied."""
-SPARE_SETS = 2
-"""Segment sets that are ready, beside the one being filled: there may be many shelves, and who puts waits for a set."""
-POLL_S = 0.001
-"""How often who waits looks for answers."""
+SPARE_SETS = 2  # segment sets kept ready beside the one being filled: `put` waits for a set
+POLL_S = 0.001  # interval between two polls for answers, seconds
 STORED = (SaveOutcome.SAVED, SaveOutcome.PRESENT)
 
 
 class Wanted(NamedTuple):
-    """An object by its key in the index, and the host's memory that it is in, or is to come to. tenant: a label."""
+    """An object: its key in the index, and the host's memory to read it from or write it to. tenant: its label."""
 
     key: bytes
     memory: Octets
@@ -41,7 +38,7 @@ class Wanted(NamedTuple):
 
 
 class FoundObject(NamedTuple):
-    """An object that is wanted, and its entry in the index."""
+    """An object to load, and its entry in the index."""
 
     wanted: Wanted
     entry: bytes
@@ -49,25 +46,23 @@ class FoundObject(NamedTuple):
 
 @dataclass(slots=True)
 class _Answer:
-    """To one attempt at storing an object, for who began it; outcome: None until it has come."""
+    """Answer to one attempt to store an object; outcome: None until it arrives."""
 
     outcome: SaveOutcome | None = None
 
 
+# key, set and slot: a deleted object may be stored again before the first answer is read
 _Place = tuple[bytes, int, int]
-"""Key, set and slot: one that was deleted may be on its way once more before the first answer is looked at."""
 
 
 class SizeClass:
-    """Thread-safe; each call waits until all of it is done, or its time is over, and touches the memory no later.
-
-    The lock makes of many callers the one thread that Store and Transfer want.
-    """
+    """Waiting calls over one Store and one Transfer. Thread-safe: the lock makes many callers the single thread that
+    these two need. A call returns when all of it is done or its deadline has passed, and touches no memory later."""
 
     def __init__(
         self, settings: Settings, namespace: Namespace, about: About, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises ConfigError."""
+        """Open the Store and the Transfer. Raises ConfigError."""
         self.namespace = namespace
         self.codec = ObjectCodec()
         self._clock = clock
@@ -98,9 +93,9 @@ class SizeClass:
         self._failed: dict[str, frozenset[int]] = {}
 
     def put(self, objects: Sequence[Wanted], absent: Sequence[bytes]) -> list[bool]:
-        """Whether each is stored, or on its way for another caller.
+        """Return for each object True if it is stored, or being stored by another caller.
 
-        absent: keys of which the index has just said that it has nothing.
+        absent: keys that the index has just reported absent.
         """
         deadline_s = self._clock() + self._timeout_s
         with self._lock:
@@ -123,8 +118,8 @@ class SizeClass:
         return is_stored
 
     def get(self, objects: Sequence[FoundObject]) -> tuple[list[Wanted], list[FoundObject]]:
-        """(those whose memory holds now what was put under their key, those that are objects of other lengths). The
-        memory of all others means nothing."""
+        """Return (objects loaded into their memory, objects stored in another length). The memory of the others is
+        undefined."""
         deadline_s = self._clock() + self._timeout_s
         got: list[Wanted] = []
         others: list[FoundObject] = []
@@ -133,33 +128,33 @@ class SizeClass:
             landed, lengths = self._load(waiting)
             got += [found.wanted for found, is_other in zip(landed, lengths, strict=True) if not is_other]
             others += [found for found, is_other in zip(landed, lengths, strict=True) if is_other]
-            waiting = waiting[len(landed) + 1 :]  # a load ends at the first that it cannot have
+            waiting = waiting[len(landed) + 1 :]  # a load ends at its first failure
         return got, others
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """They were taken out of the index."""
+        """Note keys that were removed from the index."""
         with self._lock:
             self._store.forget_lost(keys)
             self._transfer.forget(keys)
 
     def counters(self) -> dict[str, float]:
-        """See kvtier.runtime.metrics; both halves'. A token is an object."""
+        """Return the counters of both halves (kvtier.runtime.metrics); a token there is an object."""
         return summed([self._store.metrics.total(), self._transfer.metrics.total()])
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits for what is on its way; False when `timeout_s` was not enough."""
+        """Wait for saves under way. Return False if `timeout_s` did not suffice."""
         return self._transfer.drain(timeout_s)
 
     def close(self) -> None:
-        """Every wait in it is bounded. No call may be under way."""
+        """Close both halves; every wait is bounded. No call may be under way."""
         self._transfer.drain(self._drain_s)
         self._transfer.close()
         self._collect()
         self._store.close()
 
     def _begin_put(self, batch: Sequence[Wanted]) -> list[_Answer | bool]:
-        """Has the first of the batch copied, as many as there is room for; empty: not now. Of each: the answer that is
-        to be waited for, or whether it is stored already or on its way for another."""
+        """Begin to store the first of the batch, as many as there is room for; none: not now. Return for each of them
+        the pending answer, or True if it is stored or being stored already."""
         with self._lock:
             if any(self._waits_for_set(wanted) for wanted in batch):
                 return []
@@ -175,7 +170,7 @@ class SizeClass:
                 )
             finally:
                 for number in numbers:
-                    self.codec.let_go(number)
+                    self.codec.release(number)
         begun: list[_Answer | bool] = []
         for wanted in batch:
             answer = ours.pop(wanted.key, None)
@@ -191,7 +186,7 @@ class SizeClass:
         return True
 
     def _save(self, chunks: Sequence[WantedChunk]) -> dict[bytes, _Answer]:
-        """By their keys, those whose answers are to be waited for."""
+        """Submit a save. Return the pending answers by key."""
         plan = self._store.plan_save(chunks)
         if plan is None:
             return {}
@@ -202,13 +197,14 @@ class SizeClass:
         return ours
 
     def _outcome(self, answer: _Answer, deadline_s: float) -> SaveOutcome | None:
-        """None: it did not come in time."""
+        """Wait for an outcome. Return None if it is late."""
         while answer.outcome is None and self._clock() < deadline_s:
             self._collect()
         return answer.outcome
 
     def _load(self, objects: Sequence[FoundObject]) -> tuple[list[FoundObject], list[bool]]:
-        """One plan: the first of `objects`, as far as they were good, and of each whether its length is another."""
+        """Load with one plan. Return the leading objects that were loaded, and for each True if its stored length
+        differs."""
         numbers = [self.codec.hold(found.wanted.memory) for found in objects]
         request = uuid.uuid4().hex
         keys = [found.wanted.key for found in objects]
@@ -218,12 +214,12 @@ class SizeClass:
             self._collect()
         with self._lock:
             failed = self._failed.pop(request)
-        is_other = [self.codec.let_go(number) for number in numbers]
+        is_other = [self.codec.release(number) for number in numbers]
         n_landed = next((place for place, number in enumerate(numbers) if number in failed), len(numbers))
         return list(objects[:n_landed]), is_other[:n_landed]
 
     def _collect(self) -> None:
-        """Takes what was answered meanwhile, whoever waits for it."""
+        """Take the answers that arrived, for all callers."""
         progress = self._transfer.poll(POLL_S)
         with self._lock:
             self._store.saved(progress.saves)

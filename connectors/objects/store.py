@@ -1,14 +1,15 @@
-"""Opaque objects of another host, kept as an engine's KV is: in segments, with checksums, quotas, eviction, signatures.
+"""ObjectTier: opaque objects of another host, stored as an engine's KV: segments, checksums, quotas, eviction,
+signatures.
 
-    namespaces   one for each number of pages that objects take; none of an engine, for codec and family differ
+    namespaces   one for each size in pages; distinct from those of engines by codec and family
     key          blake3-128(family id || the host's key); the family id is that of a namespace for no pages at all
-    found by     the key alone: its entry in the index says how large the slab is, and so which namespace it is in
-    length       under the slab's checksum (codec); an object of another length than is asked for is a miss, and
-                 makes way for the one that the host will put
+    found by     the key alone: its entry in the index has the size of the slab, and so identifies the namespace
+    length       under the slab's checksum (codec); an object of another length than requested is a miss, and is
+                 removed for the one that the host will put
 
 The first object under a key stays until it is deleted, evicted or found to be of another length: hosts hash contents
-into their keys. A deleted one is a miss at once; its room comes back with its segment set, and an index that is read
-back from the segments knows it again.
+into their keys. A deleted object is a miss at once; its space is freed with its segment set, and an index that is
+rebuilt from the segments has it again.
 """
 
 from __future__ import annotations
@@ -39,12 +40,11 @@ from kvtier.storage.start_wait import in_time
 
 log = logging.getLogger("kvtier")
 
-SIZE_CLASSES_MAX = 8
-"""Sizes in pages that one process keeps objects of: each has threads and memory of its own."""
+SIZE_CLASSES_MAX = 8  # of one process: each has threads and memory of its own
 
 
 class Object(NamedTuple):
-    """key: the host's own. memory: contiguous; to read from, or to write to. salt: by whose label it is accounted."""
+    """key: the host's own. memory: contiguous, to read from or write to. salt: mapped to the tenant's label."""
 
     key: bytes
     memory: memoryview
@@ -53,10 +53,11 @@ class Object(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ObjectHost:
-    """Whose objects they are.
+    """Identity of a host.
 
-    family: of hosts that may read each other's, "lmcache". identity: what else must be equal before they may, and what
-    their keys do not say (kvtier.format.namespace.canonical_text); "" for nothing. version, model: for reports.
+    family: name shared by hosts that may read each other's objects, such as "lmcache". identity: further facts that
+    must be equal, and that keys do not contain (kvtier.format.namespace.canonical_text); "" for none. version, model:
+    for reports.
     """
 
     family: str
@@ -66,21 +67,21 @@ class ObjectHost:
 
 
 def settings_of(config: str | None, settings: Mapping[str, Any] | None) -> Settings:
-    """As hosts are told of them. config: a YAML file of kvtier's settings. settings: these, which win over that file
-    and the environment. Raises ConfigError."""
+    """Load settings as hosts pass them. config: a YAML file. settings: these override that file and the environment.
+    Raises ConfigError."""
     return Settings.load(dict(settings or {}) | ({} if config is None else {"config": config}))
 
 
 class ObjectTier:
-    """Thread-safe. Calls wait for the storage, for `io.timeout_s` and a little more, and touch memory no later. (A
-    `get` whose loads fail one after the other waits for up to twice that; sizes are done in turn.)
+    """Store of objects. Thread-safe. Calls wait for the storage, for `io.timeout_s` and a little more, and touch no
+    memory later. A `get` whose loads fail one after the other waits up to twice that; sizes are served in turn.
 
-    Storage or an index that fails is a miss. `put` and `get` raise ConfigError where objects of that size cannot be
-    kept at all, which `prepare` finds at start; and ValueError for memory that is not contiguous.
+    A fault of storage or index is a miss. `put` and `get` raise ConfigError if objects of that size cannot be stored at
+    all, which `prepare` finds at start; and ValueError for memory that is not contiguous.
     """
 
     def __init__(self, settings: Settings, host: ObjectHost) -> None:
-        """Raises ConfigError."""
+        """Open root and index. Raises ConfigError."""
         if settings.codec != "raw":
             raise ConfigError("codec", settings.codec, f"objects of {host.family} are kept as they are: set it to raw")
         settings.check_device(has_gpu=False)
@@ -104,7 +105,7 @@ class ObjectTier:
 
     @classmethod
     def opened(cls, settings: Settings, host: ObjectHost, sizes: Sequence[int]) -> ObjectTier:
-        """One that is prepared for objects of these sizes, in bytes. Raises ConfigError, and then nothing is open."""
+        """Return a tier prepared for objects of these sizes, in bytes. Raises ConfigError, and then nothing is open."""
         tier = cls(settings, host)
         try:
             for object_bytes in sizes:
@@ -115,11 +116,11 @@ class ObjectTier:
         return tier
 
     def prepare(self, object_bytes: int) -> None:
-        """Opens the tier for objects of this size, which else the first of them does. Raises ConfigError."""
+        """Open the size class of this object size, instead of with its first object. Raises ConfigError."""
         self._size_class(slab_bytes_of(object_bytes))
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
-        """Whether each is stored, now or before, or on its way for another caller."""
+        """Return for each object True if it is stored, now or before, or being stored by another caller."""
         wanted = [self._wanted(item) for item in objects]
         answer = self._find([item.key for item in wanted])
         found = answer or [None] * len(wanted)
@@ -141,7 +142,8 @@ class ObjectTier:
         return is_stored
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
-        """Whether the memory of each holds now what was put under its key; that of the others may hold anything."""
+        """Return for each object True if its memory now has the content stored under its key; else its memory is
+        undefined."""
         wanted = [self._wanted(item) for item in objects]
         by_size: dict[int, list[FoundObject]] = {}
         others: list[FoundObject] = []
@@ -152,7 +154,7 @@ class ObjectTier:
                 mine.append(FoundObject(item, entry))
         got: set[int] = set()
         for slab_bytes, these in by_size.items():
-            these.sort(key=_place)  # where they lie together they are read together; and no two loads wait in a circle
+            these.sort(key=_place)  # neighbours are read together, and no two loads wait for each other in a circle
             here, others_too = self._size_class(slab_bytes).get(these)
             got.update(id(item) for item in here)
             others += others_too
@@ -162,18 +164,19 @@ class ObjectTier:
         return [id(item) in got for item in wanted]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether there is an object, of any length, for each key. A hint: it may be gone, or bad, when asked for."""
+        """Return for each key True if an object of any length is indexed. A hint: it may be gone or corrupt when
+        loaded."""
         found = self._find([self._key(key) for key in keys]) or [None] * len(keys)
         return [entry is not None for entry in found]
 
     def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each was there, and is not any more."""
+        """Delete objects. Return for each key True if it was there."""
         own = [self._key(key) for key in keys]
         return self._drop(own, self._find(own) or [None] * len(own))
 
     def usage_bytes(self) -> dict[str, int]:
-        """What the segment sets of this family take, of all hosts on the root, by the tenant's label; "" for objects of
-        nobody in particular. Raises IndexUnavailable."""
+        """Return the bytes of this family's segment sets by the tenant's label ("": none), of all hosts on the root.
+        Raises IndexUnavailable."""
         used: dict[str, int] = {}
         for info in self._index.sets():
             if self._is_of_family(info.namespace):
@@ -181,16 +184,16 @@ class ObjectTier:
         return used
 
     def counters(self) -> dict[str, float]:
-        """Sums since the start (kvtier.runtime.metrics); what they call a token is an object."""
+        """Return sums since the start (kvtier.runtime.metrics); a token there is an object."""
         return summed([self._metrics.total(), *(size_class.counters() for size_class in self._opened_size_classes())])
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits for what is on its way; False when `timeout_s` was not enough for one of the sizes."""
+        """Wait for saves under way. Return False if `timeout_s` did not suffice for one of the sizes."""
         return sum(not size_class.flush(timeout_s) for size_class in self._opened_size_classes()) == 0
 
     def close(self) -> None:
-        """No call may be under way; one that is ends by itself, as a miss or with TierUnavailable. Every wait in it is
-        bounded."""
+        """Close everything; every wait is bounded. No call should be under way; one that is ends as a miss or with
+        TierUnavailable."""
         with self._lock:
             self._is_closed = True
             size_classes, self._size_classes = self._size_classes, {}
@@ -216,7 +219,7 @@ class ObjectTier:
         )
 
     def _size_class(self, slab_bytes: int) -> SizeClass:
-        """Raises ConfigError, at once if it did so before; TierUnavailable after the end."""
+        """Return the opened class. Raises ConfigError, again without a new attempt; TierUnavailable after `close`."""
         with self._lock:
             if self._is_closed:
                 raise TierUnavailable("the tier of objects is closed")
@@ -233,22 +236,19 @@ class ObjectTier:
             return size_class
 
     def _open_a_known_size(self) -> None:
-        """One that is on the root already: a shelf's keeper is who reads an index back that was lost, of all sizes,
-        which is to be before anybody asks for what it knew. No more: there may be many that only others use."""
+        # The background thread of a size class rebuilds a lost index, for all sizes, and has to do so before lookups.
+        # One class suffices: other sizes may be in use by other hosts only.
         for folder in namespace_folders(self._root.folder):
-            with suppress(ConfigError):  # it is unreadable, and so nobody's
+            with suppress(ConfigError):  # an unreadable namespace belongs to no family
                 found = read_namespace(folder)
-                is_own = found == self._namespace(found.geometry.k_head_size)
-                if is_own and self._try_to_open(found.geometry.k_head_size):
+                slab_bytes = found.geometry.k_head_size
+                if found != self._namespace(slab_bytes):
+                    continue
+                try:
+                    self._size_class(slab_bytes)
                     return
-
-    def _try_to_open(self, slab_bytes: int) -> bool:
-        try:
-            self._size_class(slab_bytes)
-        except ConfigError as fault:  # what is stored now may have other sizes
-            log.warning("objects that are stored already are left alone: %s", fault)
-            return False
-        return True
+                except ConfigError as fault:  # objects to be stored may have other sizes
+                    log.warning("objects stored already are not used: %s", fault)
 
     def _open_size_class(self, slab_bytes: int) -> SizeClass:
         if len(self._size_classes) == SIZE_CLASSES_MAX:
@@ -271,7 +271,7 @@ class ObjectTier:
         return Wanted(self._key(item.key), octets(item.memory), self._tenants.label(item.salt))
 
     def _find(self, keys: Sequence[bytes]) -> list[bytes | None] | None:
-        """None: the index does not answer."""
+        """Return the entry of each key; None if the index does not answer."""
         try:
             return self._index.find(keys)
         except IndexUnavailable as fault:
@@ -281,7 +281,7 @@ class ObjectTier:
             return None
 
     def _drop(self, keys: Sequence[bytes], found: Sequence[bytes | None]) -> list[bool]:
-        """Takes these entries out of the index; whether there was one of each."""
+        """Remove entries from the index. Return for each key True if there was one."""
         was_there = []
         for key, entry in zip(keys, found, strict=True):
             try:
@@ -299,13 +299,13 @@ class ObjectTier:
             try:
                 found = read_namespace(self._root.folder / namespace_id.hex())
             except ConfigError:
-                return False  # it cannot be read: nobody's
+                return False  # an unreadable namespace belongs to no family
             self._is_own[namespace_id] = (found.engine, found.codec) == (self._host.family, CODEC_ID)
         return self._is_own[namespace_id]
 
 
 def _slab_bytes(entry: bytes) -> int:
-    """Of the object; 0 where the entry is damaged."""
+    """Return the size of the object's slab; 0 if the entry is damaged."""
     located = entries.locations_of(entry)
     return located[0].slab_bytes if located else 0
 

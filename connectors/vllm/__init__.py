@@ -11,7 +11,7 @@ __all__ = ["KVTierConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the connector when vLLM asks for it: the plugin of every vLLM process lies in this package, too."""
+    """Import the connector only when vLLM asks for it: every vLLM process imports this package for its plugin."""
     if name != "KVTierConnector":
         raise AttributeError(name)
     from kvtier.connectors.vllm.connector import KVTierConnector

@@ -1,15 +1,12 @@
-"""What kvtier refuses at start-up, by name. A model or setting that passes is cached right; nothing is cached wrongly.
+"""Start-up checks: models and settings that kvtier refuses. An engine that passes them is cached correctly.
 
-Every refusal is a ConfigError with the setting, its value and the fix (I8). Attributes that a vLLM version does not
-have are taken for what they were before they existed.
+Every refusal is a ConfigError with the setting, its value and the fix (I8). An attribute that a vLLM release lacks has
+the value that it implied before it existed.
 
-
-Checks at vLLM's start: settings, root and index, before an engine process loads weights.
-
-vLLM makes its connectors after it has loaded the weights and compiled the model. Before that it gives no connector the
-whole configuration. It does import the connector's module while it builds its configuration, in each of its front ends,
-and chooses the executor for that configuration next (`Executor.get_class`). The checks run there, so a refusal ends the
-front end itself, and its sentence is the last one in the log.
+`install` runs the checks before an engine loads weights. vLLM makes its connectors only after it has loaded the weights
+and compiled the model, and passes them no complete configuration before that. But each of its front ends imports the
+connector's module while it builds its configuration, and then chooses the executor for it (`Executor.get_class`). The
+checks run in that call, so a refusal ends the front end itself, with the reason as the last line of the log.
 """
 
 from __future__ import annotations
@@ -46,6 +43,8 @@ SPECS = {
     "SlidingWindowMLASpec": WINDOW,
     "ChunkedLocalAttentionSpec": CHUNK,
 }
+# Values of load_format that read weights only from the top of the model's folder. Not npcache: its arrays in `np/`
+# may be older than the weights beside them.
 READ_FROM_THE_FOLDER = frozenset(
     {
         "auto",
@@ -62,16 +61,18 @@ READ_FROM_THE_FOLDER = frozenset(
         "sharded_state",
     }
 )
-"""Values of load_format that read weights from the top of the model's folder and nowhere else. Not npcache: it reads
-arrays in `np/`, which may be older than the weights beside it."""
-LOADS_ELSEWHERE = ("secondary_weights", "subfolder=", "load_file(")  # in a model's source: it loads other files, too
+LOADS_ELSEWHERE = (
+    "secondary_weights",
+    "subfolder=",
+    "load_file(",
+)  # in the source of a model that loads other files too
 _SIBLING_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 MARK = "_is_checked_by_kvtier"  # attribute of a KVTransferConfig; it travels to the processes of the engine
 WITHOUT = "run this model without the kvtier connector"
 
 
 def check_engine(vllm_config: Any, settings: Settings) -> None:
-    """Checks what is known before the KV cache is laid out. Raises ConfigError."""
+    """Check the settings that are known before the KV cache is laid out. Raises ConfigError."""
     transfer = vllm_config.kv_transfer_config
     check_policy(getattr(transfer, "kv_load_failure_policy", POLICY))
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
@@ -82,26 +83,28 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
             raise ConfigError(name, size, "a context-parallel rank holds only some tokens of a block; set it to 1")
     stages = getattr(parallel, "pipeline_parallel_size", 1)
     if stages > 1 and getattr(vllm_config, "speculative_config", None) is not None:
-        fix = "with speculative decoding, vLLM does not tell all pipeline stages when KV is final; use one or the other"
+        fix = (
+            "with speculative decoding, vLLM does not inform all pipeline stages when KV is final; use one or the other"
+        )
         raise ConfigError("pipeline_parallel_size", stages, fix)
     if getattr(getattr(vllm_config, "speculative_config", None), "method", None) == "draft_model":
-        fix = "the layers of a whole model that drafts have the numbers of this one's, so their places are not known"
+        fix = "a whole draft model's layers have the same numbers as this model's, so their positions are unknown"
         raise ConfigError("speculative_config.method", "draft_model", f"{fix}; use ngram, suffix, eagle or mtp")
     for name, value in (("enable_fault_tolerance", True), ("all2all_backend", "nixl_ep")):
         if getattr(parallel, name, None) == value:
-            fix = "vLLM goes on after a forward that failed, and KV that nobody computed could be saved; leave it out"
+            fix = "vLLM goes on after a failed forward, and KV that was not computed could be saved; leave it out"
             raise ConfigError(name, value, fix)
     if getattr(cache, "calculate_kv_scales", False):
-        fix = "scales found at run time differ from engine to engine; set it to false and use scales of the checkpoint"
+        fix = "scales found at run time differ between engines; set it to false and use scales of the checkpoint"
         raise ConfigError("calculate_kv_scales", True, fix)
     check_cache_dtype(str(cache.cache_dtype))
     if getattr(model, "is_encoder_decoder", False):
         raise ConfigError("model", model.model, f"encoder-decoder models are not supported; {WITHOUT}")
     if getattr(model, "enable_sleep_mode", False):
-        fix = "a sleeping engine takes back memory that kvtier's copies still use; set it to false"
+        fix = "a sleeping engine frees memory that kvtier's copies still use; set it to false"
         raise ConfigError("enable_sleep_mode", True, fix)
     if roles(vllm_config)[0] and _returns_experts(vllm_config):
-        fix = "only a forward tells a token's experts, and of loaded tokens there is none; leave it out, or set kv_role"
+        fix = "only a forward knows a token's experts, and loaded tokens have none; leave it out, or set kv_role"
         raise ConfigError("enable_return_routed_experts", True, f"{fix} to kv_producer")
     if settings.model_tag is None:
         speculative = getattr(vllm_config, "speculative_config", None)
@@ -112,24 +115,26 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
     _check_codec(vllm_config, settings)
     overrides = getattr(model, "hf_overrides", None)
     if callable(overrides) and settings.model_tag is None:
-        fix = "what a function changes cannot be told apart; pass a mapping, or set model_tag to a name for the result"
+        fix = (
+            "the changes of a function cannot be identified; pass a mapping, or set model_tag to a name for the result"
+        )
         raise ConfigError("hf_overrides", getattr(overrides, "__qualname__", "function"), fix)
 
 
 def _check_index(parallel: Any, settings: Settings) -> None:
-    """Refuses an index in memory where the engine's workers are processes of their own. Raises ConfigError."""
+    """Refuse an index in memory if the engine's workers are processes of their own. Raises ConfigError."""
     backend, ranks = getattr(parallel, "distributed_executor_backend", None), getattr(parallel, "world_size", 1)
     is_one_process = backend in (None, "uni", "external_launcher") and ranks == 1
     if settings.index.kind == "memory" and not is_one_process:
         fix = (
-            f"it is seen by one process only, and this engine's workers are others (distributed_executor_backend "
-            f"{_plain(backend)}, {ranks} ranks): nothing would ever be found; set it to embedded, or redis"
+            f"only one process sees it, and this engine's workers are others (distributed_executor_backend "
+            f"{_plain(backend)}, {ranks} ranks): nothing would ever be found; set it to embedded or redis"
         )
         raise ConfigError("index.kind", "memory", fix)
 
 
 def _check_codec(vllm_config: Any, settings: Settings) -> None:
-    """Refuses a codec that is known to lose too much of this model's KV. Raises ConfigError."""
+    """Refuse a codec that is known to lose too much of this model's KV. Raises ConfigError."""
     if settings.codec != "fp8":
         return
     model = vllm_config.model_config
@@ -143,8 +148,8 @@ def _check_codec(vllm_config: Any, settings: Settings) -> None:
 
 
 def check_model(vllm_config: Any) -> None:
-    """Checks what vLLM must not get to: it puts the layers of hybrid models into one group, as no connector here takes
-    several, and where it cannot it ends with words that do not say why. Raises ConfigError."""
+    """Refuse models that vLLM must not reach: without connectors for several groups it puts the layers of hybrid models
+    into one, or fails with an error that does not name the cause. Raises ConfigError."""
     model = vllm_config.model_config
     if getattr(model, "is_hybrid", False):
         fix = "hybrid models, some of whose layers keep a state instead of KV (Mamba and the like), are not supported"
@@ -155,17 +160,17 @@ def check_model(vllm_config: Any) -> None:
 
 
 def _returns_experts(vllm_config: Any) -> bool:
-    """Whether vLLM answers which experts each token went to. With a hit that it did not compute itself, 0.32 ends (its
-    store has nothing of those tokens), and earlier releases answer what was noted of the blocks' previous owners."""
+    """Return True if vLLM returns the experts of each token. With a hit that it did not compute itself, 0.32 fails (its
+    store lacks those tokens), and earlier releases return the experts of the blocks' previous owners."""
     places = (getattr(vllm_config, "aux_output_config", None), vllm_config.model_config)
     return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def _check_load(load_config: Any) -> None:
-    """Refuses weights that may not be those in the model's folder, which are what is fingerprinted."""
+    """Refuse weights that may not be those in the model's folder, which are fingerprinted. Raises ConfigError."""
     load_format = _plain(getattr(load_config, "load_format", "auto"))
     if load_format == "dummy":
-        fix = "dummy weights lie in no files and cannot be told apart; set model_tag to a name for them"
+        fix = "dummy weights are in no files and cannot be identified; set model_tag to a name for them"
         raise ConfigError("load_format", load_format, fix)
     if load_format not in READ_FROM_THE_FOLDER:
         fix = "its weights need not be those in the model's folder; set model_tag to a name that changes when they do"
@@ -200,7 +205,7 @@ def check_sources(architecture: str | None, registry: Any) -> None:
 
 
 def check_cache(kv_cache_config: Any, settings: Settings) -> Any:
-    """Checks the KV cache's groups. Returns the spec of a layer of the only group. Raises ConfigError."""
+    """Check the KV cache's groups. Return the spec of a layer of the only group. Raises ConfigError."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise ConfigError("kv_cache_groups", 0, f"no layer of this model keeps KV, so nothing can be cached; {WITHOUT}")
@@ -217,7 +222,8 @@ def check_cache(kv_cache_config: Any, settings: Settings) -> Any:
 
 
 def layer_specs(group: Any) -> Mapping[str, Any]:
-    """Each layer's own spec. The layers of a group may differ in bytes; its spec then is a mapping of theirs."""
+    """Return each layer's own spec. Layers of a group may differ in bytes; then the group's spec is a mapping of
+    theirs."""
     each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return each if each is not None else dict.fromkeys(group.layer_names, group.kv_cache_spec)
 
@@ -239,7 +245,7 @@ def _check_spec(spec: Any) -> None:
 
 
 def check_layers(vllm_config: Any, layer_names: list[str]) -> None:
-    """On a worker, once its layers exist: refuses layers that read another layer's KV. Raises ConfigError."""
+    """Refuse on a worker, once its layers exist, layers that read another layer's KV. Raises ConfigError."""
     context = getattr(vllm_config.compilation_config, "static_forward_context", {})
     for name in sorted(context):
         target = getattr(context[name], "kv_sharing_target_layer_name", None)
@@ -253,9 +259,9 @@ def check_layers(vllm_config: Any, layer_names: list[str]) -> None:
 
 
 def roles(vllm_config: Any) -> tuple[bool, bool]:
-    """Return whether this engine loads, and whether it saves, by its kv_role. Raises ConfigError for an unknown role.
+    """Return (loads, saves) of this engine by its kv_role. Raises ConfigError for an unknown role.
 
-    An engine that cannot continue from loaded KV loads nothing, and saves only where that is all its role asks for.
+    An engine that cannot continue from loaded KV does not load, and saves only as a kv_producer.
     """
     role = vllm_config.kv_transfer_config.kv_role
     known = roles_of(role)
@@ -263,10 +269,10 @@ def roles(vllm_config: Any) -> tuple[bool, bool]:
 
 
 def can_continue(vllm_config: Any) -> bool:
-    """Return whether vLLM can compute from a cached prefix on.
+    """Return True if vLLM can compute on from a cached prefix.
 
-    With MEAN, CLS and STEP pooling the pooler needs all tokens of a request in one step, and raises where some of them
-    are cached. Releases without the attribute have no such check, and turn their own prefix cache off instead.
+    With MEAN, CLS and STEP pooling the pooler needs all tokens of a request in one step, and raises if some are cached.
+    Releases without the attribute have no such check, and disable their own prefix cache instead.
     """
     model = vllm_config.model_config
     is_supported = getattr(model, "is_prefix_caching_supported", None)

@@ -3,10 +3,10 @@
     --kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
       "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"root": "/mnt/kv"}}'
 
-Only dispatches: each hook of vLLM goes to the half that it belongs to. vLLM makes one instance in the scheduler's
-process and one in each worker. Loads are asynchronous; saves are gathered after the forward of the step that
-completes a chunk, and those of ended requests before the next step touches a block (`handle_preemptions`; blocks that
-it zeroes before that are left), so that no request's blocks are held back.
+Only dispatch: each hook of vLLM calls the half that it belongs to. vLLM makes one instance in the scheduler's process
+and one in each worker. Loads are asynchronous. Saves are gathered after the forward of the step that completes a chunk,
+and those of ended requests before the next step touches a block (`handle_preemptions`; blocks that vLLM zeroes before
+that are not saved), so no blocks of a request are held back.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from kvtier.errors import ConfigError
 
 log = logging.getLogger("kvtier")
 
+# 0.25.1 on CUDA (H200); 0.32.0 there for hits and loaded bytes; 0.27.1 and 0.32.0 on the CPU.
 TESTED_VERSIONS = ("0.25.1", "0.27.1", "0.32.0")
-"""0.25.1 on CUDA (H200), 0.32.0 there for hits and loaded bytes; on the CPU 0.27.1 and 0.32.0."""
+# Without these, vLLM could reuse a request's blocks before its chunks are gathered.
 NEEDED_HOOKS = ("handle_preemptions", "build_connector_worker_meta", "has_pending_push_work", "update_connector_output")
-"""Without these, a request's blocks could be handed on before its chunks are gathered."""
 
 
 class KVTierConnector(KVConnectorBase_V1):
-    """Not SupportsHMA on purpose: vLLM then keeps all attention layers in one group, which is what kvtier stores."""
+    """Connector of vLLM. Not SupportsHMA on purpose: vLLM then puts all attention layers into one KV-cache group, the
+    form that kvtier stores."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -55,7 +56,7 @@ class KVTierConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a later miss, no harm: preempted requests need not wait for it."""
+        """Return False: a save that is dropped is a later miss, so preempted requests need not wait for it."""
         return False
 
     # In the workers
@@ -73,13 +74,13 @@ class KVTierConnector(KVConnectorBase_V1):
             self._worker.start_loads(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request is not scheduled before its load ended."""
+        """Do nothing: a request is not scheduled before its asynchronous load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Chunks are gathered whole, after the forward."""
+        """Do nothing: whole chunks are gathered after the forward."""
 
     def wait_for_save(self) -> None:
-        """vLLM's first model runner calls this also while an exception leaves the forward."""
+        """Gather the step's chunks. vLLM's first model runner also calls this while an exception leaves the forward."""
         step = self._step()
         if step is not None:
             self._worker.after_forward(step)
@@ -138,7 +139,8 @@ class KVTierConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """None: any will do. vLLM asks before it lays out KV, and makes connectors only after that."""
+        """Return None: any layout will do. vLLM asks before it lays out KV and makes connectors, so the model is
+        checked here."""
         join_log()
         check_model(vllm_config)
         return None
@@ -173,7 +175,7 @@ class KVTierConnector(KVConnectorBase_V1):
 
 
 def _label_hits() -> None:
-    """Tells vLLM's own metrics (0.32) that hits come from storage."""
+    """Label hits as storage hits in vLLM's own metrics (0.32)."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -182,7 +184,7 @@ def _label_hits() -> None:
 
 
 def check_release() -> None:
-    """Refuses a vLLM that lacks a hook this connector needs; warns of one it was not tested with."""
+    """Refuse a vLLM that lacks a required hook; warn of one that was not tested. Raises ConfigError."""
     version = vllm.__version__.split("+")[0]
     missing = [hook for hook in NEEDED_HOOKS if not hasattr(KVConnectorBase_V1, hook)]
     if missing:
@@ -193,6 +195,6 @@ def check_release() -> None:
 
 
 _label_hits()
-# vLLM's front end looks up the children of a MultiConnector by name alone, and ends if one is not registered.
+# vLLM's front end finds the children of a MultiConnector by name alone, and exits if one is not registered.
 register_connector()
 install()

@@ -1,15 +1,15 @@
-"""In which form vLLM keeps the KV of each layer: element types, slots of opaque bytes, and layers left unquantized.
+"""Forms in which vLLM keeps the KV of each layer: element types, slots of opaque bytes, and unquantized layers.
 
     --kv-cache-dtype      a token and head of one layer is                              kvtier
     auto, bfloat16, ...   K and V, vectors of elements                                  moves it, any codec
-    fp8, fp8_e5m2, ...    the same of one byte; scales lie in the checkpoint            moves it as it is
-    turboquant_*          one slot: K's codes and norm, V's codes, scale and zero       moves it as it is
+    fp8, fp8_e5m2, ...    the same of one byte; scales are in the checkpoint            moves it unchanged
+    turboquant_*          one slot: K's codes and norm, V's codes, scale and zero       moves it unchanged
     all others            see REFUSED
 
 Slots were compared in the sources of SLOT_RELEASES: the kernels that write and read them, the codebooks and the
-rotation are the same but for a cast, so their bytes mean the same in all of them. Boundary layers are left out by
-vLLM itself for turboquant_*, others by --kv-cache-dtype-skip-layers; they hold the model's own dtype, and vLLM puts all
-into one group of layers of different page sizes.
+rotation are equal but for a cast, so their bytes have one meaning in all of them. vLLM itself leaves the boundary
+layers unquantized with turboquant_*, and others with --kv-cache-dtype-skip-layers; these have the model's own dtype,
+and vLLM puts all layers into one group with different page sizes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from kvtier.format.geometry import LayerForm
 PLAIN = frozenset({"auto", "float16", "bfloat16", "float32", "half", "float"})
 FP8 = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"})
 SLOTS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+# releases whose slots have the same meaning; those of others are kept apart
 SLOT_RELEASES = ("0.25.1", "0.27.1", "0.32.0", "0.33.0")
-"""In which slots were seen to mean the same. What another release writes is kept apart from them."""
 
 _DYNAMIC = "vLLM sets all scales in its blocks to 1 in its first forward, which may come after a load"
 _SPARSE = "it is of sparse attention only, whose index is a second KV cache"
 _ROCM = "vLLM has it on ROCm only, where kvtier was never run"
-_PLANES = "the scales of a page lie behind the data of all its heads, so that no head's KV is rows of bytes"
+_PLANES = "the scales of a page follow the data of all its heads, so that no head's KV is rows of bytes"
+# vLLM's other KV dtypes, and the reasons why their blocks are not moved.
 REFUSED: Mapping[str, str] = {
     "int8_per_token_head": _DYNAMIC,
     "int4_per_token_head": _DYNAMIC,
@@ -44,12 +45,11 @@ REFUSED: Mapping[str, str] = {
     "octave_k3v3": _ROCM,
     "octave_k3v3_compact": _ROCM,
 }
-"""vLLM's other KV dtypes, and why their blocks are not moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """main: of all layers but the numbers `plain_layers` (within the model), which have `plain`."""
+    """main: form of all layers but the numbers `plain_layers` (within the model), which have form `plain`."""
 
     main: LayerForm
     plain_layers: tuple[int, ...]
@@ -57,17 +57,17 @@ class Forms:
 
 
 def check_cache_dtype(cache_dtype: str) -> None:
-    """Raises ConfigError for KV dtypes whose blocks kvtier does not move."""
+    """Refuse KV dtypes whose blocks kvtier does not move. Raises ConfigError."""
     is_plugins = _has_handler(cache_dtype)
     if not is_plugins and (cache_dtype in PLAIN or cache_dtype in FP8 or cache_dtype in SLOTS):
         return
-    unknown = "a plugin of vLLM says what this KV dtype is" if is_plugins else "this KV dtype is not known to kvtier"
+    unknown = "a plugin of vLLM defines this KV dtype" if is_plugins else "this KV dtype is not known to kvtier"
     why = REFUSED.get(cache_dtype, unknown)
     raise ConfigError("kv_cache_dtype", cache_dtype, f"{why}; use auto, bfloat16, fp8 or {SLOTS[1]}")
 
 
 def _has_handler(cache_dtype: str) -> bool:
-    """Whether a platform's plugin has registered this dtype, which it may also do with a name that vLLM has itself."""
+    """Return True if a platform's plugin has registered this dtype, which may be a name of vLLM's own."""
     try:
         from vllm.config.cache import get_kv_cache_dtype_handler  # from vLLM 0.33 on
     except ImportError:
@@ -76,10 +76,10 @@ def _has_handler(cache_dtype: str) -> bool:
 
 
 def kv_dtype_of(vllm_config: Any, spec: Any) -> str:
-    """The KV dtype that vLLM's layers have, by its own name. spec: of any layer.
+    """Return vLLM's name of the layers' KV dtype. spec: of any layer.
 
-    Where a checkpoint asks for fp8 (llm-compressor's kv_cache_scheme) each layer, as it is made, writes that over
-    `auto` into the configuration of its process. The scheduler's has no layers where workers are others.
+    If a checkpoint asks for fp8 (llm-compressor's kv_cache_scheme), each new layer replaces `auto` by it in the
+    configuration of its process. The scheduler's process has no layers if workers are processes of their own.
     """
     configured = str(vllm_config.cache_config.cache_dtype)
     scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None)
@@ -88,14 +88,14 @@ def kv_dtype_of(vllm_config: Any, spec: Any) -> str:
 
 
 def is_slot(cache_dtype: str) -> bool:
-    """Whether K and V of a token and head are one slot of opaque bytes."""
+    """Return True if K and V of a token and head are one slot of opaque bytes."""
     return cache_dtype in SLOTS
 
 
 def forms_of(vllm_config: Any, spec: Any, numbers: Sequence[int]) -> Forms:
-    """Forms of the layers with these numbers in their names, in order. Raises ConfigError.
+    """Return the forms of the layers with these numbers in their names, in order. Raises ConfigError.
 
-    spec: of any one of them. The scheduler's process is told no more than that, so the rest is vLLM's configuration;
+    spec: of any one of them. The scheduler's process gets no more, so the rest is derived from vLLM's configuration;
     `check_specs` compares it on the workers.
     """
     cache, model = vllm_config.cache_config, vllm_config.model_config
@@ -118,7 +118,7 @@ def forms_of(vllm_config: Any, spec: Any, numbers: Sequence[int]) -> Forms:
 
 
 def check_specs(vllm_config: Any, specs: Mapping[str, Any], forms: Mapping[str, LayerForm]) -> None:
-    """On a worker: each layer's own spec must be of the form that it was given. Raises ConfigError."""
+    """Check on a worker that each layer's own spec has the expected form. Raises ConfigError."""
     configured = str(vllm_config.cache_config.cache_dtype)
     for name, spec in specs.items():
         form = forms[name]
@@ -131,7 +131,8 @@ def check_specs(vllm_config: Any, specs: Mapping[str, Any], forms: Mapping[str, 
 
 
 def cache_dtype_name(configured: str, dtype: Any) -> str:
-    """Name of the KV element type; fp8 variants lie in the same torch type on some platforms and are told apart."""
+    """Return the name of the KV element type; fp8 variants that share a torch type on some platforms are
+    distinguished."""
     stored = torch_name(dtype)
     if not configured.startswith("fp8"):
         return stored
@@ -140,7 +141,8 @@ def cache_dtype_name(configured: str, dtype: Any) -> str:
 
 
 def slot_name(configured: str) -> str:
-    """What fixes the meaning of a slot's bytes, besides the head size: the preset, and whatever else K's fp8 is."""
+    """Return a name for the meaning of a slot's bytes, besides the head size: the preset, and the variant of K's
+    fp8."""
     import vllm
 
     release = vllm.__version__.split("+")[0]
@@ -149,7 +151,7 @@ def slot_name(configured: str) -> str:
 
 
 def slot_bytes(configured: str, head_size: int) -> int:
-    """Bytes of a slot, by vLLM's own arithmetic. Raises ConfigError."""
+    """Return the size of a slot by vLLM's own arithmetic. Raises ConfigError."""
     try:
         from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
     except ImportError:
@@ -159,14 +161,14 @@ def slot_bytes(configured: str, head_size: int) -> int:
 
 
 def _fp8_is_e4b15() -> bool:
-    """Whether K in fp8 is the variant that vLLM's kernels use on GPUs before compute capability 8.9."""
+    """Return True if K in fp8 is the variant that vLLM's kernels use on GPUs before compute capability 8.9."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cuda() and not current_platform.has_device_capability(89))
 
 
 def _skipped(cache: Any) -> frozenset[int]:
-    """Numbers of the layers that vLLM does not quantize. Raises ConfigError."""
+    """Return the numbers of the layers that vLLM does not quantize. Raises ConfigError."""
     patterns = getattr(cache, "kv_cache_dtype_skip_layers", None) or ()
     kinds = [pattern for pattern in patterns if not str(pattern).isdigit()]
     if kinds:
@@ -175,12 +177,12 @@ def _skipped(cache: Any) -> frozenset[int]:
 
 
 def _stored_dtype(configured: str, model: Any) -> Any:
-    """The torch type that vLLM keeps a quantized layer in."""
+    """Return the torch type in which vLLM keeps a quantized layer."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     return kv_cache_dtype_str_to_dtype(configured, model)
 
 
 def torch_name(dtype: Any) -> str:
-    """As "bfloat16", of a torch type or of its name."""
+    """Return the name of a torch type, or of its name, as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

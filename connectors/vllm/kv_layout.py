@@ -1,11 +1,11 @@
-"""vLLM's KV tensors as PagedKV views, checked by shape arithmetic. Nothing is copied, and nothing is guessed.
+"""vLLM's KV tensors as PagedKV views, identified by their shapes. No copies and no guesses.
 
-Known shapes of one layer's tensor. B is the number of kernel blocks: the engine's blocks, each cut into `ratio`
-equal pieces where the attention kernel wants smaller ones; N is the tokens of a kernel block.
+Known shapes of one layer's tensor. B is the number of kernel blocks: the engine's blocks, each cut into `ratio` equal
+pieces if the attention kernel needs smaller ones; N is the tokens of a kernel block.
 
     (B, H, N, K+V)      vLLM 0.27 and later: each vector is K, then V; any strides
     (B, H, N, 2*size)   vLLM on the CPU: a page (block, head) is all its K, then all its V. Within a page K is packed
-                        as the CPU's kernels like it: opaque here, and so part of the namespace (platform)
+                        as the CPU's kernels need it: opaque here, and so part of the namespace (platform)
     (B, 2, N, H, size)  vLLM 0.25, FlashAttention and FlashInfer; any strides, so NHD and HND alike
     (2, B, N, H, size)  older backends: all of K, then all of V
     (B, N, size)        MLA before 0.32: one latent vector a token
@@ -32,11 +32,11 @@ _ADVICE = "this KV cache layout is not known; start vLLM without the kvtier conn
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What the engine says of one rank's KV cache.
+    """One rank's KV cache as the engine describes it.
 
     n_blocks, block_tokens: of the engine's own blocks. heads: on this rank. v_head_size: 0 for MLA and for slots.
     is_halved: K and V are the two halves of a page, as on the CPU, not of each vector. is_slots: K is slots of opaque
-    bytes with all of K and V. element_bytes: None where any will do.
+    bytes with all of K and V. element_bytes: None if any will do.
     """
 
     n_blocks: int
@@ -61,13 +61,13 @@ class EnginePages:
     ratio: int
 
     def expand(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Engine block ids as ids of `pages`."""
+        """Convert engine block ids to ids of `pages`."""
         if self.ratio == 1:
             return tuple(block_ids)
         return tuple(block * self.ratio + piece for block in block_ids for piece in range(self.ratio))
 
     def contract(self, block_ids: Iterable[int]) -> set[int]:
-        """The engine blocks that hold any of these blocks of `pages`."""
+        """Return the engine blocks that hold any of these blocks of `pages`."""
         return {block // self.ratio for block in block_ids}
 
 
@@ -77,9 +77,9 @@ def engine_pages(
     shape: CacheShape,
     others: Mapping[str, CacheShape] = MappingProxyType({}),
 ) -> EnginePages:
-    """Views of the layers in the given order. Raises ConfigError for what it does not understand.
+    """Return views of the layers in the given order. Raises ConfigError for an unknown layout.
 
-    others: shapes of layers that have another one, with the same blocks.
+    others: shapes of layers that differ from `shape`, with the same blocks.
     """
     missing = [name for name in layer_names if name not in kv_caches]
     if missing:
@@ -100,7 +100,8 @@ def engine_pages(
 
 
 def layer_number(name: str) -> int:
-    """Position of a layer in the model, from its name ("model.layers.7.self_attn.attn"). Raises ConfigError."""
+    """Return the position of a layer in the model, from its name ("model.layers.7.self_attn.attn"). Raises
+    ConfigError."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     if not numbers:
         raise ConfigError("kv_cache", name, "the layer's name has no number, so its place is not known; " + _ADVICE)
@@ -108,7 +109,7 @@ def layer_number(name: str) -> int:
 
 
 def in_layer_order(names: Sequence[str]) -> list[str]:
-    """Layer names by their number. Raises ConfigError when two have the same."""
+    """Sort layer names by their number. Raises ConfigError if two have the same."""
     by_number = {layer_number(name): name for name in names}
     if len(by_number) != len(names):
         raise ConfigError("kv_cache", sorted(names)[:4], "several attention layers have the same number; " + _ADVICE)
@@ -132,7 +133,7 @@ def _layer(name: str, tensor: torch.Tensor, shape: CacheShape) -> tuple[PagedLay
 
 
 def _readings(tensor: torch.Tensor, shape: CacheShape) -> list[PagedLayer | None]:
-    """What the tensor is under each known layout, None where it does not fit."""
+    """Return the tensor under each known layout, None if it does not fit."""
     k_size, v_size = shape.k_head_size, shape.v_head_size
     if shape.is_mla:
         if tensor.dim() == 3:
@@ -157,7 +158,7 @@ def _readings(tensor: torch.Tensor, shape: CacheShape) -> list[PagedLayer | None
 
 
 def _halves(tensor: torch.Tensor, shape: CacheShape) -> PagedLayer | None:
-    """A CPU page, (N, 2 * size) without holes, as N rows of K and then N rows of V."""
+    """Return a CPU page, (N, 2 * size) without holes, as N rows of K and then N rows of V."""
     size = shape.k_head_size
     if tensor.dim() != 4 or shape.v_head_size != size or tensor.shape[3] != 2 * size:
         return None
@@ -170,7 +171,7 @@ def _halves(tensor: torch.Tensor, shape: CacheShape) -> PagedLayer | None:
 
 
 def _checked(k: torch.Tensor, v: torch.Tensor | None, shape: CacheShape) -> PagedLayer | None:
-    """The layer, if K and V are (n_blocks * ratio, block_tokens / ratio, heads, head size) for a whole ratio."""
+    """Return the layer, if K and V are (n_blocks * ratio, block_tokens / ratio, heads, head size) for a whole ratio."""
     ratio, rest = divmod(k.shape[0], shape.n_blocks)
     if ratio < 1 or rest or shape.block_tokens % ratio:
         return None

@@ -1,11 +1,11 @@
-"""Which weights a LoRA adapter of vLLM's has, so that the KV of others is never taken for its own.
+"""Fingerprints of vLLM's LoRA adapters, so that KV is never loaded for other weights.
 
-vLLM looks an adapter up by its number and its own prefix cache by its name (before 0.32) or its name and path; neither
-tells that the files behind them were exchanged. It reads them when it likes, too: when it is told to load an adapter,
-hours before the first request, and again at the next request of one that fell out of `max_cpu_loras`. So the files are
-looked at when it is told to load them, when a request is first seen, and until what it computed is saved. A name whose
-files are not those of before is passed by until the engine is started again, and its number is: whatever lies in the
-engine's blocks, or in its memory, may be of either.
+vLLM identifies an adapter by its number, and in its own prefix cache by its name (before 0.32) or its name and path;
+none of these changes if the files are exchanged. It reads the files at its own times: when asked to load an adapter,
+hours before the first request, and again at the next request of an adapter evicted by `max_cpu_loras`. So the files are
+checked when vLLM is asked to load them, when a request is first seen, and until its computed KV is saved. Once the
+files behind a name change, requests with that name or number are neither loaded nor saved until the engine restarts:
+the engine's blocks and memory may hold either version.
 """
 
 from __future__ import annotations
@@ -24,83 +24,81 @@ log = logging.getLogger("kvtier")
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
+# (name, bytes, times of content and inode in ns, inode) of each existing one of FILES
 Signature = tuple[tuple[str, int, int, int, int], ...]
-"""(name, bytes, times of content and inode in ns, inode) of each of FILES that is there."""
 
 
 class Adapters:
-    """Fingerprints of LoRA adapters; their contents are read once as long as the files stay as they are."""
+    """Fingerprints by path; the content is read once as long as the files stay unchanged."""
 
     def __init__(self) -> None:
         self._read: dict[str, tuple[Signature, str]] = {}  # by path
         self._first: dict[str, str] = {}  # by name
         self._by_number: dict[int, str] = {}
-        self._told_to_load: dict[int, Signature] = {}  # by number
-        self._passed_by: set[str | int] = set()  # names and numbers
+        self._load_signatures: dict[int, Signature] = {}  # by number
+        self._rejected: set[str | int] = set()  # names and numbers
         self._warned: set[str] = set()
 
     def watch_loads(self) -> None:
-        """Sees from now on what vLLM's core in this process is told to load: it does not tell its connectors."""
+        """Observe which adapters vLLM's core in this process is asked to load; it does not inform its connectors."""
         from vllm.v1.engine.core import EngineCore
 
         if EngineCore.add_lora.__globals__ is not globals():
-            EngineCore.add_lora = _telling(EngineCore.add_lora)
+            EngineCore.add_lora = _observed(EngineCore.add_lora)
         _watching.add(self)
 
     def will_load(self, lora: Any) -> None:
-        """vLLM reads the files of this LoRARequest now, unless it has them already."""
+        """Note that vLLM reads the files of this LoRARequest now, unless it has them already."""
         if getattr(lora, "load_inplace", False):
-            self._pass_by(lora, "its weights are replaced in place")
-        self._told_to_load.setdefault(lora.lora_int_id, _signature(Path(lora.lora_path)))
+            self._reject(lora, "its weights are replaced in place")
+        self._load_signatures.setdefault(lora.lora_int_id, _signature(Path(lora.lora_path)))
 
     def fingerprint(self, lora: Any) -> str | None:
-        """Of the weights of a LoRARequest; None: its requests may neither load nor save."""
+        """Return the fingerprint of a LoRARequest's weights; None: its requests may neither load nor save."""
         name = lora.lora_name
-        if self._is_passed_by(lora):
+        if self._is_rejected(lora):
             return None
         if getattr(lora, "load_inplace", False):
-            self._pass_by(lora, "its weights are replaced in place")
+            self._reject(lora, "its weights are replaced in place")
             return None
         if getattr(lora, "tensorizer_config_dict", None):  # of releases before 0.32
-            self._pass_by(lora, "its weights are read by tensorizer, from elsewhere than its folder")
+            self._reject(lora, "its weights are read by tensorizer, from elsewhere than its folder")
             return None
         try:
             fingerprint = self._fingerprint_of(lora.lora_path)
         except ConfigError as error:
-            if name not in self._first:  # nothing to compare with what may be there later
-                self._passed_by.add(name)
+            if name not in self._first:  # a later fingerprint could not be compared
+                self._rejected.add(name)
             self._warn(name, str(error))
             return None
-        if getattr(lora, "is_3d_lora_weight", False):  # how vLLM reads the files, where it is told to ask
+        if getattr(lora, "is_3d_lora_weight", False):  # vLLM reads the same files in another way
             fingerprint += ":3d"
         read = self._read[lora.lora_path][0]
-        if self._told_to_load.get(lora.lora_int_id, read) != read:
-            self._pass_by(
-                lora, "its files changed after vLLM was told to load them; load changed weights under a new name"
-            )
+        if self._load_signatures.get(lora.lora_int_id, read) != read:
+            self._reject(lora, "its files changed after vLLM began to load them; load changed weights under a new name")
             return None
         if self._first.setdefault(name, fingerprint) != fingerprint:
             why = "the weights behind it changed, and vLLM may still hold the old ones, or their KV"
-            self._pass_by(lora, f"{why}; load changed weights under a new name")
+            self._reject(lora, f"{why}; load changed weights under a new name")
             return None
         if self._by_number.setdefault(lora.lora_int_id, fingerprint) != fingerprint:
-            self._pass_by(lora, "its number is another adapter's too, and vLLM keeps the weights that it read first")
+            self._reject(lora, "its number is another adapter's too, and vLLM keeps the weights that it read first")
             return None
         return fingerprint
 
     def read_at(self, lora: Any) -> Signature | None:
-        """The files that its fingerprint was made from; None: there is none."""
+        """Return the state of the files that the fingerprint was made from; None without a fingerprint."""
         known = self._read.get(lora.lora_path)
-        return None if known is None or self._is_passed_by(lora) else known[0]
+        return None if known is None or self._is_rejected(lora) else known[0]
 
     def are_still(self, lora: Any, since: Signature | None) -> bool:
-        """Whether vLLM can have read no other files for this LoRARequest than those; from now on it is passed by if it
-        can. Files that are as before but were written again count as others: it may have read them in between."""
-        if since is None or self._is_passed_by(lora):
+        """Return True if vLLM can only have read these files for this LoRARequest; else reject the adapter from now on.
+        Files that were rewritten count as others even if their content is equal: vLLM may have read them in between."""
+        if since is None or self._is_rejected(lora):
             return False
         if _signature(Path(lora.lora_path)) == since:
             return True
-        self._pass_by(lora, "its files changed while it was in use; load changed weights under a new name")
+        self._reject(lora, "its files changed while it was in use; load changed weights under a new name")
         return False
 
     def _fingerprint_of(self, path: str) -> str:
@@ -112,11 +110,11 @@ class Adapters:
         self._read[path] = (signature, fingerprint)
         return fingerprint
 
-    def _is_passed_by(self, lora: Any) -> bool:
-        return lora.lora_name in self._passed_by or lora.lora_int_id in self._passed_by
+    def _is_rejected(self, lora: Any) -> bool:
+        return lora.lora_name in self._rejected or lora.lora_int_id in self._rejected
 
-    def _pass_by(self, lora: Any, why: str) -> None:
-        self._passed_by |= {lora.lora_name, lora.lora_int_id}
+    def _reject(self, lora: Any, why: str) -> None:
+        self._rejected |= {lora.lora_name, lora.lora_int_id}
         self._warn(lora.lora_name, why)
 
     def _warn(self, name: str, why: str) -> None:
@@ -128,8 +126,8 @@ class Adapters:
 _watching: WeakSet[Adapters] = WeakSet()
 
 
-def _telling(add_lora: Callable[..., bool]) -> Callable[..., bool]:
-    @wraps(add_lora)  # what comes from another process is decoded by its signature
+def _observed(add_lora: Callable[..., bool]) -> Callable[..., bool]:
+    @wraps(add_lora)  # vLLM decodes arguments from other processes by the signature
     def add(core: Any, lora_request: Any) -> bool:
         for adapters in tuple(_watching):
             adapters.will_load(lora_request)
@@ -143,7 +141,7 @@ def _signature(folder: Path) -> Signature:
     for name in FILES:
         try:
             stat = (folder / name).stat()
-        except (OSError, ValueError):  # that it cannot be looked at is a change as well
+        except (OSError, ValueError):  # an unreadable file counts as a change too
             continue
         found.append((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
     return tuple(found)

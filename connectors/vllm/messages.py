@@ -1,4 +1,4 @@
-"""What vLLM's scheduler's half tells its workers once a step, and they it."""
+"""Messages between the halves of vLLM's connector: the scheduler's to the workers once a step, and their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.worker.transfer import Transfer
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to workers. number: of the engine's steps, one by one."""
+    """Work of a step, scheduler to workers. number: of the engine's steps, consecutive."""
 
     step: Step
     number: int = 0
@@ -24,9 +24,12 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """saves: answers. timings: (tokens, seconds) of loads. cost: what a load should cost, said once. figures: what the
-    ranks report of themselves, now and then. has_failed: a forward did; nothing more is saved. (vLLM's own statistics
-    are no way to the scheduler's half: some releases add its counters to the workers' before it sees those.)"""
+    """Report of a worker to the scheduler's half.
+
+    saves: answers. timings: (tokens, seconds) of loads. cost: expected cost of a load, sent once. figures: the rank's
+    figures, sent once in a while. has_failed: a forward failed, and nothing more is saved. (vLLM's own statistics do
+    not serve: some releases add the scheduler's counters to the workers' before its half sees them.)
+    """
 
     saves: list[SaveDone]
     timings: list[tuple[int, float]] = field(default_factory=list)
@@ -35,7 +38,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     has_failed: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
-        """Of two ranks. A request waits for the slower one, so of their costs the higher counts."""
+        """Merge the reports of two ranks. A request waits for the slower one, so the higher cost counts."""
         assert isinstance(other, ReportMetadata)
         costs = [cost for cost in (self.cost, other.cost) if cost is not None]
         cost = max(costs, key=lambda cost: cost.token_s, default=None)
@@ -47,16 +50,16 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 
 class RankReport:
-    """What one rank's transfer counted since it was last asked. Of counts that all ranks share, the first rank's."""
+    """Growth of one rank's counters since the last report. Counters that all ranks share are taken from the first."""
 
     def __init__(self, transfer: Transfer, is_first_rank: bool) -> None:
         self._transfer = transfer
         self._is_first_rank = is_first_rank
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
     def take(self) -> RankFigures:
         total = self._transfer.metrics.total()
-        grown = {name: value - self._told.get(name, 0.0) for name, value in total.items()}
-        self._told = total
+        grown = {name: value - self._reported.get(name, 0.0) for name, value in total.items()}
+        self._reported = total
         stats = stats_of(grown, 0, self._is_first_rank)
         return self._transfer.figures({} if stats is None else stats.data)

@@ -1,9 +1,9 @@
-"""The tier's counters in vLLM's own statistics: its log line and its /metrics.
+"""Counters of the tier in vLLM's own statistics: its log line and its /metrics.
 
-Both halves report what came since the last step; vLLM adds the workers up and hands the sum to the front end, which
-has no engine in it. A counter `x` of runtime.metrics is exported as `vllm:kvtier_x_total`. With tensor parallelism
-every rank loads its share of the same tokens, so counts of tokens, requests and chunks, and seconds, are taken from
-rank 0 alone; bytes and failures from all.
+Both halves report the growth since the last step; vLLM adds the workers up and passes the sum to the front end. A
+counter `x` of runtime.metrics is exported as `vllm:kvtier_x_total`. With tensor parallelism every rank loads its share
+of the same tokens, so counts of tokens, requests and chunks, and seconds, are taken from rank 0 alone; bytes and
+failures from all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kvtier.runtime import metrics as names
 
 FAULTS = "faults"
 PREFIX = "vllm:kvtier_"
+# Counters that are summed over the ranks.
 OF_ALL_RANKS = frozenset(
     {
         names.LOAD_BYTES,
@@ -35,28 +36,27 @@ OF_ALL_RANKS = frozenset(
         FAULTS,
     }
 )
-"""Counters that are summed over the ranks."""
 
 HELP = {
     names.SKIPPED_QUOTA: "Chunks that were not saved because their tenant or namespace is at its quota.",
-    names.INDEX_FAST_FAILS: "Requests to the index that failed at once, while it is left alone after faults.",
-    names.INDEX_PAUSES: "Times that the index was left alone for a while after faults.",
-    names.PUBLISH_QUEUED: "Records that waited to be published because the index did not answer.",
-    names.PUBLISH_SENT_LATE: "Records that were published after such a wait.",
-    names.PUBLISH_DROPPED: "Records that were dropped from the queue of those to be published.",
+    names.INDEX_FAST_FAILS: "Requests to the index that failed at once, during a pause after faults.",
+    names.INDEX_PAUSES: "Pauses of requests to the index after faults.",
+    names.PUBLISH_QUEUED: "Records queued for publication because the index did not answer.",
+    names.PUBLISH_SENT_LATE: "Records published from that queue.",
+    names.PUBLISH_DROPPED: "Records dropped from that queue.",
     names.LOOKUPS: "Prompts that were looked up in the tier.",
     names.LOOKUP_SECONDS: "Seconds spent on lookups in the index.",
     names.LOOKUP_TOKENS: "Tokens that were looked up in the tier.",
-    names.HIT_TOKENS: "Tokens that were found in the tier and handed to a load, also where that failed later.",
+    names.HIT_TOKENS: "Tokens found in the tier and passed to a load, including loads that failed later.",
     names.LOAD_REQUESTS: "Requests for which a load ended.",
     names.LOAD_TOKENS: "Tokens whose KV was loaded, without what failed.",
     names.LOAD_BYTES: "Bytes of KV that were loaded, over all ranks.",
     names.LOAD_SECONDS: "Seconds that loads took, summed over requests.",
     names.LOAD_FAILURES: "Loads that failed in part or whole; their requests were recomputed.",
-    names.ARENA_HIT_CHUNKS: "Chunks that lay where the engine's pages are: in GPU memory, or on the CPU in its arena.",
+    names.ARENA_HIT_CHUNKS: "Chunks that were in the arena beside the engine's pages: in GPU memory, or on the CPU.",
     names.HOST_HIT_CHUNKS: "Chunks that were loaded from host memory to the GPU instead of from storage.",
     names.FILE_READ_BYTES: "Bytes that were read from storage for loads, over all ranks.",
-    names.KVIKIO_READ_BYTES: "Of these, what was read by KvikIO (cuFile) and not by kvtier's own ring.",
+    names.KVIKIO_READ_BYTES: "Bytes of these that KvikIO (cuFile) read instead of kvtier's own ring.",
     names.PINNED_FILE_BYTES: "Bytes of segments on tmpfs that were pinned, so that GPUs copy out of them.",
     names.SAVE_TOKENS: "Tokens whose KV was saved.",
     names.SAVE_BYTES: "Bytes of KV that were saved, over all ranks.",
@@ -69,10 +69,10 @@ HELP = {
     names.SKIPPED_OVERWRITTEN: "Chunks not saved because vLLM writes to their blocks before they can be gathered.",
     names.SKIPPED_REFUSED: "Chunks not saved because the codec cannot keep what they hold, such as NaN.",
     names.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
-    names.GONE_CHUNKS: "Chunks whose segment file, or its end, was gone: evicted meanwhile, removed or cut short.",
+    names.GONE_CHUNKS: "Chunks whose segment file, or its end, was gone: evicted, removed or truncated.",
     names.AWAY_CHUNKS: "Chunks whose file was missing on shared storage though the index has it: kept, a miss.",
     names.REREAD_CHUNKS: "Chunks read again through a new descriptor, because other nodes' writes may show late.",
-    names.STALE_READS: "Chunks that were not as written when read again: a miss, looked at once more a second later.",
+    names.STALE_READS: "Chunks that differed when read again: a miss, read once more a second later.",
     names.INDEX_ERRORS: "Operations that the index did not answer.",
     names.EVICTED_BYTES: "Bytes of segment sets that this engine evicted.",
     FAULTS: "Faults of the tier that were turned into misses.",
@@ -80,7 +80,7 @@ HELP = {
 
 
 class KVTierStats(KVConnectorStats):
-    """Counter name -> how much it grew. `data` is what travels between the processes."""
+    """Growth of counters by name; `data` is sent between the processes."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -93,7 +93,7 @@ class KVTierStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's log line shows of one interval."""
+        """Return the values of vLLM's log line for one interval."""
         load_s, save_s = self.data.get(names.LOAD_SECONDS, 0), self.data.get(names.SAVE_SECONDS, 0)
         load_bytes, save_bytes = self.data.get(names.LOAD_BYTES, 0), self.data.get(names.SAVE_BYTES, 0)
         shown: dict[str, int | float] = {
@@ -120,7 +120,7 @@ class KVTierStats(KVConnectorStats):
 
 
 def stats_of(counted: Mapping[str, float], faults: int, is_first_rank: bool) -> KVTierStats | None:
-    """One half's report of a step; None when nothing happened."""
+    """Return one half's report of a step; None if no counter grew."""
     data = {name: value for name, value in counted.items() if is_first_rank or name in OF_ALL_RANKS}
     if faults:
         data[FAULTS] = faults
@@ -128,7 +128,7 @@ def stats_of(counted: Mapping[str, float], faults: int, is_first_rank: bool) -> 
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter a name, for each engine."""
+    """Prometheus counters, one by name and engine."""
 
     def __init__(
         self,

@@ -72,8 +72,8 @@ ENVIRONMENT: Mapping[str, tuple[Any, ...]] = {
     "VLLM_MARLIN_INPUT_DTYPE": (),
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": (),
 }
+# Variables of the same kind that are plain unless they are switched off.
 ON_BY_DEFAULT = ("VLLM_CPU_INT4_W4A8", "VLLM_USE_DEEP_GEMM_E8M0")
-"""The same, of switches that are plain as long as nobody turns them off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,9 @@ class Identity:
 
 
 def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], settings: Settings) -> Identity:
-    """Identity of this engine's KV.
+    """Return the identity of this engine's KV. Raises ConfigError.
 
     spec: of any layer of its only KV-cache group; layer_names: the layers of that group, on this rank, in order.
-    Raises ConfigError.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     draft = _draft(vllm_config, settings)
@@ -130,7 +129,7 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
 
 
 def check_share(share: RankShare, spec: Any, layer_names: Sequence[str], geometry: Geometry) -> None:
-    """On a worker: its tensors must be what its share says. Raises ConfigError."""
+    """Check on a worker that its tensors match its share. Raises ConfigError."""
     if len(layer_names) != share.reads.n_layers:
         fix = f"vLLM put {len(layer_names)} attention layers on this rank, kvtier expected {share.reads.n_layers}"
         raise ConfigError("pipeline_parallel_size", share.rank, f"{fix}; run without the kvtier connector")
@@ -168,7 +167,7 @@ def positions_text(model: Any) -> str:
 
 
 def _number(value: Any) -> Any:
-    """10000 and 10000.0 are the same setting."""
+    # 10000 and 10000.0 are the same setting.
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -203,12 +202,12 @@ def _draft(vllm_config: Any, settings: Settings) -> str:
 
 
 def _total_layers(vllm_config: Any, layer_names: Sequence[str], has_draft: bool) -> int:
-    """Attention layers over all pipeline stages, those of a draft model included."""
+    """Return the number of attention layers over all pipeline stages, those of a draft model included."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1:
         return len(layer_names)
     if has_draft:
-        fix = "a draft model with KV of its own lies on one stage only; use pipeline_parallel_size 1 or no draft model"
+        fix = "a draft model with KV of its own is on one stage only; use pipeline_parallel_size 1 or no draft model"
         raise ConfigError("pipeline_parallel_size", stages, fix)
     return int(vllm_config.model_config.get_total_num_hidden_layers())
 
@@ -230,10 +229,10 @@ def _shares(geometry: Geometry, parallel: Any) -> tuple[RankShare, ...]:
 
 
 def settings_text(vllm_config: Any, has_tag: bool, has_draft: bool) -> str:
-    """canonical_text of all settings here that are not plain, by vLLM's name of each; "" where all are.
+    """Return canonical_text of all settings here that are not plain, by vLLM's name of each; "" if all are plain.
 
     has_tag: a model_tag stands for the weights, however they are loaded. has_draft: a draft model's KV is stored too.
-    Raises ConfigError where a value cannot be written down.
+    Raises ConfigError for a value that has no lasting text.
     """
     import vllm.envs
 
@@ -327,7 +326,7 @@ def _named(config: Any, names: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
 
 
 def _settled(name: str, value: Any) -> Any:
-    """`value` as JSON has it. Raises ConfigError where a part of it has no lasting text."""
+    """Return `value` as JSON. Raises ConfigError if a part of it has no lasting text."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -350,9 +349,9 @@ def _settled(name: str, value: Any) -> Any:
 
 
 def folder_of(name: str, revision: str | None, load_config: Any, key: str = "model") -> Path:
-    """A model's own folder, or its snapshot in the Hugging Face cache.
+    """Return a model's own folder, or its snapshot in the Hugging Face cache. Raises ConfigError if there is neither.
 
-    key: vLLM's setting that `name` is of. Raises ConfigError where there is neither.
+    key: vLLM's setting that `name` is of.
     """
     if os.path.isdir(name):
         return Path(name)
@@ -360,11 +359,11 @@ def folder_of(name: str, revision: str | None, load_config: Any, key: str = "mod
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    if getattr(vllm.envs, "VLLM_USE_MODELSCOPE", False):  # what the Hugging Face cache has under the name may differ
+    if getattr(vllm.envs, "VLLM_USE_MODELSCOPE", False):  # the Hugging Face cache may have another model under the name
         raise ConfigError(key, name, "its files come from ModelScope; give their folder, or set model_tag")
     try:
         cache = getattr(load_config, "download_dir", None)
         return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
-        fix = "its files lie neither in a folder nor in the Hugging Face cache; set model_tag to a name for its weights"
+        fix = "its files are neither in a folder nor in the Hugging Face cache; set model_tag to a name for its weights"
         raise ConfigError(key, name, fix) from None

@@ -1,10 +1,10 @@
-"""What the platform does to KV inside a block. It decides whether bytes of one engine mean the same to another.
+"""Platform facts: the packing of KV inside a block, which decides whether engines can exchange bytes.
 
 On CUDA every known backend keeps a vector's elements together, whatever the strides, so bytes are exchanged between
 engines of any block size. On the CPU, K of a page (block, head) is packed for the instruction set, over the whole
-block: bytes are exchanged only between engines with the same packing and block size. Seen in 0.27.1 and 0.32.0 on
-AVX-512, by writing known vectors through vLLM's own operator: K is [element][token], V is [token][element]. Elsewhere
-nothing is known, and start-up is refused.
+block: bytes are exchanged only between engines with the same packing and block size. Observed in 0.27.1 and 0.32.0 on
+AVX-512, by writing known vectors through vLLM's own operator: K is [element][token], V is [token][element]. The packing
+of other platforms is unknown, and start-up is refused.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FAMILY = "vllm"
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """family: engines whose KV bytes can be exchanged, as far as the platform goes. is_halved: see kv_layout."""
+    """family: engines whose KV bytes can be exchanged, as far as the platform decides. is_halved: see kv_layout."""
 
     family: str
     is_halved: bool
 
 
 def packing_of(spec: Any, vllm_config: Any) -> Packing:
-    """How this process's platform packs KV. Raises ConfigError where that is not known."""
+    """Return the packing of KV on this process's platform. Raises ConfigError if it is unknown."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
@@ -49,7 +49,7 @@ def packing_of(spec: Any, vllm_config: Any) -> Packing:
 
 
 def device_name() -> str:
-    """What vLLM computes on here, as its maker calls it. Uses no GPU."""
+    """Return the maker's name of vLLM's device. Uses no GPU."""
     from vllm.platforms import current_platform
 
     try:
@@ -60,10 +60,10 @@ def device_name() -> str:
 
 
 def check_continuation(vllm_config: Any) -> None:
-    """Refuses engines that compute wrong KV after a prefix that they did not compute themselves. Raises ConfigError.
+    """Refuse engines that compute wrong KV after a prefix that they did not compute themselves. Raises ConfigError.
 
-    vLLM's reference MLA for CPUs (0.32.0) computes a prefill without looking at the tokens before it, and therefore
-    turns chunked prefill and its own prefix cache off.
+    vLLM's reference MLA for CPUs (0.32.0) ignores the tokens before a prefill, and therefore disables chunked prefill
+    and its own prefix cache.
     """
     from vllm.platforms import current_platform
 
@@ -97,7 +97,7 @@ def _cpu_packing(spec: Any, vllm_config: Any) -> str:
 
 
 def join_log() -> None:
-    """Lets kvtier's lines appear as vLLM's own do, unless the caller has arranged for logging."""
+    """Write kvtier's log lines with vLLM's handlers, unless the caller has set up logging."""
     if not log.handlers and not logging.getLogger().handlers:
         log.handlers = list(logging.getLogger("vllm").handlers)
         log.setLevel(logging.getLogger("vllm").level)

@@ -74,7 +74,7 @@ def transfer_config() -> Any:
     if "capacity_bytes" not in settings.model_fields_set:
         capacity_bytes = in_time(settings.root, "measuring its free space", partial(default_capacity, settings.root))
         why = f"{CAPACITY_SHARE:.0%} of the free space; KVTIER_CAPACITY_BYTES sets another"
-    # The root travels with the configuration: workers on other nodes may not have the variable.
+    # The root is part of the configuration: workers on other nodes may not have the variable.
     extra = {"root": str(settings.root), "capacity_bytes": capacity_bytes}
     log.info(
         "%s=%s: KV is saved to and loaded from there by %s (kv_both, %s), up to %s (%s). "

@@ -1,4 +1,4 @@
-"""From vLLM's Request to what the bridge tracks: its extras, and what it allows."""
+"""vLLM's Request as a RequestView: its extras and permissions; and the blocks that vLLM gave to requests."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from kvtier.format.namespace import join_extras, lora_extra, multimodal_extra, s
 from kvtier.model.tenants import NO_TENANTS, Tenants
 from kvtier.runtime.repeated_log import RepeatedLog
 
-_repeated = RepeatedLog()  # what clients send wrongly comes with each of their requests
+_repeated = RepeatedLog()  # a client repeats its mistake with each request
 
-SWITCHES = ("kvtier_load", "kvtier_save")
-"""Of a request's kv_transfer_params."""
+SWITCHES = ("kvtier_load", "kvtier_save")  # keys of a request's kv_transfer_params
 
 
 def why_items_pass_by(vllm_config: Any) -> str:
-    """Why requests with multimodal items pass by the tier; empty when they do not.
+    """Return why requests with multimodal items are neither loaded nor saved; "" if they are.
 
-    Their identifiers are hashes of their content (or what a client named them), but with no cache of its own to look
-    them up in, vLLM counts them instead, from the start of its process on. And where an item's tokens attend to each
-    other (Gemma 3), vLLM splits an item between two steps if a hit ends in it, or a step did right before it, as of
-    0.32: the first part's KV is then another one, and no key tells.
+    Identifiers of items are hashes of their content (or names by a client), but vLLM only counts items if it has no
+    cache to look them up in. And where an item's tokens attend to each other (Gemma 3), vLLM as of 0.32 splits an item
+    between two steps if a hit ends in it, or a step did right before it: the first part's KV then differs under the
+    same key.
     """
     model = vllm_config.model_config
     multimodal = getattr(model, "multimodal_config", None)
@@ -46,9 +45,9 @@ def view_of(
     tenants: Tenants = NO_TENANTS,
     loads: bool = True,
 ) -> RequestView:
-    """What to track of a request. One whose KV no key can stand for may neither load nor save.
+    """Return the view to track of a request. A request whose KV has no unambiguous key may neither load nor save.
 
-    takes_items: see why_items_pass_by. loads: whether this engine loads at all.
+    takes_items: see why_items_pass_by. loads: this engine may load.
     """
     may_load, may_save = _switches(request)
     may_load &= loads
@@ -70,8 +69,8 @@ def view_of(
 
 
 def _switches(request: Any) -> tuple[bool, bool]:
-    """Whether the request may load, and save. A switch is on unless it is there with anything but true: who meant to
-    opt out, and wrote "no", is out."""
+    """Return (may load, may save). A switch is on unless it is present with a value other than true: a client that
+    wrote "no" wanted to opt out."""
     switches = request.kv_transfer_params or {}
     if not isinstance(switches, Mapping):
         _repeated.warning("mapping", "kv_transfer_params is no mapping; the request passes by the tier")
@@ -85,13 +84,14 @@ def _switches(request: Any) -> tuple[bool, bool]:
 
 
 def _is_passed_by(request: Any) -> bool:
-    """Prompt embeddings are no tokens; a resumable (streaming) session rewrites its tokens as it goes."""
+    """Return True for prompt embeddings, which are no tokens, and for resumable (streaming) sessions, which rewrite
+    their tokens."""
     embeds = getattr(request, "prompt_embeds", None)
     return embeds is not None or request.prompt_token_ids is None or bool(getattr(request, "resumable", False))
 
 
 def _extras(request: Any, chunk_tokens: int, adapters: Adapters) -> dict[int, bytes] | None:
-    """Chunk number -> extras; None when something in it cannot be told apart."""
+    """Return chunk number -> extras; None if some input cannot be identified."""
     items: dict[int, list[bytes]] = defaultdict(list)
     lora = request.lora_request
     if lora is not None:
@@ -112,21 +112,22 @@ def _extras(request: Any, chunk_tokens: int, adapters: Adapters) -> dict[int, by
 
 
 class GivenBlocks:
-    """Of each request, since it was last given blocks: how far its steps `reached`, and the first of the blocks, for
-    vLLM's own count of who holds it. Those of a request that was preempted or ended may be held on, until a step that
-    was planned with it is over, or its load."""
+    """Blocks given to requests: how far the steps of each request reached since then, and the first block, for vLLM's
+    own reference count. Blocks of a preempted or ended request may stay in use until a step that was planned with it,
+    or its load, is over."""
 
     def __init__(self) -> None:
         self.reached: dict[str, int] = {}
         self._first: dict[str, Any] = {}
-        self._left: dict[int, Any] = {}  # by requests that ended; by number, for many may share one
+        self._left: dict[int, Any] = {}  # of ended requests, by number, as many may share one
 
     def anew(self, request_id: str, blocks: Sequence[Any]) -> None:
+        """Note new blocks of a request."""
         self.reached.pop(request_id, None)
         self._first.update((request_id, block) for block in blocks[:1])
 
     def ended(self, request_id: str) -> int:
-        """How far it reached."""
+        """Note the end of a request. Return how many tokens its steps reached."""
         block = self._first.pop(request_id, None)
         if block is not None:
             self._left[block.block_id] = block
@@ -134,5 +135,5 @@ class GivenBlocks:
         return self.reached.pop(request_id, 0)
 
     def are_held(self) -> bool:
-        """Whether any are, by whomever."""
+        """Return True if any of the blocks is in use."""
         return any(block.ref_cnt > 0 for block in (*self._first.values(), *self._left.values()))

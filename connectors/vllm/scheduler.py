@@ -1,4 +1,4 @@
-"""The half of the connector in vLLM's scheduler process: hits, load plans and save plans of vLLM's requests."""
+"""Scheduler half of the connector: hits, load plans and save plans of vLLM's requests."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ log = logging.getLogger("kvtier")
 class SchedulerHalf:
     """Called from the scheduler's thread only.
 
-    Block tables come from the step where vLLM offers them (0.32), else they are mirrored from what it allocates.
-    Saved at a request's end is no more than was computed: vLLM counts what any connector is to load as computed before
-    it has come, so how far its steps reached is noted here.
+    Block tables are part of the step if vLLM offers them (0.32), else they are mirrored from its allocations. A
+    request's end saves no more than was computed: vLLM counts tokens that any connector is to load as computed before
+    they arrive, so the progress of its steps is recorded here.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
@@ -89,7 +89,7 @@ class SchedulerHalf:
         self._is_closed = False
         self._n_steps = 0
         self._events: dynamo.TierEvents | None = None
-        if loads and dynamo.wants_events(vllm_config):  # who only saves gains nothing from being sent prompts
+        if loads and dynamo.wants_events(vllm_config):  # an engine that only saves needs no prompts sent to it
             hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or spec.block_size
             describe = partial(self._describe, shape=shape, hash_tokens=hash_tokens)
             writers = sum(share.writes is not None for share in identity.shares)
@@ -98,7 +98,8 @@ class SchedulerHalf:
             announcements.start()
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """How much of a waiting request can be loaded, and whether it is loaded in the background (always)."""
+        """Return how many tokens of a waiting request can be loaded, and True if they are loaded in the background
+        (always)."""
         self._track(request)
         n_tokens = self._bridge.hit_tokens(request.request_id, computed_tokens)
         if n_tokens and not self._is_of_its_key(request):
@@ -106,7 +107,7 @@ class SchedulerHalf:
         return n_tokens, bool(n_tokens)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """Blocks were given to a request; with `external_tokens`, a load of so many tokens is now waited for."""
+        """Note blocks given to a request; with `external_tokens`, plan the load of so many tokens."""
         self._track(request)
         block_ids = list(blocks.get_block_ids()[0])
         self._tables[request.request_id] = block_ids
@@ -115,24 +116,25 @@ class SchedulerHalf:
             self._bridge.begin_load(request.request_id, block_ids, external_tokens)
 
     def build_step(self, scheduled: Any) -> StepMetadata:
-        """What the workers do in this step. Must be called before vLLM counts the step's tokens as computed."""
+        """Return the workers' work of this step. Must be called before vLLM counts the step's tokens as computed."""
         self._advance(scheduled)
         rewritten = self._rewritten(scheduled)
         self._n_steps += 1
         return StepMetadata(self._bridge.take_step(not scheduled.total_num_scheduled_tokens, rewritten), self._n_steps)
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
-        """A request ended, however it did; its blocks are free from the next step on, after that step's `before`."""
+        """Note the end of a request, for any reason; its blocks are free from the next step on, after that step's
+        `before`."""
         if request.request_id not in self._requests:
             return
         self._step_times.ended(request.request_id, time.monotonic())
         self._tables.pop(request.request_id, None)
         frontier = self._final_frontier(request, self._given.ended(request.request_id))
         self._bridge.finish(request.request_id, frontier if self._saves else 0, block_ids)
-        del self._requests[request.request_id]  # now: what is still to be saved of it has been described
+        del self._requests[request.request_id]  # only now: chunks to be saved are described from it
 
     def take_output(self, output: Any) -> None:
-        """What the workers answered in a step."""
+        """Take the workers' answers of a step."""
         self._bridge.loads_ended(output.finished_recving or (), output.invalid_block_ids or frozenset())
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, ReportMetadata):
@@ -148,19 +150,19 @@ class SchedulerHalf:
 
     @contains_faults("making KV events", default=())
     def take_events(self) -> Iterable[Any]:
-        """KV events of the tier, for vLLM to publish with its own."""
+        """Return the tier's KV events, for vLLM to publish with its own."""
         return () if self._events is None else self._events.take()
 
     def needs_a_step(self) -> bool:
-        """Whether gathers or events wait for a step although vLLM has nothing to compute."""
+        """Return True if gathers or events wait for a step although vLLM has nothing to compute."""
         return self._bridge.has_pending_gathers() or (self._events is not None and self._events.has_waiting)
 
     def take_stats(self) -> KVTierStats | None:
         return stats_of(self._store.metrics.take(), self._faults.take(), is_first_rank=True)
 
     def reset(self) -> bool:
-        """vLLM has tried to empty its own cache before, which it cannot while a request holds blocks, or one that has
-        ended still does."""
+        """Begin an epoch. vLLM has tried to empty its own cache before, which fails while a request, even an ended one,
+        holds blocks."""
         in_use = any(request.num_computed_tokens > 0 for request in self._requests.values())
         in_use |= self._given.are_held()
         log.info(
@@ -194,29 +196,29 @@ class SchedulerHalf:
             self._requests[request.request_id] = request
             self._bridge.track(self._look(request))
 
-    @contains_faults("looking at an adapter", default=False)
+    @contains_faults("checking an adapter", default=False)
     def _is_of_its_key(self, request: Any) -> bool:
-        """Asked only where something depends on it: it looks at an adapter's files."""
+        """Return True if the request's weights are those of its key. Reads an adapter's files: call only if needed."""
         return self._frontiers.is_of_its_key(request)
 
-    @contains_faults("looking at an end", default=0)
+    @contains_faults("reading the end of a request", default=0)
     def _final_frontier(self, request: Any, reached_tokens: int) -> int:
         return self._frontiers.of_end(request, reached_tokens)
 
-    @contains_faults("looking at a step's blocks")
+    @contains_faults("reading a step's blocks")
     def _rewritten(self, scheduled: Any) -> frozenset[int] | None:
         return rewritten_blocks(scheduled)
 
-    @contains_faults("looking at a request", default=lambda self, request: _untouched(request.request_id))
+    @contains_faults("reading a request", default=lambda self, request: _untouched(request.request_id))
     def _look(self, request: Any) -> RequestView:
         view = self._view(request)
         self._frontiers.track(request)
         return view
 
-    @contains_faults("looking at a step")
+    @contains_faults("reading a step")
     def _advance(self, scheduled: Any) -> None:
         if not self._mirror_tables(scheduled):
-            self._tables.clear()  # what is added to them later would stand in the wrong place
+            self._tables.clear()  # later additions would be at wrong positions
             return
         self._step_times.planned(
             scheduled.num_scheduled_tokens.keys(), scheduled.total_num_scheduled_tokens, time.monotonic()
@@ -239,7 +241,7 @@ class SchedulerHalf:
 
     @contains_faults("following block tables", default=False)
     def _mirror_tables(self, scheduled: Any) -> bool:
-        """New and resumed requests come with their whole table, running ones with what was added to it."""
+        """Update block tables: new and resumed requests come with their whole table, running ones with added blocks."""
         for new in scheduled.scheduled_new_reqs:
             self._tables[new.req_id] = list(new.block_ids[0])
         cached = scheduled.scheduled_cached_reqs
@@ -280,14 +282,15 @@ def _steps_ahead(vllm_config: Any) -> int:
 
 
 def rewritten_blocks(scheduled: Any) -> frozenset[int]:
-    """Blocks that vLLM zeroes or copies to in a step: the second model runner does so before `handle_preemptions`."""
+    """Return the blocks that vLLM zeroes or copies to in a step: the second model runner does so before
+    `handle_preemptions`."""
     zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
     copies = getattr(scheduled, "kv_cache_block_copies", None) or ()
     return frozenset(zeroed) | {copy.dst_block_id for copy in copies}
 
 
 def _computed_tokens(scheduled: Any) -> list[tuple[str, int]]:
-    """(request, tokens computed before this step) of every scheduled request."""
+    """Return (request, tokens computed before this step) of every scheduled request."""
     cached = scheduled.scheduled_cached_reqs
     computed = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
     return computed + list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -1,9 +1,9 @@
-"""The half of the connector in each vLLM worker: gathers after the forward, loads in the background, answers.
+"""Worker half of the connector: gathers after the forward, loads in the background, answers.
 
-A forward may raise: out of memory, a fault of a collective, SIGTERM. vLLM's first model runner calls `wait_for_save`
-while the exception passes through, as if all had been computed; the second one does not call it, and where the engine
-goes on, its next step gathers what the scheduler takes for computed. And vLLM's own prefix cache has taken the step's
-blocks in when it was planned. So after such a step nothing in the blocks is known to be what its tokens stand for.
+A forward may raise: out of memory, a failed collective, SIGTERM. Afterwards no block is known to hold the KV of its
+tokens: vLLM's first model runner still calls `wait_for_save` while the exception passes through; the second one does
+not, and if the engine goes on, its next step gathers blocks that the scheduler considers computed; and vLLM's own
+prefix cache has had the step's blocks since the step was planned. So after a failed forward nothing is saved any more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,9 +36,9 @@ from kvtier.scheduler.engine_report import RankFigures
 from kvtier.scheduler.load_threshold import LoadCost
 
 log = logging.getLogger("kvtier")
+P = TypeVar("P", LoadPlan, SavePlan)
 
-FIGURES_INTERVAL_S = 1.0
-"""How often a rank reports its figures, while the engine makes steps."""
+FIGURES_INTERVAL_S = 1.0  # between two reports of a rank's figures, while the engine makes steps, seconds
 
 
 class WorkerHalf:
@@ -63,7 +63,7 @@ class WorkerHalf:
         self._rank = 0
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Takes the engine's KV cache and opens the tier over it. Raises ConfigError: nothing else may start it."""
+        """Open the tier over the engine's KV cache. Raises ConfigError."""
         names = in_layer_order(self._kv_cache_config.kv_cache_groups[0].layer_names)
         check_layers(self._vllm_config, names)
         identity = identity_of(self._vllm_config, self._spec, names, self._settings)
@@ -96,11 +96,11 @@ class WorkerHalf:
             self._bridge.after_forward(self._expand(self._trusted(step)))
 
     def step_ends(self) -> None:
-        """After the step's forward, or without one. Later calls for the same step do nothing more."""
+        """Note the end of the step, after its forward or without one. Later calls for the same step do nothing."""
         self._forwards.ends()
 
     def take_finished(self) -> set[str]:
-        """Requests whose load ended; what failed of them is told by `take_failed_blocks` in the same step."""
+        """Return the requests whose load ended; `take_failed_blocks` returns their failed blocks in the same step."""
         if self._bridge is None or self._pages is None:
             return set()
         done = self._bridge.poll()
@@ -113,7 +113,7 @@ class WorkerHalf:
         return failed
 
     def take_report(self) -> ReportMetadata | None:
-        """What the scheduler's half should know; None when there is nothing new."""
+        """Return the report to the scheduler's half; None without news."""
         if self._bridge is None:
             return None
         cost, self._cost = self._cost, None
@@ -133,7 +133,7 @@ class WorkerHalf:
         return stats_of(self._take_metrics(), self._faults.take(), is_first_rank=self._rank == 0)
 
     def close(self) -> None:
-        """Waits a little for saves that are on their way. Later calls do nothing."""
+        """Wait a little for saves under way. Later calls do nothing."""
         bridge, self._bridge = self._bridge, None
         if bridge is not None:
             atexit.unregister(self.close)
@@ -142,7 +142,8 @@ class WorkerHalf:
     def _engine_pages(
         self, kv_caches: Mapping[str, torch.Tensor], names: list[str], identity: Identity, share: RankShare
     ) -> EnginePages:
-        """Views of the engine's tensors, each layer in its own form. Raises ConfigError for what is not as expected."""
+        """Return views of the engine's tensors, each layer in its own form. Raises ConfigError for unexpected
+        tensors."""
         geometry = identity.namespace.geometry
         forms = {name: geometry.form_of(number) for number, name in enumerate(names, share.reads.first_layer)}
         check_specs(self._vllm_config, layer_specs(self._kv_cache_config.kv_cache_groups[0]), forms)
@@ -163,12 +164,12 @@ class WorkerHalf:
         )
 
     def _trusted(self, step: Step) -> Step:
-        """The step without its saves once a forward failed. Nobody answers those; the scheduler's half makes no more
-        when it hears of it."""
+        """Return the step without its saves once a forward failed. These get no answer; the scheduler's half plans no
+        more once it is informed."""
         return replace(step, before=None, after=None) if self._forwards.has_failed else step
 
     def _expand(self, step: Step) -> Step:
-        """The step in blocks of the attention kernel, which may be smaller than the scheduler's."""
+        """Convert the step to blocks of the attention kernel, which may be smaller than the scheduler's."""
         pages = self._pages
         assert pages is not None
         if pages.ratio == 1:
@@ -176,30 +177,25 @@ class WorkerHalf:
         refused = tuple(
             replace(done, failed_blocks=frozenset(pages.expand(sorted(done.failed_blocks)))) for done in step.refused
         )
-        loads = tuple(_load_in_kernel_blocks(plan, pages) for plan in step.loads)
-        before, after = (_save_in_kernel_blocks(plan, pages) for plan in (step.before, step.after))
+        loads = tuple(_in_kernel_blocks(plan, pages) for plan in step.loads)
+        before, after = (plan and _in_kernel_blocks(plan, pages) for plan in (step.before, step.after))
         return Step(before, after, loads, refused, step.is_idle)
 
 
-def _save_in_kernel_blocks(plan: SavePlan | None, pages: EnginePages) -> SavePlan | None:
-    if plan is None:
-        return None
-    return replace(plan, chunks=tuple(replace(c, block_ids=pages.expand(c.block_ids)) for c in plan.chunks))
-
-
-def _load_in_kernel_blocks(plan: LoadPlan, pages: EnginePages) -> LoadPlan:
+def _in_kernel_blocks(plan: P, pages: EnginePages) -> P:
     return replace(plan, chunks=tuple(replace(c, block_ids=pages.expand(c.block_ids)) for c in plan.chunks))
 
 
 def _ranks_here(parallel: Any) -> int:
-    """This engine's on this machine: each request is loaded by all of them at once. (Data-parallel engines load each
-    their own, now and then.) Under Ray vLLM counts those of all machines, but there are no more than GPUs."""
+    """Return the number of this engine's ranks on this machine: all of them load each request at once. (Data-parallel
+    engines load separately.) Under Ray vLLM counts the ranks of all machines, but there are no more than GPUs."""
     n_ranks, n_gpus = max(1, int(parallel.local_world_size)), torch.cuda.device_count()
     return min(n_ranks, n_gpus) if n_gpus else n_ranks
 
 
 def _rank() -> int:
-    """Number of this worker within its engine: pipeline stage x tensor-parallel size + tensor-parallel rank."""
+    """Return the number of this worker within its engine: pipeline stage x tensor-parallel size + tensor-parallel
+    rank."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     tensor = get_tp_group()
@@ -207,17 +203,16 @@ def _rank() -> int:
 
 
 class Forwards:
-    """One worker's. Steps are numbered one by one, so that one that never came here is missed, too."""
+    """Forwards of one worker. Steps have consecutive numbers, so a step that never arrived is noticed too."""
 
     def __init__(self) -> None:
-        self.has_failed = False
-        """Since the start; vLLM has no way back from it that would be known to connectors."""
+        self.has_failed = False  # since the start; vLLM has no recovery that connectors could detect
         self._number: int | None = None
         self._has_ended = True
         self._handled: BaseException | None = None
 
     def begins(self, number: int) -> None:
-        """Call with each step's number before anything is done for it."""
+        """Note a step. Call before any work of the step."""
         if not self._has_ended or (self._number is not None and number != self._number + 1):
             self._failed(None)
         self._number, self._has_ended = number, False
@@ -225,7 +220,8 @@ class Forwards:
         self._handled = sys.exc_info()[1]
 
     def ends(self) -> None:
-        """Call where vLLM says that the step's KV is there, and where it is done with the step."""
+        """Note the end of a step. Call where vLLM says that its KV is complete, and where vLLM is done with the
+        step."""
         raised = sys.exc_info()[1]
         if raised is not None and raised is not self._handled:
             self._failed(raised)
@@ -234,5 +230,5 @@ class Forwards:
     def _failed(self, fault: BaseException | None) -> None:
         if not self.has_failed:
             why = "it did not end" if fault is None else repr(fault)[:200]
-            log.error("a forward failed (%s): what vLLM's blocks hold is not known, and nothing more is saved", why)
+            log.error("a forward failed (%s): the content of vLLM's blocks is unknown, and nothing more is saved", why)
         self.has_failed = True

@@ -1,21 +1,19 @@
-"""Whose rows of vLLM's CPU tier may be loaded by whom, as far as vLLM tells a tier.
+"""Identity of a row of vLLM's CPU tier: the facts that must be equal before one engine loads another's rows.
 
-A row is one chunk of one KV-cache group: the bytes that all workers have of it, in vLLM's own order, and padding.
-Before one engine may load another's, these have to be equal: vLLM's release and platform, which decide what lies where
-in a block; dtype and layout of the KV, canonical or not; layers and block sizes of all groups; blocks of a chunk, and
-tokens of a block hash; bytes of a row; the weights; and sizes of the parallel groups, unless rows are canonical and
-vLLM says that these do not depend on them. (Rows of the direct layout are not taken across parallel sizes, even where
-vLLM's own file tier would.)
+A row is one chunk of one KV-cache group: the bytes of all workers, in vLLM's own order, and padding. Compared are
+vLLM's release and platform, which define the layout within a block; dtype and layout of the KV, canonical or not;
+layers and block sizes of all groups; blocks of a chunk, and tokens of a block hash; bytes of a row; the weights; and
+sizes of the parallel groups, unless rows are canonical and vLLM says that they do not depend on these. (Rows of the
+direct layout are not shared across parallel sizes, even where vLLM's own file tier would do so.)
 
-Weights are fingerprinted in the model's folder. A model that vLLM was given by its name on a hub has none here, for a
-tier hears neither the revision nor where the files lie: it needs a `model_tag`. So does one whose rotary embedding
-looks at the engine's --max-model-len (longrope): that is not heard, either.
+Weights are fingerprinted in the model's folder. A model named by its hub id needs a `model_tag`, because vLLM passes
+neither its revision nor its folder to a tier; so does one whose rotary embedding depends on the engine's
+--max-model-len (longrope), which vLLM does not pass either.
 
-What can't be told apart, since vLLM gives a tier its OffloadingConfig and no more: how the same folder is read
-(`load_format`, quantization while loading, `hf_overrides`, rope settings, a dtype of activations besides the KV's),
-weights of a draft model, processor arguments of images, attention backends that would lay out a block differently
-under one layout's name, and LoRA weights that change under one name and path (these two are in vLLM's hashes). Engines
-that differ in these need a `model_tag` each, or a root each.
+vLLM passes only its OffloadingConfig, so some differences cannot be detected: how the folder is read (`load_format`,
+quantization while loading, `hf_overrides`, rope settings, a dtype of activations besides the KV's), weights of a draft
+model, processor arguments of images, attention backends with another block layout under the same layout name, and LoRA
+weights that change under one name and path. Engines that differ in these need a `model_tag` each, or a root each.
 """
 
 from __future__ import annotations
@@ -42,7 +40,8 @@ FAMILY = "vllm-offloading"
 
 
 def host_of(config: Any, settings: Settings, row_bytes: int) -> ObjectHost:
-    """config: vLLM's OffloadingConfig. Raises ConfigError where the weights can't be told from others."""
+    """Return the identity of an engine. config: vLLM's OffloadingConfig. Raises ConfigError if the weights cannot be
+    identified."""
     facts = layout_of(config) | {"row_bytes": row_bytes}
     if settings.model_tag is None:
         facts["weights"] = _weights(config.model.name)
@@ -50,7 +49,7 @@ def host_of(config: Any, settings: Settings, row_bytes: int) -> ObjectHost:
 
 
 def layout_of(config: Any) -> dict[str, Any]:
-    """What decides which bytes of a row mean what. config: vLLM's OffloadingConfig."""
+    """Return the facts that define the meaning of a row's bytes. config: vLLM's OffloadingConfig."""
     parallel = config.parallel
     is_portable = config.canonical_layout and parallel.is_parallelism_agnostic
     sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
@@ -77,12 +76,12 @@ def _canonical_format(config: Any) -> str:
 
 def _weights(name: str) -> str:
     if not os.path.isdir(name):
-        fix = f"vLLM tells its tiers a model's name and no revision, and {name!r} is no folder whose weights could be"
+        fix = f"vLLM passes its tiers a model's name and no revision, and {name!r} is no folder whose weights could be"
         raise ConfigError("model_tag", None, f"{fix} fingerprinted; set it to a name that changes when the weights do")
     fingerprint = weights_fingerprint(Path(name), FINGERPRINTS)
     config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
     for kind in LENGTH_DEPENDENT_ROPES.intersection(_ropes(config)):
-        fix = f"positions of this model ({kind}) depend on --max-model-len, which vLLM does not tell its tiers"
+        fix = f"positions of this model ({kind}) depend on --max-model-len, which vLLM does not pass to its tiers"
         raise ConfigError("model_tag", None, f"{fix}; set it to a name that changes with that and with the weights")
     for architecture in config.get("architectures") or ():
         check_sources(architecture, ModelRegistry)
@@ -90,7 +89,7 @@ def _weights(name: str) -> str:
 
 
 def _ropes(config: Any, is_rope: bool = False) -> Iterator[str]:
-    """Kinds of rotary embeddings that a model's config.json names, for all of the model or for a part of it."""
+    """Yield the kinds of rotary embeddings in a config.json, of the whole model or of a part of it."""
     for name, value in config.items() if isinstance(config, dict) else ():
         if is_rope and name in ("rope_type", "type"):
             yield str(value)

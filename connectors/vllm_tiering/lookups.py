@@ -1,7 +1,8 @@
-"""Lookups of a scheduler that must not wait: asked key by key within a step, sent as one question at its end.
+"""StepLookups: lookups of a scheduler that must not wait, collected key by key in a step and sent in one batch at its
+end.
 
-Who asks hears None until an answer has come, then whether the key is there, for as long as a request holds the key.
-Everything here is the scheduler's thread's, but for the question itself, whose answer comes through a queue.
+A key is unknown (None) until an answer arrives, then present or absent for as long as a request holds it. All state
+belongs to the scheduler's thread; answers arrive through a queue.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from functools import partial
 
 from kvtier.runtime.threads import Jobs
 
+# Answers for all keys at once, as a job that may wait. It must not raise: a lookup that fails is a miss.
 Exists = Callable[[Sequence[bytes]], list[bool]]
-"""Answers for all keys at once; runs as a job, and may wait. A lookup that fails is a miss, so it must not raise."""
 
 
 @dataclass(slots=True)
 class _KeyLookup:
-    """is_there: None while nothing has answered. requests: who holds it."""
+    """is_there: None while unanswered. requests: ids of those that hold the key."""
 
     since_s: float
     is_there: bool | None = None
@@ -28,10 +29,12 @@ class _KeyLookup:
 
 
 class StepLookups:
+    """Key lookups by step. Called from the scheduler's thread only."""
+
     def __init__(
         self, exists: Exists, jobs: Jobs, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """timeout_s: a key that has no answer by then is a miss (I10)."""
+        """Take the lookup function. timeout_s: a key without an answer by then is a miss (I10)."""
         self._exists = exists
         self._jobs = jobs
         self._timeout_s = timeout_s
@@ -43,7 +46,7 @@ class StepLookups:
         self._is_new_step = True
 
     def ask(self, key: bytes, request_id: str) -> bool | None:
-        """Whether the key is there; None: not known yet, ask again in a later step."""
+        """Return True if the key is present; None: unknown, ask again in a later step."""
         if self._is_new_step:  # within a step answers do not change
             self._take_answers()
             self._is_new_step = False
@@ -58,14 +61,14 @@ class StepLookups:
         return question.is_there
 
     def end_step(self) -> None:
-        """Sends what is new, in one question; what finds no room in the queue, at the end of a later step."""
+        """Send the new keys in one batch; if the queue is full, at the end of a later step."""
         self._is_new_step = True
         keys, self._unsent = [key for key in self._unsent if key in self._questions], []
         if keys and not self._jobs.submit(partial(self._answer, keys)):
             self._unsent = keys
 
     def mark_missing(self, keys: Iterable[bytes]) -> None:
-        """They are not there, or not good: requests that hold them are not sent there again (I11)."""
+        """Mark keys as absent or corrupt: requests that hold them do not load them again (I11)."""
         for key in keys:
             if key in self._questions:
                 self._questions[key].is_there = False
@@ -74,7 +77,7 @@ class StepLookups:
         self.mark_missing(self._questions)
 
     def forget(self, request_id: str) -> None:
-        """It has ended."""
+        """Drop an ended request."""
         for key in self._of_request.pop(request_id, ()):
             question = self._questions[key]
             question.requests.discard(request_id)

@@ -3,18 +3,18 @@
     "secondary_tiers": [{"type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm_tiering",
                          "config": "/etc/kvtier/kvtier.yaml"}]
 
-Tested with vLLM 0.32.0 and 0.33.0, which call this interface experimental; a release without it is refused. Where one
-can choose, kvtier.connectors.vllm is the shorter way: there KV goes from storage to the GPU past a CPU tier, and keys
-are kvtier's.
+Tested with vLLM 0.32.0 and 0.33.0, which call this interface experimental; a release without it is refused. Where both
+are possible, kvtier.connectors.vllm has the shorter path: KV moves between storage and GPU without a CPU tier, under
+kvtier's own keys.
 
-One object is one row of the CPU tier, under vLLM's own block hash and group, behind the hash that all of vLLM's chains
-begin with. That hash tells algorithm and seed: engines share where both are equal, so with xxhash, which vLLM seeds at
-random, only where PYTHONHASHSEED is set. What else must be equal, and what can't be told: identity.
+An object is one row of the CPU tier, under vLLM's block hash and group, prefixed by the initial hash of all of vLLM's
+chains. That hash depends on algorithm and seed: engines share objects if both are equal, so with xxhash, which vLLM
+seeds at random, only if PYTHONHASHSEED is set. The identity module lists what else must be equal.
 
-vLLM calls from its scheduler's thread, so nothing here waits but `drain_jobs` and `shutdown`. It drains when its cache
-is reset, as after new weights: from then on this engine neither finds nor leaves anything in what it shared before.
-A request's cache_salt is in vLLM's hashes, but no tier hears it: tenants are accounted by a "cache_salt" in the
-request's `kv_transfer_params`. There are no KV events: what others evict from here would never be announced.
+vLLM calls from its scheduler's thread, so only `drain_jobs` and `shutdown` wait. vLLM drains when its cache is reset,
+as after new weights: from then on this engine neither finds nor writes objects under the keys that it shared before. A
+request's cache_salt is in vLLM's hashes but not passed to tiers: tenants are accounted by a "cache_salt" in the
+request's `kv_transfer_params`. There are no KV events: evictions by other engines could not be announced.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import vllm
 
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.objects.store import Object, ObjectTier, settings_of
+from kvtier.connectors.vllm.metrics import FAULTS
+from kvtier.connectors.vllm.metrics import HELP as COUNTER_HELP
 from kvtier.connectors.vllm.platform import join_log
 from kvtier.connectors.vllm_tiering.identity import host_of
 from kvtier.connectors.vllm_tiering.lookups import StepLookups
@@ -50,35 +52,35 @@ except ImportError as lacking:
 
 log = logging.getLogger("kvtier")
 
+# the scheduler's half, without a GPU: 0.32.0 by the tests, 0.33.0 once by hand with the same tests
 TESTED_VERSIONS = ("0.32.0", "0.33.0")
-"""Their scheduler's half, without a GPU: 0.32.0 by the tests, 0.33.0 once by hand with the same tests."""
 LOAD_THREADS, SAVE_THREADS = 4, 2
-TASKS_MAX = 1024  # tasks that wait, of each kind; a further one fails at once. vLLM makes one for a request's step
-LOADS_MAX = TASKS_MAX // 2  # loads that wait before hits are asked for again; those of this step still find room
+TASKS_MAX = 1024  # queued jobs of each kind; a further one fails at once. vLLM makes one for each request and step
+LOADS_MAX = TASKS_MAX // 2  # queued loads from which on hits are deferred; those of this step still find room
 
 REFUSED = "refused_chunks_queue_full"
-FAULTS = "faults"
 PREFIX = "vllm:kv_offload_kvtier_"
-HELP: Mapping[str, str] = {
-    metrics.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
-    metrics.GONE_CHUNKS: "Chunks whose segment file, or its end, was gone: evicted meanwhile, removed or cut short.",
-    metrics.AWAY_CHUNKS: "Chunks whose file was missing on shared storage though the index has it: kept, a miss.",
-    metrics.REREAD_CHUNKS: "Chunks read again through a new descriptor, because other nodes' writes may show late.",
-    metrics.STALE_READS: "Chunks that were not as written when read again: a miss, looked at once more a second later.",
-    metrics.LOAD_FAILURES: "Loads from kvtier that failed in part or whole; what was not loaded is computed.",
-    metrics.INDEX_ERRORS: "Operations that kvtier's index did not answer.",
-    metrics.SKIPPED_NO_SPACE: "Chunks not stored because there was no space.",
-    metrics.SKIPPED_QUOTA: "Chunks not stored because their tenant or namespace is at its quota.",
-    metrics.SKIPPED_FAILED: "Chunks not stored because writing them failed.",
-    metrics.EVICTED_BYTES: "Bytes of segment sets that this engine evicted.",
-    REFUSED: "Chunks not stored or loaded because too much waited already.",
-    FAULTS: "Faults of kvtier that were turned into misses.",
-}
-"""Counters that vLLM exports, under PREFIX and with _total behind them."""
+# Counters that vLLM exports, with PREFIX before and _total behind the name.
+SHARED_COUNTERS = (
+    metrics.CHECKSUM_FAILURES,
+    metrics.GONE_CHUNKS,
+    metrics.AWAY_CHUNKS,
+    metrics.REREAD_CHUNKS,
+    metrics.STALE_READS,
+    metrics.LOAD_FAILURES,
+    metrics.INDEX_ERRORS,
+    metrics.SKIPPED_NO_SPACE,
+    metrics.SKIPPED_QUOTA,
+    metrics.SKIPPED_FAILED,
+    metrics.EVICTED_BYTES,
+    FAULTS,
+)
+HELP = {name: COUNTER_HELP[name] for name in SHARED_COUNTERS}
+HELP[REFUSED] = "Chunks not stored or loaded because too many jobs were queued already."
 
 
 class _Ended(NamedTuple):
-    """A task of vLLM's: of each key whether it went well."""
+    """An ended job of vLLM, with the result of each key."""
 
     job: TransferJob
     results: list[bool]
@@ -86,6 +88,8 @@ class _Ended(NamedTuple):
 
 
 class KVTierSecondaryTier(SecondaryTierManager):
+    """Secondary tier of vLLM. Called from the scheduler's thread; jobs run on threads of their own."""
+
     medium: ClassVar[Medium] = Medium.STORAGE
 
     def __init__(
@@ -97,10 +101,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
         config: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes what stands in `secondary_tiers`; an unknown key is a TypeError. Raises ConfigError.
+        """Take an entry of `secondary_tiers`; an unknown key is a TypeError. Raises ConfigError.
 
-        primary_kv_view: (n_chunks, row bytes), the CPU tier that this process shares with the workers.
-        config: a YAML file of kvtier's settings. settings: these, which win over that file and the environment.
+        primary_kv_view: (n_chunks, row bytes), the CPU tier that this process shares with the workers. config: a YAML
+        file of kvtier's settings. settings: these override that file and the environment.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         join_log()
@@ -135,8 +139,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._of_before.discard(req_context.req_id)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """RETRY until the index has answered, which it is asked at the end of the step, and while there is no room for
-        another load: vLLM would take one that is refused for a fault."""
+        """Return RETRY until the index has answered, which is queried at the end of the step, and while there is no
+        room for another load: vLLM treats a refused load as a fault."""
         is_there = self._lookups.ask(key, req_context.req_id)
         if is_there is None or (is_there and self._loads.pending() >= LOADS_MAX):
             return LookupResult.RETRY
@@ -146,7 +150,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._lookups.end_step()
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        if job_metadata.req_context.req_id in self._of_before:  # its KV is partly of what there was before a reset
+        if job_metadata.req_context.req_id in self._of_before:  # part of its KV was computed before a reset
             self._fail(job_metadata)
         else:
             self._begin(self._saves, self._store, job_metadata)
@@ -155,7 +159,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._begin(self._loads, self._load, job_metadata)
 
     def get_finished_jobs(self) -> list[JobResult]:
-        """Of a load that failed in part, what came is kept; the rest is a miss for the requests that hold it."""
+        """Return ended jobs. Of a load that failed in part the loaded keys are kept; the others become misses for their
+        requests."""
         finished = []
         while not self._ended.empty():
             job, results, seconds = self._ended.get()
@@ -174,8 +179,11 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return finished
 
     def drain_jobs(self) -> None:
-        """Waits until nothing touches the CPU tier, which vLLM hands on after it, so there is no deadline but those of
-        the tasks; those that only wait fail when this takes long. Then begins an epoch of this engine's own."""
+        """Wait until no job touches the CPU tier, then begin an epoch of this engine's own.
+
+        vLLM reuses the CPU tier afterwards, so the only deadlines are those of the running jobs; queued jobs fail if
+        this takes long.
+        """
         for jobs in (self._saves, self._loads):
             while not jobs.drain(self._drain_s):
                 self._is_hurried = True
@@ -186,12 +194,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._lookups.mark_all_missing()
 
     def shutdown(self) -> None:
-        """Waits for tasks that are under way, for a few seconds at most; those that wait then are dropped."""
+        """Wait a few seconds for running jobs, then drop the queued ones."""
         for jobs in (self._saves, self._loads, self._asking):
             jobs.drain(self._drain_s)
             jobs.close()
         self._close_tier()
-        self._rows = np.empty((0, 0), dtype=np.uint8)  # vLLM unmaps its memory, which no view of ours may hold
+        self._rows = np.empty((0, 0), dtype=np.uint8)  # vLLM unmaps its memory, so no view may remain
 
     @contains_faults("closing the tier")
     def _close_tier(self) -> None:
@@ -202,7 +210,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return {PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in HELP.items()}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What came since the last call; None for nothing."""
+        """Return the growth of counters since the last call; None without any."""
         self._counted[FAULTS] += self._faults.take()
         total = self._tier.counters() | self._counted
         grown = {name: total[name] - self._reported.get(name, 0) for name in HELP if name in total}
@@ -244,7 +252,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return [Object(key, row, salt) for key, row in zip(self._own(list(job.keys)), rows, strict=True)]
 
     def _own(self, keys: Sequence[bytes]) -> list[bytes]:
-        """vLLM's keys behind what they depend on. It makes the first hash of all after its tiers."""
+        """Return vLLM's keys prefixed by the inputs that they lack. vLLM makes its initial hash after its tiers."""
         root = bytes(kv_cache_utils.NONE_HASH)
         before = bytes([len(root)]) + root + bytes([len(self._epoch)]) + self._epoch
         return [before + key for key in keys]

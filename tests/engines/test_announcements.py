@@ -273,7 +273,7 @@ def test_a_step_takes_no_more_than_it_asks_for() -> None:
 
 
 def test_beyond_what_is_remembered_the_longest_unused_is_taken_back() -> None:
-    telling = Telling(bounds=Bounds(told=3))
+    telling = Telling(bounds=Bounds(announced=3))
     put_set(telling.index, 1, range(4))
     telling.look_up(range(3))
     telling.look_up([0])
