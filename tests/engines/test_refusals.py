@@ -42,7 +42,7 @@ def settings(**changes: Any) -> Settings:
 def test_an_index_in_memory_where_workers_are_other_processes(backend: object, ranks: int) -> None:
     """It never had a hit, and nothing said why."""
     config = engine(parallel__distributed_executor_backend=backend, parallel__world_size=ranks)
-    with pytest.raises(ConfigError, match="index.kind = 'memory': it is seen by one process only"):
+    with pytest.raises(ConfigError, match="index.kind = 'memory': only one process sees it"):
         compatibility.check_engine(config, settings(index={"kind": "memory"}))
     compatibility.check_engine(config, settings())
 

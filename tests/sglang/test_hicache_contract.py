@@ -244,7 +244,7 @@ def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
     for changes, says in (
         ({"root": str(tmp_path)}, r"extra_config = .*'root'.*unknown keys of --hicache-storage-backend-extra-config"),
         ({"settings": 5}, "settings = 5: must be an object"),
-        ({"settings": settings | {"model_tag": None}}, "model_tag = None: .*the name it is served under"),
+        ({"settings": settings | {"model_tag": None}}, "model_tag = None: .*the model.s served name"),
         ({"settings": settings | {"codec": "fp8"}}, "codec = 'fp8': objects of sglang-hicache are kept as they are"),
         ({"settings": settings | {"capcity_bytes": "1GiB"}}, "capcity_bytes = .*unknown key; did you mean"),
     ):
@@ -271,7 +271,7 @@ def test_pools_that_cannot_be_kept_stop_the_start(tmp_path: Path, monkeypatch: p
         patch.setattr(MHATokenToKVPoolHost, "get_dummy_flat_data_page", refuses)
         made_with(config)
     monkeypatch.setattr(MHATokenToKVPoolHost, "_layer_shard_enabled", True, raising=False)
-    with pytest.raises(ConfigError, match="shared out to ranks"):
+    with pytest.raises(ConfigError, match="divided among ranks"):
         made_with(config)
 
 
