@@ -62,6 +62,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "kvtier.admin",
     "kvtier.arena",
     "kvtier.build",
+    "kvtier.cli",
     "kvtier.connectors",
     "kvtier.doctor",
     "kvtier.errors",

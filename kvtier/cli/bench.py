@@ -1,7 +1,6 @@
-"""`kvtier bench`: what the storage and the index of a root do on this machine, each beside its ceiling.
+"""`kvtier bench`: rates of the storage and the index of a root on this machine, each with its ceiling.
 
-A look, not a benchmark: those of benchmarks/ compare with other systems and say on which machine. Writes one file in
-the root and removes it.
+A quick estimate: benchmarks/ compares with other systems. Writes one file in the root and removes it.
 """
 
 from __future__ import annotations
@@ -30,18 +29,16 @@ from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root import Root
 from kvtier.storage.segments import direct_io_works
 
-LOOKUP_CHUNKS = 391
-"""Of a prompt of 100,000 tokens."""
+LOOKUP_CHUNKS = 391  # chunks of a prompt of 100,000 tokens
 LOOKUPS = 101
-SETS_MAX = 64
-"""Read to find so many chunks."""
+SETS_MAX = 64  # sets read to find that many chunks
 BYTES = 256 << 20
 BYTES_MAX = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """unit: bytes/s or s. share: of the ceiling that was reached."""
+    """unit: bytes/s or s. share: fraction of the ceiling that was reached."""
 
     what: str
     unit: str
@@ -121,7 +118,7 @@ def _lookups(opened: Opened) -> tuple[list[Figure], str]:
     if not keys:
         return [], "lookups: not measured, the index is empty"
     lookup_s = statistics.median(_taken_s(opened.index, keys))
-    # The least of all, for one key may be as quick as many where the index is in this process.
+    # The minimum, because one key may take as long as many if the index is in this process.
     trip_s = min(lookup_s, *_taken_s(opened.index, keys[:1]))
     kind = opened.settings.index.kind
     figure = Figure(
@@ -131,14 +128,14 @@ def _lookups(opened: Opened) -> tuple[list[Figure], str]:
 
 
 def _stored_keys(index: Index) -> list[bytes]:
-    """Chunks that a lookup finds, as many as LOOKUP_CHUNKS."""
+    """Return keys of up to LOOKUP_CHUNKS chunks that a lookup finds."""
     found: list[bytes] = []
     for info in index.sets()[:SETS_MAX]:
         waiting = [key for key, _ in index.members(info.set_id)]
         while waiting and len(found) < LOOKUP_CHUNKS:
             n_found = len(index.resolve(waiting))
             found += waiting[:n_found]
-            waiting = waiting[n_found + 1 :]  # the next one has not all its layers or heads
+            waiting = waiting[n_found + 1 :]  # the next chunk lacks layers or heads
     return list(dict.fromkeys(found))[:LOOKUP_CHUNKS]
 
 

@@ -1,7 +1,7 @@
-"""How fast records are written and read on a mount, beside what plain system calls of as many threads reach there.
+"""Rates of writing and reading records on a mount, compared with plain system calls of as many threads.
 
-Both move the same bytes of one scratch file, in turns, so that a storage whose rate wanders is unfair to neither. What
-the ring does more is kvtier's own: summing every slab, and comparing the sums.
+Both move the same bytes of one scratch file in turns, so that a storage whose rate varies favours neither. The ring
+additionally computes and compares the checksum of every slab.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ SLAB_BYTES, SLABS = 512 << 10, 16
 RECORD_BYTES = PAGE_BYTES + SLABS * SLAB_BYTES
 PLAIN_BYTES = 4 << 20
 ROUNDS = 3
-HANGS_S = 60.0
-FREE_SHARE = 4
-"""At most a fourth of what is free is written."""
+HANGS_S = 60.0  # deadline of one step, seconds
+FREE_SHARE = 4  # at most a fourth of the free space is written
 KEY = b"kvtier-bench-key"
 
 
 class MeasuredRates(NamedTuple):
-    """Bytes a second: medians over the rounds, and of plain system calls alone, a ceiling, the best one."""
+    """Bytes a second: medians over the rounds; of plain system calls, as a ceiling, the best round."""
 
     write: float
     plain_write: float
@@ -41,7 +40,7 @@ class MeasuredRates(NamedTuple):
 
 
 class WriteMode(NamedTuple):
-    """How segments are written: past the page cache, and flushed before they are published."""
+    """Write mode of segments. direct: past the page cache; flushes: flushed before they are published."""
 
     direct: bool
     flushes: bool
@@ -69,7 +68,7 @@ class Trial:
         return self._records * RECORD_BYTES
 
     def write(self, ring: Ring) -> float:
-        """Bytes a second. Raises OSError, TierUnavailable."""
+        """Return bytes a second. Raises OSError, TierUnavailable."""
         ops = [
             WriteOp(self._fd, number * RECORD_BYTES, buffer.address, SLAB_BYTES, SLABS, KEY, 0, 0)
             for number, buffer in enumerate(self._buffers)
@@ -80,7 +79,7 @@ class Trial:
         return self.n_bytes / seconds
 
     def read(self, ring: Ring) -> float:
-        """Every slab is compared with what was written."""
+        """Read, and compare every slab with its written checksum. Return bytes a second."""
         ops = [
             ReadOp(
                 self._fd,
@@ -99,7 +98,7 @@ class Trial:
         return self.n_bytes / seconds
 
     def plain(self, call: Callable[[int, list[memoryview], int], int]) -> float:
-        """`call`: os.pwritev or os.preadv."""
+        """Return bytes a second of plain calls. call: os.pwritev or os.preadv."""
         pieces = [
             (buffer, start, number * RECORD_BYTES + start)
             for number, buffer in enumerate(self._buffers)
@@ -132,10 +131,8 @@ class Trial:
 def measure(
     folder: Path, sizes: RingSizes, how: WriteMode, n_bytes: int, tell: Callable[[], None]
 ) -> tuple[MeasuredRates, int]:
-    """Return the rates, and how many bytes were moved each time. tell: called after each step of STEPS.
-
-    Raises OSError, TierUnavailable.
-    """
+    """Return the rates, and the bytes moved each time. tell: called after each step of STEPS. Raises OSError,
+    TierUnavailable."""
     disk = os.statvfs(folder)
     records = min(n_bytes, disk.f_bavail * disk.f_frsize // FREE_SHARE) // RECORD_BYTES
     if records < 1:
@@ -170,7 +167,7 @@ STEPS = ROUNDS * len(MeasuredRates._fields)
 
 
 def _run(ring: Ring, ops: list[WriteOp] | list[ReadOp] | list[FlushOp]) -> tuple[float, list[tuple[int, ...]]]:
-    """Seconds, and the checksums of each record."""
+    """Return the seconds taken, and the checksums of each record."""
     started_s = time.perf_counter()
     batch = ring.submit(ops)
     if not batch.wait(HANGS_S):
@@ -182,5 +179,5 @@ def _run(ring: Ring, ops: list[WriteOp] | list[ReadOp] | list[FlushOp]) -> tuple
         if result.error:
             raise OSError(result.error, os.strerror(result.error))
         if result.bad_slabs:
-            raise TierUnavailable("what was read is not what was written: the storage is broken")
+            raise TierUnavailable("the data read differ from the data written: the storage is broken")
     return seconds, [result.checksums for result in results]

@@ -1,9 +1,7 @@
-"""`kvtier check CONFIG.yaml`: whether an engine would start with these settings, and cache. Writes nothing.
+"""`kvtier check CONFIG.yaml`: check whether an engine would start with these settings, and cache. Writes nothing.
 
-Whether it starts goes by the checks of its own start. One whose Redis does not answer starts, and caches nothing until
-it does: that is status 1 here, as the answer is no.
-
-Shown are the settings that are set, then those that tell most of a deployment, as far as there is room.
+It runs the checks of an engine's own start. An engine whose Redis does not answer starts, but caches nothing until it
+does: that is status 1 here. Output: the settings that are set, then the most important others while there is room.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ from kvtier.storage.root import check_mount, check_reserve, check_space, find_ro
 from kvtier.storage.root_owner import Owner, check_claim, check_shared, default_index_path, read_owner, this_node
 
 SEGMENTS_MIN = 4  # capacity below which a warning is given, segments: the two of each rank leave half of it
-SHOWN_MAX = 18
-"""Settings, unless all are asked for: with what lies at the root and what may hurt, a screen of 25 lines."""
+SHOWN_MAX = 18  # settings printed without --all: with the state of the root, and warnings, a screen of 25 lines
 TELLING = (
     "capacity_bytes",
     "segment_bytes",
@@ -57,7 +54,7 @@ TELLING = (
 
 
 class CheckRequest(NamedTuple):
-    """config: the settings file, None where transfer names it. model: folder of the model; transfer: the JSON of vLLM's
+    """config: the settings file, None if transfer names it. model: folder of the model; transfer: JSON of vLLM's
     --kv-transfer-config."""
 
     config: Path | None
@@ -66,7 +63,8 @@ class CheckRequest(NamedTuple):
 
 
 class CheckResult(NamedTuple):
-    """root: state of root and index, by title. but: warnings. bad: why an engine would start and cache nothing."""
+    """root: state of root and index, by title. but: warnings. bad: reasons why an engine would start and cache
+    nothing."""
 
     root: dict[str, str]
     but: list[str]
@@ -108,8 +106,8 @@ def check(
 
 
 def run_check(asked: CheckRequest, as_json: bool, shows_all: bool) -> int:
-    """Print what an engine would use. Status 1 where it would not start, as one line on standard error says, or would
-    cache nothing."""
+    """Print the settings that an engine would use. Return 1 if it would not start (one line on standard error has the
+    reason) or would cache nothing."""
     try:
         settings = _settings(asked)
         settings.signing.signer()
@@ -141,7 +139,7 @@ def run_check(asked: CheckRequest, as_json: bool, shows_all: bool) -> int:
 
 
 def _settings(asked: CheckRequest) -> Settings:
-    """Raises ConfigError."""
+    """Load the settings. Raises ConfigError."""
     given = {} if asked.transfer is None else dict(read_transfer_config(asked.transfer))
     if asked.config is not None:
         if given.get("config") not in (None, str(asked.config)):
@@ -170,7 +168,7 @@ def _lines(settings: Settings, shows_all: bool) -> list[str]:
 
 
 def _leaves(model: BaseModel, before: str = "") -> Iterator[tuple[str, Any]]:
-    """("io.threads", 16) and so on."""
+    """Yield ("io.threads", 16) and so on."""
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):
@@ -180,7 +178,7 @@ def _leaves(model: BaseModel, before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shown(name: str, value: object) -> str:
-    """As in a settings file; sizes for people, too."""
+    """Write a value as in a settings file, with a readable size."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, tuple):  # of models; JSON is YAML
@@ -194,7 +192,7 @@ def _chosen_where_unset(settings: Settings) -> dict[str, str]:
 
 
 def _chosen(settings: Settings) -> dict[str, str]:
-    """What is used where a setting is left to be chosen."""
+    """Return the values that are used for settings left to be chosen."""
     sizes = sizes_for(file_system_of(settings.root).kind in IN_MEMORY, settings.io.threads, settings.io.piece_bytes)
     measured = "; with a GPU as measured" if settings.io.calibrate else ""
     arenas = {device: _shown("host.arena_bytes", n_bytes) for device, n_bytes in HOST_ARENA_BYTES.items()}
@@ -209,7 +207,7 @@ def _chosen(settings: Settings) -> dict[str, str]:
 
 
 def _look_at_rooms(settings: Settings) -> list[str]:
-    """What an engine starts with and may suffer from later. Raises ConfigError for what it can't start with."""
+    """Return warnings about space and memory. Raises ConfigError if an engine would not start."""
     memory = memory_here()
     n_bytes = settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"]
     check_host_arena(n_bytes, memory)
@@ -223,7 +221,7 @@ def _look_at_rooms(settings: Settings) -> list[str]:
 
 
 def _few_segments(capacity_bytes: int, segment_bytes: int) -> str:
-    """Return the warning for a capacity that segments which are being filled or kept ready take most of; "" else."""
+    """Return a warning if open and spare segments take most of the capacity; "" otherwise."""
     if capacity_bytes >= SEGMENTS_MIN * segment_bytes:
         return ""
     return (
@@ -234,7 +232,7 @@ def _few_segments(capacity_bytes: int, segment_bytes: int) -> str:
 
 
 def _beyond_the_whole_disk(settings: Settings) -> list[str]:
-    """Name a capacity that was set to more than the disk has in all: it is never reached, so it bounds nothing."""
+    """Return an error for a capacity set above the size of the disk: it is never reached, so it limits nothing."""
     disk = os.statvfs(place_of(settings.root))
     total_bytes = disk.f_blocks * disk.f_frsize
     if "capacity_bytes" not in settings.model_fields_set or settings.capacity_bytes <= total_bytes:
@@ -244,7 +242,7 @@ def _beyond_the_whole_disk(settings: Settings) -> list[str]:
 
 
 def _look_at_service(settings: Settings) -> list[str]:
-    """What stops `kvtier serve`, but no engine: on an engine's host its tokens may rightly be missing."""
+    """Return a reason that stops `kvtier serve`, but no engine: an engine's host may lack its tokens."""
     try:
         settings.server.check()
     except ConfigError as fault:
@@ -253,14 +251,15 @@ def _look_at_service(settings: Settings) -> list[str]:
 
 
 def _look_at_gpu(settings: Settings) -> None:
-    """Raises ConfigError for GPU memory on a host without a GPU. A driver that does not answer is doctor's to tell."""
+    """Refuse GPU memory on a host without a GPU. Raises ConfigError. `kvtier doctor` reports a driver that does not
+    answer."""
     if settings.hbm.arena_bytes or settings.hbm.staging_bytes:
         with suppress(ProbeFailed):
             settings.check_device(has_gpu=Host().probe("kvtier.doctor.probe", "driver") is not None)
 
 
 def _look_at_root(settings: Settings) -> CheckResult:
-    """What lies at the root, as far as looking tells. Raises ConfigError as an engine's start would."""
+    """Return the state of the root, read only. Raises ConfigError as an engine's start would."""
     path = settings.root
     nearest = place_of(path)
     folder = path / f"v{FORMAT_VERSION}"

@@ -1,4 +1,4 @@
-"""`kvtier check --model DIR`: whether kvtier serves the model with these settings, by its folder."""
+"""`kvtier check --model DIR`: check whether kvtier serves a model with these settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.storage.root import check_space
 
 
 def look_at_model(settings: Settings, folder: Path) -> str:
-    """Say what a chunk and a segment set of the model take, on one rank. Raises ConfigError where an engine would not
+    """Return the sizes of a chunk and a segment set of the model on one rank. Raises ConfigError if an engine would not
     start."""
     from kvtier.build import make_codec, set_shape  # with torch, which takes seconds
 

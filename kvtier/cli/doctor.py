@@ -1,4 +1,4 @@
-"""`kvtier doctor [PATH]`: one verdict a line, as each probe answers."""
+"""`kvtier doctor [PATH]`: print one verdict a line, as each probe answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A root's own index and its upkeep, as the commands that need no settings open them."""
+"""A root's own index and its maintenance, for commands that need no settings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvtier.storage.root_owner import is_recognised, read_owner, this_node
 
 
 def open_embedded(root: Root) -> LmdbIndex:
-    """Made where there is none yet. Raises ConfigError for a root whose index is of another kind or node,
-    IndexUnavailable."""
+    """Open the index, and create it if there is none. Raises ConfigError for a root whose index is of another kind or
+    node, IndexUnavailable."""
     if root.index_path is None:
         raise ConfigError("index.path", None, f"root {root.path} has no embedded index: there is nothing to rebuild")
     owner = read_owner(root.folder)
     if owner is None or not is_recognised(root.folder, owner, this_node()):
-        fix = f"the index of this root lies on node {owner.node if owner else '?'}: run this there"
+        fix = f"the index of this root is on node {owner.node if owner else '?'}: run this there"
         raise ConfigError("index.path", str(root.index_path), fix)
     index = LmdbIndex(str(root.index_path))
     try:

@@ -1,4 +1,4 @@
-"""`kvtier evict`: removes segment sets by size, age, namespace, tenant or prefix."""
+"""`kvtier evict`: remove segment sets by size, age, namespace, tenant or prefix."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _sets_of(given: PromptOptions, opened: Opened, namespace_id: bytes | None) -
 
 
 def _is_meant(planned: Evicted) -> bool:
-    """True where a person on the terminal says so. Raises NotDone."""
+    """Return True if the user confirms on the terminal. Raises NotDone otherwise."""
     if not sys.stdin.isatty():
         raise NotDone("there is no terminal to ask on: look with --dry-run, then say --yes")
     found = f"{counted(planned.n_sets, 'segment set')}, {size(planned.n_bytes)}"
@@ -164,7 +164,7 @@ def _print(done: Evicted) -> None:
 
 
 def _stays(kept: KeptSets) -> str:
-    """Says what stays, why, and what to do."""
+    """Say which sets stay, why, and what to do."""
     stays = f"{counted(kept.n_sets, 'segment set')} stay{'s' if kept.n_sets == 1 else ''}, {size(kept.n_bytes)}: "
     if kept.why == "pinned":
         return f"{stays}pinned (kvtier pin lists the pins; with --all, --include-pinned evicts these, too)"

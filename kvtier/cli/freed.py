@@ -1,4 +1,4 @@
-"""Space that is really free after sets were evicted, and the processes of this node that still hold some of it."""
+"""Space that is free after an eviction, and processes of this node that hold some of it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def free_bytes(folder: Path) -> int:
 
 
 def wait_until_free(folder: Path, before_bytes: int, n_bytes: int, clock: Callable[[], float] = time.monotonic) -> int:
-    """Return how much of `n_bytes` became free since the disk of `folder` had `before_bytes`. Waits for all of it at
-    most SHOW_TIMEOUT_S: engines close the files of evicted sets within seconds, and some file systems free late."""
+    """Return how much of `n_bytes` became free since the disk of `folder` had `before_bytes`. Waits at most
+    SHOW_TIMEOUT_S: engines close the files of evicted sets within seconds, and some file systems free late."""
     ends_s = clock() + SHOW_TIMEOUT_S
     while True:
         freed_bytes = min(n_bytes, max(0, free_bytes(folder) - before_bytes))
@@ -32,8 +32,8 @@ def wait_until_free(folder: Path, before_bytes: int, n_bytes: int, clock: Callab
 
 
 def holders(folder: Path, proc: Path = Path("/proc")) -> list[str]:
-    """Return "name (pid N)" of each process of this node that this user may look at and that has an unlinked file of
-    `folder` open."""
+    """Return "name (pid N)" of each process of this node, readable by this user, that has an unlinked file of `folder`
+    open."""
     below = f"{folder.resolve()}/"
     found = []
     for process in proc.glob("[0-9]*"):
@@ -45,7 +45,7 @@ def holders(folder: Path, proc: Path = Path("/proc")) -> list[str]:
 
 
 def _link(path: str) -> str:
-    """Return "" for a descriptor that was closed just now."""
+    """Return the target of a link, "" for a descriptor closed just now."""
     try:
         return os.readlink(path)
     except OSError:

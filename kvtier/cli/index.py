@@ -23,12 +23,11 @@ from kvtier.maintenance.sweeper import Housekeeper, Rebuilt
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.storage.root import NOTES_FOLDER, Root, open_root
 
-OTHERS_TIMEOUT_S = 60.0
-"""A rebuild waits so long for an engine's sweep; a killed engine's lease runs out sooner."""
+OTHERS_TIMEOUT_S = 60.0  # longest wait for an engine's sweep, seconds; the lease of a killed engine expires sooner
 
 
 class OpenedIndex(NamedTuple):
-    """where: what people call it."""
+    """where: its name in messages."""
 
     root: Root
     opened: Index
@@ -95,7 +94,7 @@ def _print(root: Root, where: str, found: Agreement) -> None:
 
 @contextmanager
 def _index_of(path: Path | None, config: Path | None) -> Iterator[OpenedIndex]:
-    """Raises ConfigError, IndexUnavailable."""
+    """Open the index of a target. Raises ConfigError, IndexUnavailable."""
     place = find_place(path, config)
     root, settings = place.root, place.settings
     if settings.index.kind == "redis":
@@ -113,7 +112,7 @@ def _index_of(path: Path | None, config: Path | None) -> Iterator[OpenedIndex]:
 
 
 def _rebuild(index: Index, root: Root) -> Rebuilt:
-    """Waits for an engine's sweep to end. Raises IndexUnavailable when it does not."""
+    """Rebuild the index once no engine sweeps. Raises IndexUnavailable if one does for too long."""
     keeping = housekeeper(index, root)
     deadline = time.monotonic() + OTHERS_TIMEOUT_S
     while (rebuilt := _rebuild_once(keeping)) is None:

@@ -1,4 +1,4 @@
-"""`kvtier lookup`: how much of a prompt is stored, and where."""
+"""`kvtier lookup`: the stored part of a prompt, and its location."""
 
 from __future__ import annotations
 

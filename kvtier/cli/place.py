@@ -1,10 +1,10 @@
-"""Place that a command works on: a root by its folder, or a deployment by its settings.
+"""Target of a command: a root by its folder, or a deployment by its settings.
 
     kvtier stats /mnt/kv                    the folder alone: its content
     kvtier stats /etc/kvtier.yaml           the deployment: its index, capacity, engines
     kvtier stats --config /etc/kvtier.yaml  the same; so is KVTIER_CONFIG
 
-Capacity, quotas, tenants and a Redis index are in the settings alone, so commands that depend on them ask for these.
+Capacity, quotas, tenants and a Redis index are in the settings alone, so commands that depend on them require these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 @dataclass(frozen=True)
 class CommandTarget:
-    """Settings and root. is_bare: only a folder was named, and no settings belong to it."""
+    """Target of a command: settings and root. is_bare: only a folder was named, without settings."""
 
     settings: Settings
     root: Root
@@ -70,7 +70,7 @@ def refuse_missing_file(path: Path | None) -> None:
 
 
 def find_place(path: Path | None, config: Path | None) -> CommandTarget:
-    """Find what a command works on, without writing anything. Raises ConfigError."""
+    """Find the target of a command. Writes nothing. Raises ConfigError."""
     if path is not None and path.is_file():
         if config is not None:
             raise ConfigError("config", str(config), f"{path} is a settings file too: leave one of them out")
@@ -89,14 +89,16 @@ def find_place(path: Path | None, config: Path | None) -> CommandTarget:
 
 @contextmanager
 def deployment(path: Path | None, config: Path | None, needs_settings: bool = True) -> Iterator[Opened]:
-    """Open the root with its index. needs_settings: a folder alone will not do. Raises ConfigError,
-    IndexUnavailable and NotDone."""
+    """Open the root with its index. needs_settings: refuse a folder alone. Raises ConfigError, IndexUnavailable,
+    NotDone."""
     place = find_place(path, config)
     if place.is_bare and needs_settings:
         fix = "what may stay depends on the capacity, quotas and pins in the engines' settings: add --config FILE"
         raise ConfigError("config", None, fix)
     if place.is_bare and place.root.index_path is None:
-        raise ConfigError("config", None, f"no index lies at {place.root.path}: name the settings with --config FILE")
+        raise ConfigError(
+            "config", None, f"there is no index at {place.root.path}: name the settings with --config FILE"
+        )
     opened = open_for_admin(place.settings)
     try:
         yield opened

@@ -1,7 +1,7 @@
-"""`kvtier plan --model DIR --gpu-memory 141GB`: what KV of a model takes, fits and costs. Computed, nothing measured.
+"""`kvtier plan --model DIR --gpu-memory 141GB`: size, capacity and cost of a model's KV. Computed, nothing measured.
 
-Sizes are as in settings ("141GB" counts in 1000s, "64GiB" in 1024s); rates are sizes a second ("2GB/s"), or
-bits ("16Gbit/s").
+Sizes are as in settings ("141GB" counts in 1000s, "64GiB" in 1024s); rates are sizes a second ("2GB/s"), or bits
+("16Gbit/s").
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ _RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.I
 LOAD_OVERHEAD = "0.02"
 GPU_BYTES_MIN = 1 << 30  # least memory of a GPU, bytes
 PLAIN_BYTES_MIN = 1 << 20  # least size without a unit, bytes: 40 is meant as 40 GiB
-BYTES_MAX, DIGITS_MAX = (
-    1 << 60,
-    15,
-)  # largest size and longest count; larger ones are slips, beyond floats
+BYTES_MAX, DIGITS_MAX = 1 << 60, 15  # largest size, and digits of the largest count; more is a slip
 STEP_TOKENS = 8192  # vLLM's usual max_num_batched_tokens of a server on a large GPU
 
 
@@ -162,7 +159,7 @@ def _gpu_bytes(option: str, text: str) -> int:
 
 
 def _rate(option: str, text: str) -> float:
-    """Bytes a second; bits are said in full, for "Gb" is written for either."""
+    """Read a rate, as bytes a second. Bits need their full name, because "Gb" is written for either."""
     found = _RATE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(option, text, 'it must be a size a second, such as "2GB/s", or in bits "16Gbit/s"')
@@ -177,7 +174,7 @@ def _rate(option: str, text: str) -> float:
 
 
 def _rate_at(option: str, text: str) -> tuple[float, int]:
-    """(tokens a second, of a prompt of so many tokens)"""
+    """Read (tokens a second, length of the prompt in tokens)."""
     rate, at, tokens = text.partition("@")
     if not at:
         raise ConfigError(option, text, "name the length too, as 40000@8192: long prompts are slower a token")

@@ -1,4 +1,4 @@
-"""A plan for people, and for programs."""
+"""Output of `kvtier plan`: text and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Column = tuple[str, Callable[[CodecPlan], str]]
 
 
 def plan_values(plan: CapacityPlan) -> dict[str, Any]:
-    """For JSON: the fields of `Plan`, and what follows from them."""
+    """Return the fields of a CapacityPlan, and figures derived from them, for JSON."""
     values = asdict(plan)
     del values["model"]["text"]
     experts = values["model"]["experts"]
@@ -76,7 +76,7 @@ def _facts(plan: CapacityPlan) -> Iterator[str]:
 
 
 def _staging(plan: CapacityPlan) -> str:
-    """Of codec raw, which takes the most."""
+    """Describe the memory left beside the staging of codec raw, which takes the most."""
     found = plan.codecs["raw"].staging
     left = plan.hbm.outside_bytes - found.n_bytes - found.spare_bytes
     rest = f"{size(left)} left" if left >= 0 else f"{size(-left)} too little"
@@ -104,7 +104,7 @@ def _sizes(plan: CapacityPlan) -> list[Column]:
 
 
 def _times(plan: CapacityPlan) -> list[Column]:
-    """Empty without a rate."""
+    """Return columns of times; none without a rate."""
     raw = plan.codecs["raw"]
     columns: list[Column] = []
     if raw.from_files_s is not None:
@@ -128,7 +128,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _together(refused: dict[str, str]) -> list[tuple[list[str], str]]:
-    """The codecs of each reason."""
+    """Group the codecs by reason."""
     reasons: dict[str, list[str]] = {}
     for name, reason in refused.items():
         reasons.setdefault(reason, []).append(name)

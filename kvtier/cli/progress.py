@@ -1,4 +1,4 @@
-"""Progress bar by rich, on standard error where that is a terminal."""
+"""Progress bar, on standard error if that is a terminal."""
 
 from __future__ import annotations
 

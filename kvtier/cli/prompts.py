@@ -1,4 +1,4 @@
-"""Options that several commands share: a namespace, and a prompt by its tokens or its text."""
+"""Options shared by commands: a namespace, and a prompt by its tokens or its text."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ SaltOption = Annotated[
 
 
 def prompt_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -> Prompt:
-    """Raises NotDone, NoTokenizer."""
+    """Read the prompt. Raises NotDone, NoTokenizer."""
     if options.tokens is not None:
         tokens = _tokens(_read(options.tokens), options.tokens)
     else:

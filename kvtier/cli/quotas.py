@@ -1,4 +1,4 @@
-"""`kvtier quota`: what a tenant or a namespace may take of the root."""
+"""`kvtier quota`: limits of tenants and namespaces."""
 
 from __future__ import annotations
 

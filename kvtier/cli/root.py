@@ -1,4 +1,4 @@
-"""The commands that look at a root: stats, verify."""
+"""Work of `kvtier stats` and `kvtier verify` on a root without its deployment."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def run_stats(root: Root, as_json: bool) -> int:
 
 
 def run_verify(root: Root, as_json: bool, index: Index | None = None, signer: Signer | None = None) -> int:
-    """index: an opened one that knows the root; None: the one that lies there, or else the record headers. signer: with
-    the secret of signed records; without it, and of another, their signatures are not checked."""
+    """Verify a root and print the findings. index: an open one; None: the root's own, or else one made from the record
+    headers. signer: has the secret of signed records; without it signatures are not checked."""
     started = time.monotonic()
     opened = _readable_index(root) if index is None else nullcontext(index)
     with opened as found, progress("verifying", SEGMENTS) as show:
@@ -52,7 +52,7 @@ def run_verify(root: Root, as_json: bool, index: Index | None = None, signer: Si
 
 @contextmanager
 def _readable_index(root: Root) -> Iterator[Index]:
-    """The root's index; where there is none here or it is empty, one in memory, made from the record headers."""
+    """Yield the root's index; if there is none here or it is empty, one in memory, made from the record headers."""
     embedded = _embedded_index(root)
     if embedded is not None:
         try:
@@ -68,7 +68,7 @@ def _readable_index(root: Root) -> Iterator[Index]:
 
 
 def _embedded_index(root: Root) -> Index | None:
-    """The root's own index, if it is here, can be opened and holds something."""
+    """Return the root's own index, if it is here, can be opened and has content."""
     if root.index_path is None or not is_of_this_boot(root.index_path):  # one of another boot would be emptied
         return None
     try:

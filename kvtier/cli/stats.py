@@ -1,4 +1,4 @@
-"""`kvtier stats`: what lies in a root; of a deployment also how its engines fare."""
+"""`kvtier stats`: content of a root; of a deployment also figures of its engines."""
 
 from __future__ import annotations
 
@@ -100,8 +100,7 @@ def _namespaces(seen: Snapshot) -> list[tuple[str, ...]]:
 
 
 def _tenants(seen: Snapshot) -> list[tuple[str, ...]]:
-    """Where there are none, everybody is without a label."""
-    if not any(row.label for row in seen.tenants):
+    if not any(row.label for row in seen.tenants):  # all engines and requests are without a label
         return []
     rows = [
         (

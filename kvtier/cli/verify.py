@@ -1,4 +1,4 @@
-"""`kvtier verify`: reads every record and checks every checksum, and signatures."""
+"""`kvtier verify`: read every record, and check every checksum and signature."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ export function makeTables() {
       { title: "TTFT saved", number: true, show: ({ report }) => format.seconds(report.ttft_saved_s) },
       { title: "HBM fill", number: true, show: ({ report }) => arenaText(report, "hbm") },
       { title: "Host fill", number: true, show: ({ report }) => arenaText(report, "host") },
-      { title: "Skipped", number: true, hint: "chunks that were not saved, though nobody else had saved them", show: (row) => format.count(row.skipped_chunks) },
+      { title: "Skipped", number: true, hint: "chunks that were not saved, although no other engine had saved them", show: (row) => format.count(row.skipped_chunks) },
       { title: "Errors", number: true, show: (row) => (row.errors ? h("span", { class: "bad-text" }, format.count(row.errors)) : "0") },
       { title: "Report", number: true, show: (row) => format.ago(row.age_s) },
     ]),
