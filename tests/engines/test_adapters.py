@@ -74,7 +74,7 @@ def test_files_that_changed_between_load_and_first_request_are_not_what_vllm_rea
     adapters.will_load(lora(path, number=3, name="c"))
     assert adapters.fingerprint(lora(path, number=1)) is None
     assert adapters.fingerprint(lora(path, number=3, name="c")) is not None
-    assert "changed after vLLM was told to load them" in caplog.text
+    assert "changed after vLLM began to load them" in caplog.text
 
 
 def test_one_number_under_two_names_has_the_weights_that_were_read_first(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_kv_dtype_that_a_plugin_has_registered_is_refused(name: str, monkeypat
     check_cache_dtype(name)
     handlers = {name: object()}
     monkeypatch.setattr(cache_config, "get_kv_cache_dtype_handler", handlers.get, raising=False)
-    with pytest.raises(ConfigError, match="a plugin of vLLM says"):
+    with pytest.raises(ConfigError, match="a plugin of vLLM defines"):
         check_cache_dtype(name)
 
 
