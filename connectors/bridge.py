@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvtier.connectors.faults import Faults, contains_faults
-from kvtier.connectors.kv_events import Unwatched, Watcher
+from kvtier.connectors.kv_events import Watcher
 from kvtier.connectors.tracked_request import BlockShape, IndexAnswer, IndexQuestion, Offer, RequestView, TrackedRequest
 from kvtier.index.async_lookup import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
@@ -83,7 +83,7 @@ class SchedulerBridge:
         self._answer_timeout_s = answer_timeout_s
         self._faults = faults
         self._clock = clock
-        self.watcher: Watcher = Unwatched()
+        self.watcher = Watcher()
         self.room = LoadRoom()
         self._requests: dict[str, TrackedRequest] = {}
         self._is_stopped = False

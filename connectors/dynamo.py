@@ -102,7 +102,8 @@ def events_of(changes: Sequence[Change], block_tokens: int, kind: str | None) ->
                 events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=GROUP))
             continue
         stored = _stored(change, name, block_tokens, kind)
-        if isinstance(last, BlockStored) and _continues(last, stored):
+        # Extra keys need no comparison: hashes that chain are of one prompt.
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == stored.parent_block_hash:
             last.block_hashes += stored.block_hashes
             last.token_ids += stored.token_ids
             last.extra_keys += stored.extra_keys
@@ -134,11 +135,6 @@ def _stored(change: Added, name: Callable[[bytes], bytes | int], block_tokens: i
         group_idx=GROUP,
         kv_cache_spec_kind=kind,
     )
-
-
-def _continues(last: BlockStored, following: BlockStored) -> bool:
-    # Extra keys need no comparison: hashes that chain are of one prompt.
-    return following.parent_block_hash is not None and last.block_hashes[-1] == following.parent_block_hash
 
 
 def _extras(request: Any, first_block: int, shape: BlockShape) -> list[tuple[Any, ...] | None]:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvtier.errors import Corrupt, KVTierError
 from kvtier.index.base import Index
@@ -54,35 +54,20 @@ Change = Added | Removed
 Describe = Callable[[str, int], ChunkBlocks | None]
 
 
-class Watcher(Protocol):
-    """Observer of chunks, called on the engine's scheduler thread. Its methods do not raise."""
+class Watcher:
+    """Observer of chunks, called on the engine's scheduler thread. This one does nothing."""
 
     def found(self, request_id: str, first_chunk: int, keys: Sequence[bytes], entries: Sequence[bytes]) -> None:
         """Note a lookup of `keys`, a request's chunks from `first_chunk` on: the first len(entries) of them are stored,
         and the next one is not (unless the index is failing)."""
-        ...
 
     def wanted(self, request_id: str, first_chunk: int, keys: Sequence[bytes]) -> None:
         """Note chunks of a request, from `first_chunk` on, that are to be saved unless they are stored already."""
-        ...
 
     def saved(self, done: Sequence[SaveDone]) -> None: ...
 
     def forget(self) -> None:
         """Note that no stored chunk can be loaded any more."""
-        ...
-
-
-class Unwatched:
-    """Watcher that does nothing."""
-
-    def found(self, request_id: str, first_chunk: int, keys: Sequence[bytes], entries: Sequence[bytes]) -> None: ...
-
-    def wanted(self, request_id: str, first_chunk: int, keys: Sequence[bytes]) -> None: ...
-
-    def saved(self, done: Sequence[SaveDone]) -> None: ...
-
-    def forget(self) -> None: ...
 
 
 class Bounds(NamedTuple):
@@ -114,7 +99,7 @@ class _Expected:
     is_ours: bool = True
 
 
-class Announcements:
+class Announcements(Watcher):
     """Watcher that queues changes for others.
 
     blocks: engine blocks of a chunk; writers: ranks that write a part of each chunk. `check` is called on any thread,

@@ -20,11 +20,11 @@ class RequestView:
     """
 
     request_id: str
-    tokens: Sequence[int]
-    prompt_tokens: int
-    extras: Mapping[int, bytes]
-    may_load: bool
-    may_save: bool
+    tokens: Sequence[int] = ()
+    prompt_tokens: int = 0
+    extras: Mapping[int, bytes] = field(default_factory=dict)
+    may_load: bool = False
+    may_save: bool = False
     tenant: str = ""
 
 

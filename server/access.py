@@ -17,17 +17,17 @@ BEARER = HTTPBearer(auto_error=False, description="One of the service's two toke
 
 DESCRIPTIONS = {
     400: "The request is malformed.",
-    401: "No token, or none of this service's.",
-    403: "The token is for looking only, or the request comes from another site's page.",
+    401: "No token, or an unknown one.",
+    403: "The token is read-only, or the request comes from another site's page.",
     404: "There is no such thing.",
     405: "There is no such method here.",
     408: "The request did not come in time.",
     409: "It cannot be done as things are.",
     413: "The request is too large.",
-    415: "The body is sent as something else than application/json.",
+    415: "The Content-Type of the body is not application/json.",
     421: "Without a token, the service answers to the names of loopback only.",
     422: "The request does not fit the schema.",
-    429: "Others are at it; try again.",
+    429: "Another operation is running; try again.",
     500: "A bug.",
     503: "The index or the storage does not answer; try again.",
     504: "The answer took too long.",
@@ -35,7 +35,7 @@ DESCRIPTIONS = {
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Documents these errors of a route, and those that any may have."""
+    """Document these errors of a route, and those that any route may return."""
     every = (400, 401, 403, 405, 408, 413, 421, 422, 500, 503, 504)
     schema = {"$ref": f"#/components/schemas/{Problem.__name__}"}
     return {
@@ -45,7 +45,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def no_parameters(request: Request) -> None:
-    """Refuses a query, for the route has none: a client that sends one expects an effect."""
+    """Refuse a query, because the route has none: a client that sends one expects an effect."""
     names = ", ".join(name[:WHERE_CHARS_MAX] for name in list(request.query_params)[:FIELD_ERRORS_MAX])
     if names:
         raise Refused(422, f"{request.url.path} takes no parameters in its query; unknown: {names}")

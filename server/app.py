@@ -1,4 +1,4 @@
-"""The application: routes, errors, the page, and what stands before them."""
+"""The application: routes, errors, the page, and the middleware before them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import RedirectResponse
-from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.types import ASGIApp
@@ -47,7 +46,7 @@ TAGS = [
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Everything, from the first byte of a request on."""
+    """Return the whole application."""
     settings = service.settings.server
     limited = TimeLimit(make_routes(service), settings.timeout_s)
     whole = WholeBody(limited, settings.body_bytes_max, settings.timeout_s)
@@ -56,7 +55,7 @@ def make_app(service: Service) -> ASGIApp:
 
 
 def make_routes(service: Service) -> FastAPI:
-    """Without what stands before them."""
+    """Return the application without middleware."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -77,7 +76,7 @@ def make_routes(service: Service) -> FastAPI:
         openapi_tags=TAGS,
         lifespan=life,
         redirect_slashes=False,
-        generate_unique_id_function=_name_of,
+        generate_unique_id_function=lambda route: route.name,
     )
     app.state.service = service
     add_handlers(app)
@@ -101,7 +100,8 @@ def make_routes(service: Service) -> FastAPI:
 
 
 def _document(app: FastAPI, has_tokens: bool) -> dict[str, Any]:
-    """With our own kind of error in place of FastAPI's, and a word of tokens only where there are any."""
+    """Return the OpenAPI document, with this service's errors instead of FastAPI's, and tokens only if they are
+    used."""
     document: dict[str, Any] = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes, tags=app.openapi_tags
     )
@@ -118,7 +118,3 @@ def _document(app: FastAPI, has_tokens: bool) -> dict[str, Any]:
             for operation in path.values():
                 operation.pop("security", None)
     return document
-
-
-def _name_of(route: APIRoute) -> str:
-    return route.name

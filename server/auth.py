@@ -1,9 +1,8 @@
 """Authentication: bearer tokens and two roles. Without tokens, every client on this machine has all rights.
 
-Without a token nothing but the address protects the service, and a browser on this machine reaches loopback for any
-web page that it shows. So then the Host header must name loopback (a page whose own name was made to mean 127.0.0.1
-brings that name), and a request that says it comes from another origin is refused. With tokens neither matters: a
-browser never adds them by itself.
+Without a token only the address protects the service, and a browser on this machine reaches loopback for any web page.
+So the Host header must then name loopback (a page whose own name resolves to 127.0.0.1 sends that name), and a request
+that names another origin is refused. With tokens neither is checked: a browser never adds them by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tokens:
-    """admin None: there are none at all."""
+    """The two tokens. admin None: no tokens at all."""
 
     admin: str | None = None
     read: str | None = None
@@ -43,14 +42,14 @@ class Tokens:
         return self.admin is not None
 
     def role_of(self, given: str) -> Role | None:
-        """Compared in the same time whatever is wrong with it."""
+        """Return the role of a token, compared in constant time."""
         is_admin = self.admin is not None and _equal(given, self.admin)
         is_reader = self.read is not None and _equal(given, self.read)
         return Role.ADMIN if is_admin else Role.READ_ONLY if is_reader else None
 
 
 def role_of(headers: Headers, path: str, tokens: Tokens) -> Role | None:
-    """Return the role of a request; None where tokens are not used. Raises Refused."""
+    """Return the role of a request; None if tokens are not used. Raises Refused."""
     if not tokens.are_used:
         _check_host(headers)
         _check_origin(headers)

@@ -1,8 +1,8 @@
-"""Bounds of a connection: how long it may take over each of its steps, and how many there may be.
+"""Limits of connections: deadlines of each step, and their number.
 
-uvicorn closes a connection that is idle after an answer. It waits without an end for the first request's head, for the
-rest of a head that was begun, for the rest of a body after the answer, and for a client that does not read.
-Its limit_concurrency refuses new connections where idle ones hold the limit, so that these would silence the service.
+uvicorn closes a connection that is idle after an answer. It waits without limit for the first request's head, for the
+rest of a head, for the rest of a body after the answer, and for a client that does not read. Its limit_concurrency
+refuses new connections while idle ones fill the limit, so that these could block the service.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ HANDSHAKE_S = 10.0  # a connection's TLS handshake; seconds
 
 
 class Connection(H11Protocol):
-    """A connection with deadlines. Where there is one too many, the one that has waited longest for a request's head
-    is closed in its place: a client that opens many without a request takes them from itself, or from similar clients.
-    """
+    """A connection with deadlines. Above the limit, the connection that has waited longest for a request's head is
+    closed: a client that opens many without a request takes them from itself or from similar clients."""
 
     connections_max: ClassVar[int]
     exchange_s: ClassVar[float]
@@ -49,11 +48,11 @@ class Connection(H11Protocol):
 
     @property
     def _is_waiting(self) -> bool:
-        """Between two requests, or with a part of a head."""
+        """Return True between two requests, or with a part of a head."""
         return self.cycle is None or self.cycle.response_complete
 
     def _watch(self) -> None:
-        """Starts the deadline of a step that has begun; further bytes of the same step do not prolong it."""
+        """Start the deadline of a new step; further bytes of the same step do not extend it."""
         if self.transport.is_closing():
             step: object = "close"
         else:
@@ -67,7 +66,7 @@ class Connection(H11Protocol):
         self._deadline = self.loop.call_later(timeout_s, self.transport.abort)
 
     def _make_room(self) -> None:
-        """Keeps the bounds of all connections, and of those from one address, which may have half of them."""
+        """Enforce the limits of all connections, and of those from one address, which may have half of them."""
         everyone = [other for other in self.connections if isinstance(other, Connection)]
         own = [other for other in everyone if other._host == self._host]
         if len(own) > max(1, self.connections_max // 2):
@@ -87,18 +86,18 @@ class Connection(H11Protocol):
 
     @property
     def _ends_s(self) -> float:
-        """The time of the deadline, by the loop's clock."""
+        """Return the deadline, by the loop's clock."""
         assert self._deadline is not None
         return self._deadline.when()
 
 
 def bounded(connections_max: int, timeout_s: float) -> type[Connection]:
-    """The protocol for uvicorn. timeout_s: of a request's body, of the beginning of its answer, and of the rest."""
+    """Return uvicorn's protocol class. timeout_s: of a request's body, of the start of its answer, and of the rest."""
     return type("BoundedConnection", (Connection,), {"connections_max": connections_max, "exchange_s": 3 * timeout_s})
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop whose servers wait less than a minute for a TLS handshake, which uvicorn has no option for."""
+    """Event loop whose servers wait less than a minute for a TLS handshake; uvicorn has no option for that."""
 
     async def create_server(  # type: ignore[override]
         self,

@@ -64,7 +64,7 @@ class SecurityHeaders:
 
 
 class HeadAsGet:
-    """Answers HEAD as the routes answer GET, without the body: load balancers and monitors probe with it."""
+    """Answers HEAD like GET without the body: load balancers and monitors use it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -104,7 +104,7 @@ def not_authenticated(conn: HTTPConnection, error: AuthenticationError) -> Respo
 # Not Starlette's RequestBodyLimitMiddleware: it has no deadline, answers in plain text, and lets a route that reads no
 # body do its work before it refuses the request.
 class WholeBody:
-    """Reads a request's body before anything is done with it: at most `bytes_max` of it, within `timeout_s`."""
+    """Reader of request bodies, before the routes: at most `bytes_max`, within `timeout_s`."""
 
     def __init__(self, app: ASGIApp, bytes_max: int, timeout_s: float) -> None:
         self._app = app
@@ -127,19 +127,19 @@ class WholeBody:
             return
         if body is None:
             return
-        is_told = False
+        is_replayed = False
 
         async def replay() -> Message:
-            nonlocal is_told
-            if is_told:
+            nonlocal is_replayed
+            if is_replayed:
                 return await receive()
-            is_told = True
+            is_replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, replay, send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """None when the client went away. Raises Refused."""
+        """Return the body; None if the client disconnected. Raises Refused."""
         too_large = Refused(413, f"a request may have {self._bytes_max} bytes", {"Connection": "close"})
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18:
@@ -160,8 +160,8 @@ class WholeBody:
 
 # Neither Starlette nor uvicorn has a deadline of answers.
 class TimeLimit:
-    """An answer that has not begun after `timeout_s` is given up. Its work ends by itself: what it waits for (index,
-    storage) has deadlines of its own, and a thread cannot be stopped."""
+    """Deadline of answers: one that has not begun after `timeout_s` is given up. Its work ends by itself: index and
+    storage have deadlines of their own, and a thread cannot be stopped."""
 
     def __init__(self, app: ASGIApp, timeout_s: float) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Errors as answers: one kind of document for all of them (RFC 9457), wherever in the service they arise."""
+"""Errors as answers: one kind of document for all of them (RFC 9457), anywhere in the service."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def problem(
 
 
 async def send_problem(scope: Scope, receive: Receive, send: Send, refused: Refused) -> None:
-    """For what stands before the routes."""
+    """Send a problem from the middleware."""
     await problem(refused.status, refused.detail, refused.headers)(scope, receive, send)
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Every exception that can leave a route becomes a problem. What is our own bug is logged by the server too."""
+    """Convert every exception that can leave a route to a problem. The server also logs bugs."""
     handlers: dict[Any, Any] = {
         Refused: _refused,
         HTTPException: _http,
@@ -97,8 +97,8 @@ async def _http(request: Request, error: HTTPException) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of all routes of this path: the exception knows only those of one. What no route has is a file of
-    the page."""
+    """Return the methods of all routes of this path: the exception has only those of one. Paths without a route are the
+    page's files."""
     methods: set[str] = set()
     for route in request.app.routes:
         if isinstance(route, Route) and route.path_regex.match(request.url.path):

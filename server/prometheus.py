@@ -1,5 +1,5 @@
-"""Figures as Prometheus reads them. Counters are each engine's own, by `worker`, so that a rate never sees a sum that
-falls because an engine ended. Every label has a bounded number of values."""
+"""Metrics in Prometheus' format. Counters are each engine's own, labelled by `worker`: a sum over engines would fall
+when an engine ends. Every label has a bounded number of values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_A_WORKER = ("worker", "host", "model")
 
 
 def exposition(seen: Snapshot | None) -> bytes:
-    """None: the index does not answer."""
+    """Return the text. seen: None if the index does not answer."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collected(seen))
     text: bytes = generate_latest(registry)
@@ -36,7 +36,7 @@ class _Collected(Collector):
     seen: Snapshot | None
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("kvtier_info", "Which kvtier this service is.", 1, version=VERSION)
+        yield _gauge("kvtier_info", "Release of this service.", 1, version=VERSION)
         yield _gauge("kvtier_index_up", "1 when the index answers.", 0 if self.seen is None else 1)
         if self.seen is not None:
             yield from _of_root(self.seen)
@@ -47,10 +47,10 @@ class _Collected(Collector):
 def _of_root(seen: Snapshot) -> Iterator[Metric]:
     capacity, index = seen.capacity, seen.index
     for name, text, value in (
-        ("kvtier_capacity_bytes", "What segment sets may reserve.", capacity.capacity_bytes),
-        ("kvtier_used_bytes", "What segment sets reserve: open ones with their whole size.", capacity.used_bytes),
-        ("kvtier_pinned_bytes", "What pins protect.", capacity.pinned_bytes),
-        ("kvtier_disk_free_bytes", "What is free on the root's disk.", capacity.disk_free_bytes),
+        ("kvtier_capacity_bytes", "Bytes that segment sets may reserve.", capacity.capacity_bytes),
+        ("kvtier_used_bytes", "Bytes that segment sets reserve: open ones with their whole size.", capacity.used_bytes),
+        ("kvtier_pinned_bytes", "Bytes that pins protect.", capacity.pinned_bytes),
+        ("kvtier_disk_free_bytes", "Free bytes on the root's disk.", capacity.disk_free_bytes),
         ("kvtier_high_watermark_ratio", "Above this part of the capacity, sets are evicted.", capacity.high_watermark),
         ("kvtier_low_watermark_ratio", "Down to this part of the capacity.", capacity.low_watermark),
         ("kvtier_index_chunks", "Chunks that the index knows.", index.chunks),
@@ -58,7 +58,11 @@ def _of_root(seen: Snapshot) -> Iterator[Metric]:
         ("kvtier_index_sets", "Segment sets that the index knows.", index.sets),
         ("kvtier_index_rebuilding", "1 while the index is read back from segments.", index.is_being_rebuilt),
         ("kvtier_workers", "Engines that give signs of life.", len(seen.workers)),
-        ("kvtier_unreadable_reports", "Notes in the index that are no reports.", seen.unreadable_reports),
+        (
+            "kvtier_unreadable_reports",
+            "Records in the index that are no valid reports.",
+            seen.unreadable_reports,
+        ),
         (
             "kvtier_read_ceiling_bytes_per_second",
             "Calibrated rate of the storage, over all hosts.",
@@ -67,8 +71,8 @@ def _of_root(seen: Snapshot) -> Iterator[Metric]:
     ):
         if value is not None:
             yield _gauge(name, text, value)
-    used = GaugeMetricFamily("kvtier_tier_used_bytes", "What chunks take in a tier.", labels=("tier",))
-    size = GaugeMetricFamily("kvtier_tier_size_bytes", "How large a tier is.", labels=("tier",))
+    used = GaugeMetricFamily("kvtier_tier_used_bytes", "Bytes of chunks in a tier.", labels=("tier",))
+    size = GaugeMetricFamily("kvtier_tier_size_bytes", "Size of a tier in bytes.", labels=("tier",))
     for tier in seen.tiers:
         used.add_metric((tier.tier,), tier.used_bytes)
         size.add_metric((tier.tier,), tier.size_bytes)
@@ -77,12 +81,12 @@ def _of_root(seen: Snapshot) -> Iterator[Metric]:
 
 def _of_shares(seen: Snapshot) -> Iterator[Metric]:
     labels = ("namespace", "model", "codec")
-    n_bytes = GaugeMetricFamily("kvtier_namespace_bytes", "What a namespace's segment sets reserve.", labels=labels)
+    n_bytes = GaugeMetricFamily("kvtier_namespace_bytes", "Bytes reserved by a namespace's sets.", labels=labels)
     for space in seen.namespaces[:NAMESPACES_MAX]:
         n_bytes.add_metric((space.id, space.model, space.codec), space.n_bytes)
-    of_tenant = GaugeMetricFamily("kvtier_tenant_bytes", "What a tenant's segment sets reserve.", labels=("tenant",))
+    of_tenant = GaugeMetricFamily("kvtier_tenant_bytes", "Bytes reserved by a tenant's sets.", labels=("tenant",))
     quota = GaugeMetricFamily(
-        "kvtier_tenant_quota_bytes", "What a tenant's segment sets may reserve.", labels=("tenant",)
+        "kvtier_tenant_quota_bytes", "Bytes that a tenant's sets may reserve.", labels=("tenant",)
     )
     for tenant in seen.tenants[:TENANTS_MAX]:
         of_tenant.add_metric((tenant.label,), tenant.n_bytes)
@@ -99,11 +103,11 @@ def _of_workers(workers: Sequence[Worker]) -> Iterator[Metric]:
         for worker in workers:
             counter.add_metric(_labels(worker), worker.report.counters.get(name, 0.0))
         yield counter
-    age = GaugeMetricFamily("kvtier_worker_report_age_seconds", "Since an engine's last report.", labels=OF_A_WORKER)
+    age = GaugeMetricFamily("kvtier_worker_report_age_seconds", "Age of an engine's last report.", labels=OF_A_WORKER)
     saved = GaugeMetricFamily(
         "kvtier_ttft_saved_seconds", "Time to first token that loads have saved, as estimated.", labels=OF_A_WORKER
     )
-    started = GaugeMetricFamily("kvtier_worker_start_time_seconds", "When an engine was started.", labels=OF_A_WORKER)
+    started = GaugeMetricFamily("kvtier_worker_start_time_seconds", "Start time of an engine.", labels=OF_A_WORKER)
     for worker in workers:
         age.add_metric(_labels(worker), worker.age_s)
         if worker.report.ttft_saved_s is not None:  # no prefill was timed yet
@@ -124,7 +128,7 @@ def _of_workers(workers: Sequence[Worker]) -> Iterator[Metric]:
 
 
 def _buckets(latency: Latency) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus has them."""
+    """Return Prometheus' cumulative buckets."""
     bounds = [*map(str, BOUNDS_S), "+Inf"]
     total, found = 0, []
     for bound, count in zip(bounds, latency.counts, strict=True):

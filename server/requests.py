@@ -1,5 +1,5 @@
-"""Bodies and parameters that the admin service takes. Unknown names are refused with the valid ones, and nothing in a
-body is converted: "5" is no number."""
+"""Bodies and parameters of the admin service. Unknown names are refused with the valid ones, and no value in a body is
+converted: "5" is no number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME_CHARS_MAX = 50  # of each of them, characters
 
 
 class Named(BaseModel):
-    """Values by name, of which no other name is taken."""
+    """Values by name; other names are refused."""
 
     @model_validator(mode="before")
     @classmethod
@@ -40,7 +40,7 @@ def _request(*examples: dict[str, JsonValue]) -> ConfigDict:
 
 
 def _whole(value: object) -> object:
-    """JSON has one kind of number: 3.0 is a whole one."""
+    """Convert 3.0 to 3: JSON has one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -64,7 +64,7 @@ Tenant = Annotated[
 
 
 class TokensToLookUp(Named):
-    """Token ids of a prompt. namespace null: in all of them."""
+    """Token ids of a prompt. namespace null: all namespaces."""
 
     model_config = _request(
         {"tokens": [128000, 791, 6864, 315, 9822, 374]},
@@ -76,7 +76,7 @@ class TokensToLookUp(Named):
 
 
 class TextToLookUp(Named):
-    """A prompt's text, where the tokenizer of the engines can be had on the service's machine."""
+    """A prompt's text, if the service's machine has the engines' tokenizer."""
 
     model_config = _request({"prompt": "The capital of France is"})
     prompt: Annotated[str, Field(max_length=1 << 22)]
@@ -85,7 +85,7 @@ class TextToLookUp(Named):
 
 
 def _kind(asked: object) -> str:
-    """Text only where there is no list of tokens, so that an answer speaks of one of the two."""
+    """Return the type of a lookup; text only without a list of tokens, so that errors name one of the two."""
     is_text = isinstance(asked, dict) and "prompt" in asked
     return (TextToLookUp if is_text else TokensToLookUp).__name__
 
@@ -125,7 +125,7 @@ class Eviction(Named):
 
 
 class Clearing(Named):
-    """All segment sets of a namespace, or of all. Those that a living engine fills stay."""
+    """Selects all segment sets of a namespace, or of all. Sets that a living engine fills stay."""
 
     model_config = _request({"namespace": _SPACE}, {"namespace": _SPACE, "include_pinned": True, "dry_run": False})
     namespace: HexId | None = None
@@ -150,7 +150,7 @@ class PinRequest(Named):
 
 
 class Quota(Named):
-    """quota_bytes null: as much as there is, whatever the settings say; 0: nothing. Else a segment set must fit."""
+    """quota_bytes null: unlimited, whatever the settings say; 0: none. Otherwise a segment set must fit."""
 
     model_config = _request({"quota_bytes": 500 << 30})
     quota_bytes: Bytes | None

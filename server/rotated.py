@@ -13,17 +13,17 @@ from kvtier.errors import ConfigError
 
 log = logging.getLogger("kvtier")
 
-LOOK_INTERVAL_S = 1.0  # between two looks at the files, seconds
+CHECK_INTERVAL_S = 1.0  # between two checks of the files, seconds
 
 T = TypeVar("T")
 _Stamp = tuple[int, int, int, int]
 
 
 class Rotated(Generic[T]):
-    """Value that `read` makes of files, read again after one of them changed. A file that cannot be used is logged and
-    the old value stays: a file that is being replaced must neither lock users out nor let all clients in.
+    """Value made by `read` from files, and made again after one of them changed. A file that cannot be used is logged,
+    and the old value stays: a file that is being replaced must neither lock users out nor admit all clients.
 
-    Called from one thread. read: raises ConfigError, at the first time too. what: for the log.
+    Called from one thread. read: raises ConfigError, at the first time too. what: its name in the log.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Rotated(Generic[T]):
         self._value = read()
 
     def now(self) -> T:
-        """Return the value; it may be LOOK_INTERVAL_S old."""
-        if self._files and self._clock() - self._looked_s >= LOOK_INTERVAL_S:
+        """Return the value; it may be CHECK_INTERVAL_S old."""
+        if self._files and self._clock() - self._looked_s >= CHECK_INTERVAL_S:
             self._looked_s = self._clock()
             stamps = self._look()
             if stamps != self._stamps:
@@ -64,7 +64,7 @@ class Rotated(Generic[T]):
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Return what changes with a file's content; None where it is gone or cannot be reached."""
+    """Return the part of stat that changes with a file's content; None if the file is gone or unreachable."""
     try:
         found = os.stat(path)
     except OSError:

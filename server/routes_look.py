@@ -39,7 +39,7 @@ JobId = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
 
 
 class SetQuery(Named):
-    """after: a set's id, as the page before said in `next_after`."""
+    """after: a set's id, `next_after` of the page before."""
 
     model_config = ConfigDict(extra="forbid")
     namespace: HexId | None = None

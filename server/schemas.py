@@ -1,7 +1,6 @@
-"""JSON answers of the admin service that are not answers of operations (kvtier.admin.answers).
+"""JSON answers of the admin service besides those of operations (kvtier.admin.answers).
 
-`Overview` is all that the dashboard needs in one call; the page asks for it every few seconds, and for `History` once
-when it opens.
+`Overview` has all figures of the dashboard: the page requests it every few seconds, and `History` once when it opens.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ANSWER = ConfigDict(frozen=True)
 
 
 class Problem(BaseModel):
-    """An error, as RFC 9457 has it."""
+    """An error (RFC 9457)."""
 
     model_config = _ANSWER
     type: str
@@ -38,7 +37,7 @@ class Problem(BaseModel):
 
 
 class FieldError(BaseModel):
-    """One thing that is wrong with a request. where: such as `body.tokens.3`."""
+    """One fault of a request. where: such as `body.tokens.3`."""
 
     model_config = _ANSWER
     where: str
@@ -51,8 +50,8 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    """is_ready: the index answers. to be rebuilt: it knows nothing of the segments, and the next engine that starts, or
-    `kvtier index rebuild`, reads it back from the segments."""
+    """is_ready: the index answers. to be rebuilt: it lacks the segments; the next engine that starts, or `kvtier index
+    rebuild`, reads them."""
 
     model_config = _ANSWER
     is_ready: bool

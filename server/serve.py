@@ -1,4 +1,4 @@
-"""`kvtier serve`: the service as a process."""
+"""Process of `kvtier serve`: settings, tokens, TLS, listener, uvicorn."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ log = logging.getLogger("kvtier")
 
 
 def run_serve(settings: Settings) -> int:
-    """Serve until a signal ends it. Return the exit status; raises ConfigError for settings that it cannot start
-    with."""
+    """Serve until a signal. Return the exit status. Raises ConfigError for settings that it cannot start with."""
     own = settings.server
     own.check()
     check_tls(own.tls_cert, own.tls_key)
     tokens = Rotated("tokens", (own.admin_token_file, own.read_token_file), lambda: Tokens(*own.tokens()))
-    listener = listen(settings)  # before the root, so that what refuses a start makes none
+    listener = listen(settings)  # before the root, so that a refused start creates none
     service = open_service(settings, tokens.now)
     config = uvicorn_config(service)
     server = uvicorn.Server(config)
     if own.tls_cert is not None and own.tls_key is not None:
         config.load()
-        service.looks.append(rotated_tls(config, own.tls_cert, own.tls_key).now)
+        service.periodic.append(rotated_tls(config, own.tls_cert, own.tls_key).now)
     print(f"kvtier serves {settings.root} at {address(settings, listener)}", file=sys.stderr, flush=True)
 
     def stop(number: int, frame: object) -> None:
@@ -56,7 +55,7 @@ def run_serve(settings: Settings) -> int:
 
 
 def open_service(settings: Settings, tokens: Callable[[], Tokens]) -> Service:
-    """Raises ConfigError for a root that cannot be opened. An index that is down is waited for."""
+    """Open the root. Raises ConfigError if that is impossible. An index that is down is waited for."""
     service = Service(settings, tokens, lambda: open_for_admin(settings))
     try:
         assert service.opened is not None
@@ -66,7 +65,7 @@ def open_service(settings: Settings, tokens: Callable[[], Tokens]) -> Service:
 
 
 def rotated_tls(config: uvicorn.Config, cert: Path, key: Path) -> Rotated[None]:
-    """Return what loads the certificate and its key again, for connections from then on."""
+    """Return a value that reloads the certificate and its key, for later connections."""
 
     def load() -> None:
         check_tls(cert, key)  # in a context of its own: where the two do not match, the one in use stays as it is
@@ -99,7 +98,7 @@ def uvicorn_config(service: Service) -> uvicorn.Config:
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
-    """Raises ConfigError when they cannot be used together."""
+    """Check that certificate and key match. Raises ConfigError."""
     if cert is None or key is None:
         return
     try:
@@ -114,8 +113,8 @@ def _no_password() -> str:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Raises ConfigError. It listens before anything is served: a port that is taken stops start-up, and who connects
-    as soon as the address is said waits instead of being refused."""
+    """Listen on the configured address. Raises ConfigError. Listening comes first: a port in use stops the start, and a
+    client that connects once the address is printed waits instead of being refused."""
     host, port = settings.server.host, settings.server.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

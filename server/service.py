@@ -1,7 +1,7 @@
-"""The service's state: the opened root, the verify jobs, and what it has seen of the engines. Never in the data path.
+"""State of the service: the opened root, the verify jobs, snapshots and history. Never in the data path.
 
-The index may be down when the service starts, and go away and come back while it runs: it is opened at the first
-request that needs it, and what fails is that request.
+The index may be down when the service starts, and go down and come back while it runs: it is opened by the first
+request that needs it, and only the requests that need it fail.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Clock = Callable[[], float]
 
 
 class Service:
-    """Thread-safe. open_root: may raise IndexUnavailable, then it is tried again later. clock: monotonic seconds."""
+    """Thread-safe. open_root: may raise IndexUnavailable, and is tried again later. clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -48,8 +48,7 @@ class Service:
     ) -> None:
         self.settings = settings
         self.tokens = tokens
-        self.looks: list[Callable[[], object]] = []
-        """Called now and then, on the thread of the event loop."""
+        self.periodic: list[Callable[[], object]] = []  # called periodically, on the thread of the event loop
         self.tokenizers = Tokenizers()
         self._open_root = open_root
         self._clock = clock
@@ -65,7 +64,8 @@ class Service:
 
     @property
     def opened(self) -> Opened:
-        """Raises IndexUnavailable; ConfigError when the root has become another one's."""
+        """Return the opened root. Raises IndexUnavailable; ConfigError if the root now belongs to another
+        deployment."""
         if self._opened is not None:
             return self._opened
         if not self._opening.acquire(timeout=OPENING_WAIT_S):
@@ -93,12 +93,12 @@ class Service:
 
     @property
     def verifying(self) -> Verifying:
-        """Raises IndexUnavailable."""
+        """Return the verify jobs. Raises IndexUnavailable."""
         assert self.opened is not None and self._verifying is not None
         return self._verifying
 
     def snapshot(self) -> Snapshot:
-        """At most FRESH_S old. Raises IndexUnavailable."""
+        """Return a snapshot at most FRESH_S old. Raises IndexUnavailable."""
         with self._lock:
             kept, changes = self._snapshot, self._changes
         if kept is not None and self._clock() - kept[0] < FRESH_S:
@@ -119,8 +119,8 @@ class Service:
         with self._lock:
             return list(self._history)
 
-    def look(self) -> None:
-        """Adds a point to the history; a time without an answer leaves a gap."""
+    def add_point(self) -> None:
+        """Add a point to the history; without an answer there is a gap."""
         try:
             seen = self.snapshot()
         except (KVTierError, OSError) as fault:
@@ -140,15 +140,15 @@ class Service:
             self._history.append(point)
 
     async def watch(self) -> None:
-        """Looks now and then, for ever."""
+        """Run the periodic tasks and add history points, for ever."""
         while True:
-            for look in self.looks:
-                look()
-            await run_in_threadpool(self.look)
+            for task in self.periodic:
+                task()
+            await run_in_threadpool(self.add_point)
             await asyncio.sleep(self.settings.server.history_s)
 
     def close(self) -> None:
-        """A root that is being opened is closed by who opens it, when that comes to an end."""
+        """Close the root. One that is being opened is closed by the opening thread."""
         with self._lock:
             self._is_closed = True
         if self._verifying is not None:

@@ -245,14 +245,11 @@ def settings_text(vllm_config: Any, has_tag: bool, has_draft: bool) -> str:
         "multimodal": _multimodal(getattr(model, "multimodal_config", None)),
         "lora": _lora(getattr(vllm_config, "lora_config", None), model),
         "draft": _draft_settings(vllm_config.speculative_config, model, load) if has_draft else {},
-        "environment": _environment(vllm.envs),
+        "environment": _named(vllm.envs, ENVIRONMENT)
+        | {name: False for name in ON_BY_DEFAULT if not getattr(vllm.envs, name, True)},
     }
     found |= {name: part for name, part in parts.items() if part}
     return canonical_text(found) if found else ""
-
-
-def _environment(envs: Any) -> dict[str, Any]:
-    return _named(envs, ENVIRONMENT) | {name: False for name in ON_BY_DEFAULT if not getattr(envs, name, True)}
 
 
 def _model_settings(model: Any, load: Any) -> dict[str, Any]:

@@ -80,11 +80,7 @@ def _cpu_packing(spec: Any, vllm_config: Any) -> str:
     except ImportError:
         raise ConfigError("platform", "cpu", "this vLLM does not say how it packs KV; use a tested version") from None
     cache = vllm_config.cache_config
-    known = {
-        "dtype": vllm_config.model_config.dtype,
-        "block_size": spec.block_size,
-        "head_size": spec.head_size,
-    }
+    known = {"dtype": vllm_config.model_config.dtype, "block_size": spec.block_size, "head_size": spec.head_size}
     taken = inspect.signature(_get_attn_isa).parameters
 
     def packing(cache_dtype: str) -> str:

@@ -209,7 +209,8 @@ class SchedulerHalf:
     def _rewritten(self, scheduled: Any) -> frozenset[int] | None:
         return rewritten_blocks(scheduled)
 
-    @contains_faults("reading a request", default=lambda self, request: _untouched(request.request_id))
+    # A request that cannot be read is neither loaded nor saved.
+    @contains_faults("reading a request", default=lambda self, request: RequestView(request.request_id))
     def _look(self, request: Any) -> RequestView:
         view = self._view(request)
         self._frontiers.track(request)
@@ -253,11 +254,6 @@ class SchedulerHalf:
             elif request_id in self._tables:
                 self._tables[request_id] += added[0]
         return True
-
-
-def _untouched(request_id: str) -> RequestView:
-    """Return the view of a request that is neither loaded nor saved."""
-    return RequestView(request_id, (), 0, {}, may_load=False, may_save=False)
 
 
 def _warn_at_start(vllm_config: Any, settings: Settings, saves: bool) -> None:

@@ -44,7 +44,8 @@ def print_plan(plan: CapacityPlan) -> None:
             rows = [(name, *(text(found) for _, text in columns)) for name, found in plan.codecs.items()]
             print_table([("codec", *(title for title, _ in columns)), *rows], right=range(1, len(columns) + 1))
     print(losses_line(plan.codecs))
-    for names, reason in _together(plan.refused | _not_fitting(plan)):
+    not_fitting = {name: found.staging.fault for name, found in plan.codecs.items() if found.staging.fault is not None}
+    for names, reason in _together(plan.refused | not_fitting):
         print(f"not with {', '.join(names)}: {reason}")
     print()
     for text in plan.assumptions:
@@ -81,10 +82,6 @@ def _staging(plan: CapacityPlan) -> str:
     left = plan.hbm.outside_bytes - found.n_bytes - found.spare_bytes
     rest = f"{size(left)} left" if left >= 0 else f"{size(-left)} too little"
     return f"less {size(found.n_bytes)} for kvtier's staging (raw) and {size(found.spare_bytes)} to spare: {rest}"
-
-
-def _not_fitting(plan: CapacityPlan) -> dict[str, str]:
-    return {name: found.staging.fault for name, found in plan.codecs.items() if found.staging.fault is not None}
 
 
 def _sizes(plan: CapacityPlan) -> list[Column]:

@@ -102,9 +102,10 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One layer's. heads: of queries. k_size, v_size: elements of a vector in the KV cache, v_size 0 for MLA.
+    """Attention of one layer. heads: of queries. k_size, v_size: elements of a vector in the KV cache, v_size 0 for
+    MLA.
 
-    qk_size, av_size: elements of a head that scores and outputs are worked out with. latent: None without MLA.
+    qk_size, av_size: elements of a head in the computation of scores and outputs. latent: None without MLA.
     """
 
     kind: AttentionKind
@@ -119,7 +120,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """MLA's ranks. q_rank None: queries are projected at once. rope_size: elements of K that hold positions."""
+    """Ranks of MLA. q_rank None: queries are projected at once. rope_size: elements of K that hold positions."""
 
     q_rank: int | None
     kv_rank: int
@@ -128,7 +129,8 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """size: inner size of one expert. shared_size: of those that every token takes. sparse: the layers with experts."""
+    """size: inner size of one expert. shared_size: of the experts that every token takes. sparse: layers with
+    experts."""
 
     n: int
     per_token: int
@@ -174,7 +176,7 @@ class ModelConfig:
 
 
 class _Values:
-    """The keys of one config.json. Every complaint names the file, the key and the value."""
+    """Keys of one config.json. Every refusal names the file, the key and the value."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self._path = path
@@ -205,7 +207,7 @@ class _Values:
         return value
 
     def natural(self, key: str) -> int:
-        """A whole number that may be 0, as it is where the file has none."""
+        """Return a whole number, 0 if the file has none."""
         return self.number(key) if self._values.get(key) else 0
 
     def refuse(self, reason: str) -> NoReturn:
@@ -250,7 +252,7 @@ def read_model(folder: Path) -> ModelConfig:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Raises ConfigError."""
+    """Read a JSON object. Raises ConfigError."""
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Kinds of attention that a model's layers have, and which of them kvtier serves: one rule for `kvtier plan`, which
-reads config.json, and for the engines' connectors, which read the specs of the KV cache."""
+"""Kinds of attention layers, and those that kvtier serves: one rule for `kvtier plan`, which reads config.json, and for
+the connectors, which read the specs of the KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONLY = "only full attention and MLA work"
 
 
 def refusal(kinds: Collection[str]) -> str:
-    """Return why KV of a model with layers of these kinds cannot be kept, "" where it can.
+    """Return why KV of a model with layers of these kinds cannot be stored, "" if it can.
 
     Layers that attend within a window are served beside others that attend to everything: an engine then keeps all KV
     of both for a connector. (vLLM: `unify_hybrid_kv_cache_specs`, without which there are several KV-cache groups.)

@@ -15,32 +15,36 @@ from kvtier.model.config_json import KEY
 
 HEADER_BYTES_MAX = 100_000_000  # longest header that is read, bytes
 SIZE_MAX = 1 << 62  # offsets in a file, bytes
+# Exceptions of the two functions below for a malformed header.
+MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, struct.error)
+
+
+def header_size(first_bytes: bytes) -> int:
+    """Return the length of the header, bytes. first_bytes: the first 8 of the file."""
+    (n_bytes,) = struct.unpack("<Q", first_bytes)
+    if n_bytes > HEADER_BYTES_MAX:
+        raise ValueError(f"a header of {n_bytes} bytes")
+    return int(n_bytes)
+
+
+def tensor_ranges(header: bytes) -> list[tuple[str, range]]:
+    """Return the name of each tensor and its bytes, counted from the end of the header."""
+    return [
+        (name, range(*map(int, tensor["data_offsets"])))
+        for name, tensor in json.loads(header).items()
+        if name != "__metadata__"
+    ]
 
 
 def read_tensor_ranges(path: Path) -> list[tuple[str, range]]:
-    """Read the name and the place of each tensor in a safetensors file from its header. Raises ConfigError."""
+    """Read the name and the bytes of each tensor in a safetensors file from its header. Raises ConfigError."""
     try:
         with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            if header_bytes > HEADER_BYTES_MAX:
-                raise ValueError(f"a header of {header_bytes} bytes")
-            header = json.loads(file.read(header_bytes))
-        found = []
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                begin, end = tensor["data_offsets"]
-                if not 0 <= begin <= end < SIZE_MAX:
-                    raise ValueError(f"tensor {name} is stored at {begin} to {end}")
-                found.append((name, range(8 + header_bytes + begin, 8 + header_bytes + end)))
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-        OSError,
-        struct.error,
-    ) as error:
+            size = header_size(file.read(8))
+            found = tensor_ranges(file.read(size))
+        for name, part in found:
+            if not 0 <= part.start <= part.stop < SIZE_MAX:
+                raise ValueError(f"tensor {name} is stored at {part.start} to {part.stop}")
+    except (*MALFORMED, OSError) as error:
         raise ConfigError(KEY, str(path), f"it is no safetensors file ({error}); get it again") from None
-    return found
+    return [(name, range(8 + size + part.start, 8 + size + part.stop)) for name, part in found]

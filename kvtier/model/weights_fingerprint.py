@@ -1,21 +1,21 @@
-"""Fingerprints of model weights: the same for the same weights on every node and under every path.
+"""Fingerprints of model weights: equal for equal weights on every node and under every path.
 
 blake3 over a sequence of (name, content) pairs, each length-prefixed:
 
     rule                    version of this definition, and whether tensors were hashed whole or sampled
-    config.json             canonical JSON without the keys that say where it came from
+    config.json             canonical JSON without the keys that name its origin
     quantize_config.json, hf_quant_config.json, params.json, audio_tokenizer_config.json, *processor_config.json
-                            the same, where there: how weights are read, and what becomes of an image
+                            the same, if present: they define how weights are read and images are prepared
     *.safetensors.index.json
-                            the same, where it leaves out a *.safetensors file of the folder: it is not loaded
+                            the same, if it leaves out a *.safetensors file of the folder: that file is not loaded
     each weight file, by its name in sorted order:
-        *.safetensors       its header, then of every tensor, in order of its place in the file, its bytes
-        other formats       its bytes (*.bin, *.pt, *.pth, *.gguf, except what a trainer leaves besides weights)
+        *.safetensors       its header, then the bytes of every tensor, in the order of the file
+        other formats       its bytes (*.bin, *.pt, *.pth, *.gguf, except other files of a trainer)
 
-Weights of up to 8 GiB are hashed whole. Of larger ones every tensor (or other file) gives its first page, its last,
-and up to 64 evenly spaced between (fewer where there are so many tensors that this would be over 1 GiB): who trains a
-model changes nearly all of them. Embeddings in safetensors are hashed whole even then, the smallest first, up to 8 GiB
-of them: who adds a token changes one row. What is read depends on sizes and headers only, never on the machine.
+Weights of up to 8 GiB are hashed whole. Of larger ones every tensor (or other file) gives its first page, its last, and
+up to 64 evenly spaced between (fewer if the number of tensors would make that more than 1 GiB): training changes nearly
+all of them. Embeddings in safetensors are hashed whole even then, the smallest first, up to 8 GiB of them: an added
+token changes one row. The bytes read depend on sizes and headers only, never on the machine.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from blake3 import blake3
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.namespace import canonical_text
+from kvtier.model.safetensors import MALFORMED, header_size, tensor_ranges
 from kvtier.storage.atomic_files import replace_small
 
 log = logging.getLogger("kvtier")
@@ -58,7 +59,6 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 _EMBEDDING = re.compile(r"embed|(^|\.)wte\.", re.IGNORECASE)
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
-_HEADER_BYTES_MAX = 100_000_000
 _SET_MODEL_TAG = "set model_tag to a name that changes whenever the weights do"
 
 
@@ -92,9 +92,9 @@ class _Sampling:
 
 
 def weights_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
-    """Return 64 hex digits for the weights in `model_dir`. Raises ConfigError("model_tag") where none can be read.
+    """Return 64 hex digits for the weights in `model_dir`. Raises ConfigError("model_tag") if none can be read.
 
-    cache_dir: where answers are kept by path, size, times and inode of all files; None: nowhere.
+    cache_dir: folder of known answers by path, size, times and inode of all files; None: no cache.
     """
     if not (model_dir / "config.json").is_file():
         raise ConfigError("model_tag", None, f"{model_dir} has no config.json to fingerprint; {_SET_MODEL_TAG}")
@@ -106,9 +106,9 @@ def weights_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
 
 
 def adapter_fingerprint(adapter_dir: Path, cache_dir: Path | None = None) -> str:
-    """64 hex digits for a LoRA adapter: its adapter_config.json and weights.
+    """Return 64 hex digits for a LoRA adapter: its adapter_config.json and weights.
 
-    Raises ConfigError("lora") when they are not there: its KV cannot be told from another's and must not be cached.
+    Raises ConfigError("lora") if they are missing: its KV cannot be identified and must not be cached.
     """
     weights = [name for name in ("adapter_model.safetensors", "adapter_model.bin") if (adapter_dir / name).is_file()]
     if not weights or not (adapter_dir / "adapter_config.json").is_file():
@@ -118,9 +118,10 @@ def adapter_fingerprint(adapter_dir: Path, cache_dir: Path | None = None) -> str
 
 
 def config_fingerprint(model_dir: Path) -> str:
-    """64 hex digits for a model's configuration alone, where an engine takes that from another folder than the weights.
+    """Return 64 hex digits for a model's configuration alone, if an engine reads that from another folder than the
+    weights.
 
-    Raises ConfigError("hf_config_path") where there is none to read.
+    Raises ConfigError("hf_config_path") if there is none to read.
     """
     names = [name for name in ("config.json", "params.json") if (model_dir / name).is_file()]
     if not names:
@@ -135,7 +136,7 @@ def config_fingerprint(model_dir: Path) -> str:
 
 
 def file_fingerprint(path: Path, key: str) -> str:
-    """64 hex digits for the bytes of a small file that the setting `key` names. Raises ConfigError(key)."""
+    """Return 64 hex digits for the bytes of a small file that the setting `key` names. Raises ConfigError(key)."""
     try:
         return blake3(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -143,14 +144,14 @@ def file_fingerprint(path: Path, key: str) -> str:
 
 
 def _side_files(folder: Path) -> list[str]:
-    """Names in `folder` of what is read beside config.json, sorted, those of quantization first."""
+    """Return the names of files read beside config.json, sorted, those of quantization first."""
     known = [name for name in _SIDE_FILES if (folder / name).is_file()]
     files = (entry.name for entry in os.scandir(folder) if entry.is_file())
     return known + sorted(name for name in files if name.endswith(_PROCESSOR_SUFFIX))
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Names in `folder`, sorted; engines load weights from no deeper."""
+    """Return the names of weight files in `folder`, sorted; engines read no subfolders."""
     names = (entry.name for entry in os.scandir(folder) if entry.is_file())
     return sorted(name for name in names if name.endswith(_SUFFIXES) and name not in _NO_WEIGHTS)
 
@@ -158,8 +159,8 @@ def _weight_files(folder: Path) -> list[str]:
 def _choosing_indexes(folder: Path, weights: list[str]) -> list[str]:
     """Return the names of indexes in `folder` that leave out some of its safetensors files. Raises ConfigError.
 
-    vLLM loads all tensors of the files that an index names and nothing of the others. An index that names all files
-    chooses nothing: what it says is also in their headers.
+    vLLM loads all tensors of the files that an index names, and no other files. An index that names all files selects
+    nothing: its content is also in their headers.
     """
     found = []
     for name in sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(_INDEX_SUFFIX)):
@@ -240,10 +241,7 @@ def _mapped(file: _File) -> Iterator[mmap.mmap]:
 
 
 def _add_weights(digest: blake3, file: _File, data: mmap.mmap, sampling: _Sampling | None) -> None:
-    """Adds one file; no sampling: all of it.
-
-    Safetensors: header length u64, header JSON with name -> {"data_offsets": [begin, end], ...}, then the data.
-    """
+    """Hash one file; without sampling, all of it."""
     begin, tensors = 0, [("", range(len(data)))]
     if file.name.endswith(".safetensors"):
         begin, tensors = _header(file, data)
@@ -254,11 +252,9 @@ def _add_weights(digest: blake3, file: _File, data: mmap.mmap, sampling: _Sampli
     else:
         data.madvise(mmap.MADV_RANDOM)
         pieces = sampling.pieces(file.name, begin, tensors)
-        for piece in pieces:  # asked for all at once, so that the disk or server reads many at a time
+        for piece in pieces:  # all at once, so that the disk or server reads many at a time
             start = piece.start // mmap.PAGESIZE * mmap.PAGESIZE
-            is_long = (
-                len(piece) > (SAMPLED_PAGES_BETWEEN_MAX + 2) * PAGE_BYTES
-            )  # Linux asks for no more than some of it
+            is_long = len(piece) > (SAMPLED_PAGES_BETWEEN_MAX + 2) * PAGE_BYTES  # Linux reads only a part ahead
             data.madvise(mmap.MADV_SEQUENTIAL if is_long else mmap.MADV_WILLNEED, start, piece.stop - start)
     with memoryview(data) as view:
         for piece in pieces:
@@ -268,7 +264,8 @@ def _add_weights(digest: blake3, file: _File, data: mmap.mmap, sampling: _Sampli
 
 
 def sampled_pages(part: range, between: int) -> list[range]:
-    """The first and last page of `part` and `between` evenly spaced ones; all of it where it is no longer than that."""
+    """Return the first and last page of `part` and `between` evenly spaced ones; all of it if it is no longer than
+    that."""
     pages = -(-len(part) // PAGE_BYTES)
     if pages <= between + 2:
         return [part] if len(part) else []
@@ -279,37 +276,19 @@ def sampled_pages(part: range, between: int) -> list[range]:
 
 
 def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[str, range]]]:
-    """Return the offset of the data, and each tensor's name and bytes in it, in order. Raises ConfigError when
-    malformed."""
+    """Return the offset of the data, and each tensor's name and bytes in it, in order. Raises ConfigError for a
+    malformed file."""
     try:
-        (n_bytes,) = struct.unpack_from("<Q", data)
-        if n_bytes > min(_HEADER_BYTES_MAX, len(data) - 8):
-            raise ValueError(f"a header of {n_bytes} bytes")
-        header = json.loads(data[8 : 8 + n_bytes])
-        tensors = sorted(_tensors(header), key=lambda tensor: (tensor[1].start, tensor[1].stop))
-        if any(not 0 <= part.start <= part.stop <= len(data) - 8 - n_bytes for _, part in tensors):
+        begin = 8 + header_size(data[:8])
+        if begin > len(data):
+            raise ValueError(f"a header of {begin - 8} bytes")
+        tensors = sorted(tensor_ranges(data[8:begin]), key=lambda tensor: (tensor[1].start, tensor[1].stop))
+        if any(not 0 <= part.start <= part.stop <= len(data) - begin for _, part in tensors):
             raise ValueError("a tensor extends beyond the file")
-    except (
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-        struct.error,
-    ) as error:
-        raise ConfigError(
-            "model_tag", None, f"{file.path} is not a whole safetensors file: {error}; get it again"
-        ) from None
-    return 8 + n_bytes, tensors
-
-
-def _tensors(header: dict[str, Any]) -> Iterator[tuple[str, range]]:
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            first, end = tensor["data_offsets"]
-            yield name, range(int(first), int(end))
+    except MALFORMED as error:
+        fix = f"{file.path} is not a whole safetensors file: {error}; get it again"
+        raise ConfigError("model_tag", None, fix) from None
+    return begin, tensors
 
 
 def _add(digest: blake3, name: str, content: bytes) -> None:
@@ -327,7 +306,7 @@ def _canonical_file(path: Path) -> bytes:
 
 
 def _settled(value: Any) -> Any:
-    """`value` without the keys, at any depth, that tell where a configuration came from."""
+    """Return `value` without the keys, at any depth, that name the origin of a configuration."""
     if isinstance(value, dict):
         return {name: _settled(below) for name, below in value.items() if name not in _VOLATILE_KEYS}
     return [_settled(below) for below in value] if isinstance(value, list) else value
@@ -345,7 +324,7 @@ def _cache_key(files: list[_File]) -> str:
 
 
 def _cached(entry: Path) -> str | None:
-    """An answer that this user kept; None when there is none, or when what is there is not exactly one."""
+    """Return an answer that this user stored; None if there is none, or an invalid one."""
     try:
         if entry.stat().st_uid != os.getuid():
             return None
@@ -358,9 +337,9 @@ def _cached(entry: Path) -> str | None:
 
 
 def _remember(entry: Path, fingerprint: str) -> None:
-    """Keeps an answer. That it cannot be kept costs time at the next start and nothing else."""
+    """Store an answer. A failure costs time at the next start and nothing else."""
     try:
-        for folder in (entry.parent.parent, entry.parent):  # what `parents` makes goes by the umask
+        for folder in (entry.parent.parent, entry.parent):  # parents made by mkdir get the mode of the umask
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_small(entry, canonical_text({"key": entry.stem, "fingerprint": fingerprint}).encode())
     except OSError as error:

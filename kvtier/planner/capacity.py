@@ -129,13 +129,13 @@ class TransferRates:
     pcie: float | None
 
     def from_files(self, chunk: ChunkBytes) -> float | None:
-        """Seconds a token: files go over PCIe while the next ones are read. None: a rate is not known."""
+        """Return seconds a token: files pass PCIe while the next ones are read. None: a rate is unknown."""
         if self.storage is None:
             return None
         return max(chunk.read_in_all / self.storage, chunk.read / self.pcie if self.pcie else 0.0) / chunk.tokens
 
     def from_host(self, chunk: ChunkBytes) -> float | None:
-        """Seconds a token out of host memory."""
+        """Return seconds a token out of host memory."""
         return None if self.pcie is None else chunk.read / self.pcie / chunk.tokens
 
 
@@ -165,19 +165,19 @@ class Prefill:
 
 
 def prefill_of(model: ModelConfig) -> Prefill:
-    """The FLOPs of a model, without a rate."""
+    """Return the FLOPs of a model, without a rate."""
     shape = model.attention
     return Prefill(2.0 * active_parameters(model), float(model.layers * shape.heads * (shape.qk_size + shape.av_size)))
 
 
 def whole_chunks(tokens: int, chunk_tokens: int) -> int:
-    """Tokens of the chunks that are stored of a prompt: the last, partial one is not."""
+    """Return the tokens of the whole chunks of a prompt: a partial one is not stored."""
     return tokens // chunk_tokens * chunk_tokens
 
 
 def read_by(share: RankShare, shares: Sequence[RankShare], slab_bytes: dict[int, int]) -> int:
-    """Bytes that a rank reads of a chunk that the same engine wrote: whole slabs of every record that has layers and
-    heads of its own. slab_bytes: of each rank that writes."""
+    """Return the bytes that a rank reads of a chunk written by the same engine: whole slabs of every record that has
+    layers and heads of its own. slab_bytes: of each writing rank."""
     total = 0
     for writer in shares:
         common = writer.writes.intersect(share.reads) if writer.writes else None

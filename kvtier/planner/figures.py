@@ -33,7 +33,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The options, read. Seconds, bytes, tokens; None: not given."""
+    """Parsed options. Seconds, bytes, tokens; None: not given."""
 
     model: Path
     engine: EngineSizes
@@ -53,9 +53,9 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class CodecPlan:
-    """One codec. Tokens per GiB of files and of an arena on each rank, and of what was named of either. Of a context:
-    seconds from files and from host memory, with what any load takes. Of a reload from files, else from host memory:
-    tokens a second, and from how many tokens on it is no slower than a prefill."""
+    """Figures of one codec. Tokens per GiB of files and of an arena on each rank, and of the given sizes. Of a context:
+    seconds from files and from host memory, including the fixed cost of a load. Of a reload from files, else from host
+    memory: tokens a second, and the length from which it is no slower than a prefill."""
 
     chunk: ChunkBytes
     staging: Staging
@@ -72,7 +72,7 @@ class CodecPlan:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """context: tokens that reloads and prefill are worked out for, whole chunks. prefill_s: None without a rate."""
+    """context: tokens of the reload and prefill, whole chunks. prefill_s: None without a rate."""
 
     model: ModelConfig
     parameters: int
@@ -90,7 +90,7 @@ class CapacityPlan:
 
 
 def make_plan(asked: PlanRequest) -> CapacityPlan:
-    """Raises ConfigError."""
+    """Compute a plan. Raises ConfigError."""
     # With torch, which takes seconds: the other commands do not wait for it.
     from kvtier.planner.codecs import chunks_of_codecs, staging_of
 

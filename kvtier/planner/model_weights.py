@@ -27,7 +27,7 @@ class Weights(NamedTuple):
 
 
 def read_weights(folder: Path, model: ModelConfig) -> Weights:
-    """Raises ConfigError when the files are damaged, or are needed and not there."""
+    """Return the size of the weights. Raises ConfigError for damaged files, and for missing ones that are needed."""
     index = _index(folder / INDEX)
     files = _files(folder, index)
     if files and all(path.is_file() for path in files):
@@ -44,7 +44,7 @@ def read_weights(folder: Path, model: ModelConfig) -> Weights:
 
 
 def _index(path: Path) -> dict[str, Any]:
-    """{} where there is none."""
+    """Return the index of the weights, {} if there is none."""
     if not path.is_file():
         return {}
     try:

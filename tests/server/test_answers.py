@@ -101,10 +101,10 @@ def test_history_grows_and_a_time_without_an_index_leaves_a_gap(filled: Filled) 
         see_the_first_point(served)
         served.index.is_down = True
         served.service.changed()
-        served.service.look()
+        served.service.add_point()
         served.index.is_down = False
         assert len(served.service.history()) == 1
-        served.service.look()
+        served.service.add_point()
         points = ok(served, "GET", "/api/v1/history")["points"]
         assert len(points) == 2 and points[-1]["workers"] == 1 and points[-1]["hit_ratio"] == 0.75
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.config.server import ServerSettings
 from kvtier.server.auth import Role, Tokens
-from kvtier.server.rotated import LOOK_INTERVAL_S, Rotated
+from kvtier.server.rotated import CHECK_INTERVAL_S, Rotated
 from tests.server.process import running, write_config
 from tests.server.serving import ADMIN, READER
 from tests.server.test_process import own_certificate
@@ -40,7 +40,7 @@ def test_a_token_is_read_again_when_its_file_changes(tmp_path: Path, caplog: pyt
     tokens = Rotated("tokens", (own.admin_token_file, None), lambda: Tokens(*own.tokens()), clock)
 
     def roles(*given: str) -> list[Role | None]:
-        clock.now_s += LOOK_INTERVAL_S
+        clock.now_s += CHECK_INTERVAL_S
         return [tokens.now().role_of(token) for token in given]
 
     new = "another-admins-token-0123456789"
