@@ -141,10 +141,6 @@ class SizeClass:
         """Return the counters of both halves (kvtier.runtime.metrics); a token there is an object."""
         return summed([self._store.metrics.total(), self._transfer.metrics.total()])
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait for saves under way. Return False if `timeout_s` did not suffice."""
-        return self._transfer.drain(timeout_s)
-
     def close(self) -> None:
         """Close both halves; every wait is bounded. No call may be under way."""
         self._transfer.drain(self._drain_s)

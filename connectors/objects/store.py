@@ -187,10 +187,6 @@ class ObjectTier:
         """Return sums since the start (kvtier.runtime.metrics); a token there is an object."""
         return summed([self._metrics.total(), *(size_class.counters() for size_class in self._opened_size_classes())])
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait for saves under way. Return False if `timeout_s` did not suffice for one of the sizes."""
-        return sum(not size_class.flush(timeout_s) for size_class in self._opened_size_classes()) == 0
-
     def close(self) -> None:
         """Close everything; every wait is bounded. No call should be under way; one that is ends as a miss or with
         TierUnavailable."""

@@ -56,6 +56,11 @@ def expected(keys: Sequence[bytes], size: int = 5000) -> list[bytes]:
     return [content(key, size) for key in keys]
 
 
+def drained(tier: ObjectTier, timeout_s: float) -> bool:
+    """Wait for the saves of all size classes."""
+    return all(each._transfer.drain(timeout_s) for each in tier._size_classes.values())
+
+
 def names(n: int, of: str = "k") -> list[bytes]:
     return [f"{of}{number}".encode() for number in range(n)]
 

@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.runtime import metrics
 from kvtier.runtime.exit_status import OK
 from kvtier.storage.root import find_root
-from tests.objects.rig import content, expected, flip_byte_of, get, names, put, put_for_ever, segments, tier_at
+from tests.objects.rig import content, drained, expected, flip_byte_of, get, names, put, put_for_ever, segments, tier_at
 from tests.redis_server import Server, has_redis
 from tests.support.rig import Engine
 from tests.waiting import wait_until
@@ -149,7 +149,7 @@ def test_many_callers_at_once(tier: ObjectTier) -> None:
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads) and wrong == []
-    assert tier.flush(20)
+    assert drained(tier, 20)
     for size in (3000, 9000):
         keys = [key + str(size).encode() for key in names(40)]
         assert get(tier, keys, size) == expected(keys, size)

@@ -12,7 +12,7 @@ import pytest
 from kvtier.connectors.objects.size_class import SizeClass
 from kvtier.connectors.objects.store import SIZE_CLASSES_MAX, ObjectTier
 from kvtier.errors import TierUnavailable
-from tests.objects.rig import expected, get, names, put, tier_at
+from tests.objects.rig import drained, expected, get, names, put, tier_at
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_who_looks_late_still_finds_the_answer_to_what_it_put(
     monkeypatch.setattr(SizeClass, "_outcome", look_late)
     first = Caller(lambda: put(tier, key))
     first.start()
-    assert waits.wait(20) and tier.flush(20)
+    assert waits.wait(20) and drained(tier, 20)
     assert put(tier, names(1, "other")) == [True]
     assert tier.delete(key) == [True] and put(tier, key) == [True]
     may_look.set()
