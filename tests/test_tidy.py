@@ -66,6 +66,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "kvtier.connectors",
     "kvtier.doctor",
     "kvtier.errors",
+    "kvtier.io",
     "kvtier.kernels",
     "kvtier.model",
     "kvtier.plan",

@@ -1,7 +1,7 @@
-"""Measures on the mount what each engine reaches, in a second or two, and picks one.
+"""Measurement of a mount: rates of each engine, in a second or two, and the choice of one.
 
-A file of records is written (which gives the write rate), read back by each candidate, and removed. Start-up never
-fails for want of an answer: a full disk, a refusal or a storage that hangs gives the defaults, and a line that says so.
+A file of records is written (which gives the write rate), read back by each candidate, and removed. No fault stops a
+start: a full disk, a refused operation or hanging storage gives the default choice, with the fault as the reason.
 """
 
 from __future__ import annotations
@@ -19,90 +19,84 @@ from typing import NamedTuple, Protocol
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import RecordHeader
-from kvtier.io.calibration import (
-    Ask,
-    Calibration,
-    cache_share,
-    default_choice,
-    first_round,
-    pick,
-    second_round,
-)
+from kvtier.io.calibration import Ask, Calibration, cache_share, default_choice, first_round, pick, second_round
 from kvtier.io.engines import EngineChoice, Reader, Reads, Target, open_engine
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, WriteOp, sizes_for
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.storage.filesystem import file_system_of
 
-PREFIX = ".calibrate-"
-LEFT_OVER_S = 3600.0
-"""A file of this age has no process any more: it was killed."""
+PREFIX = ".calibrate-"  # begins the names of scratch files
+LEFT_OVER_S = 3600.0  # age from which on a scratch file is one of a killed process, seconds
 
-SLAB_BYTES, SLABS = 512 << 10, 16
+SLAB_BYTES, SLABS = 512 << 10, 16  # of a record
 RECORD_BYTES = PAGE_BYTES + SLABS * SLAB_BYTES
-FILE_BYTES_MAX = 512 << 20
-BUFFERED_BYTES_MAX = 64 << 20
-"""Through the page cache, or a client that writes behind, writing looks fast until it must all be stored."""
-FREE_SHARE = 4
-"""At most a fourth of what is free is written."""
+FILE_BYTES_MAX = 512 << 20  # bytes written directly
+BUFFERED_BYTES_MAX = 64 << 20  # bytes written through a cache, which must all be flushed before the rate counts
+FREE_SHARE = 4  # one part in this many of the free space is written at most
 
-WRITE_S, READ_S, TOTAL_S = 0.5, 0.1, 2.0
-WRITES_IN_FLIGHT, READS_IN_FLIGHT, LATENCY_READS = 4, 32, 5
-HANGS_S = 5.0
-KEY = b"kvtier-calibrate"
+WRITE_S, READ_S, TOTAL_S = 0.5, 0.1, 2.0  # of writing, of reading with each choice, and of all reading, seconds
+WRITES_IN_FLIGHT, READS_IN_FLIGHT, LATENCY_READS = 4, 32, 5  # numbers of operations
+HANGS_S = 5.0  # deadline of one operation, seconds
+KEY = b"kvtier-calibrate"  # chunk key of the records, 16 bytes
 
-_left_behind: list[object] = []
-"""Buffers, files and engines of reads that hang in the kernel: late bytes may still land there."""
+_left_behind: list[object] = []  # buffers, files and engines of hanging reads: late bytes may still land in them
 
 
 class Writer(Protocol):
-    """What writes the file and reads single pages of it: a ring over host memory."""
+    """Engine that writes the file and reads single pages of it: a ring over host memory."""
 
     def submit(self, ops: Sequence[ReadOp | WriteOp | FlushOp]) -> Reads: ...
     def close(self, timeout_s: float = 1.0) -> bool: ...
 
 
 class Makers(NamedTuple):
-    """How the engines are opened, so that tests can drive the measuring without a disk."""
+    """Constructors of the engines, which tests replace."""
 
     reader: Callable[[EngineChoice], Reader]
     writer: Callable[[], Writer]
 
 
 class Hangs(Exception):
-    """An operation got no answer. Never leaves this module."""
+    """Deadline of an operation passed. Caught in this module."""
 
 
 def calibrate(ask: Ask, makers: Makers | None = None, clock: Callable[[], float] = time.perf_counter) -> Calibration:
-    """Never raises; see `Calibration` for what comes of a fault."""
+    """Measure the mount and choose an engine. Never raises: after a fault the default choice is returned."""
     started_s = clock()
-    run = _Run(ask, makers or _makers(ask), clock)
+    if makers is None:
+        sizes = sizes_for(ask.in_memory)
+        makers = Makers(
+            lambda choice: open_engine(choice, ask.target, ask.direct, ask.in_memory),
+            lambda: Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes),
+        )
+    run = _Run(ask, makers, clock)
     try:
         sweep(ask.folder)
         run.measure()
     except (OSError, TierUnavailable) as fault:
         run.reasons.append(f"calibration stopped: {fault}")
     except Hangs:
-        run.reasons.append(f"calibration stopped: the storage gave no answer in {HANGS_S:g} s")
+        run.reasons.append(f"calibration stopped: no answer from the storage in {HANGS_S:g} s")
         return run.result(clock() - started_s, hangs=True)
     return run.result(clock() - started_s)
 
 
 def sweep(folder: Path, now_s: float | None = None) -> None:
-    """Removes what a calibration that was killed left in `folder`. Raises OSError when that can't be listed."""
+    """Remove files of killed calibrations from `folder`. Raises OSError when the folder cannot be listed."""
     wall_s = time.time() if now_s is None else now_s
     for entry in os.scandir(folder):
         try:
             if entry.name.startswith(PREFIX) and wall_s - entry.stat(follow_symlinks=False).st_mtime > LEFT_OVER_S:
                 os.unlink(entry.path)
         except OSError:
-            continue  # another one sweeps too, or it isn't ours
+            continue  # another process removed it, or owns it
 
 
 @contextmanager
 def scratch_file(folder: Path, direct: bool) -> Iterator[int]:
-    """A new file, open for reading and writing, removed in the end. Raises OSError.
+    """Open a new file for reading and writing, and remove it in the end. Raises OSError.
 
-    A hanging operation leaves it open: the descriptor belongs to the kernel's thread then.
+    After Hangs the descriptor stays open: the kernel may still use it.
     """
     path = folder / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
@@ -120,16 +114,8 @@ def scratch_file(folder: Path, direct: bool) -> Iterator[int]:
             close_file(descriptor)
 
 
-def _makers(ask: Ask) -> Makers:
-    sizes = sizes_for(ask.in_memory)
-    return Makers(
-        lambda choice: open_engine(choice, ask.target, ask.direct, ask.in_memory),
-        lambda: Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes),
-    )
-
-
 class _Run:
-    """One calibration: what was found so far."""
+    """State of one calibration."""
 
     def __init__(self, ask: Ask, makers: Makers, clock: Callable[[], float]) -> None:
         self._ask = ask
@@ -143,7 +129,7 @@ class _Run:
         self.reasons: list[str] = []
 
     def measure(self) -> None:
-        """Raises OSError, TierUnavailable, Hangs."""
+        """Measure writes, latency and reads. Raises OSError, TierUnavailable, Hangs."""
         with scratch_file(self._ask.folder, self._ask.direct) as fd:
             writer = self._makers.writer()
             try:
@@ -154,7 +140,7 @@ class _Run:
             self._try_all(first_round(self._ask, self._cache_bytes), fd, n_records)
             rings = {choice: rate for choice, rate in self._rates.items() if choice.engine == "ring"}
             if rings:
-                best = max(rings, key=lambda choice: rings[choice])
+                best = max(rings, key=rings.__getitem__)
                 self._try_all(second_round(best, self._ask, self._cache_bytes), fd, n_records)
             self._try_best_again(fd, n_records)
 
@@ -164,7 +150,7 @@ class _Run:
         if self._rates and not hangs:
             choice = pick(self._rates, choice)
             rate = self._rates[choice]
-            fastest = max(self._rates, key=lambda candidate: self._rates[candidate])
+            fastest = max(self._rates, key=self._rates.__getitem__)
             why = f"the fastest of {len(self._rates)} tried"
             if choice != fastest:
                 why = f"more usual than {why} ({fastest}), and about as fast"
@@ -176,21 +162,17 @@ class _Run:
     # --- writing ---
 
     def _write(self, writer: Writer, fd: int) -> int:
-        """Writes records for half a second; returns how many. Raises OSError when not even one fits."""
+        """Write records for WRITE_S seconds. Return how many. Raises OSError, also when not even one fits."""
         disk = os.fstatvfs(fd)
         holds = file_system_of(self._ask.folder).holds_direct_writes
-        bound = min(
-            FILE_BYTES_MAX if self._ask.direct and not holds else BUFFERED_BYTES_MAX,
-            disk.f_bavail * disk.f_frsize // FREE_SHARE,
-        )
-        n_max = bound // RECORD_BYTES
+        bytes_max = FILE_BYTES_MAX if self._ask.direct and not holds else BUFFERED_BYTES_MAX
+        n_max = min(bytes_max, disk.f_bavail * disk.f_frsize // FREE_SHARE) // RECORD_BYTES
         if n_max < 1:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
         buffers = [AlignedBuffer(RECORD_BYTES) for _ in range(min(WRITES_IN_FLIGHT, n_max))]
-        header = RecordHeader(
-            KEY, bytes(16), bytes(16), SLAB_BYTES, 256, 1, Extent(0, 1, 0, SLABS), 0, (0,) * SLABS
-        ).pack()
-        noise = os.urandom(SLAB_BYTES)  # a file system that compresses finds nothing in it
+        extent = Extent(0, 1, 0, SLABS)
+        header = RecordHeader(KEY, bytes(16), bytes(16), SLAB_BYTES, 256, 1, extent, 0, (0,) * SLABS).pack()
+        noise = os.urandom(SLAB_BYTES)  # incompressible
         for buffer in buffers:
             buffer.view[:] = header + SLABS * noise
         flying: deque[Reads] = deque()
@@ -220,6 +202,7 @@ class _Run:
         return done
 
     def _latency(self, writer: Writer, fd: int) -> None:
+        """Measure the median time of reading one page. Raises OSError, Hangs."""
         page = AlignedBuffer(PAGE_BYTES)
         taken = []
         for _ in range(LATENCY_READS):
@@ -238,7 +221,7 @@ class _Run:
             if choice in self._rates:
                 continue
             if self._rates and self._clock() > self._until_s:
-                self.reasons.append(f"{choice}: not tried, {TOTAL_S:g} s are over")
+                self.reasons.append(f"{choice}: not tried after {TOTAL_S:g} s")
                 continue
             try:
                 rate = self._try(choice, fd, n_records)
@@ -249,7 +232,7 @@ class _Run:
             self.reasons.append(f"{choice}: {rate / 1e9:.2f} GB/s")
 
     def _try_best_again(self, fd: int, n_records: int) -> None:
-        """What was tried first met a cold machine: the best ones and the usual one get a second chance."""
+        """Measure the default and the three fastest choices again: the first ones ran on a cold machine."""
         best = sorted(self._rates, key=lambda choice: -self._rates[choice])[:3]
         usual = default_choice(self._ask, self._cache_bytes)
         for choice in dict.fromkeys([usual, *best]):
@@ -259,13 +242,13 @@ class _Run:
                 self._rates[choice] = max(self._rates[choice], rate)
 
     def _try(self, choice: EngineChoice, fd: int, n_records: int) -> float:
-        """Bytes a second. Raises TierUnavailable, OSError, Hangs."""
+        """Return bytes read a second. Raises TierUnavailable, ValueError, OSError, Hangs."""
         if not self._ask.direct:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         reader = self._makers.reader(choice)
         try:
             reading = _Reading(reader, fd, self._ask.target, n_records, self._ask.direct)
-            # Threads start, and KvikIO pins its buffers, at the first use.
+            # Not timed: at the first read threads start and KvikIO pins its buffers.
             self._read_for(reading, 0.0)
             started_s = self._clock()
             n_bytes = self._read_for(reading, READ_S)
@@ -274,9 +257,9 @@ class _Run:
             reader.close()
 
     def _read_for(self, reading: _Reading, seconds: float) -> int:
-        """Keeps the places of the target full for that long, one round at least; the bytes that came.
+        """Read into all places of the target for `seconds`, at least once each. Return the number of bytes read.
 
-        Whatever happens, what was begun has landed when this returns or raises; but for Hangs.
+        Unless Hangs is raised, no read is in flight when this returns or raises.
         """
         until_s = self._clock() + seconds
         free = deque(range(reading.places))
@@ -290,7 +273,7 @@ class _Run:
                     free.popleft()
                 except (TierUnavailable, ValueError) as raised:
                     fault = raised
-                    free.clear()  # what is on its way must land before the target is anyone else's
+                    free.clear()  # reads in flight must land before the caller reuses the target
                 continue
             place, reads = flying.popleft()
             error = self._error_of(reads, (reading, flying))
@@ -304,6 +287,7 @@ class _Run:
         return n_bytes
 
     def _error_of(self, reads: Reads, kept: object) -> int:
+        """Wait for the operation and return its errno. Raises Hangs at the deadline, and then never frees `kept`."""
         if not reads.wait(HANGS_S):
             reads.cancel()
             _left_behind.append((reads, kept))
@@ -312,7 +296,7 @@ class _Run:
 
 
 class _Reading:
-    """Reads of the records in turn into the places of the target."""
+    """Reads of the records, one after the other, into the places of the target."""
 
     def __init__(self, reader: Reader, fd: int, target: Target, n_records: int, direct: bool) -> None:
         self._reader = reader
@@ -320,10 +304,10 @@ class _Reading:
         self._target = target
         self._n_records = n_records
         self._next = 0
-        self._is_once = not direct  # a second time it comes out of the page cache
+        self._is_once = not direct  # a second read would come from the page cache
         self._slabs = min(SLABS, target.n_bytes // SLAB_BYTES)
         if self._slabs < 1:
-            raise ValueError(f"a target of {target.n_bytes} bytes; {SLAB_BYTES} are needed")
+            raise ValueError(f"the target has {target.n_bytes} bytes; {SLAB_BYTES} are needed")
         self.op_bytes = self._slabs * SLAB_BYTES
         self.places = min(READS_IN_FLIGHT, target.n_bytes // self.op_bytes, n_records)
 
@@ -331,11 +315,9 @@ class _Reading:
         return not self._is_once or self._next < self._n_records
 
     def begin(self, place: int) -> Reads:
-        record = self._next % self._n_records
+        offset = self._next % self._n_records * RECORD_BYTES + PAGE_BYTES
         self._next += 1
         address = self._target.address + place * self.op_bytes
         on_device = self._target.ordinal is not None
-        offset = record * RECORD_BYTES + PAGE_BYTES
-        return self._reader.submit(
-            [ReadOp(self._fd, offset, address, SLAB_BYTES, self._slabs, KEY, 0, 0, None, on_device)]
-        )
+        op = ReadOp(self._fd, offset, address, SLAB_BYTES, self._slabs, KEY, 0, 0, None, on_device)
+        return self._reader.submit([op])

@@ -1,9 +1,9 @@
-"""What was measured of a mount, which engine that speaks for, and where the answer is kept for a day.
+"""Calibration of a mount: engines and sizes to try, the choice among measured rates, and the result stored for a day.
 
     <root>/calibration-<host>.json    {"key": {...}, "made_s": 1.7e9, "calibration": {...}}
 
-An engine that starts again must not be late, and the ranks of one host must not measure against each other: one
-measures, under a lock of the node, and the others read.
+A restarted engine must not wait for a measurement, and ranks of one host must not disturb each other's: one measures,
+under a lock of the node, and the others read its result.
 """
 
 from __future__ import annotations
@@ -34,58 +34,45 @@ from kvtier.storage.root_owner import private_folder
 
 log = logging.getLogger("kvtier")
 
-VALID_S = 86400.0
-LOCK_TIMEOUT_S = 15.0
-SIMPLER_WITHIN = 0.97
-"""Run to run the same sizes differ by about that much (H200, tmpfs), so a simpler choice is as good within it."""
-
-USUAL_WITHIN = 0.95
-"""A tenth of a second of reading is no long measurement, and the usual sizes were measured for long."""
+VALID_S = 86400.0  # age up to which a stored calibration is used, seconds
+LOCK_TIMEOUT_S = 15.0  # wait for another rank's measurement, seconds
+SIMPLER_WITHIN = 0.97  # share of the best rate at which a simpler choice is taken: runs differ by 3 % (H200, tmpfs)
+USUAL_WITHIN = 0.95  # the same for the default choice, which has been measured for longer than 0.1 s
 
 PROCESSORS = Path("/sys/devices/system/cpu")
-CACHE_BYTES_UNKNOWN = 32 << 20
+CACHE_BYTES_UNKNOWN = 32 << 20  # last-level cache assumed where sysfs does not show it, bytes
+# H200 of 16 processors, tmpfs: 51.7 GB/s with 16 threads, 50.4 with 12, 45.9 with 8; 40 with 12 x 4 slots, which exceed
+# half the last-level cache.
 DEVICE_THREADS_MAX, DEVICE_PIECE_BYTES, DEVICE_SLOTS = 16, 4 << 20, 2
-"""H200 of 16 processors, tmpfs: 51.7 GB/s with 16 threads, 50.4 with 12, 45.9 with 8; 40 with 12 x 4 slots, which
-outgrow half the last-level cache."""
-PROCESSORS_LEFT = 2
-"""For the engine, which is slow to come back to a processor that copies."""
+PROCESSORS_LEFT = 2  # processors without an I/O thread: the engine waits long for one that copies
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is to be calibrated.
+    """Mount, target and limits of a calibration."""
 
-    folder: on the mount. engines: those that may be chosen. device: what `target` is, such as "NVIDIA H200" or "cpu".
-    threads, piece_bytes: fixed by the settings, or None. ranks: workers of the machine that read at once, this one
-    among them: they share its processors and their cache.
-    """
-
-    folder: Path
+    folder: Path  # on the mount
     target: Target
     direct: bool
     in_memory: bool
-    engines: tuple[EngineName, ...] = ("ring",)
-    device: str = "cpu"
-    threads: int | None = None
-    piece_bytes: int | None = None
-    ranks: int = 1
+    engines: tuple[EngineName, ...] = ("ring",)  # that may be chosen
+    device: str = "cpu"  # that `target` is on, such as "NVIDIA H200"
+    threads: int | None = None  # if fixed by the settings
+    piece_bytes: int | None = None  # if fixed by the settings
+    ranks: int = 1  # workers of the machine that read at once, with this one: they share its processors and cache
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The engine to use, and what it reached. Rates in bytes a second; None: not measured.
-
-    latency_s: of one direct read of 4 KiB. seconds: what measuring took. reasons: what was tried and why this.
-    is_target_busy: the storage hangs, and late bytes may still land in the target: use other memory.
-    """
+    """Chosen engine and its measured rates in bytes a second; None: not measured."""
 
     choice: EngineChoice
     read_bytes_s: float | None
     write_bytes_s: float | None
-    latency_s: float | None
-    seconds: float
-    reasons: tuple[str, ...]
-    is_target_busy: bool = False
+    latency_s: float | None  # of one direct read of 4 KiB
+    seconds: float  # duration of the measurement
+    reasons: tuple[str, ...]  # rates of the choices tried, then the reason for this one
+    is_target_busy: bool = False  # the storage hangs, and late bytes may still land in the target: use other memory
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
@@ -94,7 +81,7 @@ class Calibration:
 
     @classmethod
     def from_json(cls, values: Any) -> Calibration:
-        """Raises Corrupt when `values` is not what `to_json` made."""
+        """Rebuild a calibration. Raises Corrupt when `values` is not the result of `to_json`."""
         try:
             choice = EngineChoice(**values["choice"])
             are_sizes = all(type(size) is int and size > 0 for size in choice[1:])
@@ -107,13 +94,10 @@ class Calibration:
             raise Corrupt(f"not a calibration: {fault}") from None
 
     def describe(self) -> str:
-        """One line: engine, sizes, rates and why."""
-        rates = ", ".join(
-            f"{what} {value / 1e9:.2f} GB/s"
-            for what, value in (("reads", self.read_bytes_s), ("writes", self.write_bytes_s))
-            if value is not None
-        )
-        return f"{self.choice}: {rates or 'not measured'}; {self.reasons[-1] if self.reasons else 'as it comes'}"
+        """Return one line with engine, sizes, rates and reason."""
+        rates = (("reads", self.read_bytes_s), ("writes", self.write_bytes_s))
+        measured = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates if rate is not None)
+        return f"{self.choice}: {measured or 'not measured'}; {self.reasons[-1] if self.reasons else 'by default'}"
 
 
 def _rate(value: Any) -> float | None:
@@ -125,12 +109,11 @@ def _rate(value: Any) -> float | None:
     return rate
 
 
-# --- which engines and sizes are worth trying ---
+# --- engines and sizes to try ---
 
 
 def engines_for(setting: Literal["auto", "ring", "kvikio"], target: Target) -> tuple[EngineName, ...]:
-    """Those that `io.engine` lets be chosen, `auto` of those that are installed. KvikIO is for device memory; host
-    memory is always the ring's."""
+    """Return the engines that `io.engine` permits. `auto`: those installed. KvikIO reads into device memory only."""
     if target.ordinal is None:
         return ("ring",)
     if setting != "auto":
@@ -139,7 +122,7 @@ def engines_for(setting: Literal["auto", "ring", "kvikio"], target: Target) -> t
 
 
 def last_level_cache_bytes(processors: Path = PROCESSORS) -> int:
-    """Of all processors: those of one die share one cache, and the threads of a ring spread over the dies."""
+    """Return the sum over all dies: processors of a die share a cache, and a ring's threads spread over the dies."""
     caches: dict[str, int] = {}
     for folder in processors.glob("cpu[0-9]*/cache/index3"):
         try:
@@ -153,23 +136,24 @@ def last_level_cache_bytes(processors: Path = PROCESSORS) -> int:
 
 
 def cache_share(ask: Ask) -> int:
-    """This rank's of the last-level cache. Two H200 of one host (300 MiB), tmpfs, both at once: 12 threads with pieces
-    of 4 MiB read 69 GB/s together, and of 2 MiB 81, where one alone reads less with them (45 instead of 48)."""
+    """Return the bytes of last-level cache for this rank."""
+    # Two H200 of one host (300 MiB), tmpfs, both at once, 12 threads: 69 GB/s together with pieces of 4 MiB and 81 with
+    # 2 MiB, which alone are slower (45 GB/s instead of 48).
     return last_level_cache_bytes() // ask.ranks
 
 
 def device_threads(ranks: int = 1) -> int:
+    """Return the default number of threads of a rank's ring that reads into device memory."""
     return max(4, min(DEVICE_THREADS_MAX, (os.cpu_count() or 1) // ranks - PROCESSORS_LEFT))
 
 
 def default_choice(ask: Ask, cache_bytes: int) -> EngineChoice:
-    """What is used where nothing could be measured."""
+    """Return the choice where nothing could be measured."""
     if ask.target.ordinal is None:
         sizes = sizes_for(ask.in_memory, ask.threads, ask.piece_bytes)
         return EngineChoice("ring", sizes.threads, sizes.piece_bytes)
-    choice = EngineChoice(
-        "ring", ask.threads or device_threads(ask.ranks), ask.piece_bytes or DEVICE_PIECE_BYTES, DEVICE_SLOTS
-    )
+    threads, piece_bytes = ask.threads or device_threads(ask.ranks), ask.piece_bytes or DEVICE_PIECE_BYTES
+    choice = EngineChoice("ring", threads, piece_bytes, DEVICE_SLOTS)
     while not fits(choice, cache_bytes) and choice.piece_bytes > 128 << 10 and ask.piece_bytes is None:
         choice = choice._replace(piece_bytes=choice.piece_bytes // 2)
     if ask.engines == ("kvikio",):
@@ -178,12 +162,12 @@ def default_choice(ask: Ask, cache_bytes: int) -> EngineChoice:
 
 
 def fits(choice: EngineChoice, cache_bytes: int) -> bool:
-    """Whether the ring stays in half the last-level cache: beyond it, each byte goes out to memory and back."""
+    """Return whether the ring's buffers fit half the last-level cache: larger ones are written to memory and back."""
     return choice.engine != "ring" or choice.held_bytes <= cache_bytes // 2
 
 
 def first_round(ask: Ask, cache_bytes: int) -> tuple[EngineChoice, ...]:
-    """Sizes of pieces, each engine; the default of the ring first."""
+    """Return piece sizes to try with each engine; the ring's default first."""
     usual = default_choice(ask, cache_bytes)
     pieces: tuple[tuple[int, int], ...]
     if ask.target.ordinal is not None:
@@ -197,11 +181,11 @@ def first_round(ask: Ask, cache_bytes: int) -> tuple[EngineChoice, ...]:
 
 
 def second_round(best: EngineChoice, ask: Ask, cache_bytes: int) -> tuple[EngineChoice, ...]:
-    """Numbers of threads, at the best size of pieces."""
+    """Return numbers of threads to try at the best piece size."""
     processors = os.cpu_count() or 1
     on_host = ask.in_memory and ask.target.ordinal is None
     threads: tuple[int, ...] = (2, processors, 2 * processors) if on_host else (8, 16, 24, 32)
-    if ask.ranks > 1:  # each measures alone, but all of them read at once
+    if ask.ranks > 1:  # one rank measures alone, but all read at once
         threads = tuple(n for n in threads if n <= max(device_threads(ask.ranks), processors // ask.ranks))
     tried = [best._replace(threads=min(n, 256)) for n in threads if n != best.threads]
     return _worth_trying(tried, ask, cache_bytes)
@@ -218,8 +202,8 @@ def _worth_trying(choices: Sequence[EngineChoice], ask: Ask, cache_bytes: int) -
 
 
 def pick(rates: dict[EngineChoice, float], usual: EngineChoice) -> EngineChoice:
-    """The usual one if it is about as good as the fastest, else the simplest that is: the ring before KvikIO, then
-    what holds less memory."""
+    """Return `usual` if it is nearly as fast as the fastest, else the simplest that is: ring before KvikIO, then the
+    one with smaller buffers."""
     fastest = max(rates.values())
     if rates.get(usual, 0.0) >= USUAL_WITHIN * fastest:
         return usual
@@ -227,18 +211,19 @@ def pick(rates: dict[EngineChoice, float], usual: EngineChoice) -> EngineChoice:
     return min(near, key=lambda choice: (choice.engine != "ring", choice.held_bytes, choice.threads))
 
 
-# --- kept for a day ---
+# --- stored for a day ---
 
 
 def calibrated(root: Path, ask: Ask, measure: Callable[[Ask], Calibration], now_s: float | None = None) -> Calibration:
-    """The answer kept under `root`, or a new one, which is kept. Says in the log which engine and why; never fails."""
-    path = root / f"calibration-{_host()}.json"
+    """Return the calibration stored under `root`, or measure and store one. Logs the engine and why. Never raises."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname()) or "host"
+    path = root / f"calibration-{host}.json"
     key = _key(ask)
     wall_s = time.time() if now_s is None else now_s
     found = _read(path, key, wall_s)
     if found is None:
         with _alone_on_this_node():
-            found = _read(path, key, wall_s)  # another rank may have measured while we waited
+            found = _read(path, key, wall_s)  # another rank may have measured during the wait
             if found is None:
                 found = measure(ask)
                 if found.read_bytes_s is not None and not found.is_target_busy:
@@ -247,12 +232,8 @@ def calibrated(root: Path, ask: Ask, measure: Callable[[Ask], Calibration], now_
     return found
 
 
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname()) or "host"
-
-
 def _key(ask: Ask) -> dict[str, Any]:
-    """All that a calibration depends on."""
+    """Return everything that a calibration depends on."""
     mount = file_system_of(ask.folder)
     return {
         "host": socket.gethostname(),
@@ -277,7 +258,7 @@ def _read(path: Path, key: dict[str, Any], now_s: float) -> Calibration | None:
             return None
         return Calibration.from_json(values["calibration"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, Corrupt) as fault:
-        log.info("%s is not used (%s): measuring anew", path, fault)
+        log.info("%s cannot be used (%s): measuring again", path, fault)
         return None
 
 
@@ -286,12 +267,12 @@ def _write(path: Path, key: dict[str, Any], now_s: float, calibration: Calibrati
     try:
         replace_small(path, canonical_text(values).encode())
     except OSError as fault:
-        log.info("%s cannot be written (%s): the next start measures anew", path, fault)
+        log.info("%s cannot be written (%s): the next start measures again", path, fault)
 
 
 @contextmanager
 def _alone_on_this_node() -> Iterator[None]:
-    """Waits for another process of this user and node that measures, but not for long: then both do."""
+    """Exclude other processes of this user and node while measuring; after LOCK_TIMEOUT_S both measure."""
     descriptor = -1
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError, ConfigError):

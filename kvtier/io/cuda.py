@@ -1,6 +1,6 @@
-"""CUDA's driver without torch: is there one, and memory that devices copy from and to without a detour.
+"""CUDA driver calls without torch: driver version, capture mode of a thread, page-locked host memory.
 
-The library (`libcuda.so.1`) is looked for at the first call; importing this needs none.
+`libcuda.so.1` is loaded at the first call. Importing this module does not need it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from kvtier.io.native import Message, library
 
 
 def driver_version() -> int | None:
-    """As CUDA counts (13000: 13.0). None: this host has no driver, or one that is too old for kvtier."""
+    """Return the version as CUDA counts (13000: 13.0), or None without a driver or with one too old for kvtier."""
     version = ctypes.c_int()
     error = library.kvtier_cuda_version(ctypes.byref(version), *Message().room)
     return None if error else version.value
 
 
 def relax_this_thread() -> None:
-    """From now on what this thread asks of CUDA neither fails nor spoils a graph that another thread is recording
-    (cudaThreadExchangeStreamCaptureMode, relaxed). For threads of our own. Raises TierUnavailable with CUDA's error."""
+    """Set this thread's capture mode to relaxed (cudaThreadExchangeStreamCaptureMode) for its lifetime.
+
+    Its CUDA calls then neither fail nor invalidate a graph that another thread is recording. Raises TierUnavailable
+    with CUDA's error.
+    """
     message = Message()
     error = library.kvtier_cuda_relax_thread(*message.room)
     if error:
@@ -29,10 +32,10 @@ def relax_this_thread() -> None:
 
 
 def pin(address: int, n_bytes: int, ordinal: int) -> None:
-    """Register host memory with CUDA, for all devices, through the context of device `ordinal`. Takes 0.13 s a GiB.
+    """Register host memory with CUDA for all devices, through the context of device `ordinal`. Takes 0.13 s a GiB.
 
-    The interpreter lock is free meanwhile. The memory must stay until `unpin`; whole pages of it are not passed on to
-    children of this process (a fork would part the processor's pages from those that the device reads).
+    The interpreter lock is released during the call. The memory must stay mapped until `unpin`. Whole pages of it are
+    not inherited by child processes: copy-on-write would give this process other pages than the device reads.
 
     Raises TierUnavailable with the call and the name of CUDA's error; nothing is pinned then.
     """
@@ -43,10 +46,10 @@ def pin(address: int, n_bytes: int, ordinal: int) -> None:
 
 
 def unpin(address: int) -> None:
-    """Undo `pin`. No copy of that memory may be on its way.
+    """Undo `pin`. No copy from or to that memory may be in flight.
 
-    Raises ValueError when nothing is pinned at `address`, and TierUnavailable with CUDA's error: then the memory may
-    still be in CUDA's hands, and must not be freed.
+    Raises ValueError when nothing is pinned at `address`, and TierUnavailable with CUDA's error: the memory may then
+    still be registered and must not be freed.
     """
     message = Message()
     error = library.kvtier_cuda_unpin(address, *message.room)

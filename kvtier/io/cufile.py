@@ -1,7 +1,7 @@
-"""Whether cuFile moves bytes between storage and GPU itself (GPUDirect Storage) or only seems to, and how one knows.
+"""cuFile's mode: GPUDirect Storage (storage to GPU directly), or its compatibility mode through host memory.
 
-KvikIO's "compat mode: False" proves little: without nvidia-fs, cuFile has a compatibility mode of its own, which reads
-through host memory all the same.
+KvikIO's "compat mode: False" is no proof of GPUDirect Storage: without nvidia-fs, cuFile has a compatibility mode of
+its own.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ _FAULTS = (OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyErro
 
 
 class CufileState(NamedTuple):
-    """mode: gds (storage to GPU directly), compat (through host memory), or absent (no KvikIO to ask).
+    """Mode of cuFile, and the observations that it was concluded from, a line each."""
 
-    reasons: what was looked at and what it said, a line each.
-    """
-
-    mode: Literal["gds", "compat", "absent"]
+    mode: Literal["gds", "compat", "absent"]  # absent: KvikIO is not installed
     reasons: tuple[str, ...]
 
 
 def nvidia_fs_loaded(proc: Path = Path("/proc")) -> bool:
-    """Whether the kernel module of GPUDirect Storage is in the kernel that this process runs on."""
+    """Return whether the kernel module of GPUDirect Storage is loaded."""
     try:
         lines = (proc / "modules").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -33,7 +30,7 @@ def nvidia_fs_loaded(proc: Path = Path("/proc")) -> bool:
 
 
 def cufile_state(kvikio: ModuleType | None, proc: Path = Path("/proc")) -> CufileState:
-    """Asks the kernel and KvikIO (None: not installed). Opens cuFile's driver where KvikIO would use it."""
+    """Query the kernel and KvikIO (None: not installed). Opens cuFile's driver where KvikIO would use it."""
     loaded = nvidia_fs_loaded(proc)
     reasons = [f"nvidia_fs is {'loaded' if loaded else 'not loaded'} (/proc/modules, /proc/driver/nvidia-fs)"]
     if kvikio is None:
@@ -41,10 +38,10 @@ def cufile_state(kvikio: ModuleType | None, proc: Path = Path("/proc")) -> Cufil
     try:
         prefers_compat = bool(kvikio.defaults.is_compat_mode_preferred())
     except _FAULTS as fault:
-        return CufileState("compat", (*reasons, f"KvikIO does not say which mode it takes: {fault}"))
+        return CufileState("compat", (*reasons, f"KvikIO does not report its mode: {fault}"))
     reasons.append(f"KvikIO's compat mode: {prefers_compat}")
     if prefers_compat:
-        reasons.append("KvikIO goes on without cuFile: libcufile or /run/udev is missing, or KVIKIO_COMPAT_MODE is on")
+        reasons.append("KvikIO does not use cuFile: libcufile or /run/udev is missing, or KVIKIO_COMPAT_MODE is on")
         return CufileState("compat", tuple(reasons))
     try:
         available = bool(kvikio.cufile_driver.get("is_gds_available"))
@@ -55,7 +52,7 @@ def cufile_state(kvikio: ModuleType | None, proc: Path = Path("/proc")) -> Cufil
     if loaded and available:
         return CufileState("gds", tuple(reasons))
     reasons.append(
-        "so cuFile itself runs in compatibility mode: that KvikIO's is off does not prove GDS (on local NVMe, cuFile "
-        "may use PCI peer-to-peer without nvidia_fs: gdscheck -p tells)"
+        "cuFile runs in its compatibility mode, although KvikIO's is off (on local NVMe, cuFile may use PCI "
+        "peer-to-peer without nvidia_fs: check with gdscheck -p)"
     )
     return CufileState("compat", tuple(reasons))

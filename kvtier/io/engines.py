@@ -1,4 +1,4 @@
-"""What moves bytes between segments and memory, and how it is sized. Two engines, one surface for reads."""
+"""I/O engines: move bytes between segments and memory. The ring and KvikIO share one interface for reads."""
 
 from __future__ import annotations
 
@@ -21,54 +21,52 @@ class Reads(Protocol):
 
 
 class Reader(Protocol):
-    """What a load reads through; see `ring.Ring`."""
+    """Engine of loads; see `ring.Ring`."""
 
     def submit(self, ops: Sequence[ReadOp]) -> Reads: ...
     def close(self, timeout_s: float = 1.0) -> bool: ...
 
 
 class Engines(NamedTuple):
-    """reader: of loads. ring: of saves, and of loads too where it is the engine of both. signer: of what passes; None
-    where nothing is signed. Signed loads go through the ring: into host memory, to be looked at there."""
+    """Engines of one worker."""
 
-    reader: Reader
-    ring: Ring
-    signer: Signer | None = None
+    reader: Reader  # of loads
+    ring: Ring  # of saves, and of signed loads: their MAC is checked in host memory. May be the same object as `reader`
+    signer: Signer | None = None  # None: records are not signed
 
     def reopen(self, fd: int) -> None:
         """Read the file of this descriptor, which was just opened, through no handle that was opened before."""
         if isinstance(self.reader, KvikioReader):
-            self.reader.reopen(fd)
+            self.reader.files.reopen(fd)
 
     def forget(self, fd: int) -> None:
-        """Note that the caller is about to close `fd`: unpin its file, and close what else was opened of it. Does not
-        wait."""
+        """Prepare for the caller's close of `fd`: unpin its file and close other handles of it. Does not wait."""
         self.ring.forget(fd)
         if isinstance(self.reader, KvikioReader):
-            self.reader.forget(fd)
+            self.reader.files.forget(fd)
 
     def close_unused(self) -> None:
         """Close files that the caller has closed, and those that were not read lately."""
         if isinstance(self.reader, KvikioReader):
-            self.reader.close_unused()
+            self.reader.files.close_unused(0.0)
 
     def close(self) -> bool:
-        """False: something hangs in the kernel and was left behind."""
+        """Close both. Return False if an operation hangs in the kernel: its threads are left running."""
         closed = [engine.close() for engine in {id(engine): engine for engine in (self.reader, self.ring)}.values()]
         return all(closed)
 
 
 class EngineChoice(NamedTuple):
-    """An engine and its sizes. slots: pinned pieces of a thread, where it reads into device memory; else 1."""
+    """Engine and its sizes."""
 
     engine: EngineName
     threads: int
     piece_bytes: int
-    slots: int = 1
+    slots: int = 1  # pinned pieces of a thread when it reads into device memory, else 1
 
     @property
     def held_bytes(self) -> int:
-        """Memory that bytes pass through on their way."""
+        """Bytes of the buffers between storage and target."""
         return self.threads * self.slots * self.piece_bytes
 
     def __str__(self) -> str:
@@ -77,18 +75,17 @@ class EngineChoice(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Memory that reads land in. ordinal: of the CUDA device it is on; None: host memory."""
+    """Memory that reads land in."""
 
     address: int
     n_bytes: int
-    ordinal: int | None = None
+    ordinal: int | None = None  # CUDA device; None: host memory
 
 
 def open_engine(choice: EngineChoice, target: Target, direct: bool, in_memory: bool) -> Reader:
-    """The engine, started. Raises TierUnavailable when this machine has not what it needs.
+    """Start the engine. Raises TierUnavailable when this machine lacks what it needs.
 
-    direct: whether files are read past the page cache. in_memory: whether the file system lies in memory, which the
-    ring's pieces between files and host memory follow.
+    direct: reads bypass the page cache. in_memory: the file system is tmpfs or ramfs.
     """
     if choice.engine == "kvikio":
         sizes = KvikioSizes(choice.threads, choice.piece_bytes)
@@ -97,10 +94,5 @@ def open_engine(choice: EngineChoice, target: Target, direct: bool, in_memory: b
         return Ring(choice.threads, choice.piece_bytes, touch_written=in_memory)
     host = sizes_for(in_memory)
     device = DeviceRing(target.ordinal, choice.piece_bytes, choice.slots)
-    return Ring(
-        choice.threads,
-        host.piece_bytes,
-        write_piece_bytes=host.write_piece_bytes,
-        device=device,
-        touch_written=in_memory,
-    )
+    write_bytes = host.write_piece_bytes
+    return Ring(choice.threads, host.piece_bytes, write_piece_bytes=write_bytes, device=device, touch_written=in_memory)

@@ -1,16 +1,15 @@
-"""Reads straight into device memory through KvikIO (cuFile, or KvikIO's own POSIX fall-back), tuned.
+"""KvikIO engine: reads into device memory through KvikIO (cuFile, or KvikIO's own POSIX fallback).
 
-The surface is the ring's: submit, wait, cancel, results. What differs is who moves the bytes. As it comes, KvikIO runs
-one thread and reads through the page cache; here it gets threads, direct I/O, bounce buffers as large as a piece,
-many reads in flight, and files that are opened and registered once.
+The interface is the ring's: submit, wait, cancel, results. By default KvikIO runs one thread and reads through the page
+cache; this module sets threads, direct I/O and bounce buffers of a piece, keeps many reads in flight, and opens and
+registers each file once. KvikIO's settings apply to the whole process.
 
-Each piece is a `pread` of exactly one KvikIO task. KvikIO answers a read of several tasks as soon as one fails, while
-the others go on writing into the buffer (kvikio/detail/parallel_operation.hpp): whoever is given that slot next would
-find their bytes in it (I2). With one task, the answer means that the bytes are there or will never come.
+Each piece is a `pread` of exactly one KvikIO task. KvikIO completes a read of several tasks as soon as one fails, while
+the others still write into the buffer (kvikio/detail/parallel_operation.hpp), which the caller may have reused (I2).
+With one task, completion means that no byte arrives later.
 
-Known costs, of KvikIO 26.10: a thread reads and copies in turn, never both; copies run on streams that wait for the
-legacy default stream; with cuFile, each read first waits until that stream is idle. KvikIO's settings are the whole
-process's.
+Known costs of KvikIO 26.10: a thread reads and copies alternately, never both at once; copies run on streams that wait
+for the legacy default stream; with cuFile, each read first waits until that stream is idle.
 """
 
 from __future__ import annotations
@@ -32,28 +31,24 @@ from kvtier.io.ring import OpResult, ReadOp
 
 log = logging.getLogger("kvtier")
 
+# H200, tmpfs: 46 GB/s with 16 threads, of 55.6 GB/s over PCIe. A striped file system of 800 MB/s: 99.6 % with 16 reads
+# of 4 MiB in flight, 38 % with one at a time, 9 % with KvikIO's defaults.
 THREADS, PIECE_BYTES = 16, 4 << 20
-"""H200, tmpfs: 46 GB/s with 16 threads, of 55.6 that PCIe gives. A striped file system of 800 MB/s: 99.6 % with 16
-reads of 4 MiB in flight, 38 % with one at a time, 9 % as KvikIO comes."""
-
-IN_FLIGHT_PER_THREAD = 4
-"""Pieces handed to KvikIO ahead of its threads; the rest waits here, where it can be cancelled."""
-QUEUED_PIECES_MAX = 1 << 16
-POLL_S = 200e-6
-"""KvikIO's futures can't be waited for with a deadline (I10), so they are asked."""
-
-SWEEP_INTERVAL_S = 1.0
+IN_FLIGHT_PER_THREAD = 4  # pieces handed to KvikIO per thread; others stay in our queue, where they can be cancelled
+QUEUED_PIECES_MAX = 1 << 16  # pieces not yet handed to KvikIO, of all batches
+POLL_S = 200e-6  # poll interval of futures, seconds: KvikIO has no wait with a deadline (I10)
+CLOSE_INTERVAL_S = 1.0  # interval between attempts to close unused files, seconds
 
 
 class KvikioSizes(NamedTuple):
-    """piece_bytes: of one read; also the size of each thread's pinned bounce buffer."""
+    """Sizes of a reader."""
 
     threads: int = THREADS
-    piece_bytes: int = PIECE_BYTES
+    piece_bytes: int = PIECE_BYTES  # of one read, and of each thread's pinned bounce buffer
 
 
 class DeviceBuffer:
-    """Device memory as KvikIO takes it: a one-dimensional array of bytes. Owns nothing."""
+    """Device memory as KvikIO takes it: a one-dimensional array of bytes. Does not own the memory."""
 
     def __init__(self, address: int, n_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -66,26 +61,28 @@ class DeviceBuffer:
 
 
 class _Op:
-    """One operation. pieces: offsets not yet handed to KvikIO; in_flight: pieces that it has."""
+    """One operation."""
 
     def __init__(self, spec: ReadOp, file: OpenFile, piece_bytes: int) -> None:
         self.spec = spec
         self.file = file
         self.n_bytes = spec.slab_bytes * spec.n_slabs
-        self.pieces = deque(range(0, self.n_bytes, piece_bytes))
-        self.in_flight = 0
+        self.pieces = deque(range(0, self.n_bytes, piece_bytes))  # offsets of pieces not yet handed to KvikIO
+        self.in_flight = 0  # pieces that KvikIO has
         self.error = 0
         self.is_done = False
 
 
 class _Flying(NamedTuple):
+    """Piece that KvikIO has."""
+
     future: Any
     op: _Op
     n_bytes: int
 
 
 class KvikioBatch:
-    """Operations submitted together. As `ring.Batch`: memory and files stay until `wait` has returned True."""
+    """Operations submitted together. As with `ring.Batch`, memory and files must stay until `wait` returns True."""
 
     def __init__(self, reader: KvikioReader, ops: list[_Op]) -> None:
         self._reader = reader
@@ -97,11 +94,11 @@ class KvikioBatch:
         return self._reader.wait(self, timeout_s)
 
     def cancel(self) -> None:
-        """Drops what KvikIO was not given yet; what it was given comes back first."""
+        """Drop the pieces that KvikIO has not got; those in flight complete first."""
         self.is_cancelled = True
 
     def results(self) -> list[OpResult]:
-        """One result an operation, without checksums: device memory is summed where it lies."""
+        """Return one result an operation, without checksums: those are computed on the device."""
         if not self.is_done:
             raise RuntimeError("results of a batch that is not done")
         return [OpResult(op.error, (), (0,) * op.spec.n_slabs) for op in self.ops]
@@ -112,14 +109,14 @@ class KvikioBatch:
 
 
 class KvikioReader:
-    """Thread-safe. All targets lie in one buffer of device memory, which must outlive `close`.
+    """Reader through KvikIO. Thread-safe. All targets are in one buffer of device memory, which must outlive `close`.
 
     Args:
-        buffer: (address, bytes) of it.
-        direct: whether files are read past the page cache.
-        load: imports KvikIO; a test gives its own.
+        buffer: (address, bytes) of that memory.
+        direct: reads bypass the page cache.
+        load: imports KvikIO (replaced in tests).
 
-    Raises TierUnavailable when KvikIO can't be loaded or refuses its settings.
+    Raises TierUnavailable when KvikIO cannot be loaded or refuses its settings.
     """
 
     def __init__(
@@ -141,19 +138,19 @@ class KvikioReader:
         self.state = cufile_state(self._kvikio)
         self._is_registered = self.state.mode == "gds" and self._register()
         self._lock = threading.Lock()
-        self._files = OpenFiles(self._kvikio, self._returns, self._lock, clock)
+        self.files = OpenFiles(self._kvikio, self._returns, self._lock, clock)
         self._batches: list[KvikioBatch] = []
         self._queued = 0
         self._is_closed = False
 
     def submit(self, ops: Sequence[ReadOp]) -> KvikioBatch:
-        """Starts the reads, or none of them. Raises as `Ring.submit`, also when a file can't be opened."""
+        """Start all reads or none. Raises as `Ring.submit` does, and TierUnavailable when a file cannot be opened."""
         pieces = sum(self._pieces(op) for op in ops)
-        self._files.close_unused(SWEEP_INTERVAL_S)
+        self.files.close_unused(CLOSE_INTERVAL_S)
         begun: list[_Op] = []
         try:
             for op in ops:
-                begun.append(_Op(op, self._files.open(op.fd), self.sizes.piece_bytes))
+                begun.append(_Op(op, self.files.open(op.fd), self.sizes.piece_bytes))
             batch = KvikioBatch(self, begun)
             with self._lock:
                 if self._is_closed:
@@ -166,12 +163,12 @@ class KvikioReader:
         except TierUnavailable:
             with self._lock:
                 for lost in begun:
-                    self._files.release(lost.file)
+                    self.files.release(lost.file)
             raise
         return batch
 
     def wait(self, batch: KvikioBatch, timeout_s: float) -> bool:
-        """True when every operation of `batch` has ended; False after the timeout. Any waiter moves all batches on."""
+        """Return True when every operation of `batch` has ended, False after the timeout. Serves all batches."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -184,9 +181,9 @@ class KvikioReader:
             time.sleep(min(POLL_S, left_s))
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Cancels what waits and gives back what KvikIO holds. May be called again.
+        """Cancel queued pieces, close files and deregister the buffer. May be called again.
 
-        False: the buffer must stay: reads hang, which keep their files too, or cuFile did not let go of it.
+        Return False when the buffer must stay allocated: reads hang, or cuFile failed to deregister it.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
@@ -200,40 +197,23 @@ class KvikioReader:
             if self._batches:
                 left_behind.append(self)
                 return False
-        self._files.close_all()
+        self.files.close_all()
         if self._is_registered:
             buffer = DeviceBuffer(self._address, self._n_bytes)
             self._is_registered = not self._returns.give(buffer, lambda: self._kvikio.memory_deregister(buffer))
-        # Pinned memory, one piece a thread, which it would keep.
+        # KvikIO would otherwise keep its pinned memory, one piece a thread.
         self._returns.give(self, self._kvikio.bounce_buffer_free)
         return not self._is_registered
 
-    def reopen(self, fd: int) -> None:
-        """Read this file through a new handle from now on: an open one may show stale bytes."""
-        self._files.reopen(fd)
-
-    def forget(self, fd: int) -> None:
-        """Note that the caller is about to close `fd`; see `close_unused`."""
-        self._files.forget(fd)
-
-    def close_unused(self) -> None:
-        """Close files that the caller has closed, and those that are long unused."""
-        self._files.close_unused(0.0)
-
-    # --- the inside ---
+    # --- internals ---
 
     def _tune(self, direct: bool) -> None:
         threads, piece = self.sizes
+        settings = {"num_threads": threads, "task_size": piece, "bounce_buffer_size": piece}
+        # KvikIO would read less than gds_threshold at once, on our thread and under our lock.
+        settings |= {"auto_direct_io_read": direct, "gds_threshold": 1}
         try:
-            self._kvikio.defaults.set(
-                {
-                    "num_threads": threads,
-                    "task_size": piece,
-                    "bounce_buffer_size": piece,
-                    "auto_direct_io_read": direct,
-                    "gds_threshold": 1,  # smaller reads would be made at once, on our thread and under our lock
-                }
-            )
+            self._kvikio.defaults.set(settings)
         except (KeyError, OSError, *FAULTS) as fault:
             raise TierUnavailable(
                 f"KvikIO refuses its settings ({fault}): install kvikio 26.10, or set io.engine to ring"
@@ -244,8 +224,8 @@ class KvikioReader:
             self._kvikio.memory_register(DeviceBuffer(self._address, self._n_bytes))
         except (OSError, *FAULTS) as fault:
             log.warning(
-                "cuFile registers no buffer of %d bytes (%s): it copies inside the device instead; "
-                "max_device_pinned_mem_size_kb in cufile.json bounds it",
+                "cuFile cannot register a buffer of %d bytes (%s) and copies inside the device instead: raise "
+                "max_device_pinned_mem_size_kb in cufile.json",
                 self._n_bytes,
                 fault,
             )
@@ -255,18 +235,18 @@ class KvikioReader:
     def _pieces(self, op: ReadOp) -> int:
         n_bytes = op.slab_bytes * op.n_slabs
         if not op.on_device or op.checksums is not None:
-            raise ValueError("KvikIO reads into device memory, which is summed there")
+            raise ValueError("KvikIO reads into device memory only, and computes no checksums")
         if n_bytes <= 0 or op.offset < 0 or any(x % PAGE_BYTES for x in (op.offset, op.address, op.slab_bytes)):
             raise ValueError("an operation is not whole, aligned pages")
         if op.address < self._address or op.address + n_bytes > self._address + self._n_bytes:
-            raise ValueError("an operation lies outside the buffer")
+            raise ValueError("an operation is outside the buffer")
         return -(-n_bytes // self.sizes.piece_bytes)
 
     def _pump(self) -> None:
-        """Takes in what has come back, and hands KvikIO more, oldest batch first. Under the lock."""
+        """Complete finished pieces, then hand KvikIO more, oldest batch first. Under the lock."""
         for batch in self._batches:
             while batch.in_flight and batch.in_flight[0].future.done():
-                _take_in(batch.in_flight.popleft())
+                _complete(batch.in_flight.popleft())
         room = IN_FLIGHT_PER_THREAD * self.sizes.threads - sum(len(batch.in_flight) for batch in self._batches)
         for batch in self._batches:
             for op in batch.ops:
@@ -274,7 +254,7 @@ class KvikioReader:
         self._batches = [batch for batch in self._batches if not batch.is_done]
 
     def _start(self, batch: KvikioBatch, op: _Op, room: int) -> int:
-        """Hands up to `room` pieces of an operation to KvikIO; drops them when it is lost. Returns how many it took."""
+        """Hand up to `room` pieces of an operation to KvikIO, or drop them if it has failed. Return how many."""
         if op.pieces and batch.is_cancelled:
             op.error = op.error or errno.ECANCELED
         if op.error:
@@ -296,11 +276,11 @@ class KvikioReader:
             batch.in_flight.append(_Flying(future, op, n_bytes))
         if not op.is_done and not op.pieces and op.in_flight == 0:
             op.is_done = True
-            self._files.release(op.file)
+            self.files.release(op.file)
         return started
 
 
-def _take_in(piece: _Flying) -> None:
+def _complete(piece: _Flying) -> None:
     piece.op.in_flight -= 1
     try:
         n_bytes = piece.future.get()

@@ -1,5 +1,4 @@
-"""What KvikIO opens and pins, and takes back: files are opened and registered once, and what it does not take back is
-kept for good."""
+"""Files open in KvikIO: each is opened and registered once. Objects that KvikIO fails to release are never freed."""
 
 from __future__ import annotations
 
@@ -17,48 +16,48 @@ from kvtier.runtime.file_descriptors import most_open
 log = logging.getLogger("kvtier")
 
 OPEN_FILES_MAX = 64  # unused files kept open, where RLIMIT_NOFILE allows
-UNUSED_S = 30.0  # age of the last read from which on a file is closed, seconds
+UNUSED_S = 30.0  # time since the last read after which a file is closed, seconds
 FDS_PER_FILE = 2  # descriptors that KvikIO opens for a file: one with O_DIRECT, one without
 
+# Exceptions that Cython makes of C++ ones, beside OSError.
 FAULTS = (RuntimeError, ValueError, TypeError, ArithmeticError, MemoryError, LookupError, SystemError)
-"""What Cython makes of C++ exceptions, beside OSError."""
 
+# Objects never freed: readers whose reads hang (KvikIO's threads hold bare pointers to their files and buffers), and
+# objects that KvikIO failed to release and may still use.
 left_behind: list[object] = []
-"""Never to be freed: readers whose reads hang, for KvikIO's threads hold bare pointers to their files and buffers; and
-what KvikIO failed to take back, for who knows what it still does with that."""
 
 
 class Returns:
-    """Gives back what KvikIO opened or pinned, for one reader."""
+    """Release of the objects that KvikIO opened or pinned for one reader."""
 
     def __init__(self) -> None:
         self._has_complained = False
 
     def give(self, what: object, free: Callable[[], object]) -> bool:
-        """False: KvikIO does not take it, so it is kept for good. That is said once."""
+        """Call `free`. If it fails, keep `what` for the process's lifetime, warn once, and return False."""
         try:
             free()
         except (OSError, *FAULTS) as fault:
             left_behind.append(what)
             if not self._has_complained:
-                log.warning("KvikIO does not take back what it opened or pinned (%s): it stays until the end", fault)
+                log.warning("KvikIO cannot release a file or buffer (%s): it stays open until the process ends", fault)
             self._has_complained = True
             return False
         return True
 
 
 class OpenFile:
-    """A file open in KvikIO. users: operations that are not done. fds: the caller's descriptors of it."""
+    """File open in KvikIO."""
 
     def __init__(self, handle: Any, used_s: float) -> None:
         self.handle = handle
-        self.users = 0
+        self.users = 0  # operations that are not done
         self.used_s = used_s
-        self.fds: set[int] = set()
+        self.fds: set[int] = set()  # the caller's descriptors of it
 
 
 class OpenFiles:
-    """lock: the reader's, under which users are counted."""
+    """Open files of one reader, by device and inode. `lock` is the reader's; it guards the users' counts."""
 
     def __init__(self, kvikio: ModuleType, returns: Returns, lock: threading.Lock, clock: Callable[[], float]) -> None:
         self._kvikio = kvikio
@@ -67,40 +66,38 @@ class OpenFiles:
         self._clock = clock
         self._files: dict[tuple[int, ...], OpenFile] = {}
         self._most_unused = most_open(OPEN_FILES_MAX * FDS_PER_FILE) // FDS_PER_FILE
-        self._swept_s = clock()
+        self._checked_s = clock()
 
     def open(self, fd: int) -> OpenFile:
-        """The file behind the caller's descriptor, whatever its name leads to by now. Counts one user of it.
+        """Return the file behind the caller's descriptor, and count one user of it.
 
-        A file that is open keeps its number, so the number finds the right one among the open files. Raises
-        TierUnavailable when it cannot be opened.
+        The key is the inode number, which an open file keeps, and not the path, which may name another file by now.
+        Raises TierUnavailable when it cannot be opened.
         """
         try:
-            found = os.fstat(fd)
-            key = (found.st_dev, found.st_ino)
-            file = self._take(key, fd)
+            key = _key(fd)
+            file = self._use(key, fd, None)
             if file is None:
                 made = OpenFile(self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r"), self._clock())
-                file = self._keep(key, made, fd)
-                if file is not made:
+                file = self._use(key, fd, made) or made
+                if file is not made:  # another thread opened it at the same time
                     self._returns.give(made, made.handle.close)
             return file
         except (OSError, *FAULTS) as fault:
             raise TierUnavailable(f"KvikIO cannot open a segment: {fault}") from fault
 
     def release(self, file: OpenFile) -> None:
-        """One user less. Under the lock."""
+        """Count one user less. Under the lock."""
         file.users -= 1
         file.used_s = self._clock()
 
     def reopen(self, fd: int) -> None:
-        """Have the next `open` of this file open it anew: an open handle may show bytes from before another node
-        wrote."""
+        """Make the next `open` of this file open it anew: an open handle may return bytes older than another node's
+        write."""
         try:
-            found = os.fstat(fd)
+            key = _key(fd)
         except OSError:
             return
-        key = (found.st_dev, found.st_ino)
         with self._lock:
             file = self._files.pop(key, None)
             if file is not None:
@@ -108,22 +105,19 @@ class OpenFiles:
                 file.fds.clear()  # closed when it is unused
 
     def forget(self, fd: int) -> None:
-        """Note that the caller closes its descriptor `fd`. `close_unused` closes a file that has none left: open, it
-        would keep the space of a segment that was evicted."""
+        """Record that the caller closes its descriptor `fd`. `close_unused` closes a file without descriptors: an open
+        one would keep the space of an evicted segment."""
         with self._lock:
             for file in self._files.values():
                 file.fds.discard(fd)
 
     def close_unused(self, interval_s: float) -> None:
-        """Close files that the caller has closed, and those that are long unused.
-
-        Does nothing when it was done less than `interval_s` ago.
-        """
+        """Close files that the caller has closed, and those that are long unused, at most once per `interval_s`."""
         now_s = self._clock()
         with self._lock:
-            if now_s - self._swept_s < interval_s:
+            if now_s - self._checked_s < interval_s:
                 return
-            self._swept_s = now_s
+            self._checked_s = now_s
             unused = [(key, file) for key, file in self._files.items() if file.users == 0]
         unused.sort(key=lambda item: item[1].used_s)
         excess = len(unused) - self._most_unused
@@ -132,27 +126,21 @@ class OpenFiles:
                 self._close(key, file)
 
     def close_all(self) -> None:
-        """When none has a user any more."""
+        """Close all files. None may have a user."""
         with self._lock:
             files, self._files = self._files, {}
         for file in files.values():
             self._returns.give(file, file.handle.close)
 
-    def _take(self, key: tuple[int, int], fd: int) -> OpenFile | None:
+    def _use(self, key: tuple[int, int], fd: int, made: OpenFile | None) -> OpenFile | None:
+        """Count a user of the file under `key`, which is `made` if none is open. Return None if there is neither."""
         with self._lock:
-            file = self._files.get(key)
+            file = self._files.get(key, made)
             if file is not None:
+                self._files[key] = file
                 file.users += 1
                 file.fds.add(fd)
                 file.used_s = self._clock()
-            return file
-
-    def _keep(self, key: tuple[int, int], made: OpenFile, fd: int) -> OpenFile:
-        """Return `made`, or the file that another thread opened at the same time."""
-        with self._lock:
-            file = self._files.setdefault(key, made)
-            file.users += 1
-            file.fds.add(fd)
             return file
 
     def _close(self, key: tuple[int, ...], file: OpenFile) -> None:
@@ -163,8 +151,13 @@ class OpenFiles:
         self._returns.give(file, file.handle.close)
 
 
+def _key(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
 def load_kvikio() -> ModuleType:
-    """The package. Raises TierUnavailable with the fix when it isn't there."""
+    """Import KvikIO. Raises TierUnavailable with the fix when it is not installed."""
     try:
         module = importlib.import_module("kvikio")
         for part in ("defaults", "cufile_driver"):

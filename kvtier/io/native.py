@@ -1,6 +1,6 @@
-"""The compiled part, loaded with ctypes: checksums on memory addresses. The engine's functions are used by `ring.py`.
+"""Native library, loaded with ctypes, and its checksum functions. `ring.py` and `cuda.py` call the others.
 
-`_native.abi3.so` stands beside this file; it is built from `native/*.cpp` when the package is installed.
+`_native.abi3.so` is built from `native/*.cpp` when the package is installed, beside this file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def _load() -> ctypes.CDLL:
     path = Path(__file__).with_name(_LIBRARY_NAME)
     if not path.exists():
         raise KVTierError(
-            f"kvtier: its compiled part is missing ({path}). It is built when kvtier is installed: run "
+            f"kvtier: its native library is missing ({path}). It is built when kvtier is installed: run "
             "`pip install -e .` in a checkout, or install kvtier again (the compiler is $CXX, c++, g++ or clang++; "
-            "without one the build takes the ziglang package), or a wheel that `make wheel` made"
+            "without one the build takes the ziglang package), or install a wheel from `make wheel`"
         )
     try:
         return ctypes.CDLL(str(path))
@@ -65,48 +65,46 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     return lib
 
 
-library = _declare(_load())
-"""The loaded functions. Every call releases the interpreter lock."""
-
+library = _declare(_load())  # each call releases the interpreter lock
+# Calls that keep the interpreter lock, for functions that take microseconds and never wait: getting the lock back from
+# a busy engine takes a hundred times as long.
 quick = _declare(ctypes.PyDLL(str(Path(__file__).with_name(_LIBRARY_NAME))))
-"""The same functions, called without releasing it, for what takes microseconds and never waits: getting the lock back
-from a busy engine takes a thread a hundred times as long."""
 
 
 class Message:
-    """Room for what CUDA said: `*message.room` ends a call's arguments."""
+    """Buffer for CUDA's error message: `*message.room` are a call's last two arguments."""
 
     def __init__(self) -> None:
         self._text = ctypes.create_string_buffer(512)
         self.room = (self._text, len(self._text))
 
     def of(self, error: int) -> str:
-        """What the errno that the call returned means."""
+        """Return CUDA's message, or the text of the errno that the call returned."""
         return self._text.value.decode(errors="replace") if error == errno.EREMOTEIO else os.strerror(error)
 
 
 def instruction_sets() -> dict[str, int]:
-    """Name -> number of each version of the checksum that this processor runs, slowest first."""
+    """Return name -> number of each checksum version that this processor runs, slowest first."""
     names = ((library.kvtier_instruction_set(i), i) for i in range(library.kvtier_instruction_sets()))
     return {name.decode(): i for name, i in names if name is not None}
 
 
 def instruction_set() -> str:
-    """Name of the version in use: "avx512", "avx2" or "scalar"."""
+    """Return the checksum version in use: "avx512", "avx2" or "scalar"."""
     return str(library.kvtier_instruction_set(-1).decode())
 
 
 def reads_issued() -> int:
-    """Calls with which the rings of this process have read so far; neighbours in a file are one."""
+    """Return the number of read system calls of this process's rings; adjacent reads share one."""
     return int(quick.kvtier_reads_issued())
 
 
 def checksum(
     buffer_address: int, n_bytes: int, seed: int, first_pair: int = 0, *, instruction_set: str | None = None
 ) -> int:
-    """Checksum of `n_bytes` (a multiple of 8) of memory; with `first_pair`, the summand of one piece of a slab.
+    """Sum `n_bytes` (a multiple of 8) of memory. With `first_pair`, the result is the summand of one piece of a slab.
 
-    See `kvtier.format.checksum.slab_checksum`. `instruction_set`: one of `instruction_sets()`, the fastest by default.
+    See `kvtier.format.checksum.slab_checksum`. `instruction_set`: one of `instruction_sets()`, by default the fastest.
     """
     if n_bytes % 8 or n_bytes < 0:
         raise ValueError(f"{n_bytes} bytes are not whole pairs of 8")
@@ -117,7 +115,7 @@ def checksum(
 def slab_checksums(
     address: int, slab_bytes: int, n_slabs: int, key: bytes, first_head: int, first_layer: int
 ) -> tuple[int, ...]:
-    """Checksums of `n_slabs` slabs that lie one after the other at `address`, in head order."""
+    """Return the checksums of `n_slabs` consecutive slabs at `address`, in head order."""
     if slab_bytes % 8 or slab_bytes <= 0 or len(key) != 16:
         raise ValueError(f"slabs of {slab_bytes} bytes under a key of {len(key)} bytes")
     sums = (ctypes.c_uint64 * n_slabs)()

@@ -1,8 +1,8 @@
-"""Records between files and memory: many operations in flight, checksummed on the way. The work is native threads.
+"""I/O ring: native threads that move records between files and memory and checksum them on the way.
 
-Ownership: memory and file descriptors named by operations belong to the caller and must stay until `Batch.wait` has
-returned True. A read that hangs in the kernel cannot be called back, so after a timeout or `cancel` the bytes may
-still land later: keep the buffer (and the descriptor open) as long as the batch is not done (I10).
+Ownership: memory and file descriptors of operations belong to the caller and must stay until `Batch.wait` has returned
+True. A read that hangs in the kernel cannot be cancelled, so after a timeout or `cancel` its bytes may still land: keep
+the buffer, and the descriptor open, as long as the batch is not done (I10).
 
 A ring belongs to the process that made it; after a fork the child makes its own.
 """
@@ -25,28 +25,23 @@ from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.native import Message, library, quick
 
-THREADS, PIECE_BYTES = 16, 1 << 20
-WRITE_PIECES = 4
-"""Where a device does the work. A striped file system needs that many requests in flight: with 8 threads its double
-(8 x 100 MB/s, 2 ms) reads at 86 % of fio's rate, with 16 at 100 %. Pieces of writes are four times as large, because
-ext4 converts fallocated blocks piece by piece (32 MiB records on a virtual disk: 3.93 GB/s with 1 MiB, 4.09 with 4)."""
+# File systems on storage devices. A striped one needs 16 requests in flight: its double (8 x 100 MB/s, 2 ms) reads at
+# 86 % of fio's rate with 8 threads, at 100 % with 16. A write's piece is 4 read pieces, because ext4 converts
+# fallocated blocks piece by piece (32 MiB records on a virtual disk: 3.93 GB/s with 1 MiB, 4.09 with 4 MiB).
+THREADS, PIECE_BYTES, WRITE_PIECES = 16, 1 << 20, 4
 
-MEMORY_THREADS, MEMORY_PIECE_BYTES = 4, 256 << 10
-"""Where the processor copies (tmpfs): a piece stays in L2 until it is summed, and threads beyond the cores only switch.
-Processor time on two busy Zen 5 cores, tmpfs, 4 MiB records, 8 in flight: 121 ms a GB; 16 threads: 127 with 256 KiB,
-132 with 512 KiB."""
+# File systems in memory (tmpfs), where the processor copies: a piece stays in L2 until it is summed, and more threads
+# than cores only switch. Processor time on two busy Zen 5 cores, 4 MiB records, 8 in flight: 121 ms a GB; with 16
+# threads 127 ms with 256 KiB, 132 ms with 512 KiB. Writers of one file exclude each other by its inode's lock, which
+# larger pieces take less often. Of fio's rate, 4 MiB records, two Xeon cores: 89 % with 256 KiB, 96 % with 512 KiB,
+# 95 % with 1 MiB; 32 MiB records: 103, 107 and 109 %.
+MEMORY_THREADS, MEMORY_PIECE_BYTES, MEMORY_WRITE_PIECES = 4, 256 << 10, 2
 
-MEMORY_WRITE_PIECES = 2
-"""Writers of a file take turns on tmpfs (its inode's lock), and pieces twice as large change hands half as often.
-Records of 4 MiB, two cores of a Xeon, of fio's rate: 89 % with 256 KiB, 96 with 512 KiB, 95 with 1 MiB; of 32 MiB: 103,
-107 and 109."""
+QUEUED_OPS_MAX = 16384  # operations with pieces that no thread has taken
 
-QUEUED_OPS_MAX = 16384
-
+# H200, PCIe Gen5, tmpfs: 51.4 GB/s (92 % of PCIe) with 12 threads x 2 x 4 MiB, 48.7 with 14 x 4 x 1 MiB, but 31-34 once
+# the buffers of all threads outgrow the last-level cache (300 MiB). Figures of a prototype, in no result file.
 DEVICE_PIECE_BYTES, DEVICE_SLOTS = 4 << 20, 2
-"""H200, PCIe Gen5, tmpfs: 51.4 GB/s (92 % of PCIe) with 12 threads x 2 x 4 MiB, 48.7 with 14 x 4 x 1 MiB, but 31-34
-once the buffers of all threads outgrow the last-level cache (300 MiB there). A prototype's figures, in no result
-file."""
 
 _OP = struct.Struct("=iiqQQIIII16s")
 _OPTIONS = struct.Struct("=IIQQiIQII")
@@ -56,45 +51,45 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class ReadOp(NamedTuple):
-    """Read `n_slabs` slabs that lie one after the other; all units bytes, all multiples of a page (4096)."""
+    """Read of `n_slabs` consecutive slabs. Offset, address and size are bytes, multiples of a page (4096)."""
 
     fd: int
     offset: int  # of the first slab in the file
-    address: int  # where the first slab lands: in memory, or on the ring's CUDA device
+    address: int  # target of the first slab, in host memory or on the ring's CUDA device
     slab_bytes: int
     n_slabs: int
     key: bytes  # of the chunk, 16 bytes
     first_head: int  # head of the first slab read
     first_layer: int  # of the record
-    checksums: tuple[int, ...] | None  # what the slabs must sum to; None: only report
-    on_device: bool = False  # `address` is device memory; `checksums` is None, because the device sums what landed
+    checksums: tuple[int, ...] | None  # expected, one a slab; None: only report
+    on_device: bool = False  # `address` is device memory; `checksums` is None, because the device sums the slabs
 
 
 class WriteOp(NamedTuple):
-    """Write a record: its slabs, then its header page with their checksums filled in."""
+    """Write of a record: its slabs, then its header page with their checksums filled in."""
 
     fd: int
     offset: int  # of the header page in the file
-    address: int  # of the header page (RecordHeader.pack with any checksums), which the slabs follow; it is changed
+    address: int  # of the header page (RecordHeader.pack with any checksums), followed by the slabs; it is modified
     slab_bytes: int
     n_slabs: int
     key: bytes
     first_head: int
     first_layer: int
-    checksums: tuple[int, ...] | None = None  # what the slabs must sum to, or the record gets no header; None: any
+    checksums: tuple[int, ...] | None = None  # expected: if a slab differs, no header is written. None: any
 
 
 class FlushOp(NamedTuple):
-    """fdatasync of a file: what was written to it before is then durable, and visible to other nodes."""
+    """fdatasync of a file: data written to it before is then durable, and visible to other nodes."""
 
     fd: int
 
 
 class OpResult(NamedTuple):
-    """What became of one operation."""
+    """Result of one operation."""
 
-    error: int  # errno; 0: fine; ENODATA: the file ends before the last slab; EREMOTEIO: CUDA failed; ECANCELED
-    bad_slabs: tuple[int, ...]  # positions (0 = first slab read) whose checksum is not the expected one
+    error: int  # errno, or 0; ENODATA: the file ends before the last slab; EREMOTEIO: CUDA failed; ECANCELED
+    bad_slabs: tuple[int, ...]  # positions (0: first slab read) whose checksum is not the expected one
     checksums: tuple[int, ...]  # of each slab, as read or written; meaningless with an error, 0 on a device
 
     @property
@@ -103,7 +98,7 @@ class OpResult(NamedTuple):
 
 
 class Batch:
-    """Operations submitted together. Thread-safe; see the module's text for who owns the memory."""
+    """Operations submitted together. Thread-safe. The module's docstring states who owns the memory."""
 
     def __init__(self, handle: ctypes.c_void_p, slabs_of_ops: list[int]) -> None:
         self._handle = handle
@@ -111,17 +106,17 @@ class Batch:
         self._pid = os.getpid()
 
     def wait(self, timeout_s: float) -> bool:
-        """True when every operation has ended, which all later calls will say too; False after the timeout."""
+        """Return True when every operation has ended, False after the timeout."""
         if timeout_s <= 0:
             return bool(quick.kvtier_batch_wait(self._handle, 0))
         return bool(library.kvtier_batch_wait(self._handle, int(timeout_s * 1e9)))
 
     def cancel(self) -> None:
-        """Drop what has not started. Operations hit by it end with ECANCELED when their pieces in flight are back."""
+        """Drop pieces that have not started. Their operations end with ECANCELED once the pieces in flight return."""
         library.kvtier_batch_cancel(self._handle)
 
     def results(self) -> list[OpResult]:
-        """One result an operation, in the order submitted. Only after `wait` returned True."""
+        """Return one result an operation, in the order submitted. Only after `wait` has returned True."""
         n_ops, n_slabs = len(self._slabs_of_ops), sum(self._slabs_of_ops)
         errors = (ctypes.c_int32 * n_ops)()
         sums = (ctypes.c_uint64 * n_slabs)()
@@ -132,8 +127,8 @@ class Batch:
         results = []
         first = 0
         for error, n in zip(errors, self._slabs_of_ops, strict=True):
-            of_op = flags[first : first + n]
-            bad_slabs = tuple(i for i in range(n) if of_op[i]) if 1 in of_op else ()
+            op_flags = flags[first : first + n]
+            bad_slabs = tuple(i for i in range(n) if op_flags[i]) if 1 in op_flags else ()
             results.append(OpResult(error, bad_slabs, tuple(values[first : first + n])))
             first += n
         return results
@@ -144,35 +139,33 @@ class Batch:
 
 
 class DeviceRing(NamedTuple):
-    """What a ring needs to read for a CUDA device: threads x slots x piece_bytes of pinned memory, allocated at start.
+    """CUDA device that a ring reads for, through threads x slots x piece_bytes of pinned memory, allocated at start.
 
-    All of it should fit the last-level cache, so that the device copies from there and not from memory.
+    That memory should fit the last-level cache, so that the device copies from the cache and not from memory.
     """
 
     ordinal: int  # as CUDA counts, after CUDA_VISIBLE_DEVICES: torch's number
-    piece_bytes: int = DEVICE_PIECE_BYTES  # read into a slot and copied at once
-    slots: int = DEVICE_SLOTS  # of each thread: how many of its pieces are read or copied at a time
+    piece_bytes: int = DEVICE_PIECE_BYTES  # size of a slot: read and copied at once
+    slots: int = DEVICE_SLOTS  # of each thread: pieces being read or copied at a time
 
 
 class Ring:
-    """A fixed number of native I/O threads over one bounded queue (I4).
+    """Fixed number of native I/O threads over one bounded queue (I4). Thread-safe.
 
-    Reads go before writes; while reads wait, writes get a turn now and then, on at most half the threads. Batches
-    take turns, an operation each. Thread-safe.
+    Reads have priority; while reads wait, one piece in eight is a write, on at most half the threads. Batches take
+    turns, an operation each.
 
     Args:
-        threads: operations are cut into pieces; each thread moves one piece at a time. Reads that are smaller are
-            taken together with neighbours in the file (at most 64 KiB between them) that wait too, of any batch, up
-            to the size of a piece: one system call for all.
-        piece_bytes: of reads. Small enough to stay in a core's L2 cache until it is summed.
+        threads: each moves one piece of an operation at a time. Smaller reads that are adjacent in a file (at most
+            64 KiB apart), of any batch, share one system call, up to the size of a piece.
+        piece_bytes: of reads; small enough to stay in a core's L2 cache until it is summed.
         write_piece_bytes: of writes; by default as large.
         queued_ops_max: operations that wait for a thread; more are refused.
-        touch_written: read each page once when it has been written, so that on a file system in memory the first load
-            is as fast as later ones.
-        device: reads may then have `on_device`. Their pieces go through pinned buffers of the threads' own; a piece is
-            done when its copy to the device has ended.
+        touch_written: read each page once after it was written: on tmpfs the first load is then as fast as later ones.
+        device: permits reads with `on_device`, which pass through pinned buffers of each thread. A piece is done when
+            its copy to the device has ended.
 
-    Raises TierUnavailable when threads cannot be started, or the device not be used: CUDA's error is in the message.
+    Raises TierUnavailable when threads cannot be started, or with CUDA's error when the device cannot be used.
     """
 
     def __init__(
@@ -208,7 +201,7 @@ class Ring:
         self._lock = threading.Lock()
 
     def submit(self, ops: Sequence[ReadOp | WriteOp | FlushOp]) -> Batch:
-        """Start the operations, or none of them. Their order is not kept: flush what was written in a batch of its own.
+        """Start all operations or none. They run in any order, so submit a flush when its writes have ended.
 
         Raises TierUnavailable when the queue has no room for all of them or the ring is closed, and ValueError when
         an offset, an address or a size is not whole pages, or a read is for a device that the ring does not have.
@@ -230,20 +223,23 @@ class Ring:
         return Batch(batch, slabs_of_ops)
 
     def forget(self, fd: int) -> None:
-        """Call this before closing a descriptor that was read through this ring, and when no read of it is under way:
-        else its file may stay pinned, and keep its memory after it was unlinked. Never waits."""
+        """Unpin the file of `fd`, which the caller is about to close and has no read in flight of. Never waits.
+
+        Without this call the file may stay pinned, and keep its memory after it was unlinked.
+        """
         with self._lock:
             if self._handle is not None and self._pid == os.getpid():
                 quick.kvtier_ring_forget(self._handle, fd)
 
     def pin_file(self, fd: int, end: int) -> None:
-        """Register with CUDA what is not yet registered of a file's bytes before `end` (whole pages of a file system in
-        memory, and not in a hole): reads for the device are copied right out of them, until `forget`. One call at a
-        time; the interpreter lock is free meanwhile. Takes 0.13 s a GiB, in which the driver holds locks that launches
-        and copies need: pin in small steps.
+        """Register a file's bytes before `end` with CUDA: until `forget`, the device copies straight from its pages.
 
-        Raises TierUnavailable when CUDA refuses (its error is in the message) or the ring is closed, and OSError when
-        this file can't be mapped, or is shorter.
+        The file must be on a file system in memory, `end` whole pages, and no hole before it. One call at a time; the
+        interpreter lock is released. Takes 0.13 s a GiB, during which the driver holds locks that launches and copies
+        need: pin in small steps.
+
+        Raises TierUnavailable with CUDA's error or when the ring is closed, and OSError when the file cannot be mapped
+        or is shorter.
         """
         with self._lock:
             if self._handle is None or self._pid != os.getpid():
@@ -262,7 +258,7 @@ class Ring:
             raise OSError(error, os.strerror(error))
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Cancel what is queued and end the threads. False: some hang in the kernel and were left behind."""
+        """Cancel queued operations and end the threads. Return False if some hang in the kernel: they keep running."""
         with self._lock:
             handle, self._handle = self._handle, None
         if handle is None or self._pid != os.getpid():
@@ -279,7 +275,7 @@ class Ring:
 
 
 def _pack(ops: Sequence[ReadOp | WriteOp | FlushOp]) -> tuple[bytes, bytes, list[int]]:
-    """The C layout of the operations (`OpSpec`), the expected checksums of all slabs, and the slabs of each."""
+    """Return the operations in C layout (`OpSpec`), the expected checksums of all slabs, and the slabs of each."""
     packed = []
     expected = array.array("Q")
     slabs_of_ops = []
@@ -294,7 +290,7 @@ def _pack(ops: Sequence[ReadOp | WriteOp | FlushOp]) -> tuple[bytes, bytes, list
         kind, sums = _READ if isinstance(op, ReadOp) else _WRITE, op.checksums
         flags = (_VERIFY if sums is not None else 0) | (_ON_DEVICE if isinstance(op, ReadOp) and op.on_device else 0)
         if flags == _VERIFY | _ON_DEVICE:
-            raise ValueError("checksums for a read on a device, which are for the device to compare")
+            raise ValueError("checksums for a read on a device, where the device compares them")
         try:
             fields = _OP.pack(kind, fd, offset, address, slab_bytes, n_slabs, first_head, first_layer, flags, key)
         except struct.error as error:
@@ -311,7 +307,7 @@ def _pack(ops: Sequence[ReadOp | WriteOp | FlushOp]) -> tuple[bytes, bytes, list
 
 
 class RingSizes(NamedTuple):
-    """How a ring is set up for one file system."""
+    """Sizes of a ring for one file system."""
 
     threads: int
     piece_bytes: int
@@ -319,7 +315,7 @@ class RingSizes(NamedTuple):
 
 
 def sizes_for(in_memory: bool, threads: int | None = None, piece_bytes: int | None = None) -> RingSizes:
-    """The sizes above for a file system in memory or on devices; what is given is taken instead."""
+    """Return the default sizes for a file system in memory or on devices, with the given ones in their place."""
     default_threads, default_piece = (MEMORY_THREADS, MEMORY_PIECE_BYTES) if in_memory else (THREADS, PIECE_BYTES)
     piece = piece_bytes or default_piece
     write_pieces = MEMORY_WRITE_PIECES if in_memory else WRITE_PIECES
@@ -327,8 +323,10 @@ def sizes_for(in_memory: bool, threads: int | None = None, piece_bytes: int | No
 
 
 class AlignedBuffer:
-    """Page-aligned memory that operations can use: `address`, `view` (writable bytes), `n_bytes`. Anonymous, huge pages
-    advised, freed when the last view of it goes."""
+    """Page-aligned anonymous memory for operations: `address`, `view` (writable bytes), `n_bytes`. Huge pages advised.
+
+    Freed with its last view.
+    """
 
     def __init__(self, n_bytes: int) -> None:
         if n_bytes <= 0:

@@ -5,7 +5,6 @@
 #include <thread>
 
 #include "checksum.h"
-#include "crc32.h"
 #include "native_support.h"
 
 namespace {

@@ -125,12 +125,12 @@ def test_evicted_files_are_let_go(
     kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
     with path.open("rb") as file:
         batch = reader.submit([op_of(file.fileno(), target)])
-        reader.forget(file.fileno())  # its set was removed; the file may still have a name, as on NFS
-        reader.close_unused()
+        reader.files.forget(file.fileno())  # its set was removed; the file may still have a name, as on NFS
+        reader.files.close_unused(0.0)
         assert not kvikio.opened[0].closed  # in use
         release.set()
         assert batch.wait(TIMEOUT_S)
-    reader.close_unused()
+    reader.files.close_unused(0.0)
     assert kvikio.opened[0].closed
 
 
@@ -143,7 +143,7 @@ def test_a_file_is_opened_anew_when_its_bytes_may_be_stale(
     kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
     with path.open("rb") as file, path.open("rb") as anew:
         first = reader.submit([op_of(file.fileno(), target)])
-        reader.reopen(anew.fileno())
+        reader.files.reopen(anew.fileno())
         second = reader.submit([op_of(anew.fileno(), target, 1)])
         assert len(kvikio.opened) == 2 and not kvikio.opened[0].closed
         release.set()
@@ -163,7 +163,7 @@ def test_files_long_unused_are_closed(kvikio: FakeKvikio, target: AlignedBuffer,
         with (tmp_path / name).open("rb") as file:
             assert reader.submit([op_of(file.fileno(), target)]).wait(TIMEOUT_S)
         now[0] += 20.0
-    reader.close_unused()
+    reader.files.close_unused(0.0)
     assert [file.closed for file in kvikio.opened] == [True, False]
     assert reader.close()
     assert kvikio.opened[1].closed
@@ -329,7 +329,7 @@ def test_what_kvikio_does_not_take_back_is_kept_and_the_rest_given_back(
     assert (first.closed, second.closed, kvikio.freed, kvikio.registered) == (False, True, 0, [target.address])
     file, buffer, bounce = kvikio_files.left_behind
     assert file.handle is first and buffer.__cuda_array_interface__["data"][0] == target.address  # type: ignore[attr-defined]
-    assert bounce is reader and caplog.text.count("does not take back") == 1
+    assert bounce is reader and caplog.text.count("cannot release a file or buffer") == 1
     kvikio.refuses_to_free = set()
     assert reader.close() and kvikio.registered == [] and kvikio.freed == 1
     kvikio_files.left_behind.clear()
@@ -343,7 +343,7 @@ def test_a_file_that_does_not_close_stops_no_reads(kvikio: FakeKvikio, target: A
         assert reader.submit([op_of(gone.fileno(), target)]).wait(TIMEOUT_S)
         (tmp_path / "a").unlink()
         kvikio.refuses_to_free = {id(kvikio.opened[0])}
-        reader.close_unused()
+        reader.files.close_unused(0.0)
         assert reader.submit([op_of(there.fileno(), target)]).wait(TIMEOUT_S)
     assert reader.close() and kvikio.opened[1].closed and len(kvikio_files.left_behind) == 1
     kvikio_files.left_behind.clear()
@@ -399,7 +399,7 @@ def test_compat_mode_off_does_not_prove_gds(kvikio: FakeKvikio, tmp_path: Path) 
     assert not nvidia_fs_loaded(proc)
     kvikio.compat, kvikio.gds = False, True
     state = cufile_state(kvikio, proc)
-    assert state.mode == "compat" and "does not prove GDS" in state.reasons[-1]
+    assert state.mode == "compat" and "although KvikIO's is off" in state.reasons[-1]
     (proc / "modules").write_text("nvidia_fs 262144 0 - Live 0x0000000000000000 (OE)\n")
     assert nvidia_fs_loaded(proc) and cufile_state(kvikio, proc).mode == "gds"
     kvikio.gds = False

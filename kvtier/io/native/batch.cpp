@@ -1,12 +1,12 @@
 #include "batch.h"
 
+#include <numeric>
+
 namespace kvtier {
 namespace {
 
 size_t total_slabs(const OpSpec* specs, size_t n_ops) {
-  size_t slabs = 0;
-  for (size_t i = 0; i < n_ops; i++) slabs += specs[i].n_slabs;
-  return slabs;
+  return std::accumulate(specs, specs + n_ops, size_t{0}, [](size_t n, const OpSpec& op) { return n + op.n_slabs; });
 }
 
 }  // namespace

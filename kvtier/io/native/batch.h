@@ -1,4 +1,4 @@
-// Operations, and the batch that owns their progress. Does no I/O.
+// Operations, and the batch that holds their state. Does no I/O.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -18,19 +18,19 @@ constexpr size_t kSlabsMax = (kPageBytes - kChecksumsOffset) / 8;
 
 enum Kind : int32_t { kRead = 0, kWrite = 1, kFlush = 2 };
 
-// What is queued apart: reads; writes and flushes; and reads for a device from files that are pinned.
+// Separate queues: reads (kRead), writes and flushes (kWrite), and device reads from pinned files.
 constexpr int kPinnedRead = 2;
 constexpr int kLanes = 3;
 
 class PinnedFile;
 
 // Bits of OpSpec::flags.
-constexpr uint32_t kVerify = 1;    // compare with the expected checksums; a write that differs gets no header
-constexpr uint32_t kOnDevice = 2;  // read: `address` is device memory; nothing is summed, the device does that
+constexpr uint32_t kVerify = 1;    // compare with the expected checksums; if a write differs, its header is not written
+constexpr uint32_t kOnDevice = 2;  // read: `address` is device memory; the device computes the checksums
 
-// One operation as it crosses the C interface; kvtier/io/ring.py packs the same layout.
-//   read : `offset` and `address` are those of the first slab
-//   write: `offset` and `address` are those of the header page; the slabs follow it in the file and in memory
+// One operation in the layout of the C interface, which kvtier/io/ring.py packs.
+//   read : `offset` and `address` of the first slab
+//   write: `offset` and `address` of the header page; the slabs follow it in the file and in memory
 //   flush: fdatasync of `fd`; all other fields are 0
 struct OpSpec {
   int32_t kind;
@@ -48,12 +48,12 @@ static_assert(sizeof(OpSpec) == 64, "the layout is part of the C interface");
 
 struct Op {
   OpSpec spec;
-  size_t first_sum = 0;    // position of its first slab in the batch's arrays
-  uint32_t n_pieces = 0;   // set when the engine takes the batch
-  uint32_t next_piece = 0; // first piece nobody has taken; guarded by the engine's mutex
+  size_t first_sum = 0;     // position of its first slab in the batch's arrays
+  uint32_t n_pieces = 0;    // set by Engine::submit
+  uint32_t next_piece = 0;  // first piece not yet taken by a thread; guarded by the engine's mutex
   std::atomic<uint32_t> unfinished{0};
   std::atomic<int> error{0};
-  std::shared_ptr<const PinnedFile> pinned;  // of a read for a device: what it is copied out of, until its last piece
+  std::shared_ptr<const PinnedFile> pinned;  // source of a device read, if the file is pinned; reset at the last piece
 
   bool verify() const { return (spec.flags & kVerify) != 0; }
   bool on_device() const { return (spec.flags & kOnDevice) != 0; }
@@ -70,19 +70,19 @@ struct Op {
   }
 };
 
-// Operations of one lane, in order, and the first that still has pieces to give out. Guarded by the engine's mutex.
+// Operations of one queue, in order, and the first that has pieces to take. Guarded by the engine's mutex.
 struct Lane {
   std::vector<uint32_t> ops;
   size_t next = 0;
   bool empty() const { return next == ops.size(); }
 };
 
-// Shared by the caller's handle and by every piece in flight, so it outlives both. The memory and the file descriptors
-// that its operations name are the caller's: they must stay until done(), whatever wait() or cancel() said before,
-// because a read that hangs in the kernel cannot be called back.
+// Shared by the caller's handle and every piece in flight. Memory and file descriptors of its operations belong to the
+// caller and must stay until done(), also after a timeout or cancel(): a read that hangs in the kernel cannot be
+// cancelled.
 class Batch {
  public:
-  // `expected` holds one checksum a slab, over all operations in order; those of operations without kVerify are unused.
+  // `expected`: one checksum a slab, over all operations in order; unused for operations without kVerify.
   Batch(const OpSpec* specs, size_t n_ops, const uint64_t* expected);
 
   bool wait(std::chrono::nanoseconds timeout);
@@ -92,14 +92,14 @@ class Batch {
   size_t slabs() const { return sums_.size(); }
   Op& op(size_t i) { return ops_[i]; }
   Lane& lane(int lane) { return lanes_[lane]; }
-  void fill_lanes();  // when it is known what is pinned
+  void fill_lanes();  // after Op::pinned is set
   void add_to_sum(size_t slab, uint64_t summand) { sums_[slab].fetch_add(summand, std::memory_order_relaxed); }
   uint64_t sum(size_t slab) const { return sums_[slab].load(std::memory_order_relaxed); }
 
-  // True where slab `position` of a finished, error-free read differs from what was expected.
+  // True if the operation has no error and the checksum of its slab `position` is not the expected one.
   bool is_bad(const Op& op, uint32_t position) const;
 
-  // Called once an operation: its last piece has returned, and its result will not change.
+  // Call once per operation, after its last piece has returned and its result is final.
   void op_done();
 
  private:
@@ -113,7 +113,7 @@ class Batch {
   size_t ops_left_;  // guarded by mutex_
 };
 
-// A part of an operation, no larger than the engine's pieces; keeps its batch alive.
+// Part of an operation, at most a piece of the engine; keeps its batch alive.
 struct Piece {
   std::shared_ptr<Batch> batch;
   Op* op = nullptr;

@@ -1,4 +1,5 @@
-// C interface of the engine, loaded by kvtier/io/native.py and ring.py. Throws no exception.
+// C interface of the engine, for kvtier/io/native.py and ring.py. Throws no exception. Functions that return int give 0
+// or an errno, if nothing else is stated; with EREMOTEIO, `message` holds CUDA's error.
 #include <cerrno>
 #include <new>
 
@@ -30,7 +31,7 @@ constexpr uint32_t kDeviceSlotsMax = 1024;
 
 bool whole_pages(uint64_t value) { return value % kvtier::kPageBytes == 0; }
 
-// Writes have none, and what lands on a device cannot be summed here.
+// A read into device memory cannot be verified here.
 bool are_valid_flags(const OpSpec& spec) {
   return spec.flags == 0 || spec.flags == kvtier::kVerify ||
          (spec.kind == kvtier::kRead && spec.flags == kvtier::kOnDevice);
@@ -59,23 +60,21 @@ bool is_valid(const EngineOptions& options) {
 
 EXPORT int kvtier_instruction_sets() { return kvtier::kInstructionSets; }
 
-// Null: this processor does not run it.
+// Name of a version, or null if this processor does not run it. `which` < 0: the fastest.
 EXPORT const char* kvtier_instruction_set(int which) {
   if (which < 0) return kvtier::best_instruction_set().name;
   const kvtier::InstructionSet& set = kvtier::instruction_sets()[which];
   return set.usable ? set.name : nullptr;
 }
 
-// `which` < 0: the fastest.
 EXPORT uint64_t kvtier_checksum(int which, const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
   const kvtier::InstructionSet& set =
       which < 0 ? kvtier::best_instruction_set() : kvtier::instruction_sets()[which];
   return set.sum(data, bytes, seed, first_pair);
 }
 
-// Reads that this process's engines have asked the kernel for.
+// Read system calls of this process's engines.
 EXPORT uint64_t kvtier_reads_issued() { return kvtier::reads_issued(); }
-
 
 EXPORT void kvtier_slab_checksums(const uint8_t* data, size_t slab_bytes, uint32_t n_slabs, const uint8_t* key,
                                   uint32_t first_head, uint32_t first_layer, uint64_t* sums) {
@@ -84,40 +83,39 @@ EXPORT void kvtier_slab_checksums(const uint8_t* data, size_t slab_bytes, uint32
     sums[i] = sum(data + i * slab_bytes, slab_bytes, kvtier::slab_seed(key, first_head + i, first_layer), 0);
 }
 
-// 0 or errno; EREMOTEIO: `message` tells what CUDA said.
 EXPORT int kvtier_ring_open(const EngineOptions* options, kvtier_ring** ring, char* message, size_t message_bytes) {
   if (!is_valid(*options)) return EINVAL;
   return kvtier::without_exceptions(message, message_bytes, [&] { *ring = new kvtier_ring{Engine::start(*options)}; });
 }
 
-// 1: all threads have ended; 0: some hang and were left behind. The handle is gone either way.
+// Frees the handle. Returns 1 if all threads have ended, 0 if some hang and keep running.
 EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
   const bool ended = ring->engine->close(std::chrono::nanoseconds(timeout_ns));
   delete ring;
   return ended;
 }
 
-// Before a descriptor is closed that reads came through: what is pinned of its file is unregistered.
+// Call before closing a descriptor of reads: unregisters the pinned parts of its file.
 EXPORT void kvtier_ring_forget(kvtier_ring* ring, int fd) {
   try {
     ring->engine->forget(fd);
-  } catch (const std::bad_alloc&) {  // it went all the same, only on this thread
+  } catch (const std::bad_alloc&) {  // the file was unregistered on this thread
   }
 }
 
-// Another handle of the same ring, to be closed by kvtier_ring_release: for a call that takes long.
+// Another handle of the same ring, for a long call; free it by kvtier_ring_release.
 EXPORT kvtier_ring* kvtier_ring_share(const kvtier_ring* ring) { return new (std::nothrow) kvtier_ring{ring->engine}; }
 
 EXPORT void kvtier_ring_release(kvtier_ring* ring) { delete ring; }
 
-// Registers with CUDA what is not yet registered of a file's bytes before `end`. 0 or errno; EREMOTEIO: `message` tells
-// what CUDA said; EINVAL: the file can't be mapped, or is shorter; ENODEV: the ring has no device.
+// Registers a file's bytes before `end` with CUDA, as far as they are not. EINVAL: the file cannot be mapped or is
+// shorter; ENODEV: the ring has no device.
 EXPORT int kvtier_ring_pin_file(kvtier_ring* ring, int fd, int64_t end, char* message, size_t message_bytes) {
   return kvtier::without_exceptions(message, message_bytes, [&] { ring->engine->pin_file(fd, end); });
 }
 
-// 0 or errno; EINVAL: an operation is not whole aligned pages; ENODEV: it is for a device, and the ring has none.
-// `expected`: one checksum a slab of the batch.
+// EINVAL: an operation is not whole aligned pages; ENODEV: it is for a device, and the ring has none. `expected`: one
+// checksum a slab of the batch.
 EXPORT int kvtier_submit(kvtier_ring* ring, const OpSpec* specs, size_t n_ops, const uint64_t* expected,
                          kvtier_batch** batch) {
   for (size_t i = 0; i < n_ops; i++) {
@@ -136,14 +134,14 @@ EXPORT int kvtier_submit(kvtier_ring* ring, const OpSpec* specs, size_t n_ops, c
   }
 }
 
-// 1 when done.
+// Returns 1 when the batch is done, 0 after the timeout.
 EXPORT int kvtier_batch_wait(kvtier_batch* batch, int64_t timeout_ns) {
   return batch->batch->wait(std::chrono::nanoseconds(timeout_ns));
 }
 
 EXPORT void kvtier_batch_cancel(kvtier_batch* batch) { batch->engine->cancel(batch->batch); }
 
-// Only of a batch that is done: one errno an operation; one checksum and one flag (1: not as expected) a slab.
+// Gives one errno an operation, and one checksum and one flag (1: not as expected) a slab. EBUSY: not done.
 EXPORT int kvtier_batch_results(kvtier_batch* batch, int32_t* errors, uint64_t* sums, uint8_t* bad) {
   Batch& source = *batch->batch;
   if (!source.done()) return EBUSY;
@@ -158,5 +156,5 @@ EXPORT int kvtier_batch_results(kvtier_batch* batch, int32_t* errors, uint64_t* 
   return 0;
 }
 
-// The batch itself lives on until its last piece has returned.
+// Frees the handle; the batch stays until its last piece has returned.
 EXPORT void kvtier_batch_free(kvtier_batch* batch) { delete batch; }

@@ -37,7 +37,8 @@ inline uint32_t fold(uint32_t x) {
   return x ^ (x >> 15);
 }
 
-// k0 in the low half, k1 in the high half, as a pair of words lies in memory; a pair's key is the exclusive or of both.
+// Keys have k0 in the low half and k1 in the high half, as a pair of words is stored in memory. The key of a pair is
+// key_in_page xor key_of_page.
 inline uint64_t key_in_page(uint32_t pair, uint32_t low, uint32_t high) {
   const uint32_t a0 = mix32(pair + low);
   return a0 | static_cast<uint64_t>(fold(a0 ^ high)) << 32;
@@ -48,7 +49,7 @@ uint64_t key_of_page(uint64_t page, uint32_t low, uint32_t high) {
   return p0 | static_cast<uint64_t>(fold(p0 ^ low)) << 32;
 }
 
-// One pair after the other, every key mixed anew: for what is less than a page.
+// Sums less than a page, computing the key of each pair.
 uint64_t sum_pairs(const uint8_t* data, uint64_t pairs, uint64_t seed, uint64_t first_pair) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
   uint64_t sum = 0;
@@ -63,16 +64,16 @@ uint64_t sum_pairs(const uint8_t* data, uint64_t pairs, uint64_t seed, uint64_t 
   return sum;
 }
 
-// The keys within a page. Inlined, so that the compiler makes them with the instructions of the version that asks.
+// Computes the keys within a page. Inlined, to be compiled with the instructions of the calling version.
 inline __attribute__((always_inline)) void fill_table(uint64_t* table, uint64_t seed) {
   for (uint32_t l = 0; l < kPagePairs; l++)
     table[l] = key_in_page(l, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
 }
 
-// A sum of whole pages.
+// Sums whole pages.
 using PagesFunction = uint64_t (*)(const uint8_t* data, size_t pages, uint64_t seed, uint64_t first_page);
 
-// Whole pages by `kPages`, what stands before and after them pair by pair.
+// Sums whole pages by `kPages`, and the pairs before and after them one by one.
 template <PagesFunction kPages>
 uint64_t sum_with(const uint8_t* data, size_t bytes, uint64_t seed, uint64_t first_pair) {
   const uint64_t pairs = bytes / 8;
@@ -154,8 +155,8 @@ __attribute__((target("avx512f"))) uint64_t pages_avx512(const uint8_t* data, si
   return sum;
 }
 
-// The processor's and the operating system's word, read by hand: __builtin_cpu_supports needs a runtime library that
-// not every compiler driver (zig's, for one) links into a shared object.
+// Reads support by processor and operating system with cpuid: __builtin_cpu_supports needs a runtime library that not
+// every compiler driver (such as zig's) links into a shared object.
 void detect(bool* avx2, bool* avx512) {
   unsigned eax, ebx, ecx, edx;
   *avx2 = *avx512 = false;
@@ -167,25 +168,18 @@ void detect(bool* avx2, bool* avx512) {
   *avx512 = (state & 0xE6) == 0xE6 && (ebx & (1u << 16));
 }
 
-#else
-
-void detect(bool* avx2, bool* avx512) { *avx2 = *avx512 = false; }
-
 #endif
 
 struct Table {
-  InstructionSet sets[kInstructionSets];
-  Table() {
-    bool avx2, avx512;
-    detect(&avx2, &avx512);
-    sets[0] = {"scalar", sum_with<pages_scalar>, true};
-    sets[1] = {"avx2", nullptr, avx2};
-    sets[2] = {"avx512", nullptr, avx512};
+  InstructionSet sets[kInstructionSets] = {
+      {"scalar", sum_with<pages_scalar>, true}, {"avx2", nullptr, false}, {"avx512", nullptr, false}};
 #if defined(__x86_64__)
-    sets[1] = {"avx2", sum_with<pages_avx2>, avx2};
-    sets[2] = {"avx512", sum_with<pages_avx512>, avx512};
-#endif
+  Table() {
+    sets[1].sum = sum_with<pages_avx2>;
+    sets[2].sum = sum_with<pages_avx512>;
+    detect(&sets[1].usable, &sets[2].usable);
   }
+#endif
 };
 
 }  // namespace

@@ -1,12 +1,12 @@
-#include "crc32.h"
-
 #include <array>
 #include <cstring>
+
+#include "checksum.h"
 
 namespace kvtier {
 namespace {
 
-// Eight tables, eight bytes a step (Intel's "slicing by 8").
+// Eight tables for eight bytes a step (Intel's "slicing by 8").
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
 constexpr Tables make_tables() {

@@ -1,4 +1,5 @@
-// C interface of pinning, loaded by kvtier/io/cuda.py. Throws no exception.
+// C interface of pinning, for kvtier/io/cuda.py. Throws no exception. Functions return 0 or an errno; with EREMOTEIO,
+// `message` holds CUDA's error.
 #include <map>
 #include <mutex>
 
@@ -14,7 +15,7 @@ struct Pinned {
   std::map<uintptr_t, std::unique_ptr<kvtier::PinnedRange>> ranges;  // by address
 };
 
-// Never destroyed: at the end of the process the driver may be gone before it.
+// Never destroyed: at process exit the driver may be destroyed first.
 Pinned& pinned() {
   static Pinned* only = new Pinned;
   return *only;
@@ -22,10 +23,10 @@ Pinned& pinned() {
 
 }  // namespace
 
-// Tests only: another library in the driver's place; null: the host's own.
+// For tests: replaces the driver by another library; null: the host's driver.
 EXPORT void kvtier_cuda_load(const char* path) { kvtier::use_cuda_library(path); }
 
-// As CUDA gives it (13000 for 13.0). 0 or errno, as below.
+// As CUDA counts: 13000 for 13.0.
 EXPORT int kvtier_cuda_version(int* version, char* message, size_t message_bytes) {
   return kvtier::without_exceptions(message, message_bytes, [&] {
     const kvtier::CudaDriver& driver = kvtier::cuda_driver();
@@ -33,7 +34,7 @@ EXPORT int kvtier_cuda_version(int* version, char* message, size_t message_bytes
   });
 }
 
-// Of the calling thread, for good. 0 or errno, as below.
+// Sets the calling thread's capture mode for its lifetime.
 EXPORT int kvtier_cuda_relax_thread(char* message, size_t message_bytes) {
   return kvtier::without_exceptions(message, message_bytes, [&] {
     const kvtier::CudaDriver& driver = kvtier::cuda_driver();
@@ -42,11 +43,11 @@ EXPORT int kvtier_cuda_relax_thread(char* message, size_t message_bytes) {
   });
 }
 
-// 0 or errno; EEXIST: that address is pinned already; EREMOTEIO: `message` tells what CUDA said.
+// EEXIST: that address is pinned already.
 EXPORT int kvtier_cuda_pin(void* address, size_t bytes, int ordinal, char* message, size_t message_bytes) {
   return kvtier::without_exceptions(message, message_bytes, [&] {
     auto context = std::make_shared<kvtier::PrimaryContext>(ordinal);
-    // A large arena takes many seconds, which must hold nobody else up: the map is locked only when it is done.
+    // Registering a large arena takes many seconds, so it is done before the lock is taken.
     auto range = std::make_unique<kvtier::PinnedRange>(std::move(context), address, bytes);
     std::lock_guard<std::mutex> lock(pinned().mutex);
     if (!pinned().ranges.try_emplace(reinterpret_cast<uintptr_t>(address), std::move(range)).second)
@@ -54,15 +55,11 @@ EXPORT int kvtier_cuda_pin(void* address, size_t bytes, int ordinal, char* messa
   });
 }
 
-// 0 or errno; ENOENT: nothing is pinned there; EREMOTEIO: `message` tells what CUDA said, and the memory must stay.
+// ENOENT: nothing is pinned there. After EREMOTEIO the memory must not be freed.
 EXPORT int kvtier_cuda_unpin(void* address, char* message, size_t message_bytes) {
-  std::unique_ptr<kvtier::PinnedRange> range;
-  {
-    std::lock_guard<std::mutex> lock(pinned().mutex);
-    const auto found = pinned().ranges.find(reinterpret_cast<uintptr_t>(address));
-    if (found == pinned().ranges.end()) return ENOENT;
-    range = std::move(found->second);
-    pinned().ranges.erase(found);
-  }
-  return kvtier::without_exceptions(message, message_bytes, [&] { range->release(); });
+  std::unique_lock<std::mutex> lock(pinned().mutex);
+  const auto found = pinned().ranges.extract(reinterpret_cast<uintptr_t>(address));
+  lock.unlock();
+  if (!found) return ENOENT;
+  return kvtier::without_exceptions(message, message_bytes, [&] { found.mapped()->release(); });
 }

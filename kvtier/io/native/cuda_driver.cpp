@@ -19,7 +19,7 @@ struct Chosen {
   std::vector<std::unique_ptr<CudaDriver>> loaded;
 };
 
-// Never destroyed: threads that were left behind may call the driver while the process ends.
+// Never destroyed: threads that hang may call the driver at process exit.
 Chosen& chosen() {
   static Chosen* only = new Chosen;
   return *only;
@@ -38,28 +38,9 @@ std::unique_ptr<CudaDriver> load(const std::string& path) {
     throw CudaFailed(std::string("no CUDA driver on this host: ") + (reason != nullptr ? reason : path.c_str()));
   }
   auto driver = std::make_unique<CudaDriver>();
-  const auto get = [&](const char* symbol, auto** function) { find(library, path, symbol, function); };
-  get("cuInit", &driver->cuInit);
-  get("cuDriverGetVersion", &driver->cuDriverGetVersion);
-  get("cuGetErrorName", &driver->cuGetErrorName);
-  get("cuDeviceGet", &driver->cuDeviceGet);
-  get("cuDevicePrimaryCtxRetain", &driver->cuDevicePrimaryCtxRetain);
-  get("cuDevicePrimaryCtxRelease_v2", &driver->cuDevicePrimaryCtxRelease);
-  get("cuCtxSetCurrent", &driver->cuCtxSetCurrent);
-  get("cuCtxPushCurrent_v2", &driver->cuCtxPushCurrent);
-  get("cuCtxPopCurrent_v2", &driver->cuCtxPopCurrent);
-  get("cuThreadExchangeStreamCaptureMode", &driver->cuThreadExchangeStreamCaptureMode);
-  get("cuStreamCreate", &driver->cuStreamCreate);
-  get("cuStreamSynchronize", &driver->cuStreamSynchronize);
-  get("cuStreamDestroy_v2", &driver->cuStreamDestroy);
-  get("cuEventCreate", &driver->cuEventCreate);
-  get("cuEventRecord", &driver->cuEventRecord);
-  get("cuEventQuery", &driver->cuEventQuery);
-  get("cuEventSynchronize", &driver->cuEventSynchronize);
-  get("cuEventDestroy_v2", &driver->cuEventDestroy);
-  get("cuMemcpyHtoDAsync_v2", &driver->cuMemcpyHtoDAsync);
-  get("cuMemHostRegister_v2", &driver->cuMemHostRegister);
-  get("cuMemHostUnregister", &driver->cuMemHostUnregister);
+#define KVTIER_CUDA_FIND(name, suffix, parameters) find(library, path, #name suffix, &driver->name);
+  KVTIER_CUDA_FUNCTIONS(KVTIER_CUDA_FIND)
+#undef KVTIER_CUDA_FIND
   return driver;
 }
 

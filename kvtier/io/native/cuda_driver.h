@@ -1,5 +1,5 @@
-// CUDA driver, loaded on first use, so that the same build serves hosts without one. The functions are declared here as
-// in cuda.h (12 and 13 agree), so that no CUDA header is needed.
+// CUDA driver, loaded on first use: the same build runs on hosts without one. Functions are declared as in cuda.h (12
+// and 13 agree), so that no CUDA header is needed.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -17,31 +17,36 @@ constexpr unsigned kCudaPortableMemory = 1;
 constexpr unsigned kCudaBlockingSync = 1, kCudaNoTiming = 2;  // of an event
 constexpr int kCudaRelaxedCapture = 2;
 
-// Every function gives 0 or a CUresult.
-struct CudaDriver {
-  int (*cuInit)(unsigned flags);
-  int (*cuDriverGetVersion)(int* version);
-  int (*cuGetErrorName)(int error, const char** name);
-  int (*cuDeviceGet)(int* device, int ordinal);
-  int (*cuDevicePrimaryCtxRetain)(CuContext* context, int device);
-  int (*cuDevicePrimaryCtxRelease)(int device);
-  int (*cuCtxSetCurrent)(CuContext context);
-  int (*cuCtxPushCurrent)(CuContext context);
-  int (*cuCtxPopCurrent)(CuContext* context);
-  int (*cuThreadExchangeStreamCaptureMode)(int* mode);
-  int (*cuStreamCreate)(CuStream* stream, unsigned flags);
-  int (*cuStreamSynchronize)(CuStream stream);
-  int (*cuStreamDestroy)(CuStream stream);
-  int (*cuEventCreate)(CuEvent* event, unsigned flags);
-  int (*cuEventRecord)(CuEvent event, CuStream stream);
-  int (*cuEventQuery)(CuEvent event);
-  int (*cuEventSynchronize)(CuEvent event);
-  int (*cuEventDestroy)(CuEvent event);
-  int (*cuMemcpyHtoDAsync)(uint64_t target, const void* source, size_t bytes, CuStream stream);
-  int (*cuMemHostRegister)(void* address, size_t bytes, unsigned flags);
-  int (*cuMemHostUnregister)(void* address);
+// Functions used: name, suffix of the symbol, parameters. Each returns 0 or a CUresult.
+#define KVTIER_CUDA_FUNCTIONS(FUNCTION)                                                                    \
+  FUNCTION(cuInit, "", (unsigned flags))                                                                   \
+  FUNCTION(cuDriverGetVersion, "", (int* version))                                                         \
+  FUNCTION(cuGetErrorName, "", (int error, const char** name))                                             \
+  FUNCTION(cuDeviceGet, "", (int* device, int ordinal))                                                    \
+  FUNCTION(cuDevicePrimaryCtxRetain, "", (CuContext* context, int device))                                 \
+  FUNCTION(cuDevicePrimaryCtxRelease, "_v2", (int device))                                                 \
+  FUNCTION(cuCtxSetCurrent, "", (CuContext context))                                                       \
+  FUNCTION(cuCtxPushCurrent, "_v2", (CuContext context))                                                   \
+  FUNCTION(cuCtxPopCurrent, "_v2", (CuContext* context))                                                   \
+  FUNCTION(cuThreadExchangeStreamCaptureMode, "", (int* mode))                                             \
+  FUNCTION(cuStreamCreate, "", (CuStream* stream, unsigned flags))                                         \
+  FUNCTION(cuStreamSynchronize, "", (CuStream stream))                                                     \
+  FUNCTION(cuStreamDestroy, "_v2", (CuStream stream))                                                      \
+  FUNCTION(cuEventCreate, "", (CuEvent* event, unsigned flags))                                            \
+  FUNCTION(cuEventRecord, "", (CuEvent event, CuStream stream))                                            \
+  FUNCTION(cuEventQuery, "", (CuEvent event))                                                              \
+  FUNCTION(cuEventSynchronize, "", (CuEvent event))                                                        \
+  FUNCTION(cuEventDestroy, "_v2", (CuEvent event))                                                         \
+  FUNCTION(cuMemcpyHtoDAsync, "_v2", (uint64_t target, const void* source, size_t bytes, CuStream stream)) \
+  FUNCTION(cuMemHostRegister, "_v2", (void* address, size_t bytes, unsigned flags))                        \
+  FUNCTION(cuMemHostUnregister, "", (void* address))
 
-  // Throws CudaFailed with the call and the name of the error.
+struct CudaDriver {
+#define KVTIER_CUDA_MEMBER(name, suffix, parameters) int(*name) parameters;
+  KVTIER_CUDA_FUNCTIONS(KVTIER_CUDA_MEMBER)
+#undef KVTIER_CUDA_MEMBER
+
+  // Throws CudaFailed with the call and the name of the error if `result` is not 0.
   void check(int result, const char* call) const;
 };
 
@@ -50,14 +55,14 @@ class CudaFailed : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The host's driver. Throws CudaFailed when there is none, naming what is missing.
+// The host's driver. Throws CudaFailed with the missing library or symbol.
 const CudaDriver& cuda_driver();
 
-// Another library in its place from now on (a double, in tests); null: the host's own again. What was opened through
-// the former goes on with it: a library is never unloaded.
+// Replaces the driver by another library (a test double); null: the host's driver again. Objects that were opened
+// through the former library keep using it: a library is never unloaded.
 void use_cuda_library(const char* path);
 
-// The context that a device's users share (torch's too), held as long as this lives.
+// Primary context of a device, shared with its other users (torch too) and retained for this object's lifetime.
 class PrimaryContext {
  public:
   explicit PrimaryContext(int ordinal);  // throws CudaFailed
@@ -73,10 +78,9 @@ class PrimaryContext {
   CuContext handle_ = nullptr;
 };
 
-// Makes a context the calling thread's own for a while; then the one before is current again, which on a thread of
-// the application's is not ours to change (torch takes its device from it). Meanwhile the thread's capture mode is
-// relaxed: while an engine records a CUDA graph, many calls (registering memory, asking an event) would else fail and
-// spoil the recording, although they have nothing to do with its stream.
+// Makes a context current on the calling thread, and restores the former one at the end (torch takes its device from
+// it). In between the thread's capture mode is relaxed: while an engine records a CUDA graph, calls such as registering
+// memory or querying an event would else fail and invalidate the graph, although they do not concern its stream.
 class CurrentContext {
  public:
   explicit CurrentContext(const PrimaryContext& context);  // throws CudaFailed
@@ -86,7 +90,7 @@ class CurrentContext {
 
  private:
   const CudaDriver& driver_;
-  int capture_mode_ = kCudaRelaxedCapture;  // of the thread before
+  int capture_mode_ = kCudaRelaxedCapture;  // then the thread's former mode
 };
 
 }  // namespace kvtier

@@ -9,8 +9,8 @@
 namespace kvtier {
 namespace {
 
-// A read of pages that were pinned is as short as one of the file is, which somebody may have cut since.
-void end_where_the_file_does(const Run& run) {
+// Fails pieces beyond the end of a pinned file, which may have been truncated since, as a read of the file would.
+void fail_beyond_end(const Run& run) {
   struct stat file;
   if (fstat(run.fd(), &file) != 0) return run.fail(errno);
   if (!run.pieces.front().op->pinned->is_of(file)) return run.fail(EBADF);
@@ -24,7 +24,7 @@ DeviceStage::DeviceStage(std::shared_ptr<PinnedBuffer> pool, uint8_t* slots, uin
     : pool_(std::move(pool)), driver_(pool_->context().driver) {
   const CurrentContext current(pool_->context());
   try {
-    // Not of the legacy stream's order: a copy must not wait for the model's kernels.
+    // Non-blocking: a copy must not wait for the model's kernels on the legacy stream.
     driver_.check(driver_.cuStreamCreate(&stream_, kCudaNonBlockingStream), "cuStreamCreate");
     for (uint32_t i = 0; i < n_slots; i++) {
       slots_.push_back({slots + i * slot_bytes, nullptr, {}});
@@ -53,7 +53,7 @@ void DeviceStage::destroy() {
 }
 
 void DeviceStage::enter() {
-  int capture_mode = kCudaRelaxedCapture;  // for good: the thread is ours, and see CurrentContext
+  int capture_mode = kCudaRelaxedCapture;  // not restored: the thread is ours. See CurrentContext
   if (driver_.cuCtxSetCurrent(pool_->context().handle()) != 0 ||
       driver_.cuThreadExchangeStreamCaptureMode(&capture_mode) != 0)
     broken_ = true;
@@ -66,7 +66,7 @@ bool DeviceStage::send(Run& run) {
   }
   Slot& slot = slots_[(oldest_ + in_flight_) % slots_.size()];
   if (run.is_pinned())
-    end_where_the_file_does(run);
+    fail_beyond_end(run);
   else
     read_run(run, slot.data);
   if (!run.is_wanted()) return false;
@@ -80,7 +80,7 @@ bool DeviceStage::send(Run& run) {
   return true;
 }
 
-// The gaps stay behind, and so do pieces that could not be read: in their place are bytes of another run.
+// Skips gaps, and pieces that could not be read: the slot holds bytes of another run in their place.
 bool DeviceStage::copy(const Run& run, const Slot& slot) {
   for (const Piece& piece : run.pieces) {
     if (piece.op->error.load(std::memory_order_relaxed) != 0) continue;
@@ -118,9 +118,9 @@ Run DeviceStage::finish_oldest() {
   return std::exchange(slot.run, {});
 }
 
-// After a failed call a copy may or may not be on its way; when the stream has come to rest, none is. A stream that
-// cannot even be waited for is one of a context that CUDA has given up: no kernel will run on it that could take what
-// lands late for KV, and the slots are never touched again, and a pinned file stays pinned.
+// Waits for the stream after a failed call, because a copy may still be in flight. If that fails too, the context is
+// lost: no kernel will run in it that could read late bytes as KV, the slots are never used again, and a pinned file
+// stays pinned.
 void DeviceStage::settle(const Run& run) {
   if (driver_.cuStreamSynchronize(stream_) == 0) return;
   broken_ = true;

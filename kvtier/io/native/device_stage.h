@@ -1,5 +1,5 @@
-// Second half of a read for a device: copies a pinned slot to device memory while the thread reads the next run. A file
-// that is pinned is copied directly, without the first half.
+// Second half of a device read: copies a pinned slot to device memory while the thread reads the next run. Pages of a
+// pinned file are copied directly.
 #pragma once
 #include <memory>
 #include <vector>
@@ -10,33 +10,32 @@
 
 namespace kvtier {
 
-// One thread's slots, its stream and the runs on their way. Nothing is locked: only that thread calls it.
+// Slots, stream and copies in flight of one thread. Not locked: only that thread calls it.
 //
-// A slot is read by the device until its run's event has completed, and only then it takes the next run, and only then
-// its run has landed.
+// The device reads a slot until the event of its run has completed. Then the run has landed and the slot is free.
 class DeviceStage {
  public:
-  // `slots`: n_slots x slot_bytes of `pool`, this stage's alone. Throws CudaFailed.
+  // `slots`: n_slots x slot_bytes of `pool`, for this stage alone. Throws CudaFailed.
   DeviceStage(std::shared_ptr<PinnedBuffer> pool, uint8_t* slots, uint32_t n_slots, uint64_t slot_bytes);
   ~DeviceStage();
   DeviceStage(const DeviceStage&) = delete;
   DeviceStage& operator=(const DeviceStage&) = delete;
 
-  // First of all, on the thread that will call the rest.
+  // Call first, on the thread that calls the others.
   void enter();
 
   bool empty() const { return in_flight_ == 0; }
   bool full() const { return in_flight_ == slots_.size(); }
 
-  // Reads a run into a free slot and sends it on, or sends it from the pages of its file, if that is pinned: `run` is
-  // moved from. What cannot be read is not sent, its operations have the error. False: nothing of it is on its way, all
-  // its operations have errors. Not when full().
+  // Reads a run into a free slot and starts its copies, or copies from the pages of a pinned file; moves from `run`.
+  // Pieces that cannot be read are not copied, and their operations fail. False: no copy was started, and all
+  // operations have failed. Not when full().
   bool send(Run& run);
 
-  // True when finish_oldest() would not have to wait. Not when empty().
+  // True when finish_oldest() would not wait. Not when empty().
   bool oldest_is_done() const;
 
-  // Waits for the run that was sent first, and gives it back: each piece has landed, or its operation has the error.
+  // Waits for the oldest run and returns it: each piece has landed, or its operation has failed.
   Run finish_oldest();
 
  private:
@@ -56,11 +55,11 @@ class DeviceStage {
   const CudaDriver& driver_;
   std::vector<Slot> slots_;
   CuStream stream_ = nullptr;
-  size_t oldest_ = 0, in_flight_ = 0;  // slots oldest_ ... oldest_ + in_flight_ - 1, going round
-  bool broken_ = false;                // CUDA does not answer any more: nothing is sent
+  size_t oldest_ = 0, in_flight_ = 0;  // slots oldest_ ... oldest_ + in_flight_ - 1, modulo their number
+  bool broken_ = false;                // a CUDA call failed for good: no copy is started any more
 };
 
-// One stage a thread, over one buffer. Throws CudaFailed, or std::system_error when there is no memory.
+// Opens one stage a thread, over one buffer. Throws CudaFailed, or std::system_error without memory.
 std::vector<std::unique_ptr<DeviceStage>> open_stages(int ordinal, uint32_t threads, uint32_t slots,
                                                       uint64_t slot_bytes);
 

@@ -10,48 +10,45 @@
 #include <system_error>
 #include <thread>
 
-#include "crc32.h"
-
 namespace kvtier {
 namespace {
 
-// While reads wait, one piece in this many is a write (on at most half the threads), so that saves never stop.
+// While reads wait, one piece in this many is a write (on at most half the threads), so that saves proceed.
 constexpr uint32_t kReadsPerWrite = 8;
 
-// So many batches are looked at for neighbours of a read: loads come a batch a chunk, those of several requests mixed.
+// Batches searched for neighbours of a read: loads submit one batch a chunk, and those of several requests mix.
 constexpr size_t kLookAhead = 32;
 
-// Of files that are pinned no thread reads anything, and nothing has to fit a cache: copies are large, and few are on
-// their way at a time, so that they end in the order in which they were asked for. (H200, 128 chunks of 32 MiB: copies
-// of 4 MiB, two of each of 16 threads, 51 GB/s; of 16 MiB, two of each of 8 threads, 53.7; one large copy 55.)
+// Copies from pinned files use no slots and no cache, so they are large, and few are in flight at a time, so that they
+// end in the order of their submission. (H200, 128 chunks of 32 MiB: 51 GB/s with 4 MiB, 16 threads x 2 copies; 53.7
+// with 16 MiB, 8 threads x 2; 55 with one large copy.)
 constexpr uint64_t kPinnedPieceBytes = 16 << 20;
 constexpr uint32_t kPinnedRunsMax = 4;
 
-// Signals are the business of the application's own threads.
 void become_worker() {
   sigset_t all;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, nullptr);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // the application's own threads handle signals
   pthread_setname_np(pthread_self(), "kvtier-io");
 }
 
-// To unregister much memory takes seconds. What is left at the deadline goes on beside the caller, or with the process.
-void let_go_until(std::chrono::steady_clock::time_point deadline, PinnedFiles::ByDescriptor files) {
+// Unregisters files on a thread, since it may take seconds, and waits for it until the deadline.
+void unregister_until(std::chrono::steady_clock::time_point deadline, PinnedFiles::ByDescriptor files) {
   if (files.empty()) return;
-  auto gone = std::make_shared<std::promise<void>>();
-  std::future<void> all_gone = gone->get_future();
+  auto done = std::make_shared<std::promise<void>>();
+  std::future<void> all_done = done->get_future();
   try {
-    std::thread([files = std::move(files), gone]() mutable {
+    std::thread([files = std::move(files), done]() mutable {
       files.clear();
-      gone->set_value();
+      done->set_value();
     }).detach();
   } catch (const std::system_error&) {
-    return;  // no thread: they went with the function that was to run on it
+    return;  // no thread: destroying the closure unregistered them
   }
-  all_gone.wait_until(deadline);
+  all_done.wait_until(deadline);
 }
 
-// Nothing of it is on its way any more.
+// Call when no piece of the operation is in flight.
 void end(Batch& batch, Op& op) {
   op.pinned.reset();
   batch.op_done();
@@ -97,7 +94,7 @@ int Engine::submit(const std::shared_ptr<Batch>& batch) {
     Op& op = batch->op(i);
     if (op.on_device()) op.pinned = pinned_.of(op.spec.fd, op.end());
     const uint64_t piece = piece_bytes(op);
-    // A flush has no payload, and is one piece.
+    // A flush has no payload but is one piece.
     op.n_pieces = std::max<uint32_t>(1, static_cast<uint32_t>((op.payload_bytes() + piece - 1) / piece));
     op.unfinished.store(op.n_pieces, std::memory_order_relaxed);
     pieces += op.n_pieces;
@@ -109,7 +106,7 @@ int Engine::submit(const std::shared_ptr<Batch>& batch) {
   queued_ops_ += batch->size();
   for (int kind = 0; kind < kLanes; kind++)
     if (!batch->lane(kind).empty()) lanes_[kind].push_back(batch);
-  // As many threads as there are pieces: waking all of them only makes them switch.
+  // Wake no more threads than there are pieces: the others would only switch.
   for (uint64_t woken = 0; woken < std::min<uint64_t>(pieces, idle_); woken++) work_or_stop_.notify_one();
   return 0;
 }
@@ -167,9 +164,9 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   }
   work_or_stop_.notify_all();
   const bool ended = thread_ended_.wait_until(lock, deadline, [this] { return threads_alive_ == 0; });
-  const auto gone = std::move(forgotten_);  // batches may keep the engine for long, but no file's memory
+  const auto forgotten = std::move(forgotten_);  // batches may keep the engine for long, but not memory of files
   lock.unlock();
-  let_go_until(deadline, pinned_.take_all());
+  unregister_until(deadline, pinned_.take_all());
   return ended;
 }
 
@@ -180,9 +177,9 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
     const bool copying = stage && !stage->empty();
-    // One thread at a time, and none that has answers to give: to unregister a file takes long.
-    if (!forgotten_.empty() && !letting_go_ && (!copying || options_.threads == 1)) {
-      let_go_of_one(lock);
+    // Unregistering a file takes long: one thread at a time does it, and none with copies to report.
+    if (!forgotten_.empty() && !unregistering_ && (!copying || options_.threads == 1)) {
+      unregister_one(lock);
       continue;
     }
     const int kind = choose();
@@ -193,17 +190,18 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
       continue;
     }
     if (copying && (kind < 0 || kind == kWrite || stage->full())) {
-      // Without a free slot it takes nothing: another thread may have one. A read's answer does not wait for a write.
+      // Without a free slot, leave the work to other threads. A read's result does not wait for a write.
       lock.unlock();
       finish_oldest(*stage, writer);
       lock.lock();
       continue;
     }
     Run run = take(kind);
-    // Who comes back from a pinned run takes the next; when it takes something else, another thread has to.
+    // A thread that returns from a pinned run takes the next one; if it took other work, wake another thread.
     if (kind != kPinnedRead && may_take_pinned()) work_or_stop_.notify_one();
     lock.unlock();
-    if (copying) report_landed(*stage, writer);
+    // Copies that have ended are reported before this thread reads or writes something else.
+    while (copying && !stage->empty() && stage->oldest_is_done()) finish_oldest(*stage, writer);
     perform(std::move(run), stage.get(), *gaps, writer);
     lock.lock();
     if (kind == kWrite) {
@@ -212,21 +210,21 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
     }
   }
   lock.unlock();
-  // What is on its way to the device ends before its slots and its stream go.
+  // Copies in flight end before their slots and their stream are freed.
   while (stage && !stage->empty()) finish_oldest(*stage, writer);
   stage.reset();
   lock.lock();
   if (--threads_alive_ == 0) thread_ended_.notify_all();
 }
 
-void Engine::let_go_of_one(std::unique_lock<std::mutex>& lock) {
-  std::shared_ptr<const PinnedFile> gone = std::move(forgotten_.back());
+void Engine::unregister_one(std::unique_lock<std::mutex>& lock) {
+  std::shared_ptr<const PinnedFile> file = std::move(forgotten_.back());
   forgotten_.pop_back();
-  letting_go_ = true;
+  unregistering_ = true;
   lock.unlock();
-  gone.reset();
+  file.reset();
   lock.lock();
-  letting_go_ = false;
+  unregistering_ = false;
 }
 
 int Engine::choose() {
@@ -238,7 +236,7 @@ int Engine::choose() {
     return turn && writing_ < (options_.threads + 1) / 2 ? kWrite : read;
   }
   if (reads) return read;
-  // One thread is kept from writes, so that a read that arrives never waits for writes alone.
+  // One thread does not write, so that an arriving read never waits for writes alone.
   const uint32_t writers_max = options_.threads > 1 ? options_.threads - 1 : 1;
   return writes && writing_ < writers_max ? kWrite : -1;
 }
@@ -250,7 +248,7 @@ Run Engine::take(int kind) {
   const std::shared_ptr<Batch> batch = queue.front();
   Run run{{next_piece(*batch, kind)}};
   if (give_out(batch, kind, run.pieces.front())) {
-    // Batches take turns, an operation or a run each: what lies together in the file stays together.
+    // Batches take turns, an operation or a run each, so that adjacent pieces are read together.
     queue.pop_front();
     if (kind != kWrite) take_neighbours(run, batch, kind);
     if (!batch->lane(kind).empty()) queue.push_back(batch);
@@ -262,8 +260,8 @@ Run Engine::take(int kind) {
   return run;
 }
 
-// What is as large as a piece has room for none, and costs no look at the others. A neighbour is whole: of an operation
-// of several pieces the first would be a piece already.
+// A run of a piece's size has no room for neighbours. A neighbour is a whole operation: the first of several pieces
+// would already have a piece's size.
 void Engine::take_neighbours(Run& run, const std::shared_ptr<Batch>& batch, int kind) {
   const uint64_t bytes_max = piece_bytes(*run.pieces.front().op);
   const auto take_from = [&](const std::shared_ptr<Batch>& other) {
@@ -308,24 +306,17 @@ uint64_t Engine::piece_bytes(const Op& op) const {
 
 void Engine::perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer) {
   if (run.is_wanted()) {
-    // On its way to the device, it is reported when its copies have ended.
+    // With copies in flight, the run is reported when they have ended.
     if (run.on_device() && stage->send(run)) return;
     if (!run.on_device()) run.kind() == kRead ? land(run, gaps) : store(run.pieces.front(), writer);
   }
   report(run, writer);
 }
 
-// Copies that have ended are not kept back while their thread reads or writes something else.
-void Engine::report_landed(DeviceStage& stage, Writer& writer) {
-  while (!stage.empty() && stage.oldest_is_done()) finish_oldest(stage, writer);
-}
-
-void Engine::finish_oldest(DeviceStage& stage, Writer& writer) {
-  report(stage.finish_oldest(), writer);
-}
+void Engine::finish_oldest(DeviceStage& stage, Writer& writer) { report(stage.finish_oldest(), writer); }
 
 void Engine::report(const Run& run, Writer& writer) {
-  if (run.is_pinned()) pinned_runs_--;  // this thread looks for the next one at once
+  if (run.is_pinned()) pinned_runs_--;  // no wake: this thread takes the next one
   for (const Piece& piece : run.pieces) piece_done(piece, writer);
 }
 

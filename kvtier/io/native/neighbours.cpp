@@ -14,9 +14,6 @@ namespace {
 constexpr size_t kPartsMax = 2 * kRunPiecesMax - 1;
 static_assert(kPartsMax <= IOV_MAX, "a run is one preadv");
 
-// One piece needs no try at reading all together.
-bool is_single(const Run& run) { return run.pieces.size() == 1; }
-
 void read_alone(const Piece& piece, uint8_t* target) {
   const int error = read_fully(piece.op->spec.fd, target, piece.bytes, piece.offset());
   if (error != 0) piece.op->fail(error);
@@ -43,7 +40,7 @@ void Run::fail(int code) const {
 
 void read_run(const Run& run, Gaps& gaps) {
   int64_t come_to = run.offset();
-  if (!is_single(run)) {
+  if (run.pieces.size() > 1) {
     iovec parts[kPartsMax];
     size_t n = 0;
     int64_t at = run.offset();
@@ -60,7 +57,7 @@ void read_run(const Run& run, Gaps& gaps) {
 
 void read_run(const Run& run, uint8_t* buffer) {
   int64_t come_to = run.offset();
-  if (!is_single(run)) {
+  if (run.pieces.size() > 1) {
     const iovec whole{buffer, run.bytes()};
     come_to += read_once(run.fd(), &whole, 1, run.offset());
   }

@@ -1,6 +1,6 @@
 // Gather and scatter between an engine's paged KV in host memory and head-major slabs: one call a chunk, without the
-// interpreter lock. The torch reference (kvtier/kernels/paged.py) takes and gives that lock for every tensor it copies,
-// and each time may wait for a busy engine thread to let go of it.
+// interpreter lock. The torch reference (kvtier/kernels/paged.py) takes that lock again for every tensor it copies, and
+// each time may wait for a busy engine thread.
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// One K or V tensor of one layer; strides in bytes, rows contiguous. `slab_offset`: where its rows start in a slab.
+// One K or V tensor of one layer; strides in bytes, rows contiguous. `slab_offset`: offset of its rows in a slab.
 struct PagePlane {
   uint64_t base;
   int64_t block_stride;
@@ -22,13 +22,10 @@ struct PagePlane {
 enum Direction : int { kToSlabs = 0, kToPages = 1 };
 
 void copy(Direction direction, uint8_t* page, uint8_t* slab, size_t bytes) {
-  if (direction == kToSlabs)
-    std::memcpy(slab, page, bytes);
-  else
-    std::memcpy(page, slab, bytes);
+  std::memcpy(direction == kToSlabs ? slab : page, direction == kToSlabs ? page : slab, bytes);
 }
 
-// The rows of one head in one block: `rows` rows of row_bytes, dense in the slab, `token_stride` apart in the page.
+// Copies the rows of one head in one block: `rows` of row_bytes, dense in the slab, `token_stride` apart in the page.
 void copy_rows(Direction direction, const PagePlane& plane, uint8_t* page, uint8_t* slab, size_t rows) {
   if (plane.token_stride == static_cast<int64_t>(plane.row_bytes)) {
     copy(direction, page, slab, rows * plane.row_bytes);
@@ -42,7 +39,7 @@ void copy_rows(Direction direction, const PagePlane& plane, uint8_t* page, uint8
 }  // namespace
 
 // Copies blocks `first_block`... of `block_ids` between pages and slabs; heads [first_head, first_head + n_heads) of
-// the pages are slabs 0... Returns EINVAL, having copied nothing, when a block is not one of a plane's.
+// the pages are slabs 0... Returns 0, or EINVAL before any copy when a block is not in a plane or a slab is too small.
 extern "C" __attribute__((visibility("default"))) int kvtier_copy_pages(
     int direction, const PagePlane* planes, size_t n_planes, const int64_t* block_ids, size_t n_blocks,
     size_t first_block, size_t block_tokens, size_t first_head, size_t n_heads, uint8_t* slabs, size_t slab_bytes) {

@@ -20,8 +20,8 @@ PinnedRange::PinnedRange(std::shared_ptr<PrimaryContext> context, void* address,
   const CurrentContext current(*context_);
   driver.check(driver.cuMemHostRegister(address, bytes, kCudaPortableMemory), "cuMemHostRegister");
   registered_ = true;
-  // A fork would leave these pages shared until written, and the first to write would be given other pages than those
-  // that the device reads. Refused for what is not whole pages, which then is the owner's risk.
+  // After a fork these pages would be shared copy-on-write, and this process's next write would move it to other pages
+  // than the device reads. Fails for memory that is not whole pages, at the owner's risk.
   madvise(address_, bytes_, MADV_DONTFORK);
 }
 
@@ -29,7 +29,7 @@ PinnedRange::~PinnedRange() {
   try {
     release();
   } catch (const CudaFailed&) {
-    // Nothing that could be done here: the memory's owner asks release() itself if it wants to know.
+    // An owner that must know calls release() itself.
   }
 }
 
@@ -65,7 +65,7 @@ PinnedBuffer::~PinnedBuffer() {
   try {
     range_->release();
   } catch (const CudaFailed&) {
-    return;  // still in CUDA's hands: pages given back now could be another's when the device reads them
+    return;  // still registered: freed pages could be reused while the device reads them
   }
   munmap(mapping_, mapped_bytes_);
 }

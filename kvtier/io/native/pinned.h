@@ -9,7 +9,7 @@
 
 namespace kvtier {
 
-// Memory of somebody else's, registered with CUDA as long as this lives.
+// Registration of memory that another object owns.
 class PinnedRange {
  public:
   // Throws CudaFailed.
@@ -18,10 +18,10 @@ class PinnedRange {
   PinnedRange(const PinnedRange&) = delete;
   PinnedRange& operator=(const PinnedRange&) = delete;
 
-  // Throws CudaFailed: the memory may still be in CUDA's hands and must stay. It is not tried again.
+  // Unregisters the memory, once. Throws CudaFailed: then it may still be registered and must not be freed.
   void release();
 
-  // For copies that nobody can wait for: the memory stays registered, whatever happens to this.
+  // Keeps the memory registered after this object, for copies whose end cannot be awaited.
   void abandon() { registered_ = false; }
 
   const std::shared_ptr<PrimaryContext>& context() const { return context_; }
@@ -33,10 +33,10 @@ class PinnedRange {
   bool registered_ = false;
 };
 
-// Registered memory of our own: one anonymous mapping, huge pages advised, touched.
+// Registered memory: one anonymous mapping, huge pages advised, touched.
 class PinnedBuffer {
  public:
-  // Throws CudaFailed, or std::system_error when there is no memory.
+  // Throws CudaFailed, or std::system_error without memory.
   PinnedBuffer(std::shared_ptr<PrimaryContext> context, size_t bytes);
   ~PinnedBuffer();
   PinnedBuffer(const PinnedBuffer&) = delete;
@@ -45,7 +45,7 @@ class PinnedBuffer {
   uint8_t* data() const { return data_; }
   const PrimaryContext& context() const { return *range_->context(); }
 
-  // The memory is never given back: a copy that nobody could wait for may still read it. From any thread.
+  // Never frees the memory: a copy whose end could not be awaited may still read it. Thread-safe.
   void abandon() { abandoned_ = true; }
 
  private:

@@ -49,7 +49,7 @@ class PinnedFile::Part {
     try {
       range_.release();
     } catch (const CudaFailed&) {
-      // Still in CUDA's hands: what is mapped there next could not be registered.
+      // Still registered: a later mapping at this address could not be registered, so keep this one.
       new std::shared_ptr<const Mapping>(mapping_);
     }
   }
@@ -100,7 +100,7 @@ void PinnedFiles::pin(int fd, int64_t end) {
   if (end > file.st_size || !known->has_room(end)) throw std::system_error(EINVAL, std::generic_category());
   auto grown = known->grown(std::make_shared<PrimaryContext>(ordinal_), end);
   std::lock_guard<std::mutex> lock(mutex_);
-  by_fd_[fd].swap(grown);  // what was there before goes without the lock
+  by_fd_[fd].swap(grown);  // the former file is destroyed after the lock is released
 }
 
 std::shared_ptr<const PinnedFile> PinnedFiles::of(int fd, int64_t end) {
@@ -117,11 +117,8 @@ std::shared_ptr<const PinnedFile> PinnedFiles::of(int fd, int64_t end) {
 
 std::shared_ptr<const PinnedFile> PinnedFiles::take_out(int fd) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = by_fd_.find(fd);
-  if (found == by_fd_.end()) return nullptr;
-  auto file = std::move(found->second);
-  by_fd_.erase(found);
-  return file;
+  const auto found = by_fd_.extract(fd);
+  return found ? found.mapped() : nullptr;
 }
 
 PinnedFiles::ByDescriptor PinnedFiles::take_all() {

@@ -1,6 +1,6 @@
-// Files of tmpfs or ramfs, mapped and registered with CUDA: a device copies out of their pages, with no copy by the
-// processor before it. (H200, tmpfs: 55 GB/s, all of PCIe, where the ring's slots bring 51. Registering takes 0.13 to 0.4
-// s a GiB, so it is done in the background and in steps.)
+// Files of tmpfs or ramfs, mapped and registered with CUDA: a device copies straight from their pages. (H200, tmpfs: 55
+// GB/s, all of PCIe, instead of 51 through the ring's slots. Registering takes 0.13 to 0.4 s a GiB, so it is done in
+// the background and in steps.)
 #pragma once
 #include <sys/stat.h>
 
@@ -15,11 +15,10 @@
 
 namespace kvtier {
 
-// One file of a file system in memory, mapped to be pinned. It keeps the file's memory even when the file has no name
-// any more.
+// Mapping of a file of a file system in memory. It keeps the file's memory allocated even after an unlink.
 class Mapping {
  public:
-  // Null where it cannot be mapped: not in memory, empty, not open for writing, no room.
+  // Null if the file cannot be mapped: not in memory, empty, not open for writing, no address space.
   static std::shared_ptr<const Mapping> make(int fd, const struct stat& file);
   ~Mapping();
   Mapping(const Mapping&) = delete;
@@ -38,10 +37,10 @@ class Mapping {
   const ino_t inode_;
 };
 
-// What is pinned of one file, from its first byte on: registrations, one behind the other, of one mapping. Immutable.
+// Pinned start of one file: consecutive registrations of one mapping. Immutable.
 //
-// The pages stay, whatever becomes of the file: of one that was cut they hold what was there before. Whoever reads them
-// asks how long the file is now, and checks what it read.
+// The pages stay if the file changes, and keep the bytes that a truncation removed. A reader checks the length of the
+// file and the checksum of the bytes.
 class PinnedFile {
  public:
   class Part;  // one registration
@@ -53,11 +52,11 @@ class PinnedFile {
   int64_t end() const;
   bool has_room(int64_t end) const { return end <= static_cast<int64_t>(mapping_->bytes()); }
 
-  // This file with all before `end` pinned. Throws CudaFailed.
+  // Returns this file with all bytes before `end` pinned. Throws CudaFailed.
   std::shared_ptr<const PinnedFile> grown(const std::shared_ptr<PrimaryContext>& context, int64_t end) const;
 
-  // Where the byte at `offset`, which is before end(), is, and how many from there on are of one registration: no copy
-  // may go from one to the next.
+  // Returns the address of the byte at `offset`, which is before end(), and the number of bytes up to the end of its
+  // registration: a copy must not cross it.
   std::pair<const uint8_t*, uint64_t> at(int64_t offset) const;
 
  private:
@@ -65,23 +64,22 @@ class PinnedFile {
   const Parts parts_;
 };
 
-// One engine's, by descriptor. Thread-safe; nothing is registered or unregistered under the lock.
+// Pinned files of one engine, by descriptor. Thread-safe; nothing is registered or unregistered under the lock.
 class PinnedFiles {
  public:
   using ByDescriptor = std::unordered_map<int, std::shared_ptr<const PinnedFile>>;
 
   explicit PinnedFiles(int ordinal) : ordinal_(ordinal) {}
 
-  // Pins what is not yet pinned of the bytes before `end`, whole pages; by one thread at a time. Those must have memory
-  // behind them: holes would be given some. Throws CudaFailed; std::system_error: EINVAL for a file that can't be
-  // mapped or is shorter.
+  // Pins the bytes before `end` (whole pages) that are not yet pinned; one thread at a time. They should not be in a
+  // hole, which would be allocated. Throws CudaFailed; std::system_error: EINVAL for a file that cannot be mapped or is
+  // shorter.
   void pin(int fd, int64_t end);
 
-  // What is pinned of the file that this descriptor stands for, if that is all of the bytes before `end`, and the file
-  // still has them; else null.
+  // Returns the descriptor's file if all bytes before `end` are pinned and the file still has them, else null.
   std::shared_ptr<const PinnedFile> of(int fd, int64_t end);
 
-  // What was pinned of it, or null: the descriptor is about to be closed.
+  // Removes and returns the descriptor's file, or null.
   std::shared_ptr<const PinnedFile> take_out(int fd);
 
   ByDescriptor take_all();

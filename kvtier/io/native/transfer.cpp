@@ -15,7 +15,7 @@
 namespace kvtier {
 namespace {
 
-// Direct I/O goes on at whole pages only, so what a short transfer left of a page is moved again.
+// Direct I/O continues at whole pages only, so the partial page of a short transfer is moved again.
 size_t whole_pages(size_t bytes) { return bytes / kPageBytes * kPageBytes; }
 
 std::atomic<uint64_t> n_reads{0};
@@ -29,7 +29,7 @@ int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset) {
     const ssize_t n = pread(fd, target + done, bytes - done, offset + static_cast<int64_t>(done));
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return errno;
-    if (done + static_cast<size_t>(n) <= reached) return ENODATA;  // no byte more than last time: the end of the file
+    if (done + static_cast<size_t>(n) <= reached) return ENODATA;  // no new byte: the end of the file
     reached = done + static_cast<size_t>(n);
     done = whole_pages(reached);
   }
@@ -54,7 +54,7 @@ void touch_pages(int fd, int64_t offset, size_t bytes) {
   if (fstat(fd, &file) != 0 || file.st_blksize <= 0) return;
   char byte;
   for (size_t page = 0; page < bytes; page += static_cast<size_t>(file.st_blksize))  // 2 MiB where pages are huge
-    if (pread(fd, &byte, 1, offset + static_cast<int64_t>(page)) != 1) return;  // not in memory after all
+    if (pread(fd, &byte, 1, offset + static_cast<int64_t>(page)) != 1) return;
 }
 
 Writer::Writer() {
@@ -71,7 +71,7 @@ int Writer::write_fully(int fd, const uint8_t* source, size_t bytes, int64_t off
     const ssize_t n = write_once(fd, source + done, bytes - done, offset + static_cast<int64_t>(done));
     if (n == -EINTR) continue;
     if (n < 0) return static_cast<int>(-n);
-    if (done + static_cast<size_t>(n) <= reached) return EIO;  // a device that takes nothing and gives no reason
+    if (done + static_cast<size_t>(n) <= reached) return EIO;  // nothing written, without an error
     reached = done + static_cast<size_t>(n);
     done = whole_pages(reached);
   }
@@ -88,14 +88,14 @@ ssize_t Writer::write_once(int fd, const uint8_t* source, size_t bytes, int64_t 
     request.aio_offset = offset;
     iocb* requests[] = {&request};
     if (syscall(SYS_io_submit, context_, 1, requests) == 1) {
-      // The source must stay until the kernel has answered, so nothing but the answer ends this wait.
+      // The source must stay until the kernel has completed the request, so nothing else ends this wait.
       io_event answer{};
       while (syscall(SYS_io_getevents, context_, 1, 1, &answer, nullptr) != 1) {
       }
       return static_cast<ssize_t>(answer.res);
     }
   }
-  // No AIO, or not for this file: pwrite does it, or names the error.
+  // No AIO, or not for this file: pwrite writes, or gives the error.
   const ssize_t n = pwrite(fd, source, bytes, offset);
   return n < 0 ? -errno : n;
 }

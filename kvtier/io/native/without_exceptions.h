@@ -9,7 +9,7 @@
 
 namespace kvtier {
 
-// 0 or errno; EREMOTEIO: `message` tells what CUDA said.
+// Calls `function`. Returns 0 or an errno; with EREMOTEIO, `message` holds CUDA's error.
 template <typename Function>
 int without_exceptions(char* message, size_t message_bytes, Function function) {
   try {
