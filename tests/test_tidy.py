@@ -58,6 +58,7 @@ MAY_USE_THEM = ("benchmarks", "kvtier.connectors", "kvtier.server")
 
 # Folders whose prose follows LAYOUT's rules; the others are rewritten one after the other.
 PLAIN_PROSE: tuple[str, ...] = (
+    "benchmarks",
     "kvtier._bootstrap",
     "kvtier.admin",
     "kvtier.arena",

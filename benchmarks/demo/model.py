@@ -1,7 +1,7 @@
-"""A Llama with saved random weights and a tokenizer trained here: nothing is downloaded.
+"""Llama with saved random weights and a tokenizer trained here: nothing is downloaded.
 
-Random weights of this spread make the next token depend on all of the KV, so that wrong KV would show as other
-output; weights near zero (vLLM's `dummy` format) would not. float32, so that equal outputs mean equal KV.
+Random weights of this spread make the next token depend on all of the KV, so that wrong KV would show as other output;
+weights near zero (vLLM's `dummy` format) would not. float32, so that equal outputs mean equal KV.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONTEXT_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """spread: of the weights; spread**2 x hidden is the same for all sizes, and with it how a layer treats errors."""
 
     hidden: int
@@ -36,23 +36,23 @@ class Size:
         return f"model-{self.hidden}"
 
 
-ON_CPU = Size(768, 2048, 12, 4, 64, 0.15)
-ON_GPU = Size(3072, 8192, 24, 2, 128, 0.075)
-"""The same KV a token, but 0.8 billion weights (3 GB): a GPU computes the smaller one faster than any disk is read."""
+ON_CPU = ModelSize(768, 2048, 12, 4, 64, 0.15)
+# The same KV a token, but 0.8 billion weights (3 GB): a GPU computes the smaller one faster than any disk is read.
+ON_GPU = ModelSize(3072, 8192, 24, 2, 128, 0.075)
 
 
-def size_here() -> Size:
+def size_here() -> ModelSize:
     return ON_GPU if torch.cuda.is_available() else ON_CPU
 
 
 def text() -> str:
-    """Some 700 kB of English: the language reference that every Python carries."""
+    """Return some 700 kB of English: the language reference that every Python carries."""
     topics = pydoc_data.topics.topics
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def make_tokenizer(folder: Path, texts: Sequence[str]) -> None:
-    """Trained on these texts, with a template for chats. Token 0 begins a text, 1 ends it."""
+    """Train a tokenizer on these texts, with a template for chats. Token 0 begins a text, 1 ends it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,8 +69,8 @@ def make_tokenizer(folder: Path, texts: Sequence[str]) -> None:
     fast.save_pretrained(folder)
 
 
-def make_model(folder: Path, size: Size) -> None:
-    """Writes model and tokenizer; a folder that has them is left as it is."""
+def make_model(folder: Path, size: ModelSize) -> None:
+    """Write model and tokenizer, unless the folder has them."""
     if (folder / "model.safetensors").exists():
         return
     make_tokenizer(folder, [text()])

@@ -1,1 +1,1 @@
-"""Measurements on a GPU host, one question a file; `run_h200.sh STAGE` runs them there."""
+"""Measurements on a GPU host, one question a module; `run_h200.sh STAGE` runs them there."""

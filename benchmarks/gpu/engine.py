@@ -1,10 +1,9 @@
-"""One process, one vLLM engine: does the steps of a job one after another and writes down what came.
+"""One process with one vLLM engine: runs the steps of a job one after another and writes their results.
 
-    python -m benchmarks.gpu.engine JOB.json RESULT.json [TIMEOUT_S]
+    python -m benchmarks.gpu.engine JOB.json RESULT.json TIMEOUT_S
 
-Job: {"model": folder, "vocabulary", "system", "folder", "extra": the system's own settings, "llm": engine arguments,
-"watch": whether blocks are digested (kvtier), "steps": [[name, arguments...], ...]}. Steps are the functions of
-steps*.py. Started by processes.py, which sets the environment.
+Job: EngineSetup.job with "steps": [[name, arguments...], ...], the functions of steps*.py, and optionally "watch":
+whether kvtier's blocks are digested. processes.py starts it and sets the environment.
 """
 
 from __future__ import annotations
@@ -20,33 +19,32 @@ from typing import Any
 
 from benchmarks.gpu import inside
 from benchmarks.gpu.systems import prepare, stored_bytes, transfer_of
+from kvtier.format.namespace import chunk_keys
 from kvtier.runtime.metrics import summed
 
+NO_TIER = {"kvtier_load": False, "kvtier_save": False}
 SETTLE_TIMEOUT_S = 120.0
-QUIET_S = 2.0
+QUIET_S = 2.0  # without new bytes on disk: another system has stored all
 SHUTDOWN_TIMEOUT_S = 20.0
-DUMP_BEFORE_END_S = 5.0
+DUMP_BEFORE_END_S = 5.0  # stacks are written so long before the timeout
 
 
-class Engine:
-    """vLLM with one of the systems in it; requests are run from this thread, the engine in this process."""
+class MeasuredEngine:
+    """vLLM with one of the systems. This thread runs the requests; the engine is in this process."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        self.folder = Path(job["folder"])
+        folder = Path(job["folder"])
         self.system: str = job["system"]
-        self.data = prepare(self.system, self.folder)
+        self.data = prepare(self.system, folder)
         self.vocabulary: int = job["vocabulary"]
-        transfer = transfer_of(self.system, self.folder, job.get("extra", {}))
+        transfer = transfer_of(self.system, folder, job["extra"])
         arguments = {"skip_tokenizer_init": True, "seed": 0, "disable_log_stats": False} | job["llm"]
         started = time.perf_counter()
-        self.llm = LLM(
-            model=job["model"],
-            kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
-            **arguments,
-        )
+        config = None if transfer is None else KVTransferConfig(**transfer)
+        self.llm = LLM(model=job["model"], kv_transfer_config=config, **arguments)
         self.start_s = time.perf_counter() - started
         self.core = self.llm.llm_engine.engine_core
         if job.get("watch"):
@@ -55,12 +53,12 @@ class Engine:
     def ask(
         self, prompts: list[list[int]], max_tokens: int, switches: dict[str, bool] | None = None, *, leads: bool = False
     ) -> list[dict[str, Any]]:
-        """Runs all prompts at once; of each the generated tokens and how many of its own were not computed.
+        """Run all prompts at once; return of each the generated tokens and how many prompt tokens were hits.
 
-        leads: of each generated token too, by how much its log probability exceeds the second best one's.
+        leads: also, for each generated token, by how much its log probability exceeds the second best one's.
         """
-        asked = parameters(max_tokens, switches, n_best=2 if leads else None)
-        outputs = self.llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], asked, use_tqdm=False)
+        sampling = parameters(max_tokens, switches, n_best=2 if leads else None)
+        outputs = self.llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], sampling, use_tqdm=False)
         answers = []
         for output in outputs:
             best = output.outputs[0]
@@ -70,29 +68,26 @@ class Engine:
         return answers
 
     def first_token(self, tokens: list[int], switches: dict[str, bool] | None = None) -> dict[str, Any]:
-        """One request alone, one token. ttft_s: around `generate`; engine_s: vLLM's own measure, where it gives one."""
+        """Run one request alone for one token. ttft_s is measured around `generate`."""
         before = self.counters()
         started = time.perf_counter()
         output = self.llm.generate([{"prompt_token_ids": tokens}], parameters(1, switches), use_tqdm=False)[0]
-        seconds = time.perf_counter() - started
-        own = getattr(output.metrics, "first_token_latency", None)
         return {
+            "ttft_s": time.perf_counter() - started,
             "tokens": len(tokens),
             "hit_tokens": output.num_cached_tokens or 0,
-            "ttft_s": seconds,
-            "engine_s": own,
             "token": output.outputs[0].token_ids[0],
             "counted": grown(before, self.counters()),
         }
 
     def idle_steps(self, count: int = 4) -> None:
-        """Steps of an engine without requests: they take along what is due after the last request ended."""
+        """Run steps without requests: they do what is due after the last request has ended."""
         if not self.llm.llm_engine.has_unfinished_requests():
             for _ in range(count):
                 self.core.get_output()
 
     def settle(self) -> float:
-        """Waits until what was handed to the tier is stored; the seconds that took. Raises when it takes too long."""
+        """Wait until what was handed to the tier is stored; return the seconds. Raise TimeoutError."""
         started = time.perf_counter()
         self.idle_steps()
         if self.system == "kvtier":
@@ -104,7 +99,7 @@ class Engine:
         return time.perf_counter() - started
 
     def forget(self) -> None:
-        """Empties vLLM's own prefix cache. All requests must have ended."""
+        """Empty vLLM's own prefix cache. All requests must have ended."""
         for _ in range(100):
             self.idle_steps()
             if self.llm.reset_prefix_cache():
@@ -113,37 +108,37 @@ class Engine:
         raise TimeoutError("vLLM's prefix cache cannot be reset: blocks are still held")
 
     def counters(self) -> dict[str, float]:
-        """kvtier's counters since the start, of the scheduler's half and summed over the workers."""
-        return summed([*self.llm.collective_rpc(inside.counters), self._scheduler_counters()])
-
-    def close(self) -> None:
-        self.core.shutdown()
+        """Return kvtier's counters since the start, of the scheduler's half and summed over the workers."""
+        store = self.store()
+        own = {} if store is None else store.metrics.total()
+        return summed([*self.llm.collective_rpc(inside.counters), own])
 
     def store(self) -> Any:
-        """kvtier's Store in the scheduler, None with another system."""
+        """Return kvtier's Store in the scheduler, None with another system."""
         half = getattr(self.core.engine_core.scheduler.connector, "_scheduler_half", None)
         return None if half is None else half._store
 
-    def _scheduler_counters(self) -> dict[str, float]:
+    def stored_chunks(self, tokens: list[int]) -> tuple[int, int]:
+        """Return (chunks of the prompt that the index has, its whole chunks)."""
         store = self.store()
-        return {} if store is None else store.metrics.total()
+        keys = chunk_keys(store.namespace_id, tokens, store._chunk_tokens, {})
+        return len(store.lookup(keys)), len(keys)
 
     def _wait_until_quiet(self) -> None:
-        """Other systems do not say when they are done: until nothing was written for a while, requests going on."""
+        """Wait until nothing was written for QUIET_S, for other systems do not say when they are done."""
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         size, since = stored_bytes(self.data), time.monotonic()
         while time.monotonic() - since < QUIET_S:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.system} still writes after {SETTLE_TIMEOUT_S:.0f} s")
-            self.ask([[11, 12, 13]], 1)  # some systems move on only with an engine's step
+            self.ask([[11, 12, 13]], 1)  # some systems continue only with an engine's step
             time.sleep(0.1)
-            new_size = stored_bytes(self.data)
-            if new_size != size:
+            if (new_size := stored_bytes(self.data)) != size:
                 size, since = new_size, time.monotonic()
 
 
 def parameters(max_tokens: int, switches: dict[str, bool] | None, n_best: int | None = None) -> Any:
-    """Of a greedy request. n_best: so many log probabilities come with each token."""
+    """Return the parameters of a greedy request. n_best: how many log probabilities each token has."""
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": switches} if switches else None
@@ -158,7 +153,7 @@ def _lead(step: Any) -> float:
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """How much each counter grew; those that did not are left out."""
+    """Return by how much each counter grew, without those that did not."""
     changes = {name: value - before.get(name, 0) for name, value in after.items()}
     return {name: round(value, 6) for name, value in changes.items() if value}
 
@@ -170,7 +165,7 @@ def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
     modules = (steps, steps_decode, steps_equality, steps_load)
     known = {name: step for module in modules for name, step in vars(module).items()}
     job = json.loads(job_path.read_text())
-    engine = Engine(job)
+    engine = MeasuredEngine(job)
     results: dict[str, Any] = {"start_s": round(engine.start_s, 2)}
     for name, *arguments in job["steps"]:
         started = time.monotonic()
@@ -185,10 +180,10 @@ def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
     ender = threading.Timer(SHUTDOWN_TIMEOUT_S, os._exit, (0,))
     ender.daemon = True
     ender.start()
-    engine.close()
+    engine.core.shutdown()
     sys.stdout.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else 600.0)
+    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))

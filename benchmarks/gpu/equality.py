@@ -1,156 +1,144 @@
-"""Is what a fresh process loads bit for bit what another saved, and are its tokens those of vLLM's own prefix hit?
+"""Test that a fresh process loads bit for bit what another saved, with the answers of vLLM's own prefix hit.
 
     python -m benchmarks.gpu.equality --folder /dev/shm/kv --out OUT/equality.json [--model mla] \\
         [--kv-cache-dtype turboquant_4bit_nc] [--skip-layers 0 3]
+    python -m benchmarks.gpu.equality --across-tp --out OUT/two_gpus_equal.json      # two GPUs
 
-Saved random weights in bf16, CUDA graphs on, 20 cases (cases.py). Process A answers and saves, and asks each case's
-question again from vLLM's own prefix cache. Processes B, one with prefix caching and one without, ask the questions
-with nothing but the tier. Digests of all blocks are taken on the engine's stream when they are saved and when a load is
-answered (watch.py).
+Saved random weights in bf16, CUDA graphs on, 20 cases (steps_equality.py). Process A answers and saves, and asks each
+case's question again from vLLM's own prefix cache. Processes B, one with prefix caching and one without, ask the
+questions with only the tier. Digests of all blocks are taken on the engine's stream when they are saved and when a load
+is answered (watch.py).
+
+--across-tp: stored at TP=2 and loaded at TP=1, and the other way; blocks are compared head by head, and not answers:
+another TP sums in another order.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 from typing import Any
 
-from benchmarks.gpu import options, report
-from benchmarks.gpu.cases import cases
-from benchmarks.gpu.models import DIMENSIONS, make_model
-from benchmarks.gpu.processes import run_engine
-from benchmarks.gpu.tiny import TINY_ENGINE, TINY_ENVIRONMENT, TINY_TIER
+from benchmarks import report
+from benchmarks.gpu.setup import TINY_CHUNK, EngineSetup, parser
+from benchmarks.gpu.steps_equality import cases
 from benchmarks.gpu.watch import compare
 
-COLUMNS = ("engine B", "hits", "same tokens, same shape", "same tokens, all", "blocks equal", "wrong", "unknown")
-COLUMNS += ("failed loads",)
-
-
-def job_of(
-    arguments: argparse.Namespace, steps: list[list[Any]], llm: dict[str, Any], model: str = "small"
-) -> dict[str, Any]:
-    """One engine of a model with saved weights, with a watch on its blocks; `llm` overrides engine arguments."""
-    kind = "tiny" if arguments.tiny else model
-    engine: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "enforce_eager": False,
-        "max_model_len": 16384,
-        "gpu_memory_utilization": 0.3,
-        "max_num_seqs": 64,
-    }
-    extra: dict[str, Any] = {"capacity_bytes": "32GiB", "host": {"arena_bytes": "2GiB"}, "segment_bytes": "256MiB"}
-    return {
-        "model": str(make_model(kind, arguments.models)),
-        "vocabulary": DIMENSIONS[kind].vocabulary,
-        "system": "kvtier",
-        "folder": str(arguments.folder),
-        "extra": TINY_TIER if arguments.tiny else extra,
-        "llm": (TINY_ENGINE if arguments.tiny else engine) | llm,
-        "steps": steps,
-        "watch": True,
-        "environment": TINY_ENVIRONMENT if arguments.tiny else {},
-    }
+COLUMNS = ("engine B", "hits", "same answers, same shape", "same answers", "equal", "wrong", "unknown", "failed loads")
+ENGINE: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": False,
+    "max_model_len": 16384,
+    "gpu_memory_utilization": 0.3,
+    "max_num_seqs": 64,
+}
+TIER: dict[str, Any] = {"capacity_bytes": "32GiB", "host": {"arena_bytes": "2GiB"}, "segment_bytes": "256MiB"}
 
 
 def judge(first: dict[str, Any], second: dict[str, Any], chunk: int) -> dict[str, Any]:
-    """One fresh process against the one that saved."""
-    asked, own = second["ask_cases"], first["answer_cases"]["own"]
+    """Compare one fresh process with the one that saved."""
     rows = []
-    for number, case in enumerate(cases(chunk)):
-        expected_hit = case.shared
+    for case, asked, own in zip(cases(chunk), second["ask_cases"], first["answer_cases"]["own"], strict=True):
         rows.append(
-            {
-                "first": case.n_first,
-                "answer": case.n_answer,
-                "shared": case.shared,
-                "more": case.n_more,
-                "hit_tokens": asked[number]["hit_tokens"],
-                "own_hit_tokens": own[number]["hit_tokens"],
-                "is_hit": asked[number]["hit_tokens"] == expected_hit,
-                "is_same_shape": own[number]["hit_tokens"] == asked[number]["hit_tokens"],
-                "same_tokens": asked[number]["answer"] == own[number]["answer"],
+            vars(case)
+            | {
+                "hit_tokens": asked["hit_tokens"],
+                "is_hit": asked["hit_tokens"] == case.shared,
+                "is_same_shape": own["hit_tokens"] == asked["hit_tokens"],
+                "same_tokens": asked["answer"] == own["answer"],
             }
         )
+    return {"cases": rows} | blocks_of(first, second)
+
+
+def blocks_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Compare the blocks that the second process loaded with what both saved."""
     saved = [seen for process in (first, second) for worker in process["watch"] for seen in worker["saved"]]
     loaded = [seen for worker in second["watch"] for seen in worker["loaded"]]
-    return {
-        "cases": rows,
-        "blocks": compare(saved, loaded),
-        "chunks_loaded": len(loaded),
-        "failed_loads": sum(worker["failed_loads"] for worker in second["watch"]),
-    }
+    failed = sum(worker["failed_loads"] for worker in second["watch"])
+    return {"blocks": compare(saved, loaded), "chunks_loaded": len(loaded), "failed_loads": failed}
+
+
+def are_blocks_equal(result: dict[str, Any]) -> bool:
+    blocks = result["blocks"]
+    return bool(blocks["equal"] and not (blocks["wrong"] or blocks["unknown"] or result["failed_loads"]))
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    """Every expected hit was one, no block differs, and tokens are equal wherever the shapes are."""
+    """Return whether every case was a hit, no block differs, and answers are equal where the shapes are."""
     rows = result["cases"]
-    blocks = result["blocks"]
-    tokens = all(row["same_tokens"] for row in rows if row["is_same_shape"])
-    return (
-        tokens
-        and all(row["is_hit"] for row in rows)
-        and blocks["equal"] > 0
-        and not (blocks["wrong"] or blocks["unknown"] or result["failed_loads"])
+    answers = all(row["same_tokens"] for row in rows if row["is_same_shape"])
+    return answers and all(row["is_hit"] for row in rows) and are_blocks_equal(result)
+
+
+def row_of(name: str, result: dict[str, Any]) -> tuple[object, ...]:
+    rows = result["cases"]
+    exact = [row for row in rows if row["is_same_shape"]]
+    hits = f"{sum(row['is_hit'] for row in rows)}/{len(rows)}"
+    same = [f"{sum(row['same_tokens'] for row in some)}/{len(some)}" for some in (exact, rows)]
+    return (name, hits, *same, *result["blocks"].values(), result["failed_loads"])
+
+
+def across(setup: EngineSetup, chunk: int, stored_at: int, loaded_at: int) -> dict[str, Any]:
+    """Store at one tensor-parallel size and load at another. Without CUDA graphs engines start in half the time."""
+    setup.clear()
+    llm = [{"tensor_parallel_size": size, "enforce_eager": True} for size in (stored_at, loaded_at)]
+    steps: list[list[Any]] = [["warm_up", chunk], ["answer_cases", chunk]]
+    first = setup.run_watched(f"tp{stored_at}-save-for-{loaded_at}", steps, llm[0])
+    steps = [["ask_cases", chunk, first["answer_cases"]["histories"]]]
+    second = setup.run_watched(f"tp{loaded_at}-load-of-{stored_at}", steps, llm[1])
+    about = {"stored_at": stored_at, "loaded_at": loaded_at, "contexts": [first["contexts"], second["contexts"]]}
+    hits = [asked["hit_tokens"] == case.shared for asked, case in zip(second["ask_cases"], cases(chunk), strict=True)]
+    return about | {"hits": sum(hits)} | blocks_of(first, second)
+
+
+def are_apart(ranks: list[list[int]]) -> bool:
+    """Return whether each rank of an engine has a CUDA context on one GPU of its own.
+
+    A stray context on GPU 0 is a classic fault of multi-GPU code.
+    """
+    gpus = [gpu for rank in ranks for gpu in rank]
+    return all(len(rank) == 1 for rank in ranks) and len(set(gpus)) == len(gpus)
+
+
+def run_across(options: argparse.Namespace, setup: EngineSetup, chunk: int) -> bool:
+    found = [across(setup, chunk, 2, 1), across(setup, chunk, 1, 2)]
+    good = all(map(are_blocks_equal, found)) and (
+        options.tiny or all(are_apart(ranks) for result in found for ranks in result["contexts"])
     )
+    report.write(options.out, "two GPUs: across tensor-parallel sizes", {"good": good, "equal": found})
+    for result in found:
+        print(result)
+    return good
 
 
-def parse(text: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.equality", description=__doc__.splitlines()[0])
-    options.of_runs(parser, timeout_s=150.0)
-    parser.add_argument("--model", choices=("small", "mla"), default="small", help="mla: a latent instead of heads")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="the engine's own, as vLLM takes it")
-    parser.add_argument("--skip-layers", nargs="*", default=[], help="that vLLM leaves out of --kv-cache-dtype")
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    return parser.parse_args(text)
-
-
-def main() -> int:
-    arguments = parse()
-    chunk = TINY_TIER["chunk_tokens"] if arguments.tiny else 256
-    llm: dict[str, Any] = {"enforce_eager": True} if arguments.eager else {}
-    if arguments.kv_cache_dtype != "auto":
-        llm |= {"kv_cache_dtype": arguments.kv_cache_dtype, "kv_cache_dtype_skip_layers": arguments.skip_layers}
-    shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    saving = job_of(arguments, [["warm_up", chunk], ["answer_cases", chunk]], llm, arguments.model)
-    first = run_engine("equality-save", saving, arguments.logs, arguments.timeout)
+def run_cases(options: argparse.Namespace, setup: EngineSetup, chunk: int) -> bool:
+    first = setup.run_watched("equality-save", [["warm_up", chunk], ["answer_cases", chunk]])
     results = {}
     for name, caching in (("prefix caching", True), ("no prefix caching", False)):
         steps = [["ask_cases", chunk, first["answer_cases"]["histories"]]]
-        job = job_of(arguments, steps, llm | {"enable_prefix_caching": caching}, arguments.model)
-        second = run_engine(f"equality-load-{int(caching)}", job, arguments.logs, arguments.timeout)
+        second = setup.run_watched(f"equality-load-{int(caching)}", steps, {"enable_prefix_caching": caching})
         results[name] = judge(first, second, chunk)
-    shutil.rmtree(arguments.folder / "kvtier", ignore_errors=True)
-    good = all(is_good(result) for result in results.values())
-    report.write(
-        arguments.out,
-        "are loaded blocks and tokens the ones that were saved",
-        {
-            "good": good,
-            "model": "tiny" if arguments.tiny else arguments.model,
-            "kv_cache_dtype": arguments.kv_cache_dtype,
-            "skip_layers": arguments.skip_layers,
-            "cuda_graphs": not (arguments.eager or arguments.tiny),
-            "results": results,
-        },
-    )
-    rows = []
-    for name, result in results.items():
-        cases_ = result["cases"]
-        exact = [row for row in cases_ if row["is_same_shape"]]
-        rows.append(
-            (
-                name,
-                f"{sum(row['is_hit'] for row in cases_)}/{len(cases_)}",
-                f"{sum(row['same_tokens'] for row in exact)}/{len(exact)}",
-                f"{sum(row['same_tokens'] for row in cases_)}/{len(cases_)}",
-                result["blocks"]["equal"],
-                result["blocks"]["wrong"],
-                result["blocks"]["unknown"],
-                result["failed_loads"],
-            )
-        )
-    report.table(COLUMNS, rows)
+    good = all(map(is_good, results.values()))
+    content = {"good": good, "model": setup.kind, "kv_cache_dtype": options.kv_cache_dtype, "results": results}
+    report.write(options.out, "are loaded blocks and answers the ones that were saved", content)
+    report.table(COLUMNS, [row_of(name, result) for name, result in results.items()])
+    return good
+
+
+def main() -> int:
+    made = parser("gpu.equality", __doc__, 150.0)
+    made.add_argument("--across-tp", action="store_true", help="between tensor-parallel sizes 1 and 2")
+    made.add_argument("--model", choices=("small", "mla"), default="small", help="mla: a latent instead of heads")
+    made.add_argument("--kv-cache-dtype", default="auto", help="the engine's own, as vLLM takes it")
+    made.add_argument("--skip-layers", nargs="*", default=[], help="that vLLM leaves out of --kv-cache-dtype")
+    options = made.parse_args()
+    chunk = TINY_CHUNK if options.tiny else 256
+    setup = EngineSetup.of(options, options.model, dict(ENGINE), TIER)
+    if options.kv_cache_dtype != "auto":
+        setup.llm.update(kv_cache_dtype=options.kv_cache_dtype, kv_cache_dtype_skip_layers=options.skip_layers)
+    setup.clear()
+    good = (run_across if options.across_tp else run_cases)(options, setup, chunk)
+    setup.clear()
     print("GOOD" if good else "NOT GOOD")
     return int(not good)
 

@@ -1,4 +1,4 @@
-"""What is asked of each worker from outside (`LLM.collective_rpc`), whichever process it lives in."""
+"""Calls into each worker (`LLM.collective_rpc`), in whichever process it runs."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.resident import ResidentWatch
 from benchmarks.gpu.watch import Watch
 
 _watches: list[Watch] = []
-_resident: list[ResidentWatch] = []
 
 
 def worker_half() -> Any:
-    """kvtier's half in this worker, None for another connector or none."""
+    """Return kvtier's half in this worker, None for another connector or none."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return getattr(get_kv_transfer_group(), "_worker_half", None) if has_kv_transfer_group() else None
 
 
 def drain(worker: Any, timeout_s: float) -> bool:
-    """Waits until what was handed to the worker is stored."""
+    """Wait until what was handed to the worker is stored."""
     half = worker_half()
     return half is None or half._bridge._transfer.drain(timeout_s)
 
 
 def counters(worker: Any) -> dict[str, float]:
-    """kvtier's counters since the start, and what the process read and wrote (any file, in bytes)."""
+    """Return kvtier's counters since the start, and the bytes that the process read and wrote (rchar, wchar)."""
     half = worker_half()
     found: dict[str, float] = {} if half is None else dict(half._bridge._transfer.metrics.total())
     for line in Path("/proc/self/io").read_text().splitlines():
@@ -47,23 +45,21 @@ def take_watch(worker: Any) -> dict[str, Any]:
     return _watches[0].take()
 
 
-def watch_memory(worker: Any) -> None:
-    """From now on `memory` knows the most of what the process held."""
-    for earlier in _resident:
-        earlier.close()
-    _resident[:] = [ResidentWatch()]
+def resident() -> tuple[int, int]:
+    """Return this process's resident bytes: its own, and those of memory that it shares (mapped files on tmpfs)."""
+    lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+    sizes = {name: int(value.split()[0]) * 1024 for name, _, value in lines if name.startswith("Rss")}
+    return sizes["RssAnon"] + sizes["RssFile"], sizes["RssShmem"]
 
 
-def memory(worker: Any) -> dict[str, int]:
-    """Bytes: of device memory that is in use on the whole GPU; since `watch_memory`, the most that the process had
-    resident of its own, and of files on tmpfs that it had mapped (segments that kvtier pins)."""
+def device_used(worker: Any) -> int:
+    """Return the bytes of device memory that are in use on the whole GPU."""
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    own, mapped = _resident[0].look()
-    return {"device_used": total - free, "own_max": own, "mapped_max": mapped}
+    return total - free
 
 
 def arenas(worker: Any) -> dict[str, int]:
-    """Bytes of kvtier's arenas, made at start: on the GPU (staging, and the hbm arena) and on the host."""
+    """Return the bytes of kvtier's arenas: on the GPU (staging, and the hbm arena) and on the host."""
     half = worker_half()
     if half is None:
         return {"device": 0, "host": 0}
@@ -73,19 +69,17 @@ def arenas(worker: Any) -> dict[str, int]:
 
 
 def contexts(worker: Any) -> list[int]:
-    """Ordinals of the GPUs on which this process has an active primary context; none without a driver."""
+    """Return the ordinals of the GPUs on which this process has an active primary context; [] without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return []
-    count, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    count, device, flags, active = (ctypes.c_int() for _ in range(4))
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return []
     found = []
     for ordinal in range(count.value):
-        device = ctypes.c_int()
-        if driver.cuDeviceGet(ctypes.byref(device), ordinal) == 0 and (
-            driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0 and active.value
-        ):
-            found.append(ordinal)
+        if driver.cuDeviceGet(ctypes.byref(device), ordinal) == 0:
+            failed = driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+            found += [ordinal] if not failed and active.value else []
     return found

@@ -1,93 +1,95 @@
-"""What load_mix.py makes of its processes' results, and what of it is bad.
+"""Judgement of load_mix.py's three processes.
 
-Blocks must be bit-equal. Answers need not be: 32 requests at once are batched otherwise with a tier than without one,
-and so their sums. What an engine without the tier does to its own answers is the control, in two more passes: the same
-requests in another order, and with vLLM's own prefix hits where the tier had its hits. The width of a tie is the most
-that any lead moved in these; an answer with the tier may differ where its lead moved no further.
+Blocks must be bit-equal. Answers need not be: 32 requests at once are batched differently with a tier than without one,
+and so are their sums. The control is the engine without the tier, asked the same in another order. A lead is by how
+much a token's log probability exceeds the second best one's (nats). The largest change of a lead in the control is the
+width of a tie; an answer with the tier may differ where its lead changed no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.gpu.answers import Part, compared, within
 from benchmarks.gpu.watch import compare
 
-COPIES_MAX = 1.2
-"""Of the shared prefix, read for all requests on it."""
-EXCUSED_MAX = 0.1
-"""A control that lets more than this share of all tokens pass for ties would show nothing."""
+COPIES_MAX = 1.2  # reads of the shared prefix for all requests on it, in multiples of its bytes
+EXCUSED_MAX = 0.1  # share of all tokens: a control that lets more pass for ties would show nothing
+# Beside kvtier's arenas, on the host and on the GPU: the rings' buffers (128 MiB), the index's map, what the watch
+# notes, and what allocators keep.
 SPARE_BYTES = 512 << 20
-"""Beside kvtier's arenas, on the host and on the GPU: the rings' buffers (128 MiB), the index's map, what the watch
-notes, and what allocators keep."""
-CONTROLS = ("other_order", "own_hits")
+
+Part = list[dict[str, Any]]  # answers of MeasuredEngine.ask with leads
 
 
 def parts(process: dict[str, Any]) -> list[Part]:
-    """The answers to the shared prefix alone, then those of each round."""
+    """Return the answers to the shared prefix alone, then those of each round."""
     return [process["shared_prefix"]["answers"], *(each["answers"] for each in process["mixed_rounds"]["rounds"])]
 
 
-def judge(stored: dict[str, Any], loaded: dict[str, Any], bare: dict[str, Any], limits: dict[str, int]) -> Any:
-    """stored, loaded, bare: results of the three processes. limits: shared_tokens; token_bytes; capacity_bytes."""
-    saved = [seen for process in (stored, loaded) for worker in process["watch"] for seen in worker["saved"]]
-    seen_loaded = [seen for worker in loaded["watch"] for seen in worker["loaded"]]
-    rounds = loaded["mixed_rounds"]["rounds"]
-    shared = loaded["shared_prefix"]
-    shared_hits = [answer["hit_tokens"] for answer in shared["answers"]]
-    prefix_bytes = max(1, max(shared_hits)) * limits["token_bytes"]  # what was there of it to be read
-    # What the kernel counted holds all reads of the process; what kvtier counted, those of segment files alone.
-    counted = shared["counted"]
-    return (
-        compared(parts(loaded), parts(bare))
-        | _control(loaded, bare)
-        | {
-            "blocks": compare(saved, seen_loaded),
-            "failed_loads": sum(w["failed_loads"] for w in loaded["watch"]),
-            "shared_hit_tokens": shared_hits,
-            "shared_tokens": limits["shared_tokens"],
-            "prefix_bytes": prefix_bytes,
-            "copies_read": counted.get("file_read_bytes", counted["rchar"]) / prefix_bytes,
-            "copies_by_kernel": counted["rchar"] / prefix_bytes,
-            "evicted_bytes": sum(_evicted(part) for part in (loaded["mixed_rounds"]["counted"], stored["counters"])),
-            "most_on_disk": max(stored["store_mix"]["most_on_disk"], loaded["mixed_rounds"]["most_on_disk"]),
-            "capacity_bytes": limits["capacity_bytes"],
-            "memory": {
-                "kvtier": loaded["mixed_rounds"]["memory"],
-                "bare": bare["mixed_rounds"]["memory"],
-                "arenas": loaded["mixed_rounds"]["arenas"],
-            },
-            "round_s": [r["elapsed_s"] for r in rounds],
-            "rounds_counted": [r["counted"] for r in rounds],
-            "bare_round_s": [r["elapsed_s"] for r in bare["mixed_rounds"]["rounds"]],
-            "counted": loaded["mixed_rounds"]["counted"],
-        }
-    )
+def compared(mine: Sequence[Part], reference: Sequence[Part]) -> dict[str, Any]:
+    """Compare two passes over the same requests.
 
-
-def _control(loaded: dict[str, Any], bare: dict[str, Any]) -> dict[str, Any]:
-    """The engine without the tier against its own first pass, and what follows for a tie."""
-    control = {name: compared(bare[name], parts(bare)) for name in CONTROLS}
-    width = max(found["largest_shift"] for found in control.values())
-    n_within, n_tokens = within(parts(bare), width)
-    as_own_hits = compared(parts(loaded), bare["own_hits"])
+    Up to the token where two answers part, their contexts are the same. largest_shift: the largest change of a lead;
+    at a parting it is the sum of both leads, for one token was ahead and now the other one is. In `differing`, round
+    0 is the shared prefix alone, and lead is the reference's.
+    """
+    differing, shifts = [], [0.0]
+    for round_number, (ours, theirs) in enumerate(zip(mine, reference, strict=True)):
+        for request, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            pairs = enumerate(zip(a["answer"], b["answer"], strict=True))
+            parting = next((n for n, (x, y) in pairs if x != y), None)
+            shifts += [abs(x - y) for x, y in zip(a["leads"][:parting], b["leads"][:parting], strict=True)]
+            if parting is not None:
+                lead = b["leads"][parting]
+                shifts.append(a["leads"][parting] + lead)
+                row = {"round": round_number, "request": request, "token": parting, "lead": lead}
+                differing.append(row | {"moved": round(shifts[-1], 7), "hit_tokens": a["hit_tokens"]})
+    n_shared, n_rounds = len(reference[0]), sum(map(len, reference[1:]))
+    shared_differing = sum(row["round"] == 0 for row in differing)
     return {
-        "control": control,
-        "tie_width": width,
-        "tokens_within_tie": n_within,
-        "tokens": n_tokens,
-        "same_answers_as_own_hits": as_own_hits["same_answers"],
+        "same_answers": n_rounds - len(differing) + shared_differing,
+        "answers": n_rounds,
+        "same_shared_answers": n_shared - shared_differing,
+        "shared_answers": n_shared,
+        "differing": differing,
+        "hit_tokens": sum(a["hit_tokens"] for part in mine[1:] for a in part),
+        "largest_shift": round(max(shifts), 7),
     }
 
 
-def _evicted(counted: dict[str, Any]) -> float:
-    return float(counted.get("evicted_bytes", 0))
+def judge(stored: dict[str, Any], loaded: dict[str, Any], bare: dict[str, Any], limits: dict[str, int]) -> Any:
+    """Return the figures of a run from the results of its processes. limits: token_bytes; capacity_bytes."""
+    saved = [seen for process in (stored, loaded) for worker in process["watch"] for seen in worker["saved"]]
+    seen_loaded = [seen for worker in loaded["watch"] for seen in worker["loaded"]]
+    mixed, shared, without = loaded["mixed_rounds"], loaded["shared_prefix"], bare["mixed_rounds"]
+    shared_hits = max(answer["hit_tokens"] for answer in shared["answers"])
+    control = compared(bare["other_order"], parts(bare))
+    leads = [lead for part in parts(bare) for answer in part for lead in answer["leads"]]
+    # What the kernel counted (rchar) has all reads of the process; kvtier's counter has those of segment files alone.
+    read_bytes = shared["counted"].get("file_read_bytes", shared["counted"]["rchar"])
+    return compared(parts(loaded), parts(bare)) | {
+        "control": {"other_order": control},
+        "tie_width": control["largest_shift"],
+        "tokens_within_tie": sum(lead <= control["largest_shift"] for lead in leads),
+        "tokens": len(leads),
+        "blocks": compare(saved, seen_loaded),
+        "failed_loads": sum(worker["failed_loads"] for worker in loaded["watch"]),
+        "shared_hit_tokens": shared_hits,
+        "copies_read": read_bytes / (max(1, shared_hits) * limits["token_bytes"]),
+        "most_on_disk": max(stored["store_mix"]["most_on_disk"], mixed["most_on_disk"]),
+        "capacity_bytes": limits["capacity_bytes"],
+        "more_memory": {kind: mixed["memory"][kind] - without["memory"][kind] for kind in mixed["memory"]},
+        "arenas": mixed["arenas"],
+        "round_s": [each["elapsed_s"] for each in mixed["rounds"]],
+        "bare_round_s": [each["elapsed_s"] for each in without["rounds"]],
+        "rounds_counted": [each["counted"] for each in mixed["rounds"]],
+        "counted": mixed["counted"],
+    }
 
 
 def faults(result: dict[str, Any]) -> list[str]:
-    """What is not as it must be, in words; empty for a good run. A process that hangs or dies gives no result at all
-    (processes.EngineFailed)."""
+    """Return all that is wrong with a run. A process that hangs or dies gives no result (processes.EngineFailed)."""
     return [*_bytes_faults(result), *_bounds_faults(result), *_answer_faults(result)]
 
 
@@ -96,34 +98,28 @@ def _bytes_faults(result: dict[str, Any]) -> Iterator[str]:
     if not blocks["equal"]:
         yield "no loaded block was found to be equal"
     if blocks["wrong"] or blocks["unknown"]:
-        yield f"loaded blocks: {blocks['wrong']} are not what was saved, of {blocks['unknown']} that is not known"
+        yield f"loaded blocks: {blocks['wrong']} differ from what was saved, {blocks['unknown']} were not seen saved"
     if failed:
         yield f"{failed} loads failed"
 
 
 def _bounds_faults(result: dict[str, Any]) -> Iterator[str]:
-    if result["most_on_disk"] > result["capacity_bytes"]:
-        yield f"{result['most_on_disk']} bytes on disk, of {result['capacity_bytes']}"
+    more, capacity = result["more_memory"], result["capacity_bytes"]
+    if result["most_on_disk"] > capacity:
+        yield f"{result['most_on_disk']} bytes on disk, of {capacity}"
     if result["copies_read"] > COPIES_MAX:
         yield f"the shared prefix was read {result['copies_read']:.2f} times"
-    mapped, capacity = more_memory(result["memory"], "mapped_max"), result["capacity_bytes"]
-    if mapped > capacity:
-        yield f"mapped: {mapped >> 20} MiB of the file system, of {capacity >> 20} MiB that may be on it"
+    if more["mapped_max"] > capacity:
+        yield f"mapped: {more['mapped_max'] >> 20} MiB of the file system, of {capacity >> 20} MiB that may be on it"
     for kind, bound in (("device_used", "device"), ("own_max", "host")):
-        more, limit = more_memory(result["memory"], kind), sum(of[bound] for of in result["memory"]["arenas"])
-        if more > limit + SPARE_BYTES:
-            yield f"{kind}: {more >> 20} MiB more than without the tier, whose arenas take {limit >> 20} MiB"
-    # Or the rounds show nothing of loads among evictions.
+        limit = result["arenas"][bound]
+        if more[kind] > limit + SPARE_BYTES:
+            yield f"{kind}: {more[kind] >> 20} MiB more than without the tier, whose arenas take {limit >> 20} MiB"
+    # Without these the rounds show nothing of loads among evictions.
     if not all(counted.get("load_tokens") for counted in result["rounds_counted"]):
         yield "a round loaded nothing"
     if not result["counted"].get("evicted_bytes"):
         yield "the rounds evicted nothing"
-
-
-def more_memory(memory: dict[str, Any], kind: str) -> int:
-    """Bytes that the engine with the tier took more than the one without."""
-    with_tier, without = (sum(of[kind] for of in memory[who]) for who in ("kvtier", "bare"))
-    return int(with_tier - without)
 
 
 def _answer_faults(result: dict[str, Any]) -> Iterator[str]:

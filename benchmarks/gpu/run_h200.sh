@@ -11,18 +11,18 @@
 #   stage        what                                                             about s   stopped after
 #   smoke        the small model, kvtier alone: does it work at all                    45   300
 #   doctor       kvtier doctor on both folders                                         15    60
-#   ceilings     copies, storage, reads into the GPU by ring and KvikIO                50   150
+#   ceilings     copies, storage, KvikIO's reads into the GPU                          50   150
 #   kernels      gather, scatter, checksum                                             60   120
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
 #   codecs       the codecs' kernels (TUNE: other tilings too)                           90   200
 #   equality     blocks and tokens, CUDA graphs on; of each of MODELS                 150   280 each
 #   load         32 requests at capacity                                              110   330
 #   demo         what `make demo` runs, with this vLLM                                100   240
-#   ttft-tmpfs   all systems, and the host arena; none,kvtier 220, native,lmcache 300  520   590
-#   ttft-disk    kvtier and native tiering on the disk, its rate around each reload   500   540
+#   ttft-tmpfs   kvtier, and the host arena                                          220   590
+#   ttft-disk    kvtier and vLLM's own tiering on the disk, its rate around each reload   500   540
 #   save         what saving costs, durable rate                                      260   400
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
-#   two-ttft     two GPUs: 70B's dimensions at TP=2; with ONE=1 in one process (85)     280   450
+#   two-ttft     two GPUs: 70B's dimensions at TP=2, in one process                      85   450
 #   versus-tmpfs kvtier raw and k4v4, vLLM's tiering, no tier, ceilings, KvikIO alone  340   560
 #   versus-lmcache  LMCache in its two ways, from tmpfs                                 270   560
 #   versus-disk  k4v4 and vLLM's tiering; LENGTHS=100000 in two calls of 430 and 75     500   560
@@ -40,17 +40,16 @@
 #
 # Among the stages, NAME=VALUE sets a variable of those below for the stages after it.
 #
-# Environment: OUT (where JSON and logs go), COUNT (prompts a length), PEER_COUNT (the same for other systems), SYSTEMS
-# (empty, for ttft-tmpfs: the arenas alone), SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training),
-# LENGTHS, FOLDERS (of ceilings), MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as
-# JSON), COMMIT (to write down), BUNDLE, PARTS, DISK (a folder on the
-# disk), TINY (any text: a tiny model on a CPU, to try this script and all but ceilings, kernels, doctor and demo).
+# Environment: OUT (where JSON and logs go), COUNT (prompts a length), SYSTEMS (empty, for ttft-tmpfs: the arenas
+# alone), SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, FOLDERS (of ceilings),
+# MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
+# BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
+# ceilings, kernels, doctor and demo).
 # ARENA (size; empty: none), NAME (of the JSON): the host arena in the README's table is ttft-tmpfs with SYSTEMS=
 # LENGTHS=100000 NAME=ttft_arena, on a machine like that of versus-tmpfs. HBM_ARENA: also from an hbm arena of that
 # size (with EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions),
-# TOGETHER (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. ONE (any text): two-ttft has one
-# process that computes, saves and reloads. EAGER (any text): engines that are timed run without compiling and CUDA
-# graphs, which are vLLM's default. LANE: set by lanes.
+# TOGETHER (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. EAGER (any text): engines that
+# are timed run without compiling and CUDA graphs, which are vLLM's default. LANE: set by lanes.
 set -uo pipefail
 OUT=${OUT:-/tmp/bench/out}
 BUNDLE=${BUNDLE:-/tmp/bundle}
@@ -143,7 +142,7 @@ ttft() {
   local name=$1 folder=$2 seconds=$3
   shift 3
   bench ttft "$seconds" --folder "$folder" --out "$OUT/$name.json" --logs "$WORK/logs" --extra "$EXTRA" \
-    --ceilings "$WORK/ceilings.json" ${LENGTHS:+--lengths "$LENGTHS"} ${EAGER:+--eager} "$@"
+    ${LENGTHS:+--lengths "$LENGTHS"} ${EAGER:+--eager} "$@"
 }
 
 versus() {
@@ -174,7 +173,7 @@ long_doc_qa() {
       \"min_load_tokens\": 64, \"segment_bytes\": \"16MiB\", \"host\": {\"arena_bytes\": \"64MiB\"}}"
     asked="--num-documents 6 --document-length 300 --repeat-count 1 --repeat-mode tile"
   fi
-  python3 -m benchmarks.versus.text_model "$model" ${TINY:+--model tiny} || return 1
+  python3 -m benchmarks.versus.text_model "$model" ${TINY:+tiny} || return 1
   timeout -k 30 "$limit" python3 -m benchmarks.serving long_doc_qa --systems "${SYSTEMS:-$systems}" --model "$model" \
     --work "$WORK/serving" --out "$OUT/${NAME:-long_doc_qa}.json" --tier "$tier" --start-timeout 150 \
     --native '{"cpu_bytes_to_use": 17179869184}' --vllm "$forwards --gpu-memory-utilization 0.5 $vllm" \
@@ -195,7 +194,7 @@ stage() {
     two-ttft@*)
       (
         codec=${1#*@}
-        EXTRA=$(with_codec "$codec") NAME="two_gpus_ttft_$codec" SYSTEMS=kvtier
+        EXTRA=$(with_codec "$codec") NAME="two_gpus_ttft_$codec"
         stage two-ttft
       ) ;;
     versus-tmpfs)
@@ -219,8 +218,8 @@ stage() {
     doctor)
       for folder in "$MEMORY" "$DISK"; do timeout -k 5 30 python3 -m kvtier.cli doctor "$folder"; done ;;
     ceilings)
-      TINY="" bench ceilings 150 --folders "${FOLDERS:-$MEMORY,$DISK}" --out "$WORK/ceilings.json" --reads &&
-        cp "$WORK/ceilings.json" "$OUT/" ;;
+      TINY="" bench ceilings 150 --folders "${FOLDERS:-$MEMORY,$DISK}" --out "$OUT/ceilings.json" \
+        --bytes 1073741824,8589934592 ;;
     kernels)
       TINY="" bench kernels 120 --out "$OUT/kernels.json" ;;
     tests)
@@ -240,22 +239,21 @@ stage() {
     demo)
       (cd "$TREE" && timeout -k 10 240 python3 -m benchmarks.demo --output "$DISK/demo" --result "$OUT/demo.json") ;;
     ttft-tmpfs)
-      ttft "${NAME:-ttft_tmpfs}" "$MEMORY" 590 --systems "${SYSTEMS-none,kvtier,native,lmcache}" --count "${COUNT:-3}" \
-        --peer-count "${PEER_COUNT:-2}" --arena "${ARENA-16GiB}" --hbm-arena "${HBM_ARENA:-}" --timeout 170 ;;
+      ttft "${NAME:-ttft_tmpfs}" "$MEMORY" 590 --systems "${SYSTEMS-none,kvtier}" --count "${COUNT:-3}" \
+        --arena "${ARENA-16GiB}" --hbm-arena "${HBM_ARENA:-}" --timeout 170 ;;
     ttft-disk)
-      local probe=8192
-      [ -z "${TINY:-}" ] || probe=256
       ttft "${NAME:-ttft_disk}" "$DISK" 540 --systems "${SYSTEMS:-none,kvtier,native}" --count "${COUNT:-2}" \
-        --peer-count "${PEER_COUNT:-1}" --probe-tokens $probe --timeout 170 ;;
+        --reads --timeout 170 ;;
     save)
       bench save_cost 400 --folder "$DISK" --out "$OUT/save_cost.json" --logs "$WORK/logs" --extra "$EXTRA" \
         --pairs "${COUNT:-3}" --decode-pairs "${PAIRS:-5}" ;;
-    two-equal | two-ttft)
-      local part=${1#two-} seconds=330
-      [ "$part" = equal ] || seconds=450
-      bench two_gpus $seconds --folder "$MEMORY" --out "$OUT/${NAME:-two_gpus_$part}.json" --logs "$WORK/logs" --extra "$EXTRA" \
-        --parts "$part" --count "${COUNT:-2}" --systems "${SYSTEMS:-none,kvtier}" ${ONE:+--one-process} \
-        ${EAGER:+--eager} ;;
+    two-equal)
+      bench equality 330 --across-tp --folder "$MEMORY" --out "$OUT/two_gpus_equal.json" --logs "$WORK/logs" ;;
+    two-ttft)
+      local lengths=32768,100000
+      [ -z "${TINY:-}" ] || lengths=300,600
+      ttft "${NAME:-two_gpus_ttft}" "$MEMORY" 450 --one-process --model 70b --tp 2 --gpu-memory 0.85 --timeout 280 \
+        --lengths "${LENGTHS:-$lengths}" --count "${COUNT:-2}" ;;
     quality)
       timeout -k 10 590 python3 -m benchmarks.quality --out "$OUT/quality.json" --minutes "${MINUTES:-5}" ;;
     *)

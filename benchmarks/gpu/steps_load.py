@@ -1,4 +1,4 @@
-"""The steps of load_mix.py: many requests at once."""
+"""Steps of load_mix.py: many requests at once."""
 
 from __future__ import annotations
 
@@ -7,54 +7,59 @@ import time
 from typing import Any
 
 from benchmarks.gpu import inside
-from benchmarks.gpu.engine import Engine, grown
-from benchmarks.gpu.prompts import prompt
-from benchmarks.gpu.stored import stored_chunks
+from benchmarks.gpu.engine import MeasuredEngine, grown
+from benchmarks.gpu.models import prompt
 from benchmarks.gpu.systems import stored_bytes
 
 SAMPLE_S = 0.05
 SEGMENTS = ".kvseg"
-SHARED_PASSES = 12
-ROOM_S = 0.25
-"""Between offers: until eviction has made room."""
+SHARED_PASSES = 12  # at most, until the shared prefix is stored whole
+ROOM_S = 0.25  # between offers, until eviction has made room
+
+Prompts = list[list[int]]
+Shape = dict[str, int]  # requests; shared, other: tokens of the prefixes; others: how many; tail: tokens behind them
 
 
-class DiskWatch:
-    """The most that the segments of a root took, looked at every SAMPLE_S."""
+class UsageWatch:
+    """Maxima of what a root's segments take on disk and of this process's memory, sampled every SAMPLE_S.
 
-    def __init__(self, engine: Engine) -> None:
-        self.most = 0
+    Memory is sampled apart, because segments on tmpfs that kvtier pins count as resident too.
+    """
+
+    def __init__(self, engine: MeasuredEngine) -> None:
         self._folder = engine.data
+        self._maxima = {"disk": 0, "own": 0, "mapped": 0}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def close(self) -> int:
+    def close(self) -> dict[str, int]:
         self._stop.set()
         self._thread.join()
-        return max(self.most, stored_bytes(self._folder, SEGMENTS))
+        self._sample()
+        return self._maxima
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         while not self._stop.wait(SAMPLE_S):
-            self.most = max(self.most, stored_bytes(self._folder, SEGMENTS))
+            self._sample()
+
+    def _sample(self) -> None:
+        now = (stored_bytes(self._folder, SEGMENTS), *inside.resident())
+        for name, value in zip(self._maxima, now, strict=True):
+            self._maxima[name] = max(self._maxima[name], value)
 
 
-def mix_prompts(round_number: int, shape: dict[str, int], vocabulary: int) -> list[list[int]]:
-    """One round's requests: half on one prefix; the rest whole and partial hits of earlier ones, and new prompts.
-
-    shape: requests; shared, other: tokens of the prefixes; others: how many prefixes were stored before; tail.
-    """
+def mix_prompts(round_number: int, shape: Shape, vocabulary: int) -> Prompts:
+    """Return one round's requests: half on one prefix; the rest whole and partial hits of earlier ones, and new."""
     shared = prompt("mix-shared", shape["shared"], vocabulary)
     requests = []
     for number in range(shape["requests"]):
         own = f"mix-{round_number}-{number}"
         tail = prompt(own, shape["tail"] + number, vocabulary)
+        old = prompt(f"mix-other-{(number // 2 + round_number) % shape['others']}", shape["other"], vocabulary)
         if number % 2 == 0:
             requests.append(shared + tail)
-            continue
-        old = prompt(f"mix-other-{(number // 2 + round_number) % shape['others']}", shape["other"], vocabulary)
-        kind = number // 2 % 4
-        if kind in (0, 1):
+        elif (kind := number // 2 % 4) < 2:
             requests.append(old + tail)
         elif kind == 2:
             requests.append(old[: shape["other"] // 2] + tail)
@@ -63,18 +68,18 @@ def mix_prompts(round_number: int, shape: dict[str, int], vocabulary: int) -> li
     return requests
 
 
-def shared_prompts(shape: dict[str, int], vocabulary: int) -> list[list[int]]:
-    """Requests on the shared prefix that no round has."""
+def shared_prompts(shape: Shape, vocabulary: int) -> Prompts:
+    """Return requests on the shared prefix that no round has."""
     shared = prompt("mix-shared", shape["shared"], vocabulary)
     return [shared + prompt(f"only-shared-{n}", shape["tail"] + n, vocabulary) for n in range(shape["requests"] // 2)]
 
 
-def store_mix(engine: Engine, shape: dict[str, int]) -> dict[str, Any]:
-    """The prefixes that later rounds hit, older ones first, the shared one last and whole.
+def store_mix(engine: MeasuredEngine, shape: Shape) -> dict[str, Any]:
+    """Store the prefixes that later rounds hit, the shared one last and whole.
 
-    A tier that is full has no room for it at once: what is skipped meanwhile is offered again, from vLLM's own cache.
+    A full tier has no room for it at once: what is skipped is offered again, from vLLM's own cache.
     """
-    watch = DiskWatch(engine)
+    watch = UsageWatch(engine)
     for number in range(shape["others"]):
         engine.ask([prompt(f"mix-other-{number}", shape["other"], engine.vocabulary)], 1)
         engine.settle()
@@ -84,13 +89,13 @@ def store_mix(engine: Engine, shape: dict[str, int]) -> dict[str, Any]:
         engine.ask([shared], 1, {"kvtier_load": False})
         engine.settle()
         time.sleep(ROOM_S)
-        stored, wanted = stored_chunks(engine, shared)
+        stored, wanted = engine.stored_chunks(shared)
         passes += 1
-    return {"most_on_disk": watch.close(), "shared_chunks": [stored, wanted], "passes": passes}
+    return {"most_on_disk": watch.close()["disk"], "shared_chunks": [stored, wanted], "passes": passes}
 
 
-def shared_prefix(engine: Engine, shape: dict[str, int], answer: int) -> dict[str, Any]:
-    """Nothing but requests on the shared prefix, all at once, in a process that has none of it."""
+def shared_prefix(engine: MeasuredEngine, shape: Shape, answer: int) -> dict[str, Any]:
+    """Ask only requests on the shared prefix, all at once, in a process that has none of it."""
     before = engine.counters()
     answers = engine.ask(shared_prompts(shape, engine.vocabulary), answer, {"kvtier_save": False}, leads=True)
     counted = grown(before, engine.counters())
@@ -98,62 +103,35 @@ def shared_prefix(engine: Engine, shape: dict[str, int], answer: int) -> dict[st
     return {"answers": answers, "counted": counted}
 
 
-def mixed_rounds(engine: Engine, shape: dict[str, int], rounds: int, answer: int) -> dict[str, Any]:
-    """Rounds of concurrent requests, vLLM's own prefix cache emptied between them; saves of one round still go on
-    while the next one loads. Answers come with their leads (Engine.ask)."""
-    watch = DiskWatch(engine)
-    engine.llm.collective_rpc(inside.watch_memory)
-    before = engine.counters()
-    answered = []
+def mixed_rounds(engine: MeasuredEngine, shape: Shape, rounds: int, answer: int) -> dict[str, Any]:
+    """Ask rounds of concurrent requests, with vLLM's own prefix cache emptied between them.
+
+    Saves of one round continue while the next one loads. Answers come with their leads (MeasuredEngine.ask).
+    """
+    watch, before, answered = UsageWatch(engine), engine.counters(), []
     for number in range(rounds):
-        started = time.perf_counter()
-        counted = engine.counters()
-        prompts = mix_prompts(number, shape, engine.vocabulary)
-        answers = engine.ask(prompts, answer, leads=True)
+        started, counted = time.perf_counter(), engine.counters()
+        answers = engine.ask(mix_prompts(number, shape, engine.vocabulary), answer, leads=True)
         elapsed_s = time.perf_counter() - started
-        counted = grown(counted, engine.counters())
-        answered.append({"answers": answers, "elapsed_s": elapsed_s, "counted": counted})
+        answered.append({"answers": answers, "elapsed_s": elapsed_s, "counted": grown(counted, engine.counters())})
         engine.forget()
     engine.settle()
+    maxima = watch.close()
+    device_used = sum(engine.llm.collective_rpc(inside.device_used))
     return {
         "rounds": answered,
         "counted": grown(before, engine.counters()),
-        "most_on_disk": watch.close(),
-        "memory": engine.llm.collective_rpc(inside.memory),
-        "arenas": engine.llm.collective_rpc(inside.arenas),
+        "most_on_disk": maxima["disk"],
+        "memory": {"device_used": device_used, "own_max": maxima["own"], "mapped_max": maxima["mapped"]},
+        "arenas": engine.llm.collective_rpc(inside.arenas)[0],
     }
 
 
-def other_order(engine: Engine, shape: dict[str, int], answer: int, rounds: int) -> list[list[dict[str, Any]]]:
-    """The shared prefix alone and each round once more, the last request first: batched otherwise, and so summed."""
+def other_order(engine: MeasuredEngine, shape: Shape, answer: int, rounds: int) -> list[list[dict[str, Any]]]:
+    """Ask the shared prefix alone and each round again, the last request first: batched and so summed differently."""
     answered = []
-    for prompts in _parts(engine, shape, rounds):
+    mixed = [mix_prompts(number, shape, engine.vocabulary) for number in range(rounds)]
+    for prompts in (shared_prompts(shape, engine.vocabulary), *mixed):
         answered.append(engine.ask(prompts[::-1], answer, leads=True)[::-1])
         engine.forget()
     return answered
-
-
-def own_hits(engine: Engine, shape: dict[str, int], answer: int, hits: list[list[int]]) -> list[list[dict[str, Any]]]:
-    """The same parts once more, with hits in vLLM's own prefix cache: each request's first `hits` tokens (a list for
-    each part), computed alone before, as the process that stored them did."""
-    answered = []
-    for prompts, n_hit in zip(_parts(engine, shape, len(hits) - 1), hits, strict=True):
-        for prefix in longest([tokens[:n] for tokens, n in zip(prompts, n_hit, strict=True)]):
-            engine.ask([prefix], 1)
-        answered.append(engine.ask(prompts, answer, leads=True))
-        engine.forget()
-    return answered
-
-
-def _parts(engine: Engine, shape: dict[str, int], rounds: int) -> list[list[list[int]]]:
-    mixed = (mix_prompts(number, shape, engine.vocabulary) for number in range(rounds))
-    return [shared_prompts(shape, engine.vocabulary), *mixed]
-
-
-def longest(prefixes: list[list[int]]) -> list[list[int]]:
-    """Those that are not the beginning of another one, each once; none that is empty."""
-    kept: list[list[int]] = []
-    for prefix in sorted(filter(None, prefixes), key=len, reverse=True):
-        if all(other[: len(prefix)] != prefix for other in kept):
-            kept.append(prefix)
-    return kept

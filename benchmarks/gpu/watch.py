@@ -1,12 +1,12 @@
 """Digests of the engine's blocks at the moment they are saved and at the moment a load is answered.
 
-Everything is launched on the engine's current stream and nothing waits for it, so that watching orders no work that
-would else be unordered: a load that is answered before its bytes have landed shows as another digest.
+Everything is launched on the engine's current stream and nothing waits for it, so that the watch orders no work that
+is otherwise unordered: a load that is answered before its bytes have arrived shows as another digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from kvtier.kernels.paged import PagedKV
 WEIGHTS_SEED = 176
 
 
-class Seen(NamedTuple):
+class SeenBlocks(NamedTuple):
     """Digests of consecutive blocks of one chunk: (n_blocks, n_heads) int64, on the engine's device."""
 
     key: bytes
@@ -25,7 +25,7 @@ class Seen(NamedTuple):
 
 
 class BlockDigests:
-    """Sums of all words of a block and head, each times an odd number of its own, modulo 2**64.
+    """Sums of all words of a block and head, each word times its own odd number, modulo 2**64.
 
     Words have 8 bytes, or fewer where a token's KV of a head is no whole number of them (turboquant's slots). Any one
     changed word changes the sum. Another tensor-parallel size gives the same digests for the same heads.
@@ -43,7 +43,7 @@ class BlockDigests:
                 self._weights.append((weights * 2 + 1).to(self._device))
 
     def of(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """(n_blocks, heads) int64; runs on the current stream and waits for nothing."""
+        """Return (n_blocks, heads) int64; runs on the current stream and waits for nothing."""
         host = torch.tensor(block_ids, dtype=torch.long)
         if self._device.type == "cuda":
             host = host.pin_memory()
@@ -59,40 +59,35 @@ class BlockDigests:
 
 
 def _word(plane: torch.Tensor) -> torch.dtype:
-    """The widest that divides a row of the plane."""
+    """Return the widest integer type whose size divides a row of the plane."""
     row_bytes = plane.shape[-1] * plane.element_size()
     return next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if row_bytes % kind.itemsize == 0)
 
 
 class Watch:
-    """Notes what passes through one worker's Transfer. `saved` and `loaded` grow until they are taken."""
+    """Record of the blocks that pass through one worker's Transfer; `saved` and `loaded` grow until `take`."""
 
     def __init__(self, worker_half: Any) -> None:
         transfer, pages = worker_half._bridge._transfer, worker_half._pages.pages
         self._digests = BlockDigests(pages)
         self._block_tokens = pages.block_tokens
         self._first_head = transfer._worker.share.reads.first_head
-        self.saved: list[Seen] = []
-        self.loaded: list[Seen] = []
+        self.saved: list[SeenBlocks] = []
+        self.loaded: list[SeenBlocks] = []
         self.failed_loads = 0
         self._plans: dict[str, Any] = {}
         self._attach(transfer)
 
     def take(self) -> dict[str, Any]:
-        """What was seen: lists of {key, first_block, first_head, digests}; waits for the device."""
+        """Return and clear lists of {key, first_block, first_head, digests}; waits for the device."""
         saved, self.saved, loaded, self.loaded = self.saved, [], self.loaded, []
         failed, self.failed_loads = self.failed_loads, 0
         return {"saved": self._plain(saved), "loaded": self._plain(loaded), "failed_loads": failed}
 
-    def _plain(self, seen: list[Seen]) -> list[dict[str, Any]]:
+    def _plain(self, seen: list[SeenBlocks]) -> list[dict[str, Any]]:
         return [
-            {
-                "key": s.key.hex(),
-                "first_block": s.first_block,
-                "first_head": self._first_head,
-                "digests": s.digests.tolist(),
-            }
-            for s in seen
+            {"key": key.hex(), "first_block": first, "first_head": self._first_head, "digests": digests.tolist()}
+            for key, first, digests in seen
         ]
 
     def _attach(self, transfer: Any) -> None:
@@ -117,33 +112,36 @@ class Watch:
 
         transfer.save, transfer.load, transfer.poll = watched_save, watched_load, watched_poll
 
-    def _note(self, where: list[Seen], chunks: list[tuple[Any, int]]) -> None:
-        """One pass over the blocks of all chunks; blocks before `first` of a chunk belong to others."""
+    def _note(self, where: list[SeenBlocks], chunks: list[tuple[Any, int]]) -> None:
+        """Digest the blocks of all chunks in one pass; blocks of a chunk before `first` belong to other requests."""
         if not chunks:
             return
         digests = self._digests.of([block for chunk, first in chunks for block in chunk.block_ids[first:]])
         start = 0
         for chunk, first in chunks:
             end = start + len(chunk.block_ids) - first
-            where.append(Seen(chunk.key, first, digests[start:end]))
+            where.append(SeenBlocks(chunk.key, first, digests[start:end]))
             start = end
 
 
 def compare(saved: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """How many loaded blocks (a block and head) are what some writer saved under that key.
+    """Count the loaded blocks (a block and head) that equal what some writer saved under that key, and the others.
 
-    unknown: nothing was seen being saved under that key, so that nothing is known of the block.
+    unknown: no save was seen under that key.
     """
     known: dict[tuple[str, int, int], set[int]] = {}
-    for seen in saved:
-        for block, row in enumerate(seen["digests"], start=seen["first_block"]):
-            for head, digest in enumerate(row, start=seen["first_head"]):
-                known.setdefault((seen["key"], block, head), set()).add(digest)
+    for place, digest in _digests(saved):
+        known.setdefault(place, set()).add(digest)
     counts = {"equal": 0, "wrong": 0, "unknown": 0}
-    for seen in loaded:
-        for block, row in enumerate(seen["digests"], start=seen["first_block"]):
-            for head, digest in enumerate(row, start=seen["first_head"]):
-                expected = known.get((seen["key"], block, head))
-                kind = "unknown" if expected is None else "equal" if digest in expected else "wrong"
-                counts[kind] += 1
+    for place, digest in _digests(loaded):
+        expected = known.get(place)
+        counts["unknown" if expected is None else "equal" if digest in expected else "wrong"] += 1
     return counts
+
+
+def _digests(seen: Sequence[dict[str, Any]]) -> Iterator[tuple[tuple[str, int, int], int]]:
+    """Yield ((key, block, head), digest)."""
+    for one in seen:
+        for block, row in enumerate(one["digests"], start=one["first_block"]):
+            for head, digest in enumerate(row, start=one["first_head"]):
+                yield (one["key"], block, head), digest

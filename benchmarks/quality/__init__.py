@@ -1,1 +1,1 @@
-"""What the codecs cost in quality, on a small model that is trained here."""
+"""Cost of the codecs in quality, on a small model that is trained here."""

@@ -1,6 +1,6 @@
 """Text that every machine has: Python's library, the packages beside it, licences and docs. Nothing is downloaded.
 
-Bytes are the tokens; above them lie a few marks and the symbols of the synthetic tasks.
+Bytes are the tokens; larger ids are a few marks and the symbols of the synthetic tasks.
 """
 
 from __future__ import annotations
@@ -9,35 +9,20 @@ import hashlib
 import os
 import sysconfig
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-BOS, COPY, PAIRS, NEEDLE, ASK = range(256, 261)
+BOS, COPY, PAIRS, ASK = range(256, 260)
 FIRST_SYMBOL = 264
 SYMBOLS = 1016
 VOCABULARY = FIRST_SYMBOL + SYMBOLS
 
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", "")
-FILE_BYTES_MAX = 1 << 20  # larger ones are tables
-FILE_BYTES_MIN = 512
-HELD_OUT_EVERY = 12
-"""Of so many files one is kept for evaluation."""
+FILE_BYTES = (512, 1 << 20)  # smaller files say little, larger ones are tables
+HELD_OUT_EVERY = 12  # of so many files one is kept for evaluation
 READ_S = 30.0
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Bytes of files one after the other, each (n,) uint8; no file is in both."""
-
-    training: Tensor
-    held_out: Tensor
-    files: int
-
-    def to(self, device: torch.device) -> Corpus:
-        return Corpus(self.training.to(device), self.held_out.to(device), self.files)
 
 
 def folders() -> list[Path]:
@@ -47,7 +32,7 @@ def folders() -> list[Path]:
 
 
 def candidates() -> list[Path]:
-    """Text files, in an order that mixes the packages and is the same at each run on one machine."""
+    """Return text files in an order that mixes the packages and is the same in each run on one machine."""
     found: set[Path] = set()
     for folder in folders():
         for place, inner, names in os.walk(folder):
@@ -57,9 +42,9 @@ def candidates() -> list[Path]:
 
 
 def text_of(path: Path) -> bytes | None:
-    """The file's bytes, or None where it is no text of a useful size."""
+    """Return the file's bytes, or None if it is no text of a useful size."""
     try:
-        if not FILE_BYTES_MIN <= path.stat().st_size <= FILE_BYTES_MAX:
+        if not FILE_BYTES[0] <= path.stat().st_size <= FILE_BYTES[1]:
             return None
         content = path.read_bytes()
         content.decode()
@@ -68,8 +53,11 @@ def text_of(path: Path) -> bytes | None:
     return None if b"\0" in content else content
 
 
-def read(limit_bytes: int) -> Corpus:
-    """At most `limit_bytes` of distinct files. Raises SystemExit where the machine has too little text."""
+def read(limit_bytes: int) -> tuple[Tensor, Tensor]:
+    """Return the bytes of distinct files, for training and held out, each (n,) uint8; no file is in both.
+
+    Raise SystemExit if the machine has too little text.
+    """
     deadline = time.monotonic() + READ_S
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     seen: set[bytes] = set()
@@ -79,7 +67,7 @@ def read(limit_bytes: int) -> Corpus:
             break
         content = text_of(path)
         digest = hashlib.blake2b(content or b"", digest_size=16).digest()
-        if content is None or digest in seen:  # a licence lies in many packages
+        if content is None or digest in seen:  # many packages have the same licence
             continue
         seen.add(digest)
         parts[len(seen) % HELD_OUT_EVERY == 0].append(content)
@@ -87,4 +75,4 @@ def read(limit_bytes: int) -> Corpus:
     training, held_out = (torch.frombuffer(bytearray(b"\n".join(part) or b"\n"), dtype=torch.uint8) for part in parts)
     if held_out.numel() < 1 << 15:
         raise SystemExit(f"only {n_bytes:,} bytes of text in {', '.join(map(str, folders()))}")
-    return Corpus(training, held_out, len(seen))
+    return training, held_out

@@ -1,7 +1,7 @@
-"""A small Llama: RoPE on halves, grouped-query attention, SwiGLU, RMSNorm, and a bias on Q, K and V as Qwen has it.
+"""Small Llama: RoPE on halves, grouped-query attention, SwiGLU, RMSNorm, and a bias on Q, K and V as Qwen has it.
 
-Plain torch, because the machine with the GPU has no transformers that is known to work. Evaluation hands in keys and
-values of a prefix (`Cache`), the way an engine reads them from its pages: K after RoPE.
+Plain torch, because evaluation passes keys and values of a prefix (`KVCache`) as an engine reads them from its pages: K
+after RoPE.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WEIGHT_SPREAD = 0.02
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     layers: int
     width: int
     heads: int
@@ -30,7 +30,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Cache:
+class KVCache:
     """Keys (after RoPE) and values of all layers, each (layers, rows, KV heads, tokens, head size)."""
 
     k: Tensor
@@ -40,11 +40,11 @@ class Cache:
     def n_tokens(self) -> int:
         return self.k.shape[3]
 
-    def rows(self, which: slice) -> Cache:
-        return Cache(self.k[:, which], self.v[:, which])
+    def rows(self, which: slice) -> KVCache:
+        return KVCache(self.k[:, which], self.v[:, which])
 
 
-class Norm(nn.Module):
+class RmsNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -53,8 +53,8 @@ class Norm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), NORM_EPSILON)
 
 
-class Rotation:
-    """Cosines and sines of RoPE for positions [first, first + n)."""
+class RopeRotation:
+    """RoPE's cosines and sines of positions [first, first + n)."""
 
     def __init__(self, first: int, n: int, head_size: int, device: torch.device) -> None:
         power = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
@@ -62,24 +62,24 @@ class Rotation:
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: (rows, heads, tokens, head size), of any float dtype; computed in float32, returned in x's dtype."""
+        """Rotate x (rows, heads, tokens, head size) in float32; return x's dtype."""
         low, high = x.float().chunk(2, dim=-1)
         return torch.cat((low * self.cos - high * self.sin, high * self.cos + low * self.sin), dim=-1).to(x.dtype)
 
 
-class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class LlamaLayer(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         q_width, kv_width = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-        self.before_attention, self.before_mlp = Norm(shape.width), Norm(shape.width)
+        self.before_attention, self.before_mlp = RmsNorm(shape.width), RmsNorm(shape.width)
         self.qkv = nn.Linear(shape.width, q_width + 2 * kv_width)
         self.out = nn.Linear(q_width, shape.width, bias=False)
         self.gate_up = nn.Linear(shape.width, 2 * shape.mlp, bias=False)
         self.down = nn.Linear(shape.mlp, shape.width, bias=False)
 
-    def qkv_of(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K (both rotated) and V, each (rows, heads, tokens, head size)."""
+    def qkv_of(self, x: Tensor, rotation: RopeRotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Q, K (both rotated) and V, each (rows, heads, tokens, head size)."""
         rows, n, _ = x.shape
         shape = self.shape
         heads = self.qkv(self.before_attention(x)).view(rows, n, -1, shape.head_size).transpose(1, 2)
@@ -91,11 +91,11 @@ class Layer(nn.Module):
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, rotation: RopeRotation) -> Tensor:
         return self.finish(x, self.attend(*self.qkv_of(x, rotation)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of the newest tokens to all: q (rows, heads, n, d), k and v (rows, KV heads, old + n, d)."""
+        """Attend from the newest tokens to all: q (rows, heads, n, d), k and v (rows, KV heads, old + n, d)."""
         n, total = q.shape[2], k.shape[2]
         k, v = (x.repeat_interleave(self.shape.heads // self.shape.kv_heads, dim=1) for x in (k, v))
         if n == total:  # without a mask: flash attention
@@ -104,13 +104,13 @@ class Layer(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-class Model(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class SmallLlama(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = Norm(shape.width)
+        self.layers = nn.ModuleList(LlamaLayer(shape) for _ in range(shape.layers))
+        self.norm = RmsNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -120,8 +120,8 @@ class Model(nn.Module):
                 nn.init.normal_(parameter, std=WEIGHT_SPREAD / (math.sqrt(2 * shape.layers) if is_residual else 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (rows, n, vocabulary) of tokens (rows, n): for training."""
-        rotation = Rotation(0, tokens.shape[1], self.shape.head_size, tokens.device)
+        """Return logits (rows, n, vocabulary) of tokens (rows, n): for training."""
+        rotation = RopeRotation(0, tokens.shape[1], self.shape.head_size, tokens.device)
         x = self.embedding(tokens)
         if torch.is_autocast_enabled(tokens.device.type):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))
@@ -129,20 +129,20 @@ class Model(nn.Module):
             x = layer(x, rotation)
         return self.head(self.norm(x))
 
-    def for_evaluation(self) -> Model:
-        """In bf16, as an engine runs it, but for the last product: logits of 8 bits would drown small differences."""
+    def for_evaluation(self) -> SmallLlama:
+        """Convert to bf16, as in an engine, except the last product: logits of 8 bits would hide small differences."""
         self.to(torch.bfloat16)
         self.head.float()
         return self.eval().requires_grad_(False)
 
-    def extend(self, tokens: Tensor, past: Cache | None, key_offset: Tensor | None = None) -> tuple[Tensor, Cache]:
-        """Hidden states (rows, n, width) of tokens (rows, n) that follow the cache, and the cache with theirs.
+    def extend(self, tokens: Tensor, past: KVCache | None, key_offset: Tensor | None = None) -> tuple[Tensor, KVCache]:
+        """Return hidden states (rows, n, width) of tokens (rows, n) that follow the cache, and the cache with theirs.
 
-        `key_offset` (layers, KV heads, head size) is added to the keys of these tokens after RoPE; `past` must have it
-        already. An offset that all keys have in common leaves softmax as it is.
+        key_offset (layers, KV heads, head size) is added to the keys of these tokens after RoPE; `past` must have it
+        already. An offset that all keys have in common does not change softmax.
         """
         first = past.n_tokens if past else 0
-        rotation = Rotation(first, tokens.shape[1], self.shape.head_size, tokens.device)
+        rotation = RopeRotation(first, tokens.shape[1], self.shape.head_size, tokens.device)
         x = self.embedding(tokens)
         ks, vs = [], []
         for number, layer in enumerate(self.layers):
@@ -154,12 +154,12 @@ class Model(nn.Module):
             x = layer.finish(x, layer.attend(q, k, v))
             ks.append(k)
             vs.append(v)
-        return x, Cache(torch.stack(ks), torch.stack(vs))
+        return x, KVCache(torch.stack(ks), torch.stack(vs))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(self.norm(hidden).to(self.head.weight.dtype))
 
 
 def with_offset(k: Tensor, offset: Tensor) -> Tensor:
-    """Keys (..., KV heads, tokens, head size) with (KV heads, head size) added, rounded once to the keys' dtype."""
+    """Add (KV heads, head size) to keys (..., KV heads, tokens, head size), rounded once to the keys' dtype."""
     return (k.float() + offset[..., :, None, :]).to(k.dtype)

@@ -2,12 +2,11 @@
 
     python -m benchmarks.serving long_doc_qa [--model FOLDER] [--out RESULT.json] [-- --num-documents 20 ...]
     python -m benchmarks.serving aiperf_ttft [--model FOLDER] [--out RESULT.json] [-- --isl 1024,32768 ...]
-    python -m benchmarks.serving capacity [--model FOLDER] [--out RESULT.json] [-- --documents 2,4,8 ...]
 
-What follows -- is the benchmark's own; what follows one more -- is asked of the same server after that, and goes into
-RESULT-2.json (give it other documents). Without --model a small model with random weights is made, as the demo has it.
-Ctrl-C stops the server in order. The tier lies in a folder of its own, benchmark-tier in --work or in the root that
---tier names, which is emptied before each system that does not go on with what another one stored, and at the end.
+Arguments behind -- belong to the benchmark; those behind one more -- are a second run against the same server, whose
+result is RESULT-2.json (give it other documents). Without --model a small model with random weights is made. Ctrl-C
+stops the server in order. The tier's root is the folder benchmark-tier, in --work or in the root that --tier names; it
+is emptied before each system that does not continue with what another one stored, and at the end.
 """
 
 from __future__ import annotations
@@ -18,31 +17,24 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from benchmarks import aiperf_ttft, capacity, long_doc_qa
+from benchmarks import aiperf_ttft, long_doc_qa
 from benchmarks.serving import result
-from benchmarks.serving.server import MODULE, SYSTEMS, ServerFailed, Setup, System, running
+from benchmarks.serving.server import MODULE, SYSTEMS, ServedSystem, ServerFailed, ServerSetup, running
 
-Main = Callable[[Sequence[str]], int]
-URL_FLAGS = {"long_doc_qa": "--base-url", "aiperf_ttft": "--url", "capacity": "--base-url"}
-PARSERS = {"long_doc_qa": long_doc_qa.parser, "aiperf_ttft": aiperf_ttft.parser, "capacity": capacity.parser}
-MAINS: dict[str, Main] = {"long_doc_qa": long_doc_qa.main, "aiperf_ttft": aiperf_ttft.main, "capacity": capacity.main}
-USUAL_SYSTEMS = {
-    "long_doc_qa": ("prefix", "kvtier", "restarted"),
-    "aiperf_ttft": ("nocache", "cache", "prefix"),
-    "capacity": ("prefix", "kvtier", "kvtier-k4v4"),
-}
+BENCHMARKS = {"long_doc_qa": long_doc_qa, "aiperf_ttft": aiperf_ttft}
+USUAL_SYSTEMS = {"long_doc_qa": "prefix,kvtier,restarted", "aiperf_ttft": "nocache,cache,prefix"}
+# For the small model: a small disk is enough, and every hit is loaded.
 SMALL_TIER = {
     "capacity_bytes": "4GiB",
     "segment_bytes": "256MiB",
     "host": {"arena_bytes": "512MiB"},
     "min_load_tokens": 256,
 }
-"""For the small model: the disk of a stranger's machine may be small, and every hit is loaded."""
 SMALL_VLLM = "--dtype float32 --enforce-eager --max-model-len 16384 --block-size 32 --max-num-seqs 4"
 
 
@@ -50,47 +42,36 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add = made.add_argument
     systems = "; ".join(f"{name}: {system.what}" for name, system in SYSTEMS.items())
-    made.add_argument("benchmark", choices=MAINS)
-    made.add_argument("--systems", help=f"with commas between; {systems}")
-    made.add_argument("--model", help="what vLLM is to serve (default: a small model that is made in --work)")
-    made.add_argument("--tier", type=json.loads, help='kvtier\'s settings as JSON, such as {"root": ..., "codec": ...}')
-    made.add_argument("--native", type=json.loads, help="settings of vLLM's own tiering as JSON")
-    made.add_argument("--vllm", help="more arguments of vLLM's, as one text")
-    made.add_argument("--program", default=f"{sys.executable} -m {MODULE}", help="what becomes the server")
-    made.add_argument("--start-timeout", type=float, default=1800.0, help="seconds until a server must be up")
-    made.add_argument("--work", type=Path, default=Path("build/serving"), help="for the tier's root, model and logs")
-    made.add_argument("--out", type=Path, help="the result (default: <work>/<benchmark>.json); it is replaced")
+    add("benchmark", choices=BENCHMARKS)
+    add("--systems", help=f"separated by commas; {systems}")
+    add("--model", help="the model for vLLM (default: a small model that is made in --work)")
+    add("--tier", type=json_object, default={}, help='kvtier\'s settings as JSON, such as {"root": ..., "codec": ...}')
+    add("--native", type=json_object, default={}, help="settings of vLLM's own tiering as JSON")
+    add("--vllm", type=shlex.split, default=[], help="more arguments of vLLM's, as one text")
+    add("--program", type=shlex.split, default=[sys.executable, "-m", MODULE], help="the command of the server")
+    add("--start-timeout", type=float, default=1800.0, help="seconds until a server must be up")
+    add("--work", type=Path, default=Path("build/serving"), help="for the tier's root, model and logs")
+    add("--out", type=Path, help="the result (default: <work>/<benchmark>.json); it is replaced")
     return made
 
 
-def setup(options: argparse.Namespace) -> Setup:
-    """Raises SystemExit for settings that are none."""
+def json_object(text: str) -> dict[str, object]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("this must be a JSON object")
+    return found
+
+
+def setup(options: argparse.Namespace) -> ServerSetup:
+    """Raise SystemExit if --work cannot be written."""
     work = options.work.absolute()
     result.writable(work / "server.log").unlink()
-    tier = {} if options.model else SMALL_TIER
-    given = f"{'' if options.model else SMALL_VLLM} {options.vllm or ''}"
-    for flag in ("tier", "native"):
-        if not isinstance(getattr(options, flag) or {}, dict):
-            raise SystemExit(f"--{flag}: a JSON object is wanted")
-    model = options.model or str(_small_model(work))
-    return Setup(
-        model,
-        work,
-        tier | (options.tier or {}),
-        words("--vllm", given),
-        words("--program", options.program),
-        options.start_timeout,
-        options.native or {},
-    )
-
-
-def words(flag: str, text: str) -> list[str]:
-    """As a shell has them. Raises SystemExit."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise SystemExit(f"{flag}: {error}") from None
+    model, tier, vllm = options.model, options.tier, options.vllm
+    if not model:
+        model, tier, vllm = str(_small_model(work)), SMALL_TIER | tier, [*SMALL_VLLM.split(), *vllm]
+    return ServerSetup(model, work, tier, vllm, options.program, options.start_timeout, options.native)
 
 
 def _small_model(work: Path) -> Path:
@@ -102,21 +83,20 @@ def _small_model(work: Path) -> Path:
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    names = options.systems.split(",") if options.systems else list(USUAL_SYSTEMS[options.benchmark])
+    names = (options.systems or USUAL_SYSTEMS[options.benchmark]).split(",")
+    stored: ServedSystem | None = None
     for name in names:
         if name not in SYSTEMS:
             raise SystemExit(f"--systems: there is no {name!r}; there are {', '.join(SYSTEMS)}")
-    stored: System | None = None
-    for name in names:
         system = SYSTEMS[name]
         if system.keeps and (stored is None or (stored.tier, stored.extra) != (system.tier, system.extra)):
-            raise SystemExit(f"--systems: {name} goes on with what kvtier stored right before it, and there is nothing")
+            raise SystemExit(f"--systems: {name} needs what kvtier stored right before it, and there is nothing")
         stored = system if system.tier else stored
     return names
 
 
 def runs_of(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The wrapper's own words, and the benchmark's for each time that it is run."""
+    """Return the wrapper's own words, and the benchmark's for each of its runs."""
     parts: list[list[str]] = [[]]
     for word in words:
         if word == "--":
@@ -126,12 +106,8 @@ def runs_of(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     return parts[0], parts[1:] or [[]]
 
 
-def out_of(out: Path, number: int) -> Path:
-    return out if number == 0 else out.with_name(f"{out.stem}-{number + 1}{out.suffix}")
-
-
 def empty(root: Path) -> None:
-    """The folder stays: a server that runs may hold it."""
+    """Remove the folder's content but not the folder, which a running server may hold."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -142,30 +118,29 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(own)
     names, common = chosen(options), setup(options)
     out = (options.out or common.work / f"{options.benchmark}.json").absolute()
+    outs = [out, *(out.with_name(f"{out.stem}-{number}{out.suffix}") for number in range(2, len(runs) + 1))]
+    benchmark = BENCHMARKS[options.benchmark]
     for flags in runs:
-        PARSERS[options.benchmark]().parse_args(flags)  # no server is started, and no result removed, for wrong ones
-    for number in range(len(runs)):
-        result.writable(out_of(out, number)).unlink()
+        benchmark.parser().parse_args(flags)  # no server is started, and no result removed, for wrong ones
+    for path in outs:
+        result.writable(path).unlink()
+    statuses = []
     try:
-        return max(status for name in names for status in asked_of(name, common, options.benchmark, out, runs))
+        for name in names:
+            system = SYSTEMS[name]
+            if system.tier and not system.keeps:
+                empty(common.root)
+            print(f"\n##### {name}: {system.what}", flush=True)
+            with running(common, name) as url:
+                for number, (path, flags) in enumerate(zip(outs, runs, strict=True)):
+                    if number and system.tier == "native":
+                        empty(common.root)  # it evicts nothing, and no run needs what the run before stored
+                    asked = ["--out", str(path), "--system", name, "--base-url", url]
+                    statuses.append(benchmark.main([*asked, *flags]))
+        return max(statuses)
     finally:
         if any(SYSTEMS[name].tier for name in names):
-            empty(common.root)  # it may lie in memory, and nothing goes on with it
-
-
-def asked_of(name: str, common: Setup, benchmark: str, out: Path, runs: Sequence[Sequence[str]]) -> list[int]:
-    """The benchmark's status of each run against a server of this system."""
-    system, statuses = SYSTEMS[name], []
-    if system.tier and not system.keeps:
-        empty(common.root)
-    print(f"\n##### {name}: {system.what}", flush=True)
-    with running(common, name) as url:
-        for number, flags in enumerate(runs):
-            if number and system.tier == "native":
-                empty(common.root)  # it evicts nothing, and nothing is asked again of what the run before stored
-            asked = ["--out", str(out_of(out, number)), "--system", name, URL_FLAGS[benchmark], url]
-            statuses.append(MAINS[benchmark]([*asked, *flags]))
-    return statuses
+            empty(common.root)  # it may be in memory, and nothing continues with it
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,6 +1,6 @@
-"""Where a server took its prompts' tokens from, by the counters of its /metrics.
+"""Sources of a server's prompt tokens, from the counters of its /metrics.
 
-vLLM's names: `prefix_cache_*` is its own cache, `external_prefix_cache_*` whatever its connector brought, kvtier or
+vLLM's names: `prefix_cache_*` is its own cache, `external_prefix_cache_*` is what its connector brought, kvtier or
 another tier; kvtier's own counters say from which of its tiers. A server without such a page has no counters.
 """
 
@@ -9,59 +9,53 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 import httpx
 
 SAMPLE = re.compile(r"^(vllm:[a-z0-9_]+)(?:\{(.*)\})? ([-+0-9.eE]+|NaN|[-+]?Inf)$")
-BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
-BLOCK_TOKENS = re.compile(r'(?<!_)block_size="(\d+)"')
 TIMEOUT_S = 10.0
-STORED_SHARE = 0.1
-"""Above this share of hits a round that is to be computed is none."""
-COUNTED_S = 0.25
-
-PREFIX_HITS, PREFIX_QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
-EXTERNAL_HITS, EXTERNAL_QUERIES = "vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"
+STORED_SHARE = 0.1  # a round with a larger share of hits did not compute its prompts
+COUNTED_S = 0.25  # vLLM counts a step right after it has sent its tokens
 PROMPT = "vllm:prompt_tokens_total"
-BYTES = {"file_read_bytes": "vllm:kvtier_file_read_bytes_total", "saved_bytes": "vllm:kvtier_save_bytes_total"}
-FAILED_LOADS = "vllm:kvtier_load_failures_total"
+TOKENS = {
+    "prompt_tokens": PROMPT,
+    "prefix_hit_tokens": "vllm:prefix_cache_hits_total",
+    "external_hit_tokens": "vllm:external_prefix_cache_hits_total",
+}
+OF_KVTIER = {
+    "file_read_bytes": "vllm:kvtier_file_read_bytes_total",
+    "saved_bytes": "vllm:kvtier_save_bytes_total",
+    "failed_loads": "vllm:kvtier_load_failures_total",
+}
 SKIPPED = "vllm:kvtier_skipped_chunks_"
 
+Counts = Mapping[str, float]
+Tokens = Mapping[str, int]
 
-@dataclass(frozen=True)
-class Counters:
-    """Sums over all engines behind the page, by name; of numbers, and NaN is none."""
 
-    values: Mapping[str, float]
+def parse(text: str) -> dict[str, float]:
+    """Return the sums over all engines behind the page, by name, without NaN and infinity."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if (match := SAMPLE.match(line)) and isfinite(float(match[3])):
+            values[match[1]] = values.get(match[1], 0.0) + float(match[3])
+    return values
 
-    @classmethod
-    def parse(cls, text: str) -> Counters:
-        values: dict[str, float] = {}
-        for line in text.splitlines():
-            if (match := SAMPLE.match(line)) and isfinite(float(match[3])):
-                values[match[1]] = values.get(match[1], 0.0) + float(match[3])
-        return cls(values)
 
-    def since(self, before: Counters) -> dict[str, int]:
-        """Tokens of prompts, and whose KV was not computed for whose sake: of vLLM's cache, of a connector."""
-        grown = {name: value - before.values.get(name, 0.0) for name, value in self.values.items()}
-        tokens = {
-            "prompt_tokens": grown.get(PROMPT, 0.0),
-            "prefix_hit_tokens": grown.get(PREFIX_HITS, 0.0),
-            "external_hit_tokens": grown.get(EXTERNAL_HITS, 0.0),
-            **{short: grown[name] for short, name in BYTES.items() if name in grown},
-            **({"failed_loads": grown[FAILED_LOADS]} if FAILED_LOADS in grown else {}),
-        }
-        if skipped := [value for name, value in grown.items() if name.startswith(SKIPPED)]:
-            tokens["skipped_chunks"] = sum(skipped)
-        return {name: round(value) for name, value in tokens.items()}
+def grown(before: Counts, after: Counts) -> dict[str, int]:
+    """Return the growth: tokens of prompts and of hits, and kvtier's counters where it is there."""
+    changes = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    found = {short: changes.get(name, 0.0) for short, name in TOKENS.items()}
+    found |= {short: changes[name] for short, name in OF_KVTIER.items() if name in changes}
+    if skipped := [value for name, value in changes.items() if name.startswith(SKIPPED)]:
+        found["skipped_chunks"] = sum(skipped)
+    return {name: round(value) for name, value in found.items()}
 
 
 def page(url: str) -> str | None:
-    """The text of /metrics beside the API; None where the server has none."""
+    """Return the text of /metrics beside the API; None if the server has none."""
     try:
         answer = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL):
@@ -69,32 +63,31 @@ def page(url: str) -> str | None:
     return answer.text if answer.status_code == httpx.codes.OK else None
 
 
-def look(url: str) -> Counters | None:
-    """Waits a little: vLLM counts a step right after its tokens were sent."""
+def read(url: str) -> dict[str, float] | None:
     time.sleep(COUNTED_S)
     text = page(url)
-    found = None if text is None else Counters.parse(text)
-    return found if found is not None and PROMPT in found.values else None
+    found = None if text is None else parse(text)
+    return found if found is not None and PROMPT in found else None
 
 
-def since(url: str, before: Counters | None) -> dict[str, int] | None:
-    """Counters.since of now; None where the server does not count, or began anew in between."""
-    after = look(url)
+def since(url: str, before: Counts | None) -> dict[str, int] | None:
+    """Return `grown` until now; None where the server does not count, or was restarted in between."""
+    after = read(url)
     if before is None or after is None:
         return None
-    counts = (name for name in before.values if name.endswith("_total"))
-    return None if any(after.values.get(name, 0.0) < before.values[name] for name in counts) else after.since(before)
+    counts = (name for name in before if name.endswith("_total"))
+    return None if any(after.get(name, 0.0) < before[name] for name in counts) else grown(before, after)
 
 
-def stored_share(tokens: Mapping[str, int] | None) -> float:
-    """Of a round's tokens those that were hits, of whichever cache; 0 where nothing was counted."""
+def stored_share(tokens: Tokens | None) -> float:
+    """Return the share of a round's tokens that were hits, in any cache; 0 if nothing was counted."""
     if not tokens or not tokens["prompt_tokens"]:
         return 0.0
     return (tokens["prefix_hit_tokens"] + tokens["external_hit_tokens"]) / tokens["prompt_tokens"]
 
 
 def floor_s(floor: Mapping[str, Any] | None) -> float | None:
-    """Mean seconds of `Rounds.floor`; None where it was not asked, or the GPU's own cache did not have the prompt."""
+    """Return the mean seconds of the floor; None if it was not measured, or the GPU's own cache lacked the prompt."""
     tokens = (floor or {}).get("tokens")
     if not floor or (tokens and tokens["prefix_hit_tokens"] < tokens["prompt_tokens"] / 2):
         return None
@@ -102,15 +95,7 @@ def floor_s(floor: Mapping[str, Any] | None) -> float | None:
     return mean
 
 
-def failed_loads(rounds: Iterable[Mapping[str, int] | None]) -> list[str]:
-    """What is to be said of those of all rounds' tokens."""
+def failed_loads(rounds: Iterable[Tokens | None]) -> list[str]:
+    """Return the fault to report for the rounds' tokens, if there is one."""
     failed = sum((tokens or {}).get("failed_loads", 0) for tokens in rounds)
     return [f"{failed} loads failed: their tokens count as hits, and were computed"] if failed else []
-
-
-def cache_tokens(url: str) -> int | None:
-    """How many tokens fit into vLLM's own KV cache; None where the server does not say."""
-    text = page(url) or ""
-    line = next((line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")), "")
-    blocks, size = BLOCKS.search(line), BLOCK_TOKENS.search(line)
-    return int(blocks[1]) * int(size[1]) if blocks and size else None

@@ -1,39 +1,22 @@
-"""What these benchmarks write: one JSON file for all systems that were asked the same, each added as it is measured."""
+"""Result of these benchmarks: one JSON file for all systems that got the same prompts, each added when measured."""
 
 from __future__ import annotations
 
-import csv
 import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.report import machine, versions
-from benchmarks.serving.client import Answer
+from benchmarks import report
 
 PERCENTILES = (50, 90, 95, 99)
-ROUND_COLUMNS = (
-    "prompt_id",
-    "request_start",
-    "ttft",
-    "request_end",
-    "successful",
-    "is_miss",
-    "ttft_time",
-    "prompt_tokens",
-    "cached_tokens",
-    "error",
-)
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """mean, percentiles (linear between two values), min and max; empty of nothing."""
+    """Return mean, percentiles (linear between two values), min and max; {} for no values."""
     if not seconds:
         return {}
     values = np.percentile(seconds, PERCENTILES)
@@ -41,26 +24,11 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(seconds)), **found, "min": min(seconds), "max": max(seconds)}
 
 
-def commit() -> str | None:
-    """The variable COMMIT, or that of this checkout."""
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        ran = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return os.environ.get("COMMIT")
-    return os.environ.get("COMMIT") or ran.stdout.strip() or None
-
-
-def cpu() -> str | None:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-
-
 def known(path: Path, question: str, settings: dict[str, Any], system: str) -> dict[str, Any]:
-    """What the file holds of other systems; to be asked before anything is measured, which would else be for nothing.
+    """Return what the file holds of other systems. Call it before anything is measured.
 
-    Raises SystemExit where it holds a measurement with other settings (two systems are compared on the same prompts or
-    not at all) or something else, and where it or what lies beside it could not be written.
+    Raise SystemExit if it holds a measurement with other settings (two systems are compared on the same prompts or not
+    at all) or something else, and if it or what is beside it cannot be written.
     """
     if not system or "/" in system:
         raise SystemExit(f"--system {system!r}: it becomes the name of a folder")
@@ -77,7 +45,7 @@ def known(path: Path, question: str, settings: dict[str, Any], system: str) -> d
 
 
 def writable(path: Path) -> Path:
-    """The file, which is there then. Raises SystemExit."""
+    """Make the file if it is missing, and return it. Raise SystemExit if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
@@ -87,32 +55,13 @@ def writable(path: Path) -> Path:
 
 
 def add(path: Path, question: str, settings: dict[str, Any], system: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Writes what one system showed into the file, beside what is there of others; the whole as it now is.
+    """Write one system's figures into the file beside those of others, and return the whole.
 
-    Each system keeps the command, the time and the commit of its own measurement. Raises SystemExit as `known` does.
+    Each system keeps the command, the time and the commit of its own measurement. Raise SystemExit as `known` does.
     """
     others = known(path, question, settings, system).get("systems", {})
-    date = time.strftime("%Y-%m-%d %H:%M:%S")
-    head = {
-        "question": question,
-        "machine": machine() | {"cpu": cpu()},
-        "versions": versions("kvtier", "httpx"),
-        "date": date,
-        "commit": commit(),
-        "settings": settings,
-    }
-    one = {"command": " ".join(sys.argv), "date": date, "commit": head["commit"], **found}
-    whole = head | {"systems": others | {system: one}}
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(whole, indent=1) + "\n")
-    part.rename(path)
-    return whole
-
-
-def write_csv(path: Path, answers: Sequence[Answer]) -> None:
-    """One row for each request, in the order in which they were sent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(ROUND_COLUMNS)
-        writer.writerows([getattr(answer, column) for column in ROUND_COLUMNS] for answer in answers)
+    head = report.head(question)
+    one = {"command": " ".join(sys.argv), "date": head["date"], "commit": head["commit"], **found}
+    content = {"settings": settings, "systems": others | {system: one}}
+    report.write(path, question, content, "kvtier", "httpx")
+    return head | content

@@ -1,7 +1,7 @@
-"""Starts vLLM's server for a benchmark and stops it, whatever happens in between.
+"""Starts vLLM's server for a benchmark and stops it, also after errors.
 
-The server runs in a session of its own, so that Ctrl-C on the terminal reaches the benchmark alone, which then stops
-the server in order: what kvtier has on its way is stored. It does not outlive a benchmark that is killed.
+The server runs in a session of its own, so that Ctrl-C on the terminal reaches only the benchmark, which then stops the
+server in order: what kvtier has on its way is stored. It does not outlive a benchmark that is killed.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ from typing import Any, Protocol
 
 import httpx
 
-from benchmarks.gpu.processes import start, tail
 from benchmarks.gpu.systems import kvtier_transfer, native_transfer
+from benchmarks.processes import start, tail
 
 ROOT_NAME = "benchmark-tier"
 MODULE = "vllm.entrypoints.openai.api_server"
-SHUTDOWN_TIMEOUT_S = 15
-"""vLLM's default, 0, kills its workers before they have stored what is on its way."""
+SHUTDOWN_TIMEOUT_S = 15  # vLLM's default, 0, kills its workers before they have stored what is on its way
 STOP_TIMEOUT_S = SHUTDOWN_TIMEOUT_S + 45.0
 POLL_S = 0.1
-LOG_TAIL = 3000
+LOG_TAIL = 3000  # characters
+PORTS = (10_000, 30_000)  # below those that systems give to connections
 
 
 @dataclass(frozen=True)
-class System:
-    """tier: what is connected, "kvtier", "native" (vLLM's own tiering) or nothing. has_prefix_cache: vLLM keeps its own
-    KV for the next request. keeps: the tier's root is left as the system before it left it. extra: the tier's settings
-    that make the difference."""
+class ServedSystem:
+    """tier: "kvtier", "native" (vLLM's own tiering) or "". has_prefix_cache: vLLM keeps its own KV for later requests.
+    keeps: the tier's root stays as the system before it left it. extra: settings of the tier."""
 
     what: str
     tier: str
@@ -49,19 +48,19 @@ class System:
 
 
 SYSTEMS = {
-    "nocache": System("every prompt computed", "", has_prefix_cache=False),
-    "prefix": System("vLLM's own prefix cache, no tier", "", has_prefix_cache=True),
-    "cache": System("kvtier alone", "kvtier", has_prefix_cache=False),
-    "kvtier": System("kvtier below vLLM's own prefix cache", "kvtier", has_prefix_cache=True),
-    "restarted": System("another process on what kvtier stored", "kvtier", has_prefix_cache=True, keeps=True),
-    "kvtier-k4v4": System("kvtier with codec k4v4", "kvtier", True, extra={"codec": "k4v4"}),
-    "native": System("vLLM's own tiering, on GPUs alone", "native", True),
+    "nocache": ServedSystem("every prompt computed", "", has_prefix_cache=False),
+    "prefix": ServedSystem("vLLM's own prefix cache, no tier", "", has_prefix_cache=True),
+    "cache": ServedSystem("kvtier alone", "kvtier", has_prefix_cache=False),
+    "kvtier": ServedSystem("kvtier below vLLM's own prefix cache", "kvtier", has_prefix_cache=True),
+    "restarted": ServedSystem("another process on what kvtier stored", "kvtier", has_prefix_cache=True, keeps=True),
+    "kvtier-k4v4": ServedSystem("kvtier with codec k4v4", "kvtier", True, extra={"codec": "k4v4"}),
+    "native": ServedSystem("vLLM's own tiering, on GPUs alone", "native", True),
 }
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What all systems of a comparison have in common.
+class ServerSetup:
+    """Common part of all systems of a comparison.
 
     program: the command that becomes the server. arguments: more of vLLM's. tier: kvtier's settings; native: those of
     vLLM's own tiering. work: for logs, and for the tier's root where kvtier's settings name none.
@@ -77,44 +76,26 @@ class Setup:
 
     @property
     def root(self) -> Path:
-        """A folder of its own below the one that is named: it is emptied, and others may use that one."""
+        """A folder below the one that is named: it is emptied, and others may use the named one."""
         return Path(self.tier.get("root", self.work)) / ROOT_NAME
 
-    def command(self, system: System, port: int) -> list[str]:
+    def command(self, system: ServedSystem, port: int) -> list[str]:
         caching = "--enable-prefix-caching" if system.has_prefix_cache else "--no-enable-prefix-caching"
-        words = [
-            *self.program,
-            "--model",
-            self.model,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            caching,
-            "--enable-prompt-tokens-details",
-            "--shutdown-timeout",
-            str(SHUTDOWN_TIMEOUT_S),
-        ]
-        if system.tier:
-            words += ["--kv-transfer-config", json.dumps(self.transfer(system))]
-        return [*words, *self.arguments]
-
-    def transfer(self, system: System) -> dict[str, Any]:
+        words = [*self.program, "--model", self.model, "--host", "127.0.0.1", "--port", str(port), caching]
+        words += ["--enable-prompt-tokens-details", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
         if system.tier == "native":
-            return native_transfer(self.root, self.native | system.extra)
-        return kvtier_transfer(self.tier | system.extra | {"root": str(self.root)})
+            words += ["--kv-transfer-config", json.dumps(native_transfer(self.root, self.native | system.extra))]
+        elif system.tier:
+            settings = self.tier | system.extra | {"root": str(self.root)}
+            words += ["--kv-transfer-config", json.dumps(kvtier_transfer(settings))]
+        return [*words, *self.arguments]
 
 
 class ServerFailed(Exception):
     """The server ended or did not come up; the text has the end of its log."""
 
 
-PORTS = (10_000, 30_000)
-
-
 def free_port() -> int:
-    """Below those that systems give to connections: between now and the server's start, one of them may get such a one
-    (vLLM's own processes connect to each other meanwhile)."""
     while True:
         port = random.SystemRandom().randrange(*PORTS)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -122,8 +103,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(setup: Setup, name: str) -> Iterator[str]:
-    """The URL (without /v1) of a server of this system, which is up; it is stopped at the end. Raises ServerFailed."""
+def running(setup: ServerSetup, name: str) -> Iterator[str]:
+    """Start a server of this system, yield its URL (without /v1), and stop it. Raise ServerFailed."""
     port = free_port()
     log = setup.work / f"server-{name}.log"
     process = launch(setup.command(SYSTEMS[name], port), log)
@@ -135,8 +116,8 @@ def running(setup: Setup, name: str) -> Iterator[str]:
         stop(process)
 
 
-class Process(Protocol):
-    """As much of subprocess.Popen as is used of a server."""
+class ServerProcess(Protocol):
+    """Used part of subprocess.Popen."""
 
     pid: int
 
@@ -144,8 +125,8 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-def launch(command: Sequence[str], log: Path) -> Process:
-    """Raises ServerFailed."""
+def launch(command: Sequence[str], log: Path) -> ServerProcess:
+    """Start the server. Raise ServerFailed."""
     with log.open("w") as out:
         print(f"$ {shlex.join(command)}", file=out, flush=True)
         try:
@@ -167,8 +148,8 @@ def environment() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in usual.items()}
 
 
-def stop(process: Process) -> None:
-    """Asks it to end, and kills it and all that it started when it does not, or when this is interrupted too."""
+def stop(process: ServerProcess) -> None:
+    """Interrupt the server; kill it and all that it started if it does not end, or if this is interrupted too."""
     try:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGINT)
@@ -181,7 +162,7 @@ def stop(process: Process) -> None:
         process.wait()
 
 
-def _wait_until_up(process: Process, url: str, log: Path, timeout_s: float) -> None:
+def _wait_until_up(process: ServerProcess, url: str, log: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         if process.poll() is not None:

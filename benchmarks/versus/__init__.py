@@ -1,1 +1,1 @@
-"""kvtier, its peers, KvikIO alone and the machine's ceilings, side by side."""
+"""Comparison of kvtier, its peers, KvikIO alone and the machine's ceilings."""

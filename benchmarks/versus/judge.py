@@ -1,48 +1,59 @@
-"""What the entries say: a cell for each place, length and system, who is ahead, and whether the goals are met."""
+"""Judgement of a result file: a cell for each storage, length and system, peers that are faster, and the goals.
+
+The file has one entry for each process that ran, so that pieces of it may run in several calls:
+{"kind", "place", "system", "repetition", "boot", "commit", "date", ...}. `place` is the storage, "tmpfs" or "disk".
+Kinds: alone (no engine), bare (an engine without a tier: computed, and from its own prefix cache), store, reload.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import floor
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
+from benchmarks.report import ms, table_lines
 from benchmarks.versus.contestants import CONTESTANTS
 
 OURS = ("kvtier", "kvtier-k4v4")
 PEERS = ("native", "lmcache", "lmcache-mp")
-SHORT_TOKENS = 256
-"""A hit that lacks this much of its prompt is not whole."""
+SHORT_TOKENS = 256  # a hit that lacks so many tokens of its prompt is not whole
+NEARLY = 0.95  # pinned copies are timed too, and vary by less than the rest
+# Storage, system, and how many times as fast as vLLM's own tiering it must be at the largest length.
+GOALS = (("tmpfs", "kvtier", 2.0), ("tmpfs", "kvtier-k4v4", 4.0), ("disk", "kvtier-k4v4", 4.0))
+COLUMNS = ("storage", "tokens", "system", "TTFT ms", "all", "% ceiling", "hit")
 
-NEARLY = 0.95
-"""Pinned copies are timed too, and vary by less than the rest."""
+Runs = list[dict[str, Any]]
 
-GOALS = [("tmpfs", "kvtier", 2.0), ("tmpfs", "kvtier-k4v4", 4.0), ("disk", "kvtier-k4v4", 4.0)]
-"""Place, system, and how many times as fast as vLLM's own tiering at the largest length."""
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
 
 
 @dataclass(frozen=True)
-class Cell:
+class VersusCell:
     """One system at one length. Times in seconds, one of each repetition, to the first token; rates in bytes a second.
 
-    rate: bytes of the engine's KV over the time above the floor. ceiling: the smaller of pinned copies and of what the
-    folder gives, `Entries.of_folder`. copies: pinned ones alone. cold: to the first token while it stores. stored:
-    bytes of all lengths together.
+    rate: bytes of the engine's KV over the time above the floor. ceiling: the smaller of pinned copies (`copies`) and
+    of the folder's rate.
     """
 
-    place: str
+    storage: str
     tokens: int
     system: str
     times: list[float]
     hit_tokens: int
     computed: float | None
     floor: float | None
-    cold: float | None
     kv_bytes: int
     ceiling: float | None
     copies: float | None
-    stored: int | None
-    boots: frozenset[str]
+
+    @property
+    def title(self) -> str:
+        return CONTESTANTS[self.system].title
 
     @property
     def ttft(self) -> float:
@@ -60,7 +71,7 @@ class Cell:
 
     @property
     def has_loaded(self) -> bool:
-        """False: the first token was there before the KV can have been, so it was computed without it."""
+        """False: the first token came before the KV can have come, so it was computed without it."""
         return self.least is None or self.ttft > NEARLY * self.least
 
     @property
@@ -71,170 +82,159 @@ class Cell:
     def of_ceiling(self) -> float | None:
         return self.rate / self.ceiling if self.rate and self.ceiling else None
 
-    @property
-    def cold_cost(self) -> float | None:
-        """What storing adds to the time that computing takes, as a share of it."""
-        return self.cold / self.computed - 1 if self.cold and self.computed else None
+    def row(self) -> tuple[str, ...]:
+        share = f"{100 * self.of_ceiling:.0f}" if self.of_ceiling else "-"
+        hit = "whole" if self.is_whole else f"{self.hit_tokens:,}"
+        return (self.storage, f"{self.tokens:,}", self.system, ms(self.ttft), " ".join(map(ms, self.times)), share, hit)
 
 
 class Entries:
-    """runs: of a result file. token_bytes: KV of a token, of all layers and heads."""
+    """Entries of a result file. token_bytes: KV of a token, of all layers and heads."""
 
-    def __init__(self, runs: list[dict[str, Any]], token_bytes: int) -> None:
+    def __init__(self, runs: Runs, token_bytes: int) -> None:
         self._runs = [run for run in runs if "failed" not in run]
         self.failed = [run for run in runs if "failed" in run]
         self._token_bytes = token_bytes
 
-    def places(self) -> list[str]:
+    def storages(self) -> list[str]:
         return list(dict.fromkeys(run["place"] for run in self._of("reload")))
 
     def commits(self) -> list[str]:
         return sorted({run["commit"][:7] for run in self._runs if run.get("commit")})
 
     def machines(self) -> int:
-        """Of how many, or of one that was started so often."""
+        """Return the number of machines, or of starts of one machine."""
         return len({run["boot"] for run in self._runs})
 
-    def lengths(self, place: str) -> list[int]:
-        return sorted({row["tokens"] for run in self._of("reload", place) for row in run["rows"]})
+    def lengths(self, storage: str) -> list[int]:
+        return sorted({row["tokens"] for run in self._of("reload", storage) for row in run["rows"]})
 
-    def cells(self) -> dict[tuple[str, int, str], Cell]:
-        found = {}
-        for place in self.places():
-            systems = {run["system"] for run in self._of("reload", place)}
-            for tokens in self.lengths(place):
-                for system in (name for name in CONTESTANTS if name in systems):
-                    if (cell := self._cell(place, tokens, system)) is not None:
-                        found[place, tokens, system] = cell
-        return found
+    def cells(self) -> dict[tuple[str, int, str], VersusCell]:
+        keys = [
+            (storage, tokens, system)
+            for storage in self.storages()
+            for tokens in self.lengths(storage)
+            for system in CONTESTANTS
+        ]
+        return {key: cell for key in keys if (cell := self._cell(*key)) is not None}
 
-    def kvikio(self, place: str) -> dict[int, list[float]]:
-        """Tokens -> seconds of each repetition, of as many bytes."""
+    def kvikio(self, storage: str) -> dict[int, list[float]]:
+        """Return {tokens: seconds of each repetition} of reads of as many bytes."""
         found: dict[int, list[float]] = {}
-        for run in self._of("alone", place):
+        for run in self._of("alone", storage):
             for n_bytes, seconds in run.get("kvikio_s", {}).items():
                 found.setdefault(int(n_bytes) // self._token_bytes, []).extend(seconds)
         return found
 
-    def bare(self, tokens: int, boots: frozenset[str] = frozenset()) -> tuple[float | None, float | None]:
-        """Computed, and the floor (vLLM's own prefix hit): medians of `bare_times`."""
-        computed, own = self.bare_times(tokens, boots)
-        return (median(computed) if computed else None), (median(own) if own else None)
-
-    def bare_times(self, tokens: int, boots: frozenset[str] = frozenset()) -> tuple[list[float], list[float]]:
-        """Seconds without a tier, computed and of own hits: of the same machine where that was measured there too."""
+    def bare(self, tokens: int, boots: Iterable[str] = ()) -> tuple[float | None, float | None]:
+        """Return the medians of computing and of the floor (vLLM's own prefix hit), on these machines if possible."""
         runs = [run for run in self._of("bare") if run["boot"] in boots] or self._of("bare")
-        computed = [row["ttft_s"] for run in runs for row in run["computed"] if row["tokens"] == tokens]
-        return computed, [row["ttft_s"] for run in runs for row in run["own"] if row["tokens"] == tokens][1::2]
+        computed, own = ([row for run in runs for row in run[kind]] for kind in ("computed", "own"))
+        of_length = [[row["ttft_s"] for row in rows if row["tokens"] == tokens] for rows in (computed, own)]
+        return _median(of_length[0]), _median(of_length[1][1::2])
 
-    def transfers(self, place: str, tokens: int, system: str) -> list[float]:
-        """Of each reload that counted them: bytes a second from the start of its load to its last block."""
-        runs = [run for run in self._of("reload", place) if run["system"] == system]
-        rows = [row for run in runs for row in run["rows"] if row["tokens"] == tokens and row.get("load_seconds")]
-        return [row["load_bytes"] / row["load_seconds"] for row in rows]
+    def _of(self, kind: str, storage: str | None = None, system: str | None = None) -> Runs:
+        runs = [run for run in self._runs if run["kind"] == kind and storage in (None, run["place"])]
+        return [run for run in runs if system in (None, run["system"])]
 
-    def copies(self, boots: frozenset[str] = frozenset()) -> float | None:
-        """Pinned copies to the GPU, bytes a second."""
+    def _copies(self, boots: Iterable[str]) -> float | None:
+        """Return the rate of pinned copies to the GPU."""
         runs = [run for run in self._of("alone") if run["boot"] in boots] or self._of("alone")
-        rates = [run["copies"]["h2d_bytes_s"] for run in runs if run.get("copies")]
-        return median(rates) if rates else None
+        return _median(run["copies"]["h2d_bytes_s"] for run in runs if run.get("copies"))
 
-    def reads(self, place: str, system: str | None = None) -> list[float]:
-        """Direct reads right before and after the repetitions, bytes a second."""
-        runs = [run for run in self._of("reload", place) if system in (None, run["system"])]
-        return [rate for run in runs for rate in run.get("read_bytes_s", [])]
-
-    def of_folder(self, place: str, system: str) -> float | None:
-        """Bytes a second that the folder gives: the larger of direct reads around the system's repetitions (mean) and
-        of KvikIO alone on the longest prompt's bytes (median): a disk's rate may change by the minute."""
-        reads, alone = self.reads(place, system), self.kvikio(place)
+    def _of_folder(self, storage: str, system: str) -> float | None:
+        """Return the folder's rate: the larger of direct reads around the system's repetitions (mean) and of KvikIO
+        alone on the longest prompt's bytes (median), because a disk's rate may change by the minute."""
+        reads = [rate for run in self._of("reload", storage, system) for rate in run.get("read_bytes_s", [])]
+        alone = self.kvikio(storage)
         longest = max(alone, default=0)
-        rates = [sum(reads) / len(reads)] if reads else []
+        rates = [mean(reads)] if reads else []
         rates += [longest * self._token_bytes / median(alone[longest])] if alone else []
         return max(rates, default=None)
 
-    def _of(self, kind: str, place: str | None = None) -> list[dict[str, Any]]:
-        return [run for run in self._runs if run["kind"] == kind and place in (None, run["place"])]
-
-    def _cell(self, place: str, tokens: int, system: str) -> Cell | None:
-        runs = [run for run in self._of("reload", place) if run["system"] == system]
+    def _cell(self, storage: str, tokens: int, system: str) -> VersusCell | None:
+        runs = self._of("reload", storage, system)
         rows = [row for run in runs for row in run["rows"] if row["tokens"] == tokens]
         if not rows:
             return None
-        boots = frozenset(run["boot"] for run in runs)
+        boots = {run["boot"] for run in runs}
         computed, floor = self.bare(tokens, boots)
-        stored = [run for run in self._of("store", place) if run["system"] == system]
-        cold = [row["ttft_s"] for run in stored for row in run["rows"] if row["tokens"] == tokens]
-        copies = self.copies(boots)
-        limits = [rate for rate in (copies, self.of_folder(place, system)) if rate]
+        copies = self._copies(boots)
+        limits = [rate for rate in (copies, self._of_folder(storage, system)) if rate]
         hit = min(row["hit_tokens"] for row in rows)
-        return Cell(
-            place,
+        return VersusCell(
+            storage,
             tokens,
             system,
             [row["ttft_s"] for row in rows],
             hit,
             computed,
             floor,
-            median(cold) if cold else None,
             hit * self._token_bytes,
-            min(limits) if limits else None,
+            min(limits, default=None),
             copies,
-            stored[-1]["stored_bytes"] if stored else None,
-            boots,
         )
 
 
-Cells = dict[tuple[str, int, str], Cell]
+Cells = dict[tuple[str, int, str], VersusCell]
 
 
-def losses(cells: Cells) -> list[tuple[Cell, Cell]]:
-    """Every pair of one of ours and of a peer that is ahead of it, or level, in the same place and at the same length.
+def losses(cells: Cells) -> list[tuple[VersusCell, VersusCell]]:
+    """Return each pair of kvtier and a peer that is as fast or faster, on the same storage at the same length.
 
-    A peer that did not hit the whole prompt has computed the rest, and counts with the time that it took.
+    A peer that did not hit the whole prompt has computed the rest, and counts with the time that it took. Cells that
+    loaded nothing are left out.
     """
-    return [(mine, peer) for mine, peer in compared(cells) if mine.ttft >= peer.ttft]
-
-
-def compared(cells: Cells) -> list[tuple[Cell, Cell]]:
-    """Every pair of one of ours and of a peer, in the same place and at the same length; not of what loaded nothing."""
-    return [
-        (cells[place, tokens, name], peer)
-        for (place, tokens, system), peer in cells.items()
-        if system in PEERS and peer.has_loaded
+    pairs = [
+        (cells[storage, tokens, name], peer)
+        for (storage, tokens, system), peer in cells.items()
+        if system in PEERS
         for name in OURS
-        if (place, tokens, name) in cells and cells[place, tokens, name].has_loaded
+        if (storage, tokens, name) in cells
     ]
-
-
-def slower_than_computing(cells: Cells) -> list[Cell]:
-    return [cell for cell in cells.values() if cell.system in OURS and cell.computed and cell.ttft >= cell.computed]
+    return [(mine, peer) for mine, peer in pairs if mine.has_loaded and peer.has_loaded and mine.ttft >= peer.ttft]
 
 
 def goals(cells: Cells) -> list[tuple[bool, str]]:
-    """Of GOALS whose both sides were measured, and loaded: whether it is met, and which it is.
+    """Return of GOALS whose both sides were measured, and loaded: whether it is met, and its text.
 
-    Times are rounded down: none that misses its goal reads as if it met it.
+    Ratios are rounded down: none that misses its goal reads as if it met it.
     """
     found = []
-    for place, system, times in GOALS:
-        pairs = [
-            (cell, cells.get((place, tokens, "native")))
-            for (at, tokens, name), cell in sorted(cells.items())
-            if (at, name) == (place, system)
-        ]
-        if not pairs or pairs[-1][1] is None:
-            continue
-        cell, native = pairs[-1]
-        assert native is not None
-        if not (cell.has_loaded and native.has_loaded):
-            continue
-        ratio = native.ttft / cell.ttft
-        found.append(
-            (
-                ratio >= times,
-                f"{CONTESTANTS[system].title} from {place}, {cell.tokens:,} tokens: "
-                f"{floor(100 * ratio) / 100:.2f}x vLLM's own tiering (goal {times:g}x)",
-            )
-        )
+    for storage, system, times in GOALS:
+        lengths = [tokens for at, tokens, name in cells if (at, name) == (storage, system)]
+        key = (storage, max(lengths, default=0))
+        cell, native = cells.get((*key, system)), cells.get((*key, "native"))
+        if cell and native and cell.has_loaded and native.has_loaded:
+            ratio = native.ttft / cell.ttft
+            head = f"{cell.title} from {storage}, {cell.tokens:,} tokens: {floor(100 * ratio) / 100:.2f}x"
+            found.append((ratio >= times, f"{head} vLLM's own tiering (goal {times:g}x)"))
     return found
+
+
+def lines(runs: Runs, token_bytes: int) -> list[str]:
+    """Return the table for the screen, and all that needs attention; benchmarks/tables.py makes the README's table."""
+    entries = Entries(runs, token_bytes)
+    cells = entries.cells()
+    text = table_lines(COLUMNS, [cell.row() for cell in cells.values()])
+    for tokens in sorted({tokens for _, tokens, _ in cells}):
+        computed, own = entries.bare(tokens)
+        text.append(f"{tokens:,} tokens: computed {ms(computed)} ms, vLLM's own prefix hit {ms(own)} ms")
+    for storage in entries.storages():
+        for tokens, seconds in entries.kvikio(storage).items():
+            text.append(f"KvikIO alone, {storage}, bytes of {tokens:,} tokens: {' '.join(map(ms, seconds))} ms")
+    for mine, peer in losses(cells):
+        both = " ms, ".join(f"{cell.title} {ms(cell.ttft)}" for cell in (mine, peer))
+        text.append(f"LOST: {mine.storage}, {mine.tokens:,} tokens: {both} ms")
+    text += [f"{'met' if is_met else 'MISSED'}: {what}" for is_met, what in goals(cells)]
+    for cell in cells.values():
+        at = f"{cell.storage}, {cell.tokens:,} tokens: {cell.title}"
+        if not cell.has_loaded:
+            text.append(f"LOADED NOTHING: {at} answers in {ms(cell.ttft)} ms, its KV needs {ms(cell.least)} over PCIe")
+        if not cell.is_whole:
+            text.append(f"NOT WHOLE: {at} hit {cell.hit_tokens:,}")
+    if entries.machines() > 1 or len(entries.commits()) > 1:
+        text.append(f"MIXED: {entries.machines()} machines, kvtier at {', '.join(entries.commits())}")
+    return text + [
+        f"FAILED: {run['kind']} {run['place']} {run['system']} {run['repetition']}" for run in entries.failed
+    ]

@@ -1,69 +1,49 @@
 """LMCache's own server (`lmcache server`), with files below its host memory.
 
-Each engine gets a fresh one: what is asked is a reload from the files, and a server that runs on would answer from
-its memory. Of its two adapters for file systems this is the native one, the faster, with the threads that its
-documents advise for shared file systems; host memory is pinned at the start and not step by step.
+Each engine gets a new one, because a server that runs on would answer a reload from its memory. Of its two adapters for
+file systems this is the native one, the faster, with the threads that its documents advise for shared file systems;
+host memory is pinned at the start and not step by step.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.processes import launch, stop
 from benchmarks.gpu.systems import environment_of
+from benchmarks.processes import launch, stop
 from benchmarks.serving.server import free_port
 
 HOST = "127.0.0.1"
-MEMORY_GB = 28.0
-"""Holds all prompts of a piece (26.8 GB), and is less than a machine shows whose memory grows as it is used."""
+MEMORY_GB = 28.0  # holds all prompts of a piece (26.8 GB), on machines whose memory grows as it is used
 FILE_THREADS = 32
-WAIT_S = 100.0
-"""Engines wait so long for an answer, the server's start included; its default is 300."""
+WAIT_S = 100.0  # engines wait so long for an answer, the server's start included; the default is 300
 
 
-def arguments(files: Path, is_direct: bool, memory_gb: float = MEMORY_GB) -> list[str]:
-    """Without its ports. is_direct: past the page cache."""
+def arguments(files: Path, is_direct: bool) -> list[str]:
+    """Return the server's arguments without its ports. is_direct: past the page cache."""
     adapter = {"type": "fs_native", "base_path": str(files), "num_workers": FILE_THREADS, "use_odirect": is_direct}
-    return [
-        "--host",
-        HOST,
-        "--http-host",
-        HOST,
-        "--chunk-size",
-        "256",
-        "--l1-size-gb",
-        str(memory_gb),
-        "--no-l1-use-lazy",
-        "--eviction-policy",
-        "LRU",
-        "--disable-metrics",
-        "--l2-adapter",
-        json.dumps(adapter),
-    ]
+    words = f"--host {HOST} --http-host {HOST} --chunk-size 256 --l1-size-gb {MEMORY_GB} --no-l1-use-lazy"
+    return [*f"{words} --eviction-policy LRU --disable-metrics --l2-adapter".split(), json.dumps(adapter)]
 
 
-class Server:
-    """Starts at once and is up after some seconds; connectors wait for it."""
+class LMCacheServer:
+    """A started server. It is up after some seconds; connectors wait for it."""
 
     def __init__(self, words: Sequence[str], log_path: Path) -> None:
-        ports = [free_port(), free_port()]
+        self.port, http_port = free_port(), free_port()
         command = [sys.executable, "-m", "lmcache.cli.main", "server", *words]
-        command += ["--port", str(ports[0]), "--http-port", str(ports[1])]
-        self.port = ports[0]
+        command += ["--port", str(self.port), "--http-port", str(http_port)]
         self._others_pools = pools()
-        self._process: subprocess.Popen[bytes] = launch(
-            command, log_path, os.environ | environment_of("lmcache-mp", log_path.parent)
-        )
+        self._process = launch(command, log_path, os.environ | environment_of("lmcache-mp", log_path.parent))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the connector in the engine."""
+        """Settings of the connector in the engine."""
         return {"lmcache.mp.host": f"tcp://{HOST}", "lmcache.mp.port": self.port, "lmcache.mp.mq_timeout": WAIT_S}
 
     @property
@@ -71,13 +51,13 @@ class Server:
         return self._process.poll() is not None
 
     def stop(self) -> None:
-        """And gives back its host memory, which it leaves in shared memory: on a machine whose tmpfs is measured, what
-        is stored next would not fit."""
+        """Kill the server and remove its host memory, which it leaves in shared memory: on a machine whose tmpfs is
+        measured, what is stored next would not fit."""
         stop(self._process)
         for pool in pools() - self._others_pools:
             pool.unlink(missing_ok=True)
 
 
 def pools(folder: Path = Path("/dev/shm")) -> set[Path]:
-    """Host memory of LMCache's servers, those that ended included."""
+    """Return the files of host memory of LMCache's servers, including those that ended."""
     return set(folder.glob("lmcache_l1_pool_*"))

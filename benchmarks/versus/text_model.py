@@ -1,17 +1,17 @@
-"""A model that understands text, for servers on a machine that reaches no registry: a model's dimensions, weights that
-vLLM makes up, and a tokenizer trained here.
+"""Model that understands text, for servers on a machine without access to a registry: a model's dimensions, weights
+that vLLM makes up, and a tokenizer trained here.
 
-    python -m benchmarks.versus.text_model FOLDER [--model 8b]
+    python -m benchmarks.versus.text_model FOLDER [8b]
 
 Its vocabulary is the tokenizer's, which is smaller than the model's own, so that every token it answers is text.
-" hi" is one token, as benchmarks/long_doc_qa.py would have it.
+" hi" is one token, as benchmarks/long_doc_qa.py assumes.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 from benchmarks.demo.model import VOCABULARY, make_tokenizer, text
@@ -19,7 +19,7 @@ from benchmarks.gpu.models import DIMENSIONS, config_of
 
 
 def make(folder: Path, kind: str) -> None:
-    """A folder that has one is left as it is."""
+    """Write config.json and the tokenizer, unless the folder has them."""
     if (folder / "config.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -28,14 +28,5 @@ def make(folder: Path, kind: str) -> None:
     (folder / "config.json").write_text(json.dumps(config_of(size), indent=1))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.versus.text_model", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", choices=sorted(DIMENSIONS), default="8b")
-    options = parser.parse_args()
-    make(options.folder, options.model)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    make(Path(sys.argv[1]), *(sys.argv[2:] or ["8b"]))

@@ -1,7 +1,7 @@
 """Several engines start side by side; then one after another does its work, alone on the machine.
 
-Most of an engine's process is its start, and starts share nothing that is measured. An engine that has had its turn
-is gone before the next one gets its own.
+Most of an engine's process is its start, and starts share nothing that is measured. An engine that has had its turn has
+ended before the next one gets its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.processes import EngineFailed, EngineProcess
-from benchmarks.versus.lmcache_server import Server
+from benchmarks.processes import EngineFailed, EngineProcess
+from benchmarks.versus.lmcache_server import LMCacheServer
 
 POLL_S = 0.05
 
@@ -36,16 +36,19 @@ class _Started:
     process: EngineProcess
     ready: Path
     go: Path
-    server: Server | None
+    server: LMCacheServer | None
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is ready, or will never be."""
+        """Return whether it is ready, or will never be."""
         return self.ready.exists() or self.process.is_over or (self.server is not None and self.server.is_over)
 
 
 def in_turns(members: Sequence[Member], logs: Path, start_s: float, turn_s: float) -> list[dict[str, Any]]:
-    """What each one's steps returned, in the members' order; {"failed": why} of one that did not come through."""
+    """Return what each member's steps returned, or {"failed": why}.
+
+    start_s, turn_s: what a process may take until it is ready, and from its turn to its end.
+    """
     found: list[dict[str, Any]] = []
     with ExitStack() as ends:
         engines = [_start(member, logs, start_s + len(members) * turn_s, ends) for member in members]
@@ -73,7 +76,7 @@ def _start(member: Member, logs: Path, timeout_s: float, ends: ExitStack) -> _St
     job = member.job | {"steps": [*member.before, ["take_turn", str(ready), str(go), timeout_s], *member.steps]}
     server = None
     if member.server is not None:
-        server = Server(member.server, logs / f"{member.name}-server.log")
+        server = LMCacheServer(member.server, logs / f"{member.name}-server.log")
         ends.callback(server.stop)
         job["extra"] = job["extra"] | server.settings
     process = EngineProcess(member.name, job, logs, timeout_s)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plots
-from benchmarks.serving.server import SYSTEMS, Setup
+from benchmarks.serving.server import SYSTEMS, ServerSetup
 from tests.benchmarks.rounds import Wrapper, is_gone
 
 FLAGS = ["--num-documents", "2", "--document-length", "5", "--floor", "0"]
@@ -75,14 +75,14 @@ def test_nothing_is_left_in_the_tier(is_interrupted: bool, tmp_path: Path) -> No
 
 
 def test_a_codec_is_a_system_of_its_own(tmp_path: Path) -> None:
-    setup = Setup("m", tmp_path, {"codec": "raw", "chunk_tokens": 64})
+    setup = ServerSetup("m", tmp_path, {"codec": "raw", "chunk_tokens": 64})
     words = setup.command(SYSTEMS["kvtier-k4v4"], 1)
     extra = json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
     assert extra == {"codec": "k4v4", "chunk_tokens": 64, "root": str(tmp_path / "benchmark-tier")}
 
 
 def test_vllms_own_tiering_lies_in_the_same_root(tmp_path: Path) -> None:
-    setup = Setup("m", tmp_path, {"root": str(tmp_path / "kv")}, native={"cpu_bytes_to_use": 7})
+    setup = ServerSetup("m", tmp_path, {"root": str(tmp_path / "kv")}, native={"cpu_bytes_to_use": 7})
     words = setup.command(SYSTEMS["native"], 1)
     transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector"] == "OffloadingConnector"
@@ -106,10 +106,10 @@ def test_one_server_is_asked_more_than_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("systems", "why"),
     [
-        ("restarted", "goes on with"),
-        ("prefix,restarted", "goes on with"),
-        ("kvtier,native,restarted", "goes on with"),
-        ("kvtier-k4v4,restarted", "goes on with"),
+        ("restarted", "needs what kvtier stored"),
+        ("prefix,restarted", "needs what kvtier stored"),
+        ("kvtier,native,restarted", "needs what kvtier stored"),
+        ("kvtier-k4v4,restarted", "needs what kvtier stored"),
         ("prefix,nosuch", "there is no 'nosuch'"),
     ],
 )

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.answers import compared, within
-from benchmarks.gpu.load_judge import SPARE_BYTES, faults, judge
-from benchmarks.gpu.steps_load import longest
+from benchmarks.gpu.load_judge import SPARE_BYTES, compared, faults, judge
 
 LEADS = [2.0, 0.03, 1.0, 4.0]
-LIMITS = {"shared_tokens": 512, "token_bytes": 10, "capacity_bytes": 1000}
+LIMITS = {"token_bytes": 10, "capacity_bytes": 1000}
 ARENA = 100 << 20
 
 
@@ -40,8 +38,8 @@ def process(parts: list[list[dict[str, Any]]]) -> dict[str, Any]:
             "rounds": rounds,
             "counted": {"evicted_bytes": 7.0},
             "most_on_disk": 1000,
-            "memory": [{"device_used": 5 << 30, "own_max": 2 << 30, "mapped_max": 1 << 20}],
-            "arenas": [{"device": ARENA, "host": ARENA}],
+            "memory": {"device_used": 5 << 30, "own_max": 2 << 30, "mapped_max": 1 << 20},
+            "arenas": {"device": ARENA, "host": ARENA},
         },
         "watch": [{"saved": [blocks], "loaded": [deepcopy(blocks)], "failed_loads": 0}],
         "counters": {},
@@ -50,8 +48,8 @@ def process(parts: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def judged(loaded: list[list[dict[str, Any]]], other_order: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of a bare engine whose first pass answers `answer()` everywhere, and whose own hits change nothing."""
-    bare = process(passed()) | {"other_order": other_order, "own_hits": passed()}
+    """Of a bare engine whose first pass answers `answer()` everywhere."""
+    bare = process(passed()) | {"other_order": other_order}
     found: dict[str, Any] = judge(process(passed()), process(loaded), bare, LIMITS)
     return deepcopy(found)
 
@@ -65,16 +63,15 @@ def test_two_passes_are_compared_up_to_where_they_part() -> None:
     found = compared(passed([answer(), answer()], parted(), [answer(leads=moved(0.02)), answer()]), passed())
     assert (found["same_answers"], found["answers"]) == (3, 4)
     assert (found["same_shared_answers"], found["shared_answers"]) == (2, 2)
-    row = {"round": 0, "request": 1, "token": 1, "lead": 0.03, "moved": 0.04, "hit_tokens": 512}
+    row = {"round": 1, "request": 1, "token": 1, "lead": 0.03, "moved": 0.04, "hit_tokens": 512}
     assert found["differing"] == [row]
     assert found["largest_shift"] == 0.04, "what comes after a parting has another context, and is no shift"
-    assert found["tokens_compared"] == 5 * 4 + 2
 
 
 def test_an_answer_on_the_shared_prefix_alone_counts_apart() -> None:
     found = compared(passed(parted()), passed())
     assert (found["same_answers"], found["same_shared_answers"]) == (4, 1)
-    assert found["differing"][0]["round"] == "shared"
+    assert found["differing"][0]["round"] == 0
 
 
 @pytest.mark.parametrize(
@@ -97,33 +94,22 @@ def test_an_answer_may_differ_where_the_engine_itself_moves_as_much(
     assert (not faults(found)) is is_good, faults(found)
 
 
-def test_both_passes_of_the_control_count() -> None:
-    bare = process(passed()) | {"other_order": passed(), "own_hits": passed([answer(leads=moved(0.05))] * 2)}
-    assert judge(process(passed()), process(passed()), bare, LIMITS)["tie_width"] == pytest.approx(0.05)
-
-
 def test_a_control_that_lets_everything_pass_shows_nothing() -> None:
     found = judged(passed(), passed([answer(leads=moved(1.5)), answer()]))
-    assert (found["tokens_within_tie"], found["tokens"]) == within(passed(), 1.5) == (12, 24)
+    assert (found["tokens_within_tie"], found["tokens"]) == (12, 24)
     assert "answers show nothing" in faults(found)[0]
 
 
-def test_the_tier_is_compared_with_the_pass_that_had_hits_of_its_own_too() -> None:
-    bare = process(passed()) | {"other_order": passed(), "own_hits": passed([answer(), answer()], parted())}
-    found = judge(process(passed()), process(passed([answer(), answer()], parted())), bare, LIMITS)
-    assert (found["same_answers"], found["same_answers_as_own_hits"]) == (3, 4)
-
-
 BAD = {
-    "1 are not what was saved": lambda found: found["blocks"].update(wrong=1),
-    "of 1 that is not known": lambda found: found["blocks"].update(unknown=1),
+    "1 differ from what was saved": lambda found: found["blocks"].update(wrong=1),
+    "1 were not seen saved": lambda found: found["blocks"].update(unknown=1),
     "no loaded block": lambda found: found["blocks"].update(equal=0),
     "1 loads failed": lambda found: found.update(failed_loads=1),
     "bytes on disk": lambda found: found.update(most_on_disk=1001),
     "read 1.21 times": lambda found: found.update(copies_read=1.21),
-    "device_used": lambda found: found["memory"]["kvtier"][0].update(device_used=(5 << 30) + ARENA + SPARE_BYTES + 1),
-    "own_max": lambda found: found["memory"]["kvtier"][0].update(own_max=(2 << 30) + ARENA + SPARE_BYTES + 1),
-    "mapped: ": lambda found: found["memory"]["kvtier"][0].update(mapped_max=(1 << 20) + 1001),
+    "device_used": lambda found: found["more_memory"].update(device_used=ARENA + SPARE_BYTES + 1),
+    "own_max": lambda found: found["more_memory"].update(own_max=ARENA + SPARE_BYTES + 1),
+    "mapped: ": lambda found: found["more_memory"].update(mapped_max=1001),
     "a round loaded nothing": lambda found: found["rounds_counted"][1].pop("load_tokens"),
     "evicted nothing": lambda found: found["counted"].clear(),
 }
@@ -141,18 +127,13 @@ def test_what_is_bad_is_named(named: str) -> None:
 def test_up_to_its_bounds_a_run_is_good() -> None:
     found = judged(passed(), passed())
     found["copies_read"] = 1.2
-    bounds = {"device_used": (5 << 30) + ARENA + SPARE_BYTES, "own_max": (2 << 30) + ARENA + SPARE_BYTES}
-    found["memory"]["kvtier"][0].update(bounds, mapped_max=(1 << 20) + 1000)
+    found["more_memory"].update(device_used=ARENA + SPARE_BYTES, own_max=ARENA + SPARE_BYTES, mapped_max=1000)
     assert faults(found) == []
 
 
 def test_blocks_that_were_loaded_otherwise_than_saved_are_wrong() -> None:
     other = {"key": "k", "first_block": 0, "first_head": 0, "digests": [[1], [3]]}
     loaded = process(passed()) | {"watch": [{"saved": [], "loaded": [other], "failed_loads": 2}]}
-    bare = process(passed()) | {"other_order": passed(), "own_hits": passed()}
+    bare = process(passed()) | {"other_order": passed()}
     found = judge(process(passed()), loaded, bare, LIMITS)
     assert found["blocks"] == {"equal": 1, "wrong": 1, "unknown": 0} and found["failed_loads"] == 2
-
-
-def test_prefixes_of_others_are_not_computed_for_themselves() -> None:
-    assert longest([[1, 2], [1, 2, 3], [], [4], [1, 2, 3]]) == [[1, 2, 3], [4]]

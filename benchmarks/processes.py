@@ -1,4 +1,4 @@
-"""Runs one engine process to its end, or stops it: a process that hangs must not use up the machine."""
+"""Processes of engines and servers: started in a session of their own, and stopped with this process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.gpu.systems import environment_of
-
-LOG_TAIL = 1500
-_PR_SET_PDEATHSIG = 1
+LOG_TAIL = 1500  # characters of a log in an error message
+_PR_SET_PDEATHSIG = 1  # prctl option: signal to send when the parent ends
 
 
 class EngineFailed(Exception):
-    """The process ended badly or not in time; the text says where its log is and how it ends."""
+    """The process ended with an error or not in time; the text has the path and the end of its log."""
 
 
 class EngineProcess:
-    """One engine (`benchmarks.gpu.engine`), started. It does not outlive this process. Whoever made it calls
-    `results`, or `stop`."""
+    """One started engine (`benchmarks.gpu.engine`). The caller must call `results` or `stop`."""
 
     def __init__(self, name: str, job: dict[str, Any], out: Path, timeout_s: float) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -35,16 +32,15 @@ class EngineProcess:
         self._result_path.unlink(missing_ok=True)
         self.name = name
         self._started_s = time.monotonic()
-        environment = os.environ | environment_of(job["system"], Path(job["folder"])) | job.get("environment", {})
         words = [sys.executable, "-m", "benchmarks.gpu.engine", str(job_path), str(self._result_path), str(timeout_s)]
-        self._process = launch(words, self._log_path, environment)
+        self._process = launch(words, self._log_path, os.environ | job["environment"])
 
     @property
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
     def results(self, timeout_s: float) -> dict[str, Any]:
-        """Step -> what it returned, once the process has ended. Raises EngineFailed."""
+        """Wait for the end of the process and return {step: its result}. Raise EngineFailed."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -65,13 +61,8 @@ class EngineProcess:
         stop(self._process)
 
 
-def run_engine(name: str, job: dict[str, Any], out: Path, timeout_s: float) -> dict[str, Any]:
-    """Results of one engine: step -> what it returned. Raises EngineFailed."""
-    return EngineProcess(name, job, out, timeout_s).results(timeout_s)
-
-
 def launch(words: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """In a session of its own, killed with this process."""
+    """Start a process that is killed when this process ends."""
     with log_path.open("w") as log:
         return start(words, log, environment, signal.SIGKILL)
 
@@ -79,8 +70,10 @@ def launch(words: Sequence[str], log_path: Path, environment: Mapping[str, str])
 def start(
     words: Sequence[str], log: IO[str], environment: Mapping[str, str], last_signal: signal.Signals
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C on the terminal does not reach it. last_signal: what it gets when this
-    process ends."""
+    """Start a process in its own session, so that Ctrl-C on the terminal does not reach it.
+
+    last_signal: sent to it when this process ends.
+    """
     return subprocess.Popen(
         words,
         stdout=log,
@@ -92,7 +85,7 @@ def start(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Kills it and all that it started."""
+    """Kill the process and all that it started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
