@@ -67,6 +67,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "kvtier.connectors",
     "kvtier.doctor",
     "kvtier.errors",
+    "kvtier.format",
     "kvtier.io",
     "kvtier.kernels",
     "kvtier.model",

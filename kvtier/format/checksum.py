@@ -1,8 +1,8 @@
-"""Seeded checksum of a slab: its definition, in numpy, against which every fast version is tested.
+"""Seeded checksum of a slab: its definition and the numpy reference that all fast versions are tested against.
 
-NH of UMAC (RFC 4418, section 5.2.2) over little-endian u32 pairs. Its key stream is the exclusive or of two mixed
-counters, one over the pairs of a page and one over the pages, so that fast versions keep the first in a table (CPU) or
-in registers (GPU) and mix only once a page:
+NH of UMAC (RFC 4418, section 5.2.2) over little-endian u32 pairs. Its key stream is the xor of two mixed counters, one
+over the pairs of a page and one over the pages: fast versions keep the first in a table (CPU) or in registers (GPU) and
+mix only once a page:
 
     sum over i of ((w[2i] + k0(i)) mod 2^32) * ((w[2i+1] + k1(i)) mod 2^32)        mod 2^64
 
@@ -13,9 +13,9 @@ in registers (GPU) and mix only once a page:
     fold(x): t = x * 0x9E3779B9 mod 2^32; t xor (t >> 15)
 
 `i` counts pairs (8 bytes) from the start of the slab. The sum has no order, so a slab may be summed in pieces, each
-with the index of its first pair. The seed is made of the chunk's key, the head and the record's first layer, so a
-slab that is zeroed, stale, torn, or in another's place fails. Two different slabs collide with a chance of about
-2^-32 (RFC 4418: NH is 2^-32-almost-universal). This finds faults; it is no signature.
+with the index of its first pair. The seed depends on the chunk's key, the head and the record's first layer, so a
+slab that is zeroed, stale, torn or misplaced fails. Two different slabs collide with a probability of about 2^-32
+(RFC 4418: NH is 2^-32-almost-universal). The checksum detects faults; it is no signature.
 
     mix32(x): x ^= x >> 16; x *= 0x7FEB352D; x ^= x >> 15; x *= 0x846CA68B; x ^= x >> 16        (mod 2^32)
     mix64(x): x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31
@@ -31,7 +31,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-PAIRS_PER_PAGE = 512
+PAIRS_PER_PAGE = 512  # 8-byte pairs of a page
 
 VECTORS: tuple[tuple[bytes, int, int, bytes, int, int], ...] = (
     # key, head, first layer, slab, seed, checksum
@@ -46,16 +46,16 @@ _GOLDEN32 = np.uint32(0x9E3779B9)
 
 
 def slab_seed(key: bytes, head: int, first_layer: int) -> int:
-    """The 64-bit seed of the slab of `head` in a record of chunk `key` (16 bytes) that starts at `first_layer`."""
+    """Return the 64-bit seed of the slab of `head` in a record of chunk `key` (16 bytes) from `first_layer` on."""
     low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
     inner = _mix64((low + _GOLDEN64 * (head + 1)) & _MASK64)
     return _mix64(inner ^ high ^ (_GOLDEN64 * (first_layer + 1) & _MASK64))
 
 
 def slab_checksum(slab: npt.NDArray[np.uint8], seed: int, first_pair: int = 0) -> int:
-    """Checksum of `slab`, uint8 (n,), n a multiple of 8; with `first_pair`, the summand of one piece of a slab.
+    """Sum `slab`, uint8 (n,), n a multiple of 8. With `first_pair`, the result is the summand of one piece of a slab.
 
-    The reference: exact and slow. `kvtier.io.native.checksum` is the one that runs.
+    Slow reference; kvtier uses `kvtier.io.native.checksum`.
     """
     words = np.ascontiguousarray(slab).view("<u4")
     pairs = np.arange(first_pair, first_pair + words.size // 2, dtype=np.uint64)

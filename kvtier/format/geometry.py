@@ -1,7 +1,7 @@
-"""The shape of a model's KV, and which part of it a rank owns. Pure arithmetic; no torch, no I/O.
+"""Geometry of a model's KV and the share of each rank. Pure arithmetic; no torch, no I/O.
 
-A chunk's KV is a rectangle of layers x KV heads. Everything that is stored, read or counted as present is a
-rectangle too (`Extent`), so tensor and pipeline parallelism are nothing but ways of cutting one rectangle.
+A chunk's KV is a rectangle of layers x KV heads. Records, reads and presence are rectangles too (`Extent`), so tensor
+and pipeline parallelism are divisions of one rectangle.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-PAGE_BYTES = 4096
-"""Unit of direct I/O: offsets, lengths and addresses of all transfers are multiples of it."""
+PAGE_BYTES = 4096  # unit of direct I/O: offsets, lengths and addresses of all transfers are multiples of it, bytes
 
 AttentionKind = Literal["heads", "mla"]
 
 
 def padded(n_bytes: int) -> int:
-    """`n_bytes` rounded up to whole pages."""
+    """Round `n_bytes` up to whole pages."""
     return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A rectangle: layers [first_layer, first_layer + n_layers) x heads [first_head, first_head + n_heads)."""
+    """Rectangle: layers [first_layer, first_layer + n_layers) x heads [first_head, first_head + n_heads)."""
 
     first_layer: int
     n_layers: int
@@ -43,7 +42,7 @@ class Extent:
         return self.n_layers * self.n_heads
 
     def intersect(self, other: Extent) -> Extent | None:
-        """The common rectangle, or None when there is none."""
+        """Return the common rectangle, or None when there is none."""
         first_layer = max(self.first_layer, other.first_layer)
         first_head = max(self.first_head, other.first_head)
         n_layers = min(self.end_layer, other.end_layer) - first_layer
@@ -53,7 +52,7 @@ class Extent:
         return Extent(first_layer, n_layers, first_head, n_heads)
 
     def minus(self, other: Extent) -> list[Extent]:
-        """What of this rectangle lies outside `other`, as disjoint rectangles."""
+        """Return the part of this rectangle outside `other`, as disjoint rectangles."""
         common = self.intersect(other)
         if common is None:
             return [self]
@@ -71,10 +70,10 @@ class Extent:
 
 
 def covers(parts: Iterable[Extent], whole: Extent) -> bool:
-    """True when every layer and head of `whole` lies in at least one of `parts` (which may overlap)."""
+    """Return whether every layer and head of `whole` is in at least one of `parts`, which may overlap."""
     remaining = [whole]
     for part in parts:
-        if part == whole:  # nearly always: one rank wrote all
+        if part == whole:  # the usual case: one rank wrote all
             return True
         remaining = [piece for hole in remaining for piece in hole.minus(part)]
         if not remaining:
@@ -84,7 +83,7 @@ def covers(parts: Iterable[Extent], whole: Extent) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """How one layer keeps one token's KV of one head. Sizes and dtype as in Geometry."""
+    """Format of one token's KV of one head in one layer. Sizes and dtype as in Geometry."""
 
     k_head_size: int
     v_head_size: int
@@ -93,20 +92,20 @@ class LayerForm:
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of K and V of one token and head."""
+        """Return the bytes of K and V of one token and head."""
         return (self.k_head_size + self.v_head_size) * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What one chunk of one model holds.
+    """Shape and element type of one model's chunk.
 
-    Units: `k_head_size` and `v_head_size` count elements of one head's vector; `v_head_size` is 0 where one vector
-    stands for K and V: MLA's latent head, and engines that pack both into a slot of opaque bytes. `dtype` is the KV
-    cache's element type by its torch name, or the engine's name for the format of such slots.
+    `k_head_size` and `v_head_size` count elements of one head's vector. `v_head_size` is 0 if one vector holds K and V:
+    MLA's latent head, and engines that pack both into a slot of opaque bytes. `dtype` is the KV cache's element type by
+    its torch name, or the engine's name for the format of such slots.
 
-    plain_layers: numbers of the layers, ascending, that an engine leaves out when it quantizes its KV; they have the
-    form `plain`, all others that of the fields before. Empty, and None, where all layers are alike.
+    plain_layers: numbers of the layers, ascending, that an engine does not quantize; their form is `plain`. Empty, and
+    None, if all layers have the same form.
     """
 
     layers: int
@@ -122,15 +121,15 @@ class Geometry:
 
     def __post_init__(self) -> None:
         if bool(self.plain_layers) != (self.plain is not None):
-            raise ValueError("plain layers have a form, and a form has layers")
+            raise ValueError("plain_layers and plain must both be given, or neither")
 
     @property
     def form(self) -> LayerForm:
-        """Of the layers that are not plain."""
+        """Return the form of the layers that are not plain."""
         return LayerForm(self.k_head_size, self.v_head_size, self.dtype, self.element_bytes)
 
     def form_of(self, layer: int) -> LayerForm:
-        """Of this layer of the model."""
+        """Return the form of a layer, by its number within the model."""
         return self.plain if self.plain is not None and layer in self.plain_layers else self.form
 
     @property
@@ -139,7 +138,7 @@ class Geometry:
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of K and V of one token, one head, one layer that is not plain, as the engine holds them."""
+        """Return the bytes of K and V of one token and head in a layer that is not plain, as the engine stores them."""
         return self.form.vector_bytes
 
     def vectors_bytes(self, layers: range) -> int:
@@ -151,13 +150,13 @@ class Geometry:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV over all layers and heads, as the engine holds them."""
+        """Return the bytes of one token's KV over all layers and heads, as the engine stores them."""
         return self.vectors_bytes(range(self.layers)) * self.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank holds (`reads`) and what of it this rank stores (`writes`; None: another rank does)."""
+    """Share of one rank: `reads` is in its cache; `writes` is the part that it stores (None: another rank does)."""
 
     rank: int
     reads: Extent
@@ -165,15 +164,15 @@ class RankShare:
 
 
 def share_of_rank(geometry: Geometry, tensor_rank: int, tensor_size: int, rank: int, stage: range) -> RankShare:
-    """The share of one rank.
+    """Return the share of one rank. Raises ValueError when heads do not divide over the ranks.
 
     Args:
-        tensor_rank, tensor_size: place in the tensor-parallel group.
-        rank: number of the rank within the engine (tensor x pipeline); names its segment files.
-        stage: the global layer numbers that this pipeline stage holds, contiguous.
+        tensor_rank, tensor_size: position in and size of the tensor-parallel group.
+        rank: number of the rank within the engine (tensor x pipeline), part of its segment files' names.
+        stage: global numbers of this pipeline stage's layers, contiguous.
 
-    With more ranks than KV heads, heads are duplicated and the lowest rank of each writes. MLA has one head that
-    every rank holds: the ranks of a stage split its layers when writing, and each reads all of them.
+    With more ranks than KV heads, heads are duplicated and the lowest rank of each writes. MLA has one head in every
+    rank: when writing, the ranks of a stage divide its layers; each reads all of them.
     """
     if geometry.attention == "mla" or geometry.kv_heads == 1:
         reads = Extent(stage.start, len(stage), 0, 1)

@@ -1,19 +1,19 @@
-"""Who a chunk is: the namespace (everything that must match before bytes may be reused) and its chained keys.
+"""Identity of a chunk: its namespace (everything that must match before bytes may be reused) and its chained key.
 
     namespace id = blake3-128(canonical JSON of Namespace)                                    16 bytes
     key of chunk i = blake3-128(key of chunk i-1 || token ids, u32 little-endian || extras)   16 bytes
                      chunk 0 chains from the namespace id
 
 Every part of a key's input has a fixed width except the last (a namespace fixes how many tokens a chunk has), so two
-different prefixes never hash the same bytes. Extras are what the engine computes with besides tokens. A chunk's
-extras are items, each
+different prefixes never hash the same bytes. Extras are the inputs of the engine beside tokens. A chunk's extras are
+items, each
 
     offset size
          0    1  kind: 1 LoRA adapter, 2 multimodal item, 3 cache salt
          1    4  bytes of the fields that follow
          5    n  fields; a text field is its length (u32) and its UTF-8
 
-in ascending order of their bytes. Keys owe nothing to the engine's own block hashes.
+in ascending order of their bytes. Keys do not depend on the engine's own block hashes.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from kvtier.errors import Corrupt
 from kvtier.format.geometry import Geometry, LayerForm
 from kvtier.format.record import FORMAT_VERSION
 
-ID_BYTES = 16
-"""Bytes of a namespace id and of a chunk key."""
+ID_BYTES = 16  # length of a namespace id and of a chunk key, bytes
 
+# Fields added later: left out of the JSON when they have these values, so that ids of older namespaces stay valid.
 _NO_PLAIN: dict[str, Any] = {"plain_layers": [], "plain": None}
-_LATER = ("settings", "signing")
+_LATER = ("settings", "signing")  # ""
 _TOKEN_BYTES = 4
 _KIND_LORA, _KIND_MULTIMODAL, _KIND_SALT = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class CodecId:
-    """What fixes the bytes that a codec makes of the same KV."""
+    """Identity of a codec: equal ids encode the same KV to the same bytes."""
 
     name: str
     version: int
@@ -54,17 +54,17 @@ class CodecId:
 class Namespace:
     """Everything that must be equal before one engine may use KV bytes of another.
 
-    Not in it, because they change nothing in a chunk's KV: parallel sizes, rank, engine version, block size.
+    It leaves out what does not change a chunk's KV: parallel sizes, rank, engine version, block size.
 
-    engine: family whose KV semantics these are ("vllm").
+    engine: family of engines with these KV semantics ("vllm").
     weights: kvtier.model.weights_fingerprint.weights_fingerprint, or the configured model_tag.
     model_dtype: dtype of the activations; quantization: of the weights, "" for none. Both change the KV's values.
     positions: canonical_text of the positional-encoding settings (rope scaling, theta, maximum length that changes it).
-    hf_overrides: canonical_text of what overrides the model's own configuration, "" for none.
+    hf_overrides: canonical_text of the overrides of the model's own configuration, "" for none.
     draft: fingerprint of the draft model if its layers are cached, else "".
-    epoch: moves on when weights change in place.
-    settings: canonical_text of the engine's other settings that change KV, as far as they are not plain; "" for none.
-    signing: fingerprint of the secret that its records are signed with (kvtier.format.signing); "" where they are not.
+    epoch: changed by the user when weights change in place.
+    settings: canonical_text of the engine's other settings that change KV and are not the default; "" for none.
+    signing: fingerprint of the secret that signs its records (kvtier.format.signing); "" for none.
     """
 
     engine: str
@@ -82,11 +82,7 @@ class Namespace:
     signing: str = ""
 
     def canonical_json(self) -> str:
-        """The text that is hashed and stored: sorted keys, no spaces, ASCII.
-
-        Where all layers are alike it says nothing of plain ones, of settings nothing where all are plain, and of
-        signing nothing where there is none: it is then what it was before there were any.
-        """
+        """Return the text that is hashed and stored: sorted keys, no spaces, ASCII, without unused later fields."""
         values = asdict(self)
         for name in _LATER:
             if not values[name]:
@@ -97,12 +93,12 @@ class Namespace:
 
     @property
     def id(self) -> bytes:
-        """16 bytes; their hex is the name of the namespace's folder."""
+        """Return the 16 bytes whose hex is the name of the namespace's folder."""
         return blake3(self.canonical_json().encode("ascii")).digest(length=ID_BYTES)
 
     @classmethod
     def from_json(cls, text: str) -> Namespace:
-        """The inverse of canonical_json. Raises Corrupt unless `text` is exactly what canonical_json writes."""
+        """Parse the result of canonical_json. Raises Corrupt for any other text."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -119,7 +115,7 @@ class Namespace:
 
 
 def canonical_text(value: Any) -> str:
-    """JSON of `value` that is the same for equal values: sorted keys, no spaces, ASCII. Raises ValueError on NaN."""
+    """Return JSON that is the same for equal values: sorted keys, no spaces, ASCII. Raises ValueError on NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
@@ -131,14 +127,14 @@ def chunk_keys(
     first: int = 0,
     parent: bytes | None = None,
 ) -> list[bytes]:
-    """Keys of the whole chunks `first`, `first` + 1, ... of `tokens`; a partial last chunk has none.
+    """Return the keys of the whole chunks `first`, `first` + 1, ... of `tokens`; a partial last chunk has none.
 
     Args:
         tokens: all token ids of the prompt from its start, each in [0, 2^32).
-        extras: chunk number -> join_extras of its items; absent means none.
-        first, parent: continue a chain: chunk number to begin with, and the key of the chunk before it.
+        extras: chunk number -> join_extras of its items; absent: none.
+        first, parent: to continue a chain: number of the first chunk, and the key of the chunk before it.
 
-    100,000 tokens (390 chunks of 256) take 2.0 ms on one core of an AMD EPYC, most of it making u32 of ints.
+    100,000 tokens (390 chunks of 256) take 2.0 ms on one core of an AMD EPYC, most of it for converting ints to u32.
     """
     if (first == 0) != (parent is None):
         raise ValueError("a chain continues with both `first` and `parent`, or starts with neither")
@@ -160,28 +156,28 @@ def chunk_keys(
 
 
 def lora_extra(name: str, fingerprint: str) -> bytes:
-    """Item for a LoRA adapter. It is needed in the first chunk only: later keys chain from it."""
+    """Pack the item of a LoRA adapter. Only the first chunk needs it: later keys chain from that chunk."""
     return _item(_KIND_LORA, _text(name) + _text(fingerprint))
 
 
 def multimodal_extra(identifier: str, offset_tokens: int, length_tokens: int) -> bytes:
-    """Item for one image, audio or video whose placeholders overlap the chunk.
+    """Pack the item of one image, audio or video whose placeholders overlap the chunk.
 
     Args:
-        identifier: hash of the content (and of what processing depends on).
-        offset_tokens: of its first placeholder from the chunk's first token; negative if it began in a chunk before.
-        length_tokens: of all its placeholders.
+        identifier: hash of the content and of the options of its processing.
+        offset_tokens: of its first placeholder from the chunk's first token; negative if it is in an earlier chunk.
+        length_tokens: number of its placeholders.
     """
     return _item(_KIND_MULTIMODAL, _text(identifier) + struct.pack("<qq", offset_tokens, length_tokens))
 
 
 def salt_extra(salt: str) -> bytes:
-    """Item for a cache salt (a tenant). It is needed in the first chunk only: later keys chain from it."""
+    """Pack the item of a cache salt (a tenant). Only the first chunk needs it: later keys chain from that chunk."""
     return _item(_KIND_SALT, _text(salt))
 
 
 def join_extras(items: Iterable[bytes]) -> bytes:
-    """The extras of a chunk, whatever order its items come in. No items: b""."""
+    """Join the items of a chunk, in any order. No items: b""."""
     return b"".join(sorted(items))
 
 
@@ -202,7 +198,7 @@ def _item(kind: int, body: bytes) -> bytes:
 
 
 def _geometry(values: object) -> Geometry:
-    """Raises Corrupt unless `values` is what canonical_json makes of a geometry."""
+    """Build a geometry from its part of canonical_json. Raises Corrupt for any other value."""
     is_alike = isinstance(values, dict) and values.keys().isdisjoint(_NO_PLAIN)
     found: Any = {**values, **_NO_PLAIN} if is_alike else values  # type: ignore[dict-item]
     _check_fields("geometry", Geometry, found)
@@ -219,7 +215,7 @@ def _geometry(values: object) -> Geometry:
 
 
 def _check_fields(what: str, cls: Any, values: object) -> None:
-    """Raises Corrupt unless `values` is a mapping with exactly the fields of the dataclass, ints and texts as such."""
+    """Raise Corrupt unless `values` is a mapping with exactly the fields of the dataclass, ints and strings typed."""
     if not isinstance(values, dict):
         raise Corrupt(f"{what}: not a mapping")
     expected = {field.name: field.type for field in fields(cls)}

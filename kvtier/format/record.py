@@ -1,6 +1,6 @@
-"""The on-disk format: segments and records, as byte tables and the code that packs them. No file is opened here.
+"""On-disk format of segments and records: byte tables, packing and unpacking. No file I/O.
 
-All integers are little-endian. Every header is one page (4096 bytes) whose CRC-32 (zlib's) is taken with the CRC
+All integers are little-endian. Every header is one page (4096 bytes) whose CRC-32 (zlib's) is computed with the CRC
 field zero. Unused bytes are zero.
 
 Segment file `<set>-<rank>.kvseg`: a header page, then `slots` record slots of `slot_bytes` each; slot s starts at
@@ -24,10 +24,10 @@ byte 4096 + s * slot_bytes.
 
     extent: first layer u16, layers u16, first head u16, heads u16
     tags: kvtier.format.signing
-    tenant's label: UTF-8, filled up with zeros; blank where the set is of nobody in particular
+    tenant's label: UTF-8, padded with zeros; blank for a set without a tenant
 
 Record = header page, then one slab a head, in head order, each padded with zeros to whole pages: any run of heads is
-one contiguous range. A record's header is written after its slabs, so that a valid header under a killed writer means a
+one contiguous range. A record's header is written after its slabs: if the writer is killed, a valid header means a
 complete record (after power loss the checksums decide). Segments are never rewritten.
 """
 
@@ -56,7 +56,7 @@ _RECORD = struct.Struct("<8sII16s16s16sQII4HQ")
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What a segment file says of itself."""
+    """Header page of a segment file."""
 
     namespace: bytes
     set_id: int
@@ -72,7 +72,7 @@ class SegmentHeader:
         return PAGE_BYTES + slot * self.slot_bytes
 
     def has_slot(self, slot: int, extent: Extent, slab_bytes: int) -> bool:
-        """Whether a record of this cut can lie in that slot."""
+        """Return whether the slot exists and holds records of this extent and slab size."""
         return (self.extent, self.slab_bytes) == (extent, slab_bytes) and slot < self.slots
 
     @property
@@ -102,7 +102,7 @@ class SegmentHeader:
 
     @classmethod
     def unpack(cls, page: bytes) -> SegmentHeader:
-        """Raises Corrupt when the page is not a whole, consistent segment header of this format version."""
+        """Parse a page. Raises Corrupt unless it is a complete, consistent segment header of this format version."""
         _check(page, SEGMENT_MAGIC, "segment")
         (_, _, _, namespace, set_id, rank, slots, slot_bytes, l0, nl, h0, nh, slab_bytes, created_ms, tenant) = (
             _SEGMENT.unpack_from(page)
@@ -117,7 +117,7 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What a record says of itself."""
+    """Header page of a record."""
 
     key: bytes
     parent: bytes
@@ -130,7 +130,7 @@ class RecordHeader:
     checksums: tuple[int, ...]
 
     def pack(self, tags: Iterable[bytes] = ()) -> bytes:
-        """`tags`: of the slabs, in a signed namespace."""
+        """Return the page. `tags`: of the slabs, in a signed namespace."""
         e = self.extent
         body = _RECORD.pack(
             RECORD_MAGIC,
@@ -153,7 +153,7 @@ class RecordHeader:
 
     @classmethod
     def unpack(cls, page: bytes) -> RecordHeader:
-        """Raises Corrupt when the page is not a whole, consistent record header of this format version."""
+        """Parse a page. Raises Corrupt unless it is a complete, consistent record header of this format version."""
         _check(page, RECORD_MAGIC, "record")
         (_, _, _, key, parent, namespace, slab_bytes, tokens, slot, l0, nl, h0, nh, set_id) = _RECORD.unpack_from(page)
         extent = Extent(l0, nl, h0, nh)
@@ -163,8 +163,8 @@ class RecordHeader:
 
 
 def tags_in(page: bytes, n_heads: int) -> list[bytes]:
-    """Of a record's slabs, from its header page; zeros where it was not signed, and cut short where the page has no
-    room for so many. n_heads: of the whole record."""
+    """Return the tags of a record's slabs from its header page: zeros if it is not signed, and fewer bytes if the page
+    has no room for them all. n_heads: of the whole record."""
     first = CHECKSUMS_OFFSET + 8 * n_heads
     return [bytes(page[at : at + TAG_BYTES]) for at in range(first, first + TAG_BYTES * n_heads, TAG_BYTES)]
 
@@ -174,18 +174,18 @@ def _label(field: bytes) -> str:
         label = field.rstrip(b"\0").decode()
     except UnicodeDecodeError:
         raise Corrupt("segment header: the tenant's label is not UTF-8") from None
-    if not label.isprintable():  # a stranger's might have terminals and logs do something
+    if not label.isprintable():  # control characters of a forged label could affect terminals and logs
         raise Corrupt("segment header: the tenant's label is not printable")
     return label
 
 
 def record_bytes(extent: Extent, slab_bytes: int) -> int:
-    """Bytes of a record on disk: its header page and one slab a head."""
+    """Return the bytes of a record on disk: its header page and one slab a head."""
     return PAGE_BYTES + extent.n_heads * slab_bytes
 
 
 def is_blank(page: bytes) -> bool:
-    """A page that nobody wrote: a slot that was never filled, or whose writer died before the header."""
+    """Return whether the page was never written: an unused slot, or one whose writer died before the header."""
     return not any(page)
 
 
