@@ -40,9 +40,10 @@ Clock = Callable[[], float]
 class Step:
     """Work of the workers in one engine step.
 
-    before: save these before the engine touches any block: their requests ended, and their blocks may be reused. after:
-    save these after the step's forward. refused: loads that the engine waits for but that cannot be made; answered as
-    failed. is_idle: the engine computes nothing in this step.
+    before: save these before the engine touches any block: their requests ended, and their blocks may be reused.
+    after: save these after the step's forward.
+    refused: loads that the engine waits for but that cannot be made; answered as failed.
+    is_idle: the engine computes nothing in this step.
     """
 
     before: SavePlan | None = None

@@ -30,8 +30,9 @@ CLOSE_TIMEOUT_S = 2.0  # wait for the checking thread, seconds
 class ChunkBlocks(NamedTuple):
     """A chunk in the engine's own blocks, as readers of events know them.
 
-    hashes: of its blocks, in order; parent: hash of the block before them, None at a prompt's start. tokens: all of the
-    chunk. extras: for each block the further inputs of its hash, or None. lora: (number, name) of the adapter.
+    hashes: of its blocks, in order; parent: hash of the block before them, None at a prompt's start.
+    tokens: all of the chunk. extras: for each block the further inputs of its hash, or None.
+    lora: (number, name) of the adapter.
     """
 
     hashes: tuple[bytes, ...]
@@ -74,8 +75,8 @@ class Bounds(NamedTuple):
     """Limits in chunks (I4).
 
     announced: announced chunks that are remembered, at 0.8 KiB each; beyond, the one not found for longest is revoked.
-    waiting: changes not taken yet; beyond, no chunk is announced until it is found again. expected: chunks being saved.
-    doubted: chunks to look up.
+    waiting: changes not taken yet; beyond, no chunk is announced until it is found again.
+    expected: chunks being saved. doubted: chunks to look up.
     """
 
     announced: int = 32_768

@@ -14,9 +14,10 @@ class RequestView:
     """A request as the engine describes it when it is first seen.
 
     tokens: all known token ids, generated ones included; a live view, without placeholders or unverified drafts.
-    prompt_tokens: number of them in the prompt. extras: chunk number -> inputs of the chunk's KV besides tokens
-    (kvtier.format.namespace.join_extras). may_load, may_save: permissions of the request itself. tenant: its label; ""
-    for none.
+    prompt_tokens: number of them in the prompt.
+    extras: chunk number -> inputs of the chunk's KV besides tokens (kvtier.format.namespace.join_extras).
+    may_load, may_save: permissions of the request itself.
+    tenant: its label; "" for none.
     """
 
     request_id: str
@@ -74,10 +75,12 @@ class IndexQuestion:
 class TrackedRequest:
     """State of one request while the engine has it.
 
-    keys: of its leading chunks, as far as they were needed, within `namespace`. saved_chunks: leading chunks that were
-    saved, found saved, or given up: never saved again. load_blocks: blocks of the load under way; None without one.
-    computed_tokens: tokens that the engine had by itself when it last asked for a hit. own_tokens: these, and those of
-    the load that it then waited for. question: lookup pending in a remote index; answer: the last one received.
+    keys: of its leading chunks, as far as they were needed, within `namespace`.
+    saved_chunks: leading chunks that were saved, found saved, or given up: never saved again.
+    load_blocks: blocks of the load under way; None without one.
+    computed_tokens: tokens that the engine had by itself when it last asked for a hit.
+    own_tokens: these, and those of the load that it then waited for.
+    question: lookup pending in a remote index; answer: the last one received.
     """
 
     view: RequestView

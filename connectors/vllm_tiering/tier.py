@@ -103,8 +103,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
     ) -> None:
         """Take an entry of `secondary_tiers`; an unknown key is a TypeError. Raises ConfigError.
 
-        primary_kv_view: (n_chunks, row bytes), the CPU tier that this process shares with the workers. config: a YAML
-        file of kvtier's settings. settings: these override that file and the environment.
+        primary_kv_view: (n_chunks, row bytes), the CPU tier that this process shares with the workers.
+        config: a YAML file of kvtier's settings. settings: these override that file and the environment.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         join_log()
