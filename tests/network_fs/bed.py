@@ -23,7 +23,6 @@ class Bed:
     """Two mounts, m1 and m2, of one file system. Subclasses start its servers and clients.
 
     disks: folders that hold the bytes of the servers; empty where they can only be counted through a mount.
-    clients: by node, the process that serves its mount.
     """
 
     kind = ""
@@ -34,7 +33,6 @@ class Bed:
         self.folder = folder
         self.m1, self.m2 = folder / "m1", folder / "m2"
         self.disks: list[Path] = []
-        self.clients: dict[int, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
         self._namespaces: dict[str, str] = {}
 
@@ -145,7 +143,7 @@ class Bed:
         path = (self.m1, self.m2)[node - 1]
         # Callbacks run in reverse: the client ends first, for umount may wait in the kernel for a client that hangs.
         self._stack.callback(unmount, path)
-        process = self.clients[node] = self.daemon(f"node{node}", f"client{node}", *words)
+        process = self.daemon(f"node{node}", f"client{node}", *words)
 
         def is_up() -> bool:
             assert process.poll() is None, (self.folder / "log" / f"client{node}.out").read_text()[-2000:]
