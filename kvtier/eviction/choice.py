@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvtier.eviction.limits import Need, Quotas, Used
+from kvtier.eviction.limits import Need, Quotas, Taking, Used
 from kvtier.eviction.lru import least_recent_first
 from kvtier.index.base import SetInfo
 
@@ -50,16 +50,22 @@ class Choice:
     the steps that follow.
 
     protected: sets that pins keep. filled: sets that stay because they are being filled; None: all open ones.
+    pending: removals whose files may still take space; a set that is to be made finds its room beside them.
     """
 
     def __init__(
-        self, sets: Sequence[SetInfo], protected: Collection[int], filled: Collection[int] | None = None
+        self,
+        sets: Sequence[SetInfo],
+        protected: Collection[int],
+        filled: Collection[int] | None = None,
+        pending: Sequence[Taking] = (),
     ) -> None:
         if filled is None:
             filled = {info.set_id for info in sets if info.is_open}
         self.victims: list[SetInfo] = []
         self.kept: list[Kept] = []
         self._sets = sets
+        self._pending = pending
         self._filled = filled
         self._candidates = least_recent_first(
             info for info in sets if info.set_id not in filled and info.set_id not in protected
@@ -70,6 +76,11 @@ class Choice:
     def used(self) -> Used:
         """What is left."""
         return Used.of([info for info in self._sets if info.set_id not in self._gone])
+
+    @property
+    def _taken(self) -> Used:
+        """What is left, with what pending removals may still take."""
+        return Used.of([*(info for info in self._sets if info.set_id not in self._gone), *self._pending])
 
     def take(self, n_bytes: int, of: Callable[[SetInfo], bool] = lambda info: True) -> bool:
         """Choose sets for which `of` holds until they make up `n_bytes`. Return False when all of them do not."""
@@ -91,7 +102,7 @@ class Choice:
         return (
             self._keep_tenant(need.tenant, quotas, need.n_bytes)
             and self._keep_namespace(need.namespace, quotas, need.n_bytes)
-            and self.take(self.used.n_bytes + need.n_bytes - capacity_bytes)
+            and self.take(self._taken.n_bytes + need.n_bytes - capacity_bytes)
         )
 
     def keep_quotas(self, quotas: Quotas) -> None:
@@ -102,11 +113,11 @@ class Choice:
             self._keep_namespace(namespace, quotas)
 
     def _keep_tenant(self, tenant: str, quotas: Quotas, more_bytes: int = 0) -> bool:
-        excess = quotas.tenant_excess(tenant, self.used, more_bytes)
+        excess = quotas.tenant_excess(tenant, self._taken, more_bytes)
         return self.take(excess, lambda info: info.tenant == tenant)
 
     def _keep_namespace(self, namespace: bytes, quotas: Quotas, more_bytes: int = 0) -> bool:
-        excess = quotas.namespace_excess(namespace, self.used, more_bytes)
+        excess = quotas.namespace_excess(namespace, self._taken, more_bytes)
         return self.take(excess, lambda info: info.namespace == namespace)
 
     def drop_unused(self, since_s: float) -> None:

@@ -192,7 +192,10 @@ class Evictor:
 
     def _choice(self, capacity_bytes: int, for_admin: bool) -> Choice:
         sets = self._future.corrected(self._index.sets(), self._clock())
-        return Choice(sets, self.protected(sets, capacity_bytes), self._filled(sets) if for_admin else None)
+        known = {info.set_id for info in sets}
+        # Asked for after the sets: see Remover.pending_bytes. What `finish` has left is away, or cannot be unlinked.
+        pending = [removal for removal in self._remover.begun(self._clock()) if removal.set_id not in known]
+        return Choice(sets, self.protected(sets, capacity_bytes), self._filled(sets) if for_admin else None, pending)
 
     def _evict(self, choose: Callable[[Choice], bool], capacity_bytes: int, for_admin: bool = False) -> Evicted | None:
         """Removes what `choose` chooses, if it says so; None when it does not, and when others evict right now.

@@ -89,22 +89,31 @@ class Remover:
         """Bytes given back. `token`: see Index.remove_set. Raises StaleLease, IndexUnavailable, TierUnavailable."""
         note = f"{PREFIX}{info.set_id:016x}"
         removal = Removal(info.set_id, info.namespace, info.n_bytes, info.tenant)
+        # Measured before the note: from then on a sweep, or the next evictor, may unlink the same files. What those
+        # have unlinked is not away.
+        missing_bytes = self._missing_bytes(removal)
         self._index.put_note(note, removal.pack(), None)
         try:
             self._index.remove_set(info.set_id, token)
         except StaleLease:
             self._index.drop_note(note)
             raise
+        self._expect_back(removal, missing_bytes)
         freed_bytes = self._unlink(info.set_id, info.namespace)
-        self._expect_back(removal, freed_bytes)
         self._index.drop_note(note)
         return freed_bytes
 
-    def _expect_back(self, removal: Removal, freed_bytes: int) -> None:
-        """Note what was not freed: where files may be away for a while, they come back and take their space again."""
-        left_bytes = removal.n_bytes - freed_bytes
-        if self._may_be_away and left_bytes > 0:
-            note = removal._replace(n_bytes=left_bytes).pack()
+    def _missing_bytes(self, removal: Removal) -> int:
+        """Return what files of the set should take that are missing now, as on a brick that is down."""
+        if not self._may_be_away:
+            return 0
+        files = SegmentFiles(self._folder / removal.namespace.hex(), direct=False)
+        return removal.n_bytes - files.set_bytes_of(removal.set_id)
+
+    def _expect_back(self, removal: Removal, missing_bytes: int) -> None:
+        """Note what is away: those files come back and take their space again."""
+        if missing_bytes > 0:
+            note = removal._replace(n_bytes=missing_bytes).pack()
             self._index.put_note(f"{AWAY_PREFIX}{removal.set_id:016x}", note, self._clock() + AWAY_S)
 
     def finish(self, now_s: float) -> None:
@@ -113,7 +122,7 @@ class Remover:
             try:
                 begun = Removal.read(note, value)
                 self._index.remove_set(begun.set_id)
-                self._expect_back(begun, self._unlink(begun.set_id, begun.namespace))
+                self._unlink(begun.set_id, begun.namespace)
             except (ValueError, struct.error, TierUnavailable) as fault:
                 self._log.warning("stays", "a set whose removal was begun stays for now: %s", fault)
                 continue
@@ -134,7 +143,7 @@ class Remover:
         if is_back or freed_bytes >= removal.n_bytes:
             self._index.drop_note(note)
         elif freed_bytes:
-            self._expect_back(removal, freed_bytes)
+            self._expect_back(removal, removal.n_bytes - freed_bytes)
 
     def pending_bytes(self, now_s: float) -> int:
         """Of sets that left the index, but maybe not the disk yet. To be asked for after what the index has was summed:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.eviction.evictor import Evictor
+from kvtier.eviction.limits import Need
 from kvtier.eviction.set_removal import AWAY_S, Remover
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
@@ -68,3 +70,39 @@ def test_a_set_that_was_taken_in_again_is_left_to_the_index(
     index.create_set(SetInfo(SET_ID, NAMESPACE, "", FILE_BYTES, clock.now_s, clock.now_s, is_open=False))
     remover.finish(clock.now_s)
     assert file.exists() and remover.pending_bytes(clock.now_s) == 0
+
+
+def test_what_a_sweep_unlinked_in_between_is_not_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep, or the next evictor, finishes removals that it finds begun, also while the one that began it lives."""
+    folder, clock, index = tmp_path / "v1" / NAMESPACE.hex(), Clock(), MemoryIndex()
+    folder.mkdir(parents=True)
+    (folder / segment_name(SET_ID, 0)).write_bytes(b"k" * FILE_BYTES)
+    info = SetInfo(SET_ID, NAMESPACE, "engine", FILE_BYTES, clock.now_s, clock.now_s, is_open=False)
+    index.create_set(info)
+    first, second = (Remover(index, tmp_path / "v1", clock) for _ in range(2))
+    for remover in (first, second):
+        monkeypatch.setattr(remover, "_may_be_away", True)
+    remove_set = index.remove_set
+
+    def remove_and_be_overtaken(set_id: int, token: int | None = None) -> None:
+        remove_set(set_id, token)
+        monkeypatch.setattr(index, "remove_set", remove_set)
+        second.finish(clock.now_s)
+
+    monkeypatch.setattr(index, "remove_set", remove_and_be_overtaken)
+    first.remove(info)
+    assert first.pending_bytes(clock.now_s) == 0
+
+
+def test_room_is_made_beside_what_is_away(
+    removed: tuple[Remover, MemoryIndex, Path, Path, Clock], tmp_path: Path
+) -> None:
+    """Otherwise a full root would save nothing for AWAY_S after a brick was down."""
+    _, index, _, _, clock = removed
+    for number in (1, 2):
+        space = SetInfo(number, NAMESPACE, "engine", FILE_BYTES, clock.now_s, clock.now_s, is_open=False)
+        index.create_set(space)
+    evictor = Evictor(index, tmp_path / "v1", "engine", clock=clock)
+    need = Need(FILE_BYTES, NAMESPACE)
+    assert evictor.make_room(need, 3 * FILE_BYTES) is not None
+    assert evictor.fits(need, 3 * FILE_BYTES) and [info.set_id for info in index.sets()] == [2]

@@ -245,6 +245,7 @@ def full(place: Place, percent: int) -> dict[str, Any]:
     second_half = indexed[len(indexed) // 2 :]
     return {
         "fits_mib": fits >> 20,
+        "most_indexed_mib": max(indexed) >> 20,
         "least_indexed_mib": min(second_half) >> 20,
         "last_indexed_mib": indexed[-1] >> 20,
         "least_share": min(second_half) / fits,
