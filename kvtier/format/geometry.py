@@ -142,7 +142,7 @@ class Geometry:
         return self.form.vector_bytes
 
     def vectors_bytes(self, layers: range) -> int:
-        """Bytes of K and V of one token and one head over these layers, as the engine holds them."""
+        """Return the bytes of K and V of one token and head over these layers, as the engine stores them."""
         if self.plain is None:
             return len(layers) * self.vector_bytes
         n_plain = sum(number in layers for number in self.plain_layers)

@@ -1,4 +1,4 @@
-"""Small files that many processes may create at once and that never change: one content wins, whole, for all."""
+"""Atomic creation and replacement of small files, which many processes may attempt at the same time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from pathlib import Path
 
 from kvtier.storage.safe_open import hand_over, open_plain
 
-SMALL_FILE_BYTES_MAX = 1 << 20
-WAIT_FOR_WRITER_S = 2.0
-"""Only where a file system has no hard links: how long an empty file may be one that is being written."""
+SMALL_FILE_BYTES_MAX = 1 << 20  # bytes read of a file
+WAIT_FOR_WRITER_S = 2.0  # wait for the content of an empty file, seconds; needed on file systems without hard links
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def create_once(path: Path, content: bytes) -> bytes:
-    """Creates `path` (0600) with `content` unless it exists; returns what it holds then. Raises OSError.
+    """Create `path` (0600) with `content` unless it exists. Return its content then. Raises OSError.
 
-    No reader sees a part of it: it is written and synced under another name, then linked to its own. On a file system
+    Readers see the complete file: it is written and synced under a temporary name, then linked. On a file system
     without hard links it is created exclusively instead, and readers wait while it is empty.
     """
     assert content
@@ -40,7 +39,7 @@ def create_once(path: Path, content: bytes) -> bytes:
 
 
 def replace_small(path: Path, content: bytes) -> None:
-    """Puts `content` in place of what `path` holds: a reader sees the one or the other, whole. Raises OSError."""
+    """Replace the content of `path` atomically. Raises OSError."""
     draft = _write_draft(path, content)
     try:
         os.replace(draft, path)
@@ -50,8 +49,10 @@ def replace_small(path: Path, content: bytes) -> None:
 
 
 def read_small(path: Path, folder: int | None = None) -> bytes:
-    """What `path` holds (a name in the open `folder`, if one is given), waiting a moment while that is nothing. Raises
-    OSError, also when it is a link, a pipe or the like."""
+    """Return the content of `path` (a name in the open `folder`, if given), after a short wait if it is empty.
+
+    Raises OSError, also when it is no plain file.
+    """
     deadline = time.monotonic() + WAIT_FOR_WRITER_S
     while True:
         with open(open_plain(path, folder), "rb") as file:
@@ -90,4 +91,4 @@ def _fill(descriptor: int, content: bytes) -> None:
     with open(descriptor, "wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())  # after power loss the name must not stand over an empty file
+        os.fsync(file.fileno())  # after power loss the name must not refer to an empty file

@@ -1,5 +1,5 @@
-"""What lies in a root may have been put there by others who can write to its share: only plain files are opened, only
-in folders that are folders, and no link of theirs is followed. (The root's own path is the operator's, links and all.)
+"""Safe opening of files in a root, which other users may be able to write to: only plain files in real folders, and no
+symbolic links. (The root's own path is the operator's choice and may contain links.)
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from kvtier.runtime.file_descriptors import close_file, with_descriptors
 
 log = logging.getLogger("kvtier")
 
-BELOW_ROOT = 2
-"""Folders of a namespace: `v1`, and its own."""
-LEASE_BREAK_S, LEASE_LOOK_S = 5.0, 0.01
-"""How long a file is waited for that somebody has a lease on, and how often it is tried."""
+BELOW_ROOT = 2  # folders between a root and a namespace's files: `v1` and the namespace's own
+LEASE_BREAK_S, LEASE_LOOK_S = 5.0, 0.01  # deadline and poll interval while another process holds a lease, seconds
 
 NOT_ANSWERING = frozenset({
     errno.EIO, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNABORTED,
     errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO,
     errno.ECOMM, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.EBADFD,
 })  # fmt: skip
-# errno of a storage, or a part of it, that is away: they say nothing of the file
+# errno of a storage, or a part of it, that does not answer: no statement about the file
 
 _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @contextmanager
 def folder_within(folder: Path, depth: int = BELOW_ROOT) -> Iterator[int]:
-    """A descriptor of it until the end, for `dir_fd` and for listing. The last `depth` names of the path must be those
-    of folders, not of links to any. Raises OSError: NotADirectoryError where they are not."""
+    """Open the folder and yield its descriptor, for `dir_fd` and for listing.
+
+    Raises OSError: NotADirectoryError if one of the last `depth` names of the path is a link or no folder.
+    """
     descriptor = with_descriptors(lambda: _open_folder(folder, depth))
     try:
         yield descriptor
@@ -56,8 +56,9 @@ def _open_folder(folder: Path, depth: int) -> int:
 
 
 def hand_over(path: str | Path) -> None:
-    """Give what root made to the owner of the folder that it is in, because one command that root runs must not take a
-    root or its index away from the engines' user. Where that is refused (NFS, a user namespace) it stays as it is."""
+    """Change the owner of a file that user root created to that of its folder. Refusals (NFS, user namespaces) are
+    ignored."""
+    # A command run by root must not make a root or its index inaccessible to the engines' user.
     if os.geteuid() == 0:
         with suppress(OSError):
             owner = os.stat(os.path.dirname(path) or ".")
@@ -65,11 +66,11 @@ def hand_over(path: str | Path) -> None:
 
 
 def make_private(path: str) -> None:
-    """A folder, with those above it that are missing, all for their user alone: os.makedirs takes what the umask leaves
-    for those above. Raises OSError."""
+    """Create a folder and its missing parents with mode 0700. Raises OSError."""
+    # os.makedirs would create the parents with the umask's mode.
     if not os.path.isdir(path):
         make_private(os.path.dirname(path))
-        with suppress(FileExistsError):  # another process was quicker; if it is no folder, its use says so
+        with suppress(FileExistsError):  # another process created it; if it is no folder, its use fails
             os.mkdir(path, 0o700)
             hand_over(path)
 
@@ -79,8 +80,8 @@ def is_plain(status: os.stat_result) -> bool:
 
 
 def open_plain(path: str | Path, folder: int | None = None) -> int:
-    """For reading. Waits for nobody, as opening a pipe would. Raises OSError, also when it is no plain file."""
-    if not is_plain(os.stat(path, dir_fd=folder, follow_symlinks=False)):  # to open a device may do something
+    """Open for reading, without blocking as a pipe would. Raises OSError, also when it is no plain file."""
+    if not is_plain(os.stat(path, dir_fd=folder, follow_symlinks=False)):  # opening a device may have side effects
         raise _not_plain(path)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = with_descriptors(lambda: once_free(lambda: os.open(path, flags, dir_fd=folder)))
@@ -91,9 +92,9 @@ def open_plain(path: str | Path, folder: int | None = None) -> int:
 
 
 def once_free(open_it: Callable[[], int]) -> int:
-    """What `open_it` returns, with O_NONBLOCK. The kernel then does not wait either for who has a lease on a file (a
-    server of NFS or Samba on this machine, for another node that has it open), but tells them to give it back: so it is
-    tried again for a moment. Raises OSError."""
+    """Call `open_it`, which opens with O_NONBLOCK, until no lease is in the way. Raises OSError at LEASE_BREAK_S."""
+    # An NFS or Samba server of this machine may hold a lease on the file. With O_NONBLOCK the kernel does not wait for
+    # the lease, but revokes it and fails with EWOULDBLOCK.
     deadline_s = time.monotonic() + LEASE_BREAK_S
     while True:
         try:
@@ -105,11 +106,11 @@ def once_free(open_it: Callable[[], int]) -> int:
 
 
 def remove_strange(folder: str, names: Iterable[str]) -> None:
-    """Unlinks what has one of these names and is no plain file, for a library that opens them by name and would follow
-    a link. Raises OSError."""
+    """Unlink files of these names that are not plain, before a library opens them by name and would follow a link.
+    Raises OSError."""
     for path in (os.path.join(folder, name) for name in names):
         if os.path.lexists(path) and not is_plain(os.lstat(path)):
-            log.warning("%s is not a plain file, and is removed", path)
+            log.warning("%s is not a plain file: removed", path)
             os.unlink(path)
 
 
