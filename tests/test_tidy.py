@@ -68,6 +68,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "kvtier.doctor",
     "kvtier.errors",
     "kvtier.format",
+    "kvtier.index",
     "kvtier.io",
     "kvtier.kernels",
     "kvtier.model",

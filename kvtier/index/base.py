@@ -1,55 +1,52 @@
-"""The index: key -> where its records lie. A hint, never the truth (I5): losing it costs hits, not correctness.
+"""Interface of the index: chunk key -> location of its records.
 
-Implementations are synchronous and safe to call from several threads; `kvtier.index.memory` is the model that the
-others are tested against. Keys are 16 bytes and unique over namespaces (they chain from the namespace id).
-Times are seconds since the epoch by the caller's clock, and passed in (I6). An index of many nodes keeps them by one
-clock, its own, and turns them: clocks of nodes may differ by days. A time within a name, a file or a note's content is
-kept by that clock too, with `shared_s` and `local_s`.
+The index is a hint (I5): losing it costs hits, not correctness. Implementations are synchronous and thread-safe;
+`kvtier.index.memory` is the model that the others are tested against. A key has 16 bytes and is unique over namespaces.
+
+Times are seconds since the epoch by the caller's clock, and are passed in (I6). An index shared by nodes, whose clocks
+may differ by days, converts them to its server's clock. Times inside names, files and notes are kept by that clock too;
+`shared_s` and `local_s` convert them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from kvtier.format.geometry import Extent
 
-NOBODY = ""
-"""Owner of a set that was read back from its files, or taken over from a writer that gave no sign of life."""
-EVICT_LEASE = "evict"
-"""Who holds it may remove sets to make room; its fencing token goes with each removal."""
-Loss = tuple[bytes, ...]
-"""Tells one loss of an index's content from the next: a mark for each part that may be lost by itself."""
+UNOWNED = ""  # owner of a set that was rebuilt from its files, or taken over from a writer whose lease expired
+EVICT_LEASE = "evict"  # lease of the engine that may evict sets; its fencing token is passed with each removal
+Loss = tuple[bytes, ...]  # identifies one loss of an index's content: a mark for each part that can be lost by itself
 
 
 def writer_lease(owner: str) -> str:
-    """Return the name of the lease by which an engine keeps its open sets. Only its holder adds records to them."""
+    """Return the name of the lease that an engine holds on its open sets. Only its holder adds records to them."""
     return f"writer/{owner}"
 
 
 class Location(NamedTuple):
-    """Where one rank's record of a chunk lies: `<set>-<rank>.kvseg`, slot `slot`."""
+    """Location of one rank's record of a chunk: slot `slot` of the file `<set>-<rank>.kvseg`."""
 
     set_id: int
     rank: int
     slot: int
     slab_bytes: int
     extent: Extent
-    checksums: tuple[int, ...]
-    """One a head of `extent`, in head order."""
+    checksums: tuple[int, ...]  # one for each head of `extent`, in head order
 
 
-def slots_used(places: Iterable[Location]) -> dict[int, int]:
-    """By rank: the slots of a set up to the last of `places`. What is behind them may be cut."""
+def slots_used(locations: Iterable[Location]) -> dict[int, int]:
+    """Return rank -> number of slots up to the last used one. The file may be truncated behind them."""
     used: dict[int, int] = {}
-    for place in places:
-        used[place.rank] = max(used.get(place.rank, 0), place.slot + 1)
+    for location in locations:
+        used[location.rank] = max(used.get(location.rank, 0), location.slot + 1)
     return used
 
 
 class NewRecord(NamedTuple):
-    """A record that was written whole and may become visible (I1). `whole`: what makes its chunk complete."""
+    """Record that was written completely and may become visible (I1). whole: the extent that completes its chunk."""
 
     key: bytes
     location: Location
@@ -57,14 +54,22 @@ class NewRecord(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SetInfo:
-    """A segment set: the segments that one engine's ranks fill together. The unit of eviction.
+class Use:
+    """Hits on a set since the last `touch`. at_s: time of the latest one."""
 
-    n_bytes: what its files take on disk over all ranks (they are allocated whole).
-    owner: the engine that fills it; NOBODY where only what its files hold may still become visible.
+    at_s: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetInfo:
+    """Segment set: the segments that one engine's ranks fill together. The unit of eviction.
+
+    owner: the engine that fills it; UNOWNED where only records read from its files may still become visible.
+    n_bytes: disk space of its files over all ranks (they are preallocated).
     is_open: its writer may still add records; it is not evicted while its writer lives.
-    tenant: label of the tenant whose chunks lie in it; "": of everybody without a label.
-    uses: how often hits fell on it, as booked by `touch`.
+    tenant: label of the tenant whose chunks it stores; "": shared by all without a label.
+    uses: number of hits reported with `touch`.
     """
 
     set_id: int
@@ -77,27 +82,24 @@ class SetInfo:
     tenant: str = ""
     uses: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """Hits on a set since the last time that was booked: when the latest one was, and how many they are."""
-
-    at_s: float
-    count: int
+    def with_use(self, use: Use) -> SetInfo:
+        """Return the set with more uses. `used_s` never decreases."""
+        return replace(self, used_s=max(self.used_s, use.at_s), uses=self.uses + use.count)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexCounts:
+    """Totals of an index. n_bytes: sum of the sets' n_bytes."""
+
     chunks: int
     records: int
     sets: int
     n_bytes: int
-    """Sum of the sets' n_bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteState:
-    """State of a remote index before any engine uses it. url: without credentials. said: what is stored there, or why
+    """State of a remote index before an engine uses it. url: without credentials. said: its content, or the reason why
     it does not answer. warning: a fault of the server and its fix; "" where none is known."""
 
     url: str
@@ -107,133 +109,129 @@ class RemoteState:
 
 
 class Index(Protocol):
-    """Every method may raise IndexUnavailable. No method waits longer than the index's configured timeout (I10)."""
+    """Every method may raise IndexUnavailable. No method blocks longer than the index's configured timeout (I10)."""
 
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Entries (kvtier.index.entry) of the longest prefix of `keys` that is complete: all layers, all heads.
+        """Return the entries (kvtier.index.entry) of the longest prefix of `keys` whose chunks are complete.
 
-        One round trip for all keys; writes nothing. Recency is reported apart, with `touch`.
+        One round trip for all keys. Writes nothing: recency is reported with `touch`.
         """
         ...
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The entry of each of `keys`, which need not be of one prompt; None where it is not complete. As `resolve`."""
+        """Return the entry of each of `keys`, None where its chunk is not complete. Else as `resolve`."""
         ...
 
     def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
-        """Makes records visible, atomically for each key; returns how many were taken. One that is visible already
-        counts.
+        """Make records visible, atomically for each key. Return how many were accepted or visible already.
 
-        from_files: they were read from segments just now, by whoever looks after the root; else written, by the set's
-        owner.
+        from_files: the records were just read from segments by a rebuild; else the set's owner has written them.
 
-        Refused, and so not counted: a record of a set that is not registered (it was evicted while being written) or
-        that is NOBODY's (its files may have been cut since the bytes were written) unless `from_files`, and one whose
-        extent the entry already has from another location (the first writer wins).
+        Rejected: a record of a set that is not registered (it was evicted meantime); of an UNOWNED set, unless
+        `from_files` (its files may have been truncated since); and one whose extent the entry already has from another
+        location (the first writer wins).
         """
         ...
 
     def retract(self, key: bytes, location: Location) -> bool:
-        """Takes `location` out of the key's entry if it is still there; True if it was. Never touches another."""
+        """Remove `location`, and no other, from the key's entry. Return whether it was there."""
         ...
 
     def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
-        """Registers a set; False, and nothing is done, when its id is taken.
+        """Register a set. Return False, without any change, when its id is taken.
 
-        records: of it, read from its files; published in the same step, for a set without records may be removed any
-        moment.
+        records: read from its files; published in the same step, because an empty set may be evicted at any time.
         """
         ...
 
     def take_over(self, set_id: int) -> None:
-        """The set is NOBODY's from now on: its writer, which may be alive after all, publishes nothing in it any more.
-        Before its files are cut or removed. Unknown ids are ignored."""
+        """Make the set UNOWNED, so that its writer, which may be alive, publishes nothing more in it.
+
+        Called before its files are truncated or removed. Unknown ids are ignored.
+        """
         ...
 
     def close_set(self, set_id: int, n_bytes: int) -> None:
-        """Its writer is done: no further records; its files now take `n_bytes`. Unknown ids are ignored."""
+        """Mark the set as complete; its files now take `n_bytes`. Unknown ids are ignored."""
         ...
 
     def sets(self) -> list[SetInfo]:
-        """All of them, by id."""
+        """Return all sets, by id."""
         ...
 
     def some_sets(self, set_ids: Collection[int]) -> list[SetInfo]:
-        """Those of `set_ids` that are registered, by id; one round trip for all."""
+        """Return those of `set_ids` that are registered, by id, in one round trip."""
         ...
 
     def members(self, set_id: int) -> list[tuple[bytes, Location]]:
-        """The visible records that lie in a set."""
+        """Return (key, location) of each visible record of a set."""
         ...
 
     def remove_set(self, set_id: int, token: int | None = None) -> int:
-        """Takes the set and all its records out of the index; returns how many records. Idempotent.
+        """Remove the set and its records from the index. Return the number of records. Idempotent.
 
-        token: the caller's, of EVICT_LEASE. Raises StaleLease when another owner has taken that lease since; what was
-        removed until then stays so.
+        token: the caller's token of EVICT_LEASE. Raises StaleLease when another owner has taken that lease since; what
+        was removed until then stays removed.
         """
         ...
 
     def touch(self, used: Mapping[int, Use]) -> None:
-        """Books hits on sets (by id): raises `used_s`, never lowers it, and adds to `uses`. Unknown ids are
-        ignored."""
+        """Add hits to sets (set id -> use). Unknown ids are ignored."""
         ...
 
     def shared_s(self, at_s: float) -> float:
-        """Return a time of the caller's clock by the index's."""
+        """Convert a time of the caller's clock to the index's."""
         ...
 
     def local_s(self, at_s: float) -> float:
-        """Return a time of the index's clock by the caller's."""
+        """Convert a time of the index's clock to the caller's."""
         ...
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
-        """Takes or renews the lease `name`. Returns its fencing token, which grows with each new owner; None while
-        another owner's lease has not run out."""
+        """Take or renew the lease `name`. Return its fencing token, which grows with each new owner, or None while
+        another owner's lease has not expired."""
         ...
 
     def lease_owner(self, name: str, now_s: float) -> str | None:
-        """Who holds the lease, if anybody does now."""
+        """Return the owner of an unexpired lease."""
         ...
 
     def release_lease(self, name: str, owner: str) -> None: ...
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
-        """Keeps a small document under `name` (at most 200 bytes of UTF-8) in place of what was there. None: it does
-        not expire. A rebuild brings lost pins and quotas back (kvtier.eviction.pins_backup), and no others."""
+        """Store a small document under `name` (at most 200 bytes of UTF-8), replacing an older one. expires_s: None for
+        never. A rebuild restores pins and quotas only (kvtier.eviction.pins_backup)."""
         ...
 
     def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
-        """The notes whose name starts so and that have not expired, sorted by name. Expired ones are forgotten, at
-        the latest here."""
+        """Return the unexpired notes whose name begins with `prefix`, sorted by name. Removes expired ones."""
         ...
 
     def drop_note(self, name: str) -> bool:
-        """False when there was none."""
+        """Return False when there was none."""
         ...
 
     def counts(self) -> IndexCounts: ...
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """(key, entry) of every chunk, in no order; some may come twice. For checks: it reads the whole index."""
+        """Yield (key, entry) of every chunk, in no order; some may come twice. For checks: reads the whole index."""
         ...
 
     def loss(self) -> Loss | None:
-        """None as long as the index has its content. Else (another boot, a damaged file) it is to be rebuilt from
-        segments."""
+        """Return the loss (another boot, a damaged file) after which the index was not rebuilt yet, if there is one."""
         ...
 
     @property
     def was_reset(self) -> bool:
-        """Whether there is a loss."""
+        """Return whether there is a loss."""
         ...
 
     def rebuilt(self, loss: Loss | None) -> None:
-        """The content is whole again, unless it was lost once more since this loss was found."""
+        """Record that the index was rebuilt after `loss`. A later loss stays."""
         ...
 
     def clear(self) -> None:
-        """Forgets every set and record (leases and notes stay); before a rebuild."""
+        """Remove every set and record before a rebuild. Leases and notes stay."""
         ...
 
     def close(self) -> None: ...

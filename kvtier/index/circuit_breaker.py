@@ -1,4 +1,4 @@
-"""When an index that does not answer is left alone. Pure: clock and randomness are passed in (I6)."""
+"""Circuit breaker for a remote index. Clock and randomness are passed in (I6)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BreakerPlan:
-    """failures: one after the other, before it opens. The pause doubles from the first to the longest; of each, a
-    random part between a half and the whole is waited, so that engines do not come back all at once."""
+    """Settings of a breaker. failures: consecutive ones that open it. The pause doubles from the first to the longest;
+    it is shortened by up to half at random, so that engines do not return all at once."""
 
     failures: int
     pause_first_s: float
@@ -19,10 +19,9 @@ class BreakerPlan:
 
 
 class Breaker:
-    """Closed: all calls pass. Open: none do. After the pause one call is let through to try; the others wait for how
-    that ends. Thread-safe.
+    """Circuit breaker. Closed: all calls pass. Open: none do; after the pause, one call is allowed as a probe.
 
-    Every call that `allows` let through is answered with `worked` or `failed`.
+    The caller reports the end of each allowed call with `worked` or `failed`. Thread-safe.
     """
 
     def __init__(self, plan: BreakerPlan, rng: random.Random) -> None:
@@ -40,7 +39,7 @@ class Breaker:
         return self._open_until_s is not None
 
     def left_s(self, now_s: float) -> float:
-        """How long it stays open."""
+        """Return how long the breaker stays open, seconds."""
         with self._lock:
             return 0.0 if self._open_until_s is None else max(0.0, self._open_until_s - now_s)
 
@@ -54,7 +53,7 @@ class Breaker:
             return True
 
     def worked(self) -> bool:
-        """True when this closes it."""
+        """Record a success. Return True when it closes the breaker."""
         with self._lock:
             was_open = self._open_until_s is not None
             self._failures, self._open_until_s, self._is_trying = 0, None, False
@@ -62,14 +61,12 @@ class Breaker:
             return was_open
 
     def failed(self, began_s: float, now_s: float) -> bool:
-        """True when this opens it, or begins another pause.
-
-        began_s: of the call. Calls that were under way together fell into one silence, however many they were: only
-        one that began after the last failure is another one.
-        """
+        """Record a failure of a call that began at `began_s`. Return True when it opens the breaker or begins another
+        pause."""
         with self._lock:
-            is_old_news = self._open_until_s is not None and not self._is_trying
-            if is_old_news or began_s < self._failed_s:
+            # Calls that ran at the same time count as one failure: only one that began after the last failure is new.
+            was_counted = self._open_until_s is not None and not self._is_trying
+            if was_counted or began_s < self._failed_s:
                 return False
             self._failed_s = now_s
             self._failures += 1

@@ -1,6 +1,6 @@
-"""The index's value for one key: where the records of a chunk lie, as bytes. No index is opened here.
+"""Index entry: the locations of a chunk's records as bytes.
 
-All integers are little-endian. The same bytes stand in LMDB and in Redis, and travel in load plans.
+All integers are little-endian. LMDB, Redis and load plans hold the same bytes.
 
     offset size
          0    1  1: the records cover `whole` (the chunk may be loaded); 0: they do not yet
@@ -16,8 +16,8 @@ All integers are little-endian. The same bytes stand in LMDB and in Redis, and t
 
     extent: first layer u16, layers u16, first head u16, heads u16
 
-The first byte stands alone so that a lookup is one get and one comparison. Segments are never rewritten, so a place
-(set, rank, slot) names a record for ever: two locations are the same if their places are.
+The first byte alone says whether the chunk is complete, so that a lookup is one get and one comparison. Segments are
+never rewritten, so a place (set, rank, slot) identifies a record permanently.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from kvtier.errors import Corrupt
 from kvtier.format.geometry import PAGE_BYTES, Extent, covers
 from kvtier.index.base import Location
 
-Place = tuple[int, int, int]
-"""(set id, rank, slot)"""
+Place = tuple[int, int, int]  # (set id, rank, slot)
 
 COMPLETE = 1
 PARTIAL = 0
+# Records of a chunk, one for each writing rank. The time of `covers` grows with their square: a forged entry with 4,000
+# records took a minute.
 RECORDS_MAX = 512
-"""Of a chunk: ranks of one engine that write a part of it, or of several. To see what more of them cover takes longer
-than computing the chunk: time grows with their square, and 4,000 of an entry that somebody made up took a minute."""
 
 _HEAD = struct.Struct("<B4H")
 _RECORD = struct.Struct("<QHIQ4H")
@@ -43,38 +42,36 @@ _CHECKSUM_BYTES = 8
 
 
 def is_complete(value: bytes) -> bool:
-    """Whether the chunk may be loaded. Reads the first byte only."""
+    """Return whether the chunk may be loaded. Reads the first byte only."""
     return value[:1] == b"\x01"
 
 
 def if_complete(value: bytes | None) -> bytes | None:
-    """The value, if its chunk may be loaded."""
+    """Return the value if its chunk may be loaded."""
     return value if value is not None and is_complete(value) else None
 
 
 def first_set(value: bytes) -> int:
-    """Set id of the first record, without the cost of `unpack`. Raises Corrupt when there is none."""
+    """Return the set id of the first record, without the cost of `unpack`. Raises Corrupt when there is none."""
     if len(value) < _HEAD.size + _RECORD.size:
         raise Corrupt(f"index entry: {len(value)} bytes hold no record")
     return int.from_bytes(value[_HEAD.size : _HEAD.size + 8], "little")
 
 
 def pack(locations: list[Location], whole: Extent) -> bytes:
-    """The value of a chunk whose records lie at `locations` (at least one)."""
-    complete = covers((location.extent for location in locations), whole)
-    head = _HEAD.pack(
-        COMPLETE if complete else PARTIAL, whole.first_layer, whole.n_layers, whole.first_head, whole.n_heads
-    )
-    return head + b"".join(_pack_record(location) for location in locations)
+    """Return the value of a chunk with records at `locations` (at least one)."""
+    flag = COMPLETE if covers((location.extent for location in locations), whole) else PARTIAL
+    head = _HEAD.pack(flag, whole.first_layer, whole.n_layers, whole.first_head, whole.n_heads)
+    return head + b"".join(map(_pack_record, locations))
 
 
 def unpack(value: bytes) -> list[Location]:
-    """The locations in `value`, in the order they were added. Raises Corrupt on anything `pack` does not write."""
+    """Return the locations in the order they were added. Raises Corrupt for anything that `pack` does not write."""
     return _parse(value)[0]
 
 
 def locations_of(value: bytes | None) -> list[Location]:
-    """As `unpack`, but none where the entry is absent or damaged: nobody can load from it."""
+    """Return the locations; none where the entry is absent or damaged, since no load can use it."""
     try:
         return unpack(value) if value else []
     except Corrupt:
@@ -82,10 +79,10 @@ def locations_of(value: bytes | None) -> list[Location]:
 
 
 def add(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
-    """The value with `location` in it, or None when it is refused. Adding what is there already changes nothing.
+    """Return the value with `location` in it, the same value if it is there already, or None when it is refused.
 
-    Refused: a location whose place or whole extent others have already, one that lies outside of `whole`, one of an
-    entry that was begun for another `whole`, and one beyond RECORDS_MAX. `value` is None when the key has no entry yet.
+    Refused: a location whose place or whole extent others have already, one outside of `whole`, one of an entry that
+    was begun for another `whole`, and one beyond RECORDS_MAX. value: None when the key has no entry yet.
     Raises Corrupt when `value` is malformed.
     """
     locations, stored_whole = ([], whole) if value is None else _parse(value)
@@ -98,8 +95,16 @@ def add(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
     return pack([*locations, location], whole)
 
 
+def add_or_replace(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
+    """Return `add`'s result. A damaged value, which no load can use, is replaced."""
+    try:
+        return add(value, location, whole)
+    except Corrupt:
+        return add(None, location, whole)
+
+
 def remove(value: bytes, gone: Place) -> bytes | None:
-    """The value without the record at `gone`: b"" when no record is left, None when it is not there.
+    """Return the value without the record at `gone`: b"" when no record is left, None when it is not there.
 
     Raises Corrupt when `value` is malformed.
     """
@@ -110,24 +115,22 @@ def remove(value: bytes, gone: Place) -> bytes | None:
     return pack(kept, whole) if kept else b""
 
 
+def remove_or_drop(value: bytes | None, gone: Place) -> bytes | None:
+    """Return `remove`'s result; None for no value. A damaged value, which no load can use, becomes b""."""
+    try:
+        return remove(value, gone) if value else None
+    except Corrupt:
+        return b""
+
+
 def place(location: Location) -> Place:
-    """What names a record: set, rank, slot."""
     return location[:3]
 
 
 def _pack_record(location: Location) -> bytes:
     e = location.extent
     assert len(location.checksums) == e.n_heads, "one checksum a head"
-    head = _RECORD.pack(
-        location.set_id,
-        location.rank,
-        location.slot,
-        location.slab_bytes,
-        e.first_layer,
-        e.n_layers,
-        e.first_head,
-        e.n_heads,
-    )
+    head = _RECORD.pack(*location[:4], e.first_layer, e.n_layers, e.first_head, e.n_heads)
     return head + struct.pack(f"<{e.n_heads}Q", *location.checksums)
 
 
@@ -146,18 +149,18 @@ def _parse(value: bytes) -> tuple[list[Location], Extent]:
     if not locations or not whole.cells:
         raise Corrupt(f"index entry: {len(locations)} records of {whole}")
     if flag == COMPLETE and len(locations) == 1 and locations[0].extent == whole:
-        return locations, whole  # nearly always: one rank wrote all; a load asks it of every chunk
+        return locations, whole  # fast path: one rank wrote all, as nearly always
     if not all(whole.contains(location.extent) for location in locations):
-        raise Corrupt(f"index entry: a record lies outside of {whole}")
+        raise Corrupt(f"index entry: a record is outside of {whole}")
     if len({place(location) for location in locations}) < len(locations):
-        raise Corrupt("index entry: a place stands in it twice")
+        raise Corrupt("index entry: a place occurs twice")
     if flag != (COMPLETE if covers((location.extent for location in locations), whole) else PARTIAL):
         raise Corrupt(f"index entry: its first byte, {flag}, contradicts its records")
     return locations, whole
 
 
 def _parse_record(value: bytes, offset: int) -> tuple[Location, int]:
-    """The record at `offset` and the offset after it."""
+    """Return the record at `offset` and the offset behind it."""
     checksums_at = offset + _RECORD.size
     if checksums_at > len(value):
         raise Corrupt("index entry: it ends within a record")

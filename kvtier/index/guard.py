@@ -1,10 +1,10 @@
-"""A guard around an index that may be slow or gone: it costs misses within known times, and what was saved waits.
+"""Guard around a remote index that may be slow or unreachable: circuit breaker and publish queue.
 
-Calls pass through a circuit breaker; while that is open they raise IndexUnavailable at once. Publishing does not raise:
-records wait in a bounded queue (I4) and go out when the index is back. They count as taken then: their bytes are whole
-(I1), and whoever asks for them before finds a miss, as after any loss of the index (I5). The oldest go when the queue
-is full, and all that wait when the process ends: they are in no entry, and `kvtier index rebuild` finds them as long as
-no sweep has taken their sets for those of a dead writer, and cut them behind what is visible.
+Calls pass through a circuit breaker; while it is open they raise IndexUnavailable at once. Publishing does not raise:
+records are queued (bounded, I4) and published when the index is back. They count as accepted: their bytes are complete
+(I1), and a lookup before that is a miss, as after any loss of the index (I5). When the queue is full the oldest are
+dropped, and all of them when the process ends. `kvtier index rebuild` finds those, unless a sweep has truncated their
+files before.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kvtier.errors import IndexRefused, IndexResting, IndexUnavailable, KVTierError
@@ -26,12 +27,10 @@ from kvtier.runtime.threads import Ticker
 
 log = logging.getLogger("kvtier")
 
-TICK_INTERVAL_S = 0.25
-"""How often it is looked whether what waits can go out."""
-SENT_AT_ONCE = 256
-CLOSE_TIMEOUT_S = 2.0
-RECORD_BYTES, CHECKSUM_BYTES = 480, 44
-"""Of a waiting record in memory, measured on CPython 3.11; a checksum is one Python int."""
+TICK_INTERVAL_S = 0.25  # interval between attempts to publish queued records, seconds
+SENT_AT_ONCE = 256  # queued records of one publish
+CLOSE_TIMEOUT_S = 2.0  # for publishing the queue at the end, seconds
+RECORD_BYTES, CHECKSUM_BYTES = 480, 44  # memory of a queued record and of each checksum, measured on CPython 3.11
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -43,7 +42,7 @@ class QueueBounds(NamedTuple):
 
 
 class GuardedIndex:
-    """See `kvtier.index.base.Index`. `clock`: seconds, monotonic."""
+    """See `kvtier.index.base.Index`. clock: monotonic seconds."""
 
     def __init__(
         self, index: Index, breaker: Breaker, bounds: QueueBounds, metrics: Metrics, clock: Clock = time.monotonic
@@ -60,11 +59,11 @@ class GuardedIndex:
         self._log = RepeatedLog(clock)
 
     def start(self) -> None:
-        """Sends what waits from a thread of its own; without it the caller ticks (tests)."""
+        """Start a thread that calls `tick`; tests call it themselves."""
         self._ticker = Ticker("index", TICK_INTERVAL_S, self.tick)
 
     def tick(self) -> None:
-        """Tries the index when it has rested, so that no lookup need do that, and sends what waits."""
+        """Probe the index after a pause, so that no lookup has to, and publish queued records."""
         try:
             if self._breaker.is_open:
                 self._call(lambda: self._index.was_reset)
@@ -75,51 +74,47 @@ class GuardedIndex:
 
     @property
     def n_waiting(self) -> int:
-        """Records that wait for the index to come back."""
+        """Return the number of queued records."""
         return len(self._waiting)
 
     def _call(self, work: Callable[[], T]) -> T:
         now = self._clock()
         if not self._breaker.allows(now):
             self.metrics.add(names.INDEX_FAST_FAILS)
-            raise IndexResting(f"the index is left alone for {self._breaker.left_s(now):.1f} s: it does not answer")
+            raise IndexResting(f"no calls of the index for {self._breaker.left_s(now):.1f} s: it does not answer")
         try:
             result = work()
-        except IndexRefused:  # an answer, too: a Redis that is full still knows what is stored
-            self._worked()
-            raise
-        except IndexUnavailable as fault:
-            self._failed(fault, now)
-            raise
-        except KVTierError:
-            self._worked()
-            raise
         except BaseException as fault:
-            self._failed(fault, now)
+            # A refusal is an answer, too: a Redis that is full still finds what is stored.
+            is_answer = isinstance(fault, KVTierError) and not isinstance(fault, IndexUnavailable)
+            if is_answer or isinstance(fault, IndexRefused):
+                self._worked()
+            else:
+                self._failed(fault, now)
             raise
         self._worked()
         return result
 
     def _worked(self) -> None:
         if self._breaker.worked():
-            what = "the index answers again; %d records wait to be published"
-            self._log.line(logging.INFO, "answers", what, self.n_waiting)
+            text = "the index answers again; %d records wait to be published"
+            self._log.line(logging.INFO, "answers", text, self.n_waiting)
 
     def _failed(self, fault: BaseException, began_s: float) -> None:
         now = self._clock()
         if self._breaker.failed(began_s, now):
             self.metrics.add(names.INDEX_PAUSES)
             left_s = self._breaker.left_s(now)
-            self._log.warning("pause", "the index is left alone for %.1f s: %s", left_s, fault)
+            self._log.warning("pause", "no calls of the index for %.1f s: %s", left_s, fault)
 
     # --- publishing ---
 
     def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
-        """Those that wait count as taken."""
+        """Publish records, or queue them while the index does not answer; queued ones count as accepted."""
         try:
             return self._call(lambda: self._index.publish(records, from_files))
         except IndexUnavailable:
-            if from_files:  # their files are read again another time
+            if from_files:  # the rebuild reads their files again
                 raise
             self._put(records)
             return len(records)
@@ -137,20 +132,20 @@ class GuardedIndex:
         self.metrics.add(names.PUBLISH_DROPPED, dropped)
 
     def _send_some(self) -> bool:
-        """Publishes the oldest that wait; False when none do. Raises IndexUnavailable, and they wait on."""
+        """Publish the oldest queued records. Return False when there are none. Raises IndexUnavailable."""
         with self._lock:
-            batch = [self._waiting[place] for place in range(min(SENT_AT_ONCE, len(self._waiting)))]
+            batch = list(islice(self._waiting, SENT_AT_ONCE))
         if not batch:
             return False
         taken = self._call(lambda: self._index.publish(batch))
-        with self._lock:  # meanwhile, the oldest may have been dropped for newer ones
+        with self._lock:  # `_put` may have dropped the oldest since
             sent = set(map(id, batch))
             while self._waiting and id(self._waiting[0]) in sent:
                 self._waiting_bytes -= _bytes_of(self._waiting.popleft())
         self.metrics.add(names.PUBLISH_SENT_LATE, taken)
         return True
 
-    # --- all else passes through the breaker ---
+    # --- all other methods only pass through the breaker ---
 
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
         return self._call(lambda: self._index.resolve(keys))
@@ -229,7 +224,7 @@ class GuardedIndex:
         self._call(self._index.clear)
 
     def close(self) -> None:
-        """Sends what waits, if the index takes it now, within a moment (I10)."""
+        """Publish queued records for at most CLOSE_TIMEOUT_S (I10)."""
         if self._ticker is not None:
             self._ticker.close(CLOSE_TIMEOUT_S)
         deadline_s = self._clock() + CLOSE_TIMEOUT_S
@@ -237,7 +232,7 @@ class GuardedIndex:
             while self._clock() < deadline_s and self._send_some():
                 pass
         except IndexUnavailable as fault:
-            log.warning("%d records stay unpublished, for a rebuild to find: %s", self.n_waiting, fault)
+            log.warning("%d records were not published; a rebuild finds them: %s", self.n_waiting, fault)
         self._index.close()
 
 

@@ -1,4 +1,4 @@
-"""The index in a dict: the model that every other index is tested against, and one for a single process.
+"""In-memory index: the model that every other index is tested against, and the index of a single process.
 
 Nothing outlives the object. One lock; every method is atomic.
 """
@@ -8,23 +8,15 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 from kvtier.errors import StaleLease
 from kvtier.index import entry
-from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
+from kvtier.index.base import EVICT_LEASE, UNOWNED, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
+from kvtier.index.values import Lease
 
-
-@dataclass(slots=True)
-class _Lease:
-    owner: str
-    expires_s: float
-    token: int
-
-
-_numbers = count()
-"""Tell the losses of one index from another's, where the other came in its place."""
+_loss_numbers = count()  # so that the losses of two indexes of this process differ
 
 
 class MemoryIndex:
@@ -35,12 +27,12 @@ class MemoryIndex:
         self._entries: dict[bytes, bytes] = {}
         self._sets: dict[int, SetInfo] = {}
         self._members: dict[int, dict[tuple[int, int], bytes]] = {}
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, Lease] = {}
         self._notes: dict[str, tuple[bytes, float]] = {}  # value, and when it expires
-        self._loss: Loss | None = (b"%d" % next(_numbers),)
+        self._loss: Loss | None = (b"%d" % next(_loss_numbers),)
 
     def loss(self) -> Loss | None:
-        """It began empty and nobody has called `rebuilt` since: what lies in the root is unknown to it."""
+        """Return the loss with which the index began, until `rebuilt` is called: it knows no record of the root."""
         return self._loss
 
     @property
@@ -72,7 +64,7 @@ class MemoryIndex:
     def _publish_one(self, record: NewRecord, from_files: bool) -> bool:
         location = record.location
         info = self._sets.get(location.set_id)
-        if info is None or (info.owner == NOBODY and not from_files):
+        if info is None or (info.owner == UNOWNED and not from_files):
             return False
         members = self._members[location.set_id]
         if members.get((location.rank, location.slot), record.key) != record.key:
@@ -86,19 +78,18 @@ class MemoryIndex:
 
     def retract(self, key: bytes, location: Location) -> bool:
         with self._lock:
-            value = self._entries.get(key)
-            left = None if value is None else entry.remove(value, entry.place(location))
-            if left is None:
+            if not self._remove_record(key, location):
                 return False
-            self._put_entry(key, left)
             del self._members[location.set_id][location.rank, location.slot]
             return True
 
-    def _put_entry(self, key: bytes, value: bytes) -> None:
-        if value:
-            self._entries[key] = value
-        else:
+    def _remove_record(self, key: bytes, location: Location) -> bool:
+        left = entry.remove_or_drop(self._entries.get(key), entry.place(location))
+        if left:
+            self._entries[key] = left
+        elif left is not None:
             del self._entries[key]
+        return left is not None
 
     def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
         with self._lock:
@@ -113,7 +104,7 @@ class MemoryIndex:
     def take_over(self, set_id: int) -> None:
         with self._lock:
             if set_id in self._sets:
-                self._sets[set_id] = replace(self._sets[set_id], owner=NOBODY)
+                self._sets[set_id] = replace(self._sets[set_id], owner=UNOWNED)
 
     def close_set(self, set_id: int, n_bytes: int) -> None:
         with self._lock:
@@ -141,28 +132,21 @@ class MemoryIndex:
 
     def remove_set(self, set_id: int, token: int | None = None) -> int:
         with self._lock:
-            if token is not None and token != self._token(EVICT_LEASE):
-                raise StaleLease(f"set {set_id:016x} is left to who evicts now")
+            if token is not None and token != self._lease(EVICT_LEASE).token:
+                raise StaleLease(f"set {set_id:016x} is not removed: another engine holds the eviction lease")
             members = self._members_of(set_id)
             for key, location in members:
-                left = entry.remove(self._entries[key], entry.place(location))
-                assert left is not None, "a member stands in its key's entry"
-                self._put_entry(key, left)
+                is_removed = self._remove_record(key, location)
+                assert is_removed, "a member is in its key's entry"
             self._members.pop(set_id, None)
             self._sets.pop(set_id, None)
             return len(members)
 
-    def _token(self, name: str) -> int:
-        lease = self._leases.get(name)
-        return 0 if lease is None else lease.token
-
     def touch(self, used: Mapping[int, Use]) -> None:
         with self._lock:
             for set_id, use in used.items():
-                info = self._sets.get(set_id)
-                if info is not None:
-                    used_s = max(info.used_s, use.at_s)
-                    self._sets[set_id] = replace(info, used_s=used_s, uses=info.uses + use.count)
+                if set_id in self._sets:
+                    self._sets[set_id] = self._sets[set_id].with_use(use)
 
     def shared_s(self, at_s: float) -> float:
         return at_s
@@ -170,27 +154,26 @@ class MemoryIndex:
     def local_s(self, at_s: float) -> float:
         return at_s
 
+    def _lease(self, name: str) -> Lease:
+        return self._leases.get(name, Lease())
+
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         with self._lock:
-            lease = self._leases.setdefault(name, _Lease("", 0.0, 0))
-            if lease.owner != owner:
-                if lease.owner and now_s < lease.expires_s:
-                    return None
-                lease.owner = owner
-                lease.token += 1
-            lease.expires_s = now_s + ttl_s
+            lease = self._lease(name).acquired(owner, now_s, ttl_s)
+            if lease is None:
+                return None
+            self._leases[name] = lease
             return lease.token
 
     def lease_owner(self, name: str, now_s: float) -> str | None:
         with self._lock:
-            lease = self._leases.get(name)
-            return lease.owner if lease is not None and lease.owner and now_s < lease.expires_s else None
+            return self._lease(name).owner_at(now_s)
 
     def release_lease(self, name: str, owner: str) -> None:
         with self._lock:
-            lease = self._leases.get(name)
-            if lease is not None and lease.owner == owner:
-                lease.owner = ""  # its token stays, so that the next owner's is larger
+            lease = self._lease(name)
+            if lease.owner == owner:
+                self._leases[name] = Lease(lease.token)
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
         with self._lock:
@@ -225,4 +208,4 @@ class MemoryIndex:
             self._members.clear()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""

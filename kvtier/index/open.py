@@ -1,4 +1,4 @@
-"""Which index a root has: what a configured kind means stands here and nowhere else."""
+"""Composition of a root's index: the only place that maps a configured kind to a class."""
 
 from __future__ import annotations
 
@@ -29,42 +29,41 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvtier")
 
-MEND_REPLY_MS = 10_000.0
+MEND_REPLY_MS = 10_000.0  # least reply timeout of `kvtier index` commands, milliseconds
 LOOKUP_THREADS = 4
-LOOKUPS_MAX = 256
-"""Lookups that wait for a remote index; a further one is a miss."""
+LOOKUPS_MAX = 256  # queued lookups of a remote index; a further one is a miss
 
 _memory_indexes: dict[Path, MemoryIndex] = {}
 _memory_lock = threading.Lock()
 
 
 def open_index(settings: Settings, root: Root, metrics: Metrics | None = None, *, is_engines: bool = False) -> Index:
-    """The index of a root. One in memory is shared by the halves of an engine that live in one process.
+    """Open the index of a root. One in memory is shared within the process.
 
-    metrics: gets what a guard around a remote one counts. is_engines: an engine's, and not of who only looks: an
-    embedded one that is gone is made anew then, with its root if need be (`root.open_again`). Raises ConfigError;
-    IndexUnavailable where an embedded one does not open. A Redis that does not answer is left to answer later; an
-    engine's log says so, and who only looks hears it of the first question.
+    metrics: for the counters of a remote index's guard. is_engines: opened by an engine, not by a tool: a removed
+    embedded index is then created again, with its root if need be (`root.open_again`). Raises ConfigError, and
+    IndexUnavailable where an embedded index does not open. A Redis that does not answer raises nothing here: an engine
+    logs a warning, and a tool's first call fails.
     """
     if root.root_id:
-        return _open_redis(settings, root, metrics or Metrics(), is_engines)
-    if root.index_path is not None:
-        reopen = partial(open_again, settings, root) if is_engines else None
-        index = LmdbIndex(str(root.index_path), settings.index.map_bytes, settings.index.timeout_s, reopen=reopen)
-        try:
-            index.bind(root.folder)
-        except (ConfigError, IndexUnavailable):
-            index.close()
-            raise
-        return index
-    with _memory_lock:
-        return _memory_indexes.setdefault(root.path, MemoryIndex())
+        return _open_redis(settings.index, root, metrics or Metrics(), is_engines)
+    if root.index_path is None:
+        with _memory_lock:
+            return _memory_indexes.setdefault(root.path, MemoryIndex())
+    reopen = partial(open_again, settings, root) if is_engines else None
+    index = LmdbIndex(str(root.index_path), settings.index.map_bytes, settings.index.timeout_s, reopen=reopen)
+    try:
+        index.bind(root.folder)
+    except (ConfigError, IndexUnavailable):
+        index.close()
+        raise
+    return index
 
 
 def open_redis_to_mend(settings: Settings, root: Root) -> Index:
-    """For a tool that waits for it: patient, and without a guard. Raises ConfigError, IndexUnavailable."""
-    patience = {"reply_timeout_ms": max(MEND_REPLY_MS, settings.index.reply_timeout_ms)}
-    index = _redis(settings.index.model_copy(update=patience))
+    """Open a Redis index with a long reply timeout and without a guard. Raises ConfigError, IndexUnavailable."""
+    reply_ms = max(MEND_REPLY_MS, settings.index.reply_timeout_ms)
+    index = _redis(settings.index.model_copy(update={"reply_timeout_ms": reply_ms}))
     try:
         index.bind(root.root_id)
     except (ConfigError, IndexUnavailable):
@@ -74,8 +73,7 @@ def open_redis_to_mend(settings: Settings, root: Root) -> Index:
 
 
 def look_at_redis(settings: Settings) -> RemoteState:
-    """Look whether an engine finds its index. Writes nothing. Raises ConfigError as an engine's start would; a server
-    that does not answer stops none."""
+    """Return what an engine's start would find in Redis. Writes nothing. Raises ConfigError where the start would."""
     index, url = _redis(settings.index), settings.index.url
     assert url is not None, "it is checked with the settings"
     try:
@@ -87,7 +85,7 @@ def look_at_redis(settings: Settings) -> RemoteState:
 
 
 def _root_id(settings: Settings) -> str | None:
-    """Return the id of the configured root, "" where it has none yet, None where this user cannot tell."""
+    """Return the id of the configured root, "" where it has none yet, None where it cannot be read."""
     folder = settings.root / f"v{FORMAT_VERSION}"
     try:
         owner = read_owner(folder) if folder.is_dir() else None
@@ -97,7 +95,6 @@ def _root_id(settings: Settings) -> str | None:
 
 
 def _redis(settings: IndexSettings) -> RedisIndex:
-    """Raises ConfigError."""
     try:
         from kvtier.index.redis.index import RedisIndex
     except ImportError as error:
@@ -107,9 +104,8 @@ def _redis(settings: IndexSettings) -> RedisIndex:
     return RedisIndex(settings)
 
 
-def _open_redis(settings: Settings, root: Root, metrics: Metrics, is_engines: bool) -> Index:
-    own = settings.index
-    index = _redis(own)
+def _open_redis(settings: IndexSettings, root: Root, metrics: Metrics, is_engines: bool) -> Index:
+    index = _redis(settings)
     try:
         index.bind(root.root_id)
     except ConfigError:
@@ -118,16 +114,15 @@ def _open_redis(settings: Settings, root: Root, metrics: Metrics, is_engines: bo
     except IndexUnavailable as fault:
         if is_engines:
             log.warning("the index does not answer; everything is a miss until it does: %s", fault)
-    pauses = own.breaker
+    pauses = settings.breaker
     plan = BreakerPlan(pauses.failures, pauses.pause_first_ms / 1000, pauses.pause_max_ms / 1000)
-    bounds = QueueBounds(own.publish_queue_records, own.publish_queue_bytes)
+    bounds = QueueBounds(settings.publish_queue_records, settings.publish_queue_bytes)
     guard = GuardedIndex(index, Breaker(plan, random.SystemRandom()), bounds, metrics)
     guard.start()
     return guard
 
 
 def open_lookups(index: Index) -> Lookups:
-    """How the scheduler asks it."""
     if isinstance(index, GuardedIndex):
         return InBackground(index, ThreadJobs("lookup", LOOKUP_THREADS, LOOKUPS_MAX))
     return InPlace(index)

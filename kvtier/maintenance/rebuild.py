@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, TierUnavailable
 from kvtier.format.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.index import entry
-from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo, slots_used
+from kvtier.index.base import UNOWNED, Index, Location, NewRecord, SetInfo, slots_used
 from kvtier.maintenance.record_read import Verdict, judge
 from kvtier.maintenance.sweep_lease import Clock, SweepLease
 from kvtier.storage.root import read_namespace
@@ -195,7 +195,7 @@ class ReadBack:
         """Add records to a set that the index knows with the records `known`; return how many were added. To a set that
         was taken over, none behind the known ones are added, except in files of `returned`: the index refused them to
         the writer, which cuts them off without the lease (own_segments)."""
-        if missing and any(info.owner == NOBODY for info in self._index.some_sets([set_id])):
+        if missing and any(info.owner == UNOWNED for info in self._index.some_sets([set_id])):
             used = slots_used(location for _, location in known)
             missing = [
                 record
@@ -249,5 +249,5 @@ class ReadBack:
         created_s = min(self._index.local_s(header.created_ms / 1000), self._clock())
         n_bytes = files.set_bytes_of(header.set_id)
         return SetInfo(
-            header.set_id, header.namespace, NOBODY, n_bytes, created_s, created_s, is_open=False, tenant=header.tenant
+            header.set_id, header.namespace, UNOWNED, n_bytes, created_s, created_s, is_open=False, tenant=header.tenant
         )

@@ -16,7 +16,7 @@ from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.format.record import SegmentHeader, record_bytes
-from kvtier.index.base import NOBODY, slots_used
+from kvtier.index.base import UNOWNED, slots_used
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage.open_segments import OpenSegment
@@ -109,7 +109,7 @@ class OwnSegments:
         was_lost = index.was_reset
         known = index.some_sets(set_ids)
         unknown = set(set_ids) - {info.set_id for info in known}
-        ours = {info.set_id for info in known if info.owner != NOBODY}
+        ours = {info.set_id for info in known if info.owner != UNOWNED}
         if was_lost or index.was_reset:
             return ours, set()
         for set_id in sorted(unknown):

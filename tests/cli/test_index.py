@@ -252,7 +252,7 @@ def test_check_refuses_the_prefix_of_another_root(tmp_path: Path, capsys: pytest
             config.write_text(yaml.safe_dump({"root": str(tmp_path / root), "capacity_bytes": "4GiB", "index": index}))
             assert main(["check", str(config)]) == status, root
             said = capsys.readouterr().err
-            assert status == 0 or "index.prefix = 'kvtier': under it lies the index of root" in said
+            assert status == 0 or "index.prefix = 'kvtier': it has the index of root" in said
         (verdict,) = [found for found in examine(config, look_at_redis=look_at_redis) if found.what == "Redis"]
         assert verdict.level == "bad" and "prefix of its own" in verdict.fix
 

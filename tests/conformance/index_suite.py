@@ -11,7 +11,7 @@ import pytest
 from kvtier.errors import StaleLease
 from kvtier.format.geometry import Extent
 from kvtier.index import entry
-from kvtier.index.base import EVICT_LEASE, NOBODY, Index, IndexCounts, Location, NewRecord, SetInfo, Use
+from kvtier.index.base import EVICT_LEASE, UNOWNED, Index, IndexCounts, Location, NewRecord, SetInfo, Use
 
 WHOLE = Extent(0, 4, 0, 8)
 LOWER, UPPER = Extent(0, 4, 0, 4), Extent(0, 4, 4, 4)
@@ -134,7 +134,7 @@ class IndexSuite:
         put_set(index, 2)
         index.take_over(1)
         index.take_over(9)
-        assert [info.owner for info in index.sets()] == [NOBODY, "engine-1"]
+        assert [info.owner for info in index.sets()] == [UNOWNED, "engine-1"]
         assert [info.is_open for info in index.sets()] == [True, True]
         assert index.publish([record(1, at(1, 1)), record(2, at(2, 0))]) == 1
         assert index.resolve([key(1)]) == []
@@ -144,7 +144,7 @@ class IndexSuite:
         assert index.publish([record(3, at(2, 1))]) == 1, "what its own writer has still on its way"
 
     def test_a_set_that_is_read_back_comes_with_its_records(self, index: Index) -> None:
-        info = replace(set_info(1, owner=NOBODY), is_open=False)
+        info = replace(set_info(1, owner=UNOWNED), is_open=False)
         assert index.create_set(info, [record(0, at(1, 0)), record(1, at(1, 1))])
         assert index.sets() == [info]
         assert index.members(1) == [(key(0), at(1, 0)), (key(1), at(1, 1))]
@@ -242,7 +242,7 @@ class IndexSuite:
         assert index.create_set(info)
         index.close_set(1, 50)
         index.take_over(1)
-        wanted = replace(info, owner=NOBODY, is_open=False, n_bytes=50)
+        wanted = replace(info, owner=UNOWNED, is_open=False, n_bytes=50)
         assert index.sets() == [wanted] == index.some_sets([1])
 
     def test_a_lease_has_one_owner(self, index: Index) -> None:

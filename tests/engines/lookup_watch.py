@@ -25,8 +25,8 @@ class LookupWatch(logging.Handler):
         log.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps why the index is left alone."""
-        if "left alone" in str(record.msg):
+        """Keep the reason of each pause of the index."""
+        if "no calls of the index" in str(record.msg):
             self._pauses.append(record.getMessage())
 
     def _resolved(self, *asked: Any) -> Any:
@@ -52,7 +52,7 @@ class LookupWatch(logging.Handler):
 
         lookup_s: from when its lookup was first asked for until the answer; longest_call_s: of one call of that;
         tier_tokens: what was offered; is_answered: whether the index said so, and not that it does not answer;
-        pauses: why the index was left alone since the last answers.
+        pauses: reasons of the pauses of the index since the last answers.
         """
         pauses, self._pauses = self._pauses, []
         for name, answer in answers.items():

@@ -133,7 +133,7 @@ class Trial:
 
 def ask_until_found(engine: Member, numbers: Sequence[int], judge: Judge) -> None:
     """What this engine does not save when it must compute it is there. An index that got too little of a busy machine's
-    time may be left alone for a second, and what was published waits as long."""
+    time may get no calls for a second, and what was published waits as long."""
     deadline = time.monotonic() + RECOVERY_TIMEOUT_S
     while True:
         answers = engine.ask("ask", numbers=numbers, saves=False)

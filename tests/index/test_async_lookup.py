@@ -12,7 +12,7 @@ from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.errors import IndexUnavailable
-from kvtier.index.async_lookup import ANSWER_KEPT_S, QUESTIONS_MAX, WAIT_S, Found, InBackground, InPlace
+from kvtier.index.async_lookup import ANSWER_KEPT_S, PENDING_MAX, WAIT_S, InBackground, InPlace, LookupResult
 from kvtier.index.memory import MemoryIndex
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.scheduler.load_threshold import FixedLimit
@@ -95,14 +95,14 @@ def test_an_answer_is_given_once_and_not_when_it_is_old() -> None:
     assert lookups.resolve(KEYS) is None and lookups.resolve(KEYS) is None
     assert jobs.pending() == 1
     jobs.run()
-    assert lookups.resolve(KEYS) == Found(KEYS, 0.0)
+    assert lookups.resolve(KEYS) == LookupResult(KEYS, 0.0)
     assert lookups.resolve(KEYS) is None, "the next one asks anew"
     jobs.run()
     clock.now_s = ANSWER_KEPT_S + 0.1
     assert lookups.resolve(KEYS) is None, "nobody came for that one in time"
     clock.now_s += 0.5
     jobs.run()
-    assert lookups.resolve(KEYS) == Found(KEYS, 0.5)
+    assert lookups.resolve(KEYS) == LookupResult(KEYS, 0.5)
 
 
 class Asking:
@@ -180,7 +180,7 @@ def test_what_came_too_late_for_one_request_is_not_told_another() -> None:
     index.is_down = False
     assert lookups.resolve(KEYS, "asks later") is None
     jobs.run()
-    assert lookups.resolve(KEYS, "asks later") == Found(KEYS, 0.0)
+    assert lookups.resolve(KEYS, "asks later") == LookupResult(KEYS, 0.0)
 
 
 def test_a_failed_lookup_is_no_answer_and_what_finds_no_room_asks_again() -> None:
@@ -191,18 +191,18 @@ def test_a_failed_lookup_is_no_answer_and_what_finds_no_room_asks_again() -> Non
     assert lookups.resolve([b"a"]) is None
     assert lookups.resolve([b"b"]) is None, "a full queue is no fault of the index"
     jobs.run()
-    assert lookups.resolve([b"a"]) == Found([], 0.0, is_answer=False)
+    assert lookups.resolve([b"a"]) == LookupResult([], 0.0, is_answer=False)
     assert lookups.resolve([b"b"]) is None and jobs.pending() == 1
-    assert InPlace(index, Clock()).resolve([b"a"]) == Found([], 0.0, is_answer=False)
+    assert InPlace(index, Clock()).resolve([b"a"]) == LookupResult([], 0.0, is_answer=False)
 
 
 def test_questions_nobody_comes_back_for_are_bounded() -> None:
-    jobs = ManualJobs(10 * QUESTIONS_MAX)
+    jobs = ManualJobs(10 * PENDING_MAX)
     lookups = InBackground(SlowIndex(), jobs, Clock())
     lookups._is_quick = False
-    for number in range(3 * QUESTIONS_MAX):
+    for number in range(3 * PENDING_MAX):
         lookups.resolve([number.to_bytes(4, "big")])
-    assert len(lookups._questions) == QUESTIONS_MAX
+    assert len(lookups._lookups) == PENDING_MAX
 
 
 def test_answers_that_nobody_comes_for_go_in_time() -> None:
@@ -214,15 +214,15 @@ def test_answers_that_nobody_comes_for_go_in_time() -> None:
     jobs.drain(0.0)
     clock.now_s = ANSWER_KEPT_S + 0.1
     lookups.resolve(KEYS, "asks later")
-    assert [name[0] for name in lookups._questions] == ["asks later"]
+    assert [name[0] for name in lookups._lookups] == ["asks later"]
 
 
 def test_an_answer_that_comes_while_one_looks_is_not_given_again() -> None:
     lookups = InBackground(SlowIndex(), ManualJobs(100), Clock())
     assert lookups.resolve(KEYS) is None
-    (question,) = lookups._questions.values()
-    question.found = Found(KEYS, 0.0)  # the next thing that its thread does is to say so
-    assert lookups.resolve(KEYS) == Found(KEYS, 0.0)
+    (question,) = lookups._lookups.values()
+    question.found = LookupResult(KEYS, 0.0)  # the next thing that its thread does is to say so
+    assert lookups.resolve(KEYS) == LookupResult(KEYS, 0.0)
     assert lookups.resolve(KEYS) is None, "the next one asks anew"
 
 

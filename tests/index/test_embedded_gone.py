@@ -15,7 +15,7 @@ import pytest
 from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable
 from kvtier.index import open as indexes
-from kvtier.index.lmdb import environment as lmdb_env
+from kvtier.index.lmdb import environment
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.storage.root import open_root
 from tests.waiting import wait_until
@@ -145,5 +145,5 @@ def test_one_that_does_not_answer_at_the_start_is_closed_again(tmp_path: Path, m
     with monkeypatch.context() as broken, pytest.raises(IndexUnavailable):
         broken.setattr(LmdbIndex, "bind", fail)
         indexes.open_index(found, root)
-    assert str(root.index_path) not in lmdb_env._registry
+    assert str(root.index_path) not in environment._registry
     indexes.open_index(found, root).close()

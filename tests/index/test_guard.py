@@ -87,7 +87,7 @@ def test_failures_in_a_row_open_it_and_then_nothing_reaches_the_index() -> None:
     scene.fail(3)
     calls = scene.index.calls
     for _ in range(10):
-        with pytest.raises(IndexUnavailable, match="left alone"):
+        with pytest.raises(IndexUnavailable, match="no calls of the index"):
             scene.guard.resolve([key(0)])
     assert scene.index.calls == calls
     assert (scene.count(names.INDEX_PAUSES), scene.count(names.INDEX_FAST_FAILS)) == (1, 10)

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from kvtier.errors import StaleLease
 from kvtier.format.geometry import Extent
 from kvtier.index import entry
-from kvtier.index.base import NOBODY, Index, Location, NewRecord, SetInfo, Use
+from kvtier.index.base import UNOWNED, Index, Location, NewRecord, SetInfo, Use
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.index.redis.index import RedisIndex
@@ -82,7 +82,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(set_id=SET_IDS, records=st.lists(RECORDS, max_size=5))
     def read_back_set(self, set_id: int, records: list[NewRecord]) -> None:
-        info = SetInfo(set_id, KEYS[0], NOBODY, 1, self.now_s, self.now_s, is_open=False)
+        info = SetInfo(set_id, KEYS[0], UNOWNED, 1, self.now_s, self.now_s, is_open=False)
         mine = [record for record in records if record.location.set_id == set_id]
         assert self.index.create_set(info, mine) == self.model.create_set(info, mine)
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.config.index import IndexSettings
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts
+from kvtier.index.base import EVICT_LEASE, UNOWNED, IndexCounts
 from kvtier.index.redis.index import RedisIndex
 from kvtier.index.redis.wire import Request, Wire
 from tests.redis_server import (
@@ -137,7 +137,7 @@ def test_one_emptied_shard_of_three_is_noticed_and_made_whole_again(tmp_path: Pa
             assert index.was_reset
             assert len(index.resolve(wanted)) < 80
             for set_id in range(8):  # as a rebuild does
-                info = set_info(set_id, NOBODY)
+                info = set_info(set_id, UNOWNED)
                 records = [record(slot, set_id, slot)._replace(key=wanted[10 * set_id + slot]) for slot in range(10)]
                 if not index.create_set(info, records):
                     assert index.publish(records, from_files=True) == 10

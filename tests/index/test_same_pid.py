@@ -9,7 +9,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvtier.index.lmdb import process as lmdb_pid
+from kvtier.index.lmdb import process
 from kvtier.index.lmdb.index import LmdbIndex
 
 OWN_IDS = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
@@ -118,11 +118,11 @@ def test_where_the_id_cannot_be_replaced_it_is_refused(tmp_path: Path, monkeypat
         path.write_bytes(image)
         monkeypatch.setattr(lmdb.cpython, "__file__", str(path))
         with pytest.raises(lmdb.LockError):
-            lmdb_pid.open_with_another_id(lambda: None)
+            process.open_with_another_id(lambda: None)
 
 
 def test_the_id_is_replaced_only_while_it_opens(tmp_path: Path) -> None:
-    places = lmdb_pid._places()
+    places = process._places()
     before = [place[0] for place in places]
     tries = []
 
@@ -131,6 +131,6 @@ def test_the_id_is_replaced_only_while_it_opens(tmp_path: Path) -> None:
         raise lmdb.LockError
 
     with pytest.raises(lmdb.LockError):
-        lmdb_pid.open_with_another_id(refused)
-    assert len(tries) == lmdb_pid.TRIES and before not in tries
+        process.open_with_another_id(refused)
+    assert len(tries) == process.TRIES and before not in tries
     assert [place[0] for place in places] == before

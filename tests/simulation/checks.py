@@ -26,7 +26,7 @@ from kvtier.eviction.set_removal import Remover
 from kvtier.format.geometry import PAGE_BYTES, covers
 from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.index import entry
-from kvtier.index.base import NOBODY, Location, NewRecord, SetInfo
+from kvtier.index.base import UNOWNED, Location, NewRecord, SetInfo
 from kvtier.io.native import slab_checksums
 from kvtier.maintenance.consistency_check import Disagreement, check_agreement
 from kvtier.storage.segments import segment_name
@@ -63,7 +63,7 @@ class Checks:
         for record in records:
             self._homes.setdefault(record.key, set()).add(record.location.set_id)
             info = known.get(record.location.set_id)
-            if info is None or (info.owner == NOBODY and not from_files):
+            if info is None or (info.owner == UNOWNED and not from_files):
                 continue  # it will be refused
             place.published.add(record.key)
             if not from_files:

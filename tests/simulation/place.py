@@ -130,7 +130,7 @@ class Place:
 def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
     """The library's modules run on these while it lasts, as far as the calling thread runs them."""
     threads, clock, calls, machine = SimThreading(runtime), SimTime(runtime), SimOs(disk), SimMachine(runtime)
-    question = kvtier.index.async_lookup._Question
+    question = kvtier.index.async_lookup._Lookup
 
     def ask(keys: Any, asked_s: float) -> Any:  # its own event was made for threads when its module was imported
         return question(keys, asked_s, is_answered=SimEvent(runtime))  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         put_function(kvtier.storage.segments, "fallocate", calls.fallocate)
         # Simulated processes are one real process: none closes the files of another.
         put_function(kvtier.storage.segments, "close_in_process", lambda folder, set_id: None)
-        put_function(kvtier.index.async_lookup, "_Question", ask)
+        put_function(kvtier.index.async_lookup, "_Lookup", ask)
         put_function(kvtier.scheduler.engine_report, "_own_version", lambda: "simulated")
         put(Namespace, "canonical_json", lru_cache(Namespace.canonical_json))  # asked for in every tick
         yield

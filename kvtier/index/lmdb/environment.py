@@ -1,22 +1,22 @@
-"""An LMDB environment that is safe to share: by threads, by several users in one process, by processes, over fork.
+"""LMDB environment shared safely by threads, by several users in one process, by processes, and over fork.
 
-Holds no knowledge of what is stored. Seven things stand between a caller and LMDB:
+It adds to LMDB:
 
-- One environment a process and folder, counted by reference: LMDB's POSIX locks forbid a second open (and py-lmdb
-  refuses it), while both halves of a connector may live in one process.
-- A writer lock of our own (a POSIX record lock on `lock`), taken with a deadline: LMDB's own waits for ever, for
-  example behind a stopped process (I10). The kernel drops it when its owner is killed; LMDB's mutex is robust too.
-- Quiet at fork: `os.register_at_fork` waits for running transactions, and the child closes what it inherited.
-- Throwing away: the files are written without fsync, so those of another boot are not trusted, nor those that LMDB
-  calls corrupt, nor data without the locks that it was used with: who has it open may have those still. Whoever throws
-  them away unlinks them under the writer lock; the others see that the files under the path are not those that they
-  have open, and open the new ones.
-- A reserve: LMDB writes new pages even to remove, so on a full disk nothing could be evicted any more. What adds
-  keeps some allocated bytes behind the pages in use, for what does not.
-- Room for LMDB's table of readers, which it maps and writes: on a full disk the first touch of a hole is a SIGBUS.
-- Another process id where a process of another container has this one's (`lmdb_pid`).
+- One reference-counted environment for each process and folder: LMDB's POSIX locks forbid a second open (and py-lmdb
+  refuses it), but both halves of a connector may run in one process.
+- A writer lock (a POSIX record lock on `lock`) with a deadline: LMDB's own blocks without limit, for example behind a
+  stopped process (I10). The kernel releases both when their owner is killed.
+- Fork safety: `os.register_at_fork` waits for running transactions, and the child closes the inherited environment.
+- Replacement of the files: they are written without fsync, so files of another boot are discarded, as are those that
+  LMDB reports as corrupt, and data whose lock file is gone (another process may still hold the old locks). A process
+  discards files by unlinking them under the writer lock; the others notice that the path has other files than their
+  open ones, and open the new ones.
+- A reserve: LMDB writes new pages even for removals, so on a full disk eviction would fail. Transactions that add keep
+  some bytes allocated behind the used pages for those that do not.
+- Preallocation of LMDB's reader table, which is mapped: on a full disk the first write into a hole is a SIGBUS.
+- Another process id where a process of another container has the same one (kvtier.index.lmdb.process).
 
-Never open lock.mdb while LMDB has it open: closing the descriptor would drop LMDB's locks.
+Never open lock.mdb while LMDB has it open: closing the descriptor would release LMDB's locks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import lmdb
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.index.lmdb.locks import file_lock, held
 from kvtier.index.lmdb.process import open_with_another_id
-from kvtier.index.lmdb.view import Identity, Opened, Work
+from kvtier.index.lmdb.view import Identity, OpenEnvironment, Work
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.storage.root_owner import INDEX_STAMP, index_stamp
 from kvtier.storage.safe_open import hand_over, make_private, remove_strange
@@ -46,19 +46,13 @@ log = logging.getLogger("kvtier")
 T = TypeVar("T")
 Reopen = Callable[[], object]
 
-_FILES = _DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP = (
-    "data.mdb",
-    "lock.mdb",
-    "lock",
-    INDEX_STAMP,
-    f"{INDEX_STAMP}.new",
-)
+_DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP = "data.mdb", "lock.mdb", "lock", INDEX_STAMP, f"{INDEX_STAMP}.new"
+_FILES = (_DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP)
 _OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_READERS_MAX = 1024  # one a running read transaction; 64 bytes each
-_READERS_BYTES = 64 * (_READERS_MAX + 2)  # of lock.mdb, with its head
-_GROWTH_MAX = 8  # a full map is doubled at most to this many times the configured size
-RESERVE_BYTES = 16 << 20
-"""Two removals of 512 records from anywhere in the index write 5 MB before LMDB takes freed pages again."""
+_READERS_MAX = 1024  # concurrent read transactions; 64 bytes each
+_READERS_BYTES = 64 * (_READERS_MAX + 2)  # size of lock.mdb, with its head
+_GROWTH_MAX = 8  # a full map is doubled up to this many times the configured size
+RESERVE_BYTES = 16 << 20  # two removals of 512 records write up to 5 MB before LMDB reuses freed pages
 
 _BROKEN = (
     lmdb.InvalidError,
@@ -66,18 +60,18 @@ _BROKEN = (
     lmdb.VersionMismatchError,
     lmdb.PageNotFoundError,
     lmdb.PanicError,
-    lmdb.BadTxnError,  # what the first read of a transaction says when the root of a named database is damaged
+    lmdb.BadTxnError,  # raised by the first read when the root page of a named database is damaged
 )
 _WRONG_PATH = (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)
 
 
 class SharedEnvironment:
-    """All users of one folder in this process share one of these; see `attach`."""
+    """Environment of one folder, shared by all its users in this process; see `attach`."""
 
     def __init__(
         self, path: str, map_bytes: int, timeout_s: float, stamp: str, databases: tuple[str, ...], reopen: Reopen | None
     ) -> None:
-        """stamp: what must stand in the file `boot-id` for the files to be trusted. reopen: see `attach`."""
+        """stamp: content of the file `boot-id` of valid files. reopen: see `attach`."""
         self.path = path
         self.users = 0
         self._map_bytes = map_bytes
@@ -88,46 +82,42 @@ class SharedEnvironment:
         self._shared_paths = [os.path.join(path, name) for name in (_DATA, _LMDB_LOCK, _LOCK)]
         self._reopen = reopen
         self._was_opened = False
-        self._opened: Opened | None = None
+        self._opened: OpenEnvironment | None = None
         self._lock_file = -1
-        # Order: writing, then reading. `reading` guards `_opened` and the map under a read transaction; it is held
-        # for microseconds (the interpreter's lock would be, anyway), `writing` while other processes write.
+        # Lock order: writing, then reading. `reading` guards `_opened` and the map of a read transaction, and is held
+        # for microseconds; `writing` is held while other processes write.
         self._writing = threading.Lock()
         self._reading = threading.Lock()
 
     def open(self) -> None:
-        """Opens it now, so that what is wrong shows at start-up. Raises ConfigError, IndexUnavailable."""
+        """Open the files, so that faults show at the start. Raises ConfigError, IndexUnavailable."""
         try:
             self._ready(self._deadline())
         except _WRONG_PATH as error:
-            raise ConfigError("index.path", self.path, f"{error.strerror}: {self._whose()}") from None
+            raise ConfigError("index.path", self.path, f"{error.strerror}: {self._path_fix()}") from None
         except lmdb.LockError as error:
-            # LMDB marks readers by process id, found this process's own taken, and could not be given another one.
-            fix = (
-                "a process with this one's id, so in another container, uses it: let both share one namespace of "
-                f"process ids ({error})"
-            )
+            # LMDB identifies readers by process id, and another id could not be substituted.
+            fix = f"another container's process with the same id uses it: let both share a PID namespace ({error})"
             raise ConfigError("index.path", self.path, fix) from None
         except lmdb.MemoryError as error:
-            fix = f"this process has no room for a map of that size ({error}): lower it, or raise ulimit -v"
+            fix = f"this process has no address space for a map of that size ({error}): lower it, or raise ulimit -v"
             raise ConfigError("index.map_bytes", self._map_bytes, fix) from None
         except (lmdb.Error, OSError) as error:
             raise self._unavailable(None, error) from error
 
-    def _whose(self) -> str:
-        """Say what to do about a folder that cannot be used: another user may have made its files."""
+    def _path_fix(self) -> str:
+        """Return the fix for a folder that cannot be used: another user may own it."""
         for path in (self.path, *(os.path.join(self.path, name) for name in _FILES)):
             with contextlib.suppress(OSError):
                 user = os.lstat(path).st_uid
                 if user != os.geteuid():
-                    return f"{path} is user {user}'s, this is user {os.geteuid()}: chown it, or run this as user {user}"
-        return "name a folder that may be written"
+                    return f"user {user} owns {path}, this is user {os.geteuid()}: chown it, or run this as user {user}"
+        return "name a writable folder"
 
     def read(self, work: Work[T], *, at_once: bool = False) -> T:
-        """Runs `work` in a read transaction. Raises IndexUnavailable.
+        """Run `work` in a read transaction. Raises IndexUnavailable.
 
-        at_once: never waits for what the folder lies in, whose file system may take longer than any timeout of ours:
-        where files that are gone would be opened anew behind `reopen`, that is left to others.
+        at_once: never call `reopen`, whose file system may block longer than any timeout: raise where it is needed.
         """
         deadline, opened = self._deadline(), None
         try:
@@ -147,11 +137,10 @@ class SharedEnvironment:
             raise self._unavailable(opened, error) from error
 
     def write(self, work: Work[T], *, adds: bool = False) -> T:
-        """Runs `work` in a write transaction, perhaps more than once (the map may have to grow first): it must change
-        nothing but the transaction. Raises IndexUnavailable.
+        """Run `work` in a write transaction, more than once if the map has to grow. Raises IndexUnavailable.
 
-        adds: `work` is what fills disk and map. It is refused (IndexUnavailable) while there is still room for the
-        rest: leases, recency, and removing, which makes room.
+        work: must not change anything but the transaction.
+        adds: `work` adds records or sets. It is refused while there is still space for leases, recency and removals.
         """
         deadline, opened = self._deadline(), None
         try:
@@ -166,7 +155,7 @@ class SharedEnvironment:
             raise self._unavailable(opened, error) from error
 
     def close(self) -> None:
-        """Called when nothing runs in it: by its last user, before it is opened anew, and by a forked child."""
+        """Close the files while no transaction runs: for the last user, before a reopen, in a forked child."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
@@ -176,28 +165,28 @@ class SharedEnvironment:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """While this is held no transaction runs in this process."""
+        """Exclude all transactions of this process."""
         with self._writing, self._reading:
             yield
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
 
-    def _unavailable(self, opened: Opened | None, error: Exception) -> IndexUnavailable:
+    def _unavailable(self, opened: OpenEnvironment | None, error: Exception) -> IndexUnavailable:
         if opened is not None and isinstance(error, _BROKEN):
             self._discard(opened)
         return IndexUnavailable(f"index {self.path}: {error}")
 
-    def _write_locked(self, work: Work[T], opened: Opened, deadline: float, map_bytes_max: int) -> T:
+    def _write_locked(self, work: Work[T], opened: OpenEnvironment, deadline: float, map_bytes_max: int) -> T:
         def resize(map_bytes: int) -> None:
-            with held(self._reading, deadline):  # a new map under a running read would end it
+            with held(self._reading, deadline):  # a new map invalidates a running read
                 opened.env.set_mapsize(map_bytes)
 
         try:
             return opened.run(work, write=True)
         except lmdb.MapResizedError:  # another process has grown it
             resize(0)
-        except lmdb.MapFullError:  # pages may be held back for readers that were killed
+        except lmdb.MapFullError:  # readers that were killed may hold freed pages
             opened.env.reader_check()
         while True:
             try:
@@ -209,9 +198,9 @@ class SharedEnvironment:
                 log.warning("the map of the index %s is full; grown to %d bytes", self.path, map_bytes)
                 resize(map_bytes)
 
-    def _reserve(self, opened: Opened) -> None:
-        """Sees to it that between half and all of the reserve is allocated behind the last page in use. Raises
-        OSError when the disk has not got it."""
+    def _reserve(self, opened: OpenEnvironment) -> None:
+        """Allocate the reserve behind the last used page if less than half of it is left. Raises OSError on a full
+        disk."""
         used = opened.used_bytes()
         path = os.path.join(self.path, _DATA)
         if os.stat(path).st_size < used + RESERVE_BYTES // 2:
@@ -222,10 +211,10 @@ class SharedEnvironment:
                 close_file(descriptor)
 
     def _ready(self, deadline: float, at_once: bool = False) -> None:
-        """Opens what lies under the path, unless that is what is open. Needs no lock, takes both when it opens."""
+        """Open the files under the path unless they are open. The caller holds no lock."""
         if not self._is_current():
             if at_once and self._reopen is not None:
-                raise IndexUnavailable(f"index {self.path}: it is gone, and will be opened anew in the background")
+                raise IndexUnavailable(f"index {self.path}: its files are gone; they are reopened in the background")
             with held(self._writing, deadline):
                 self._current(deadline)
 
@@ -233,21 +222,21 @@ class SharedEnvironment:
         opened = self._opened
         return opened is not None and opened.identity == self._identity()
 
-    def _current(self, deadline: float) -> Opened:
-        """What is open, if its files are still those under the path; else opens those. Needs `writing`: the lock file
-        is reopened too, which drops this process's lock on it."""
+    def _current(self, deadline: float) -> OpenEnvironment:
+        """Return the open environment, reopened if the path has other files. The caller holds `writing`: the lock file
+        is reopened too, which releases this process's lock on it."""
         if self._opened is None or not self._is_current():
             with held(self._reading, deadline):
                 self.close()
             if not self.users:
                 raise IndexUnavailable(f"index {self.path}: closed")
-            self._make_folder()  # may take long: nobody who reads waits for it
+            self._make_folder()  # may take long, so outside of `reading`
             with held(self._reading, deadline):
                 self._opened = self._open(deadline)
         return self._opened
 
     def _identity(self) -> Identity | None:
-        """Of the files that all must share: with other locks than theirs nobody is kept out. None: one is missing."""
+        """Return the identity of the files that all users must share, locks included. None: one is missing."""
         try:
             found = [os.stat(path) for path in self._shared_paths]
         except FileNotFoundError:
@@ -257,7 +246,7 @@ class SharedEnvironment:
     def _has(self, name: str) -> bool:
         return os.path.lexists(os.path.join(self.path, name))
 
-    def _open(self, deadline: float) -> Opened:
+    def _open(self, deadline: float) -> OpenEnvironment:
         if os.stat(self.path).st_mode & 0o077:
             os.chmod(self.path, 0o700)
         remove_strange(self.path, _FILES)
@@ -265,7 +254,7 @@ class SharedEnvironment:
         with file_lock(self._lock_file, deadline):
             self._check_stamp()
             if self._has(_DATA) and not self._has(_LMDB_LOCK):
-                log.warning("the index %s has lost its locks: starting an empty one", self.path)
+                log.warning("the lock file of the index %s is gone: starting an empty one", self.path)
                 self._unlink()
             try:
                 opened = self._open_env()
@@ -277,8 +266,8 @@ class SharedEnvironment:
         return opened
 
     def _make_folder(self) -> None:
-        """With what is missing above it, at the start. Later that is whoever's who can `reopen` what it lies in: a file
-        system that is not mounted any more must not be taken for an empty one."""
+        """Create the folder, at the first open with its parents. Later `reopen` checks and creates the parents: an
+        unmounted file system must not be taken for an empty one."""
         if not self._was_opened:
             make_private(self.path)
         elif self._reopen is None:
@@ -293,7 +282,7 @@ class SharedEnvironment:
             make_private(self.path)
 
     def _check_stamp(self) -> None:
-        """Throws away what another boot of this machine, or another format of this index, has left."""
+        """Discard files of another boot of this machine, or of another format."""
         stamp_path = os.path.join(self.path, _STAMP)
         try:
             with open(stamp_path, encoding="ascii", errors="replace") as file:
@@ -303,15 +292,19 @@ class SharedEnvironment:
         if stamp == self._stamp:
             return
         if self._has(_DATA):
-            log.warning("the index %s is of another boot or format: starting an empty one", self.path)
+            log.warning("the index %s is from another boot or format: starting an empty one", self.path)
             self._unlink()
         new_path = os.path.join(self.path, _NEW_STAMP)
         with open(self._make(_NEW_STAMP, os.O_WRONLY | os.O_TRUNC), "w") as file:
             file.write(self._stamp)
         os.replace(new_path, stamp_path)
 
-    def _open_env(self) -> Opened:
-        self._allocate_readers()
+    def _open_env(self) -> OpenEnvironment:
+        descriptor = self._make(_LMDB_LOCK, os.O_RDWR)
+        try:
+            os.posix_fallocate(descriptor, 0, _READERS_BYTES)
+        finally:
+            close_file(descriptor)
         os.close(self._make(_DATA, os.O_RDWR))
         open_it = partial(
             lmdb.open,
@@ -334,9 +327,9 @@ class SharedEnvironment:
             env.reader_check()
             identity = self._identity()
             if identity is None:
-                raise IndexUnavailable(f"index {self.path}: somebody removes its files")
-            opened = Opened(env, identity, close)
-            # A file that was cut off would be a SIGBUS on the first page that is missing.
+                raise IndexUnavailable(f"index {self.path}: its files are being removed")
+            opened = OpenEnvironment(env, identity, close)
+            # The first read of a missing page of a truncated file would be a SIGBUS.
             data_bytes = os.stat(os.path.join(self.path, _DATA)).st_size
             if data_bytes < opened.used_bytes():
                 raise lmdb.CorruptedError(f"{data_bytes} bytes, {opened.used_bytes()} are in use")
@@ -346,16 +339,8 @@ class SharedEnvironment:
             close()
             raise
 
-    def _allocate_readers(self) -> None:
-        """Raises OSError when the disk has no room for them."""
-        descriptor = self._make(_LMDB_LOCK, os.O_RDWR)
-        try:
-            os.posix_fallocate(descriptor, 0, _READERS_BYTES)
-        finally:
-            close_file(descriptor)
-
     def _make(self, name: str, access: int) -> int:
-        """Open one of the files, made if it is missing. Raises OSError."""
+        """Open one of the files; create it if it is missing. Raises OSError."""
         path = os.path.join(self.path, name)
         try:
             descriptor = os.open(path, _OPENING | access | os.O_CREAT | os.O_EXCL, 0o600)
@@ -364,8 +349,8 @@ class SharedEnvironment:
         hand_over(path)
         return descriptor
 
-    def _discard(self, opened: Opened) -> None:
-        """Unlinks the files if they are still those of `opened`; whoever comes next starts an empty index."""
+    def _discard(self, opened: OpenEnvironment) -> None:
+        """Unlink the files if they are still those of `opened`; the next access starts an empty index."""
         log.warning("the index %s is broken: starting an empty one", self.path)
         deadline = self._deadline()
         with contextlib.suppress(OSError, IndexUnavailable), held(self._writing, deadline):
@@ -380,7 +365,7 @@ class SharedEnvironment:
 
 
 def has_stamp(path: Path, stamp: str) -> bool:
-    """Return whether `path` has the files of an index, with this stamp. Writes nothing."""
+    """Return whether `path` has an index with this stamp. Writes nothing."""
     return index_stamp(path) == stamp and all((path / name).exists() for name in (_DATA, _LMDB_LOCK))
 
 
@@ -391,13 +376,12 @@ _registry_lock = threading.Lock()
 def attach(
     path: str, map_bytes: int, timeout_s: float, stamp: str, databases: tuple[str, ...], reopen: Reopen | None = None
 ) -> SharedEnvironment:
-    """The environment of `path` in this process, opened. Give it back with `detach`.
+    """Return the open environment of `path` in this process. Release it with `detach`.
 
-    reopen: called before files that are gone, or are others by now, are opened: what the folder lies in is to be looked
-    at first, and made if it is missing. It may raise TierUnavailable; then there is no index. None: nothing above the
-    folder is ever made again.
+    reopen: called before files that were removed or replaced are opened again, to check the root around the folder and
+    create it if it is missing. May raise TierUnavailable. None: parents of the folder are never created again.
 
-    Users after the first get what the first asked for. Raises ConfigError, IndexUnavailable.
+    Only the first user's arguments count. Raises ConfigError, IndexUnavailable.
     """
     real_path = os.path.realpath(path)
     with _registry_lock:
@@ -433,13 +417,13 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    # Emptied before the locks open: another thread that forks fills it again.
+    # `pop_all` empties it before the locks are released: another forking thread fills it again.
     _quiet_for_fork.pop_all().close()
 
 
 def _after_fork_in_child() -> None:
-    # The map and the descriptors are the parent's, and LMDB's locks are not inherited. As no transaction ran at the
-    # fork, closing touches nothing but this process's copies. The next use opens anew.
+    # The map and the descriptors are the parent's, and LMDB's locks are not inherited. No transaction ran at the fork,
+    # so closing affects only this process's copies. The next use opens the files again.
     for shared in _registry.values():
         shared.close()
     _after_fork()

@@ -1,17 +1,17 @@
-"""The index in LMDB, for all processes of one node. On a local disk only; lost with every boot, then rebuilt (I5).
+"""LMDB index, for all processes of one node. On a local disk only; discarded at every boot, then rebuilt (I5).
 
 Named databases:
 
     entries   key                                           -> kvtier.index.entry
     sets      set id, u64 big-endian                        -> kvtier.index.values
     members   set id u64, rank u16, slot u32, big-endian    -> key
-    leases    name, UTF-8                                   -> fencing token u64, expires f64, owner in UTF-8
+    leases    name, UTF-8                                   -> kvtier.index.values
     notes     name, UTF-8                                   -> kvtier.index.values
-    meta      "rebuilt"                                     -> empty; absent: nobody has filled this index yet
-              "loss"                                        -> 16 bytes: mark of who first found it so
-              "root"                                        -> the folder of segments that this is the index of
+    meta      "rebuilt"                                     -> empty; absent: this index was not rebuilt yet
+              "loss"                                        -> 16 bytes: mark of the process that first noticed that
+              "root"                                        -> the folder whose segments this index describes
 
-Every check and its change stand in one write transaction.
+Every check and its change are in one write transaction.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvtier.errors import ConfigError, Corrupt, StaleLease
+from kvtier.errors import ConfigError, StaleLease
 from kvtier.index import entry, values
-from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
+from kvtier.index.base import EVICT_LEASE, UNOWNED, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.lmdb import environment
 from kvtier.index.lmdb.environment import Reopen
 from kvtier.index.lmdb.view import View
+from kvtier.index.values import Lease
 from kvtier.storage.filesystem import file_system_of
-
-BOOT_ID = "/proc/sys/kernel/random/boot_id"
+from kvtier.storage.root_owner import BOOT_ID_FILE
 
 _FORMAT_VERSION = 2
 _DATABASES = ("entries", "sets", "members", "leases", "notes", "meta")
 _REBUILT, _LOSS, _ROOT = b"rebuilt", b"loss", b"root"
-_RECORDS_PER_TRANSACTION = 512  # bounds how long other writers wait: about 5 ms on 2 cores of a 2.x GHz Xeon
+_RECORDS_PER_TRANSACTION = 512  # so that other writers wait at most about 5 ms (2 cores of a 2.x GHz Xeon)
 
 _SET_ID = struct.Struct(">Q")
 _MEMBER = struct.Struct(">QHI")
-_LEASE = struct.Struct("<Qd")
 
 
 class LmdbIndex:
@@ -57,32 +56,30 @@ class LmdbIndex:
         boot_id: str | None = None,
         mountinfo: str | None = None,
     ) -> None:
-        """Opens the index in the folder `path`, which is created (0700, files 0600) when missing.
+        """Open the index in the folder `path`, which is created (0700, files 0600) when missing.
 
-        Args:
-            map_bytes: address space of the index; a full one is grown to 8 times this, then publishing fails.
-            timeout_s: no method waits longer for other threads and processes (I10).
-            reopen: how to look at, and make again, what the folder lies in; see `environment.attach`.
-            boot_id, mountinfo: what to believe instead of /proc.
+        map_bytes: address space of the index; a full one is grown to 8 times this, then publishing fails.
+        timeout_s: no method waits longer for other threads and processes (I10).
+        reopen: checks and creates the root around the folder; see `environment.attach`.
+        boot_id, mountinfo: read instead of /proc.
 
         Raises ConfigError when the path is on a network file system or cannot be written, IndexUnavailable when it
         does not open.
         """
         file_system = file_system_of(path, mountinfo)
         if file_system.is_network:
-            raise ConfigError(
-                "index.path",
-                path,
+            fix = (
                 f"it is on {file_system.kind} (mounted at {file_system.mount_point}), where processes do not share "
-                "memory maps and locks as LMDB needs: name a folder on a local disk",
+                "memory maps and locks as LMDB needs: name a folder on a local disk"
             )
+            raise ConfigError("index.path", path, fix)
         self._shared = environment.attach(os.fspath(path), map_bytes, timeout_s, _stamp(boot_id), _DATABASES, reopen)
         self._path = os.fspath(path)
         self._is_closed = False
 
     def bind(self, folder: Path) -> None:
-        """Says that this is the index of the segments in `folder`. Raises ConfigError when it is another root's: two
-        roots would take each other's segments for lost. An index inside its root moves and is copied with it."""
+        """Record that this is the index of the segments in `folder`. Raises ConfigError when it is another root's: each
+        root would remove the other's records as lost. An index inside its root is moved and copied with it."""
         mine = os.fsencode(folder.resolve())
         is_inside = Path(self._path).parent.resolve() == folder.resolve()
 
@@ -99,13 +96,11 @@ class LmdbIndex:
         if theirs != mine:
             fix = (
                 f"it is the index of {os.fsdecode(theirs)}; give each root one of its own. If the root was moved here, "
-                "remove that folder: the index is made anew"
+                "remove that folder: a new index is built"
             )
             raise ConfigError("index.path", self._path, fix)
 
     def loss(self) -> Loss | None:
-        """It began empty and nobody has called `rebuilt` since: what lies in the root is unknown to it."""
-
         def mark(view: View) -> Loss:
             found = view.get("meta", _LOSS)
             if found is None:
@@ -120,8 +115,6 @@ class LmdbIndex:
         return self._shared.read(lambda view: view.get("meta", _REBUILT) is None)
 
     def rebuilt(self, loss: Loss | None) -> None:
-        """What lies in the root was published: other processes need not do it."""
-
         def end(view: View) -> None:
             if loss == (view.get("meta", _LOSS),):
                 view.put("meta", _REBUILT, b"")
@@ -129,7 +122,7 @@ class LmdbIndex:
         self._shared.write(end)
 
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
-        # The engine's own thread asks this.
+        # at_once: called on the engine's own thread.
         return self._shared.read(lambda view: view.leading("entries", keys, entry.is_complete), at_once=True)
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -156,7 +149,7 @@ class LmdbIndex:
         return self._shared.write(work, adds=True)
 
     def take_over(self, set_id: int) -> None:
-        self._change_set(set_id, lambda info: replace(info, owner=NOBODY))
+        self._change_set(set_id, lambda info: replace(info, owner=UNOWNED))
 
     def close_set(self, set_id: int, n_bytes: int) -> None:
         self._change_set(set_id, lambda info: replace(info, is_open=False, n_bytes=n_bytes))
@@ -173,7 +166,7 @@ class LmdbIndex:
         def work(view: View) -> list[tuple[entry.Place, bytes, bytes | None]]:
             return [(place, key, view.get("entries", key)) for place, key in _members(view, set_id)]
 
-        # Unpacked here and not in the transaction: a lookup of this process would wait for it.
+        # Unpacked outside of the transaction, which excludes lookups of this process.
         return [
             (key, location)
             for place, key, value in self._shared.read(work)
@@ -183,8 +176,8 @@ class LmdbIndex:
 
     def remove_set(self, set_id: int, token: int | None = None) -> int:
         def work(view: View) -> tuple[int, bool]:
-            if token is not None and token != _get_lease(view, EVICT_LEASE)[0]:
-                raise StaleLease(f"set {set_id:016x} is left to who evicts now")
+            if token is not None and token != _get_lease(view, EVICT_LEASE).token:
+                raise StaleLease(f"set {set_id:016x} is not removed: another engine holds the eviction lease")
             return _remove_some(view, set_id)
 
         removed, more = 0, True
@@ -198,15 +191,12 @@ class LmdbIndex:
             for set_id, use in used.items():
                 info = _get_set(view, set_id)
                 if info is not None:
-                    used_s = max(info.used_s, use.at_s)
-                    _put_set(view, replace(info, used_s=used_s, uses=info.uses + use.count))
+                    _put_set(view, info.with_use(use))
 
         if used:
             self._shared.write(work)
 
     def _change_set(self, set_id: int, change: Callable[[SetInfo], SetInfo]) -> None:
-        """If there is such a set."""
-
         def work(view: View) -> None:
             info = _get_set(view, set_id)
             if info is not None:
@@ -222,26 +212,22 @@ class LmdbIndex:
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         def work(view: View) -> int | None:
-            token, expires_s, holder = _get_lease(view, name)
-            if holder != owner:
-                if holder and now_s < expires_s:
-                    return None
-                token += 1
-            _put_lease(view, name, (token, now_s + ttl_s, owner))
-            return token
+            lease = _get_lease(view, name).acquired(owner, now_s, ttl_s)
+            if lease is None:
+                return None
+            view.put("leases", name.encode(), lease.pack())
+            return lease.token
 
         return self._shared.write(work)
 
     def lease_owner(self, name: str, now_s: float) -> str | None:
-        _, expires_s, holder = self._shared.read(lambda view: _get_lease(view, name))
-        return holder if holder and now_s < expires_s else None
+        return self._shared.read(lambda view: _get_lease(view, name)).owner_at(now_s)
 
     def release_lease(self, name: str, owner: str) -> None:
         def work(view: View) -> None:
-            token, _, holder = _get_lease(view, name)
-            if holder == owner:
-                # The token stays, so that the next owner's is larger.
-                _put_lease(view, name, (token, 0.0, ""))
+            lease = _get_lease(view, name)
+            if lease.owner == owner:
+                view.put("leases", name.encode(), Lease(lease.token).pack())
 
         self._shared.write(work)
 
@@ -273,7 +259,7 @@ class LmdbIndex:
         return self._shared.read(work)
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        for first in range(256):  # piece by piece: writers of this process wait for a reader
+        for first in range(256):  # in 256 transactions: writers of this process wait for a reader
             yield from self._shared.read(partial(View.scan, database="entries", prefix=bytes([first])))
 
     def clear(self) -> None:
@@ -290,17 +276,14 @@ class LmdbIndex:
 
 
 def is_of_this_boot(path: Path) -> bool:
-    """Return whether an index is there that opening keeps as it is: who only looks opens no other one."""
+    """Return whether `path` has an index that opening would not discard."""
     return environment.has_stamp(path, _stamp())
 
 
 def _stamp(boot_id: str | None = None) -> str:
-    return f"{_FORMAT_VERSION} {_this_boot() if boot_id is None else boot_id}\n"
-
-
-def _this_boot() -> str:
-    with open(BOOT_ID, encoding="ascii") as file:
-        return file.read().strip()
+    if boot_id is None:
+        boot_id = BOOT_ID_FILE.read_text(encoding="ascii").strip()
+    return f"{_FORMAT_VERSION} {boot_id}\n"
 
 
 def _publish(records: Sequence[NewRecord], from_files: bool, view: View) -> int:
@@ -310,16 +293,13 @@ def _publish(records: Sequence[NewRecord], from_files: bool, view: View) -> int:
 def _publish_one(view: View, record: NewRecord, from_files: bool) -> bool:
     location = record.location
     info = _get_set(view, location.set_id)
-    if info is None or (info.owner == NOBODY and not from_files):
+    if info is None or (info.owner == UNOWNED and not from_files):
         return False
     member = _MEMBER.pack(*entry.place(location))
     if view.get("members", member) not in (None, record.key):
         return False
     old = view.get("entries", record.key)
-    try:
-        new = entry.add(old, location, record.whole)
-    except Corrupt:  # nobody can load from it: the record takes its place
-        new = entry.add(None, location, record.whole)
+    new = entry.add_or_replace(old, location, record.whole)
     if new is None:
         return False
     if new != old:
@@ -329,14 +309,8 @@ def _publish_one(view: View, record: NewRecord, from_files: bool) -> bool:
 
 
 def _retract(view: View, key: bytes, place: entry.Place) -> bool:
-    """Takes one record out of its key's entry, and out of its set."""
-    old = view.get("entries", key)
-    if old is None:
-        return False
-    try:
-        new = entry.remove(old, place)
-    except Corrupt:  # nobody can load from it
-        new = b""
+    """Remove one record from its key's entry and from its set. Return whether the entry had it."""
+    new = entry.remove_or_drop(view.get("entries", key), place)
     if new is None:
         return False
     if new:
@@ -348,9 +322,9 @@ def _retract(view: View, key: bytes, place: entry.Place) -> bool:
 
 
 def _remove_some(view: View, set_id: int) -> tuple[int, bool]:
-    """Takes records out of a set, and with the last ones the set: (records, whether some are left).
+    """Remove one transaction's records of a set, and the set with the last ones. Return (records, whether more follow).
 
-    The set goes in the same transaction in which it is found empty, so no entry ever points to a set that is gone.
+    The set is removed in the transaction that finds it empty, so no entry ever points to a removed set.
     """
     members = _members(view, set_id, _RECORDS_PER_TRANSACTION)
     removed = 0
@@ -364,7 +338,7 @@ def _remove_some(view: View, set_id: int) -> tuple[int, bool]:
 
 
 def _members(view: View, set_id: int, limit: int | None = None) -> list[tuple[entry.Place, bytes]]:
-    """(place, key of the chunk) of the records of a set, by rank and slot."""
+    """Return (place, chunk key) of the records of a set, by rank and slot."""
     return [(_MEMBER.unpack(member), key) for member, key in view.scan("members", _SET_ID.pack(set_id), limit)]
 
 
@@ -382,22 +356,12 @@ def _put_set(view: View, info: SetInfo) -> None:
 
 
 def _drop_expired(view: View, names: Sequence[bytes], now_s: float) -> None:
-    """Those of `names` that nobody has put anew meanwhile."""
+    """Remove those of `names` that are still expired: another process may have written them again."""
     for name in names:
         packed = view.get("notes", name)
         if packed is not None and values.has_expired(packed, now_s):
             view.delete("notes", name)
 
 
-def _get_lease(view: View, name: str) -> tuple[int, float, str]:
-    """(token, expires, owner); the owner is "" when nobody has it."""
-    value = view.get("leases", name.encode())
-    if value is None:
-        return 0, 0.0, ""
-    token, expires_s = _LEASE.unpack_from(value)
-    return token, expires_s, value[_LEASE.size :].decode()
-
-
-def _put_lease(view: View, name: str, lease: tuple[int, float, str]) -> None:
-    token, expires_s, owner = lease
-    view.put("leases", name.encode(), _LEASE.pack(token, expires_s) + owner.encode())
+def _get_lease(view: View, name: str) -> Lease:
+    return Lease.unpack(view.get("leases", name.encode()))

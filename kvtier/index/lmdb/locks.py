@@ -1,4 +1,4 @@
-"""Locks with a deadline (I10), within a process and between processes."""
+"""Locks with a deadline (I10): of threads and of processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 from kvtier.errors import IndexUnavailable
 
-_POLL_MIN_S, _POLL_MAX_S = 20e-6, 2e-3
+_POLL_MIN_S, _POLL_MAX_S = 20e-6, 2e-3  # interval between attempts, seconds; it doubles
 
 
 @contextlib.contextmanager
 def held(lock: threading.Lock, deadline: float) -> Iterator[None]:
+    """Hold a lock of threads. Raises IndexUnavailable at the deadline."""
     if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
         raise IndexUnavailable("the index is busy: another thread holds it")
     try:
@@ -25,8 +26,9 @@ def held(lock: threading.Lock, deadline: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def file_lock(descriptor: int, deadline: float) -> Iterator[None]:
-    """Excludes other processes. Polled, since a POSIX lock cannot be waited for with a deadline; not `flock`, which a
-    forked child would go on holding for a parent that was killed."""
+    """Hold a lock of processes. Raises IndexUnavailable at the deadline."""
+    # Polled: a POSIX lock has no wait with a deadline. Not `flock`: a forked child would hold it after its parent was
+    # killed.
     pause_s = _POLL_MIN_S
     while True:
         try:

@@ -1,10 +1,10 @@
-"""Another process id for LMDB, for processes of two containers that have the same one.
+"""Substitute process id for LMDB, where processes of two containers have the same id.
 
-LMDB tells readers by process id: it locks the byte of its lock file that has this number, and refuses a process whose
-number is taken. Two containers of one image often start the same processes with the same ids. LMDB asks for the id with
-getpid() as it opens an environment, and keeps it, and asks again as it closes one, to free the readers of that id.
-`open_with_another_id` replaces that function, in LMDB's table of imported functions alone and for the time of either
-call, by one that sets upper bits, which no id has.
+LMDB identifies readers by process id: it locks the byte of its lock file with this number, and refuses a process whose
+byte is locked. Two containers of one image often run the same processes with the same ids. LMDB calls getpid() when it
+opens an environment, and again when it closes one, to free the readers of that id. `open_with_another_id` replaces
+getpid() for the time of either call, only in the import table of LMDB's extension module, by a function that sets upper
+bits which no process id has.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import lmdb
 log = logging.getLogger("kvtier")
 
 PID_BITS = 22  # of Linux's largest process id (PID_MAX_LIMIT)
-SALTS = 511  # values of the bits above, below the sign of a 32-bit integer
-TRIES = 8  # drawn salts, each of which another process may have too
+SALTS = 511  # values of the bits between those of an id and the sign of a 32-bit integer
+TRIES = 8  # random salts that are tried: another process may use the same one
 _MAPS = "/proc/self/maps"
 _ELF64_LITTLE = b"\x7fELF\x02\x01"
 _RELOCATIONS = 4  # section type SHT_RELA
@@ -38,8 +38,8 @@ _replacing = threading.Lock()
 
 
 def open_with_another_id(open_it: Callable[[], lmdb.Environment]) -> tuple[lmdb.Environment, Callable[[], None]]:
-    """Return the environment that `open_it` opens, and what closes it. Raises lmdb.LockError where the id cannot be
-    replaced (another machine's format, LMDB through cffi), and what `open_it` raises."""
+    """Return the environment that `open_it` opens, and the function that closes it. Raises lmdb.LockError where the id
+    cannot be replaced (another executable format, LMDB through cffi), and what `open_it` raises."""
     places = _places()
     if not places:
         raise lmdb.LockError("another process has this one's id, and it cannot be replaced here")
@@ -51,24 +51,24 @@ def open_with_another_id(open_it: Callable[[], lmdb.Environment]) -> tuple[lmdb.
         except lmdb.LockError as error:
             fault = error
             continue
-        # Freed at the interpreter's end, it would be closed under the process's own id.
+        # Never freed: the interpreter's end would close it under the process's own id.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(env))
-        log.info("a process of another container has this one's id %d; LMDB uses another", os.getpid())
+        log.info("a process of another container has this process's id %d; LMDB uses another id", os.getpid())
         return env, partial(_close, env, places, salt)
     assert fault is not None
     raise fault
 
 
 def _close(env: lmdb.Environment, places: list[ctypes._Pointer[ctypes.c_void_p]], salt: int) -> None:
-    """Close an environment under the id that it was opened with: under its own id, the readers of the other process
-    that has this id would be freed, and pages that they read be overwritten."""
+    """Close an environment under the id that it was opened with. Under the process's own id, LMDB would free the
+    readers of the other process with this id, and overwrite pages that they read."""
     with _replaced(places, salt):
         env.close()
 
 
 @contextmanager
 def _replaced(places: list[ctypes._Pointer[ctypes.c_void_p]], salt: int) -> Iterator[None]:
-    """Have LMDB see another process id, also in a forked child."""
+    """Make LMDB's getpid() return another id, also in a forked child."""
     instead = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: salt << PID_BITS | os.getpid())
     with _replacing:
         before = [place[0] for place in places]
@@ -82,7 +82,7 @@ def _replaced(places: list[ctypes._Pointer[ctypes.c_void_p]], salt: int) -> Iter
 
 
 def _places() -> list[ctypes._Pointer[ctypes.c_void_p]]:
-    """Find the places where LMDB's own extension module has the address of getpid()."""
+    """Return pointers to the addresses of getpid() in LMDB's extension module; none where they cannot be found."""
     try:
         path = importlib.import_module("lmdb.cpython").__file__ or ""
         with open(path, "rb") as file:
@@ -95,8 +95,8 @@ def _places() -> list[ctypes._Pointer[ctypes.c_void_p]]:
 
 
 def _imports(image: bytes, name: bytes) -> Iterator[int]:
-    """Offsets, from where the image is mapped, of the addresses of an imported function. Raises struct.error,
-    ValueError, IndexError for what is no such file."""
+    """Yield the offsets in an ELF image of the addresses of an imported function. Raises struct.error, ValueError,
+    IndexError for malformed files."""
     if not image.startswith(_ELF64_LITTLE):
         return
     (table,) = struct.unpack_from("<Q", image, 0x28)

@@ -1,4 +1,4 @@
-"""Transactions on an LMDB environment that is open: what they may do. Who may have one, and when, says lmdb_env."""
+"""Operations within a transaction of an open LMDB environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Database = Any  # py-lmdb does not export the type of its handles
 
 
 class View:
-    """The named databases as one transaction sees them."""
+    """Named databases within one transaction."""
 
     __slots__ = ("_databases", "_txn")
 
@@ -27,7 +27,7 @@ class View:
         return self._txn.get(key, None, self._databases[database])  # type: ignore[return-value]  # buffers=False
 
     def leading(self, database: str, keys: Sequence[bytes], wanted: Callable[[bytes], bool]) -> list[bytes]:
-        """Values of `keys` up to the first that is missing or not `wanted`."""
+        """Return the values of `keys` up to the first that is missing or not `wanted`."""
         get, handle = self._txn.get, self._databases[database]
         found: list[bytes] = []
         for key in keys:
@@ -44,7 +44,7 @@ class View:
         self._txn.delete(key, db=self._databases[database])
 
     def scan(self, database: str, prefix: bytes = b"", limit: int | None = None) -> list[tuple[bytes, bytes]]:
-        """(key, value) of the keys that start with `prefix`, in order; at most the first `limit`."""
+        """Return (key, value) of the keys that begin with `prefix`, in order; at most the first `limit`."""
         found: list[tuple[bytes, bytes]] = []
         cursor = self._txn.cursor(self._databases[database])
         if cursor.set_range(prefix) if prefix else cursor.first():
@@ -61,23 +61,22 @@ class View:
         self._txn.drop(self._databases[database], delete=False)
 
 
-class Opened:
-    """One open environment and its named databases; closed as a whole when the files under it are replaced."""
+class OpenEnvironment:
+    """Open environment and its named databases. identity: device and inode of its files. close: closes `env`."""
 
     def __init__(self, env: lmdb.Environment, identity: Identity, close: Callable[[], None]) -> None:
-        """identity: device and inode of its files. close: closes `env`."""
         self.env = env
         self.identity = identity
         self.close = close
         self.databases: dict[str, Database] = {}
 
     def open_databases(self, names: tuple[str, ...]) -> None:
-        """Opens them, creating those that are missing. Needs the writer lock."""
+        """Open the databases, creating missing ones. The caller holds the writer lock."""
         with self.env.begin(write=True) as txn:
             self.databases = {name: self.env.open_db(name.encode(), txn=txn) for name in names}
 
     def used_bytes(self) -> int:
-        """Length of the data file up to its last page in use."""
+        """Return the length of the data file up to its last used page."""
         return int(self.env.info()["last_pgno"] + 1) * int(self.env.stat()["psize"])
 
     def run(self, work: Work[T], *, write: bool) -> T:

@@ -1,4 +1,4 @@
-"""Whose index it is, and what about a Redis no waiting mends: told at start-up, in words of the settings (I8)."""
+"""Check that a Redis index belongs to this root, and start-up errors of its server in terms of the settings (I8)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from kvtier.index.redis.entries import Caller
 from kvtier.index.redis.keys import FORMAT
 from kvtier.index.redis.wire import Request, Wire, is_refusal, unavailable
 
-COMMANDS = "+@read +@write +@connection +eval +evalsha +time +cluster|slots"
-"""What an ACL has to allow."""
-VERSION_MIN = 7
-"""Of Redis; Valkey begins with it. Older ones do not know scripts that run while the server is full."""
+COMMANDS = "+@read +@write +@connection +eval +evalsha +time +cluster|slots"  # rights that an ACL has to grant
+VERSION_MIN = 7  # of Redis and Valkey; older servers have no scripts that run while the server is full
 
 
 class Binding:
-    """Until Redis has said that it holds this root's index, or none yet, nothing else is asked of it: what another root
-    stores would be taken for lost here, and taken out."""
+    """Blocks all commands until Redis has confirmed that it has this root's index, or none yet: another root's records
+    would be removed as lost."""
 
     def __init__(self, caller: Caller, wire: Wire, meta: bytes, settings: IndexSettings) -> None:
         self._caller = caller
@@ -31,23 +29,24 @@ class Binding:
         self._root_id = b""
 
     def begin(self, root_id: str) -> None:
-        """Raises ConfigError, or IndexUnavailable when it is left for later."""
+        """Record the root. Raises ConfigError, or IndexUnavailable when Redis does not answer; the first command tries
+        again."""
         self._root_id = root_id.encode()
         self._caller.gate = self._pass
         self._ask()
         self._caller.gate = None
 
     def look(self, root_id: str | None) -> tuple[str, str]:
-        """Return what is stored there, and what is wrong with the server; writes nothing. Raises ConfigError where an
-        engine of that root would not start. root_id: "" for a root that is to be made, None: any root will do."""
+        """Return the state of the index, and the fault of the server. Writes nothing. Raises ConfigError where an
+        engine of that root would not start. root_id: "" for a root to be created, None for any root."""
         (version, root), _ = self._checked([])
         if version is not None and root_id is not None:
             self._check_root(version, root, root_id.encode())
         return "to be created" if version is None else f"there, of root {(root or b'?').decode()}", self._evicts()
 
     def _evicts(self) -> str:
-        """Return what to do about a server that evicts keys. One that does not tell passes: INFO needs a right that an
-        engine does not."""
+        """Return the fix for a server that evicts keys; "" for one that refuses INFO, a right that engines do not
+        need."""
         (answer,) = self._wire.run([Request(self._meta, ("INFO", "memory"))])
         if not isinstance(answer, dict):
             return ""
@@ -60,13 +59,13 @@ class Binding:
         )
 
     def check(self, root_id: bytes | None) -> None:
-        """Whose it is by now: it may have been emptied, or replaced, and become another root's. Raises
-        IndexUnavailable, and until it is this root's again nothing else is asked of it."""
+        """Check the root again: Redis may have been emptied or replaced. Raises IndexUnavailable, and blocks all
+        commands, while it is another root's."""
         if root_id != self._root_id:
             self.renew()
 
     def renew(self) -> None:
-        """Redis lost its memory: says it again."""
+        """Record the root again, after Redis lost its memory."""
         if self._root_id:
             self._caller.gate = self._pass
             self._pass()
@@ -92,20 +91,18 @@ class Binding:
         """Raises ConfigError for an index of another format or root."""
         prefix = self._settings.prefix
         if version != FORMAT:
-            fix = (
-                f"an index of format {version.decode()} lies under it, this is {FORMAT.decode()}: choose another prefix"
-            )
+            fix = f"it has an index of format {version.decode()}, this is {FORMAT.decode()}: choose another prefix"
             raise ConfigError("index.prefix", prefix, fix)
         if root != own_id:
             own = f"this is {own_id.decode()} (in its owner.json)" if own_id else "this one is new"
             fix = (
-                f"under it lies the index of root {(root or b'?').decode()}, and {own}: give each root a prefix of its "
+                f"it has the index of root {(root or b'?').decode()}, and {own}: give each root a prefix of its "
                 f"own. If that root is gone, remove the keys {prefix}:*"
             )
             raise ConfigError("index.prefix", prefix, fix)
 
     def _checked(self, before: Sequence[Request]) -> Sequence[Any]:
-        """((format, root), what Redis says of itself), read after `before` was done."""
+        """Return ((format, root), answer of HELLO), read after the commands `before`."""
         meta = self._meta
         asking = [Request(meta, ("HMGET", meta, "format", "root")), Request(meta, ("HELLO",))]
         try:
@@ -117,7 +114,7 @@ class Binding:
         for place, answer in reversed(list(enumerate(answers))):
             if isinstance(answer, ResponseError):
                 self._refuse(answer)
-                # Full, but it was said before whose it is: it can be used, though nothing is written.
+                # A full server whose root was recorded before can be used, though nothing is written.
                 if place >= len(before) or not is_refusal(answer) or None in answers[-2]:
                     raise unavailable(answer)
         hello = dict(zip(answers[-1][::2], answers[-1][1::2], strict=False))
@@ -135,7 +132,7 @@ class Binding:
         url = self._settings.url
         if isinstance(error, NoPermissionError):
             fix = (
-                f"this user may not do what the index needs ({said}): allow it {COMMANDS} on ~{self._settings.prefix}:*"
+                f"this user lacks rights that the index needs ({said}): grant {COMMANDS} on ~{self._settings.prefix}:*"
             )
             raise ConfigError("index.username", self._settings.username, fix)
         if isinstance(error, AuthenticationError) or said.startswith(("NOAUTH", "WRONGPASS")):

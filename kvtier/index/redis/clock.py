@@ -1,5 +1,5 @@
-"""The time by the server's clock. Leases, notes and the times of segment sets go by it, because the clocks of the nodes
-that share an index may differ by more than a lease is long."""
+"""Time by the Redis server's clock, which leases, notes and the times of sets use: the clocks of the nodes that share
+an index may differ by more than a lease is long."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from kvtier.index.redis.wire import Request, Wire
 
 log = logging.getLogger("kvtier")
 
-ASKED_EVERY_S = 10.0
-TOLERATED_S = 1.0
-"""An answer is known to have taken less; and a clock that is kept together with the server's is left as it is."""
+ASKED_EVERY_S = 10.0  # interval between two readings of the server's clock, seconds
+TOLERATED_S = 1.0  # difference of a synchronised clock that is ignored, seconds; a reading takes less
 
 Clock = Callable[[], float]
 
 
 class ServerClock:
-    """Turns times of this node's clock into the server's and back. key: on the shard whose clock is meant.
+    """Converts times of this node's clock to the server's and back. key: any key of the shard whose clock counts.
 
-    wall, steady: this node's clock, seconds since the epoch, and one that nobody sets. The former may jump between two
-    answers of the server.
+    wall, steady: this node's clock, seconds since the epoch, and a monotonic one: the former may be set at any time.
     """
 
     def __init__(self, wire: Wire, key: bytes, wall: Clock = time.time, steady: Clock = time.monotonic) -> None:
@@ -40,8 +38,8 @@ class ServerClock:
         return now_s + self._behind_s()
 
     def past(self, at_s: float) -> float:
-        """Return `at_s` of this node by the server's clock, and its present for what would be in its future: of a clock
-        that was set in between nothing else is known."""
+        """Return a past `at_s` of this node by the server's clock; the server's present where `at_s` is in the future,
+        because this node's clock was set back since."""
         behind_s = self._behind_s()
         return min(at_s, self._wall()) + behind_s
 
@@ -59,13 +57,13 @@ class ServerClock:
         return 0.0 if abs(behind_s) < TOLERATED_S else behind_s
 
     def _ask(self) -> None:
-        """Where this user may not ask, the node's own clock must do."""
+        """Read the server's clock. This node's clock is used where the user has no right to TIME."""
         began_s = self._steady()
         (answer,) = self._wire.run([Request(self._key, ("TIME",))])
         self._asked_s = self._steady()
         if isinstance(answer, ResponseError):
             if self._ahead_s is None:
-                log.debug("times go by this node's own clock, for Redis does not tell its time: %s", answer)
+                log.debug("times are by this node's own clock: Redis refuses TIME: %s", answer)
             return
         seconds, microseconds = answer
         self._ahead_s = int(seconds) + int(microseconds) / 1e6 - (began_s + self._asked_s) / 2

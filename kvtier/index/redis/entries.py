@@ -1,36 +1,37 @@
-"""Entries in Redis: whole batches, a round trip to all shards at a time."""
+"""Compare-and-swap of Redis values in batches, and the entries of all chunks. One round trip to all shards a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from kvtier.errors import Corrupt, IndexUnavailable
+from kvtier.errors import IndexUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import Location
-from kvtier.index.redis.keys import PUT_IN, SCRIPTS, TAKE_OUT, Keys, Script
-from kvtier.index.redis.wire import SCAN_KEYS, Argument, Command, Request, Wire, unavailable
+from kvtier.index.redis.keys import ADD_ENTRIES, REMOVE_ENTRIES, SCRIPTS, Keys, Script
+from kvtier.index.redis.wire import SCAN_KEYS, Argument, Request, Wire, unavailable
 
-CONFLICTS_MAX = 64
-"""Rounds in which others change the same entry first; each round, at least one of them gets on."""
-BATCH_KEYS = 256
-"""Keys of one script: others wait for it, about half a millisecond."""
+CONFLICTS_MAX = 64  # rounds in which other engines change the same values first; each round, one of them succeeds
+BATCH_KEYS = 256  # keys of one script, which blocks the server for about half a millisecond
 
-Change = Callable[[bytes], bytes | None]
-"""From what an entry is (b"": absent) to what it becomes (b"": it goes), or None: it stays."""
+Change = Callable[[bytes], bytes | None]  # old entry (b"": absent) -> new one (b"": removed), None: refused
+Swaps = Mapping[bytes, tuple[bytes, bytes]]  # name -> (expected value, new value); b"": absent
 
 
 class Caller:
-    """Runs batches on a wire: scripts that a server does not know are sent to it, and errors are raised."""
+    """Sends batches of commands: loads scripts that a server does not know, and raises errors.
+
+    gate: called before the first batch; raises while nothing may be sent yet.
+    """
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self.gate: Callable[[], None] | None = None
-        """Called before the first batch; it raises while nothing may be sent yet."""
 
     def run(self, requests: Sequence[Request]) -> list[Any]:
         if not requests:
@@ -40,7 +41,9 @@ class Caller:
         answers = self._wire.run(requests)
         unknown = [place for place, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:
-            again = [Request(requests[place].key, _with_text(requests[place].command)) for place in unknown]
+            again = []
+            for key, (_, sha, *others) in (requests[place] for place in unknown):
+                again.append(Request(key, ("EVAL", SCRIPTS[str(sha)], *others)))
             for place, answer in zip(unknown, self._wire.run(again), strict=True):
                 answers[place] = answer
         for answer in answers:
@@ -52,11 +55,41 @@ class Caller:
         return self.run([Request(key, command)])[0]
 
     def scan(self, pattern: bytes, kind: str) -> Iterator[list[bytes]]:
-        """Yield the names of all keys of a kind (string, hash) that match, on all shards, in batches; some may come
-        twice. Looks at every key of the servers."""
+        """Yield the names of all matching keys of a type (string, hash) on all shards, in batches; some may come twice.
+        Visits every key of the servers."""
         names = self._wire.scan(pattern, kind)
         while batch := list(islice(names, SCAN_KEYS)):
             yield batch
+
+
+def compare_and_swap(
+    values: dict[bytes, bytes],
+    change: Callable[[bytes, bytes], bytes],
+    swap: Callable[[Swaps], Iterable[tuple[bytes, bytes | None]]],
+    sends_unchanged: bool = False,
+) -> dict[bytes, tuple[bytes, bytes]]:
+    """Change values, each atomically. Return name -> (old value, new value).
+
+    values: name -> last known value. change: (name, value) -> new value. swap: sends a batch, and returns for each name
+    None where the value was changed, else the present value. Raises IndexUnavailable after CONFLICTS_MAX rounds.
+    """
+    done: dict[bytes, tuple[bytes, bytes]] = {}
+    for _ in range(CONFLICTS_MAX):
+        wanted = {name: (old, change(name, old)) for name, old in values.items()}
+        if not sends_unchanged:
+            done |= {name: pair for name, pair in wanted.items() if pair[0] == pair[1]}
+            wanted = {name: pair for name, pair in wanted.items() if name not in done}
+        if not wanted:
+            return done
+        values = {}
+        for name, now in swap(wanted):
+            if now is None or now == wanted[name][1]:  # the answer to an earlier try may have been lost
+                done[name] = wanted[name]
+            else:
+                values[name] = now
+        if not values:
+            return done
+    raise IndexUnavailable("Redis: other engines change the same values all the time")
 
 
 class EntryTable:
@@ -67,7 +100,7 @@ class EntryTable:
         self._keys = keys
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The entries of `keys`, in one round trip."""
+        """Return the entries of `keys`, in one round trip."""
         if not keys:
             return []
         names = [self._keys.entry(key) for key in keys]
@@ -77,83 +110,54 @@ class EntryTable:
         return self._caller.run([Request(name, ("GET", name)) for name in names])
 
     def change(self, changes: Sequence[tuple[bytes, Change]], are_new: bool) -> list[bool]:
-        """Changes entries, each as an atomic step; whether the change was not refused, for each.
+        """Change entries, each atomically. Return for each change whether it was accepted.
 
-        changes: (key, change), several of one key in their order. are_new: records are put in, and most
-            have no entry yet: it is not read before. Else they are only taken out, which a full server lets through.
+        changes: (key, change), several of one key in their order. are_new: records are added, and most keys have no
+        entry yet, so entries are not read before. Else records are removed, which a full server permits.
         """
         results = [False] * len(changes)
-        last = dict.fromkeys((key for key, _ in changes), b"")
+        of_key: dict[bytes, list[int]] = {}
+        for place, (key, _) in enumerate(changes):
+            of_key.setdefault(key, []).append(place)
+
+        def renewed(key: bytes, value: bytes) -> bytes:
+            for place in of_key[key]:
+                new = changes[place][1](value)
+                results[place] = new is not None
+                value = value if new is None else new
+            return value
+
+        values = dict.fromkeys(of_key, b"")
         if not are_new:
-            keys = list(last)
-            last.update(zip(keys, (value or b"" for value in self.get(keys)), strict=True))
-        waiting = list(range(len(changes)))
-        script = PUT_IN if are_new else TAKE_OUT
-        for _ in range(CONFLICTS_MAX + len(changes)):
-            if not waiting:
-                return results
-            waiting = self._round(script, changes, waiting, last, results)
-        raise IndexUnavailable("others change the same entries all the time")
+            values = dict(zip(of_key, (value or b"" for value in self.get(list(of_key))), strict=True))
+        compare_and_swap(values, renewed, partial(self._swap, ADD_ENTRIES if are_new else REMOVE_ENTRIES))
+        return results
 
-    def _round(
-        self,
-        script: Script,
-        changes: Sequence[tuple[bytes, Change]],
-        waiting: Sequence[int],
-        last: dict[bytes, bytes],
-        results: list[bool],
-    ) -> list[int]:
-        """One change for each key at most; those that are still to be made."""
-        later: list[int] = []
-        asked: dict[bytes, tuple[int, bytes, bytes]] = {}
-        for place in waiting:
-            key, change = changes[place]
-            if key in asked:
-                later.append(place)
-                continue
-            new = change(last[key])
-            results[place] = new is not None
-            if new is not None and new != last[key]:
-                asked[key] = (place, last[key], new)
-        for key, (place, _, new), now in self._swap(script, asked):
-            if now is None or now == new:  # the answer to an earlier try may have been lost
-                last[key] = new
-            else:
-                last[key] = now
-                later.append(place)
-        return sorted(later)
-
-    def _swap(
-        self, script: Script, asked: Mapping[bytes, tuple[int, bytes, bytes]]
-    ) -> Iterator[tuple[bytes, tuple[int, bytes, bytes], bytes | None]]:
-        batches: dict[int, list[list[bytes]]] = {}
-        for key in asked:
-            of_tag = batches.setdefault(self._keys.tag(key), [[]])
-            if len(of_tag[-1]) == BATCH_KEYS:
-                of_tag.append([])
-            of_tag[-1].append(key)
-        calls = [(tag, batch) for tag, of_tag in batches.items() for batch in of_tag]
-        requests = []
-        for tag, batch in calls:
+    def _swap(self, script: Script, swaps: Swaps) -> Iterator[tuple[bytes, bytes | None]]:
+        of_tag: dict[int, list[bytes]] = {}
+        for key in swaps:
+            of_tag.setdefault(self._keys.tag(key), []).append(key)
+        batches, requests = [], []
+        for tag, keys in of_tag.items():
             counts = self._keys.counts(tag)
-            arguments: list[bytes] = []
-            for key in batch:
-                _, old, new = asked[key]
-                arguments += [old, new, b"%d" % _records_more(old, new)]
-            names = [counts, *(self._keys.entry(key) for key in batch)]
-            requests.append(Request(counts, script.call(names, arguments)))
-        for (_, batch), answer in zip(calls, self._caller.run(requests), strict=True):
-            for key, now in zip(batch, answer, strict=True):
-                yield key, asked[key], now
+            for first in range(0, len(keys), BATCH_KEYS):
+                batch, arguments = keys[first : first + BATCH_KEYS], list[bytes]()
+                for old, new in map(swaps.__getitem__, batch):
+                    n_added = len(entry.locations_of(new)) - len(entry.locations_of(old))
+                    arguments += [old, new, b"%d" % n_added]
+                requests.append(Request(counts, script.call([counts, *map(self._keys.entry, batch)], arguments)))
+                batches.append(batch)
+        for batch, answer in zip(batches, self._caller.run(requests), strict=True):
+            yield from zip(batch, answer, strict=True)
 
     def counts(self) -> tuple[int, int]:
-        """(chunks, records)"""
+        """Return (chunks, records)."""
         names = [self._keys.counts(tag) for tag in range(self._keys.tags)]
         answers = self._caller.run([Request(name, ("HMGET", name, "c", "r")) for name in names])
         return sum(int(answer[0] or 0) for answer in answers), sum(int(answer[1] or 0) for answer in answers)
 
     def all(self) -> Iterator[tuple[bytes, bytes]]:
-        """(key, entry) of every chunk; some may come twice. For checks: it reads the whole index."""
+        """Yield (key, entry) of every chunk; some may come twice."""
         for names in self._caller.scan(self._keys.entry_pattern, "string"):
             keys = [name[-16:] for name in names]
             for key, value in zip(keys, self.get(keys), strict=True):
@@ -162,34 +166,8 @@ class EntryTable:
 
 
 def adding(location: Location, whole: Extent) -> Change:
-    """A change that adds a record to an entry. A damaged one gives way to it: nobody can load from that."""
-
-    def change(old: bytes) -> bytes | None:
-        try:
-            return entry.add(old or None, location, whole)
-        except Corrupt:
-            return entry.add(None, location, whole)
-
-    return change
+    return lambda old: entry.add_or_replace(old or None, location, whole)
 
 
-def taking_out(place: entry.Place) -> Change:
-    """A change that takes a record out of an entry. A damaged one goes."""
-
-    def change(old: bytes) -> bytes | None:
-        if not old:
-            return None
-        try:
-            return entry.remove(old, place)
-        except Corrupt:
-            return b""
-
-    return change
-
-
-def _records_more(old: bytes, new: bytes) -> int:
-    return 1 if not old else len(entry.locations_of(new)) - len(entry.locations_of(old))
-
-
-def _with_text(command: Command) -> Command:
-    return ("EVAL", SCRIPTS[str(command[1])], *command[2:])
+def removing(place: entry.Place) -> Change:
+    return lambda old: entry.remove_or_drop(old, place)

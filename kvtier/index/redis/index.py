@@ -1,6 +1,6 @@
-"""The index in Redis, for engines on many nodes that share one root. What stands where: `kvtier.index.redis.keys`.
+"""Redis index, for engines on many nodes that share one root. The keys are documented in `kvtier.index.redis.keys`.
 
-Every method is a few round trips, each within the configured times; a resolve is one. What does not come in time raises
+Every method is a few round trips, each within the configured timeouts; a resolve is one. An answer that is late raises
 IndexUnavailable; `kvtier.index.guard` makes that cheap.
 """
 
@@ -13,34 +13,37 @@ from dataclasses import replace
 from itertools import takewhile
 
 from kvtier.config.index import IndexSettings
-from kvtier.index import entry
-from kvtier.index.base import EVICT_LEASE, NOBODY, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
+from kvtier.index import entry, values
+from kvtier.index.base import EVICT_LEASE, UNOWNED, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.redis.binding import Binding
 from kvtier.index.redis.clock import Clock, ServerClock
-from kvtier.index.redis.entries import BATCH_KEYS, Caller, EntryTable, adding, taking_out
+from kvtier.index.redis.entries import BATCH_KEYS, Caller, EntryTable, adding, removing
 from kvtier.index.redis.keys import (
+    ADD_MEMBERS,
     CLOSED,
     DONE,
-    ENTER_MEMBERS,
     LIST_STATE,
     MADE,
     MARK_LIST,
     MARK_MADE,
-    NOBODYS,
     OPEN,
     PLACE,
+    PUT_NOTE,
+    REMOVING,
     TAGS,
+    UNOWNED_LIST,
     Keys,
 )
-from kvtier.index.redis.tables import Fence, LeaseTable, NoteTable, SetTable, is_going
+from kvtier.index.redis.tables import Fence, SetTable, Table
 from kvtier.index.redis.wire import Request, Wire, open_wire
+from kvtier.index.values import Lease
 
-_REFUSED, _WAS_THERE, _ENTERED = 0, 1, 2
+_REFUSED, _WAS_THERE, _ADDED = 0, 1, 2  # answers of ADD_MEMBERS
 
 
 class RedisIndex:
-    """See `kvtier.index.base.Index`. Connects when it is first used. clock: that of this node, by which the times are
-    that callers pass; how far it is from the server's does not matter."""
+    """See `kvtier.index.base.Index`. Connects when it is first used. clock: this node's clock, which callers' times are
+    by; it may differ from the server's by any amount."""
 
     def __init__(self, settings: IndexSettings, clock: Clock = time.time) -> None:
         self._wire: Wire = open_wire(settings)
@@ -48,8 +51,8 @@ class RedisIndex:
         self._caller = caller = Caller(self._wire)
         self._entries = EntryTable(caller, keys)
         self._sets = SetTable(caller, keys)
-        self._leases = LeaseTable(caller, keys)
-        self._notes = NoteTable(caller, keys)
+        self._leases = Table(caller, keys, keys.leases)
+        self._notes = Table(caller, keys, keys.notes)
         self._clock = ServerClock(self._wire, keys.leases, clock)
         self._binding = Binding(caller, self._wire, keys.meta, settings)
 
@@ -68,27 +71,28 @@ class RedisIndex:
         )
 
     def _publish(self, records: Sequence[NewRecord], from_files: bool) -> int:
-        entered = self._enter(records, from_files)
-        taken = [(record, how) for record, how in zip(records, entered, strict=True) if how != _REFUSED]
+        added = self._add_members(records, from_files)
+        taken = [(record, how) for record, how in zip(records, added, strict=True) if how != _REFUSED]
         changes = [(record.key, adding(record.location, record.whole)) for record, _ in taken]
         published = self._entries.change(changes, are_new=True)
         sets = {record.location.set_id for record, _ in taken}
         still = dict(zip(sets, self._states(sets), strict=True))
         n_published = 0
-        undo, leave = [], []
+        undo, unlisted = [], []
         for (record, how), is_published in zip(taken, published, strict=True):
-            is_kept = is_published and _takes(still[record.location.set_id], from_files)
+            state = still[record.location.set_id]
+            is_kept = is_published and (state == OPEN or (state == UNOWNED_LIST and from_files))
             n_published += is_kept
-            if not is_kept and how == _ENTERED:  # what was there before is others' to take out
-                leave.append(record.location)
+            if not is_kept and how == _ADDED:  # a record that was there before is not this call's to remove
+                unlisted.append(record.location)
                 if is_published:
-                    undo.append(record)
-        self._entries.change([(record.key, taking_out(entry.place(record.location))) for record in undo], False)
-        self._leave(leave)
+                    undo.append((record.key, removing(entry.place(record.location))))
+        self._entries.change(undo, are_new=False)
+        self._remove_members(unlisted)
         return n_published
 
-    def _enter(self, records: Sequence[NewRecord], from_files: bool) -> list[int]:
-        """Enters records in their sets' lists; how that went, for each."""
+    def _add_members(self, records: Sequence[NewRecord], from_files: bool) -> list[int]:
+        """Add records to their sets' lists. Return the answer of ADD_MEMBERS for each."""
         by_set: dict[int, list[int]] = {}
         for place, record in enumerate(records):
             by_set.setdefault(record.location.set_id, []).append(place)
@@ -98,14 +102,14 @@ class RedisIndex:
             arguments = [b"1" if from_files else b"0"]
             for place in places:
                 arguments += [_field(records[place].location), records[place].key]
-            requests.append(Request(name, ENTER_MEMBERS.call([name], arguments)))
+            requests.append(Request(name, ADD_MEMBERS.call([name], arguments)))
         answers = [_REFUSED] * len(records)
         for places, answer in zip(by_set.values(), self._caller.run(requests), strict=True):
             for place, how in zip(places, answer or (), strict=False):
                 answers[place] = how
         return answers
 
-    def _leave(self, locations: Sequence[Location]) -> None:
+    def _remove_members(self, locations: Sequence[Location]) -> None:
         names = [self._keys.list_of(location.set_id) for location in locations]
         self._caller.run([Request(name, ("HDEL", name, _field(at))) for name, at in zip(names, locations, strict=True)])
 
@@ -114,34 +118,33 @@ class RedisIndex:
         return self._caller.run([Request(name, ("HGET", name, LIST_STATE)) for name in names])
 
     def retract(self, key: bytes, location: Location) -> bool:
-        (is_gone,) = self._entries.change([(key, taking_out(entry.place(location)))], are_new=False)
-        if is_gone:
-            self._leave([location])
-        return is_gone
+        (is_removed,) = self._entries.change([(key, removing(entry.place(location)))], are_new=False)
+        if is_removed:
+            self._remove_members([location])
+        return is_removed
 
     # --- sets ---
 
     def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
-        """The records come first: a set without them may be removed any moment."""
-        name, state = self._keys.list_of(info.set_id), NOBODYS if info.owner == NOBODY else OPEN
-        if records and self._sets.is_free(info.set_id):
+        name, state = self._keys.list_of(info.set_id), UNOWNED_LIST if info.owner == UNOWNED else OPEN
+        if records and self._sets.is_free(info.set_id):  # first, because a set without records may be evicted
             self._caller.one(name, "HSET", name, LIST_STATE, state)
             self.publish(records, from_files=True)
         created_s, used_s = self._clock.past(info.created_s), self._clock.past(info.used_s)
         before = self._sets.add(replace(info, created_s=created_s, used_s=used_s))
         if not before:
             self._caller.one(name, "HSET", name, LIST_STATE, state)
-        elif not is_going(before):  # its list may be lost, where that shard lost its memory
-            self._caller.one(name, "HSETNX", name, LIST_STATE, NOBODYS)
+        elif before[:1] != REMOVING:  # the shard of its list may have lost its memory
+            self._caller.one(name, "HSETNX", name, LIST_STATE, UNOWNED_LIST)
         return not before
 
     def take_over(self, set_id: int) -> None:
         name = self._keys.list_of(set_id)
-        self._caller.run([Request(name, MARK_LIST.call([name], [NOBODYS]))])
-        self._sets.change(set_id, lambda info: replace(info, owner=NOBODY))
+        self._caller.run([Request(name, MARK_LIST.call([name], [UNOWNED_LIST]))])
+        self._sets.change([set_id], lambda info: replace(info, owner=UNOWNED))
 
     def close_set(self, set_id: int, n_bytes: int) -> None:
-        self._sets.change(set_id, lambda info: replace(info, is_open=False, n_bytes=n_bytes))
+        self._sets.change([set_id], lambda info: replace(info, is_open=False, n_bytes=n_bytes))
 
     def sets(self) -> list[SetInfo]:
         return self._local(self._sets.all())
@@ -178,7 +181,7 @@ class RedisIndex:
         members, removed = _members(set_id, dict(zip(flat[::2], flat[1::2], strict=True))), 0
         for first in range(0, len(members), BATCH_KEYS):
             batch = members[first : first + BATCH_KEYS]
-            removed += sum(self._entries.change([(key, taking_out(place)) for place, key in batch], are_new=False))
+            removed += sum(self._entries.change([(key, removing(place)) for place, key in batch], are_new=False))
         self._caller.one(name, "DEL", name)
         self._sets.end_removal(set_id, fence)
         return removed
@@ -196,22 +199,40 @@ class RedisIndex:
         return self._clock.local(at_s)
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
-        return self._leases.acquire(name, owner, self._clock.of(now_s), ttl_s)
+        server_s = self._clock.of(now_s)
+
+        def take(old: bytes) -> bytes:
+            lease = Lease.unpack(old).acquired(owner, server_s, ttl_s)
+            return old if lease is None else lease.pack()
+
+        lease = Lease.unpack(self._leases.change_one(name.encode(), take)[1])
+        return lease.token if lease.owner == owner else None
 
     def lease_owner(self, name: str, now_s: float) -> str | None:
-        return self._leases.owner(name, self._clock.of(now_s))
+        server_s = self._clock.of(now_s)
+        return Lease.unpack(self._leases.get(name.encode())).owner_at(server_s)
 
     def release_lease(self, name: str, owner: str) -> None:
-        self._leases.release(name, owner)
+        def release(old: bytes) -> bytes:
+            lease = Lease.unpack(old)
+            return Lease(lease.token).pack() if lease.owner == owner else old
+
+        self._leases.change_one(name.encode(), release)
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
-        self._notes.put(name, value, None if expires_s is None else self._clock.of(expires_s))
+        packed = values.pack_note(value, None if expires_s is None else self._clock.of(expires_s))
+        self._caller.one(self._notes.name, *PUT_NOTE.call([self._notes.name], [name.encode(), packed]))
 
     def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
-        return self._notes.find(prefix, self._clock.of(now_s))
+        server_s, found = self._clock.of(now_s), self._notes.all()
+        expired = [name for name, packed in found.items() if not _is_utf8(name) or values.has_expired(packed, server_s)]
+        if expired:  # except those that another engine has written again since
+            self._notes.change(expired, lambda name, value: b"" if value == found[name] else value)
+        names = sorted(found.keys() - set(expired))
+        return {name.decode(): values.unpack_note(found[name])[0] for name in names if name.startswith(prefix.encode())}
 
     def drop_note(self, name: str) -> bool:
-        return self._notes.drop(name)
+        return bool(self._caller.one(self._notes.name, "HDEL", self._notes.name, name.encode()))
 
     # --- the whole ---
 
@@ -220,11 +241,10 @@ class RedisIndex:
         return IndexCounts(chunks, records, *self._sets.counts())
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """(key, entry) of every chunk; some may come twice. For checks: it reads the whole index."""
         return self._entries.all()
 
     def loss(self) -> Loss | None:
-        """Some shard knows nothing of this index, or nobody has filled it yet."""
+        """Return the loss: a shard has no data of this index, or the index was not rebuilt yet."""
         meta = self._keys.meta
         asking = [Request(name, ("HGET", name, MADE)) for name in self._mark_of_each_shard()]
         root_id, *marks = self._caller.run([Request(meta, ("HGET", meta, "root")), *asking])
@@ -259,14 +279,14 @@ class RedisIndex:
         self._caller.one(self._keys.sets, "DEL", self._keys.sets, self._keys.bytes)
 
     def bind(self, root_id: str) -> None:
-        """Says whose index this is, now or, when Redis does not answer, before it is first used.
+        """Record the root of this index, now or, when Redis does not answer, before its first use.
 
-        Raises ConfigError for what waiting does not mend: it is another root's, the password, another kind of server.
+        Raises ConfigError for permanent faults: another root's index, a wrong password, another kind of server.
         """
         self._binding.begin(root_id)
 
     def look(self, root_id: str | None = None) -> tuple[str, str]:
-        """Return what is stored there, and what is wrong with the server; writes nothing. See Binding.look."""
+        """Return the state of the index, and the fault of the server. Writes nothing. See Binding.look."""
         return self._binding.look(root_id)
 
     def close(self) -> None:
@@ -274,14 +294,18 @@ class RedisIndex:
 
 
 def _field(location: Location) -> bytes:
-    """Of a record, in its set's list."""
+    """Return the name of a record's field in its set's list."""
     return PLACE.pack(location.rank, location.slot)
 
 
 def _members(set_id: int, listed: Mapping[bytes, bytes]) -> list[tuple[entry.Place, bytes]]:
-    """Return (place, chunk key) of what a set's list holds, by rank and slot."""
+    """Return (place, chunk key) of the records in a set's list, by rank and slot."""
     return [((set_id, *PLACE.unpack(field)), key) for field, key in sorted(listed.items()) if field != LIST_STATE]
 
 
-def _takes(state: bytes | None, from_files: bool) -> bool:
-    return state == OPEN or (state == NOBODYS and from_files)
+def _is_utf8(name: bytes) -> bool:
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

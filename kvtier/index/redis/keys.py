@@ -1,32 +1,32 @@
-"""What stands under which key in Redis, and the scripts that change it.
+"""Redis keys of the index, their values, and the scripts that change them.
 
-`P` is the configured prefix. What stands in braces decides the slot in a cluster.
+`P` is the configured prefix. The text in braces decides the slot in a cluster.
 
     P:e:<chunk key, 16 bytes>         string   kvtier.index.entry (one server)
     P:{<tag>}:<chunk key>             string   the same, in a cluster; tag: the chunk key's first 10 bits, 3 hex digits
     P:e, P:{<tag>}                    hash     c: entries with this tag; r: records in them; made: see below
     P:{<set id, 16 hex digits>}       hash     the set's list: (rank u16, slot u32, big-endian) -> chunk key
-                                               "" -> o: its owner may add; n: nobody's; g: it is being removed
+                                               "" -> o: its owner may add; n: unowned; g: it is being removed
     P:{P}:sets                        hash     set id, u64 big-endian -> 0 or, while it is being removed, 1;
                                                then a segment set as in kvtier.index.values
     P:{P}:bytes                       string   sum of n_bytes over the above
-    P:{P}:leases                      hash     name -> fencing token u64, expires f64, owner (little-endian)
+    P:{P}:leases                      hash     name -> a lease as in kvtier.index.values
     P:{P}:notes                       hash     name -> a note as in kvtier.index.values
-    P:{P}:meta                        hash     format: of this table; root: id of the root that it is the index of;
+    P:{P}:meta                        hash     format: version of this table; root: id of the root that it indexes;
                                                made: see below
 
-made: "done" once somebody has read the root into this index; else the mark of who first found it missing. It stands on
-every shard, so that one that lost its memory is noticed.
+made: "done" once the index was rebuilt from the root; before that, a mark of the process that first found it missing.
+Every shard has the field, so that the loss of one shard's memory is detected.
 
-No script touches two slots. A record is published in three steps, each atomic: it is entered in its set's list, if the
-list takes any; it is put into its chunk's entry, if that is still what it was a moment ago; and the list is looked at
-again, and if it takes no more, both are taken back. A set is removed in the opposite order: it is marked in P:{P}:sets,
-its list is closed, its records leave their entries, the list goes, and last the set. So whoever dies in between leaves
-a set that is still listed, and that the next evictor removes; only a publisher that dies right beside an evictor can
-leave an entry that points nowhere, which is a miss, and gone with it.
+No script uses two slots. A record is published in three steps, each atomic: it is added to its set's list, if the list
+accepts records; it is added to its chunk's entry by compare-and-swap; and the list's state is read again, and if it
+accepts no more records, both are undone. A set is removed in the opposite order: it is marked in P:{P}:sets, its list
+is closed, its records are removed from their entries, then the list and at last the set. So an engine that dies between
+two steps leaves a set that is still registered, and that the next evictor removes. Only a publisher that dies beside
+an evictor can leave an entry that points to no set; a load of it is a miss, and removes it.
 
-A server at its maxmemory refuses what is new: sets, and records. What changes or goes is let through, with leases and
-notes, which are few and small: without them nobody could evict, and it would stay full.
+A server at its maxmemory refuses new sets and records. Changes, removals, leases and notes, which are few and small,
+pass: without them eviction would be impossible, and the server would stay full.
 """
 
 from __future__ import annotations
@@ -39,22 +39,20 @@ from kvtier.index.redis.wire import Command
 
 FORMAT = b"1"
 MADE = b"made"
-TAGS = 1024
-"""Of a cluster: a shard's share of them varies by the root of its number of tags, 9 % with 8 shards."""
+TAGS = 1024  # tags in a cluster; with 8 shards, the shares of the shards vary by 9 % (root of the number of tags)
 DONE = b"done"
 
 LIST_STATE = b""
-OPEN, NOBODYS, CLOSED = b"o", b"n", b"g"
-HELD, GOING = b"\0", b"\1"
+OPEN, UNOWNED_LIST, CLOSED = b"o", b"n", b"g"
+REGISTERED, REMOVING = b"\0", b"\1"
 
 SET_ID = struct.Struct(">Q")
 PLACE = struct.Struct(">HI")
-LEASE = struct.Struct("<Qd")
 TOKEN = struct.Struct("<Q")
 
 
 class Script(NamedTuple):
-    """Lua that runs in the server. `text` is sent when the server does not know it by its hash yet."""
+    """Lua script. `text` is sent when the server does not know its hash yet."""
 
     text: str
     sha: str
@@ -65,7 +63,7 @@ class Script(NamedTuple):
 
     @classmethod
     def when_full(cls, text: str) -> Script:
-        """One that a full server runs, too. Redis before 7 does not know the first line, and takes it for an error."""
+        """Return a script that a full server runs, too. Redis before 7 rejects its first line."""
         return cls.of(f"#!lua flags=allow-oom\n{text}")
 
     def call(self, keys: list[bytes], arguments: list[bytes]) -> Command:
@@ -88,11 +86,13 @@ for i = 2, #KEYS do
 end
 return answer
 """
-PUT_IN, TAKE_OUT = Script.of(_CHANGE_ENTRIES), Script.when_full(_CHANGE_ENTRIES)
-"""KEYS: the tag's counts, entries. ARGV: for each entry what it must be ("": absent), what it becomes, records more.
-Answers for each: nil when it was changed, else what it is."""
+# KEYS: the tag's counts, entries. ARGV for each entry: expected value ("": absent), new value, records added.
+# Returns for each entry nil when it was changed, else its value.
+ADD_ENTRIES, REMOVE_ENTRIES = Script.of(_CHANGE_ENTRIES), Script.when_full(_CHANGE_ENTRIES)
 
-ENTER_MEMBERS = Script.of("""
+# KEYS: a set's list. ARGV: 1 when read from files, else 0; place, chunk key, ... Returns nil when the list accepts no
+# records, else for each place 2: added, 1: it was there, 0: another chunk has it.
+ADD_MEMBERS = Script.of("""
 local state = redis.call('HGET', KEYS[1], '')
 if not state or state == 'g' or (state == 'n' and ARGV[1] == '0') then return false end
 local answer = {}
@@ -105,25 +105,23 @@ for i = 2, #ARGV, 2 do
 end
 return answer
 """)
-"""KEYS: a set's list. ARGV: 1 when read from files, else 0; place, chunk key, ... Answers nil when the list takes none,
-else for each place 2: entered, 1: was there, 0: it is another chunk's."""
 
+# KEYS: a set's list. ARGV: its new state; a closed list stays closed. Returns the list's content when this closes it.
 MARK_LIST = Script.when_full("""
 local is_closing = ARGV[1] == 'g'
 if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
 if is_closing or redis.call('HGET', KEYS[1], '') ~= 'g' then redis.call('HSET', KEYS[1], '', ARGV[1]) end
 return is_closing and redis.call('HGETALL', KEYS[1]) or {}
 """)
-"""KEYS: a set's list. ARGV: its new state; a closed one stays so. Answers what is in it, when that closes it."""
 
+# KEYS: a hash with the field `made`. ARGV: expected value, new value.
 MARK_MADE = Script.of("""
 if redis.call('HGET', KEYS[1], 'made') == ARGV[1] then redis.call('HSET', KEYS[1], 'made', ARGV[2]) end
 return 0
 """)
-"""KEYS: a hash with such a field. ARGV: what it must be, what it becomes."""
 
+# KEYS: the notes. ARGV: name, note.
 PUT_NOTE = Script.when_full("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])")
-"""KEYS: the notes. ARGV: name, note."""
 
 _CHANGE_TABLE = """
 if ARGV[1] ~= '' then
@@ -144,19 +142,17 @@ for i = 3, #ARGV, 4 do
 end
 return answer
 """
+# KEYS: a hash, the sum of bytes, the leases. ARGV: a lease ("": none) and its expected token; for each field of the
+# hash its name, expected value, new value, bytes added. Returns nil when the token differs, else for each field nil
+# when it was changed, or its value.
 ADD_TO_TABLE, CHANGE_TABLE = Script.of(_CHANGE_TABLE), Script.when_full(_CHANGE_TABLE)
-"""KEYS: a hash, the sum of bytes, the leases. ARGV: a lease and the token that it must have ("": whatever); for each
-field of the hash its name, what it must be, what it becomes, bytes more. Answers nil when the token is another, else
-for each field nil when it was changed, or what it is."""
 
-SCRIPTS = {
-    script.sha: script.text
-    for script in (PUT_IN, TAKE_OUT, ENTER_MEMBERS, MARK_LIST, MARK_MADE, PUT_NOTE, ADD_TO_TABLE, CHANGE_TABLE)
-}
+_ALL = (ADD_ENTRIES, REMOVE_ENTRIES, ADD_MEMBERS, MARK_LIST, MARK_MADE, PUT_NOTE, ADD_TO_TABLE, CHANGE_TABLE)
+SCRIPTS = {script.sha: script.text for script in _ALL}
 
 
 class Keys:
-    """Names of keys. `tags`: 1 on one server, TAGS in a cluster."""
+    """Names of the index's keys. tags: 1 on one server, TAGS in a cluster."""
 
     def __init__(self, prefix: str, tags: int) -> None:
         self._prefix = prefix.encode()
@@ -179,8 +175,8 @@ class Keys:
 
     @property
     def entry_pattern(self) -> bytes:
-        """For SCAN of strings; a chunk key may hold any bytes, and has 16 of them. Hashes of an index under
-        `P:e:<more>` match it, too (its leases, its sets), but no string does."""
+        """Return the pattern for a SCAN of strings; a chunk key has 16 arbitrary bytes."""
+        # Hashes of an index with the prefix `P:e:<more>` match it, too (its leases, its sets), but no strings.
         return self._prefix + (b":e:" if self.tags == 1 else b":{???}:") + b"?" * 16
 
     @property

@@ -1,49 +1,31 @@
-"""The hashes that all engines share in Redis: registered sets, leases, notes. Small, and changed field by field.
-
-Fields that are none of ours are passed over: one of them, damaged or a stranger's, must not cost all engines the tier.
-"""
+"""Hashes of the Redis index that all engines share: registered sets, leases, notes. Each field changes by itself."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from kvtier.errors import Corrupt, IndexUnavailable, StaleLease
 from kvtier.index import values
 from kvtier.index.base import SetInfo, Use
-from kvtier.index.redis.entries import CONFLICTS_MAX, Caller
-from kvtier.index.redis.keys import (
-    ADD_TO_TABLE,
-    CHANGE_TABLE,
-    GOING,
-    HELD,
-    LEASE,
-    PUT_NOTE,
-    SET_ID,
-    TOKEN,
-    Keys,
-    Script,
-)
+from kvtier.index.redis.entries import Caller, Swaps, compare_and_swap
+from kvtier.index.redis.keys import ADD_TO_TABLE, CHANGE_TABLE, REGISTERED, REMOVING, SET_ID, TOKEN, Keys, Script
 from kvtier.index.redis.wire import Request
-
-Change = Callable[[bytes], bytes]
-"""From what a field is (b"": absent) to what it becomes (b"": it goes); the same: it stays."""
-Size = Callable[[bytes], int]
 
 
 class Fence(NamedTuple):
-    """A change is refused when the lease has another token than this."""
+    """Condition of a change: the lease still has this token."""
 
     lease: str
     token: int
 
 
 class Table:
-    """One hash. Each field changes atomically, by comparing it with what it was."""
+    """One hash. Each field changes atomically, by compare-and-swap. size: bytes that a field adds to the sum."""
 
-    def __init__(self, caller: Caller, keys: Keys, name: bytes, size: Size = lambda value: 0) -> None:
+    def __init__(self, caller: Caller, keys: Keys, name: bytes, size: Callable[[bytes], int] = lambda value: 0) -> None:
         self._caller = caller
         self._keys = keys
         self.name = name
@@ -64,49 +46,31 @@ class Table:
         fence: Fence | None = None,
         script: Script = CHANGE_TABLE,
     ) -> dict[bytes, tuple[bytes, bytes]]:
-        """Changes fields by (field, what it is) -> what it becomes; what each was, and became.
+        """Change fields. Return field -> (old value, new value); b"" is an absent field.
 
-        script: ADD_TO_TABLE where a full server is to refuse it.
-        Raises StaleLease when the fence's lease has another token; nothing more is changed then.
+        change: (field, value) -> new value. script: ADD_TO_TABLE where a full server has to refuse the change.
+        Raises StaleLease, and changes nothing more, when the fence's lease has another token.
         """
-        done: dict[bytes, tuple[bytes, bytes]] = {}
         if not fields:
-            return done
-        values: Sequence[bytes | None] = self._caller.one(self.name, "HMGET", self.name, *fields)
-        waiting = {field: value or b"" for field, value in zip(fields, values, strict=True)}
-        for _ in range(CONFLICTS_MAX):
-            wanted = {field: (old, change(field, old)) for field, old in waiting.items()}
-            same = {field: pair for field, pair in wanted.items() if pair[0] == pair[1]}
-            done |= same if fence is None else {}
-            asked = wanted if fence is not None else {f: pair for f, pair in wanted.items() if f not in same}
-            if not asked:
-                return done
-            waiting = {}
-            for field, now in self._swap(script, asked, fence):
-                if now is None or now == asked[field][1]:  # the answer to an earlier try may have been lost
-                    done[field] = asked[field]
-                else:
-                    waiting[field] = now
-            if not waiting:
-                return done
-        raise IndexUnavailable("others change the same fields all the time")
+            return {}
+        found: Sequence[bytes | None] = self._caller.one(self.name, "HMGET", self.name, *fields)
+        old = {field: value or b"" for field, value in zip(fields, found, strict=True)}
+        return compare_and_swap(old, change, partial(self._swap, script, fence), sends_unchanged=fence is not None)
 
     def change_one(
-        self, field: bytes, change: Change, fence: Fence | None = None, script: Script = CHANGE_TABLE
+        self, field: bytes, change: Callable[[bytes], bytes], fence: Fence | None = None, script: Script = CHANGE_TABLE
     ) -> tuple[bytes, bytes]:
         return self.change([field], lambda _, value: change(value), fence, script)[field]
 
-    def _swap(
-        self, script: Script, asked: Mapping[bytes, tuple[bytes, bytes]], fence: Fence | None
-    ) -> list[tuple[bytes, bytes | None]]:
+    def _swap(self, script: Script, fence: Fence | None, swaps: Swaps) -> list[tuple[bytes, bytes | None]]:
         arguments = [b"", b""] if fence is None else [fence.lease.encode(), TOKEN.pack(fence.token)]
-        for field, (old, new) in asked.items():
+        for field, (old, new) in swaps.items():
             arguments += [field, old, new, b"%d" % (self._size(new) - self._size(old))]
         call = script.call([self.name, self._keys.bytes, self._keys.leases], arguments)
-        answer: list[bytes | None] | None = self._caller.run([Request(self.name, call)])[0]
+        answer: list[bytes | None] | None = self._caller.one(self.name, *call)
         if answer is None:
-            raise StaleLease("what was to be removed is left to who evicts now")
-        return list(zip(asked, answer, strict=True))
+            raise StaleLease("sets are not removed: another engine holds the eviction lease")
+        return list(zip(swaps, answer, strict=True))
 
 
 class SetTable:
@@ -118,18 +82,17 @@ class SetTable:
         self._table = Table(caller, keys, keys.sets, _n_bytes)
 
     def get(self, set_ids: Collection[int]) -> list[SetInfo]:
-        wanted = sorted(set(set_ids))
-        if not wanted:
+        fields = [SET_ID.pack(set_id) for set_id in sorted(set(set_ids))]
+        if not fields:
             return []
-        name = self._table.name
-        values = self._caller.one(name, "HMGET", name, *(SET_ID.pack(set_id) for set_id in wanted))
-        return _infos([(SET_ID.pack(id_), value) for id_, value in zip(wanted, values, strict=True) if value])
+        found = self._caller.one(self._table.name, "HMGET", self._table.name, *fields)
+        return _infos([(field, value) for field, value in zip(fields, found, strict=True) if value])
 
     def all(self) -> list[SetInfo]:
         return _infos(sorted(self._table.all().items()))
 
     def counts(self) -> tuple[int, int]:
-        """(sets, sum of their n_bytes)"""
+        """Return (sets, sum of their n_bytes)."""
         name = self._table.name
         n_sets, n_bytes = self._caller.run([Request(name, ("HLEN", name)), Request(name, ("GET", self._keys.bytes))])
         try:
@@ -138,25 +101,18 @@ class SetTable:
             raise IndexUnavailable(f"Redis: {self._keys.bytes!r} is no number; remove it and rebuild") from None
 
     def add(self, info: SetInfo) -> bytes:
-        """Registers a set, unless its id is taken; what stood there (b"": nothing)."""
-        new = HELD + values.pack_set(info)
+        """Register a set, unless its id is taken. Return the value before (b"": none)."""
+        new = REGISTERED + values.pack_set(info)
         return self._table.change_one(SET_ID.pack(info.set_id), lambda old: old or new, script=ADD_TO_TABLE)[0]
 
     def is_free(self, set_id: int) -> bool:
         return not self._table.get(SET_ID.pack(set_id))
 
-    def change(self, set_id: int, change: Callable[[SetInfo], SetInfo]) -> None:
-        self.change_some([set_id], change)
-
     def touch(self, used: Mapping[int, Use]) -> None:
-        def change(info: SetInfo) -> SetInfo:
-            use = used[info.set_id]
-            return replace(info, used_s=max(info.used_s, use.at_s), uses=info.uses + use.count)
+        self.change(list(used), lambda info: info.with_use(used[info.set_id]))
 
-        self.change_some(list(used), change)
-
-    def change_some(self, set_ids: Sequence[int], change: Callable[[SetInfo], SetInfo]) -> None:
-        """Those of them that are registered."""
+    def change(self, set_ids: Sequence[int], change: Callable[[SetInfo], SetInfo]) -> None:
+        """Change those of the sets that are registered."""
 
         def renewed(field: bytes, old: bytes) -> bytes:
             infos = _infos([(field, old)])
@@ -165,17 +121,14 @@ class SetTable:
         self._table.change([SET_ID.pack(set_id) for set_id in set_ids], renewed)
 
     def begin_removal(self, set_id: int, fence: Fence | None) -> None:
-        self._table.change_one(SET_ID.pack(set_id), lambda old: old and GOING + old[1:], fence)
+        self._table.change_one(SET_ID.pack(set_id), lambda old: old and REMOVING + old[1:], fence)
 
     def end_removal(self, set_id: int, fence: Fence | None) -> None:
-        self._table.change_one(SET_ID.pack(set_id), lambda old: b"" if is_going(old) else old, fence)
-
-
-def is_going(value: bytes) -> bool:
-    return value[:1] == GOING
+        self._table.change_one(SET_ID.pack(set_id), lambda old: b"" if old[:1] == REMOVING else old, fence)
 
 
 def _infos(fields: Sequence[tuple[bytes, bytes]]) -> list[SetInfo]:
+    """Return the sets of well-formed fields. One damaged or foreign field must not cost all engines the index."""
     found = []
     for field, value in fields:
         try:
@@ -187,77 +140,3 @@ def _infos(fields: Sequence[tuple[bytes, bytes]]) -> list[SetInfo]:
 
 def _n_bytes(value: bytes) -> int:
     return sum(info.n_bytes for info in _infos([(SET_ID.pack(0), value)]))
-
-
-class LeaseTable:
-    """See `Index.acquire_lease`."""
-
-    def __init__(self, caller: Caller, keys: Keys) -> None:
-        self._table = Table(caller, keys, keys.leases)
-
-    def acquire(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
-        def take(old: bytes) -> bytes:
-            token, expires_s, holder = _lease(old)
-            if holder == owner:
-                return _packed(token, now_s + ttl_s, owner)
-            if holder and now_s < expires_s:
-                return old
-            return _packed(token + 1, now_s + ttl_s, owner)
-
-        token, _, holder = _lease(self._table.change_one(name.encode(), take)[1])
-        return token if holder == owner else None
-
-    def owner(self, name: str, now_s: float) -> str | None:
-        _, expires_s, holder = _lease(self._table.get(name.encode()))
-        return holder if holder and now_s < expires_s else None
-
-    def release(self, name: str, owner: str) -> None:
-        def leave(old: bytes) -> bytes:
-            token, _, holder = _lease(old)
-            return _packed(token, 0.0, "") if holder == owner else old  # the next owner's token is to be larger
-
-        self._table.change_one(name.encode(), leave)
-
-
-def _lease(value: bytes) -> tuple[int, float, str]:
-    """(token, expires, owner); the owner is "" when nobody has it."""
-    try:
-        token, expires_s = LEASE.unpack_from(value)
-        return token, expires_s, value[LEASE.size :].decode()
-    except (struct.error, UnicodeDecodeError):
-        return 0, 0.0, ""
-
-
-def _packed(token: int, expires_s: float, owner: str) -> bytes:
-    return LEASE.pack(token, expires_s) + owner.encode()
-
-
-class NoteTable:
-    """See `Index.put_note`."""
-
-    def __init__(self, caller: Caller, keys: Keys) -> None:
-        self._caller = caller
-        self._table = Table(caller, keys, keys.notes)
-
-    def put(self, name: str, value: bytes, expires_s: float | None) -> None:
-        call = PUT_NOTE.call([self._table.name], [name.encode(), values.pack_note(value, expires_s)])
-        self._caller.run([Request(self._table.name, call)])
-
-    def find(self, prefix: str, now_s: float) -> dict[str, bytes]:
-        found = self._table.all()
-        expired = [name for name, packed in found.items() if not _is_name(name) or values.has_expired(packed, now_s)]
-        if expired:  # of those, what others have put anew meanwhile stays
-            self._table.change(expired, lambda name, value: b"" if value == found[name] else value)
-        names = sorted(found.keys() - set(expired))
-        return {name.decode(): values.unpack_note(found[name])[0] for name in names if name.startswith(prefix.encode())}
-
-    def drop(self, name: str) -> bool:
-        return bool(self._caller.one(self._table.name, "HDEL", self._table.name, name.encode()))
-
-
-def _is_name(name: bytes) -> bool:
-    try:
-        name.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
