@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Path, Response
 
 from kvtier.admin import change
 from kvtier.admin.answers import Evicted, HexId, PinRow, QuotaList, VerifyJob
-from kvtier.admin.lookup import Prompt, UnknownNamespace, keys_of
+from kvtier.admin.lookup import TokenPrompt, UnknownNamespace, keys_of
 from kvtier.admin.opened import Opened
 from kvtier.admin.verifying import TooMany
 from kvtier.config.capacity import TENANT_BYTES_MAX
@@ -210,7 +210,7 @@ def _tenant_note(label: str) -> str:
 
 def _keys(opened: Opened, prefix: PromptPrefix) -> list[bytes]:
     try:
-        keys = keys_of(opened, Prompt(prefix.tokens, prefix.cache_salt), bytes.fromhex(prefix.namespace))
+        keys = keys_of(opened, TokenPrompt(prefix.tokens, prefix.cache_salt), bytes.fromhex(prefix.namespace))
     except UnknownNamespace as fault:
         raise Refused(404, str(fault)) from None
     if not keys:

@@ -21,7 +21,7 @@ from kvtier.admin.answers import (
 )
 from kvtier.admin.change import list_pins, list_quotas
 from kvtier.admin.listing import PAGE_MAX, Filter, describe_set, list_sets
-from kvtier.admin.lookup import TOKENS_MAX, Prompt, UnknownNamespace, look_up
+from kvtier.admin.lookup import TOKENS_MAX, TokenPrompt, UnknownNamespace, look_up
 from kvtier.admin.prompts import NoTokenizer
 from kvtier.scheduler.engine_report import LABEL_CHARS_MAX
 from kvtier.server.access import TheRole, TheRoot, TheService, no_parameters, problems
@@ -97,7 +97,7 @@ def lookup(role: TheRole, opened: TheRoot, service: TheService, asked: ToLookUp)
             tokens = service.tokenizers.tokens(opened, asked.prompt, namespace)
             if len(tokens) > TOKENS_MAX:
                 raise Refused(409, f"the prompt has {len(tokens)} tokens, and {TOKENS_MAX} are looked up at most")
-        return look_up(opened, Prompt(tokens, asked.cache_salt), namespace)
+        return look_up(opened, TokenPrompt(tokens, asked.cache_salt), namespace)
     except UnknownNamespace as fault:
         raise Refused(404, str(fault)) from None
     except NoTokenizer as fault:

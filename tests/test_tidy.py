@@ -74,6 +74,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "kvtier.model",
     "kvtier.plan",
     "kvtier.planner",
+    "kvtier.runtime",
     "kvtier.scheduler",
     "kvtier.server",
 )

@@ -23,14 +23,14 @@ class UnknownNamespace(LookupError):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenPrompt:
     """Plain tokens with a cache salt. With adapters or images, keys depend on more than can be asked for here."""
 
     tokens: Sequence[int]
     cache_salt: str = ""
 
 
-def look_up(opened: Opened, prompt: Prompt, namespace: bytes | None = None) -> LookupAnswer:
+def look_up(opened: Opened, prompt: TokenPrompt, namespace: bytes | None = None) -> LookupAnswer:
     """Look a prompt up in one namespace, or in all. Raises UnknownNamespace, IndexUnavailable."""
     sets = opened.index.sets()
     asked = [namespace] if namespace is not None else _all(opened, sets)
@@ -47,7 +47,7 @@ def look_up(opened: Opened, prompt: Prompt, namespace: bytes | None = None) -> L
     return LookupAnswer(tokens=len(prompt.tokens), hits=hits)
 
 
-def keys_of(opened: Opened, prompt: Prompt, namespace: bytes) -> list[bytes]:
+def keys_of(opened: Opened, prompt: TokenPrompt, namespace: bytes) -> list[bytes]:
     """Return the keys of the prompt's whole chunks. Raises UnknownNamespace."""
     found = opened.book.find(namespace)
     if found is None:
@@ -63,7 +63,7 @@ def _all(opened: Opened, sets: Sequence[SetInfo]) -> list[bytes]:
     return sorted(counts, key=lambda namespace: -counts[namespace])[:NAMESPACES_MAX]
 
 
-def _hit(opened: Opened, prompt: Prompt, namespace: bytes, owners: dict[int, str], model: str) -> NamespaceHit:
+def _hit(opened: Opened, prompt: TokenPrompt, namespace: bytes, owners: dict[int, str], model: str) -> NamespaceHit:
     keys = keys_of(opened, prompt, namespace)
     values = opened.index.resolve(keys) if keys else []
     found = opened.book.find(namespace)

@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kvtier.admin.lookup import TOKENS_MAX, Prompt, keys_of
+from kvtier.admin.lookup import TOKENS_MAX, TokenPrompt, keys_of
 from kvtier.admin.opened import Opened
 from kvtier.admin.prompts import Tokenizers
 from kvtier.cli.app import NotDone, refuse_together
@@ -80,7 +80,7 @@ SaltOption = Annotated[
 ]
 
 
-def prompt_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -> Prompt:
+def prompt_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -> TokenPrompt:
     """Read the prompt. Raises NotDone, NoTokenizer."""
     if options.tokens is not None:
         tokens = _tokens(_read(options.tokens), options.tokens)
@@ -89,7 +89,7 @@ def prompt_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -
         tokens = Tokenizers().tokens(opened, text, namespace)
     if len(tokens) > TOKENS_MAX:
         raise NotDone(f"a prompt of {len(tokens)} tokens: at most {TOKENS_MAX}")
-    return Prompt(tokens, options.salt)
+    return TokenPrompt(tokens, options.salt)
 
 
 def prefix_keys(options: PromptOptions, opened: Opened, namespace: bytes) -> tuple[bytes, ...]:

@@ -45,7 +45,7 @@ class Kept(NamedTuple):
     why: KeptReason
 
 
-class Choice:
+class EvictionChoice:
     """Sets to evict, chosen step by step, the least recently used first; what is chosen already counts as removed for
     the steps that follow.
 

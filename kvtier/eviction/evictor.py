@@ -15,7 +15,7 @@ from typing import Literal
 
 from kvtier.errors import StaleLease
 from kvtier.eviction import limits, pins
-from kvtier.eviction.choice import Choice, Kept, Selection
+from kvtier.eviction.choice import EvictionChoice, Kept, Selection
 from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, Used
 from kvtier.eviction.lru import FutureTimes
 from kvtier.eviction.set_removal import Remover
@@ -115,7 +115,7 @@ class Evictor:
         if self.fits(need, capacity_bytes):
             return 0
 
-        def choose(choice: Choice) -> bool:
+        def choose(choice: EvictionChoice) -> bool:
             return choice.make_room(need, self.quotas(), capacity_bytes)
 
         done = self._evict(choose, capacity_bytes)
@@ -135,7 +135,7 @@ class Evictor:
         if rules.ttl_s is None and quotas.are_none and is_below:
             return 0
 
-        def choose(choice: Choice) -> bool:
+        def choose(choice: EvictionChoice) -> bool:
             if rules.ttl_s is not None:
                 choice.drop_unused(self._clock() - rules.ttl_s)
             choice.keep_quotas(quotas)
@@ -155,7 +155,7 @@ class Evictor:
         """Removes what is meant; None when others evict right now. Sets that a living engine fills stay, pinned ones
         unless `ignore_pins`."""
 
-        def choose(choice: Choice) -> bool:
+        def choose(choice: EvictionChoice) -> bool:
             choice.select(selection, self._clock())
             return True
 
@@ -190,14 +190,18 @@ class Evictor:
         living = {o for o in owners if self._index.lease_owner(writer_lease(o), self._clock()) is not None}
         return frozenset(info.set_id for info in sets if info.is_open and info.owner in living)
 
-    def _choice(self, capacity_bytes: int, for_admin: bool) -> Choice:
+    def _choice(self, capacity_bytes: int, for_admin: bool) -> EvictionChoice:
         sets = self._future.corrected(self._index.sets(), self._clock())
         known = {info.set_id for info in sets}
         # Asked for after the sets: see Remover.pending_bytes. What `finish` has left is away, or cannot be unlinked.
         pending = [removal for removal in self._remover.begun(self._clock()) if removal.set_id not in known]
-        return Choice(sets, self.protected(sets, capacity_bytes), self._filled(sets) if for_admin else None, pending)
+        return EvictionChoice(
+            sets, self.protected(sets, capacity_bytes), self._filled(sets) if for_admin else None, pending
+        )
 
-    def _evict(self, choose: Callable[[Choice], bool], capacity_bytes: int, for_admin: bool = False) -> Evicted | None:
+    def _evict(
+        self, choose: Callable[[EvictionChoice], bool], capacity_bytes: int, for_admin: bool = False
+    ) -> Evicted | None:
         """Removes what `choose` chooses, if it says so; None when it does not, and when others evict right now.
         for_admin: an open set may be removed, too, if its engine is dead."""
         token = self._lease()

@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, T
 from kvtier.format.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.index import entry
 from kvtier.index.base import UNOWNED, Index, Location, NewRecord, SetInfo, slots_used
-from kvtier.maintenance.record_read import Verdict, judge
+from kvtier.maintenance.record_read import RecordVerdict, judge
 from kvtier.maintenance.sweep_lease import Clock, SweepLease
 from kvtier.storage.root import read_namespace
 from kvtier.storage.segments import SegmentFiles, segment_name
@@ -155,12 +155,12 @@ class ReadBack:
 
     def _look_at(self, files: SegmentFiles, key: bytes, location: Location, others: Sequence[Location]) -> None:
         verdict = judge(files, key, location)
-        if verdict in (Verdict.AS_SUMMED, Verdict.UNKNOWN):
+        if verdict in (RecordVerdict.AS_SUMMED, RecordVerdict.UNKNOWN):
             self._good.add((key, location))
             return
         # A record whose file is missing makes way too: the chunk is read back from elsewhere. But one whose file may
         # only be away is kept, and one that may be stale makes way only for a good record of all that it holds.
-        if self._may_be_away and (verdict is Verdict.GONE or not self._is_replaced(files, key, location, others)):
+        if self._may_be_away and (verdict is RecordVerdict.GONE or not self._is_replaced(files, key, location, others)):
             return
         name = segment_name(location.set_id, location.rank)
         log.info("slot %d of %s is bad, and another record of its chunk is read back", location.slot, name)
@@ -168,7 +168,7 @@ class ReadBack:
 
     def _is_replaced(self, files: SegmentFiles, key: bytes, location: Location, others: Sequence[Location]) -> bool:
         whole = [other for other in others if other.extent.contains(location.extent)]
-        return any(judge(files, key, other) is Verdict.AS_SUMMED for other in whole)
+        return any(judge(files, key, other) is RecordVerdict.AS_SUMMED for other in whole)
 
     def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
         """Add a set with all records that were read, also those that the index knew before and may have lost since.

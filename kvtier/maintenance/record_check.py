@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.base import Index, Location
-from kvtier.maintenance.record_read import Verdict, judge
+from kvtier.maintenance.record_read import RecordVerdict, judge
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.repeated_log import RepeatedLog
@@ -58,7 +58,7 @@ class Rechecks:
     def _look_at(self, namespace: bytes, key: bytes, location: Location) -> None:
         try:
             # A missing file is left to garbage collection, which tells a removed one from one that is away.
-            if judge(self._files(namespace), key, location) is not Verdict.OTHER:
+            if judge(self._files(namespace), key, location) is not RecordVerdict.OTHER:
                 return
             self._index.retract(key, location)
         except TierUnavailable:

@@ -22,7 +22,7 @@ RECORD_BYTES_MAX = 4 << 30
 _PAIR_BYTES = 8
 
 
-class Verdict(Enum):
+class RecordVerdict(Enum):
     """Result of reading a record's place. UNKNOWN: it cannot be read for now, or is larger than any record."""
 
     AS_SUMMED = 0
@@ -31,37 +31,37 @@ class Verdict(Enum):
     UNKNOWN = 3
 
 
-def judge(files: SegmentFiles, key: bytes, location: Location) -> Verdict:
+def judge(files: SegmentFiles, key: bytes, location: Location) -> RecordVerdict:
     """Read the slabs at `location`, through a descriptor that is opened now, and compare them with its checksums."""
     try:
         segment = files.lease_anew(location.set_id, location.rank)
     except TierUnavailable:
-        return Verdict.UNKNOWN
+        return RecordVerdict.UNKNOWN
     except Corrupt:
-        return Verdict.OTHER
+        return RecordVerdict.OTHER
     if segment is None:
-        return Verdict.GONE
+        return RecordVerdict.GONE
     try:
         return _judge(segment, key, location)
     except OSError:
-        return Verdict.UNKNOWN
+        return RecordVerdict.UNKNOWN
     finally:
         segment.release()
 
 
-def _judge(segment: OpenSegment, key: bytes, location: Location) -> Verdict:
+def _judge(segment: OpenSegment, key: bytes, location: Location) -> RecordVerdict:
     header, extent = segment.header, location.extent
     if not header.has_slot(location.slot, extent, location.slab_bytes):
-        return Verdict.OTHER
+        return RecordVerdict.OTHER
     if record_bytes(extent, header.slab_bytes) > RECORD_BYTES_MAX:
-        return Verdict.UNKNOWN
+        return RecordVerdict.UNKNOWN
     buffer = AlignedBuffer(min(PIECE_BYTES, header.slab_bytes))
     start = header.slot_offset(location.slot) + PAGE_BYTES
     for number, expected in enumerate(location.checksums):
         seed = slab_seed(key, extent.first_head + number, extent.first_layer)
         if _sum(segment.fd, start + number * header.slab_bytes, header.slab_bytes, seed, buffer) != expected:
-            return Verdict.OTHER
-    return Verdict.AS_SUMMED
+            return RecordVerdict.OTHER
+    return RecordVerdict.AS_SUMMED
 
 
 def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) -> int | None:

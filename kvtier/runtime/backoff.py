@@ -1,12 +1,12 @@
-"""How long to leave alone what refused: doubling from one refusal to the next. Pure: the clock is passed in."""
+"""Exponential backoff after refusals. The clock is passed in."""
 
 from __future__ import annotations
 
-PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0
+PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0  # seconds; each refusal doubles the pause
 
 
 class Backoff:
-    """Not thread-safe."""
+    """Backoff of one resource. Not thread-safe."""
 
     def __init__(self) -> None:
         self._pause_s = PAUSE_FIRST_S
@@ -16,7 +16,7 @@ class Backoff:
         return now_s < self._resume_at_s
 
     def refused(self, now_s: float) -> float:
-        """Begins a pause; its length in seconds."""
+        """Begin a pause. Return its length in seconds."""
         pause_s = self._pause_s
         self._resume_at_s = now_s + pause_s
         self._pause_s = min(PAUSE_MAX_S, 2 * pause_s)
@@ -27,10 +27,10 @@ class Backoff:
         self._resume_at_s = now_s + pause_s
 
     def worked(self) -> None:
-        """The next pause is the shortest again."""
+        """Reset the next pause to the shortest."""
         self._pause_s = PAUSE_FIRST_S
 
     def clear(self) -> None:
-        """Ends the pause, too."""
+        """End the pause, and reset the next one."""
         self.worked()
         self._resume_at_s = 0.0

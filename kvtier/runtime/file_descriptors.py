@@ -70,7 +70,7 @@ def with_descriptors(open_it: Callable[[], T]) -> T:
 
 
 def close_file(descriptor: int) -> None:
-    """Close a descriptor whose data needs no word from close(2). Never raises OSError.
+    """Close a descriptor whose data does not depend on the result of close(2). Never raises OSError.
 
     Linux frees the descriptor also where close fails: EBADFD, ENOTCONN, ENOENT, EBADF or EIO from network file
     systems whose server or client died.

@@ -1,5 +1,4 @@
-"""How much memory a process may have here: the machine's, its cgroups' and its own limits (proc_meminfo(5), cgroups(7),
-getrlimit(2))."""
+"""Memory limits of this process, its cgroups and the machine (proc_meminfo(5), cgroups(7), getrlimit(2))."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from kvtier.runtime.units import size
 PROC, SYS = Path("/proc"), Path("/sys")
 
 
-class Memory(NamedTuple):
-    """limit_bytes: more than this no process can have, for `limit`'s sake; available_bytes: what is free of it now.
+class MachineMemory(NamedTuple):
+    """Memory of this process. limit_bytes: largest possible size, limited by `limit`; available_bytes: free part now.
     None: /proc/meminfo cannot be read."""
 
     limit_bytes: int | None
@@ -23,8 +22,8 @@ class Memory(NamedTuple):
     available_bytes: int | None
 
 
-def memory_here(proc: Path = PROC, sys: Path = SYS) -> Memory:
-    """proc, sys: folders to look into instead of the kernel's."""
+def memory_here(proc: Path = PROC, sys: Path = SYS) -> MachineMemory:
+    """Return the limits. proc, sys: folders to read instead of the kernel's."""
     text = _text(proc / "meminfo")
     limits = [(n_bytes, "this machine's memory") for n_bytes in _meminfo(text, "MemTotal")]
     available = _meminfo(text, "MemAvailable")
@@ -36,30 +35,30 @@ def memory_here(proc: Path = PROC, sys: Path = SYS) -> Memory:
     if address_bytes != resource.RLIM_INFINITY:
         limits.append((address_bytes, "this process's limit (ulimit -v)"))
     least = min(available, default=None)
-    return Memory(*min(limits), least) if limits else Memory(None, "", least)
+    return MachineMemory(*min(limits), least) if limits else MachineMemory(None, "", least)
 
 
-def check_host_arena(n_bytes: int, found: Memory) -> None:
-    """Raises ConfigError for an arena that can't be had."""
+def check_host_arena(n_bytes: int, found: MachineMemory) -> None:
+    """Raise ConfigError for an arena larger than the limit."""
     if found.limit_bytes is not None and n_bytes > found.limit_bytes:
         raise arena_refused(n_bytes, f"{size(n_bytes)}, more than {found.limit} ({size(found.limit_bytes)})", found)
 
 
-def pin_budget(pin_bytes: int | None, found: Memory) -> int:
-    """Of segments in memory, how much a worker may pin at most, in bytes; pin_bytes: as in the settings."""
+def pin_budget(pin_bytes: int | None, found: MachineMemory) -> int:
+    """Return how many bytes of segments in memory a worker may pin. pin_bytes: as in the settings."""
     return (found.limit_bytes or 0) // 2 if pin_bytes is None else pin_bytes
 
 
-def arena_refused(n_bytes: int, why: str, found: Memory) -> ConfigError:
-    """With what to do about it. Each worker has an arena of its own, so half of what there is, is for one worker."""
+def arena_refused(n_bytes: int, why: str, found: MachineMemory) -> ConfigError:
+    """Return the error with its fix, which proposes half of the available memory: each worker has its own arena."""
     fix = "set it to less: each worker on this machine takes so much"
     if found.available_bytes is not None and found.available_bytes >> 31:
         fix += f" ({size(found.available_bytes)} are available now, so {found.available_bytes >> 31}GiB is a start)"
     return ConfigError("host.arena_bytes", n_bytes, f"{why}; {fix}")
 
 
-def beyond_available(n_bytes: int, found: Memory) -> str:
-    """What to do about an arena that would push others out of memory; "" where it has room."""
+def beyond_available(n_bytes: int, found: MachineMemory) -> str:
+    """Return a warning about an arena larger than the available memory; "" where it fits."""
     if found.available_bytes is None or n_bytes <= found.available_bytes:
         return ""
     return (
@@ -69,7 +68,7 @@ def beyond_available(n_bytes: int, found: Memory) -> str:
 
 
 def _cgroups(proc: Path, mount: Path) -> list[tuple[int, int | None]]:
-    """(limit, used) in bytes of this process's cgroup and those above it, where they have a limit."""
+    """Return (limit, used) in bytes of this process's cgroup and its parents, where they have a limit."""
     lines = [line.split(":", 2) for line in _text(proc / "self/cgroup").splitlines()]
     named = {controllers: path.lstrip("/") for _, controllers, path in (line for line in lines if len(line) == 3)}
     found = []
@@ -77,7 +76,7 @@ def _cgroups(proc: Path, mount: Path) -> list[tuple[int, int | None]]:
         (mount, named.get("", ""), "memory.max", "memory.current"),
         (mount / "memory", named.get("memory", ""), "memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
     ):
-        # In a container the path may be the host's, of which nothing is seen but the top.
+        # In a container the path may be the host's, of which only the top is visible.
         folders = [top, *(top / path for path in (Path(own), *Path(own).parents) if own and ".." not in path.parts)]
         for folder in dict.fromkeys(folders):
             limit, used = _text(folder / limit_name), _text(folder / used_name)
@@ -87,7 +86,7 @@ def _cgroups(proc: Path, mount: Path) -> list[tuple[int, int | None]]:
 
 
 def _meminfo(text: str, name: str) -> list[int]:
-    """In bytes; none where the kernel does not say."""
+    """Return the value in bytes; none where the kernel has no such line."""
     match = re.search(rf"^{name}:\s*(\d+) kB$", text, re.MULTILINE)
     return [int(match[1]) << 10] if match else []
 

@@ -1,7 +1,6 @@
-"""Counters of one engine half: what was asked, moved, skipped and found bad. Thread-safe, no exporter in it.
+"""Counters of one engine half: lookups, loads, saves, skipped chunks and errors. Thread-safe; exporters are elsewhere.
 
-A name ends in its unit, or in why something was skipped; all are sums since the start, so that any exporter can add
-them up.
+A name ends in its unit, or in the reason for skipping; all are sums since the start, so that exporters can add them.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from collections.abc import Iterable, Mapping
 LOOKUPS = "lookups"
 LOOKUP_SECONDS = "lookup_seconds"
 LOOKUP_TOKENS = "lookup_tokens"
+# Tokens passed to a load, even if it failed, as in vLLM's vllm:external_prefix_cache_hits; LOAD_TOKENS were loaded.
 HIT_TOKENS = "hit_tokens"
-"""Handed to a load, whatever came of it: as vLLM counts vllm:external_prefix_cache_hits, so that both can be compared.
-What came is LOAD_TOKENS."""
 LOAD_REQUESTS = "load_requests"
 LOAD_TOKENS = "load_tokens"
 LOAD_BYTES = "load_bytes"
@@ -50,13 +48,14 @@ PUBLISH_SENT_LATE = "publish_sent_late_records"
 PUBLISH_DROPPED = "publish_dropped_records"
 EVICTED_BYTES = "evicted_bytes"
 
+# Chunks that were not saved although the tier did not have them.
 UNSAVED = (
     SKIPPED_QUEUE_FULL, SKIPPED_NO_SPACE, SKIPPED_RESTING, SKIPPED_FAILED, SKIPPED_REFUSED, SKIPPED_QUOTA,
     SKIPPED_OVERWRITTEN,
 )  # fmt: skip
-"""Chunks that were not saved although nobody had saved them."""
 ERRORS = (LOAD_FAILURES, CHECKSUM_FAILURES, INDEX_ERRORS)
 
+# Counters of skipped chunks and errors are listed by their groups, so that no sum over a group misses one.
 NAMES = (
     LOOKUPS, LOOKUP_SECONDS, LOOKUP_TOKENS, HIT_TOKENS,
     LOAD_REQUESTS, LOAD_TOKENS, LOAD_BYTES, LOAD_SECONDS, ARENA_HIT_CHUNKS,
@@ -66,11 +65,10 @@ NAMES = (
     *ERRORS, INDEX_FAST_FAILS, INDEX_PAUSES,
     PUBLISH_QUEUED, PUBLISH_SENT_LATE, PUBLISH_DROPPED, EVICTED_BYTES,
 )  # fmt: skip
-"""A counter that is skipped chunks or an error comes in by its group, so that sums over the group have it too."""
 
 
 class Metrics:
-    """A bag of the counters above; a name that is not one of them is our bug."""
+    """Values of the counters above."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,7 +85,7 @@ class Metrics:
             return dict(self._total)
 
     def take(self) -> dict[str, float]:
-        """What came since the last `take`; names without change are left out."""
+        """Return the increments since the last `take`; counters without change are left out."""
         with self._lock:
             since = {name: value - self._taken[name] for name, value in self._total.items()}
             self._taken = Counter(self._total)
@@ -95,7 +93,7 @@ class Metrics:
 
 
 def summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Counters of several, by name."""
+    """Return the sums by name."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

@@ -38,7 +38,7 @@ class RepeatedLog:
         return self.line(logging.WARNING, kind, message, *args)
 
     def line(self, level: int, kind: str, message: str, *args: object, fault: BaseException | None = None) -> bool:
-        """As `warning`, of any level; `fault` is logged with its traceback."""
+        """Do as `warning` at any level. fault: logged with its traceback."""
         with self._lock:
             now = self._clock()
             known = self._kinds.pop(kind, None)
@@ -62,5 +62,5 @@ class RepeatedLog:
 
 
 def cause_of(fault: BaseException) -> str:
-    """The end of its text, which names neither file nor slot: lines of one cause are of one kind."""
+    """Return the end of the fault's text, without file and slot, as the kind of its log lines."""
     return str(fault).rsplit(": ", 1)[-1]

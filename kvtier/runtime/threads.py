@@ -21,11 +21,11 @@ EXTRA_THREADS_MAX = 16  # threads of one queue beside its own, while jobs hang i
 
 class Jobs(Protocol):
     def submit(self, job: Job) -> bool:
-        """Queues a job; False when the queue is full or closed."""
+        """Queue a job. Return False when the queue is full or closed."""
         ...
 
     def pending(self) -> int:
-        """Jobs queued or running."""
+        """Return the number of jobs queued or running."""
         ...
 
     def widen(self, n_stuck: int) -> None:
@@ -33,11 +33,11 @@ class Jobs(Protocol):
         ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until nothing is pending; False when `timeout_s` passed first (I10)."""
+        """Wait until no job is pending. Return False when `timeout_s` passed first (I10)."""
         ...
 
     def close(self) -> None:
-        """Takes no further jobs, drops the queued ones, and lets running ones end by themselves."""
+        """Accept no further jobs and drop the queued ones. Running ones end by themselves."""
         ...
 
 
@@ -130,7 +130,7 @@ class Ticker:
         self._woken.set()
 
     def close(self, timeout_s: float) -> bool:
-        """Ends after the tick that is running; False when that took longer than `timeout_s` (I10), and goes on."""
+        """End after the running tick. Return False when that takes longer than `timeout_s` (I10)."""
         self._closed.set()
         self._woken.set()
         self._thread.join(timeout_s)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 def size(n_bytes: float) -> str:
-    """As "1.5 GiB"."""
+    """Return a size as "1.5 GiB"."""
     power = min(4, max(0, int(n_bytes).bit_length() - 1) // 10)
     unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{n_bytes / 1024**power:.{1 if power else 0}f} {unit}"
 
 
 def exact(n_bytes: int) -> str:
-    """As settings take it: "64GiB", "500GB"; what is no round number, as "1048577 bytes (1.0 MiB)"."""
+    """Return a size as settings accept it, "64GiB" or "500GB"; other numbers as "1048577 bytes (1.0 MiB)"."""
     for base, suffix in ((1024, "iB"), (1000, "B")):
         for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
             count, rest = divmod(n_bytes, base**power)

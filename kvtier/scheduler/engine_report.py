@@ -201,7 +201,7 @@ class _Times:
 
 
 @dataclass(slots=True)
-class _Gathered:
+class _EngineFigures:
     """Figures gathered since the engine's start."""
 
     counters: dict[str, float] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class Reporter:
         self._about = about
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._seen = _Gathered()
+        self._seen = _EngineFigures()
         self._started_s = clock()
         self._last_s = self._started_s
         self._last_counters: Mapping[str, float] = {}

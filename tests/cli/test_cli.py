@@ -22,7 +22,7 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.runtime.exit_status import FOUND_BAD, INTERRUPTED, NOT_DONE, OK
-from kvtier.runtime.memory_limits import Memory
+from kvtier.runtime.memory_limits import MachineMemory
 from kvtier.runtime.versions import commit
 from kvtier.storage import root as root_module
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
@@ -347,10 +347,10 @@ def test_check_of_an_arena_and_the_memory_for_it(
 ) -> None:
     """500GiB on a machine of 23 passed, and the engine died of it."""
     arena = f"root: {config.parent}\ncapacity_bytes: 4GiB\nhost: {{arena_bytes: 500GiB}}\n"
-    monkeypatch.setattr(check, "memory_here", lambda: Memory(23 << 30, "this machine's memory", 20 << 30))
+    monkeypatch.setattr(check, "memory_here", lambda: MachineMemory(23 << 30, "this machine's memory", 20 << 30))
     error = refused(config, arena, capsys)
     assert error.startswith("kvtier: host.arena_bytes = 536870912000: 500.0 GiB, more than this machine's memory (23.0")
-    monkeypatch.setattr(check, "memory_here", lambda: Memory(1 << 40, "this machine's memory", 20 << 30))
+    monkeypatch.setattr(check, "memory_here", lambda: MachineMemory(1 << 40, "this machine's memory", 20 << 30))
     assert main(["check", str(config)]) == 0
     assert capsys.readouterr().out.startswith("but: host.arena_bytes (500.0 GiB for each worker) is more than is avail")
 

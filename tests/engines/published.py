@@ -17,7 +17,7 @@ from kvtier.format.record import RecordHeader, SegmentHeader
 from kvtier.index import entry
 from kvtier.index.base import Location
 from kvtier.index.redis.index import RedisIndex
-from kvtier.maintenance.record_read import Verdict, judge
+from kvtier.maintenance.record_read import RecordVerdict, judge
 from kvtier.storage.segments import SegmentFiles, segment_name
 from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt
 
@@ -83,7 +83,7 @@ class Published:
                     f"{segment_name(*at[:2])} slot {at[2]}: {self._state_of(files, key, at)}, set {known.get(at[0])}"
                     for at in places
                 ]
-                good = {at: judge(files, key, location) is Verdict.AS_SUMMED for at, location in now.items()}
+                good = {at: judge(files, key, location) is RecordVerdict.AS_SUMMED for at, location in now.items()}
                 if not good or not all(good.values()):
                     found.append(f"{key.hex()} was at {was}; is at {good}")
         finally:
@@ -102,7 +102,7 @@ class Published:
                 except Corrupt as fault:
                     return f"no header: {fault}"
                 where = Location(*slot, header.slab_bytes, header.extent, header.checksums)
-                return f"its record: {header.key == key}, good: {judge(files, key, where) is Verdict.AS_SUMMED}"
+                return f"its record: {header.key == key}, good: {judge(files, key, where) is RecordVerdict.AS_SUMMED}"
         return "nothing there"
 
     def all(self) -> list[Slot]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.config.capacity import CapacitySettings, TenantSettings
-from kvtier.eviction.choice import Choice, Selection
+from kvtier.eviction.choice import EvictionChoice, Selection
 from kvtier.eviction.limits import Need, Quotas, Rules, Used, namespace_note, quota_value, tenant_note
 from kvtier.eviction.pins import Pin, protected_sets, read_pins
 from kvtier.index.base import SetInfo
@@ -64,7 +64,7 @@ def test_room_is_made_within_quotas_and_nothing_protected_goes(
 ) -> None:
     need = Need(n_bytes, A, tenant)
     protected = {one.set_id for one in sets if one.set_id % 3 == 0}
-    choice = Choice(sets, protected)
+    choice = EvictionChoice(sets, protected)
     fits = choice.make_room(need, limits, capacity_bytes)
     gone = set(ids(choice.victims))
     assert len(gone) == len(choice.victims)
@@ -82,7 +82,7 @@ def test_room_is_made_within_quotas_and_nothing_protected_goes(
 
 @given(some_sets(), st.integers(1, 60), sizes)
 def test_a_tenant_at_its_quota_costs_nobody_else_a_set(sets: list[SetInfo], n_bytes: int, quota_bytes: int) -> None:
-    choice = Choice(sets, ())
+    choice = EvictionChoice(sets, ())
     fits = choice.make_room(Need(n_bytes, A, "t"), Quotas(None, {}, {"t": quota_bytes}), 1 << 40)
     assert {one.tenant for one in choice.victims} <= {"t"}
     may_go = sum(one.n_bytes for one in sets if one.tenant == "t" and not one.is_open)
@@ -93,7 +93,7 @@ def test_a_tenant_at_its_quota_costs_nobody_else_a_set(sets: list[SetInfo], n_by
 @given(some_sets(), quotas, sizes, sizes)
 def test_limits_are_kept_as_far_as_sets_may_go(sets: list[SetInfo], limits: Quotas, one: int, two: int) -> None:
     low, high = sorted((one, two))
-    choice = Choice(sets, ())
+    choice = EvictionChoice(sets, ())
     choice.keep_quotas(limits)
     choice.keep_watermarks(high, low)
     used = choice.used
@@ -108,7 +108,7 @@ def test_limits_are_kept_as_far_as_sets_may_go(sets: list[SetInfo], limits: Quot
 
 def test_watermarks_leave_alone_what_is_between_them() -> None:
     sets = [info(number, used_s=float(number)) for number in range(10)]
-    choice = Choice(sets, ())
+    choice = EvictionChoice(sets, ())
     choice.keep_watermarks(100, 80)
     assert choice.victims == []
     choice.keep_watermarks(99, 80)
@@ -117,7 +117,7 @@ def test_watermarks_leave_alone_what_is_between_them() -> None:
 
 def test_what_is_unused_for_too_long_goes_unless_it_is_pinned() -> None:
     sets = [info(1, 10.0), info(2, 90.0), info(4, 10.0, is_open=True), info(5, 10.0)]
-    choice = Choice(sets, {5})
+    choice = EvictionChoice(sets, {5})
     choice.drop_unused(since_s=50.0)
     assert ids(choice.victims) == [1]
 
@@ -132,7 +132,7 @@ def test_what_an_administrator_means() -> None:
     ]
 
     def chosen(selection: Selection) -> list[int]:
-        choice = Choice(sets, ())
+        choice = EvictionChoice(sets, ())
         choice.select(selection, now_s=100.0)
         return ids(choice.victims)
 

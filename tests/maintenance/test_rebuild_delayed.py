@@ -11,7 +11,7 @@ import pytest
 from kvtier.errors import IndexUnavailable
 from kvtier.index.base import Location
 from kvtier.maintenance import rebuild as read_back
-from kvtier.maintenance.record_read import Verdict
+from kvtier.maintenance.record_read import RecordVerdict
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
 from tests.maintenance.test_delayed_sweeps import Clock
@@ -83,7 +83,7 @@ def test_who_reads_what_lies_there_twice_gives_signs_of_life_and_reads_it_once(
     told_before: list[int] = []
     plain = read_back.judge
 
-    def look(files: SegmentFiles, key: bytes, location: Location) -> Verdict:
+    def look(files: SegmentFiles, key: bytes, location: Location) -> RecordVerdict:
         told_before.append(len(told))
         return plain(files, key, location)
 

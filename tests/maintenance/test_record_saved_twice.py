@@ -16,7 +16,7 @@ import torch
 from kvtier.cli import main
 from kvtier.index.base import Location
 from kvtier.maintenance import record_read
-from kvtier.maintenance.record_read import Verdict, judge
+from kvtier.maintenance.record_read import RecordVerdict, judge
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
 from tests.scheduler.test_slow_writers import housekeeper
 from tests.support.rig import Engine
@@ -121,23 +121,23 @@ def test_a_record_is_compared_with_its_sums(
 ) -> None:
     files, path, key, location = saved
     monkeypatch.setattr(record_read, "PIECE_BYTES", piece_bytes)
-    assert judge(files, key, location) is Verdict.AS_SUMMED
-    assert judge(files, bytes(16), location) is not Verdict.AS_SUMMED
-    assert judge(files, key, location._replace(slot=0)) is not Verdict.AS_SUMMED
-    assert judge(files, key, location._replace(slot=1 << 30)) is not Verdict.AS_SUMMED
-    assert judge(files, key, location._replace(slab_bytes=2 * location.slab_bytes)) is not Verdict.AS_SUMMED
-    assert judge(files, key, location._replace(set_id=1)) is not Verdict.AS_SUMMED, "there is no such segment"
+    assert judge(files, key, location) is RecordVerdict.AS_SUMMED
+    assert judge(files, bytes(16), location) is not RecordVerdict.AS_SUMMED
+    assert judge(files, key, location._replace(slot=0)) is not RecordVerdict.AS_SUMMED
+    assert judge(files, key, location._replace(slot=1 << 30)) is not RecordVerdict.AS_SUMMED
+    assert judge(files, key, location._replace(slab_bytes=2 * location.slab_bytes)) is not RecordVerdict.AS_SUMMED
+    assert judge(files, key, location._replace(set_id=1)) is not RecordVerdict.AS_SUMMED, "there is no such segment"
     flip_payload(path, BAD)
-    assert judge(files, key, location) is not Verdict.AS_SUMMED
+    assert judge(files, key, location) is not RecordVerdict.AS_SUMMED
     flip_payload(path, BAD)
-    assert judge(files, key, location) is Verdict.AS_SUMMED
+    assert judge(files, key, location) is RecordVerdict.AS_SUMMED
     with path.open("r+b") as file:
         file.truncate(4096 + 4096)
-    assert judge(files, key, location) is not Verdict.AS_SUMMED
+    assert judge(files, key, location) is not RecordVerdict.AS_SUMMED
     path.rename(path.with_name("elsewhere"))
     files.close()
     shutil.move(path.parent, path.parent.with_name("away"))
-    assert judge(files, key, location) is Verdict.UNKNOWN, "of a mount that is away nothing is known"
+    assert judge(files, key, location) is RecordVerdict.UNKNOWN, "of a mount that is away nothing is known"
 
 
 def test_a_read_that_gives_less_goes_on(
@@ -156,6 +156,6 @@ def test_a_read_that_gives_less_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "preadv", short)
-        assert judge(files, key, location) is Verdict.AS_SUMMED
+        assert judge(files, key, location) is RecordVerdict.AS_SUMMED
     assert max(sizes) > 4096
     files.close()

@@ -12,7 +12,7 @@ import pytest
 from kvtier.config.settings import HostSettings, Settings
 from kvtier.errors import ConfigError
 from kvtier.runtime import memory_limits
-from kvtier.runtime.memory_limits import Memory, beyond_available, check_host_arena, memory_here
+from kvtier.runtime.memory_limits import MachineMemory, beyond_available, check_host_arena, memory_here
 from kvtier.worker import arenas
 from kvtier.worker.arenas import host_memory
 
@@ -28,7 +28,7 @@ def _kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def found(kernel: Path) -> Memory:
+def found(kernel: Path) -> MachineMemory:
     return memory_here(kernel / "proc", kernel / "sys")
 
 
@@ -38,8 +38,8 @@ def write(path: Path, text: str) -> None:
 
 
 def test_a_machine_without_limits(kernel: Path) -> None:
-    assert found(kernel) == Memory(32 * GIB, "this machine's memory", 16 * GIB)
-    assert memory_here(kernel / "absent", kernel / "absent") == Memory(None, "", None)
+    assert found(kernel) == MachineMemory(32 * GIB, "this machine's memory", 16 * GIB)
+    assert memory_here(kernel / "absent", kernel / "absent") == MachineMemory(None, "", None)
 
 
 @pytest.mark.parametrize("place", ["", "pod/worker/", "pod/"])
@@ -78,7 +78,7 @@ def test_an_arena_beyond_all_memory_is_refused(kernel: Path) -> None:
 def test_an_arena_beyond_what_is_free_is_warned_of(kernel: Path) -> None:
     assert beyond_available(16 * GIB, found(kernel)) == ""
     assert "may kill an engine" in beyond_available(17 * GIB, found(kernel))
-    assert beyond_available(17 * GIB, Memory(None, "", None)) == ""
+    assert beyond_available(17 * GIB, MachineMemory(None, "", None)) == ""
 
 
 def test_an_engine_stops_at_one(monkeypatch: pytest.MonkeyPatch) -> None:

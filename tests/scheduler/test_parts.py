@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.arena.admission import Admission
 from kvtier.errors import Corrupt
-from kvtier.eviction.choice import Choice
+from kvtier.eviction.choice import EvictionChoice
 from kvtier.format.geometry import Extent, covers, share_of_rank
 from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_bytes
 from kvtier.index.base import Location, SetInfo
@@ -188,7 +188,7 @@ def test_eviction_takes_the_longest_unused_and_never_the_protected() -> None:
     sets = [info(1, 5.0), info(2, 1.0), info(3, 0.0, is_open=True), info(5, 3.0)]
 
     def least_recently_used(n_bytes: int, protected: Collection[int] = ()) -> list[int]:
-        choice = Choice(sets, protected)
+        choice = EvictionChoice(sets, protected)
         choice.take(n_bytes)
         return [victim.set_id for victim in choice.victims]
 
