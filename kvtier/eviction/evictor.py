@@ -35,7 +35,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
+class EvictionResult:
     """What was removed, or would be. freed_bytes: what its files really gave back; 0 when nothing was done. kept: what
     an administrator meant as well."""
 
@@ -145,13 +145,13 @@ class Evictor:
         done = self._evict(choose, capacity_bytes)
         return 0 if done is None else done.freed_bytes
 
-    def preview(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> Evicted:
+    def preview(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> EvictionResult:
         """What `evict` would remove now."""
         choice = self._choice(0 if ignore_pins else capacity_bytes, for_admin=True)
         choice.select(selection, self._clock())
-        return Evicted(tuple(choice.victims), 0, tuple(choice.kept))
+        return EvictionResult(tuple(choice.victims), 0, tuple(choice.kept))
 
-    def evict(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> Evicted | None:
+    def evict(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> EvictionResult | None:
         """Removes what is meant; None when others evict right now. Sets that a living engine fills stay, pinned ones
         unless `ignore_pins`."""
 
@@ -201,7 +201,7 @@ class Evictor:
 
     def _evict(
         self, choose: Callable[[EvictionChoice], bool], capacity_bytes: int, for_admin: bool = False
-    ) -> Evicted | None:
+    ) -> EvictionResult | None:
         """Removes what `choose` chooses, if it says so; None when it does not, and when others evict right now.
         for_admin: an open set may be removed, too, if its engine is dead."""
         token = self._lease()
@@ -218,7 +218,7 @@ class Evictor:
         finally:
             self._index.release_lease(EVICT_LEASE, self._owner)
 
-    def _remove(self, victims: Sequence[SetInfo], token: int) -> Evicted:
+    def _remove(self, victims: Sequence[SetInfo], token: int) -> EvictionResult:
         """Remove sets until the lease is another evictor's: this one was taken for dead then."""
         removed, freed_bytes = [], 0
         for info in victims:
@@ -230,7 +230,7 @@ class Evictor:
                 break
             removed.append(info)
         self._evicted_bytes += freed_bytes
-        return Evicted(tuple(removed), freed_bytes)
+        return EvictionResult(tuple(removed), freed_bytes)
 
     def _lease(self) -> int | None:
         """Takes the lease, or renews it."""

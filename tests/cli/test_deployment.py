@@ -17,8 +17,7 @@ import pytest
 
 from kvtier.cli import bench, bench_storage, main, progress, tables
 from kvtier.config.settings import CONFIG_VARIABLE
-from kvtier.eviction.evictor import Evicted as Removed
-from kvtier.eviction.evictor import Evictor
+from kvtier.eviction.evictor import EvictionResult, Evictor
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.ring import FlushOp, sizes_for
 from kvtier.scheduler.engine_report import Latency, TopPrefix, WorkerReport
@@ -241,7 +240,7 @@ def test_evict_asks_on_a_terminal_and_does_nothing_without_one(
 def test_evict_that_is_ended_before_says_so(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Evictor, "_remove", lambda *_: Removed((), 0))  # another one took over at once
+    monkeypatch.setattr(Evictor, "_remove", lambda *_: EvictionResult((), 0))  # another one took over at once
     capsys.readouterr()
     assert main(["evict", str(config), "--all", "--yes", "--json"]) == 2
     captured = capsys.readouterr()

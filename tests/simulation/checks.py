@@ -21,7 +21,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from kvtier.errors import Corrupt, StaleLease
-from kvtier.eviction.evictor import Evicted, Evictor
+from kvtier.eviction.evictor import EvictionResult, Evictor
 from kvtier.eviction.set_removal import Remover
 from kvtier.format.geometry import PAGE_BYTES, covers
 from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
@@ -308,7 +308,7 @@ def watching(checks: Checks) -> Iterator[None]:
     runtime = checks._place.runtime
     plain_evict, plain_remove, plain_unlink = Evictor._remove, Remover.remove, Remover._unlink
 
-    def evict(evictor: Evictor, victims: Sequence[SetInfo], token: int) -> Evicted:
+    def evict(evictor: Evictor, victims: Sequence[SetInfo], token: int) -> EvictionResult:
         process = runtime.process
         checks.evicting[process] = token
         try:

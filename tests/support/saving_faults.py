@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.eviction.evictor import Evicted, Evictor
+from kvtier.eviction.evictor import EvictionResult, Evictor
 from kvtier.eviction.set_removal import Remover
 from kvtier.format.record import SegmentHeader
 from kvtier.index.base import Index, SetInfo
@@ -104,7 +104,7 @@ class Evictions:
     def __enter__(self) -> Evictions:
         evict, remove = self._plain
 
-        def noting_eviction(evictor: Evictor, victims: Sequence[SetInfo], token: int) -> Evicted:
+        def noting_eviction(evictor: Evictor, victims: Sequence[SetInfo], token: int) -> EvictionResult:
             self._thread.is_evicting = True
             try:
                 return evict(evictor, victims, token)
