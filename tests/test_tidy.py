@@ -67,6 +67,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "kvtier.connectors",
     "kvtier.doctor",
     "kvtier.errors",
+    "kvtier.eviction",
     "kvtier.format",
     "kvtier.index",
     "kvtier.io",

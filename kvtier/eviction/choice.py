@@ -1,4 +1,4 @@
-"""How many of which sets go: for a set that is to be made, to keep the limits, or as an administrator asks."""
+"""Selection of the sets to evict: for a new set, to keep the limits, or on an administrator's request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvtier.index.base import SetInfo
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which sets an administrator means: those for which all hold that are not None.
+    """Sets that an administrator selects: those that meet all conditions that are not None.
 
-    n_bytes: no more of them than make up so many bytes, the least recently used first. unused_s: not used for so long.
+    n_bytes: only as many as make up so many bytes, the least recently used first. unused_s: not used for so long.
     set_ids: one of these.
     """
 
@@ -74,12 +74,12 @@ class EvictionChoice:
 
     @property
     def used(self) -> Used:
-        """What is left."""
+        """Return the size of the remaining sets."""
         return Used.of([info for info in self._sets if info.set_id not in self._gone])
 
     @property
     def _taken(self) -> Used:
-        """What is left, with what pending removals may still take."""
+        """Return the size of the remaining sets and of pending removals."""
         return Used.of([*(info for info in self._sets if info.set_id not in self._gone), *self._pending])
 
     def take(self, n_bytes: int, of: Callable[[SetInfo], bool] = lambda info: True) -> bool:
@@ -97,8 +97,11 @@ class EvictionChoice:
         return False
 
     def make_room(self, need: Need, quotas: Quotas, capacity_bytes: int) -> bool:
-        """Whether `need` fits with these chosen: first its tenant's own sets go for its tenant's quota, and its
-        namespace's for that one's, so that nobody else's have to; then anybody's."""
+        """Choose sets to make room for `need`. Return whether it fits then.
+
+        First sets of its tenant are chosen for the tenant's quota, and of its namespace for that one's, so that no
+        others pay for them; then any sets.
+        """
         return (
             self._keep_tenant(need.tenant, quotas, need.n_bytes)
             and self._keep_namespace(need.namespace, quotas, need.n_bytes)
@@ -106,7 +109,7 @@ class EvictionChoice:
         )
 
     def keep_quotas(self, quotas: Quotas) -> None:
-        """Down to each quota, as far as sets may go: it may have been lowered."""
+        """Choose sets above each quota, which may have been lowered."""
         for tenant in sorted(self.used.tenants):
             self._keep_tenant(tenant, quotas)
         for namespace in sorted(self.used.namespaces):
@@ -121,11 +124,11 @@ class EvictionChoice:
         return self.take(excess, lambda info: info.namespace == namespace)
 
     def drop_unused(self, since_s: float) -> None:
-        """All that were not used since then."""
+        """Choose all sets that were not used since then."""
         self.take(self.used.n_bytes, lambda info: info.used_s < since_s)
 
     def keep_watermarks(self, high_bytes: int, low_bytes: int) -> None:
-        """Down to the low one, if there is more than the high one."""
+        """Above `high_bytes`, choose sets down to `low_bytes`."""
         n_bytes = self.used.n_bytes
         if n_bytes > high_bytes:
             self.take(n_bytes - low_bytes)

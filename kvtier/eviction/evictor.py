@@ -1,7 +1,7 @@
-"""Making room on a root: what kvtier.eviction chooses is removed, by one evictor at a time.
+"""Evictor: removes the sets that kvtier.eviction.choice selects, one evictor of a root at a time.
 
-It holds a lease and renews it with every set. One that was taken for dead meanwhile is refused by the index (its
-fencing token is an old one) and stops.
+It holds a lease and renews it with every set. When the lease expired and another engine took it, the index rejects the
+removal by its fencing token, and the evictor stops.
 """
 
 from __future__ import annotations
@@ -25,19 +25,16 @@ from kvtier.runtime.units import exact, size
 
 log = logging.getLogger("kvtier")
 
-LEASE_TTL_S = 5.0
-"""Renewed with every set that is taken care of; so long, nobody evicts after a killed evictor. One that is merely slow
-does no harm: it is refused."""
-HOLES_MAX = 64
-"""Keys of a pin that are not stored are stepped over so often; what lies behind is not protected."""
+LEASE_TTL_S = 5.0  # seconds, renewed with every set; after a killed evictor, no engine evicts for this long
+HOLES_MAX = 64  # runs of keys of a pin that are looked up; keys behind so many gaps are not protected
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionResult:
-    """What was removed, or would be. freed_bytes: what its files really gave back; 0 when nothing was done. kept: what
-    an administrator meant as well."""
+    """Sets that were removed, or would be. freed_bytes: disk space that was freed; 0 for a preview. kept: sets that an
+    administrator selected and that stay."""
 
     sets: tuple[SetInfo, ...]
     freed_bytes: int
@@ -45,7 +42,7 @@ class EvictionResult:
 
     @property
     def n_bytes(self) -> int:
-        """What the sets take, as the index has it."""
+        """Return the size of the sets by the index."""
         return sum(info.n_bytes for info in self.sets)
 
 
@@ -64,8 +61,8 @@ class Evictor:
         self._evicted_bytes = 0  # since the last `take_evicted`
 
     def fits(self, need: Need, capacity_bytes: int) -> bool:
-        """Whether the set can be made as things are: within the capacity and its tenant's and namespace's quota.
-        What is being removed counts until its files are gone."""
+        """Return whether the set fits into the capacity and the quotas of its tenant and namespace. Sets that are being
+        removed count until their files are gone."""
         return self._lacking(need, capacity_bytes) is None
 
     def waits_for_space(self, need: Need, capacity_bytes: int) -> bool:
@@ -127,8 +124,8 @@ class Evictor:
         return taken
 
     def keep_limits(self, capacity_bytes: int) -> int:
-        """What needs no writer to ask for it: what was unused for too long goes, what is above a quota that was
-        lowered, and above the high watermark what is above the low one. Bytes given back."""
+        """Remove sets that were unused for the TTL or exceed a lowered quota, and, above the high watermark, sets down
+        to the low one. Return the freed bytes."""
         rules, quotas = self.rules, self.quotas()
         high_bytes = int(capacity_bytes * rules.high_fraction)
         is_below = self._index.counts().n_bytes <= high_bytes and not self._remover.pending_bytes(self._clock())
@@ -146,14 +143,14 @@ class Evictor:
         return 0 if done is None else done.freed_bytes
 
     def preview(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> EvictionResult:
-        """What `evict` would remove now."""
+        """Return the sets that `evict` would remove now."""
         choice = self._choice(0 if ignore_pins else capacity_bytes, for_admin=True)
         choice.select(selection, self._clock())
         return EvictionResult(tuple(choice.victims), 0, tuple(choice.kept))
 
     def evict(self, selection: Selection, capacity_bytes: int, ignore_pins: bool = False) -> EvictionResult | None:
-        """Removes what is meant; None when others evict right now. Sets that a living engine fills stay, pinned ones
-        unless `ignore_pins`."""
+        """Remove the selected sets. Return None while another evictor runs. Sets that a living engine fills stay, and
+        pinned ones unless `ignore_pins`."""
 
         def choose(choice: EvictionChoice) -> bool:
             choice.select(selection, self._clock())
@@ -162,7 +159,7 @@ class Evictor:
         return self._evict(choose, 0 if ignore_pins else capacity_bytes, for_admin=True)
 
     def sets_of(self, keys: Sequence[bytes]) -> frozenset[int]:
-        """Ids of the sets in which the records of these chunks lie."""
+        """Return the ids of the sets that contain the records of these chunks."""
         found: set[int] = set()
         first = 0
         for _ in range(HOLES_MAX):
@@ -174,7 +171,7 @@ class Evictor:
         return frozenset(found)
 
     def quotas(self) -> Quotas:
-        """Those of the settings, with what was set at run time."""
+        """Return the quotas of the settings, overridden by those set at run time."""
         return self.rules.quotas.with_notes(self._index.notes(limits.PREFIX, self._clock()))
 
     def protected(self, sets: Sequence[SetInfo], capacity_bytes: int) -> frozenset[int]:

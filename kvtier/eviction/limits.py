@@ -1,4 +1,4 @@
-"""What a root is kept to: its rules from the settings, and the quotas that an administrator set meanwhile.
+"""Limits of a root: rules from the settings, and quotas that an administrator set at run time.
 
 A quota set at run time is a note `quota/tenant/<name>` or `quota/namespace/<hex>` with {"bytes": number | null}; it
 wins over the settings, and null lifts theirs.
@@ -35,12 +35,12 @@ class Quotas:
         return self.tenants.get(tenant)
 
     def tenant_excess(self, tenant: str, used: Used, more_bytes: int = 0) -> int:
-        """By how many bytes it would be above its quota with so many more; 0 or less: it would not."""
+        """Return by how many bytes the tenant would exceed its quota with `more_bytes`; 0 or less: it would not."""
         quota_bytes = self.of_tenant(tenant)
         return 0 if quota_bytes is None else used.tenants.get(tenant, 0) + more_bytes - quota_bytes
 
     def namespace_excess(self, namespace: bytes, used: Used, more_bytes: int = 0) -> int:
-        """As `tenant_excess`."""
+        """Return the same for a namespace."""
         quota_bytes = self.of_namespace(namespace)
         return 0 if quota_bytes is None else used.namespaces.get(namespace, 0) + more_bytes - quota_bytes
 
@@ -50,7 +50,7 @@ class Quotas:
         return all(value is None for value in values)
 
     def with_notes(self, notes: Mapping[str, bytes]) -> Quotas:
-        """With what was set at run time. A note that is no quota is left out."""
+        """Return the quotas overridden by notes. Malformed notes are ignored."""
         namespaces, tenants = dict(self.namespaces), dict(self.tenants)
         for name, value in notes.items():
             try:
@@ -75,14 +75,14 @@ def namespace_note(namespace: bytes) -> str:
 
 
 def quota_value(n_bytes: int | None) -> bytes:
-    """What such a note holds."""
+    """Return the content of a quota's note."""
     return json.dumps({"bytes": n_bytes}).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """See kvtier.config.capacity; fractions are of the capacity that is passed with each question, for a disk may have
-    less room than was configured."""
+    """Rules of kvtier.config.capacity. Fractions are of the capacity that is passed to each call: a disk may have less
+    space than configured."""
 
     high_fraction: float = 1.0
     low_fraction: float = 1.0
@@ -104,13 +104,12 @@ class Rules:
         )
 
 
-UNLIMITED = Rules()
-"""Nothing but the capacity."""
+UNLIMITED = Rules()  # no limit but the capacity
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A segment set that is to be made."""
+    """Segment set to be created."""
 
     n_bytes: int
     namespace: bytes
@@ -118,7 +117,7 @@ class Need:
 
 
 class Taking(Protocol):
-    """What takes bytes of a root: a set, or one that is being removed."""
+    """User of a root's space: a set, or one that is being removed."""
 
     @property
     def n_bytes(self) -> int: ...
@@ -130,7 +129,7 @@ class Taking(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What sets take, in all and by namespace and tenant."""
+    """Size of sets in total, by namespace and by tenant."""
 
     n_bytes: int
     namespaces: Mapping[bytes, int]

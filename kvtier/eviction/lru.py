@@ -1,4 +1,4 @@
-"""Least recently used first: order of eviction, with times that lie in the future corrected.
+"""LRU order of eviction, with future times corrected.
 
 A time of a segment set later than now comes from a wrong clock, and the set was not used after it was first seen with
 that time. Uncorrected, it would stay for as long as that clock was ahead.

@@ -1,9 +1,9 @@
-"""Pins: what an administrator keeps from being evicted. A note `pin/<id>` in the index each:
+"""Pins: sets that an administrator protects from eviction. Each is a note `pin/<id>` in the index:
 
     {"namespace": hex, "keys": [hex, ...] | null, "label": text, "created_s": number, "expires_s": number | null}
 
-Its times are by the index's clock. Without keys all sets of the namespace are protected, with keys the sets that their
-records lie in.
+Its times are by the index's clock. Without keys all sets of the namespace are protected, with keys the sets that
+contain their records.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ID_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """keys: None where the whole namespace is meant. created_s, expires_s: by the index's clock; None: never."""
+    """Pin of an administrator. keys: None: the whole namespace. created_s, expires_s: index's clock; None: never."""
 
     pin_id: str
     namespace: bytes
@@ -34,7 +34,7 @@ class Pin:
 
     @property
     def name(self) -> str:
-        """Of its note."""
+        """Return the name of its note."""
         return PREFIX + self.pin_id
 
     def pack(self) -> bytes:
@@ -57,14 +57,14 @@ def pins_in(index: Index, now_s: float) -> list[Pin]:
 
 
 def read_pins(notes: Mapping[str, bytes], now_s: float) -> list[Pin]:
-    """Those of the notes that are pins and have not expired, the oldest first. now_s: by the index's clock."""
+    """Return the unexpired pins among the notes, the oldest first. now_s: by the index's clock."""
     found = [_pin(name.removeprefix(PREFIX), value) for name, value in notes.items()]
     pins = [pin for pin in found if pin is not None and (pin.expires_s is None or now_s < pin.expires_s)]
     return sorted(pins, key=lambda pin: (pin.created_s, pin.pin_id))
 
 
 def _pin(pin_id: str, value: bytes) -> Pin | None:
-    """None for a note that is none of ours: what it would protect is not known."""
+    """Parse a pin. Return None, with a warning, for a malformed note."""
     try:
         found = json.loads(value)
         keys, expires_s = found.get("keys"), found.get("expires_s")
@@ -82,7 +82,7 @@ def _pin(pin_id: str, value: bytes) -> Pin | None:
 
 
 def _id(text: str) -> bytes:
-    """Of a namespace or a chunk. Raises ValueError, TypeError."""
+    """Parse the id of a namespace or a chunk. Raises ValueError, TypeError."""
     value = bytes.fromhex(text)
     if len(value) != ID_BYTES:
         raise ValueError(f"{len(value)} bytes")
@@ -92,9 +92,9 @@ def _id(text: str) -> bytes:
 def protected_sets(
     sets: Sequence[SetInfo], pins: Sequence[Pin], held: Mapping[str, Collection[int]], max_bytes: int
 ) -> frozenset[int]:
-    """Ids of the sets that pins protect, older pins first, at most `max_bytes` of them; within a pin the older sets.
+    """Return the ids of protected sets, at most `max_bytes` of them: older pins first, within a pin older sets first.
 
-    held: by the id of a pin with keys, the sets in which their records lie.
+    held: id of a pin with keys -> sets that contain their records.
     """
     left = max_bytes
     protected: set[int] = set()

@@ -15,7 +15,7 @@ PROBE_INTERVAL_S = 60.0  # interval at which a limit that was learned from a ref
 
 
 class Room:
-    """Of one root, as one engine sees it. Times are seconds of any clock."""
+    """Space of one root as one engine observes it. Times are seconds of any clock."""
 
     def __init__(self) -> None:
         self._before = (0, 0)  # bytes of all sets at the last look; the room when no eviction was late

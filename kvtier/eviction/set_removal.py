@@ -1,8 +1,8 @@
-"""Taking a segment set away: out of the index first, then off the disk, in steps that anybody can be killed between.
+"""Crash-safe removal of a segment set, first from the index, then from the disk.
 
-Before the first step a note `evicting/<set id>` (the namespace, bytes u64 little-endian, the tenant's label) says what
-is going on, and after the last one it is dropped. Until then the bytes count. What a killed process left half done is
-finished by the next one that evicts or sweeps.
+A note `evicting/<set id>` (the namespace, bytes u64 little-endian, the tenant's label) is written before the first step
+and dropped after the last one; until then the set's bytes count as used. The next eviction or sweep completes the
+removal of a process that was killed.
 
 On storage of which a part may be down, files of the set may be missing at its removal, and come back. A note
 `away/<set id>` then counts what was not freed, for AWAY_S at most; the next eviction or sweep unlinks what is back.
@@ -30,7 +30,7 @@ _NOTE = struct.Struct("<16sQ")
 
 
 class Removal(NamedTuple):
-    """Of a set, that somebody began. n_bytes: what its files take, as the index had it."""
+    """Removal of a set that was begun. n_bytes: size of its files by the index."""
 
     set_id: int
     namespace: bytes
@@ -42,7 +42,7 @@ class Removal(NamedTuple):
 
     @classmethod
     def read(cls, name: str, value: bytes) -> Removal:
-        """From its note. Raises ValueError, struct.error for one that is none of ours."""
+        """Parse a note. Raises ValueError, struct.error for malformed ones."""
         namespace, n_bytes = _NOTE.unpack_from(value)
         id_text = name.rpartition("/")[2]
         set_id = int(id_text, 16)
@@ -146,14 +146,14 @@ class Remover:
             self._expect_back(removal, removal.n_bytes - freed_bytes)
 
     def pending_bytes(self, now_s: float) -> int:
-        """Of sets that left the index, but maybe not the disk yet. To be asked for after what the index has was summed:
-        a set that goes meanwhile is then in one of them, or in both."""
+        """Return the size of sets that left the index, but perhaps not the disk yet. Call it after summing the sets of
+        the index, so that a set removed in between is in at least one of the two."""
         begun = list(self.begun(now_s))
         known = {info.set_id for info in self._index.some_sets([removal.set_id for removal in begun])} if begun else ()
         return sum(removal.n_bytes for removal in begun if removal.set_id not in known)
 
     def begun(self, now_s: float) -> Iterator[Removal]:
-        """Removals that may not have come to their end, or whose files may come back."""
+        """Yield removals that may be incomplete, or whose files may come back."""
         notes = self._index.notes(PREFIX, now_s) | self._index.notes(AWAY_PREFIX, now_s)
         for note, value in notes.items():
             try:
