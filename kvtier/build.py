@@ -52,7 +52,7 @@ from kvtier.storage.root import (
     open_namespace,
     open_root,
 )
-from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works
+from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works, stripes_for
 from kvtier.storage.start_wait import in_time, said
 from kvtier.worker.arenas import Memory, cuda_memory, host_memory
 from kvtier.worker.context import Quarantine, Worker, arena_slot_bytes
@@ -68,6 +68,7 @@ CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "fp8": Fp8Codec}
 
 STEP_TOKENS = 8192  # tokens of an engine's step where the engine does not say
 PIN_JOBS = 2  # jobs that pin memory, on the threads of loads, beside the loads that an engine may have on their way
+STRIPE_SLOTS_MIN = 4  # chunks of a set in each of its files: more stripes are not made for fewer
 KEEP_CHUNKS_MAX = 8  # staging slots that wait to be copied into the host arena
 
 
@@ -80,14 +81,17 @@ def make_codec(settings: Settings) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class SetShape:
-    """Slots of a segment set, and size of its files over all ranks in bytes."""
+    """Slots of a segment set, files that each rank has in it, and size of all its files over all ranks in bytes."""
 
     slots: int
+    stripes: int
     set_bytes: int
 
 
-def set_shape(settings: Settings, geometry: Geometry, codec: Codec, shares: Sequence[RankShare]) -> SetShape:
-    """Return the slots that fit into the largest rank's segment. Raises ConfigError when none fits."""
+def set_shape(
+    settings: Settings, geometry: Geometry, codec: Codec, shares: Sequence[RankShare], stripes_max: int = 1
+) -> SetShape:
+    """Return the slots that fit into segment_bytes of the largest rank. Raises ConfigError when none fits."""
     sizes = []
     for share in shares:
         if share.writes is not None:
@@ -99,7 +103,8 @@ def set_shape(settings: Settings, geometry: Geometry, codec: Codec, shares: Sequ
     if slots < 1:
         fix = f"a chunk of this model takes {exact(max(sizes))} a rank; set it to several times that"
         raise ConfigError("segment_bytes", settings.segment_bytes, fix)
-    return SetShape(slots, sum(PAGE_BYTES + slots * size for size in sizes))
+    stripes = max(1, min(stripes_max, slots // STRIPE_SLOTS_MIN))
+    return SetShape(slots, stripes, sum(stripes * PAGE_BYTES + slots * size for size in sizes))
 
 
 def load_limit(settings: Settings) -> LoadLimit:
@@ -148,7 +153,8 @@ def open_store(
     codec.check(namespace.geometry)
     signer_of(settings, namespace, shares)
     root = in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
-    shape = set_shape(settings, namespace.geometry, codec, shares)
+    stripes_max = in_time(root.path, "asking for its kind", partial(stripes_for, root.folder, settings.io.stripes))
+    shape = set_shape(settings, namespace.geometry, codec, shares, stripes_max)
     settings.check_capacity(shape.set_bytes)
     in_time(root.path, "asking for its free space", partial(check_space, root.path, shape.set_bytes))
     reserve = partial(check_reserve, root.path, settings.capacity.reserve_bytes, shape.set_bytes)
@@ -169,7 +175,8 @@ def open_store(
         partial(_make_namespace_folder, settings, root, {namespace.id}),
         about,
         spares_max,
-        set_files=writers,
+        set_files=writers * shape.stripes,
+        stripes=shape.stripes,
     )
     evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
     housekeeper = Housekeeper(index, root.folder, owner)
@@ -182,12 +189,13 @@ def open_store(
         index.metrics = keeper.metrics
     keeper.start()
     log.info(
-        "tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB",
+        "tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB, in %d files a rank",
         root.path,
         settings.index.kind,
         namespace.id.hex(),
         shape.slots,
         shape.set_bytes >> 20,
+        shape.stripes,
     )
     store = Store(namespace.id, settings.chunk_tokens, writers, open_lookups(index), keeper)
     store.costs = costs

@@ -46,10 +46,10 @@ def describe_set(opened: Opened, set_id: int) -> SetDetails | None:
     if info is None:
         return None
     files = SegmentFiles(opened.root.folder / info.namespace.hex(), direct=False)
-    ranks = [rank for found, rank in files.ids() if found == set_id]
+    parts = [part for found, part in files.ids() if found == set_id]
     return SetDetails(
         records=len(opened.index.members(set_id)),
-        files=[SegmentFile(name=segment_name(set_id, rank), n_bytes=files.bytes_of(set_id, rank)) for rank in ranks],
+        files=[SegmentFile(name=segment_name(set_id, part), n_bytes=files.bytes_of(set_id, part)) for part in parts],
         **row_of(info, opened.protected(sets)).model_dump(),
     )
 

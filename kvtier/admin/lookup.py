@@ -92,7 +92,7 @@ def _places(values: Sequence[bytes], owners: dict[int, str]) -> list[SetHit]:
             first.setdefault(set_id, number)
             chunks[set_id] = chunks.get(set_id, 0) + 1
         for location in locations:
-            files.setdefault(location.set_id, set()).add(segment_name(location.set_id, location.rank))
+            files.setdefault(location.set_id, set()).add(segment_name(location.set_id, location.part))
     return [
         SetHit(
             set_id=f"{set_id:016x}",

@@ -101,7 +101,9 @@ class IoSettings(BaseModel):
     latter cuts, else by the file system.
     pin_bytes: of segments in memory, that a GPU copies out of; None: half of the machine's memory.
     fdatasync: whether segments are flushed before their records are published; auto: unless the file system is known to
-    be local or coherent between nodes."""
+    be local or coherent between nodes.
+    stripes: files of a segment set that each rank writes side by side; auto: 1 where the file system lets threads write
+    one file at the same time (XFS, NFS), else 8."""
 
     model_config = FROZEN
     engine: Literal["auto", "ring", "kvikio"] = "auto"
@@ -111,6 +113,7 @@ class IoSettings(BaseModel):
     pin_bytes: BytesOrZero | None = None
     direct: Literal["auto", "require", "never"] = "auto"
     fdatasync: Literal["auto", "always", "never"] = "auto"
+    stripes: Annotated[int, Field(ge=1, le=16)] | Literal["auto"] = "auto"
     timeout_s: Timeout = 30.0
 
     @field_validator("piece_bytes")

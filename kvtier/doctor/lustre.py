@@ -83,7 +83,7 @@ def _nids(host: Host) -> list[str]:
 
 
 def examine_lustre(host: Host, folder: Path, segment_bytes: int) -> Iterator[Diagnosis]:
-    """Judge layout, OSTs and the client's parameters. `folder`: `<root>/v1`, or the nearest that exists; on Lustre."""
+    """Judge layout, OSTs and the client's parameters. `folder`: `<root>/v2`, or the nearest that exists; on Lustre."""
     if not host.has("lfs"):
         setstripe = _setstripe(STRIPES, [folder])
         yield Diagnosis("warn", "Lustre stripes", "unknown: there is no lfs here", f"where there is one: {setstripe}")
@@ -97,7 +97,7 @@ def examine_lustre(host: Host, folder: Path, segment_bytes: int) -> Iterator[Dia
 
 def _layout(host: Host, folder: Path, segment_bytes: int, n_osts: int) -> Diagnosis:
     """Judge the layout of new segments. A folder keeps the layout that its parent had when it was made, so the folders
-    of namespaces tell, not `<root>/v1`. n_osts 0: not known."""
+    of namespaces tell, not `<root>/v2`. n_osts 0: not known."""
     wanted = min(STRIPES, n_osts) if n_osts else STRIPES
     folders = _folders(folder)
     fix = _setstripe(wanted, [folder, *folders] if folders else [folder])
@@ -128,7 +128,7 @@ def _setstripe(stripes: int, folders: Sequence[Path]) -> str:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders of namespaces in `<root>/v1`."""
+    """Return the folders of namespaces in `<root>/v2`."""
     try:
         found = [path for path in folder.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name) and path.is_dir()]
     except OSError:

@@ -47,7 +47,7 @@ class EvictionResult:
 
 
 class Evictor:
-    """Thread-safe as far as its index is. `folder`: `<root>/v1`, with one folder a namespace."""
+    """Thread-safe as far as its index is. `folder`: `<root>/v2`, with one folder a namespace."""
 
     def __init__(
         self, index: Index, folder: Path, owner: str, rules: Rules = UNLIMITED, clock: Clock = time.time

@@ -1,7 +1,7 @@
 """Pins and run-time quotas, kept in the root beside the index: an index that loses its content (a Redis that restarts
 empty, an embedded one at each boot) gets them back when it is rebuilt.
 
-    <root>/v1/notes/<first 32 hex digits of the name's BLAKE3>.json
+    <root>/v2/notes/<first 32 hex digits of the name's BLAKE3>.json
     {"expires_s": number | null, "name": "pin/5f0c...", "value": "{...}"}      expires_s: by the index's clock
 """
 
@@ -45,7 +45,7 @@ class _Kept(NamedTuple):
 
 
 def put(index: Index, folder: Path, name: str, value: bytes, expires_s: float | None) -> None:
-    """Keep a note in the root and put it into the index. folder: `<root>/v1`. Raises IndexUnavailable, TierUnavailable;
+    """Keep a note in the root and put it into the index. folder: `<root>/v2`. Raises IndexUnavailable, TierUnavailable;
     a note that is in one of the two only is not left."""
     path = _path(folder, name)
     shared_s = None if expires_s is None else index.shared_s(expires_s)

@@ -52,7 +52,7 @@ class Removal(NamedTuple):
 
 
 class Remover:
-    """Thread-safe as far as its index is. `folder`: `<root>/v1`."""
+    """Thread-safe as far as its index is. `folder`: `<root>/v2`."""
 
     def __init__(self, index: Index, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._index = index

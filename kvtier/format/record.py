@@ -3,8 +3,11 @@
 All integers are little-endian. Every header is one page (4096 bytes) whose CRC-32 (zlib's) is computed with the CRC
 field zero. Unused bytes are zero.
 
-Segment file `<set>-<rank>.kvseg`: a header page, then `slots` record slots of `slot_bytes` each; slot s starts at
-byte 4096 + s * slot_bytes.
+A set has W files a rank, its stripes, because writes to one file exclude each other. Record slot s of a set is in
+stripe s mod W, at place s div W. W - 1 is in bits 16 to 19 of the set id, above them the time of its making in ms.
+
+Segment file `<set>-<rank>-<stripe>.kvseg`: a header page, then record slots of `slot_bytes` each; the one at place p
+starts at byte 4096 + p * slot_bytes.
 
     segment header              record header
     offset size                 offset size
@@ -14,13 +17,13 @@ byte 4096 + s * slot_bytes.
         16   16  namespace id       16   16  key of the chunk
         32    8  segment set id     32   16  key of the chunk before it (namespace id for the first)
         40    4  rank               48   16  namespace id
-        44    4  slots              64    8  bytes of a slab
+        44    4  slots of the set   64    8  bytes of a slab
         48    8  slot_bytes         72    4  tokens
         56    8  extent             76    4  slot
         64    8  slab_bytes         80    8  extent
         72    8  created, unix ms   88    8  segment set id
         80   32  tenant's label    128  8*n  checksum of each slab, in head order (at most 496)
-                               128+8*n 16*n  signed namespaces: tag of each slab (at most 165 heads)
+       112    4  stripe        128+8*n 16*n  signed namespaces: tag of each slab (at most 165 heads)
 
     extent: first layer u16, layers u16, first head u16, heads u16
     tags: kvtier.format.signing
@@ -41,7 +44,8 @@ from dataclasses import dataclass
 from kvtier.errors import Corrupt
 from kvtier.format.geometry import PAGE_BYTES, Extent
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+STRIPES_MAX = 16  # files of a set that one rank writes
 SEGMENT_MAGIC = b"KVTSEG01"
 RECORD_MAGIC = b"KVTREC01"
 CHECKSUMS_OFFSET = 128
@@ -50,8 +54,29 @@ TAG_BYTES = 16
 HEADS_PER_SIGNED_RECORD_MAX = (PAGE_BYTES - CHECKSUMS_OFFSET) // (8 + TAG_BYTES)
 
 _CRC_OFFSET = 12
-_SEGMENT = struct.Struct("<8sII16sQIIQ4HQQ32s")
+_SEGMENT = struct.Struct("<8sII16sQIIQ4HQQ32sI")
 _RECORD = struct.Struct("<8sII16s16s16sQII4HQ")
+
+
+def new_set_id(created_ms: int, stripes: int, random_bits: int) -> int:
+    """Return the id of a set with `stripes` files a rank; 16 random bits keep sets of one millisecond apart."""
+    assert 1 <= stripes <= STRIPES_MAX and random_bits < 1 << 16
+    return created_ms << 20 | (stripes - 1) << 16 | random_bits
+
+
+def stripes_of(set_id: int) -> int:
+    """Return the number of files that each rank has in a set."""
+    return (set_id >> 16) % STRIPES_MAX + 1
+
+
+def part_of(set_id: int, rank: int, slot: int) -> int:
+    """Return the file of the set that holds a rank's record slot, as rank * 16 + stripe."""
+    return rank * STRIPES_MAX + slot % stripes_of(set_id)
+
+
+def parts_of(set_id: int, rank: int) -> range:
+    """Return all files that a rank can have in the set."""
+    return range(rank * STRIPES_MAX, rank * STRIPES_MAX + stripes_of(set_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +92,36 @@ class SegmentHeader:
     slab_bytes: int
     created_ms: int
     tenant: str = ""
+    stripe: int = 0
+
+    @property
+    def part(self) -> int:
+        return self.rank * STRIPES_MAX + self.stripe
+
+    @property
+    def stripes(self) -> int:
+        return stripes_of(self.set_id)
 
     def slot_offset(self, slot: int) -> int:
-        return PAGE_BYTES + slot * self.slot_bytes
+        """Return the byte at which the record slot starts: one of this stripe, numbered within the set."""
+        return PAGE_BYTES + slot // self.stripes * self.slot_bytes
+
+    def bytes_up_to(self, slots: int) -> int:
+        """Return the bytes of the file that the first `slots` slots of the set take."""
+        return PAGE_BYTES + max(0, -(-(slots - self.stripe) // self.stripes)) * self.slot_bytes
 
     def has_slot(self, slot: int, extent: Extent, slab_bytes: int) -> bool:
-        """Return whether the slot exists and holds records of this extent and slab size."""
-        return (self.extent, self.slab_bytes) == (extent, slab_bytes) and slot < self.slots
+        """Return whether this file has the slot and holds records of this extent and slab size."""
+        return (self.extent, self.slab_bytes) == (extent, slab_bytes) and slot in self.own_slots
+
+    @property
+    def own_slots(self) -> range:
+        """Slots of the set that are in this file."""
+        return range(self.stripe, self.slots, self.stripes)
 
     @property
     def file_bytes(self) -> int:
-        return PAGE_BYTES + self.slots * self.slot_bytes
+        return self.bytes_up_to(self.slots)
 
     def pack(self) -> bytes:
         e = self.extent
@@ -97,6 +141,7 @@ class SegmentHeader:
             self.slab_bytes,
             self.created_ms,
             self.tenant.encode(),
+            self.stripe,
         )
         return _with_crc(body)
 
@@ -104,12 +149,13 @@ class SegmentHeader:
     def unpack(cls, page: bytes) -> SegmentHeader:
         """Parse a page. Raises Corrupt unless it is a complete, consistent segment header of this format version."""
         _check(page, SEGMENT_MAGIC, "segment")
-        (_, _, _, namespace, set_id, rank, slots, slot_bytes, l0, nl, h0, nh, slab_bytes, created_ms, tenant) = (
-            _SEGMENT.unpack_from(page)
-        )
+        _, _, _, namespace, set_id, rank, slots, slot_bytes, *rest = _SEGMENT.unpack_from(page)
+        l0, nl, h0, nh, slab_bytes, created_ms, tenant, stripe = rest
         extent, label = Extent(l0, nl, h0, nh), _label(tenant)
-        header = cls(namespace, set_id, rank, slots, slot_bytes, extent, slab_bytes, created_ms, label)
+        header = cls(namespace, set_id, rank, slots, slot_bytes, extent, slab_bytes, created_ms, label, stripe)
         _check_slabs(header.extent, slab_bytes)
+        if stripe >= header.stripes:
+            raise Corrupt(f"segment header: stripe {stripe} of {header.stripes}")
         if slot_bytes != record_bytes(header.extent, slab_bytes):
             raise Corrupt(f"segment header: slot of {slot_bytes} bytes does not hold its record")
         return header

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from kvtier.format.geometry import Extent
+from kvtier.format.record import part_of
 
 UNOWNED = ""  # owner of a set that was rebuilt from its files, or taken over from a writer whose lease expired
 EVICT_LEASE = "evict"  # lease of the engine that may evict sets; its fencing token is passed with each removal
@@ -27,7 +28,7 @@ def writer_lease(owner: str) -> str:
 
 
 class Location(NamedTuple):
-    """Location of one rank's record of a chunk: slot `slot` of the file `<set>-<rank>.kvseg`."""
+    """Location of one rank's record of a chunk: a slot of a segment set."""
 
     set_id: int
     rank: int
@@ -36,12 +37,17 @@ class Location(NamedTuple):
     extent: Extent
     checksums: tuple[int, ...]  # one for each head of `extent`, in head order
 
+    @property
+    def part(self) -> int:
+        """The file of the set that has the record (kvtier.format.record.part_of)."""
+        return part_of(self.set_id, self.rank, self.slot)
+
 
 def slots_used(locations: Iterable[Location]) -> dict[int, int]:
-    """Return rank -> number of slots up to the last used one. The file may be truncated behind them."""
+    """Return part -> number of the set's slots up to the last used one. The file may be truncated behind them."""
     used: dict[int, int] = {}
     for location in locations:
-        used[location.rank] = max(used.get(location.rank, 0), location.slot + 1)
+        used[location.part] = max(used.get(location.part, 0), location.slot + 1)
     return used
 
 

@@ -19,7 +19,7 @@ from kvtier.format.record import RecordHeader, is_blank
 from kvtier.index import entry
 from kvtier.index.base import Index, Location, SetInfo
 from kvtier.storage.root import Root, namespace_folders
-from kvtier.storage.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
+from kvtier.storage.segments import NeverBegun, SegmentFiles, parse_segment_name, segment_name
 
 SETTLE_S = 2.0  # time between the two looks, seconds; a save takes less from its header to its index entry
 LISTED_MAX = 1000  # disagreements that are listed; further ones are only counted
@@ -81,16 +81,16 @@ class _Check:
         known = {info.set_id: info for info in self._index.sets()}
         on_disk = self._on_disk()
         found.sets = len(known)
-        found.segments = sum(len(ranks) for _, ranks in on_disk.values())
+        found.segments = sum(len(parts) for _, parts in on_disk.values())
         doubtful = []
         every = sorted(known.keys() | on_disk.keys() | located.keys())
         for done, set_id in enumerate(every):
             progress(done, len(every))
-            part = self._set(set_id, known.get(set_id), on_disk.get(set_id), located[set_id])
-            if part.n_disagreements:
+            result = self._set(set_id, known.get(set_id), on_disk.get(set_id), located[set_id])
+            if result.n_disagreements:
                 doubtful.append(set_id)
             else:
-                self._add(part)
+                self._add(result)
         progress(len(every), len(every))
         self._look_again(doubtful)
         return found
@@ -106,12 +106,12 @@ class _Check:
             self._add(self._set(set_id, known.get(set_id), on_disk.get(set_id), located[set_id]))
 
     def _on_disk(self) -> dict[int, tuple[SegmentFiles, list[int]]]:
-        """Return, for each set, its folder and the ranks that have a segment."""
+        """Return, for each set, its folder and the parts that have a segment."""
         return {
-            set_id: (files, ranks)
+            set_id: (files, parts)
             for folder in namespace_folders(self._root.folder)
             for files in (SegmentFiles(folder, direct=False),)
-            for set_id, ranks in files.sets()
+            for set_id, parts in files.sets()
         }
 
     def _located(self) -> Counter[int]:
@@ -136,33 +136,33 @@ class _Check:
         self, set_id: int, info: SetInfo | None, on_disk: tuple[SegmentFiles, list[int]] | None, n_located: int
     ) -> Agreement:
         """Check one set, of which index entries name `n_located` records."""
-        part = Agreement()
+        result = Agreement()
         if info is None:
             namespace = on_disk[0].folder.name if on_disk else ""
             if n_located:
                 what = f"{n_located} records of chunks are in it, but the index does not list it"
-                self._note(part, Disagreement(namespace, f"{set_id:016x}", None, what))
+                self._note(result, Disagreement(namespace, f"{set_id:016x}", None, what))
             if on_disk is None:
-                return part
-        members = {} if info is None else {(at.rank, at.slot): (key, at) for key, at in self._index.members(set_id)}
+                return result
+        members = {} if info is None else {(at.part, at.slot): (key, at) for key, at in self._index.members(set_id)}
         if info is not None and len(members) != n_located:
             what = f"{n_located} of its records are in chunks' entries, but {len(members)} in its own list"
-            self._note(part, Disagreement(info.namespace.hex(), f"{set_id:016x}", None, what))
+            self._note(result, Disagreement(info.namespace.hex(), f"{set_id:016x}", None, what))
         if on_disk is not None:
-            files, ranks = on_disk
-            for rank in ranks:
-                for slot, header in self._headers(files, (set_id, rank), part):
-                    self._record(part, info, header, (files.folder.name, segment_name(set_id, rank), slot), members)
-                    members.pop((rank, slot), None)
+            files, parts = on_disk
+            for part in parts:
+                for slot, header in self._headers(files, (set_id, part), result):
+                    self._record(result, info, header, (files.folder.name, segment_name(set_id, part), slot), members)
+                    members.pop((part, slot), None)
             files.close()
-        for rank, slot in members:
+        for part, slot in members:
             assert info is not None
-            place = (info.namespace.hex(), segment_name(set_id, rank), slot)
-            self._note(part, Disagreement(*place, "the index names a record there, and there is none"))
-        return part
+            place = (info.namespace.hex(), segment_name(set_id, part), slot)
+            self._note(result, Disagreement(*place, "the index names a record there, and there is none"))
+        return result
 
     def _headers(
-        self, files: SegmentFiles, name: tuple[int, int], part: Agreement
+        self, files: SegmentFiles, name: tuple[int, int], result: Agreement
     ) -> Iterator[tuple[int, RecordHeader]]:
         """Yield the valid record headers that are in their own slot."""
         try:
@@ -178,46 +178,47 @@ class _Check:
         except NeverBegun:
             return
         except (Corrupt, TierUnavailable) as fault:
-            self._note(part, Disagreement(files.folder.name, segment_name(*name), None, str(fault)))
+            self._note(result, Disagreement(files.folder.name, segment_name(*name), None, str(fault)))
 
     def _record(
         self,
-        part: Agreement,
+        result: Agreement,
         info: SetInfo | None,
         header: RecordHeader,
         place: tuple[str, str, int],
         members: dict[tuple[int, int], tuple[bytes, Location]],
     ) -> None:
         """A header that was read, beside what the index says of its place."""
-        part.records += 1
-        rank = int(place[1].removesuffix(SUFFIX).rpartition("-")[2])
-        member = members.get((rank, header.slot))
+        result.records += 1
+        named = parse_segment_name(place[1])
+        assert named is not None
+        member = members.get((named[1], header.slot))
         if member is not None:
             if (header.key, header.extent, header.checksums) == (member[0], member[1].extent, member[1].checksums):
-                part.indexed += 1
+                result.indexed += 1
             else:
-                self._note(part, Disagreement(*place, "is not the record that the index names there"))
+                self._note(result, Disagreement(*place, "is not the record that the index names there"))
         elif covers(self._parts.get(header.key, ()), header.extent) or self._index.resolve([header.key]):
-            part.second += 1
+            result.second += 1
         elif info is not None and info.is_open:
-            part.unpublished += 1
+            result.unpublished += 1
         else:
             what = "no segment set of the index" if info is None else "not in the index"
-            self._note(part, Disagreement(*place, what))
+            self._note(result, Disagreement(*place, what))
 
-    def _note(self, part: Agreement, what: Disagreement) -> None:
-        part.n_disagreements += 1
-        if len(part.disagreements) < LISTED_MAX:
-            part.disagreements.append(what)
+    def _note(self, result: Agreement, what: Disagreement) -> None:
+        result.n_disagreements += 1
+        if len(result.disagreements) < LISTED_MAX:
+            result.disagreements.append(what)
 
-    def _add(self, part: Agreement) -> None:
+    def _add(self, result: Agreement) -> None:
         found = self._found
-        found.records += part.records
-        found.indexed += part.indexed
-        found.second += part.second
-        found.unpublished += part.unpublished
-        found.n_disagreements += part.n_disagreements
-        found.disagreements += part.disagreements[: LISTED_MAX - len(found.disagreements)]
+        found.records += result.records
+        found.indexed += result.indexed
+        found.second += result.second
+        found.unpublished += result.unpublished
+        found.n_disagreements += result.n_disagreements
+        found.disagreements += result.disagreements[: LISTED_MAX - len(found.disagreements)]
 
 
 def drop_lost(index: Index) -> int:

@@ -64,7 +64,7 @@ class ReadBack:
         self,
         files: SegmentFiles,
         set_id: int,
-        ranks: Sequence[int],
+        parts: Sequence[int],
         faults: dict[int, KVTierError],
         progress: Progress = lambda n_read: None,
         returned: Collection[int] = (),
@@ -74,14 +74,14 @@ class ReadBack:
         A set that the index does not know is added with all its segments or, where one cannot be read for now, not at
         all. A later sweep adds it then; the missing segment of a known set would never be read again.
 
-        faults: filled with the reason why a segment could not be read, by rank. progress: called with the number of
+        faults: filled with the reason why a segment could not be read, by part. progress: called with the number of
             segments read, repeatedly while it takes long.
-        returned: ranks whose file was away when the index was rebuilt, and that no writer cuts any more.
+        returned: parts whose file was away when the index was rebuilt, and that no writer cuts any more.
         """
         try:
-            return self._read_set(files, set_id, ranks, faults, progress, returned)
+            return self._read_set(files, set_id, parts, faults, progress, returned)
         except HeldUp as fault:
-            faults.update({rank: fault for rank in ranks if rank not in faults})
+            faults.update({part: fault for part in parts if part not in faults})
             return 0
         finally:
             files.close()
@@ -90,7 +90,7 @@ class ReadBack:
         self,
         files: SegmentFiles,
         set_id: int,
-        ranks: Sequence[int],
+        parts: Sequence[int],
         faults: dict[int, KVTierError],
         progress: Progress,
         returned: Collection[int],
@@ -100,31 +100,31 @@ class ReadBack:
         members = self._index.members(set_id)
         found: dict[int, list[NewRecord]] = {}
         header = None
-        for n_read, rank in enumerate(ranks):
+        for n_read, part in enumerate(parts):
             progress(n_read)
             self._lease.renew()
             try:
-                segment = self._read_segment(files, set_id, rank)
+                segment = self._read_segment(files, set_id, part)
             except (ConfigError, Corrupt, TierUnavailable) as fault:
-                faults[rank] = fault
+                faults[part] = fault
                 continue
             if segment is not None:
-                header, found[rank] = segment
+                header, found[part] = segment
         if header is None:
             return 0
-        records = {(record.key, record.location): record for rank in found for record in found[rank]}
-        gone = {member for member in members if member[1].rank in found and member not in records}
+        records = {(record.key, record.location): record for part in found for record in found[part]}
+        gone = {member for member in members if member[1].part in found and member not in records}
         self.taken_out.gone += sum(self._index.retract(key, place) for key, place in gone)
         known = set(members) - gone
         missing = [record for member, record in records.items() if member not in known]
-        self._make_way(files, missing, lambda: progress(len(ranks)))
+        self._make_way(files, missing, lambda: progress(len(parts)))
         self._check_held(lapses)  # another process may have cut it since
         is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
         taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
         was_known = taken is None
         if taken is None:
             taken = self._add_missing(set_id, missing, known, lapses, returned)
-        is_missing = not all(files.exists(set_id, rank) for rank in found)
+        is_missing = not all(files.exists(set_id, part) for part in found)
         if is_missing and not (self._may_be_away and was_known):  # a set that the index kept may only be away
             self._look_at_root()
             self._index.remove_set(set_id)  # it was evicted while it was read
@@ -162,7 +162,7 @@ class ReadBack:
         # only be away is kept, and one that may be stale makes way only for a good record of all that it holds.
         if self._may_be_away and (verdict is RecordVerdict.GONE or not self._is_replaced(files, key, location, others)):
             return
-        name = segment_name(location.set_id, location.rank)
+        name = segment_name(location.set_id, location.part)
         log.info("slot %d of %s is bad, and another record of its chunk is read back", location.slot, name)
         self.taken_out.bad += self._index.retract(key, location)
 
@@ -172,7 +172,7 @@ class ReadBack:
 
     def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
         """Add a set with all records that were read, also those that the index knew before and may have lost since.
-        Return their number; None when the index knows the set. The last records of each rank come first, so that no
+        Return their number; None when the index knows the set. The last records of each part come first, so that no
         file is cut before them."""
         records.sort(key=lambda record: -record.location.slot)
         if not self._index.create_set(info, records[:ADOPTED_MAX]):
@@ -200,7 +200,7 @@ class ReadBack:
             missing = [
                 record
                 for record in missing
-                if record.location.rank in returned or record.location.slot < used.get(record.location.rank, 0)
+                if record.location.part in returned or record.location.slot < used.get(record.location.part, 0)
             ]
         if not missing:
             return 0
@@ -208,27 +208,26 @@ class ReadBack:
         return self._index.publish(missing, from_files=True)
 
     def _read_segment(
-        self, files: SegmentFiles, set_id: int, rank: int
+        self, files: SegmentFiles, set_id: int, part: int
     ) -> tuple[SegmentHeader, list[NewRecord]] | None:
         """Return the segment's header and records; None when the file is gone. Raises ConfigError, Corrupt,
         TierUnavailable."""
-        segment = files.lease(set_id, rank)
+        segment = files.lease(set_id, part)
         if segment is None:
             return None
         header = segment.header
         segment.release()
         whole = read_namespace(files.folder).geometry.whole
-        return header, [
-            NewRecord(
-                record.key, Location(set_id, rank, slot, record.slab_bytes, record.extent, record.checksums), whole
-            )
-            for slot, record in self._records(files, header)
-        ]
+        records = []
+        for slot, record in self._records(files, header):
+            location = Location(set_id, header.rank, slot, record.slab_bytes, record.extent, record.checksums)
+            records.append(NewRecord(record.key, location, whole))
+        return header, records
 
     def _records(self, files: SegmentFiles, header: SegmentHeader) -> Iterator[tuple[int, RecordHeader]]:
         """Yield the valid record headers of a segment that are in their own slot."""
-        name = f"{files.folder.name}/{segment_name(header.set_id, header.rank)}"
-        for slot, page in files.pages(header.set_id, header.rank):
+        name = f"{files.folder.name}/{segment_name(header.set_id, header.part)}"
+        for slot, page in files.pages(header.set_id, header.part):
             self._lease.renew()
             if is_blank(page):
                 continue

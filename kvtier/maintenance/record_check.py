@@ -67,7 +67,7 @@ class Rechecks:
             self._metrics.add(names.INDEX_ERRORS)
             return
         self._metrics.add(names.CHECKSUM_FAILURES)
-        name = segment_name(location.set_id, location.rank)
+        name = segment_name(location.set_id, location.part)
         self._log.line(
             logging.ERROR,
             "bad",

@@ -34,7 +34,7 @@ class RecordVerdict(Enum):
 def judge(files: SegmentFiles, key: bytes, location: Location) -> RecordVerdict:
     """Read the slabs at `location`, through a descriptor that is opened now, and compare them with its checksums."""
     try:
-        segment = files.lease_anew(location.set_id, location.rank)
+        segment = files.lease_anew(location.set_id, location.part)
     except TierUnavailable:
         return RecordVerdict.UNKNOWN
     except Corrupt:

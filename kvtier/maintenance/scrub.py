@@ -144,12 +144,12 @@ class _Verifier:
         expected = self._expected()
         contradicting = [finding for folder in folders for finding in self._namespace(folder)]
         with Ring(IO_THREADS) as ring:
-            for done, (files, set_id, rank) in enumerate(segments):
+            for done, (files, set_id, part) in enumerate(segments):
                 progress(done, len(segments))
-                self._segment(ring, files, set_id, rank, expected.pop((set_id, rank), {}))
+                self._segment(ring, files, set_id, part, expected.pop((set_id, part), {}))
         progress(len(segments), len(segments))
-        for (set_id, rank), slots in expected.items():
-            place = (self._namespaces[set_id], segment_name(set_id, rank))
+        for (set_id, part), slots in expected.items():
+            place = (self._namespaces[set_id], segment_name(set_id, part))
             self._bad += [Finding(*place, slot, "its segment is missing") for slot in slots]
         for files in tiers:
             files.close()
@@ -157,12 +157,12 @@ class _Verifier:
         return VerifyReport(len(segments), self._records, self._n_bytes, self._unfinished, bad, self._unproved)
 
     def _expected(self) -> dict[tuple[int, int], dict[int, tuple[bytes, Location]]]:
-        """Return (set, rank) -> slot -> the record that the index names there."""
+        """Return (set, part) -> slot -> the record that the index names there."""
         expected: dict[tuple[int, int], dict[int, tuple[bytes, Location]]] = {}
         for info in self._index.sets():
             self._namespaces[info.set_id] = info.namespace.hex()
             for key, location in self._index.members(info.set_id):
-                expected.setdefault((info.set_id, location.rank), {})[location.slot] = (key, location)
+                expected.setdefault((info.set_id, location.part), {})[location.slot] = (key, location)
         return expected
 
     def _namespace(self, folder: Path) -> Iterator[Finding]:
@@ -172,11 +172,11 @@ class _Verifier:
             yield Finding(folder.name, NAMESPACE_FILE, None, fault.fix)
 
     def _segment(
-        self, ring: Ring, files: SegmentFiles, set_id: int, rank: int, expected: dict[int, tuple[bytes, Location]]
+        self, ring: Ring, files: SegmentFiles, set_id: int, part: int, expected: dict[int, tuple[bytes, Location]]
     ) -> None:
-        place = (files.folder.name, segment_name(set_id, rank))
+        place = (files.folder.name, segment_name(set_id, part))
         try:
-            segment = files.lease(set_id, rank)
+            segment = files.lease(set_id, part)
             if segment is None:  # evicted since the folder was listed
                 return
             try:
@@ -191,7 +191,7 @@ class _Verifier:
                 self._unfinished += 1
             return
         except (Corrupt, TierUnavailable) as fault:
-            if files.exists(set_id, rank):  # else its namespace was erased since
+            if files.exists(set_id, part):  # else its namespace was erased since
                 self._bad.append(Finding(*place, None, str(fault)))
             return
         self._bad += [Finding(*place, slot, "the file has nothing there") for slot in sorted(expected)]
@@ -200,8 +200,8 @@ class _Verifier:
         self, files: SegmentFiles, segment: SegmentHeader, expected: dict[int, tuple[bytes, Location]]
     ) -> Iterator[tuple[int, RecordHeader, bytes]]:
         """Yield the slots with a record, its header and header page, checked against their place and the index."""
-        place = (files.folder.name, segment_name(segment.set_id, segment.rank))
-        for slot, page in files.pages(segment.set_id, segment.rank):
+        place = (files.folder.name, segment_name(segment.set_id, segment.part))
+        for slot, page in files.pages(segment.set_id, segment.part):
             wanted = expected.pop(slot, None)
             if wanted is None and is_blank(page):
                 continue

@@ -46,7 +46,7 @@ ORPHAN_GRACE_S = 600.0  # age from which on a segment in no index is collected, 
 
 
 def is_to_be_rebuilt(index: Index, folder: Path) -> bool:
-    """Return True if the index lost its content and `folder` (`<root>/v1`) has segments, or cannot be read. Raises
+    """Return True if the index lost its content and `folder` (`<root>/v2`) has segments, or cannot be read. Raises
     IndexUnavailable."""
     if not index.was_reset:
         return False
@@ -71,7 +71,7 @@ class Rebuilt:
 
 
 class Housekeeper:
-    """Thread-safe as far as its index is. `folder`: `<root>/v1`, with one folder a namespace.
+    """Thread-safe as far as its index is. `folder`: `<root>/v2`, with one folder a namespace.
 
     look_at_root: called before the content of the folder, or a missing file, is trusted; raises TierUnavailable where
     the folder is not the root's any more. Otherwise the files of another root, or of an empty mount point, would decide
@@ -83,7 +83,7 @@ class Housekeeper:
         self._folder = folder
         self._remover = Remover(index, folder, lambda: self.clock())
         self._looked_to = -1
-        self._looked_at: set[tuple[int, int]] = set()  # set and rank of files that were away and have been read since
+        self._looked_at: set[tuple[int, int]] = set()  # set and part of files that were away and have been read since
         self.clock = clock
         self.look_at_root: Callable[[], object] = lambda: None
         self._lease = SweepLease(index, owner, lambda: self.clock())
@@ -170,8 +170,8 @@ class Housekeeper:
             return
         (folder / NAMESPACE_FILE).unlink(missing_ok=True)
         files = SegmentFiles(folder, direct=False)
-        for set_id, rank in files.ids():
-            files.unlink(set_id, rank)
+        for set_id, part in files.ids():
+            files.unlink(set_id, part)
         if folder.is_dir() and not any(path.suffix != SUFFIX for path in folder.iterdir()):
             folder.rmdir()
 
@@ -205,18 +205,18 @@ class Housekeeper:
         # The newest come first: of a chunk that was found bad and saved again, the newer record mostly is the good one,
         # and the bad one never comes in.
         sets = [(files, *found) for files in self._namespaces() for found in reversed(files.sets())]
-        total = sum(len(ranks) for _, _, ranks in sets)
+        total = sum(len(parts) for _, _, parts in sets)
         unreadable: list[str] = []
         seen, records, was_held_up = 0, 0, False
-        for files, set_id, ranks in sets:
+        for files, set_id, parts in sets:
             faults: dict[int, KVTierError] = {}
             tell = partial(_tell, progress, seen, total)
-            records += self._read_back.read_set(files, set_id, ranks, faults, tell)
-            seen += len(ranks)
-            for rank, fault in faults.items():
+            records += self._read_back.read_set(files, set_id, parts, faults, tell)
+            seen += len(parts)
+            for part, fault in faults.items():
                 was_held_up = was_held_up or isinstance(fault, HeldUp)
                 if not isinstance(fault, NeverBegun):  # it is swept with its set
-                    unreadable.append(f"{files.folder.name}/{segment_name(set_id, rank)}: {fault}")
+                    unreadable.append(f"{files.folder.name}/{segment_name(set_id, part)}: {fault}")
         if was_held_up:
             return None
         progress(total, total)
@@ -262,7 +262,7 @@ class Housekeeper:
         return info.is_open and self._index.lease_owner(writer_lease(info.owner), self.clock()) is not None
 
     def _settle(self, info: SetInfo, sizes: dict[int, int]) -> None:
-        """Close, remove or measure one set. sizes: bytes of its files by rank, as the sweep listed them."""
+        """Close, remove or measure one set. sizes: bytes of its files by part, as the sweep listed them."""
         if self._is_written(info):
             return
         lapses = self._lease.lapses
@@ -281,7 +281,7 @@ class Housekeeper:
         if self._is_away(sizes, members):
             return  # it is booked, and closed, when its files are back
         if self._may_be_away and not info.is_open:
-            self._read_returned(info, sizes, {place.rank for _, place in members})
+            self._read_returned(info, sizes, {place.part for _, place in members})
         n_bytes = sum(sizes.values())
         if info.is_open:
             if not self._lease.is_held_since(lapses):
@@ -296,27 +296,27 @@ class Housekeeper:
         """Read back a closed set with a file of which the index has no record: it was away when the index was rebuilt.
         Once in this process: a file may hold none.
 
-        known: ranks with records in the index."""
+        known: parts with records in the index."""
         files, now_s = SegmentFiles(self._folder / info.namespace.hex(), direct=False), self._disk_s()
-        new = {rank for rank in sizes.keys() - known if (info.set_id, rank) not in self._looked_at}
+        new = {part for part in sizes.keys() - known if (info.set_id, part) not in self._looked_at}
         # A writer that was refused a record cuts its file: not one that was last written so long ago.
-        returned = {rank for rank in new if files.age_s(info.set_id, rank, now_s) >= ORPHAN_GRACE_S}
+        returned = {part for part in new if files.age_s(info.set_id, part, now_s) >= ORPHAN_GRACE_S}
         if not returned:
             return
         faults: dict[int, KVTierError] = {}
         taken = self._read_back.read_set(files, info.set_id, sorted(sizes), faults, returned=returned)
         if taken:
             log.info("segment set %016x: %d records of a file that had been away are taken in", info.set_id, taken)
-        self._looked_at.update((info.set_id, rank) for rank in returned - faults.keys())
+        self._looked_at.update((info.set_id, part) for part in returned - faults.keys())
 
     def _measured(self, info: SetInfo, members: list[tuple[bytes, Location]]) -> int:
         """Return the bytes that the set's files take; those booked before while a file is away that records are in."""
-        sizes = SegmentFiles(self._folder / info.namespace.hex(), direct=False).rank_bytes(info.set_id)
+        sizes = SegmentFiles(self._folder / info.namespace.hex(), direct=False).part_bytes(info.set_id)
         return info.n_bytes if self._is_away(sizes, members) else sum(sizes.values())
 
     def _is_away(self, sizes: dict[int, int], members: list[tuple[bytes, Location]]) -> bool:
         """Return whether a file is missing that records of the set are in, and may come back."""
-        return self._may_be_away and not sizes.keys() >= {place.rank for _, place in members}
+        return self._may_be_away and not sizes.keys() >= {place.part for _, place in members}
 
     def _may_come(self, info: SetInfo) -> bool:
         """Return True if records of a closed set may still become visible: a living writer keeps them back, because the
@@ -330,10 +330,10 @@ class Housekeeper:
     def _trim(self, info: SetInfo, locations: list[Location]) -> None:
         files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
         used = slots_used(locations)
-        for set_id, rank in files.ids():
+        for set_id, part in files.ids():
             if set_id == info.set_id:
                 try:
-                    files.trim(set_id, rank, used.get(rank, 0))
+                    files.trim(set_id, part, used.get(part, 0))
                 except (Corrupt, TierUnavailable) as fault:
                     log.warning("cannot trim: %s", fault)
         files.close()
@@ -342,25 +342,25 @@ class Housekeeper:
         """Read back segments that are in no index: their evictor died, or they were unreadable at the rebuild. They are
         evicted in their turn. Files that are no segments are removed."""
         now_s = self._disk_s()
-        for set_id, ranks in reversed(files.sets()):
-            if set_id in known or min(files.age_s(set_id, rank, now_s) for rank in ranks) < ORPHAN_GRACE_S:
+        for set_id, parts in reversed(files.sets()):
+            if set_id in known or min(files.age_s(set_id, part, now_s) for part in parts) < ORPHAN_GRACE_S:
                 continue
             faults: dict[int, KVTierError] = {}
-            taken = self._read_back.read_set(files, set_id, ranks, faults)
+            taken = self._read_back.read_set(files, set_id, parts, faults)
             if taken:
                 log.info("segment set %016x was in no index: %d records are taken in", set_id, taken)
-            for rank, fault in faults.items():
+            for part, fault in faults.items():
                 if isinstance(fault, Corrupt):
                     log.info("removing what is no segment: %s", fault)
-                    self._remove_strange(files, set_id, rank)
+                    self._remove_strange(files, set_id, part)
                 else:
                     log.warning("a segment in no index stays, with its set: %s", fault)
 
-    def _remove_strange(self, files: SegmentFiles, set_id: int, rank: int) -> None:
+    def _remove_strange(self, files: SegmentFiles, set_id: int, part: int) -> None:
         """Remove a file that is no segment. A folder with a segment's name cannot be unlinked and must not end the
         sweep."""
         try:
-            files.unlink(set_id, rank)
+            files.unlink(set_id, part)
         except TierUnavailable as fault:
             log.warning("what is no segment stays: %s", fault)
 

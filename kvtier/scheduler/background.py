@@ -19,6 +19,7 @@ from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need
 from kvtier.eviction.room import Room
 from kvtier.format.namespace import Namespace
+from kvtier.format.record import new_set_id
 from kvtier.index import entry as entries
 from kvtier.index.base import Index, SetInfo, Use, writer_lease
 from kvtier.maintenance.sweep_schedule import SweepTurns
@@ -57,7 +58,7 @@ class KeeperPlan:
     make_folder: checks the root and creates a namespace's folder where it is missing; called again now and then.
     about: description of the engine in its reports. spares_max: upper bound of the sets kept ready. with_beat: called
         with the time at each renewal of the lease and at the end; it may wait for the index and raise what that
-        raises. set_files: number of files of one set.
+        raises. set_files: number of files of one set. stripes: those of one rank.
     """
 
     owner: str
@@ -71,6 +72,7 @@ class KeeperPlan:
     spares_max: int = SPARES_MAX
     with_beat: Callable[[float], object] = lambda now_s: None
     set_files: int = 1
+    stripes: int = 1
 
     def spares(self, capacity_bytes: int) -> int:
         """Return how many sets are kept ready: enough for a long prompt, and at most an eighth of what all sets may
@@ -426,7 +428,8 @@ class Keeper:
         lost, and no other engine removes a set of a living one.
         """
         self._plan.make_folder(namespace)
-        set_id = int(self._index.shared_s(now) * 1000) << 20 | self._rng.getrandbits(20)
+        created_ms = int(self._index.shared_s(now) * 1000)
+        set_id = new_set_id(created_ms, self._plan.stripes, self._rng.getrandbits(16))
         info = SetInfo(set_id, namespace.id, self._plan.owner, need.n_bytes, now, now, tenant=need.tenant)
         self._done_with.to_drop.append(set_id)
         if self._index.create_set(info):

@@ -21,7 +21,7 @@ OPEN_FILES_MAX = 256  # segments of a namespace kept open, where RLIMIT_NOFILE a
 GONE = (errno.ESTALE, errno.ENOENT)  # what fstat raises for a file that was unlinked elsewhere: NFS, and FUSE
 
 Name = tuple[int, int]
-"""(set id, rank)."""
+"""(set id, part): see kvtier.format.record.part_of."""
 
 
 class OpenSegment:

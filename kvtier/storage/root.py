@@ -1,10 +1,10 @@
 """The root folder of the file-system tier: opening it, and finding every fault of it before the engine starts (I8).
 
-    <root>/v1/owner.json                        kvtier.storage.root_owner
-    <root>/v1/notes/                            kvtier.eviction.pins_backup
-    <root>/v1/index/                            the embedded index, where the root's file system is local
-    <root>/v1/<namespace id>/namespace.json     the canonical JSON that the id is the hash of
-    <root>/v1/<namespace id>/*.kvseg            kvtier.format.record
+    <root>/v2/owner.json                        kvtier.storage.root_owner
+    <root>/v2/notes/                            kvtier.eviction.pins_backup
+    <root>/v2/index/                            the embedded index, where the root's file system is local
+    <root>/v2/<namespace id>/namespace.json     the canonical JSON that the id is the hash of
+    <root>/v2/<namespace id>/*.kvseg            kvtier.format.record
 
 Folders are 0700 and files 0600: KV tells what was said. The root's path may go through links; within it none is
 followed.
@@ -50,7 +50,7 @@ _LEFTOVER = re.compile(r"\.(write-test-[0-9a-f]{32}|direct-io-probe-[0-9a-f-]+|[
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """An opened root. folder: `<root>/v1`; index_path: folder of the embedded index, None for one in memory or in
+    """An opened root. folder: `<root>/v2`; index_path: folder of the embedded index, None for one in memory or in
     Redis. root_id: of a root with an index in Redis, else "". device, inode: of `folder`, when it was opened. node: who
     opened it."""
 
@@ -231,13 +231,13 @@ def open_namespace(root: Root, namespace: Namespace, again: bool = False) -> Pat
 
 
 def namespace_folders(folder: Path) -> list[Path]:
-    """The folders of all namespaces in `<root>/v1`, also of those whose namespace.json is gone."""
+    """The folders of all namespaces in `<root>/v2`, also of those whose namespace.json is gone."""
     return sorted(path for path in folder.iterdir() if _NAMESPACE_FOLDER.fullmatch(path.name) and _is_folder(path))
 
 
 def remove_leftovers(folder: Path, before_s: float) -> None:
     """Removes what processes left in a root that died while they tried it, or while they wrote a small file, if it was
-    last written before that time. `folder`: `<root>/v1`. What cannot be removed stays."""
+    last written before that time. `folder`: `<root>/v2`. What cannot be removed stays."""
     for place in (folder.parent, folder, folder / NOTES_FOLDER, *namespace_folders(folder)):
         with suppress(OSError):
             for entry in os.scandir(place):

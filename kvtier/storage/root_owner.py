@@ -1,4 +1,4 @@
-"""Whom a root belongs to, and where its index lies: `<root>/v1/owner.json`.
+"""Whom a root belongs to, and where its index lies: `<root>/v2/owner.json`.
 
 An index that lives on one node knows nothing of what others write or evict, so a root with such an index is one
 node's alone. The first process writes the file, and later ones only if the machine was started again since:

@@ -17,7 +17,7 @@ from kvtier.runtime.file_descriptors import close_file, with_descriptors
 
 log = logging.getLogger("kvtier")
 
-BELOW_ROOT = 2  # folders between a root and a namespace's files: `v1` and the namespace's own
+BELOW_ROOT = 2  # folders between a root and a namespace's files: `v2` and the namespace's own
 LEASE_BREAK_S, LEASE_LOOK_S = 5.0, 0.01  # deadline and poll interval while another process holds a lease, seconds
 
 NOT_ANSWERING = frozenset({

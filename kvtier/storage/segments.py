@@ -19,37 +19,44 @@ from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.format.record import SegmentHeader, is_blank
+from kvtier.format.record import STRIPES_MAX, SegmentHeader, is_blank, parts_of, stripes_of
 from kvtier.runtime.file_descriptors import close_file, with_descriptors
-from kvtier.storage.filesystem import FULL, IN_MEMORY, file_system_of
+from kvtier.storage.filesystem import FULL, IN_MEMORY, SHARED_WRITE_KINDS, STRIPES, file_system_of
 from kvtier.storage.open_segments import Descriptors, OpenSegment
 from kvtier.storage.safe_open import folder_within, is_plain, once_free
 
 SUFFIX = ".kvseg"
+_NAME = re.compile(r"([0-9a-f]{16})-([0-9]{4})-([0-9]{2})\.kvseg")
 # Name of an unlinked file that a process of its node has open: kernel NFS, libfuse.
 KEPT_OPEN = re.compile(r"\.(nfs[0-9a-f]{24}|fuse_hidden[0-9a-f]{16})")
 _OFFSET_MAX = (1 << 63) - 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def segment_name(set_id: int, rank: int) -> str:
-    return f"{set_id:016x}-{rank:04d}{SUFFIX}"
+def stripes_for(folder: Path, wanted: int | Literal["auto"]) -> int:
+    """Return the number of files that a rank should have in a segment set: `wanted`, or what the file system needs."""
+    if wanted != "auto":
+        return wanted
+    return 1 if file_system_of(folder).kind in SHARED_WRITE_KINDS else STRIPES
+
+
+def segment_name(set_id: int, part: int) -> str:
+    """Return the file name of one part of a set: the file of one stripe of one rank (kvtier.format.record)."""
+    rank, stripe = divmod(part, STRIPES_MAX)
+    return f"{set_id:016x}-{rank:04d}-{stripe:02d}{SUFFIX}"
 
 
 def parse_segment_name(name: str) -> tuple[int, int] | None:
-    """(set id, rank) of a segment's file name; None for any other file."""
-    stem, dash, rank = name.removesuffix(SUFFIX).partition("-")
-    if not name.endswith(SUFFIX) or not dash or len(stem) != 16 or len(rank) != 4:
+    """Return (set id, part) of a segment's file name; None for any other file."""
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    try:
-        parsed = int(stem, 16), int(rank)
-    except ValueError:
-        return None
-    return parsed if rank.isdigit() and segment_name(*parsed) == name else None  # int() takes signs and blanks too
+    set_id, rank, stripe = int(match[1], 16), int(match[2]), int(match[3])
+    return (set_id, rank * STRIPES_MAX + stripe) if stripe < stripes_of(set_id) else None
 
 
 class Sharing(NamedTuple):
@@ -97,7 +104,7 @@ class SegmentFiles:
         Raises TierUnavailable; its `is_full` tells whether space is what is missing.
         """
         self.close_unlinked()
-        name = segment_name(header.set_id, header.rank)
+        name = segment_name(header.set_id, header.part)
         try:
             with folder_within(self.folder) as folder:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags
@@ -131,18 +138,18 @@ class SegmentFiles:
         if self._flushes:
             os.fdatasync(fd)
 
-    def lease(self, set_id: int, rank: int) -> OpenSegment | None:
+    def lease(self, set_id: int, part: int) -> OpenSegment | None:
         """The segment, open for reading and writing, until its `release`; None when its folder has no such segment.
 
         Raises Corrupt when the file is not the segment that its name says; TierUnavailable also without the folder or
         in another one, as on a mount that is away: what lies there is not gone.
         """
-        return self._descriptors.lease((set_id, rank))
+        return self._descriptors.lease((set_id, part))
 
-    def lease_anew(self, set_id: int, rank: int) -> OpenSegment | None:
+    def lease_anew(self, set_id: int, part: int) -> OpenSegment | None:
         """As `lease`, through a descriptor that is opened after this call and without what the page cache has: both may
         hold bytes from before another node wrote."""
-        segment = self._descriptors.lease_anew((set_id, rank))
+        segment = self._descriptors.lease_anew((set_id, part))
         if segment is not None:
             with suppress(OSError):  # a file system without page cache
                 os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -164,21 +171,26 @@ class SegmentFiles:
         """Close the segments that the file system says were unlinked."""
         self._descriptors.close_unlinked()
 
-    def trim(self, set_id: int, rank: int, slots_used: int) -> None:
-        """Gives back the space of the slots from `slots_used` on, which nobody will fill any more."""
-        segment = self.lease(set_id, rank)
+    def trim_rank(self, set_id: int, rank: int, slots_used: int) -> None:
+        """Trim all files of a rank: see `trim`."""
+        for part in parts_of(set_id, rank):
+            self.trim(set_id, part, slots_used)
+
+    def trim(self, set_id: int, part: int, slots_used: int) -> None:
+        """Give back the space of the set's slots from `slots_used` on, which no writer will fill any more."""
+        segment = self.lease(set_id, part)
         if segment is None:
             return
         try:
-            if os.fstat(segment.fd).st_size > segment.header.slot_offset(slots_used):
-                os.ftruncate(segment.fd, segment.header.slot_offset(slots_used))
+            if os.fstat(segment.fd).st_size > segment.header.bytes_up_to(slots_used):
+                os.ftruncate(segment.fd, segment.header.bytes_up_to(slots_used))
         except OSError as fault:
-            raise _unavailable(self.folder / segment_name(set_id, rank), fault) from fault
+            raise _unavailable(self.folder / segment_name(set_id, part), fault) from fault
         finally:
             segment.release()
 
     def ids(self) -> list[tuple[int, int]]:
-        """(set id, rank) of every segment in the folder, in order."""
+        """Return (set id, part) of every segment in the folder, in order."""
         try:
             with folder_within(self.folder) as folder:
                 names = os.listdir(folder)
@@ -189,47 +201,47 @@ class SegmentFiles:
         return sorted(parsed for name in names if (parsed := parse_segment_name(name)))
 
     def sets(self) -> list[tuple[int, list[int]]]:
-        """(set id, the ranks that have a segment) of every set in the folder, in order."""
-        return [(set_id, [rank for _, rank in found]) for set_id, found in groupby(self.ids(), key=itemgetter(0))]
+        """Return (set id, its parts that have a file) of every set in the folder, in order."""
+        return [(set_id, [part for _, part in found]) for set_id, found in groupby(self.ids(), key=itemgetter(0))]
 
-    def exists(self, set_id: int, rank: int) -> bool:
-        return self._status(set_id, rank) is not None
+    def exists(self, set_id: int, part: int) -> bool:
+        return self._status(set_id, part) is not None
 
     def sizes(self) -> dict[int, dict[int, int]]:
-        """Return the bytes on disk of each file in the folder, by set id and rank."""
-        return {set_id: self._sizes_of(set_id, ranks) for set_id, ranks in self.sets()}
+        """Return the bytes on disk of each file in the folder, by set id and part."""
+        return {set_id: self._sizes_of(set_id, parts) for set_id, parts in self.sets()}
 
-    def rank_bytes(self, set_id: int) -> dict[int, int]:
-        """Return the bytes on disk of the set's files, by rank. Stats no other file: there may be a million."""
-        return self._sizes_of(set_id, [rank for found, rank in self.ids() if found == set_id])
+    def part_bytes(self, set_id: int) -> dict[int, int]:
+        """Return the bytes on disk of the set's files, by part. Stats no other file: there may be a million."""
+        return self._sizes_of(set_id, [part for found, part in self.ids() if found == set_id])
 
-    def _sizes_of(self, set_id: int, ranks: Sequence[int]) -> dict[int, int]:
-        found = ((rank, self._status(set_id, rank)) for rank in ranks)
-        return {rank: status.st_blocks * 512 for rank, status in found if status is not None}
+    def _sizes_of(self, set_id: int, parts: Sequence[int]) -> dict[int, int]:
+        found = ((part, self._status(set_id, part)) for part in parts)
+        return {part: status.st_blocks * 512 for part, status in found if status is not None}
 
     def set_bytes_of(self, set_id: int) -> int:
         """Return the bytes that the files of one set take on disk."""
-        return sum(self.rank_bytes(set_id).values())
+        return sum(self.part_bytes(set_id).values())
 
-    def bytes_of(self, set_id: int, rank: int) -> int:
-        """0 when it is gone."""
-        status = self._status(set_id, rank)
+    def bytes_of(self, set_id: int, part: int) -> int:
+        """Return the bytes of the file on disk; 0 when it is gone."""
+        status = self._status(set_id, part)
         return 0 if status is None else status.st_blocks * 512
 
-    def age_s(self, set_id: int, rank: int, now_s: float) -> float:
-        """Seconds since the segment was last written; 0 when it is gone."""
-        status = self._status(set_id, rank)
+    def age_s(self, set_id: int, part: int, now_s: float) -> float:
+        """Return the seconds since the segment was last written; 0 when it is gone."""
+        status = self._status(set_id, part)
         return 0.0 if status is None else now_s - status.st_mtime
 
-    def file_bytes(self, set_id: int, rank: int) -> int:
-        """How long the file is; 0 when it is gone."""
-        status = self._status(set_id, rank)
+    def file_bytes(self, set_id: int, part: int) -> int:
+        """Return the length of the file; 0 when it is gone."""
+        status = self._status(set_id, part)
         return 0 if status is None else status.st_size
 
-    def _status(self, set_id: int, rank: int) -> os.stat_result | None:
+    def _status(self, set_id: int, part: int) -> os.stat_result | None:
         """None when it is gone. Through no descriptor of the folder: sizes and times tell nobody what is in a file."""
         try:
-            return os.lstat(self.folder / segment_name(set_id, rank))
+            return os.lstat(self.folder / segment_name(set_id, part))
         except FileNotFoundError:
             return None
 
@@ -248,13 +260,13 @@ class SegmentFiles:
 
     def unlink_set(self, set_id: int) -> int:
         """Remove the set's files; readers that have one open read on (I3). Return the bytes of those found."""
-        return sum(n_bytes for rank, n_bytes in self.rank_bytes(set_id).items() if self.unlink(set_id, rank))
+        return sum(n_bytes for part, n_bytes in self.part_bytes(set_id).items() if self.unlink(set_id, part))
 
-    def unlink(self, set_id: int, rank: int) -> bool:
+    def unlink(self, set_id: int, part: int) -> bool:
         """Remove a file. Return False if there is none. Raises TierUnavailable."""
         self.close_sets({set_id})
         close_in_process(self.folder, set_id)
-        name = segment_name(set_id, rank)
+        name = segment_name(set_id, part)
         try:
             with folder_within(self.folder) as folder:
                 os.unlink(name, dir_fd=folder)
@@ -267,21 +279,22 @@ class SegmentFiles:
     def close(self) -> None:
         self._descriptors.close()
 
-    def pages(self, set_id: int, rank: int) -> Iterator[tuple[int, bytes]]:
-        """The header pages of the slots that lie within the file, but for those in a hole: (slot, page). For rebuild
-        and verify."""
-        segment = self.lease(set_id, rank)
+    def pages(self, set_id: int, part: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (slot, header page) of the slots that the file has, but for those in a hole. For rebuild and verify."""
+        segment = self.lease(set_id, part)
         if segment is None:
             return
         header = segment.header
         try:
-            size, slot = os.fstat(segment.fd).st_size, 0
+            size, slot = os.fstat(segment.fd).st_size, header.stripe
             while slot < header.slots and header.slot_offset(slot) + PAGE_BYTES <= size:
                 page = _read_page(segment.fd, header.slot_offset(slot))
                 yield slot, page
-                slot = slot + 1 if any(page) else _next_with_data(segment.fd, header, slot + 1)
+                slot += header.stripes
+                if not any(page):
+                    slot = _next_with_data(segment.fd, header, slot)
         except OSError as fault:
-            raise _unavailable(self.folder / segment_name(set_id, rank), fault) from fault
+            raise _unavailable(self.folder / segment_name(set_id, part), fault) from fault
         finally:
             segment.release()
 
@@ -308,8 +321,8 @@ class SegmentFiles:
             if is_blank(page):
                 raise NeverBegun(f"{path}: its writer died before the header")
             header = SegmentHeader.unpack(page)
-            if (header.set_id, header.rank) != name or header.namespace.hex() != self.folder.name:
-                raise Corrupt(f"{path}: holds segment {segment_name(header.set_id, header.rank)}")
+            if (header.set_id, header.part) != name or header.namespace.hex() != self.folder.name:
+                raise Corrupt(f"{path}: holds segment {segment_name(header.set_id, header.part)}")
         except OSError as fault:
             close_file(fd)
             raise _unavailable(path, fault) from fault
@@ -416,15 +429,15 @@ def _open_to_write_or_read(name: str, folder: int, flags: int) -> int:
 
 
 def _next_with_data(fd: int, header: SegmentHeader, slot: int) -> int:
-    """The first slot from `slot` on with anything in it; `header.slots` when none has. A header may speak of billions
-    of slots in a file that takes up no space: to read a hole's pages would take hours."""
+    """Return the first slot of the file from `slot` on with anything in it; `header.slots` when none has. A header may
+    name billions of slots in a file that takes up no space: to read a hole's pages would take hours."""
     try:
         data = os.lseek(fd, min(header.slot_offset(slot), _OFFSET_MAX), os.SEEK_DATA)
     except OSError as fault:
         if fault.errno == errno.ENXIO:  # no data behind it
             return header.slots
         return slot  # a file system that does not tell
-    return max(slot, (data - PAGE_BYTES) // header.slot_bytes)
+    return max(slot, (data - PAGE_BYTES) // header.slot_bytes * header.stripes + header.stripe)
 
 
 def _unavailable(path: Path, fault: OSError) -> TierUnavailable:

@@ -155,7 +155,7 @@ class FileReader:
         there: dict[tuple[int, int], int] = {}
         for chunk in chunks:
             for location in entries.locations_of(chunk.entry):
-                segment = (location.set_id, location.rank)
+                segment = (location.set_id, location.part)
                 if segment not in there:
                     there[segment] = files.file_bytes(*segment)
                 if there[segment] < place_in_file(location).stop:
@@ -183,10 +183,10 @@ class FileReader:
             self._worker.metrics.add(names.INDEX_ERRORS)
 
     def _open(self, namespace: bytes, key: bytes, location: Location, held: ExitStack, anew: bool) -> OpenSegment:
-        with self.stuck.opening((location.set_id, location.rank)):
+        with self.stuck.opening((location.set_id, location.part)):
             segment = self._lease(namespace, key, location, anew)
         if segment is None:
-            name = segment_name(location.set_id, location.rank)
+            name = segment_name(location.set_id, location.part)
             if self._sharing.may_be_away and self._known_sets({location.set_id}):
                 self._worker.metrics.add(names.AWAY_CHUNKS)
                 raise FetchFailed(f"{name} is missing, and the index has its set: is part of the storage down?")
@@ -206,8 +206,8 @@ class FileReader:
         files = self._worker.files(namespace)
         try:
             if anew:
-                return files.lease_anew(location.set_id, location.rank)
-            return files.lease(location.set_id, location.rank)
+                return files.lease_anew(location.set_id, location.part)
+            return files.lease(location.set_id, location.part)
         except Corrupt as fault:
             if not self.may_be_stale():
                 self.retract(key, location)
@@ -266,12 +266,12 @@ class FileReader:
 
 
 def _names(locations: Iterable[Location]) -> set[tuple[int, int]]:
-    return {(location.set_id, location.rank) for location in locations}
+    return {(location.set_id, location.part) for location in locations}
 
 
 def place_of(location: Location) -> str:
     """For messages."""
-    return f"slot {location.slot} of segment {location.set_id:016x}-{location.rank:04d}"
+    return f"slot {location.slot} of {segment_name(location.set_id, location.part)}"
 
 
 def _page_ops(key: bytes, sources: Sequence[Source], segments: Sequence[OpenSegment], address: int) -> Iterator[ReadOp]:

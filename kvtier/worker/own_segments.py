@@ -15,12 +15,12 @@ from contextlib import contextmanager, suppress
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import Extent
-from kvtier.format.record import SegmentHeader, record_bytes
+from kvtier.format.record import SegmentHeader, part_of, parts_of, record_bytes, stripes_of
 from kvtier.index.base import UNOWNED, slots_used
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage.open_segments import OpenSegment
-from kvtier.storage.segments import SegmentFiles
+from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.worker.context import Worker
 
 
@@ -40,18 +40,19 @@ class OwnSegments:
         deadline_s: of the wait for another save that makes or opens it. The storage may take longer.
         Raises TierUnavailable, Corrupt.
         """
-        files, rank = self._worker.files(plan.namespace), self._worker.share.rank
+        files = self._worker.files(plan.namespace)
+        part = part_of(chunk.set_id, self._worker.share.rank, chunk.slot)
         with self._alone({chunk.set_id}, deadline_s):  # a file that another job is just making has no header yet
             header = self._header(plan, chunk)
-            leased = files.lease(chunk.set_id, rank)
+            leased = files.lease(chunk.set_id, part)
             if leased is None:
                 files.create(header)
                 with suppress(IndexUnavailable):  # what is written waits for it, as all that is to be published does
                     self._leave_unknown(files, {chunk.set_id})
-                leased = files.lease(chunk.set_id, rank)
+                leased = files.lease(chunk.set_id, part)
             if leased is not None and leased.header != header:
                 leased.release()
-                raise Corrupt(f"segment {chunk.set_id:016x}-{rank:04d} is not the one that was made here")
+                raise Corrupt(f"{segment_name(chunk.set_id, part)} is not the one that was made here")
             return leased
 
     def _header(self, plan: SavePlan, chunk: SaveChunk) -> SegmentHeader:
@@ -70,6 +71,7 @@ class OwnSegments:
             slab,
             created_ms,
             chunk.tenant,
+            chunk.slot % stripes_of(chunk.set_id),
         )
 
     @contextmanager
@@ -117,10 +119,10 @@ class OwnSegments:
         return ours, {info.set_id for info in known} - ours
 
     def _cut(self, files: SegmentFiles, set_id: int) -> None:
-        rank = self._worker.share.rank
         used = slots_used(place for _, place in self._worker.index.members(set_id))
         try:
-            files.trim(set_id, rank, used.get(rank, 0))
+            for part in parts_of(set_id, self._worker.share.rank):
+                files.trim(set_id, part, used.get(part, 0))
         except (Corrupt, TierUnavailable) as fault:
             self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
 
@@ -128,7 +130,8 @@ class OwnSegments:
         # Until the engine's next sign of life, each chunk that is saved meets it again.
         self._log.warning(f"removed {set_id}", "segment set %016x was removed while it was filled", set_id)
         try:
-            files.unlink(set_id, self._worker.share.rank)
+            for part in parts_of(set_id, self._worker.share.rank):
+                files.unlink(set_id, part)
         except TierUnavailable as fault:
             self._log.warning("stays", "a segment in no index stays, for a sweep to find: %s", fault)
             return

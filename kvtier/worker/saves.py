@@ -205,7 +205,7 @@ class Saver:
                 continue
             files = self._worker.files(namespace)
             try:
-                files.trim(set_id, self._worker.share.rank, used)
+                files.trim_rank(set_id, self._worker.share.rank, used)
                 self._worker.index.close_set(set_id, files.set_bytes_of(set_id))
             except (Corrupt, TierUnavailable, IndexUnavailable) as fault:
                 self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)

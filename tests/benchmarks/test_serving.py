@@ -45,7 +45,7 @@ def test_each_system_is_started_as_what_it_is(tmp_path: Path) -> None:
 
 def test_what_lies_in_a_named_root_stays(tmp_path: Path) -> None:
     """Somebody's tier may lie there."""
-    theirs, ours = tmp_path / "kv" / "v1" / "theirs", tmp_path / "kv" / "benchmark-tier" / "left"
+    theirs, ours = tmp_path / "kv" / "v2" / "theirs", tmp_path / "kv" / "benchmark-tier" / "left"
     for path in (theirs, ours):
         path.parent.mkdir(parents=True)
         path.write_text("bytes")
@@ -62,7 +62,7 @@ def test_nothing_is_left_in_the_tier(is_interrupted: bool, tmp_path: Path) -> No
     """It may lie in /dev/shm."""
     wrapper = Wrapper(tmp_path)
     process = wrapper.start("long_doc_qa", ["--systems", "kvtier"], FLAGS, FAKE_ENGINE="slow" if is_interrupted else "")
-    stored = tmp_path / "benchmark-tier" / "v1" / "segment"
+    stored = tmp_path / "benchmark-tier" / "v2" / "segment"
     wrapper.wait_until(lambda: bool(wrapper.engines()))
     stored.parent.mkdir(parents=True, exist_ok=True)
     stored.write_text("bytes")

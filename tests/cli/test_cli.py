@@ -47,16 +47,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(made: Path, tmp_path: Path) -> Path:
     """A copy to damage, with an index of its own."""
     copy = Path(shutil.copytree(made, tmp_path / "kv"))
-    shutil.rmtree(copy / "v1" / "index")
-    owner = json.loads((copy / "v1" / "owner.json").read_bytes())
+    shutil.rmtree(copy / "v2" / "index")
+    owner = json.loads((copy / "v2" / "owner.json").read_bytes())
     node = Node(owner["node"]["machine"], owner["node"]["host"])
-    (copy / "v1" / "owner.json").write_bytes(Owner(node, copy / "v1" / "index").to_json(copy / "v1"))
+    (copy / "v2" / "owner.json").write_bytes(Owner(node, copy / "v2" / "index").to_json(copy / "v2"))
     assert main(["index", "rebuild", str(copy)]) == 0
     return copy
 
 
 def segment_of(root: Path) -> Path:
-    return max(root.glob("v1/*/*.kvseg"), key=lambda path: path.stat().st_blocks)
+    return max(root.glob("v2/*/*.kvseg"), key=lambda path: path.stat().st_blocks)
 
 
 def flip_payload(path: Path, slot: int) -> None:
@@ -87,12 +87,12 @@ def test_stats_for_programs(made: Path, capsys: pytest.CaptureFixture[str]) -> N
     values = printed_json(capsys)
     entry = values["namespaces"][0]
     assert (entry["chunks"], entry["records"], entry["tokens"]) == (CHUNKS, CHUNKS, 64 * CHUNKS)
-    assert (made / "v1" / entry["id"]).is_dir() and entry["namespace"]["geometry"]["layers"] == 4
+    assert (made / "v2" / entry["id"]).is_dir() and entry["namespace"]["geometry"]["layers"] == 4
     assert values["n_bytes"] == entry["n_bytes"] > 0 and values["unreadable"] == []
 
 
 def test_stats_shows_a_namespace_that_contradicts_its_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    next(root.glob("v1/*/namespace.json")).write_text("{}")
+    next(root.glob("v2/*/namespace.json")).write_text("{}")
     assert main(["stats", str(root)]) == 1
     assert "BAD " in capsys.readouterr().out
 
@@ -142,20 +142,20 @@ def test_verify_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_without_an_index_the_headers_are_read(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(root / "v1" / "index")
+    shutil.rmtree(root / "v2" / "index")
     capsys.readouterr()
     assert main(["stats", "--json", str(root)]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["namespaces"][0]["chunks"] == CHUNKS
     assert "no index of this root here" in captured.err
-    assert not (root / "v1" / "index").exists()  # looking makes nothing
+    assert not (root / "v2" / "index").exists()  # looking makes nothing
     flip_payload(segment_of(root), 1)
     assert main(["verify", str(root)]) == 1
 
 
 def test_root_of_another_node_can_be_looked_at(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    owner = Owner(Node("f00d", "gpu-07"), root / "v1" / "index")
-    (root / "v1" / "owner.json").write_bytes(owner.to_json(root / "v1"))
+    owner = Owner(Node("f00d", "gpu-07"), root / "v2" / "index")
+    (root / "v2" / "owner.json").write_bytes(owner.to_json(root / "v2"))
     assert main(["stats", str(root)]) == 0
     capsys.readouterr()
     assert main(["index", "rebuild", str(root)]) == 2
@@ -163,11 +163,11 @@ def test_root_of_another_node_can_be_looked_at(root: Path, capsys: pytest.Captur
 
 
 def test_rebuild_fills_an_index_that_was_lost(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(root / "v1" / "index")
+    shutil.rmtree(root / "v2" / "index")
     capsys.readouterr()
     assert main(["index", "rebuild", "--json", str(root)]) == 0
     assert printed_json(capsys)["records"] == CHUNKS
-    index = LmdbIndex(str(root / "v1" / "index"))
+    index = LmdbIndex(str(root / "v2" / "index"))
     assert index.counts().records == CHUNKS and not index.was_reset
     index.close()
     assert main(["stats", "--json", str(root)]) == 0
@@ -386,8 +386,8 @@ def test_check_says_what_stops_a_start(
         config, f"root: {tmp_path}\nsegment_bytes: 9000Ti\ncapacity_bytes: 9000Ti\n", capsys
     )
     assert "another" not in refused(config, f"root: {root}\nindex: {{path: /var/tmp/other}}\n", capsys)
-    owner = Owner(Node("f00d", "gpu-07"), root / "v1" / "index")
-    (root / "v1" / "owner.json").write_bytes(owner.to_json(root / "v1"))
+    owner = Owner(Node("f00d", "gpu-07"), root / "v2" / "index")
+    (root / "v2" / "owner.json").write_bytes(owner.to_json(root / "v2"))
     assert "belongs to node gpu-07" in refused(config, f"root: {root}\n", capsys)
     (root / "v99").mkdir()
     assert "upgrade kvtier" in refused(config, f"root: {root}\n", capsys)

@@ -45,8 +45,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Settings of a deployment with a copy of that root."""
     root = Path(shutil.copytree(made, tmp_path / "kv"))
-    (root / "v1" / "owner.json").write_bytes(Owner(this_node(), root / "v1" / "index").to_json(root / "v1"))
-    shutil.rmtree(root / "v1" / "index")
+    (root / "v2" / "owner.json").write_bytes(Owner(this_node(), root / "v2" / "index").to_json(root / "v2"))
+    shutil.rmtree(root / "v2" / "index")
     assert main(["index", "rebuild", str(root)]) == 0
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     path = tmp_path / "kvtier.yaml"
@@ -62,7 +62,7 @@ def root_of(config: Path) -> Path:
 
 
 def namespace_of(config: Path) -> str:
-    return next(root_of(config).glob("v1/*/namespace.json")).parent.name
+    return next(root_of(config).glob("v2/*/namespace.json")).parent.name
 
 
 def printed_json(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
@@ -138,8 +138,8 @@ def test_stats_of_a_deployment(config: Path, capsys: pytest.CaptureFixture[str])
 
 def report(config: Path) -> None:
     """Leaves a note as an engine does."""
-    index = LmdbIndex(str(root_of(config) / "v1" / "index"))
-    index.bind(root_of(config) / "v1")
+    index = LmdbIndex(str(root_of(config) / "v2" / "index"))
+    index.bind(root_of(config) / "v2")
     now = time.time()
     counters = {"lookup_tokens": 400.0, "hit_tokens": 300.0, "load_bytes": 1e9}
     made = WorkerReport(
@@ -176,7 +176,7 @@ def test_lookup_says_how_much_and_where(config: Path, tokens: str, capsys: pytes
     answer = printed_json(capsys, "lookup", str(root_of(config)), "--tokens", tokens)  # the folder alone will do
     assert answer["hits"][0]["hit_tokens"] == 64 * CHUNKS
     names = [place["files"] for place in answer["hits"][0]["sets"]]
-    assert all((root_of(config) / "v1" / namespace_of(config) / name).is_file() for files in names for name in files)
+    assert all((root_of(config) / "v2" / namespace_of(config) / name).is_file() for files in names for name in files)
 
 
 def test_lookup_of_what_is_not_stored_is_status_1(
@@ -216,7 +216,7 @@ def test_evict_says_first_and_then_does(config: Path, tokens: str, capsys: pytes
         assert printed_json(capsys, "evict", str(config), *which, "--dry-run")["n_sets"] == ("--all" in which)
     assert sets_left(config, capsys) == 1
     assert "1 segment set evicted" in printed(capsys, "evict", str(config), "--all", "--yes")
-    assert sets_left(config, capsys) == 0 and not list(root_of(config).glob("v1/*/*.kvseg"))
+    assert sets_left(config, capsys) == 0 and not list(root_of(config).glob("v2/*/*.kvseg"))
     assert "0 segment sets evicted" in printed(capsys, "evict", str(config), "--all")
 
 

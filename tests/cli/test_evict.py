@@ -83,7 +83,7 @@ def test_space_is_called_free_when_it_is(
         engine = Engine(disk, changes={"index": {"path": str(tmp_path / "index")}, "capacity_bytes": 32 << 20})
         engine.save(list(range(64 * CHUNKS)), list(range(4 * CHUNKS)))
         engine.close()
-        (path,) = disk.glob("v1/*/*.kvseg")
+        (path,) = disk.glob("v2/*/*.kvseg")
         n_bytes = path.stat().st_blocks * 512
         if is_held:
             stack.enter_context(path.open("rb"))
@@ -116,7 +116,7 @@ def test_what_a_dead_engine_left_open_is_evicted(live: Engine, capsys: pytest.Ca
     assert found[0] == 0 and found[1]["kept"] == [] and found[1]["n_sets"] >= 1
     status, answer, said = evict(live, capsys, "--all", "--yes")
     assert (status, answer["kept"], said) == (0, [], "") and answer["n_sets"] == found[1]["n_sets"]
-    assert not list(live.root.glob("v1/*/*.kvseg"))
+    assert not list(live.root.glob("v2/*/*.kvseg"))
 
 
 def test_pins_keep_what_they_keep(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ class Place:
 
     def open(self) -> Index:
         if self._settings is None:
-            return LmdbIndex(str(self.root / "v1" / "index"))
+            return LmdbIndex(str(self.root / "v2" / "index"))
         return RedisIndex(self._settings.model_copy(update={"prefix": "p"}))
 
 
@@ -120,8 +120,8 @@ def test_an_entry_without_a_record_is_found_and_a_rebuild_takes_it_out(
 def test_a_set_without_files_and_files_without_a_set_are_found(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for segment in place.root.glob("v1/*/*.kvseg"):
-        segment.rename(segment.with_name(f"{2:016x}-0000.kvseg"))
+    for segment in place.root.glob("v2/*/*.kvseg"):
+        segment.rename(segment.with_name(f"{2:016x}-0000-00.kvseg"))
     status, found = check(place, capsys)
     assert status == 1
     said = [row["what"] for row in found["disagreements"]]

@@ -33,7 +33,7 @@ def test_a_root_that_cannot_be_is_named_itself(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_redis_that_does_not_answer_is_said_once(tmp_path: Path) -> None:
-    (tmp_path / "kv/v1").mkdir(parents=True)
+    (tmp_path / "kv/v2").mkdir(parents=True)
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"root: {tmp_path}/kv\nindex: {{kind: redis, url: 'redis://127.0.0.1:1/0'}}\n")
     for command in ("stats", "verify", "pin"):

@@ -104,8 +104,8 @@ def check_image(root: Path, saved: Saved) -> Found:
 
 def _is_right(root: Path, location: Location, saved: Saved, with_header: bool) -> bool:
     """Whether the segment's header and the record are what was written."""
-    name = segment_name(location.set_id, location.rank)
-    (path, *_) = [*root.glob(f"v1/*/{name}"), None]
+    name = segment_name(location.set_id, location.part)
+    (path, *_) = [*root.glob(f"v2/*/{name}"), None]
     if path is None:
         return False
     content, first = path.read_bytes(), 0 if with_header else PAGE_BYTES
@@ -122,12 +122,12 @@ def _check_verify(root: Path, index: Index, saved: Saved) -> int:
     named = {(finding.segment, finding.slot) for finding in found.bad}
     for info in index.sets():
         for _, location in index.members(info.set_id):
-            name = segment_name(location.set_id, location.rank)
+            name = segment_name(location.set_id, location.part)
             is_named = (name, location.slot) in named or (name, None) in named
             assert is_named is not _is_right(root, location, saved, True), f"slot {location.slot} of {name}"
     for segment, slot in named:
         assert parse_segment_name(segment) is not None, found.bad
-        (path,) = root.glob(f"v1/*/{segment}") if any(root.glob(f"v1/*/{segment}")) else (None,)
+        (path,) = root.glob(f"v2/*/{segment}") if any(root.glob(f"v2/*/{segment}")) else (None,)
         if slot is None:
             assert path is not None and path.read_bytes()[:PAGE_BYTES] != saved.header_page(segment)
         else:
@@ -161,7 +161,7 @@ def _load(engine: Engine, root: Path, key: bytes, wanted: list[torch.Tensor], sa
 
 def _check_space(root: Path) -> None:
     """Long after, all that is left is in the index, and counted as what it takes."""
-    folder = root / "v1"
+    folder = root / "v2"
     index = LmdbIndex(str(folder / INDEX.name))
     try:
         keeper = Housekeeper(index, folder, "a sweeper", lambda: time.time() + LATER_S)

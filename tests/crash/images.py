@@ -20,7 +20,7 @@ from typing import BinaryIO
 from kvtier.format.geometry import PAGE_BYTES
 
 SECTOR_BYTES = 512
-INDEX = PurePosixPath("v1/index")
+INDEX = PurePosixPath("v2/index")
 _HEAD = struct.Struct("<IIIQQ")
 
 

@@ -129,7 +129,7 @@ class Overload:
 
     def _file_bytes(self) -> dict[Path, int]:
         found = {}
-        for path in self.root.glob("v1/*/*.kvseg"):
+        for path in self.root.glob("v2/*/*.kvseg"):
             with suppress(FileNotFoundError):
                 status = path.stat()
                 found[path] = min(status.st_size, status.st_blocks * 512)  # without what the file system has of its own
@@ -183,8 +183,8 @@ def settle(root: Path, index: Index) -> None:
     the grace time of those that are in no index."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while time.monotonic() < deadline:
-        Housekeeper(index, root / "v1", "later").sweep()
-        Evictor(index, root / "v1", "later").evict(Selection(set_ids=()), 0)
+        Housekeeper(index, root / "v2", "later").sweep()
+        Evictor(index, root / "v2", "later").evict(Selection(set_ids=()), 0)
         if not index.notes(PREFIX, time.time()) and not any(info.is_open for info in index.sets()):
             return
         time.sleep(0.3)
@@ -195,7 +195,7 @@ def main(root: Path, seconds: float, kills: int, seed: int, index_settings: dict
     overload = Overload(root, index_settings, random.Random(seed))
     index = overload.run(seconds, kills)
     settle(root, index)
-    on_disk = {int(path.name[:16], 16) for path in root.glob("v1/*/*.kvseg")}
+    on_disk = {int(path.name[:16], 16) for path in root.glob("v2/*/*.kvseg")}
     indexed = {info.set_id for info in index.sets()}
     found = verify(find_root(root), index)
     print(

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 SEED = 20261122
 NAMES_BEHIND_MAX = 12
 """Steps by which the names on the disk may be behind the bytes."""
-PASSING = ("v1/.write-test-", "v1/.direct-io-probe-", "mark-")
+PASSING = ("v2/.write-test-", "v2/.direct-io-probe-", "mark-")
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler for what records the writes")
 
 

@@ -350,7 +350,7 @@ def test_a_root_that_an_engine_would_refuse(host: Host, tmp_path: Path, monkeypa
     settings = Settings(root=tmp_path / "kv", require_mount=True)
     (verdict,) = examine_storage(measured(host), settings.root, settings)
     assert verdict.level == "bad" and "nothing is mounted there" in verdict.fix
-    folder = tmp_path / "kv/v1"
+    folder = tmp_path / "kv/v2"
     folder.mkdir(parents=True)
     claim(folder, Owner(this_node(), folder / "index"))
     assert by_name(list(examine_storage(measured(host), tmp_path / "kv", None)))["root"].level == "ok"

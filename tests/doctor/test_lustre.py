@@ -68,7 +68,7 @@ def test_data_on_the_mdt_is_warned_of(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_folders_of_namespaces_keep_the_layout_they_were_made_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`lfs setstripe` of `<root>/v1` changes nothing for the namespaces that are there."""
+    """`lfs setstripe` of `<root>/v2` changes nothing for the namespaces that are there."""
     namespace = tmp_path / ("ab" * 16)
     namespace.mkdir()
     commands = tmp_path / "bin"

@@ -51,7 +51,7 @@ class Published:
 
     def __init__(self, config: Path, below: Path) -> None:
         self._settings = Settings.load({"config": str(config)})
-        (self._folder,) = [folder for folder in (below / "v1").iterdir() if len(folder.name) == 32]
+        (self._folder,) = [folder for folder in (below / "v2").iterdir() if len(folder.name) == 32]
 
     def chunks(self, numbers: Sequence[int]) -> dict[int, Chunks]:
         """Of those prompts that are there whole."""

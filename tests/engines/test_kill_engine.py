@@ -22,14 +22,14 @@ SEED = 20261120
 
 def killed_while_saving(lab: Any, root: Path, number: int, delay_s: float) -> None:
     """Starts an engine that prefills and saves without end, and kills it `delay_s` after its first segment shows."""
-    before = {path: path.stat().st_mtime_ns for path in root.glob("v1/*/*.kvseg")}
+    before = {path: path.stat().st_mtime_ns for path in root.glob("v2/*/*.kvseg")}
     spec = {"model": str(lab.model("llama")), "root": str(root), "scenarios": [["endless", number]]}
     spec_path = lab.folder / f"killed-{number}.spec"
     spec_path.write_text(json.dumps(spec))
     log = spec_path.with_suffix(".log")
     engine = forked.start([str(HERE / "engine.py"), str(spec_path), str(spec_path.with_suffix(".json"))], log, log)
     deadline = time.monotonic() + ENGINE_TIMEOUT_S
-    while {path: path.stat().st_mtime_ns for path in root.glob("v1/*/*.kvseg")} == before:
+    while {path: path.stat().st_mtime_ns for path in root.glob("v2/*/*.kvseg")} == before:
         assert engine.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.02)
     time.sleep(delay_s)

@@ -115,7 +115,7 @@ def test_a_bad_root_is_refused_by_the_name_of_its_variable(monkeypatch: pytest.M
 
 
 def test_stored_segments_count_as_free(tmp_path: Path) -> None:
-    folder = tmp_path / "kv" / "v1" / "namespace"
+    folder = tmp_path / "kv" / "v2" / "namespace"
     folder.mkdir(parents=True)
     empty = plugin.default_capacity(tmp_path / "kv")
     (folder / "set-0.kvseg").write_bytes(bytes(4096))

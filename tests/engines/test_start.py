@@ -61,7 +61,7 @@ def test_wrong_settings_and_roots_are_refused(changes: dict[str, Any], key: str,
 def test_a_right_one_is_opened_and_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = asked(settings_at(tmp_path / "root"))
     Executor.get_class(config)
-    assert (tmp_path / "root" / "v1" / "owner.json").exists()
+    assert (tmp_path / "root" / "v2" / "owner.json").exists()
     monkeypatch.setattr(compatibility, "check_place", lambda settings: pytest.fail("it was opened a second time"))
     Executor.get_class(config)
 
@@ -91,6 +91,6 @@ def test_children_of_a_multi_connector_are_checked(tmp_path: Path) -> None:
         return engine(kv_transfer_config=transfer, parallel__distributed_executor_backend="uni")
 
     Executor.get_class(several(child))
-    assert (tmp_path / "root" / "v1").is_dir()
+    assert (tmp_path / "root" / "v2").is_dir()
     with pytest.raises(ConfigError, match="/proc/nope"):
         Executor.get_class(several(child | {"kv_connector_extra_config": settings_at(Path("/proc/nope"))}))

@@ -43,7 +43,7 @@ def two_sets(striped: Targets) -> list[str]:
         writer = engine_on(striped)
         assert {done.outcome for done in writer.save(tokens, blocks)} == {SaveOutcome.SAVED}
         writer.close()
-    return sorted(path.name for path in striped.below.glob("v1/*/*.kvseg"))
+    return sorted(path.name for path in striped.below.glob("v2/*/*.kvseg"))
 
 
 @pytest.mark.parametrize("fault", ["fails", "short reads", "hangs"])

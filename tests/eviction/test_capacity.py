@@ -62,7 +62,7 @@ def test_the_capacity_holds_and_the_oldest_goes_first(tmp_path: Path, touch_inte
         if engine.load(tokens_of(0), TARGET)[0] == 0 and number < 12:
             pytest.fail("what is used in every step was evicted")
         time.sleep(0.15)
-    assert sum(path.stat().st_blocks * 512 for path in tmp_path.glob("v1/*/*.kvseg")) <= engine.settings.capacity_bytes
+    assert sum(path.stat().st_blocks * 512 for path in tmp_path.glob("v2/*/*.kvseg")) <= engine.settings.capacity_bytes
     assert engine.store._keeper._index.counts().n_bytes <= engine.settings.capacity_bytes
     hits = [engine.load(tokens_of(number), TARGET)[0] for number in range(16)]
     assert hits[15] == 5 and 0 in hits[1:9], hits
@@ -74,7 +74,7 @@ def test_two_engines_never_evict_more_than_is_needed(tmp_path: Path) -> None:
     engines = [tiny(tmp_path, sets=6), tiny(tmp_path, sets=6)]
     for number in range(24):
         engines[number % 2].save(tokens_of(number), BLOCKS)
-    on_disk = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("v1/*/*.kvseg"))
+    on_disk = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("v2/*/*.kvseg"))
     assert on_disk <= engines[0].settings.capacity_bytes
     assert engines[0].store._keeper._index.counts().n_bytes >= 3 * engines[0].settings.segment_bytes
     for engine in engines:
@@ -181,16 +181,16 @@ def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
     engine.close()
     other = tiny(tmp_path)
     index = other.store._keeper._index
-    (path,) = tmp_path.glob("v1/*/*.kvseg")
-    orphan = path.with_name(f"{77:016x}-0000.kvseg")
+    (path,) = tmp_path.glob("v2/*/*.kvseg")
+    orphan = path.with_name(f"{77:016x}-0000-00.kvseg")
     orphan.write_bytes(path.read_bytes())  # says of itself that it is another
     lost = int(path.name[:16], 16)
     index.remove_set(lost)
     index.create_set(SetInfo(5, engine.namespace.id, "gone", 100, 1.0, 1.0))
-    Housekeeper(index, tmp_path / "v1", "sweeper").sweep()
+    Housekeeper(index, tmp_path / "v2", "sweeper").sweep()
     assert 5 not in {info.set_id for info in index.sets()}
     assert orphan.exists(), "its writer may be about to register it"
-    Housekeeper(index, tmp_path / "v1", "sweeper", clock=lambda: time.time() + 3600).sweep()
+    Housekeeper(index, tmp_path / "v2", "sweeper", clock=lambda: time.time() + 3600).sweep()
     assert not orphan.exists(), "what is no segment goes"
     assert lost in {info.set_id for info in index.sets()}, "a whole segment is taken in, not thrown away"
     assert other.load(tokens_of(1), TARGET)[0] == 5
@@ -255,7 +255,7 @@ def test_a_full_disk_is_not_emptied_while_readers_hold_what_was_evicted() -> Non
         for number in range(100):
             engine.save(tokens_of(number), BLOCKS)
             time.sleep(0.05)
-            paths = list(root.glob("v1/*/*.kvseg"))
+            paths = list(root.glob("v2/*/*.kvseg"))
             most, fewest = max(most, len(paths)), len(paths) if number < 40 else min(fewest, len(paths))
             for path in paths:
                 with suppress(FileNotFoundError):
@@ -328,10 +328,10 @@ def test_an_evicted_segment_gives_its_space_back_while_others_had_it_open(
     writer, reader = tiny(tmp_path), tiny(tmp_path)
     writer.save(tokens_of(1), BLOCKS)
     reader.load(tokens_of(1), TARGET)
-    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    (path,) = tmp_path.glob("v2/*/*.kvseg")
     held = path.open("rb")
     (info,) = writer.store._keeper._index.some_sets([int(path.name[:16], 16)])
-    Remover(writer.store._keeper._index, tmp_path / "v1").remove(info)
+    Remover(writer.store._keeper._index, tmp_path / "v2").remove(info)
     inode = os.fstat(held.fileno()).st_ino
     held.close()
 

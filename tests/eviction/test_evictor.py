@@ -45,11 +45,11 @@ def ids(index: Index) -> list[int]:
 
 
 def on_disk(root: Path) -> set[int]:
-    return {int(path.name[:16], 16) for path in root.glob("v1/*/*.kvseg")}
+    return {int(path.name[:16], 16) for path in root.glob("v2/*/*.kvseg")}
 
 
 def disk_bytes(root: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in root.glob("v1/*/*.kvseg"))
+    return sum(path.stat().st_blocks * 512 for path in root.glob("v2/*/*.kvseg"))
 
 
 # --- one at a time ---
@@ -114,17 +114,17 @@ def test_a_death_at_any_step_of_an_eviction_leaves_nothing_behind(tmp_path: Path
     for number in range(5):
         writer.save(tokens_of(number), BLOCKS)
     writer.close()
-    path = str(tmp_path / "v1" / "index")
+    path = str(tmp_path / "v2" / "index")
     dying = LmdbIndex(path)
     set_bytes = max(info.n_bytes for info in dying.sets())
     capacity_bytes = dying.counts().n_bytes
     _die(dying, step, kind)
     with pytest.raises(Killed):
-        Evictor(dying, tmp_path / "v1", "killed").make_room(Need(set_bytes, SPACE), capacity_bytes)
+        Evictor(dying, tmp_path / "v2", "killed").make_room(Need(set_bytes, SPACE), capacity_bytes)
     dying.close()
 
     index = LmdbIndex(path)
-    later = Evictor(index, tmp_path / "v1", "next", clock=lambda: time.time() + 60)
+    later = Evictor(index, tmp_path / "v2", "next", clock=lambda: time.time() + 60)
     assert later.make_room(Need(set_bytes, SPACE), capacity_bytes) is not None
     assert on_disk(tmp_path) == set(ids(index))
     assert disk_bytes(tmp_path) == index.counts().n_bytes <= capacity_bytes - set_bytes
@@ -159,16 +159,16 @@ def test_a_sweep_ends_what_an_evictor_left(tmp_path: Path, monkeypatch: pytest.M
     writer = tiny(tmp_path, sets=6)
     writer.save(tokens_of(1), BLOCKS)
     writer.close()
-    index = LmdbIndex(str(tmp_path / "v1" / "index"))
+    index = LmdbIndex(str(tmp_path / "v2" / "index"))
 
     def die(*_: object) -> int:
         raise Killed
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(SegmentFiles, "unlink_set", die)
-        Evictor(index, tmp_path / "v1", "killed").evict(Selection(), 1 << 30)
+        Evictor(index, tmp_path / "v2", "killed").evict(Selection(), 1 << 30)
     assert ids(index) == [] and on_disk(tmp_path)
-    Housekeeper(index, tmp_path / "v1", "sweeper").sweep()
+    Housekeeper(index, tmp_path / "v2", "sweeper").sweep()
     assert not on_disk(tmp_path) and index.notes(PREFIX, 0.0) == {}
     assert ORPHAN_GRACE_S > 60, "it was not swept as an orphan"
     index.close()
@@ -278,8 +278,8 @@ def test_an_administrator_sees_what_would_go_and_then_it_goes(tmp_path: Path) ->
         engine.save(tokens_of(number), BLOCKS)
     index, keys = engine.store._keeper._index, engine.keys(tokens_of(0))
     engine.close()
-    index = LmdbIndex(str(tmp_path / "v1" / "index"))
-    evictor = Evictor(index, tmp_path / "v1", "admin")
+    index = LmdbIndex(str(tmp_path / "v2" / "index"))
+    evictor = Evictor(index, tmp_path / "v2", "admin")
     meant = Selection(set_ids=evictor.sets_of([b"?" * 16, *keys]))
     preview = evictor.preview(meant, 1 << 30)
     assert preview.sets and preview.freed_bytes == 0 and preview.n_bytes == sum(i.n_bytes for i in preview.sets)
@@ -373,9 +373,9 @@ def test_a_set_holds_chunks_of_one_tenant_and_a_rebuild_knows_whose(tmp_path: Pa
     for number, tenant in enumerate(["", "red", "blue"]):
         assert Evictor(index, tmp_path, "x").sets_of(engine.keys(tokens_of(number))) <= before[tenant]
     engine.close()
-    index = LmdbIndex(str(tmp_path / "v1" / "index"))
+    index = LmdbIndex(str(tmp_path / "v2" / "index"))
     index.clear()
-    Housekeeper(index, tmp_path / "v1", "me").rebuild()
+    Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert whose() == before
     index.close()
 

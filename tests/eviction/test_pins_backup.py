@@ -39,7 +39,7 @@ class Place:
 @pytest.fixture(params=["embedded", pytest.param("redis", marks=has_redis)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "embedded":
-        yield Place(tmp_path, {}, lambda: shutil.rmtree(tmp_path / "kv/v1/index"))
+        yield Place(tmp_path, {}, lambda: shutil.rmtree(tmp_path / "kv/v2/index"))
         return
     with standalone(tmp_path / "redis") as server:
         index: dict[str, object] = {"kind": "redis", "url": server.url}
@@ -115,7 +115,7 @@ def test_an_engine_restores_them_by_itself(place: Place) -> None:
 
 
 def test_a_rebuild_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = Place(tmp_path, {}, lambda: shutil.rmtree(tmp_path / "kv/v1/index"))
+    place = Place(tmp_path, {}, lambda: shutil.rmtree(tmp_path / "kv/v2/index"))
     opened = place.open()
     add_pin(opened, NewPin(NAMESPACE, None, "", None))
     opened.close()
@@ -125,7 +125,7 @@ def test_a_rebuild_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_strange_files_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    place = Place(tmp_path, {}, lambda: shutil.rmtree(tmp_path / "kv/v1/index"))
+    place = Place(tmp_path, {}, lambda: shutil.rmtree(tmp_path / "kv/v2/index"))
     opened = place.open()
     fill(opened)
     folder = opened.root.folder / NOTES_FOLDER

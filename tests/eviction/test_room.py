@@ -202,11 +202,11 @@ def test_held_files_are_measured_and_given_up_after_a_while(tmp_path: Path) -> N
     with faulty_disk(tmp_path / "disk", 64, silly_renames=True) as place:
         engine = engine_on(place, sets=8)
         engine.save(tokens_of(1), BLOCKS)
-        (path,) = place.root.glob("v1/*/*.kvseg")
+        (path,) = place.root.glob("v2/*/*.kvseg")
         index = engine.store._keeper._index
         held = path.open("rb")
         n_bytes = path.stat().st_blocks * 512
-        remover = Remover(index, place.root / "v1", lambda: now_s[0])
+        remover = Remover(index, place.root / "v2", lambda: now_s[0])
         assert remover.held_bytes() == 0
         remover.remove(index.some_sets([int(path.name[:16], 16)])[0])
         assert len(silly_files(place)) == 1 and remover.held_bytes() == n_bytes
@@ -217,7 +217,7 @@ def test_held_files_are_measured_and_given_up_after_a_while(tmp_path: Path) -> N
 
 
 def test_a_sweep_removes_what_crashed_nodes_left_open(tmp_path: Path) -> None:
-    folder = tmp_path / "v1" / ("0" * 32)
+    folder = tmp_path / "v2" / ("0" * 32)
     folder.mkdir(parents=True)
     names = (
         ".nfs000000000012ab3400000001",
@@ -228,7 +228,7 @@ def test_a_sweep_removes_what_crashed_nodes_left_open(tmp_path: Path) -> None:
     for name in names:
         (folder / name).write_bytes(b"x")
         os.utime(folder / name, (1, 1))
-    remove_leftovers(tmp_path / "v1", time.time() - 600)
+    remove_leftovers(tmp_path / "v2", time.time() - 600)
     assert len(list(folder.iterdir())) == 4, "renamed just now: a read may be under way"
-    remove_leftovers(tmp_path / "v1", time.time() + 600)
+    remove_leftovers(tmp_path / "v2", time.time() + 600)
     assert sorted(path.name for path in folder.iterdir()) == sorted(names[2:])

@@ -26,15 +26,15 @@ class Clock:
 @pytest.fixture
 def removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Remover, MemoryIndex, Path, Path, Clock]:
     """A remover after it removed a set of two files, of which the second was away."""
-    folder, clock = tmp_path / "v1" / NAMESPACE.hex(), Clock()
+    folder, clock = tmp_path / "v2" / NAMESPACE.hex(), Clock()
     folder.mkdir(parents=True)
-    files = [folder / segment_name(SET_ID, rank) for rank in (0, 1)]
+    files = [folder / segment_name(SET_ID, part) for part in (0, 16)]
     for file in files:
         file.write_bytes(b"k" * FILE_BYTES)
     index = MemoryIndex()
     info = SetInfo(SET_ID, NAMESPACE, "engine", 2 * FILE_BYTES, clock.now_s, clock.now_s, is_open=False)
     index.create_set(info)
-    remover = Remover(index, tmp_path / "v1", clock)
+    remover = Remover(index, tmp_path / "v2", clock)
     monkeypatch.setattr(remover, "_may_be_away", True)
     files[1].rename(tmp_path / "away")
     assert remover.remove(info) == FILE_BYTES and not files[0].exists()

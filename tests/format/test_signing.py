@@ -23,7 +23,7 @@ from kvtier.doctor.report import _signing
 from kvtier.errors import ConfigError
 from kvtier.format.checksum import slab_checksum, slab_seed
 from kvtier.format.geometry import PAGE_BYTES, Extent
-from kvtier.format.record import HEADS_PER_SIGNED_RECORD_MAX, RecordHeader, SegmentHeader, is_blank, tags_in
+from kvtier.format.record import HEADS_PER_SIGNED_RECORD_MAX, RecordHeader, SegmentHeader, is_blank, stripes_of, tags_in
 from kvtier.format.signing import Signer
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
@@ -241,7 +241,7 @@ def tags_of_another_secret(records: Records) -> None:
 
 
 def plant_in_files(root: Path, namespace: bytes, plant: Callable[[Records], None]) -> None:
-    (path,) = (root / "v1" / namespace.hex()).glob("*.kvseg")
+    (path,) = (root / "v2" / namespace.hex()).glob("*.kvseg")
     segment, records = records_of(path)
     plant(records)
     with path.open("r+b") as file:
@@ -291,7 +291,7 @@ def test_a_record_of_another_namespace_with_the_same_secret(tmp_path: Path, made
     for writer in writers:
         writer.save(TOKENS, BLOCKS)
         writer.close()
-    one, two = (next((tmp_path / "kv" / "v1" / w.namespace.id.hex()).glob("*.kvseg")) for w in writers)
+    one, two = (next((tmp_path / "kv" / "v2" / w.namespace.id.hex()).glob("*.kvseg")) for w in writers)
     _, theirs = records_of(two)
 
     def plant(records: Records) -> None:
@@ -359,8 +359,9 @@ def place_of(engine: Engine, key: bytes) -> Location:
 
 def with_sums(engine: Engine, key: bytes, at: Location) -> Location:
     """As it must be for the bytes that lie there to pass for the key's."""
-    (path,) = (engine.root / "v1" / engine.namespace.id.hex()).glob(f"{at.set_id:016x}-*.kvseg")
-    offset = PAGE_BYTES + at.slot * (PAGE_BYTES + at.extent.n_heads * at.slab_bytes) + PAGE_BYTES
+    (path,) = (engine.root / "v2" / engine.namespace.id.hex()).glob(f"{at.set_id:016x}-*.kvseg")
+    record_bytes = PAGE_BYTES + at.extent.n_heads * at.slab_bytes
+    offset = PAGE_BYTES + at.slot // stripes_of(at.set_id) * record_bytes + PAGE_BYTES
     with path.open("rb") as file:
         file.seek(offset)
         content = file.read(at.extent.n_heads * at.slab_bytes)
@@ -407,7 +408,7 @@ def test_the_command_verify_takes_the_secret_from_the_settings(
     engine.save(TOKENS, BLOCKS)
     engine.close()
     plant_in_files(tmp_path / "kv", engine.namespace.id, no_tags)
-    shutil.rmtree(tmp_path / "kv" / "v1" / "index")  # which knows other checksums
+    shutil.rmtree(tmp_path / "kv" / "v2" / "index")  # which knows other checksums
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"root: {tmp_path}/kv\nsigning: {{key_file: {tmp_path}/secret}}\n")
     assert main(["verify", str(config)]) == FOUND_BAD

@@ -104,5 +104,5 @@ SEEDS = {
     ],
     "index_set": [values.pack_set(INFO), values.pack_set(SetInfo(1, SPACE, "", 1, 0.0, 0.0))],
     "index_note": [values.pack_note(b"value", None), values.pack_note(b"", 5.0)],
-    "file_name": [b"00000000000000ff-0001.kvseg", b"1a20056a031145bc-9999.kvseg"],
+    "file_name": [b"00000000000000ff-0001-00.kvseg", b"1a20056a031145bc-9999-00.kvseg"],
 }

@@ -98,7 +98,7 @@ def test_a_set_is_missing_for_as_long_as_one_clock_says(
 ) -> None:
     """Another node, an hour ahead of the one that looked first, took it out of the index at once."""
     monkeypatch.setattr(sweeper, "file_system_of", lambda _: FileSystem("nfs4", True, "/"))
-    (tmp_path / "v1").mkdir()
+    (tmp_path / "v2").mkdir()
     clock = clock_off_by(off_s)
     far, other = RedisIndex(index_settings(server.url), clock), RedisIndex(index_settings(server.url))
     other.create_set(SetInfo(1, bytes(16), "gone", 100, time.time(), time.time()))
@@ -106,7 +106,7 @@ def test_a_set_is_missing_for_as_long_as_one_clock_says(
     other.close_set(1, 100)
     for after_s, left in ((0.0, [1]), (500.0, [1]), (601.0, [])):
         for index, now in ((far, clock), (other, time.time)):
-            Housekeeper(index, tmp_path / "v1", "keeper", lambda now=now, s=after_s: now() + s).sweep()  # type: ignore[misc]
+            Housekeeper(index, tmp_path / "v2", "keeper", lambda now=now, s=after_s: now() + s).sweep()  # type: ignore[misc]
         assert [info.set_id for info in other.sets()] == left
     far.close()
     other.close()
@@ -120,7 +120,7 @@ def test_a_node_whose_clock_is_ahead_leaves_young_files_alone(
     monkeypatch.setattr(sweeper, "file_system_of", lambda _: FileSystem("nfs4", True, "/"))
     monkeypatch.setattr(sweeper, "time", SimpleNamespace(time=clock))
     far, other = RedisIndex(index_settings(server.url), clock), RedisIndex(index_settings(server.url))
-    folder = tmp_path / "v1" / NAMESPACE.hex()
+    folder = tmp_path / "v2" / NAMESPACE.hex()
     folder.mkdir(parents=True)
     names = [segment_name(set_id, 0) for set_id in (1, 2)]  # of the second set the index knows nothing yet
     for name in (*names, ".nfs" + 24 * "0"):
@@ -129,7 +129,7 @@ def test_a_node_whose_clock_is_ahead_leaves_young_files_alone(
     other.create_set(set_info(1, "writer"))
     other.close_set(1, 4096)
     other.acquire_lease(writer_lease("writer"), "writer", time.time(), LEASE_S)
-    Housekeeper(far, tmp_path / "v1", "keeper", clock).sweep()
+    Housekeeper(far, tmp_path / "v2", "keeper", clock).sweep()
     assert [info.set_id for info in other.sets()] == [1]
     assert len(list(folder.iterdir())) == 3
     far.close()

@@ -54,5 +54,5 @@ def test_a_second_record_of_a_part_is_in_order_and_one_of_a_part_that_is_missing
     assert index.publish([NewRecord(key, at, engine.shape.whole)]) == 1 and not index.resolve([key])
     found = consistency_check.check_agreement(find_root(tmp_path), index, wait=lambda seconds: None)
     assert (found.records, found.indexed, found.second) == (4, 1, 1)
-    missing = {segment_name(at.set_id, at.rank) for _, (_, at) in places}
+    missing = {segment_name(at.set_id, at.part) for _, (_, at) in places}
     assert {(row.segment, row.what) for row in found.disagreements} == {(name, "not in the index") for name in missing}

@@ -30,7 +30,7 @@ def test_it_cuts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fall_silent(writer)
     writer.save(tokens_of(1), BLOCKS)
     index, clock = writer.store._keeper._index, Clock()
-    sweeper = Housekeeper(index, writer.root / "v1", "slow", clock)
+    sweeper = Housekeeper(index, writer.root / "v2", "slow", clock)
     whole = sum(path.stat().st_size for path in segments(tmp_path))
     with monkeypatch.context() as patched:
         patched.setattr(index, "members", after(index.members, clock.stall))
@@ -48,7 +48,7 @@ def test_it_reads_nothing_back_and_says_so(tmp_path: Path, monkeypatch: pytest.M
     index, clock = writer.store._keeper._index, Clock()
     for info in index.sets():
         index.remove_set(info.set_id)
-    sweeper = Housekeeper(index, writer.root / "v1", "slow", clock)
+    sweeper = Housekeeper(index, writer.root / "v2", "slow", clock)
     with monkeypatch.context() as patched:
         reading = sweeper._read_back
         patched.setattr(reading, "_read_segment", after(reading._read_segment, clock.stall))

@@ -30,16 +30,16 @@ def test_sets_that_a_lost_index_knew_keep_their_segments(tmp_path: Path) -> None
     writer = Engine(tmp_path)
     writer.save(TOKENS, BLOCKS)
     writer.close()
-    segments = sorted(tmp_path.glob("v1/*/*.kvseg"))
-    index = Forgetful(LmdbIndex(str(tmp_path / "v1" / "index")))
+    segments = sorted(tmp_path.glob("v2/*/*.kvseg"))
+    index = Forgetful(LmdbIndex(str(tmp_path / "v2" / "index")))
 
     class ForgetsMeanwhile(Housekeeper):
         def _next_closed(self, known: dict[int, object]) -> set[int]:  # type: ignore[override]
             index.forget()
             return set(known)
 
-    ForgetsMeanwhile(index, tmp_path / "v1", "sweeper").sweep()  # type: ignore[arg-type]
-    assert sorted(tmp_path.glob("v1/*/*.kvseg")) == segments and segments
-    Housekeeper(index, tmp_path / "v1", "sweeper").rebuild()  # type: ignore[arg-type]
+    ForgetsMeanwhile(index, tmp_path / "v2", "sweeper").sweep()  # type: ignore[arg-type]
+    assert sorted(tmp_path.glob("v2/*/*.kvseg")) == segments and segments
+    Housekeeper(index, tmp_path / "v2", "sweeper").rebuild()  # type: ignore[arg-type]
     index.rebuilt(index.loss())  # type: ignore[operator]
     assert index.counts().chunks == 5  # type: ignore[operator]

@@ -27,7 +27,7 @@ def test_a_lost_index_is_read_back_at_the_next_start(tmp_path: Path) -> None:
     writer = Engine(tmp_path, tensor_size=2)
     writer.save(TOKENS, BLOCKS)
     writer.close()
-    shutil.rmtree(tmp_path / "v1" / "index")
+    shutil.rmtree(tmp_path / "v2" / "index")
     reader = Engine(tmp_path)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
@@ -40,7 +40,7 @@ def test_a_damaged_index_file_is_thrown_away(tmp_path: Path) -> None:
     writer = Engine(tmp_path)
     writer.save(TOKENS, BLOCKS)
     writer.close()
-    data = tmp_path / "v1" / "index" / "data.mdb"
+    data = tmp_path / "v2" / "index" / "data.mdb"
     data.write_bytes(b"\xa5" * data.stat().st_size)
     reader = Engine(tmp_path)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
@@ -60,13 +60,13 @@ def test_rebuild_adds_what_is_missing_and_drops_what_no_file_has(tmp_path: Path)
     from kvtier.index.base import NewRecord
 
     assert index.publish([NewRecord(keys[2], wrong, other.shape.whole)]) == 1
-    done = Housekeeper(index, tmp_path / "v1", "me").rebuild()
+    done = Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert (done.segments, done.records, done.unreadable) == (1, 2, ())
     again = {key: location for info in index.sets() for key, location in index.members(info.set_id)}
     assert again == members
-    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    (path,) = tmp_path.glob("v2/*/*.kvseg")
     path.unlink()
-    assert Housekeeper(index, tmp_path / "v1", "me").rebuild().removed_sets == 1
+    assert Housekeeper(index, tmp_path / "v2", "me").rebuild().removed_sets == 1
     assert other.load(TOKENS, TARGET) == (0, [])
     other.close()
 
@@ -74,12 +74,12 @@ def test_rebuild_adds_what_is_missing_and_drops_what_no_file_has(tmp_path: Path)
 def test_a_damaged_record_header_is_left_out_and_said(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     engine.save(TOKENS, BLOCKS)
-    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    (path,) = tmp_path.glob("v2/*/*.kvseg")
     with path.open("r+b") as file:
         file.seek(4096 + 10)
         file.write(b"\xff\xff")
     engine.close()
-    shutil.rmtree(tmp_path / "v1" / "index")
+    shutil.rmtree(tmp_path / "v2" / "index")
     reader = Engine(tmp_path)
     index = reader.store._keeper._index
     wait_until(lambda: not index.was_reset)
@@ -94,8 +94,8 @@ def test_one_damaged_namespace_stops_nothing_else(tmp_path: Path) -> None:
     other.save(TOKENS, BLOCKS)
     writer.close()
     other.close()
-    (tmp_path / "v1" / other.namespace.id.hex() / "namespace.json").write_text("{}")
-    shutil.rmtree(tmp_path / "v1" / "index")
+    (tmp_path / "v2" / other.namespace.id.hex() / "namespace.json").write_text("{}")
+    shutil.rmtree(tmp_path / "v2" / "index")
     reader = Engine(tmp_path)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     assert {answer.outcome.value for answer in reader.save(list(range(64)), BLOCKS)} == {"saved"}
@@ -109,9 +109,9 @@ def test_a_segment_that_could_not_be_read_once_is_taken_in_later(
     writer = Engine(tmp_path)
     writer.save(TOKENS, BLOCKS)
     writer.close()
-    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    (path,) = tmp_path.glob("v2/*/*.kvseg")
     os.utime(path, (1, 1))
-    shutil.rmtree(tmp_path / "v1" / "index")
+    shutil.rmtree(tmp_path / "v2" / "index")
     opened, refusals = SegmentFiles._open_file, iter([True, True])
 
     def refuse_first(self: SegmentFiles, name: tuple[int, int]) -> object:
@@ -134,7 +134,7 @@ def test_a_copied_or_moved_root_takes_its_index_with_it(tmp_path: Path) -> None:
     writer.close()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "a").rename(tmp_path / "moved")
-    for path in tmp_path.glob("b/v1/*/*.kvseg"):
+    for path in tmp_path.glob("b/v2/*/*.kvseg"):
         path.unlink()
     assert cli.main(["index", "rebuild", str(tmp_path / "b")]) == 0
     assert cli.main(["verify", str(tmp_path / "moved")]) == 0
@@ -148,7 +148,7 @@ def test_one_index_for_two_roots_stops_start_up(tmp_path: Path) -> None:
     """They would take each other's segments for lost."""
     writer = Engine(tmp_path / "a")
     writer.save(TOKENS, BLOCKS)
-    shared = {"index": {"path": str(tmp_path / "a" / "v1" / "index")}}
+    shared = {"index": {"path": str(tmp_path / "a" / "v2" / "index")}}
     with pytest.raises(ConfigError, match="it is the index of") as fault:
         Engine(tmp_path / "b", changes=shared)
     assert fault.value.key == "index.path"
@@ -159,12 +159,12 @@ def test_one_index_for_two_roots_stops_start_up(tmp_path: Path) -> None:
 def test_a_namespace_without_its_description_is_said_and_counted(tmp_path: Path) -> None:
     writer = Engine(tmp_path)
     writer.save(TOKENS, BLOCKS)
-    folder = tmp_path / "v1" / writer.namespace.id.hex()
+    folder = tmp_path / "v2" / writer.namespace.id.hex()
     (folder / "namespace.json").unlink()
     root, index = find_root(tmp_path), writer.store._keeper._index
     assert verify(root, index).bad[-1].segment.endswith("namespace.json")
     found = stats(root, index)
     assert found.n_bytes > 0 and len(found.unreadable) == 1
-    done = Housekeeper(index, tmp_path / "v1", "me").rebuild()
+    done = Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert done.removed_sets == 0 and len(done.unreadable) == 1
     writer.close()

@@ -26,9 +26,9 @@ def test_a_set_whose_records_were_forgotten_while_it_was_read_comes_in_with_them
     writer = Engine(tmp_path)
     writer.save(TOKENS, BLOCKS)
     writer.close()
-    segments = sorted(tmp_path.glob("v1/*/*.kvseg"))
-    index = Forgetful(LmdbIndex(str(tmp_path / "v1" / "index")))
-    keeper = Housekeeper(index, tmp_path / "v1", "me")  # type: ignore[arg-type]
+    segments = sorted(tmp_path.glob("v2/*/*.kvseg"))
+    index = Forgetful(LmdbIndex(str(tmp_path / "v2" / "index")))
+    keeper = Housekeeper(index, tmp_path / "v2", "me")  # type: ignore[arg-type]
     reading = keeper._read_back
     monkeypatch.setattr(reading, "_read_segment", before(reading._read_segment, once(index.forget)))
     rebuilt = keeper.rebuild()
@@ -36,7 +36,7 @@ def test_a_set_whose_records_were_forgotten_while_it_was_read_comes_in_with_them
     index.rebuilt(index.loss())  # type: ignore[operator]
     keeper.sweep()
     assert index.counts().chunks == 5  # type: ignore[operator]
-    assert sorted(tmp_path.glob("v1/*/*.kvseg")) == segments and segments
+    assert sorted(tmp_path.glob("v2/*/*.kvseg")) == segments and segments
 
 
 def test_what_a_writer_was_refused_is_not_read_back_while_it_cuts_that_off(

@@ -28,7 +28,7 @@ def test_who_may_have_lost_the_lease_has_not_rebuilt_the_index(
     """Of a set that the index knows in part nothing was added, and it was called whole all the same."""
     lost(tmp_path)
     index, clock = opened(tmp_path), Clock()
-    keeper = Housekeeper(index, tmp_path / "v1", "me", clock)
+    keeper = Housekeeper(index, tmp_path / "v2", "me", clock)
     keeper.rebuild()
     (info,) = index.sets()
     for member in index.members(info.set_id)[:3]:
@@ -66,7 +66,7 @@ def test_a_rebuild_that_fails_leaves_no_segment_open(
     with monkeypatch.context() as patched:
         patched.setattr(index, call, refuse)
         with pytest.raises(IndexUnavailable):
-            Housekeeper(index, tmp_path / "v1", "me").rebuild()
+            Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert open_segments() == before
     index.close()
 
@@ -75,9 +75,9 @@ def test_who_reads_what_lies_there_twice_gives_signs_of_life_and_reads_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved_again_in_an_older_set(tmp_path)
-    older, newer = sorted(tmp_path.glob("v1/*/*.kvseg"))
+    older, newer = sorted(tmp_path.glob("v2/*/*.kvseg"))
     flip_payload(newer, BAD)  # back to what it was
-    shutil.rmtree(tmp_path / "v1" / "index")
+    shutil.rmtree(tmp_path / "v2" / "index")
     index = opened(tmp_path)
     told: list[tuple[int, int]] = []
     told_before: list[int] = []
@@ -88,7 +88,7 @@ def test_who_reads_what_lies_there_twice_gives_signs_of_life_and_reads_it_once(
         return plain(files, key, location)
 
     monkeypatch.setattr(read_back, "judge", look)
-    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    keeper = Housekeeper(index, tmp_path / "v2", "me")
     assert keeper.rebuild(lambda done, total: told.append((done, total))) is not None
     assert told_before == [3] and told == [(0, 2), (1, 2), (2, 2), (2, 2)], "each segment, the look, the end"
     name = parse_segment_name(older.name)

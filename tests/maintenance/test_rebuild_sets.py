@@ -18,7 +18,7 @@ from kvtier.maintenance import rebuild as read_back
 from kvtier.maintenance.rebuild import ReadBack
 from kvtier.maintenance.sweep_lease import SWEEP_LEASE
 from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
-from kvtier.storage.segments import SegmentFiles
+from kvtier.storage.segments import SegmentFiles, segment_name
 from tests.scheduler.test_slow_writers import before, by_hand, once
 from tests.support.rig import Engine
 
@@ -34,17 +34,17 @@ def lost(root: Path, ranks: int = 1) -> tuple[list[Path], list[bytes]]:
     writer.save(TOKENS, BLOCKS)
     keys = writer.keys(TOKENS)
     writer.close()
-    paths = sorted(root.glob("v1/*/*.kvseg"))
+    paths = sorted(root.glob("v2/*/*.kvseg"))
     assert len(paths) == ranks
     for path in paths:
         os.utime(path, (1, 1))
-    shutil.rmtree(root / "v1" / "index")
+    shutil.rmtree(root / "v2" / "index")
     return paths, keys
 
 
 def opened(root: Path) -> LmdbIndex:
-    index = LmdbIndex(str(root / "v1" / "index"))
-    index.bind(root / "v1")
+    index = LmdbIndex(str(root / "v2" / "index"))
+    index.bind(root / "v2")
     index.rebuilt(index.loss())
     return index
 
@@ -54,7 +54,7 @@ def refuse_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     open_file, left = SegmentFiles._open_file, [path.name]
 
     def refuse(self: SegmentFiles, name: tuple[int, int]) -> object:
-        if f"{name[0]:016x}-{name[1]:04d}.kvseg" in left:
+        if segment_name(*name) in left:
             left.clear()
             raise TierUnavailable("Too many open files")
         return open_file(self, name)
@@ -68,9 +68,9 @@ def test_a_sweep_waits_until_all_of_a_sets_segments_are_old(tmp_path: Path) -> N
     index = opened(tmp_path)
     now_s = time.time()
     os.utime(paths[1], (now_s, now_s))
-    Housekeeper(index, tmp_path / "v1", "me").sweep()
+    Housekeeper(index, tmp_path / "v2", "me").sweep()
     assert index.counts().sets == 0
-    Housekeeper(index, tmp_path / "v1", "me", clock=lambda: now_s + ORPHAN_GRACE_S + 1).sweep()
+    Housekeeper(index, tmp_path / "v2", "me", clock=lambda: now_s + ORPHAN_GRACE_S + 1).sweep()
     assert len(index.resolve(keys)) == 5
     index.close()
 
@@ -83,7 +83,7 @@ def test_a_set_of_which_one_segment_cannot_be_read_is_taken_in_later(
     """The other one came in alone, and this one never."""
     paths, keys = lost(tmp_path, ranks=2)
     index = opened(tmp_path)
-    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    keeper = Housekeeper(index, tmp_path / "v2", "me")
     refuse_once(monkeypatch, paths[rank])
     if doing == "sweep":
         keeper.sweep()
@@ -103,7 +103,7 @@ def test_what_goes_while_a_sweep_reads_it_does_not_come_back(
     """An evictor that was slow removes its files, of one rank after the other."""
     paths, keys = lost(tmp_path, ranks=2)
     index = opened(tmp_path)
-    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    keeper = Housekeeper(index, tmp_path / "v2", "me")
     unlink = once(lambda: [path.unlink() for path in paths[:gone]])
     monkeypatch.setattr(index, "create_set", before(index.create_set, unlink))
     keeper.sweep()
@@ -118,7 +118,7 @@ def test_what_is_no_segment_takes_nothing_else_with_it(tmp_path: Path) -> None:
     index = opened(tmp_path)
     paths[0].write_bytes(b"x" * HEADER_BYTES)
     os.utime(paths[0], (1, 1))
-    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    keeper = Housekeeper(index, tmp_path / "v2", "me")
     keeper.sweep()
     assert [path.exists() for path in paths] == [False, True]
     assert index.counts().records == 5
@@ -134,7 +134,7 @@ def test_a_sweep_beside_a_rebuild_removes_no_segment_that_is_still_to_be_read(
     paths, _ = lost(tmp_path, ranks=2)
     os.truncate(paths[0], HEADER_BYTES)
     index = opened(tmp_path)
-    rebuilding, sweeper = Housekeeper(index, tmp_path / "v1", "cli"), Housekeeper(index, tmp_path / "v1", "engine")
+    rebuilding, sweeper = Housekeeper(index, tmp_path / "v2", "cli"), Housekeeper(index, tmp_path / "v2", "engine")
     read = ReadBack._read_segment
 
     def sweep_before_the_second(self: ReadBack, files: SegmentFiles, set_id: int, rank: int) -> object:
@@ -161,7 +161,7 @@ def test_a_set_that_came_in_by_half_comes_in_again(tmp_path: Path, monkeypatch: 
         raise IndexUnavailable("locked by another process")
 
     monkeypatch.setattr(index, "publish", refuse)
-    keeper = Housekeeper(index, tmp_path / "v1", "me")
+    keeper = Housekeeper(index, tmp_path / "v2", "me")
     with pytest.raises(IndexUnavailable):
         keeper.sweep() if doing == "sweep" else keeper.rebuild()
     keeper.sweep()
@@ -184,7 +184,7 @@ def test_what_a_living_writer_has_is_kept_when_the_index_refuses(
     with monkeypatch.context() as patched:
         patched.setattr(index, "publish", refuse)
         with pytest.raises(IndexUnavailable):
-            Housekeeper(index, tmp_path / "v1", "me").rebuild()
+            Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert writer.load(TOKENS, TARGET)[0] == 4
     writer.close()
 
@@ -193,7 +193,7 @@ def test_one_at_a_time_looks_after_a_roots_files(tmp_path: Path, monkeypatch: py
     """A sweep cut segments of which a rebuild had read more, and entries pointed behind their ends."""
     lost(tmp_path)
     index = opened(tmp_path)
-    first, second = Housekeeper(index, tmp_path / "v1", "first"), Housekeeper(index, tmp_path / "v1", "second")
+    first, second = Housekeeper(index, tmp_path / "v2", "first"), Housekeeper(index, tmp_path / "v2", "second")
     outcomes: list[object] = []
 
     def look() -> None:
@@ -209,8 +209,8 @@ def test_one_at_a_time_looks_after_a_roots_files(tmp_path: Path, monkeypatch: py
 
 def test_an_engine_leaves_a_lost_index_to_who_rebuilds_it_already(tmp_path: Path) -> None:
     lost(tmp_path)
-    index = LmdbIndex(str(tmp_path / "v1" / "index"))
-    index.bind(tmp_path / "v1")
+    index = LmdbIndex(str(tmp_path / "v2" / "index"))
+    index.bind(tmp_path / "v2")
     assert index.acquire_lease(SWEEP_LEASE, "other", time.time(), 60.0)
     engine = Engine(tmp_path)
     keeper = by_hand(engine)
@@ -253,7 +253,7 @@ def test_a_file_that_was_away_at_a_rebuild_is_read_back_by_a_sweep(
     Not while it is young: a writer that was refused a record may cut it."""
     paths, keys = lost(tmp_path, ranks=2)
     index, now_s = opened(tmp_path), time.time()
-    keeper = Housekeeper(index, tmp_path / "v1", "me", clock=lambda: now_s)
+    keeper = Housekeeper(index, tmp_path / "v2", "me", clock=lambda: now_s)
     monkeypatch.setattr(keeper, "_may_be_away", True)
     monkeypatch.setattr(keeper._read_back, "_may_be_away", True)
     away = paths[1].rename(tmp_path / "away")

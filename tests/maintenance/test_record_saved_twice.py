@@ -35,12 +35,12 @@ def saved_again_in_an_older_set(root: Path) -> list[torch.Tensor]:
     older.wait_for_set()
     newer = Engine(root)
     newer.save(TOKENS, BLOCKS)
-    (bad,) = root.glob("v1/*/*.kvseg")
+    (bad,) = root.glob("v2/*/*.kvseg")
     flip_payload(bad, BAD)
     assert older.load(TOKENS, TARGET)[1][0].failed_blocks
     wait_until(lambda: older.load(TOKENS, TARGET)[0] == BAD, "what is bad is not offered again")
     older.save(TOKENS, BLOCKS)
-    (good,) = set(root.glob("v1/*/*.kvseg")) - {bad}
+    (good,) = set(root.glob("v2/*/*.kvseg")) - {bad}
     assert good.name < bad.name, "an older set"
     expected = older.blocks(BLOCKS)
     newer.close()
@@ -52,7 +52,7 @@ def saved_again_in_a_newer_set(root: Path) -> list[torch.Tensor]:
     writer = Engine(root)
     writer.save(TOKENS, BLOCKS)
     writer.close()
-    (path,) = root.glob("v1/*/*.kvseg")
+    (path,) = root.glob("v2/*/*.kvseg")
     flip_payload(path, BAD)
     writer = Engine(root)
     assert writer.load(TOKENS, TARGET)[1][0].failed_blocks
@@ -66,7 +66,7 @@ def saved_again_in_a_newer_set(root: Path) -> list[torch.Tensor]:
 @pytest.mark.parametrize("save", [saved_again_in_a_newer_set, saved_again_in_an_older_set])
 def test_the_good_one_comes_back(tmp_path: Path, save: Callable[[Path], list[torch.Tensor]]) -> None:
     expected = save(tmp_path)
-    shutil.rmtree(tmp_path / "v1" / "index")
+    shutil.rmtree(tmp_path / "v2" / "index")
     reader = Engine(tmp_path)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     n_chunks, (answer,) = reader.load(TOKENS, TARGET)
@@ -78,9 +78,9 @@ def test_the_good_one_comes_back(tmp_path: Path, save: Callable[[Path], list[tor
 def test_of_two_good_ones_the_first_stays(tmp_path: Path) -> None:
     """Nothing is taken out for being there twice."""
     saved_again_in_an_older_set(tmp_path)
-    bad = max(tmp_path.glob("v1/*/*.kvseg"))
+    bad = max(tmp_path.glob("v2/*/*.kvseg"))
     flip_payload(bad, BAD)  # back to what it was
-    shutil.rmtree(tmp_path / "v1" / "index")
+    shutil.rmtree(tmp_path / "v2" / "index")
     reader = Engine(tmp_path)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     index = reader.store._keeper._index
@@ -95,7 +95,7 @@ def test_of_two_good_ones_the_first_stays(tmp_path: Path) -> None:
 
 def test_a_rebuild_says_how_many_records_it_took_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved_again_in_an_older_set(tmp_path)
-    shutil.rmtree(tmp_path / "v1" / "index")
+    shutil.rmtree(tmp_path / "v2" / "index")
     for bad_records in (1, 0):
         assert main(["index", "rebuild", "--json", str(tmp_path)]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -111,7 +111,7 @@ def saved(tmp_path: Path) -> tuple[SegmentFiles, Path, bytes, Location]:
     members = [member for info in index.sets() for member in index.members(info.set_id)]
     ((key, location),) = [(key, location) for key, location in members if location.slot == BAD]
     writer.close()
-    (path,) = tmp_path.glob("v1/*/*.kvseg")
+    (path,) = tmp_path.glob("v2/*/*.kvseg")
     return SegmentFiles(path.parent, direct=False), path, key, location
 
 

@@ -66,7 +66,7 @@ def names(n: int, of: str = "k") -> list[bytes]:
 
 
 def segments(root: Path) -> list[Path]:
-    return sorted(root.glob("v1/*/*.kvseg"))
+    return sorted(root.glob("v2/*/*.kvseg"))
 
 
 def flip_byte_of(root: Path, wanted: bytes) -> None:

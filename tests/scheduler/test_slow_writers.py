@@ -75,7 +75,7 @@ def before(method: Callable[..., Any], act: Callable[[], object]) -> Callable[..
 
 
 def housekeeper(engine: Engine, name: str = "other") -> Housekeeper:
-    return Housekeeper(engine.store._keeper._index, engine.root / "v1", name)
+    return Housekeeper(engine.store._keeper._index, engine.root / "v2", name)
 
 
 def loads(root: Path, tokens: Sequence[int]) -> int:
@@ -88,7 +88,7 @@ def loads(root: Path, tokens: Sequence[int]) -> int:
 
 
 def segments(root: Path) -> list[Path]:
-    return sorted(root.glob("v1/*/*.kvseg"))
+    return sorted(root.glob("v2/*/*.kvseg"))
 
 
 def told(engine: Engine, tokens: Sequence[int]) -> set[SaveOutcome]:
@@ -164,7 +164,7 @@ def test_a_segment_that_is_made_late_is_not_left_in_no_index(
     meanwhile: dict[str, Callable[[], object]] = {
         "not at all": housekeeper(writer).sweep,
         "as taken over": lambda: [index.take_over(info.set_id) for info in index.sets()],
-        "not, for it was lost": lambda: shutil.rmtree(tmp_path / "v1" / "index"),
+        "not, for it was lost": lambda: shutil.rmtree(tmp_path / "v2" / "index"),
     }
     monkeypatch.setattr(SegmentFiles, "create", before(SegmentFiles.create, once(meanwhile[known])))
     assert told(writer, tokens_of(1)) == {SaveOutcome.FAILED}
@@ -202,7 +202,7 @@ def test_an_engine_whose_index_is_lost_goes_on_in_sets_that_the_new_one_knows(tm
     writer, other = engine_of(tmp_path, 6), engine_of(tmp_path, 6)
     keepers = [by_hand(writer), by_hand(other)]
     writer.save(tokens_of(1), BLOCKS)
-    shutil.rmtree(tmp_path / "v1" / "index")
+    shutil.rmtree(tmp_path / "v2" / "index")
     engine_of(tmp_path, 6).close()  # makes it anew
     assert not writer.store._keeper._index.was_reset
     assert told(writer, tokens_of(2)) == {SaveOutcome.FAILED}
@@ -220,7 +220,7 @@ def test_an_engine_that_rebuilds_the_index_itself_does_the_same(tmp_path: Path) 
     writer = engine_of(tmp_path, 6)
     keeper = by_hand(writer)
     writer.save(tokens_of(1), BLOCKS)
-    shutil.rmtree(tmp_path / "v1" / "index")
+    shutil.rmtree(tmp_path / "v2" / "index")
     assert writer.store._keeper._index.was_reset
     keeper.tick()
     assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}
@@ -245,7 +245,7 @@ def test_an_engine_gives_signs_of_life_while_it_rebuilds(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(keeper._housekeeper, "clock", lambda: now_s[0])
     monkeypatch.setattr(ReadBack, "_read_segment", before(ReadBack._read_segment, read_slowly))
-    shutil.rmtree(tmp_path / "v1" / "index")
+    shutil.rmtree(tmp_path / "v2" / "index")
     keeper.tick()
     assert not silent and not index.was_reset
     engine.close()
@@ -298,7 +298,7 @@ def test_what_is_evicted_while_an_index_is_rebuilt_is_offered_by_neither(
     other = engine_of(tmp_path, 6)
     index = other.store._keeper._index
     (lost,) = [info for info in index.sets() if index.members(info.set_id)]
-    evicting, rebuilding = Remover(index, tmp_path / "v1"), housekeeper(other, "rebuilding")
+    evicting, rebuilding = Remover(index, tmp_path / "v2"), housekeeper(other, "rebuilding")
     if when == "before its files go":
         rebuild = once(rebuilding.rebuild)
         monkeypatch.setattr(SegmentFiles, "unlink_set", before(SegmentFiles.unlink_set, rebuild))
@@ -341,9 +341,9 @@ def test_what_a_late_writer_made_of_an_epoch_that_was_left_goes_with_it(tmp_path
     engine.store.reset()
     keeper.tick()
     engine.save(tokens_of(1), BLOCKS)
-    folder = tmp_path / "v1" / engine.store.namespace_id.hex()
+    folder = tmp_path / "v2" / engine.store.namespace_id.hex()
     (path,) = folder.glob("*.kvseg")
-    shutil.copyfile(path, folder / f"{77:016x}-0001.kvseg")
+    shutil.copyfile(path, folder / f"{77:016x}-0001-00.kvseg")
     engine.store.reset()
     keeper.tick()
     assert not folder.exists()

@@ -55,7 +55,7 @@ class Writer:
     def housekeeper(self, later_s: float = 0.0) -> Housekeeper:
         """Another engine's."""
         keeper = self.engine.store._keeper._housekeeper
-        return Housekeeper(self.index, self.engine.root / "v1", "other", lambda: keeper.clock() + later_s)
+        return Housekeeper(self.index, self.engine.root / "v2", "other", lambda: keeper.clock() + later_s)
 
     def set_id(self) -> int:
         """Of all that waits."""

@@ -118,7 +118,7 @@ def test_lookup_finds_what_the_engine_saved(served: Serving) -> None:
     (place,) = hit["sets"]
     assert (place["set_id"], place["first_chunk"], place["chunks"]) == (served.set_id(), 0, CHUNKS)
     (file,) = place["files"]
-    assert (served.filled.path / "v1" / served.filled.namespace / file).is_file()
+    assert (served.filled.path / "v2" / served.filled.namespace / file).is_file()
 
 
 def test_lookup_of_a_part_and_of_nothing(served: Serving) -> None:
@@ -204,7 +204,7 @@ def test_evict_says_first_and_does_then(served: Serving) -> None:
     assert mine in stored(served), "those that were used last stay"
     gone = evict(served, prefix={"namespace": served.filled.namespace, "tokens": PROMPT}, dry_run=False)
     assert [row["set_id"] for row in gone["sets"]] == [mine]
-    assert not list(served.filled.path.glob("v1/*/*.kvseg"))
+    assert not list(served.filled.path.glob("v2/*/*.kvseg"))
     assert ok(served, "POST", "/api/v1/lookup", json={"tokens": PROMPT})["hits"][0]["hit_chunks"] == 0
 
 
@@ -387,7 +387,7 @@ def test_verify_reads_all(served: Serving) -> None:
 
 
 def test_verify_finds_what_is_bad(served: Serving) -> None:
-    (path,) = served.filled.path.glob("v1/*/*.kvseg")
+    (path,) = served.filled.path.glob("v2/*/*.kvseg")
     with path.open("r+b") as file:
         offset = SegmentHeader.unpack(file.read(PAGE_BYTES)).slot_offset(1) + PAGE_BYTES + 100
         file.seek(offset)

@@ -30,6 +30,7 @@ from kvtier.index.base import UNOWNED, Location, NewRecord, SetInfo
 from kvtier.io.native import slab_checksums
 from kvtier.maintenance.consistency_check import Disagreement, check_agreement
 from kvtier.storage.segments import segment_name
+from kvtier.worker.read_plan import place_in_file
 from tests.simulation.engine import JOBS_MAX, EngineProcess
 from tests.simulation.own_thread import for_own_thread
 from tests.simulation.place import Place
@@ -73,17 +74,17 @@ class Checks:
     def _look_at_flush(self, at: Location) -> None:
         """I1 for other nodes: they read zeros of what its writer did not flush."""
         n_bytes = record_bytes(at.extent, at.slab_bytes)
-        first = PAGE_BYTES + at.slot * n_bytes
-        if any(part.overlap((at.set_id, at.rank), first, n_bytes) for part in self._place.disk.unflushed):
+        first = place_in_file(at).start
+        if any(part.overlap((at.set_id, at.part), first, n_bytes) for part in self._place.disk.unflushed):
             self._violate(f"slot {at.slot} of set {at.set_id:016x} was published before it was flushed (I1)")
 
     def look_at_retract(self, key: bytes, at: Location) -> None:
         """Check that no whole record is retracted while other nodes may still read what was there before it."""
         place, disk = self._place, self._place.disk
-        n_bytes, segment = record_bytes(at.extent, at.slab_bytes), (at.set_id, at.rank)
+        n_bytes, segment = record_bytes(at.extent, at.slab_bytes), (at.set_id, at.part)
         if segment in disk.damaged or segment in disk.away:
             return  # a rebuild retracts what is away if it found another record of the chunk
-        if not disk.may_be_stale(segment, PAGE_BYTES + at.slot * n_bytes, n_bytes):
+        if not disk.may_be_stale(segment, place_in_file(at).start, n_bytes):
             return
         held = [one.extent for value in place.index.real.resolve([key]) for one in entry.unpack(value)]
         if sum(e.n_layers * e.n_heads for e in held) > SHAPE.whole.n_layers * SHAPE.whole.n_heads:
@@ -155,9 +156,9 @@ class Checks:
 
     def _look_at_record(self, namespace: bytes, key: bytes, at: Location, may_be_gone: bool) -> None:
         place = self._place
-        if (at.set_id, at.rank) in place.disk.damaged:
+        if (at.set_id, at.part) in place.disk.damaged:
             return
-        path = place.root.folder / namespace.hex() / segment_name(at.set_id, at.rank)
+        path = place.root.folder / namespace.hex() / segment_name(at.set_id, at.part)
         record = _read(path, at)
         if record is None:
             if not may_be_gone:
@@ -342,7 +343,7 @@ def _read(path: Path, at: Location) -> bytes | None:
     try:
         with path.open("rb", buffering=0) as file:
             n_bytes = record_bytes(at.extent, at.slab_bytes)
-            file.seek(PAGE_BYTES + at.slot * n_bytes)
+            file.seek(place_in_file(at).start)
             return file.read(n_bytes)
     except FileNotFoundError:
         return None

@@ -21,7 +21,7 @@ STALE_S = 8.0  # time for which an open descriptor may show what was there befor
 AWAY_S = 20.0  # longest time for which a segment is missing
 
 Segment = tuple[int, int]
-"""(set id, rank)"""
+"""(set id, part)"""
 
 
 @dataclass

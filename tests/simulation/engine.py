@@ -68,6 +68,7 @@ class Build:
     admit: Admit
     threads: int
     skew_s: float = 0.0
+    stripes: int = 1
 
     @classmethod
     def drawn(cls, rng: random.Random, weights: str) -> Build:
@@ -79,6 +80,7 @@ class Build:
             rng.random() < 0.3,
             rng.choice(["always", "saved", "second_hit", "never"]),
             rng.choice([1, 2, 3]),
+            stripes=rng.choice([1, 1, 2, 3]),
         )
 
 
@@ -182,7 +184,8 @@ class EngineProcess:
     def _open_store(self, rng: random.Random) -> Store:
         place, build = self.place, self.build
         set_bytes = sum(
-            PAGE_BYTES + build.slots * record_bytes(share.writes, slab_bytes(RawCodec(), SHAPE, share.writes))
+            build.stripes * PAGE_BYTES
+            + build.slots * record_bytes(share.writes, slab_bytes(RawCodec(), SHAPE, share.writes))
             for share in self.shares
             if share.writes is not None
         )
@@ -196,6 +199,7 @@ class EngineProcess:
             1.0,
             lambda space: open_namespace(place.root, space),
             About(len(self.shares)),
+            stripes=build.stripes,
         )
         index = self._open_index(rng, Metrics())
         evictor = Evictor(index, place.root.folder, self.process.name, place.rules, self.clock)

@@ -68,7 +68,7 @@ class World:
         self._runtime = Runtime(rng.getrandbits(64), preempt=rng.choice([0.0, 0.05, 0.2]))
         self.rng, self.tried = self._runtime.rng, self._runtime.tried
         capacity_bytes = recipe.sets * SET_BYTES
-        disk = Disk(self._runtime, folder / "v1", 2 * capacity_bytes + (1 << 20), is_shared=recipe.is_shared)
+        disk = Disk(self._runtime, folder / "v2", 2 * capacity_bytes + (1 << 20), is_shared=recipe.is_shared)
         disk.folder.mkdir()
         self._stack.enter_context(installed(self._runtime, disk))
         kind = rng.choice(recipe.kinds)

@@ -74,7 +74,7 @@ def files_of_root(path: Path) -> list[str]:
     return subprocess.run(["find", str(path), "-uid", "0"], capture_output=True, text=True, check=True).stdout.split()
 
 
-@pytest.mark.parametrize("before", ["restart", "no index", "no v1"])
+@pytest.mark.parametrize("before", ["restart", "no index", "no v2"])
 @pytest.mark.parametrize(
     "command", ["stats ROOT", "verify ROOT", "index rebuild ROOT", "pin CONFIG", "evict CONFIG --all --dry-run"]
 )
@@ -83,9 +83,9 @@ def test_the_engines_user_can_start_after_it(folder: Path, command: str, before:
     config = folder.parent / "kv.yaml"
     config.write_text(f"root: {folder}\n" + "".join(f"{name}: {value}\n" for name, value in SMALL.items()))
     if before == "restart":
-        (folder / "v1/index/boot-id").write_text("2 another-boot\n")
+        (folder / "v2/index/boot-id").write_text("2 another-boot\n")
     else:
-        shutil.rmtree(folder / ("v1/index" if before == "no index" else "v1"))
+        shutil.rmtree(folder / ("v2/index" if before == "no index" else "v2"))
     cli.main([word.replace("ROOT", str(folder)).replace("CONFIG", str(config)) for word in command.split()])
     assert files_of_root(folder) == []
     assert as_user(lambda: start(folder)) == ""
@@ -94,7 +94,7 @@ def test_the_engines_user_can_start_after_it(folder: Path, command: str, before:
 @pytest.mark.parametrize("command", ["stats", "verify"])
 def test_who_only_looks_leaves_an_index_of_another_boot_as_it_is(folder: Path, command: str) -> None:
     start(folder)
-    stamp = folder / "v1/index/boot-id"
+    stamp = folder / "v2/index/boot-id"
     stamp.write_text("2 another-boot\n")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert cli.main([command, str(folder)]) == 0
@@ -113,6 +113,6 @@ def test_the_index_of_a_root_on_a_network_is_looked_for_where_its_owner_has_it(
 
 def test_an_index_of_another_user_is_named_with_what_to_do(folder: Path) -> None:
     assert as_user(lambda: start(folder)) == ""
-    os.chown(folder / "v1/index/data.mdb", 0, 0)
+    os.chown(folder / "v2/index/data.mdb", 0, 0)
     said = as_user(lambda: start(folder))
     assert said.startswith(ConfigError.__name__) and "data.mdb, this is user 65534: chown it" in said

@@ -33,7 +33,7 @@ garbage
         ("/var/lib/kvtier/index", "ext4", False, "/"),
         ("/", "ext4", False, "/"),
         ("/mnt/kv", "lustre", True, "/mnt/kv"),
-        ("/mnt/kv/v1/index", "lustre", True, "/mnt/kv"),
+        ("/mnt/kv/v2/index", "lustre", True, "/mnt/kv"),
         ("/mnt/kv/local/index", "xfs", False, "/mnt/kv/local"),
         ("/mnt/kv-other/index", "ext4", False, "/"),
         ("/mnt/with space/index", "nfs4", True, "/mnt/with space"),
@@ -110,7 +110,7 @@ def fuse_mount(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_mounted_user_space_file_system_is_seen(fuse_mount: Path) -> None:
-    found = file_system_of(fuse_mount / "v1" / "index")
+    found = file_system_of(fuse_mount / "v2" / "index")
     assert found.kind.startswith("fuse.") and found.is_network
     assert found.mount_point == str(fuse_mount)
 

@@ -68,7 +68,7 @@ def test_segments_are_loaded_when_they_are_given_back(tmp_path: Path, hold: Hold
     writer.save(TOKENS, BLOCKS)
     writer.close()
     reader = Engine(tmp_path)
-    for segment in tmp_path.glob("v1/*/*.kvseg"):
+    for segment in tmp_path.glob("v2/*/*.kvseg"):
         hold(segment, READ, GIVES_BACK_S)
     assert [done.failed_blocks for done in reader.load(TOKENS, TARGET)[1]] == [frozenset()]
     reader.close()
@@ -79,7 +79,7 @@ def test_who_never_gives_one_back_is_not_waited_for_long(
 ) -> None:
     engine = Engine(tmp_path)
     engine.save(TOKENS, BLOCKS)
-    (segment,) = [path for path in tmp_path.glob("v1/*/*.kvseg") if path.stat().st_size]
+    (segment,) = [path for path in tmp_path.glob("v2/*/*.kvseg") if path.stat().st_size]
     files = engine.transfers[0]._worker.files(engine.namespace.id)
     files.close()
     monkeypatch.setattr(safe_open, "LEASE_BREAK_S", 0.05)

@@ -29,8 +29,8 @@ NAMESPACE = Namespace(
 
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
-    (tmp_path / "v1").mkdir()
-    return Root(tmp_path, tmp_path / "v1", None)
+    (tmp_path / "v2").mkdir()
+    return Root(tmp_path, tmp_path / "v2", None)
 
 
 def test_is_named_by_the_id_and_holds_the_json(root: Root) -> None:

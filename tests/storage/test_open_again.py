@@ -36,11 +36,11 @@ def remove_at_once(root: Path) -> None:
 def test_one_that_was_removed_is_made_anew_by_an_engine(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv")
     engine.save(TOKENS, BLOCKS)
-    before = (tmp_path / "kv/v1" / OWNER_FILE).read_bytes()
+    before = (tmp_path / "kv/v2" / OWNER_FILE).read_bytes()
     remove_at_once(tmp_path / "kv")
     assert engine.load(TOKENS, TARGET)[0] == 0
-    wait_until(lambda: next(tmp_path.glob("kv/v1/*/namespace.json"), None) is not None, timeout_s=20)
-    assert (tmp_path / "kv/v1" / OWNER_FILE).read_bytes() == before
+    wait_until(lambda: next(tmp_path.glob("kv/v2/*/namespace.json"), None) is not None, timeout_s=20)
+    assert (tmp_path / "kv/v2" / OWNER_FILE).read_bytes() == before
     assert engine.load(TOKENS, TARGET)[0] == 0, "the index answers, and knows nothing"
     wait_until(lambda: bool(engine.save(TOKENS, BLOCKS)), timeout_s=20)
     n_chunks, (answer,) = engine.load(TOKENS, TARGET)
@@ -60,7 +60,7 @@ def test_one_whose_index_lies_elsewhere_is_made_anew_too(tmp_path: Path) -> None
         return [done.outcome for done in engine.save(range(first, first + 64), BLOCKS[:4])] == [SaveOutcome.SAVED]
 
     wait_until(is_saved)
-    assert (tmp_path / "kv/v1" / OWNER_FILE).exists()
+    assert (tmp_path / "kv/v2" / OWNER_FILE).exists()
     engine.close()
 
 
@@ -71,11 +71,11 @@ def test_upkeep_leaves_a_root_of_others_alone(tmp_path: Path) -> None:
     index, upkeep = engine.store._keeper._index, engine.store._keeper._housekeeper
     engine.store._keeper._ticker.close(10)  # type: ignore[union-attr]
     before = index.sets()
-    v1 = tmp_path / "kv/v1"
-    theirs = json.loads((v1 / OWNER_FILE).read_text())
-    v1.rename(tmp_path / "away")
-    v1.mkdir()
-    (v1 / OWNER_FILE).write_text(json.dumps(theirs | {"node": {"host": "other", "machine": "other"}}))
+    v2 = tmp_path / "kv/v2"
+    theirs = json.loads((v2 / OWNER_FILE).read_text())
+    v2.rename(tmp_path / "away")
+    v2.mkdir()
+    (v2 / OWNER_FILE).write_text(json.dumps(theirs | {"node": {"host": "other", "machine": "other"}}))
     upkeep.clock = lambda: time.time() + 1e6  # the engine is long gone, by this
     for duty in (upkeep.sweep, upkeep.rebuild, upkeep.free_bytes, lambda: upkeep.close_set(before[0].set_id)):
         with pytest.raises(TierUnavailable, match="it belongs to node other"):
@@ -91,13 +91,13 @@ def test_a_root_that_goes_while_upkeep_lists_it_takes_nothing_with_it(tmp_path: 
     index, upkeep = engine.store._keeper._index, engine.store._keeper._housekeeper
     engine.store._keeper._ticker.close(10)  # type: ignore[union-attr]
     before, members = index.sets(), [index.members(info.set_id) for info in index.sets()]
-    v1, looks = tmp_path / "kv/v1", iter(range(9))
+    v2, looks = tmp_path / "kv/v2", iter(range(9))
 
     def look_at_root() -> None:
         if next(looks):
             raise TierUnavailable("another one lies there now")
-        v1.rename(tmp_path / "away")
-        v1.mkdir()
+        v2.rename(tmp_path / "away")
+        v2.mkdir()
 
     upkeep.look_at_root = look_at_root
     upkeep.clock = lambda: time.time() + 1e6  # the engine is long gone, by this
@@ -109,7 +109,7 @@ def test_a_root_that_goes_while_upkeep_lists_it_takes_nothing_with_it(tmp_path: 
 
 def test_a_root_of_several_nodes_is_known_by_its_id(tmp_path: Path) -> None:
     """Folders on one disk, and file systems that were made alike, have the same numbers."""
-    folder = tmp_path / "kv/v1"
+    folder = tmp_path / "kv/v2"
     folder.mkdir(parents=True)
     (folder / OWNER_FILE).write_text(json.dumps({"root_id": "ours"}))
     root = Root(folder.parent, folder, None, "ours", folder.stat().st_dev, folder.stat().st_ino)
@@ -203,7 +203,7 @@ def test_a_root_of_all_nodes_keeps_its_id(tmp_path: Path) -> None:
 def test_a_root_that_another_has_taken_meanwhile(tmp_path: Path) -> None:
     wanted = settings(tmp_path / "kv")
     root = open_root(wanted)
-    owner = tmp_path / "kv/v1" / OWNER_FILE
+    owner = tmp_path / "kv/v2" / OWNER_FILE
     theirs = json.loads(owner.read_text())
     remove_at_once(tmp_path / "kv")
     owner.parent.mkdir(parents=True)
@@ -232,7 +232,7 @@ def test_an_owner_that_alone_was_removed_is_there_again(tmp_path: Path, monkeypa
     """Or another node would take the root, beside this one. It says what it said, whatever this node is called now."""
     wanted = settings(tmp_path / "kv")
     root = open_root(wanted)
-    owner = tmp_path / "kv/v1" / OWNER_FILE
+    owner = tmp_path / "kv/v2" / OWNER_FILE
     before = owner.read_bytes()
     owner.unlink()
     monkeypatch.setattr("socket.gethostname", lambda: "as-dhcp-has-it")
@@ -263,11 +263,11 @@ def make(folder: Path) -> Path:
 
 
 def test_who_only_looks_makes_nothing_above_an_index(tmp_path: Path) -> None:
-    index = LmdbIndex(str(tmp_path / "kv/v1/index"), 1 << 20)
+    index = LmdbIndex(str(tmp_path / "kv/v2/index"), 1 << 20)
     remove_at_once(tmp_path / "kv")
     with pytest.raises(IndexUnavailable):
         index.resolve([bytes(16)])
     assert not (tmp_path / "kv").exists()
-    (tmp_path / "kv/v1").mkdir(parents=True)
+    (tmp_path / "kv/v2").mkdir(parents=True)
     assert index.resolve([bytes(16)]) == []
     index.close()

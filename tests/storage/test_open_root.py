@@ -51,7 +51,7 @@ def test_creates_private_folders_and_files(tmp_path: Path) -> None:
         root = open_root(settings_for(tmp_path / "a" / "b"))
     finally:
         os.umask(before)
-    assert root == Root(tmp_path / "a" / "b", tmp_path / "a" / "b" / "v1", root.index_path)
+    assert root == Root(tmp_path / "a" / "b", tmp_path / "a" / "b" / "v2", root.index_path)
     assert mode(root.path) == mode(root.folder) == 0o700
     assert mode(root.folder / "owner.json") == 0o600
     assert [path.name for path in root.folder.iterdir()] == ["owner.json"]  # the write test left nothing
@@ -63,7 +63,7 @@ def test_opening_again_is_the_same(tmp_path: Path) -> None:
 
 
 def test_index_lies_beside_the_segments_on_a_local_disk(tmp_path: Path) -> None:
-    assert open_root(settings_for(tmp_path)).index_path == tmp_path / "v1" / "index"
+    assert open_root(settings_for(tmp_path)).index_path == tmp_path / "v2" / "index"
 
 
 def test_index_lies_on_a_local_disk_when_the_root_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +92,8 @@ def test_configured_index_path_is_taken(tmp_path: Path) -> None:
 
 def test_index_in_memory_has_no_path(tmp_path: Path) -> None:
     assert open_root(settings_for(tmp_path, index={"kind": "memory"})).index_path is None
-    assert open_root(settings_for(tmp_path)).index_path == tmp_path / "v1" / "index"  # an embedded one may follow
-    assert find_root(tmp_path).index_path == tmp_path / "v1" / "index"
+    assert open_root(settings_for(tmp_path)).index_path == tmp_path / "v2" / "index"  # an embedded one may follow
+    assert find_root(tmp_path).index_path == tmp_path / "v2" / "index"
 
 
 # --- the place is wrong ---
@@ -118,8 +118,8 @@ def test_a_file_among_its_parents(tmp_path: Path) -> None:
 
 
 def test_a_file_in_place_of_its_version_folder(tmp_path: Path) -> None:
-    (tmp_path / "v1").write_text("")
-    assert f"{tmp_path / 'v1'} is a file" in refusal(settings_for(tmp_path)).fix
+    (tmp_path / "v2").write_text("")
+    assert f"{tmp_path / 'v2'} is a file" in refusal(settings_for(tmp_path)).fix
 
 
 NOBODY = 65534
@@ -238,7 +238,7 @@ def test_disk_that_the_tier_itself_has_filled(tmp_path: Path, mount_tmpfs: Mount
     mount_tmpfs(tmp_path, "size=1m")
     root = open_root(settings_for(tmp_path))
     (root.folder / ("0" * 32)).mkdir()
-    fill(root.folder / ("0" * 32) / "0000000000000001-0000.kvseg")
+    fill(root.folder / ("0" * 32) / "0000000000000001-0000-00.kvseg")
     assert open_root(settings_for(tmp_path)) == root
     with pytest.raises(ConfigError, match="its disk is full"):
         check_space(tmp_path, 8 << 20)
@@ -248,9 +248,9 @@ def test_disk_that_the_tier_itself_has_filled(tmp_path: Path, mount_tmpfs: Mount
 def test_folder_that_is_there_in_one_where_none_may_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
-    """An export that belongs to its administrator, with a folder `v1` that is this user's: to make what is there, NFS
+    """An export that belongs to its administrator, with a folder `v2` that is this user's: to make what is there, NFS
     asks for the right to make it, and never comes to say that it exists."""
-    (tmp_path / "v1").mkdir()
+    (tmp_path / "v2").mkdir()
     mkdir = os.mkdir
 
     def of_nfs(path: str | Path, *rest: Any, **options: Any) -> None:
@@ -259,8 +259,8 @@ def test_folder_that_is_there_in_one_where_none_may_be_made(
         mkdir(path, *rest, **options)
 
     monkeypatch.setattr(os, "mkdir", of_nfs)
-    assert open_root(settings_for(tmp_path)).folder == tmp_path / "v1"
-    (tmp_path / "v1").rename(tmp_path / "v1.bak")
+    assert open_root(settings_for(tmp_path)).folder == tmp_path / "v2"
+    (tmp_path / "v2").rename(tmp_path / "v2.bak")
     assert os.strerror(error) in refusal(settings_for(tmp_path)).fix
 
 
@@ -273,7 +273,7 @@ def test_root_of_a_newer_format(tmp_path: Path) -> None:
 
 
 def test_other_entries_are_nobodys_business(tmp_path: Path) -> None:
-    for name in ("v0", "vault", "v1.bak", "lost+found"):
+    for name in ("v0", "vault", "v2.bak", "lost+found"):
         (tmp_path / name).mkdir()
     open_root(settings_for(tmp_path))
 
@@ -294,7 +294,7 @@ def test_root_of_another_node(tmp_path: Path) -> None:
 def test_root_whose_index_lies_elsewhere(tmp_path: Path) -> None:
     open_root(settings_for(tmp_path))
     error = refusal(settings_for(tmp_path, index={"path": str(tmp_path / "second")}))
-    assert error.key == "index.path" and str(tmp_path / "v1" / "index") in error.fix
+    assert error.key == "index.path" and str(tmp_path / "v2" / "index") in error.fix
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"node": "x"}', '{"node": {"machine": "1"}, "index_path": null}'])
@@ -360,7 +360,7 @@ def test_a_root_of_a_release_before_is_still_this_nodes(tmp_path: Path) -> None:
 
 def test_an_index_outside_of_the_root_must_be_there_for_a_pod_with_a_new_name(tmp_path: Path) -> None:
     """On a network file system: hosts, and containers, of one image may have the machine id in common."""
-    folder, index = tmp_path / "v1", tmp_path / "var" / "index"
+    folder, index = tmp_path / "v2", tmp_path / "var" / "index"
     claimed(folder, HOST, index)
     assert claimed(folder, HOST, index) == HOST, "it may have been removed"
     with pytest.raises(ConfigError, match="or without that index"):
@@ -371,7 +371,7 @@ def test_an_index_outside_of_the_root_must_be_there_for_a_pod_with_a_new_name(tm
 
 def test_an_index_outside_of_the_root_is_told_from_one_that_another_host_has_there(tmp_path: Path) -> None:
     """A host of the same image that once had the root took it from the one that has it now, which runs."""
-    folder, index = tmp_path / "v1", tmp_path / "var" / "index"
+    folder, index = tmp_path / "v2", tmp_path / "var" / "index"
     LmdbIndex(str(index), 1 << 20, boot_id="boot-0").close()
     claimed(folder, HOST, index)
     other = Node(HOST.machine, "pod-2", "boot-2")

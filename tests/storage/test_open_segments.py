@@ -126,7 +126,7 @@ def test_a_folder_that_is_away_is_no_reason_to_forget_what_lies_there(tmp_path: 
     keys = writer.keys(tokens)
     writer.close()
     reader = Engine(tmp_path)
-    folder = next(tmp_path.glob("v1/*/*.kvseg")).parent
+    folder = next(tmp_path.glob("v2/*/*.kvseg")).parent
     folder.rename(tmp_path / "away")
     for _ in range(2):
         n_chunks, (answer,) = reader.load(tokens, target)

@@ -80,9 +80,9 @@ def test_other_processes_close_what_the_index_says_was_removed(faulty: Disk, mon
     writer.save(tokens_of(1), BLOCKS)
     reader.load(tokens_of(1), TARGET)
     index = writer.store._keeper._index
-    (path,) = faulty.below.glob("v1/*/*.kvseg")
+    (path,) = faulty.below.glob("v2/*/*.kvseg")
     (info,) = index.some_sets([int(path.name[:16], 16)])
-    Remover(index, faulty.root / "v1").remove(info)
+    Remover(index, faulty.root / "v2").remove(info)
     assert len(silly_files(faulty)) == 1, "the double keeps an open file, as NFS does"
     wait_until(lambda: not silly_files(faulty))
     for engine in (writer, reader):
@@ -94,14 +94,14 @@ def test_a_removed_set_that_is_read_stays_open_until_the_read_ends(
 ) -> None:
     engine = engine_on(faulty, sets=12)
     engine.save(tokens_of(1), BLOCKS)
-    (path,) = faulty.below.glob("v1/*/*.kvseg")
+    (path,) = faulty.below.glob("v2/*/*.kvseg")
     set_id = int(path.name[:16], 16)
     files = engine.transfers[0]._worker.files(engine.namespace.id)
     leased = files.lease(set_id, 0)
     assert leased is not None
     content = os.pread(leased.fd, 4096, 0)
     index = engine.store._keeper._index
-    Remover(index, faulty.root / "v1").remove(index.some_sets([set_id])[0])
+    Remover(index, faulty.root / "v2").remove(index.some_sets([set_id])[0])
     engine.transfers[0].tidy()
     assert os.pread(leased.fd, 4096, 0) == content and silly_files(faulty)
     leased.release()
@@ -143,7 +143,7 @@ def test_a_close_that_fails_ends_no_thread_and_is_logged_once(
         index = engine.store._keeper._index
         for info in index.sets():
             if not info.is_open:
-                Remover(index, faulty.root / "v1").remove(info)
+                Remover(index, faulty.root / "v2").remove(info)
         engine.transfers[0]._worker.files.close()
         engine.transfers[0].tidy()
         faulty.set("close fails with", 0)

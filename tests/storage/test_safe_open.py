@@ -85,11 +85,11 @@ def test_what_is_made_again_of_a_root_that_vanished_is_its_users_alone(tmp_path:
         engine = Engine(tmp_path / "deep" / "kv")
         (tmp_path / "deep").rename(tmp_path / "gone")  # at once: the engine may make it anew at any moment
         shutil.rmtree(tmp_path / "gone")
-        wait_until(lambda: (tmp_path / "deep/kv/v1/index").exists(), timeout_s=20)
+        wait_until(lambda: (tmp_path / "deep/kv/v2/index").exists(), timeout_s=20)
         engine.close()
     finally:
         os.umask(before)
-    for path in (tmp_path / "deep/kv", tmp_path / "deep/kv/v1", tmp_path / "deep/kv/v1/index"):
+    for path in (tmp_path / "deep/kv", tmp_path / "deep/kv/v2", tmp_path / "deep/kv/v2/index"):
         assert stat.S_IMODE(path.lstat().st_mode) == 0o700, path
 
 
@@ -110,16 +110,16 @@ def test_a_root_that_is_a_link_is_the_operators_choice(tmp_path: Path) -> None:
     engine.save(TOKENS, BLOCKS)
     assert engine.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
     engine.close()
-    assert find_root(tmp_path / "kv").folder == tmp_path / "kv" / "v1"
+    assert find_root(tmp_path / "kv").folder == tmp_path / "kv" / "v2"
 
 
 def test_the_folder_of_the_format_is_no_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / "v1").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="v1 is a link, and none is followed"):
+    (tmp_path / "kv" / "v2").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="v2 is a link, and none is followed"):
         open_root(settings(tmp_path / "kv"))
-    with pytest.raises(ConfigError, match="no folder v1"):
+    with pytest.raises(ConfigError, match="no folder v2"):
         find_root(tmp_path / "kv")
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -127,7 +127,7 @@ def test_the_folder_of_the_format_is_no_link(tmp_path: Path) -> None:
 def test_the_index_in_a_root_is_no_link(tmp_path: Path) -> None:
     open_root(settings(tmp_path / "kv"))
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "kv" / "v1" / "index").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "kv" / "v2" / "index").symlink_to(tmp_path / "elsewhere")
     for look in (lambda: open_root(settings(tmp_path / "kv")), lambda: find_root(tmp_path / "kv")):
         with pytest.raises(ConfigError, match="is a link out of the root"):
             look()
@@ -286,9 +286,9 @@ def test_a_segment_of_another_name_or_namespace_by_hard_link(folder: Path, tmp_p
             SegmentFiles(place, direct=False).lease(set_id, RANK)
 
 
-@pytest.mark.parametrize("name", ["-001", "+001", " 001", "1_00", "٠٠٠١"])
+@pytest.mark.parametrize("name", ["-001-00", "+001-00", " 001-00", "1_00-00", "٠٠٠١-00", "0001-16", "0001"])
 def test_names_that_are_almost_those_of_segments(name: str) -> None:
-    assert parse_segment_name(f"{SET:016x}-0001.kvseg") == (SET, 1)
+    assert parse_segment_name(f"{SET:016x}-0001-00.kvseg") == (SET, 16)
     assert parse_segment_name(f"{SET:016x}-{name}.kvseg") is None
 
 
@@ -296,7 +296,7 @@ def test_names_that_are_almost_those_of_segments(name: str) -> None:
 
 
 def put_segment(folder: Path, header: SegmentHeader, file_bytes: int, records: dict[int, RecordHeader]) -> Path:
-    path = folder / segment_name(header.set_id, header.rank)
+    path = folder / segment_name(header.set_id, header.part)
     with path.open("wb") as file:
         file.write(header.pack())
         for slot, record in records.items():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from kvtier.format.geometry import PAGE_BYTES, Extent
-from kvtier.format.record import RecordHeader, SegmentHeader
+from kvtier.format.record import STRIPES_MAX, RecordHeader, SegmentHeader
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.segments import SegmentFiles
 
@@ -21,12 +21,12 @@ NAMESPACE = bytes(range(16))
 SLOTS = 3
 EXTENT = Extent(0, 1, 0, 1)
 SLOT_BYTES = 2 * PAGE_BYTES
-NAMES = st.tuples(st.integers(1, 3), st.integers(0, 1))
+NAMES = st.tuples(st.integers(1, 3), st.sampled_from([0, STRIPES_MAX]))  # ranks 0 and 1
 Name = tuple[int, int]
 
 
 def header_of(name: Name, created_ms: int) -> SegmentHeader:
-    return SegmentHeader(NAMESPACE, *name, SLOTS, SLOT_BYTES, EXTENT, PAGE_BYTES, created_ms)
+    return SegmentHeader(NAMESPACE, name[0], name[1] // STRIPES_MAX, SLOTS, SLOT_BYTES, EXTENT, PAGE_BYTES, created_ms)
 
 
 class File:
@@ -47,7 +47,7 @@ class SegmentsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="kvtier-segments-"))
-        self.folder = self.root / "v1" / NAMESPACE.hex()
+        self.folder = self.root / "v2" / NAMESPACE.hex()
         self.folder.mkdir(parents=True)
         self.files = SegmentFiles(self.folder, direct=False)
         self.model: dict[Name, File] = {}

@@ -40,7 +40,7 @@ def target_away(monkeypatch: pytest.MonkeyPatch) -> Away:
 
 
 def failing(stat: Callable[..., os.stat_result], path: str | Path, **options: object) -> os.stat_result:
-    if os.path.basename(path) == "v1":
+    if os.path.basename(path) == "v2":
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
     return stat(path, **options)
 

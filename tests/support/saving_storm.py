@@ -285,9 +285,9 @@ class SavingStorm:
         """Another engine's housekeeper, and now and then somebody who types kvtier index rebuild."""
         rng = random.Random(seed)
         self._n_swept = 0
-        index = LmdbIndex(str(self._root / "v1" / "index"))
+        index = LmdbIndex(str(self._root / "v2" / "index"))
         slow = SlowIndex(index, rng, threading.Event())
-        housekeeper = Housekeeper(slow, self._root / "v1", "sweeper")  # type: ignore[arg-type]
+        housekeeper = Housekeeper(slow, self._root / "v2", "sweeper")  # type: ignore[arg-type]
         while not self._stop.is_set():
             try:
                 housekeeper.rebuild() if rng.random() < 0.1 else housekeeper.sweep()
@@ -358,10 +358,10 @@ class SavingStorm:
 
     def _lose_the_index(self) -> None:
         """What it said before is found again in the files."""
-        index = LmdbIndex(str(self._root / "v1" / "index"))
+        index = LmdbIndex(str(self._root / "v2" / "index"))
         keys = [key for info in index.sets() for key, _ in index.members(info.set_id) if index.resolve([key])]
         index.close()
-        shutil.rmtree(self._root / "v1" / "index")
+        shutil.rmtree(self._root / "v2" / "index")
         reader = self._open()
         ends_s = time.monotonic() + END_S
         while reader.engine.store._keeper._index.was_reset:

@@ -178,7 +178,7 @@ class Vandal:
         self.done: set[str] = set()
 
     def strike(self) -> None:
-        paths = sorted(self._root.glob("v1/*/*.kvseg"))
+        paths = sorted(self._root.glob("v2/*/*.kvseg"))
         damage = self._rng.choice(
             [
                 self.flip,

@@ -119,7 +119,7 @@ def has_all(transfer: Transfer) -> bool:
 def segments_of(root: Path, reader: Engine) -> tuple[Path, Path]:
     """Those of TOKENS and of OTHERS, by the header of their first record."""
     first = reader.keys(TOKENS)[0]
-    found = sorted(root.glob("v1/*/*.kvseg"), key=lambda path: first not in record_of(path, 0)[1][:PAGE_BYTES])
+    found = sorted(root.glob("v2/*/*.kvseg"), key=lambda path: first not in record_of(path, 0)[1][:PAGE_BYTES])
     assert len(found) == 2 and first in record_of(found[0], 0)[1][:PAGE_BYTES]
     return found[0], found[1]
 

@@ -28,7 +28,7 @@ TARGET = list(range(100, 120))
 
 
 def segments(root: Path) -> list[Path]:
-    return sorted(root.glob("v1/*/*.kvseg"))
+    return sorted(root.glob("v2/*/*.kvseg"))
 
 
 def header_of(path: Path) -> SegmentHeader:
@@ -276,7 +276,7 @@ def test_another_namespace_shares_nothing(tmp_path: Path) -> None:
 def test_files_are_private(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     engine.save(TOKENS, BLOCKS)
-    for path in (tmp_path / "v1").rglob("*"):
+    for path in (tmp_path / "v2").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
     engine.close()
 
@@ -290,7 +290,7 @@ def test_reset_leaves_everything_behind_and_removes_what_nobody_can_ask_for(tmp_
     assert engine.load(TOKENS, TARGET)[0] == 5
     private = engine.store.namespace_id
     engine.close()
-    assert SegmentFiles(tmp_path / "v1" / private.hex(), direct=False).ids() == []
+    assert SegmentFiles(tmp_path / "v2" / private.hex(), direct=False).ids() == []
     again = Engine(tmp_path)
     assert again.load(TOKENS, TARGET)[0] == 5, "the namespace of the files is as it was"
     again.close()
@@ -300,10 +300,10 @@ def test_a_segment_whose_writer_died_before_its_header_is_unfinished_not_bad(tmp
     engine = Engine(tmp_path)
     engine.save(TOKENS, BLOCKS)
     (path,) = segments(tmp_path)
-    path.with_name(f"{99:016x}-0000.kvseg").write_bytes(bytes(1 << 20))
+    path.with_name(f"{99:016x}-0000-00.kvseg").write_bytes(bytes(1 << 20))
     report = verify(find_root(tmp_path), engine.store._keeper._index)
     assert (report.bad, report.unfinished, report.records) == ((), 1, 5)
-    assert Housekeeper(engine.store._keeper._index, tmp_path / "v1", "me").rebuild().unreadable == ()
+    assert Housekeeper(engine.store._keeper._index, tmp_path / "v2", "me").rebuild().unreadable == ()
     patch(path, 0, bytes(PAGE_BYTES))
     assert verify(find_root(tmp_path), engine.store._keeper._index).bad, "records were there"
     engine.close()

@@ -66,7 +66,7 @@ def changes(**more: object) -> dict[str, object]:
 
 
 def segment_files(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("v1/*/*.kvseg"))
+    return sorted(path.name for path in root.glob("v2/*/*.kvseg"))
 
 
 def begin_load(engine: Engine, name: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:

@@ -46,6 +46,6 @@ def test_no_record_is_cut_off_whichever_was_written_last(tmp_path: Path, slots: 
     found, done = reader.load(tokens, TARGET)
     assert found == 6
     assert not any(load.failed_blocks for load in done)
-    used = next(tmp_path.glob("v1/*/*.kvseg")).stat().st_size
+    used = next(tmp_path.glob("v2/*/*.kvseg")).stat().st_size
     reader.close()
     assert used == 4096 + 6 * RECORD_BYTES, "and no more than the records stays"

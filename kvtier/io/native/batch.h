@@ -55,6 +55,7 @@ struct Op {
   std::atomic<int> error{0};
   std::shared_ptr<const PinnedFile> pinned;  // source of a device read, if the file is pinned; reset at the last piece
 
+  bool is_given_out() const { return next_piece == n_pieces; }
   bool verify() const { return (spec.flags & kVerify) != 0; }
   bool on_device() const { return (spec.flags & kOnDevice) != 0; }
   int lane() const { return pinned ? kPinnedRead : spec.kind == kRead ? kRead : kWrite; }

@@ -125,8 +125,10 @@ void Engine::cancel(const std::shared_ptr<Batch>& batch) {
 void Engine::drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended) {
   for (int kind = 0; kind < kLanes; kind++) {
     Lane& lane = batch->lane(kind);
-    for (; !lane.empty(); lane.next++, queued_ops_--) {
+    for (; !lane.empty(); lane.next++) {
       Op& op = batch->op(lane.ops[lane.next]);
+      if (op.is_given_out()) continue;
+      queued_ops_--;
       op.fail(ECANCELED);
       const uint32_t dropped = op.n_pieces - op.next_piece;
       op.next_piece = op.n_pieces;
@@ -199,6 +201,7 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
     Run run = take(kind);
     // A thread that returns from a pinned run takes the next one; if it took other work, wake another thread.
     if (kind != kPinnedRead && may_take_pinned()) work_or_stop_.notify_one();
+    const int fd = run.pieces.front().op->spec.fd;
     lock.unlock();
     // Copies that have ended are reported before this thread reads or writes something else.
     while (copying && !stage->empty() && stage->oldest_is_done()) finish_oldest(*stage, writer);
@@ -206,6 +209,7 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
     lock.lock();
     if (kind == kWrite) {
       writing_--;
+      if (--writers_[fd] == 0) writers_.erase(fd);
       if (!lanes_[kWrite].empty()) work_or_stop_.notify_one();
     }
   }
@@ -243,20 +247,50 @@ int Engine::choose() {
 
 bool Engine::may_take_pinned() const { return !lanes_[kPinnedRead].empty() && pinned_runs_.load() < kPinnedRunsMax; }
 
+Run Engine::take_write() {
+  std::deque<std::shared_ptr<Batch>>& queue = lanes_[kWrite];
+  // Writes to one file exclude each other on most file systems: threads spread over the files that wait.
+  size_t chosen = 0;
+  Op* best = nullptr;
+  uint32_t fewest = UINT32_MAX;
+  for (size_t i = 0; i < std::min(queue.size(), kLookAhead) && fewest > 0; i++) {
+    Lane& lane = queue[i]->lane(kWrite);
+    for (size_t k = lane.next; k < lane.ops.size() && fewest > 0; k++) {
+      Op& op = queue[i]->op(lane.ops[k]);
+      if (op.is_given_out()) continue;
+      const auto known = writers_.find(op.spec.fd);
+      const uint32_t writers = known == writers_.end() ? 0 : known->second;
+      if (writers < fewest) {
+        fewest = writers;
+        chosen = i;
+        best = &op;
+      }
+    }
+  }
+  const std::shared_ptr<Batch> batch = queue[chosen];
+  Run run{{piece_of(*best)}};
+  give_out(batch, kWrite, run.pieces.front());
+  if (batch->lane(kWrite).empty()) queue.erase(queue.begin() + static_cast<std::ptrdiff_t>(chosen));
+  writing_++;
+  writers_[best->spec.fd]++;
+  reads_in_a_row_ = 0;
+  return run;
+}
+
 Run Engine::take(int kind) {
+  if (kind == kWrite) return take_write();
   std::deque<std::shared_ptr<Batch>>& queue = lanes_[kind];
   const std::shared_ptr<Batch> batch = queue.front();
   Run run{{next_piece(*batch, kind)}};
   if (give_out(batch, kind, run.pieces.front())) {
     // Batches take turns, an operation or a run each, so that adjacent pieces are read together.
     queue.pop_front();
-    if (kind != kWrite) take_neighbours(run, batch, kind);
+    take_neighbours(run, batch, kind);
     if (!batch->lane(kind).empty()) queue.push_back(batch);
   }
-  if (kind == kWrite) writing_++;
   if (kind == kPinnedRead) pinned_runs_++;
-  if (kind != kWrite) pinned_last_ = kind == kPinnedRead;
-  reads_in_a_row_ = kind != kWrite && !lanes_[kWrite].empty() ? reads_in_a_row_ + 1 : 0;
+  pinned_last_ = kind == kPinnedRead;
+  reads_in_a_row_ = lanes_[kWrite].empty() ? 0 : reads_in_a_row_ + 1;
   return run;
 }
 
@@ -285,15 +319,20 @@ void Engine::take_neighbours(Run& run, const std::shared_ptr<Batch>& batch, int 
 
 Piece Engine::next_piece(Batch& batch, int kind) const {
   const Lane& lane = batch.lane(kind);
-  Op& op = batch.op(lane.ops[lane.next]);
+  return piece_of(batch.op(lane.ops[lane.next]));
+}
+
+Piece Engine::piece_of(Op& op) const {
   const uint64_t start = op.next_piece * piece_bytes(op);
   return {nullptr, &op, start, std::min(piece_bytes(op), op.payload_bytes() - start)};
 }
 
 bool Engine::give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piece) {
   piece.batch = batch;
-  if (++piece.op->next_piece < piece.op->n_pieces) return false;
-  batch->lane(kind).next++;
+  piece.op->next_piece++;
+  if (!piece.op->is_given_out()) return false;
+  Lane& lane = batch->lane(kind);
+  while (!lane.empty() && batch->op(lane.ops[lane.next]).is_given_out()) lane.next++;
   queued_ops_--;
   return true;
 }

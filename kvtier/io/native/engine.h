@@ -10,6 +10,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 
 #include "batch.h"
 #include "checksum.h"
@@ -67,8 +68,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int choose();  // lane of the next run, or -1
   bool may_take_pinned() const;
   Run take(int kind);
+  Run take_write();  // of the file that the fewest threads write
   void take_neighbours(Run& run, const std::shared_ptr<Batch>& batch, int kind);
   Piece next_piece(Batch& batch, int kind) const;  // not taken yet: without its batch
+  Piece piece_of(Op& op) const;  // its next piece, without its batch
   bool give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piece);  // true: its operation's last piece
   void drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended);
   // Without it:
@@ -97,6 +100,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool pinned_last_ = false;              // lane of the last read: the two lanes of reads alternate
   uint32_t writing_ = 0;                  // threads with a write piece
   uint32_t reads_in_a_row_ = 0;           // runs taken while writes waited
+  std::unordered_map<int, uint32_t> writers_;  // threads that hold a write piece, by file descriptor; none of them 0
   bool stop_ = false;
 };
 

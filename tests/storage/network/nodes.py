@@ -38,7 +38,7 @@ class Nodes:
         return dict(zip(COUNTERS, struct.unpack_from("=3Q", self._control.read_bytes(), 64), strict=True))
 
     def segments(self) -> list[Path]:
-        return sorted(self.below.glob("kv/v1/*/*.kvseg"))
+        return sorted(self.below.glob("kv/v2/*/*.kvseg"))
 
 
 @contextmanager

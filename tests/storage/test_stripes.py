@@ -1,0 +1,143 @@
+"""Segment sets of several files a rank: consecutive chunks go to different files, and the set stays one unit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvtier.build import set_shape
+from kvtier.codecs.raw import RawCodec
+from kvtier.errors import Corrupt
+from kvtier.eviction.choice import Selection
+from kvtier.eviction.evictor import Evictor
+from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import SegmentHeader, new_set_id, part_of, parts_of, stripes_of
+from kvtier.maintenance.consistency_check import check_agreement
+from kvtier.maintenance.scrub import verify
+from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.storage.root import find_root
+from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name, stripes_for
+from tests.support.rig import Engine, geometry, settings, shares
+from tests.waiting import wait_until
+
+RECORD_BYTES = PAGE_BYTES + 4 * 64 * 4 * 32 * 2 * 4  # 4 heads x 64 tokens x 4 layers x K and V of 32 floats
+TOKENS = list(range(1000, 1000 + 64 * 10))
+BLOCKS = list(range(40))
+TARGET = list(range(100, 140))
+
+
+def engine_at(root: Path, slots: int = 12, stripes: int = 3, tensor_size: int = 1) -> Engine:
+    segment = PAGE_BYTES + slots * (PAGE_BYTES + (RECORD_BYTES - PAGE_BYTES) // tensor_size)
+    changes = {
+        "segment_bytes": segment,
+        "capacity_bytes": 8 * segment * tensor_size,
+        "io": {"stripes": stripes, "threads": 4, "timeout_s": 10.0},
+    }
+    return Engine(root, tensor_size=tensor_size, changes=changes)
+
+
+def header_of(stripes: int, stripe: int, slots: int = 10) -> SegmentHeader:
+    set_id = new_set_id(1_700_000_000_000, stripes, 7)
+    extent = Extent(0, 4, 0, 4)
+    return SegmentHeader(b"n" * 16, set_id, 2, slots, PAGE_BYTES * 5, extent, PAGE_BYTES, 1_700_000_000_000, "", stripe)
+
+
+@pytest.mark.parametrize("stripes", [1, 3, 8, 16])
+def test_each_slot_has_one_place(stripes: int) -> None:
+    headers = [header_of(stripes, stripe) for stripe in range(stripes)]
+    places = [(h.stripe, h.slot_offset(slot)) for h in headers for slot in h.own_slots]
+    assert len(set(places)) == 10
+    for header in headers:
+        assert SegmentHeader.unpack(header.pack()) == header and stripes_of(header.set_id) == stripes
+        assert parse_segment_name(segment_name(header.set_id, header.part)) == (header.set_id, header.part)
+        assert header.file_bytes == PAGE_BYTES + len(header.own_slots) * header.slot_bytes
+        for used in range(11):
+            kept = [slot for slot in header.own_slots if slot < used]
+            assert header.bytes_up_to(used) == PAGE_BYTES + len(kept) * header.slot_bytes
+        for slot in range(12):
+            assert header.has_slot(slot, header.extent, header.slab_bytes) == (slot in header.own_slots)
+    assert {part_of(headers[0].set_id, 2, slot) for slot in range(32)} == set(parts_of(headers[0].set_id, 2))
+
+
+def test_a_stripe_that_the_set_does_not_have_is_refused() -> None:
+    with pytest.raises(Corrupt, match="stripe 3 of 3"):
+        SegmentHeader.unpack(header_of(3, 3).pack())
+    set_id = new_set_id(1, 3, 0)
+    assert parse_segment_name(f"{set_id:016x}-0000-03.kvseg") is None
+    assert parse_segment_name(f"{set_id:016x}-0000.kvseg") is None
+
+
+def test_width_by_file_system_setting_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTIER_IO__STRIPES", raising=False)
+    assert stripes_for(Path("/dev/shm"), "auto") == 8 and stripes_for(tmp_path, 3) == 3
+    shape = geometry()
+    small, large = (
+        set_shape(settings(tmp_path, segment_bytes=PAGE_BYTES + n * RECORD_BYTES), shape, RawCodec(), shares(shape), 8)
+        for n in (9, 64)
+    )
+    assert (small.slots, small.stripes, large.slots, large.stripes) == (9, 2, 64, 8)
+    assert large.set_bytes == 8 * PAGE_BYTES + 64 * RECORD_BYTES
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_chunks_are_spread_over_the_files_and_loaded_by_any_rank(tmp_path: Path, tensor_size: int) -> None:
+    writer = engine_at(tmp_path, tensor_size=tensor_size)
+    writer.wait_for_set()
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    files = sorted(tmp_path.glob("v2/*/*.kvseg"))
+    assert len(files) == 3 * tensor_size
+    record = PAGE_BYTES + (RECORD_BYTES - PAGE_BYTES) // tensor_size
+    assert sorted(path.stat().st_size for path in files)[-1] == PAGE_BYTES + 4 * record  # of 10 chunks, no more
+    reader = engine_at(tmp_path)
+    assert reader.load(TOKENS, TARGET)[0] == 10
+    assert not any(load.failed_blocks for load in reader.load(TOKENS, TARGET)[1])
+    root, index = find_root(tmp_path), reader.store._keeper._index
+    assert not verify(root, index).bad and check_agreement(root, index).n_disagreements == 0
+    reader.close()
+
+
+def test_a_lost_index_is_rebuilt_from_all_files(tmp_path: Path) -> None:
+    writer = engine_at(tmp_path)
+    writer.wait_for_set()
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    shutil.rmtree(tmp_path / "v2" / "index")
+    reader = engine_at(tmp_path)
+    wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 10)
+    assert not any(load.failed_blocks for load in reader.load(TOKENS, TARGET)[1])
+    reader.close()
+
+
+def test_one_missing_file_costs_its_own_chunks(tmp_path: Path) -> None:
+    writer = engine_at(tmp_path)
+    writer.wait_for_set()
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    sorted(tmp_path.glob("v2/*/*.kvseg"))[1].unlink()  # slots 1, 4 and 7
+    reader = engine_at(tmp_path)
+    (load,) = reader.load(TOKENS, TARGET)[1]
+    assert load.failed_blocks == frozenset(TARGET[4:])
+    assert reader.load(TOKENS, TARGET)[0] == 1  # and it is not offered again
+    index = reader.store._keeper._index
+    done = Housekeeper(index, tmp_path / "v2", "me").rebuild()
+    assert done is not None and not done.unreadable and check_agreement(find_root(tmp_path), index).n_disagreements == 0
+    reader.close()
+
+
+def test_a_set_is_evicted_with_all_its_files(tmp_path: Path) -> None:
+    writer = engine_at(tmp_path, tensor_size=2)
+    writer.wait_for_set()
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    reader = engine_at(tmp_path)
+    index = reader.store._keeper._index
+    full = [info for info in index.sets() if not info.is_open]
+    folder = tmp_path / "v2" / reader.namespace.id.hex()
+    on_disk = sum(SegmentFiles(folder, direct=False).set_bytes_of(info.set_id) for info in full)
+    assert sum(info.n_bytes for info in full) == on_disk
+    Evictor(index, tmp_path / "v2", "admin").evict(Selection(), 1 << 40)
+    assert not [path for path in folder.glob("*.kvseg") for info in full if path.name.startswith(f"{info.set_id:016x}")]
+    reader.close()
