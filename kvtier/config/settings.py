@@ -144,7 +144,8 @@ class Settings(BaseSettings):
 
     root: the folder of the file-system tier, shared by all workers; capacity_bytes: what its segments may take.
     require_mount: refuse a root on the machine's root file system, where it lies when its own is not mounted.
-    segment_bytes: of one file of one rank; chunk_tokens: tokens of a chunk, a multiple of the engine's block.
+    segment_bytes: of one rank's files in a segment set; chunk_tokens: tokens of a chunk, a multiple of the engine's
+    block.
     codec_boundary_layers: so many first and so many last layers are stored as k6v4 instead.
     codec_accept_key_bias: whether fp8 is accepted for models whose K has biases, of which it loses most.
     model_tag: stands for the weights where they do not lie in files; epoch: raise it to leave all stored KV behind.

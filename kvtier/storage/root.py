@@ -75,7 +75,7 @@ def open_root(settings: Settings, again: Root | None = None) -> Root:
     try:
         check_mount(settings)
         _make_root(path)
-        _refuse_newer(path)
+        _check_versions(path)
         _make_folder(folder)
         _try_to_write(folder)
         check_space(path, settings.segment_bytes)
@@ -160,7 +160,7 @@ def find_root(path: Path) -> Root:
             raise ConfigError(
                 "root", str(path), "there is no such folder; name the one that `root` of the settings says"
             )
-        _refuse_newer(path)
+        _check_versions(path)
         if not _is_folder(folder):
             raise ConfigError(
                 "root",
@@ -330,7 +330,8 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _refuse_newer(path: Path) -> None:
+def _check_versions(path: Path) -> None:
+    """Log folders of older formats. Raises ConfigError for one of a newer format."""
     versions = [int(match[1]) for entry in os.listdir(path) if (match := _VERSION_FOLDER.fullmatch(entry))]
     newest = max(versions, default=0)
     if newest > FORMAT_VERSION:
@@ -339,6 +340,9 @@ def _refuse_newer(path: Path) -> None:
             f"{FORMAT_VERSION}): upgrade kvtier, or choose another root"
         )
         raise ConfigError("root", str(path), fix)
+    for version in sorted(version for version in versions if version < FORMAT_VERSION):
+        older = path / f"v{version}"
+        log.warning("%s has an older format and is not used: remove it to free its space", older)
 
 
 def _try_to_write(folder: Path) -> None:

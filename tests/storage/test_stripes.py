@@ -141,3 +141,13 @@ def test_a_set_is_evicted_with_all_its_files(tmp_path: Path) -> None:
     Evictor(index, tmp_path / "v2", "admin").evict(Selection(), 1 << 40)
     assert not [path for path in folder.glob("*.kvseg") for info in full if path.name.startswith(f"{info.set_id:016x}")]
     reader.close()
+
+
+def test_a_root_of_the_older_format_is_named_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older = tmp_path / "v1" / ("0" * 32) / "0000000000000001-0000.kvseg"
+    older.parent.mkdir(parents=True)
+    older.write_bytes(b"older")
+    engine = engine_at(tmp_path)
+    engine.close()
+    assert older.read_bytes() == b"older"
+    assert f"{tmp_path / 'v1'} has an older format and is not used: remove it to free its space" in caplog.text
