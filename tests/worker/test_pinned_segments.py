@@ -78,14 +78,14 @@ class Rig:
         rank = 0 if extent == OURS else 1
         header = SegmentHeader(namespace, set_id, rank, SLOTS, SLOT_BYTES, extent, SLAB_BYTES, 1)
         self.files.create(header)
-        path = self.files.folder / segment_name(set_id, rank)
-        self.write(set_id, 0, slots, rank)
+        path = self.files.folder / segment_name(set_id, header.part)
+        self.write(set_id, 0, slots, header.part)
         os.utime(path, (1e9 - age_s, 1e9 - age_s))
         status = path.stat()
         return status.st_dev, status.st_ino
 
-    def write(self, set_id: int, first: int, end: int, rank: int = 0) -> None:
-        with open(self.files.folder / segment_name(set_id, rank), "r+b") as file:
+    def write(self, set_id: int, first: int, end: int, part: int = 0) -> None:
+        with open(self.files.folder / segment_name(set_id, part), "r+b") as file:
             for slot in range(first, end):
                 file.seek(PAGE_BYTES + slot * SLOT_BYTES)
                 file.write(b"\1" * SLOT_BYTES)
