@@ -214,7 +214,7 @@ stage() {
       ) ;;
     smoke)
       [ -n "${TINY:-}" ] || LENGTHS=${LENGTHS:-2048,8192}
-      ttft smoke "$MEMORY" 300 --model small --systems kvtier --count 2 --timeout 140 ;;
+      ttft smoke "$MEMORY" 300 --model small --count 2 --timeout 140 ;;
     doctor)
       for folder in "$MEMORY" "$DISK"; do timeout -k 5 30 python3 -m kvtier.cli doctor "$folder"; done ;;
     ceilings)
@@ -239,13 +239,12 @@ stage() {
     demo)
       (cd "$TREE" && timeout -k 10 240 python3 -m benchmarks.demo --output "$DISK/demo" --result "$OUT/demo.json") ;;
     ttft-tmpfs)
-      ttft "${NAME:-ttft_tmpfs}" "$MEMORY" 590 --systems "${SYSTEMS-none,kvtier}" --count "${COUNT:-3}" \
+      ttft "${NAME:-ttft_tmpfs}" "$MEMORY" 590 --count "${COUNT:-3}" \
         --arena "${ARENA-16GiB}" --hbm-arena "${HBM_ARENA:-}" --timeout 170 ;;
     ttft-disk)
-      ttft "${NAME:-ttft_disk}" "$DISK" 540 --systems "${SYSTEMS:-none,kvtier,native}" --count "${COUNT:-2}" \
-        --reads --timeout 170 ;;
+      ttft "${NAME:-ttft_disk}" "$DISK" 540 --count "${COUNT:-2}" --timeout 170 ;;
     save)
-      bench save_cost 400 --folder "$DISK" --out "$OUT/save_cost.json" --logs "$WORK/logs" --extra "$EXTRA" \
+      bench save_cost 400 --folder "${FOLDER:-$DISK}" --parts "${SAVE_PARTS:-ttft,decode,burst}" --out "$OUT/save_cost.json" --logs "$WORK/logs" --extra "$EXTRA" \
         --pairs "${COUNT:-3}" --decode-pairs "${PAIRS:-5}" ;;
     two-equal)
       bench equality 330 --across-tp --folder "$MEMORY" --out "$OUT/two_gpus_equal.json" --logs "$WORK/logs" ;;

@@ -1,6 +1,6 @@
 """Cost of saving for the engine, and the rate at which it becomes durable.
 
-    python -m benchmarks.gpu.save_cost --folder /mnt/disk/kv --out OUT/save_cost.json
+    python -m benchmarks.gpu.save_cost --folder /mnt/disk/kv --out OUT/save_cost.json [--parts ttft,decode,burst]
 
 Cold time to the first token with saving on against off, in turn, prompts that share nothing. Tokens a second of a batch
 of 32 that decodes (by CUDA graphs) while a long prompt is computed and until it is durable, saved or not in turn, in
@@ -25,20 +25,24 @@ DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_cap
 
 
 def summary(result: dict[str, Any], write_bytes_s: float) -> dict[str, Any]:
-    """Return the figures; a loss is in percent of the value without saving."""
-    on, off = ([row["ttft_s"] for row in result["saving_on_and_off"][kind]] for kind in ("on", "off"))
-    counted = [row["counted"] for row in result["saving_on_and_off"]["on"]]
-    return {
-        "direct_write_bytes_s": write_bytes_s,
-        "ttft_on_s": median(on),
-        "ttft_off_s": median(off),
-        "ttft_loss_percent": 100 * (median(on) / median(off) - 1),
-        "ttft_all": {"on": on, "off": off},
-        "skipped_chunks": sum(value for one in counted for name, value in one.items() if "skip" in name),
-        "decode": decode_summary(result["decode_windows"]),
-        "durable_bytes_s": result["write_burst"]["bytes_s"],
-        "durable_percent_of_direct": 100 * result["write_burst"]["bytes_s"] / write_bytes_s,
-    }
+    """Return the figures of the parts that ran; a loss is in percent of the value without saving."""
+    found: dict[str, Any] = {"direct_write_bytes_s": write_bytes_s}
+    if "saving_on_and_off" in result:
+        on, off = ([row["ttft_s"] for row in result["saving_on_and_off"][kind]] for kind in ("on", "off"))
+        counted = [row["counted"] for row in result["saving_on_and_off"]["on"]]
+        found |= {
+            "ttft_on_s": median(on),
+            "ttft_off_s": median(off),
+            "ttft_loss_percent": 100 * (median(on) / median(off) - 1),
+            "ttft_all": {"on": on, "off": off},
+            "skipped_chunks": sum(value for one in counted for name, value in one.items() if "skip" in name),
+        }
+    if "decode_windows" in result:
+        found["decode"] = decode_summary(result["decode_windows"])
+    if "write_burst" in result:
+        durable = result["write_burst"]["bytes_s"]
+        found |= {"durable_bytes_s": durable, "durable_percent_of_direct": 100 * durable / write_bytes_s}
+    return found
 
 
 def decode_summary(windows: dict[str, Any]) -> dict[str, Any]:
@@ -64,15 +68,18 @@ def decode_summary(windows: dict[str, Any]) -> dict[str, Any]:
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the rows of the table: measure, values, ratio."""
-    decode = found["decode"]
-    ttft = f"{ms(found['ttft_on_s'])} / {ms(found['ttft_off_s'])} ms"
-    rates = f"{decode['on_tokens_s']:,.0f} / {decode['off_tokens_s']:,.0f}"
-    writes = f"{found['durable_bytes_s'] / 1e9:.2f} / {found['direct_write_bytes_s'] / 1e9:.2f}"
-    return [
-        ("cold TTFT, saving on / off", ttft, f"{found['ttft_loss_percent']:+.1f}%"),
-        ("decode batch, saving on / off, tokens/s", rates, f"{-decode['loss_percent']:+.1f}%"),
-        ("durable / direct writes, GB/s", writes, f"{found['durable_percent_of_direct']:.0f}%"),
-    ]
+    rows = []
+    if "ttft_on_s" in found:
+        values = f"{ms(found['ttft_on_s'])} / {ms(found['ttft_off_s'])} ms"
+        rows.append(("cold TTFT, saving on / off", values, f"{found['ttft_loss_percent']:+.1f}%"))
+    if "decode" in found:
+        decode = found["decode"]
+        values = f"{decode['on_tokens_s']:,.0f} / {decode['off_tokens_s']:,.0f}"
+        rows.append(("decode batch, saving on / off, tokens/s", values, f"{-decode['loss_percent']:+.1f}%"))
+    if "durable_bytes_s" in found:
+        values = f"{found['durable_bytes_s'] / 1e9:.2f} / {found['direct_write_bytes_s'] / 1e9:.2f}"
+        rows.append(("durable / direct writes, GB/s", values, f"{found['durable_percent_of_direct']:.0f}%"))
+    return rows
 
 
 def main() -> int:
@@ -81,6 +88,7 @@ def main() -> int:
     made.add_argument("--length", type=int, help="tokens of the long prompts")
     made.add_argument("--pairs", type=int, default=3, help="of cold prompts")
     made.add_argument("--decode-pairs", type=int, default=5, help="of windows of the decoding batch")
+    made.add_argument("--parts", default="ttft,decode,burst", help="which of these, separated by commas")
     options = made.parse_args()
     setup, tiny = EngineSetup.timed(options), options.tiny
     length = options.length or (700 if tiny else 100_000)
@@ -90,22 +98,25 @@ def main() -> int:
         setup.llm.update(enforce_eager=False, compilation_config=DECODE_GRAPHS)
     # What is saved stays within a capacity that the disk has; it is evicted as the run goes on.
     extra = {} if tiny else {"capacity_bytes": shutil.disk_usage(setup.folder).free * 2 // 3}
-    steps: list[list[Any]] = [
-        ["warm_up", 256 if tiny else 2048],
-        ["saving_on_and_off", length, options.pairs],
-        ["decode_windows", 4 if tiny else 32, length, options.decode_pairs, WINDOW_LIMIT_S],
-        ["write_burst", *((256, 4, 0.5) if tiny else (8192, 40, 4.0))],
-    ]
+    every: dict[str, list[Any]] = {
+        "ttft": ["saving_on_and_off", length, options.pairs],
+        "decode": ["decode_windows", 4 if tiny else 32, length, options.decode_pairs, WINDOW_LIMIT_S],
+        "burst": ["write_burst", *((256, 4, 0.5) if tiny else (8192, 40, 4.0))],
+    }
+    steps = [["warm_up", 256 if tiny else 2048], *(every[part] for part in options.parts.split(","))]
     result = setup.run("save-cost", "kvtier", steps, extra)
     setup.clear()
     found = summary(result, writes["bytes_s"])
     content = {"folder": str(setup.folder), "length": length, "summary": found, "writes": writes, "results": result}
     report.write(options.out, "what saving costs, and how fast it is durable", content)
     report.table(("measure", "values", "ratio"), rows_of(found))
-    decode = found["decode"]
-    print(f"chunks skipped in cold prompts: {found['skipped_chunks']:.0f}; each pair's loss in decoding, %:", end=" ")
-    print(*(f"{loss:.1f}" for loss in decode["all_loss_percent"]), f"(noise {decode['off_spread_percent']:.1f})")
-    print(f"durable within the window: {'yes' if decode['is_durable_within'] else 'NO'}")
+    if "skipped_chunks" in found:
+        print(f"chunks skipped in cold prompts: {found['skipped_chunks']:.0f}")
+    if "decode" in found:
+        decode = found["decode"]
+        losses = " ".join(f"{loss:.1f}" for loss in decode["all_loss_percent"])
+        print(f"each pair's loss in decoding, %: {losses} (noise {decode['off_spread_percent']:.1f})")
+        print(f"durable within the window: {'yes' if decode['is_durable_within'] else 'NO'}")
     return 0
 
 
