@@ -13,7 +13,7 @@ from kvtier.errors import Corrupt
 from kvtier.eviction.pins import Pin
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.namespace import chunk_keys
-from kvtier.format.record import RecordHeader, SegmentHeader
+from kvtier.format.record import STRIPES_MAX, RecordHeader, SegmentHeader, parts_of
 from kvtier.index import entry
 from kvtier.index.base import Location
 from kvtier.index.redis.index import RedisIndex
@@ -22,9 +22,9 @@ from kvtier.storage.segments import SegmentFiles, segment_name
 from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt
 
 Segment = tuple[int, int]
-"""(set, rank)."""
+"""(set, part)."""
 Slot = tuple[int, int, int]
-"""(set, rank, slot)."""
+"""(set, part, slot)."""
 Chunks = list[list[Slot]]
 """Where each chunk of a prompt lies, from its first one on."""
 
@@ -63,7 +63,7 @@ class Published:
                 keys = chunk_keys(namespace, prompt(number), CHUNK_TOKENS, {})
                 values = index.resolve(keys)
                 if len(values) == len(keys):
-                    places = [[(at.set_id, at.rank, at.slot) for at in entry.locations_of(value)] for value in values]
+                    places = [[(at.set_id, at.part, at.slot) for at in entry.locations_of(value)] for value in values]
                     found[number] = places
         finally:
             index.close()
@@ -78,7 +78,7 @@ class Published:
         try:
             known = {info.set_id: info for info in index.sets()}
             for key, places, value in zip(keys, chunks, index.find(keys), strict=False):
-                now = {(at.set_id, at.rank, at.slot): at for at in entry.locations_of(value)}
+                now = {(at.set_id, at.part, at.slot): at for at in entry.locations_of(value)}
                 was = [
                     f"{segment_name(*at[:2])} slot {at[2]}: {self._state_of(files, key, at)}, set {known.get(at[0])}"
                     for at in places
@@ -101,7 +101,9 @@ class Published:
                     header = RecordHeader.unpack(page)
                 except Corrupt as fault:
                     return f"no header: {fault}"
-                where = Location(*slot, header.slab_bytes, header.extent, header.checksums)
+                where = Location(
+                    slot[0], slot[1] // STRIPES_MAX, slot[2], header.slab_bytes, header.extent, header.checksums
+                )
                 return f"its record: {header.key == key}, good: {judge(files, key, where) is RecordVerdict.AS_SUMMED}"
         return "nothing there"
 
@@ -111,7 +113,7 @@ class Published:
             entries = [value for _, value in index.entries()]
         finally:
             index.close()
-        return sorted((at.set_id, at.rank, at.slot) for value in entries for at in entry.locations_of(value))
+        return sorted((at.set_id, at.part, at.slot) for value in entries for at in entry.locations_of(value))
 
     def pin(self, numbers: Iterable[int]) -> None:
         """Keeps the sets that hold these prompts' chunks from being evicted, and no more those that were before."""
@@ -149,15 +151,17 @@ class Published:
             header = self._header(segment)
             if header is None:
                 continue
-            last = rng.randrange(header.slots)
+            last = rng.choice(header.own_slots)
             os.truncate(self.path(segment), header.slot_offset(last) + rng.randrange(header.slot_bytes))
-            damage.slots |= {(*segment, slot) for slot in range(last, header.slots)}
+            damage.slots |= {(*segment, slot) for slot in header.own_slots if slot >= last}
         return damage
 
     def remove(self, segments: Sequence[Segment]) -> Damage:
-        for segment in segments:
+        """Remove all files of the rank in the set: what garbage collection does with the set then costs no more."""
+        parts = {(set_id, other) for set_id, part in segments for other in parts_of(set_id, part // STRIPES_MAX)}
+        for segment in parts:
             self.path(segment).unlink(missing_ok=True)
-        return Damage(segments=set(segments))
+        return Damage(segments=parts)
 
     def drop_sets(self, set_ids: Collection[int]) -> None:
         """Take the sets out of the index."""
