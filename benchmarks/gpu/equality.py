@@ -31,7 +31,13 @@ ENGINE: dict[str, Any] = {
     "gpu_memory_utilization": 0.3,
     "max_num_seqs": 64,
 }
-TIER: dict[str, Any] = {"capacity_bytes": "32GiB", "host": {"arena_bytes": "2GiB"}, "segment_bytes": "256MiB"}
+# With min_load_tokens at its default kvtier finds that so small a model computes faster than it loads.
+TIER: dict[str, Any] = {
+    "capacity_bytes": "32GiB",
+    "host": {"arena_bytes": "2GiB"},
+    "segment_bytes": "256MiB",
+    "min_load_tokens": 256,
+}
 
 
 def judge(first: dict[str, Any], second: dict[str, Any], chunk: int) -> dict[str, Any]:
