@@ -55,7 +55,7 @@ from kvtier.storage.root import (
 from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works, stripes_for
 from kvtier.storage.start_wait import in_time, said
 from kvtier.worker.arenas import Memory, cuda_memory, host_memory
-from kvtier.worker.context import Quarantine, Worker, arena_slot_bytes
+from kvtier.worker.context import Quarantine, WorkerContext, arena_slot_bytes
 from kvtier.worker.io_setup import open_io
 from kvtier.worker.pinned_segments import PinnedSegments
 from kvtier.worker.saves import SaveBounds
@@ -263,7 +263,7 @@ def open_transfer(
         root.folder, direct, check, engines.forget, partial(is_in_place, root), sharing_of(settings, root)
     )
     index = open_index(settings, root, metrics, is_engines=True)
-    worker = Worker(
+    worker = WorkerContext(
         geometry,
         share,
         codec,
@@ -299,7 +299,9 @@ def _transfer_jobs(settings: Settings, memory: Memory) -> TransferJobs:
     )
 
 
-def _upkeep(settings: Settings, root: Root, memory: Memory, worker: Worker, namespace: bytes, loads: Jobs) -> Upkeep:
+def _upkeep(
+    settings: Settings, root: Root, memory: Memory, worker: WorkerContext, namespace: bytes, loads: Jobs
+) -> Upkeep:
     """Return the upkeep of memory that devices copy from: the host arena, and segments on tmpfs."""
     on_tmpfs = file_system_of(root.folder).kind == "tmpfs"  # ramfs does not tell where holes are
     budget_bytes = pin_budget(settings.io.pin_bytes, memory_here())

@@ -64,6 +64,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "kvtier.arena",
     "kvtier.build",
     "kvtier.cli",
+    "kvtier.config",
     "kvtier.connectors",
     "kvtier.doctor",
     "kvtier.errors",
@@ -72,6 +73,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "kvtier.index",
     "kvtier.io",
     "kvtier.kernels",
+    "kvtier.maintenance",
     "kvtier.model",
     "kvtier.plan",
     "kvtier.planner",
@@ -433,3 +435,13 @@ def test_format_is_skipped_only_in_tables_and_kernels() -> None:
     texts = {path: path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")}
     counts = {str(path): len(re.findall(r"# fmt: skip$", text, re.MULTILINE)) for path, text in texts.items()}
     assert sum(counts.values()) <= 60, {path: count for path, count in counts.items() if count}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """LAYOUT 1: a class name that is searched for leads to one place."""
+    places: dict[str, list[str]] = {}
+    for source in MODULES:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(source.name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -12,15 +12,14 @@ from kvtier.errors import ConfigError
 from kvtier.runtime.units import exact
 
 HIGH_WATERMARK, LOW_WATERMARK = 0.95, 0.9  # defaults, as parts of capacity_bytes
-TENANT_BYTES_MAX = 32
-"""Of a tenant's name in UTF-8: it stands in segment headers."""
+TENANT_BYTES_MAX = 32  # longest tenant name in UTF-8, bytes: the field of the segment header
 
 Fraction = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)]
 
 
 class TenantSettings(BaseModel):
-    """Requests with one of `cache_salts` (exact, or patterns with * ? [..]) are `name`'s: their chunks lie in segment
-    sets of its own, which may take `quota_bytes` in all. None: as much as there is."""
+    """A tenant: requests with one of `cache_salts` (exact, or patterns with * ? [..]). Its chunks are in segment sets
+    of its own, which together take at most `quota_bytes`; None: no quota."""
 
     model_config = FROZEN
     name: Annotated[str, Field(min_length=1)]
@@ -38,12 +37,13 @@ class TenantSettings(BaseModel):
 
 
 class CapacitySettings(BaseModel):
-    """Beside capacity_bytes, which is what all segments of the root may take.
+    """Rules of eviction, beside capacity_bytes, the limit of all segments of the root.
 
-    high_watermark, low_watermark: fractions of it; above the first, sets go in the background until it is below the
-    second. reserve_bytes: of the disk, left free for others. ttl_s: a set that is unused for so long goes.
-    pinned_max_fraction: how much of the capacity pins protect at most.
-    namespace_quota_bytes: what each namespace may take. tenants: who is told apart by cache salt.
+    high_watermark, low_watermark: fractions of capacity_bytes; above the first, sets are evicted in the background
+        until usage is below the second.
+    reserve_bytes: space of the disk that is left free for others. ttl_s: a set unused for so long is evicted.
+    pinned_max_fraction: largest part of the capacity that pins protect.
+    namespace_quota_bytes: limit of each namespace. tenants: groups of requests, recognised by their cache salt.
     """
 
     model_config = FROZEN
@@ -56,7 +56,8 @@ class CapacitySettings(BaseModel):
     tenants: tuple[TenantSettings, ...] = ()
 
     def check(self, touch_interval_s: float) -> None:
-        """Raises ConfigError for settings that do not go together. touch_interval_s: how often recency is written."""
+        """Raises ConfigError for settings that contradict each other. touch_interval_s: interval between two writes of
+        recency."""
         if self.ttl_s is not None and self.ttl_s < 2 * touch_interval_s:
             fix = (
                 f"recency of use is written every {touch_interval_s:g} s (touch_interval_s), so sets in use would be "

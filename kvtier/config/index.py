@@ -33,7 +33,7 @@ Milliseconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=60_000,
 
 
 class RedisPlace(NamedTuple):
-    """What an URL says. kind: one, sentinel or cluster. path: of a socket. service: what Sentinels call it."""
+    """Parsed URL of a Redis. kind: one, sentinel or cluster. path: of a socket. service: its name for Sentinels."""
 
     kind: str
     hosts: tuple[tuple[str, int], ...]
@@ -44,9 +44,8 @@ class RedisPlace(NamedTuple):
 
 
 class BreakerSettings(BaseModel):
-    """When an index that does not answer is left alone: after so many failures one after the other (calls that are
-    under way together fail together), for a pause that doubles up to a longest one. Meanwhile lookups are misses at
-    once."""
+    """Circuit breaker of an index that does not answer. After `failures` in a row (calls in flight together count once)
+    no call is made for a pause, which doubles up to `pause_max_ms`. During a pause every lookup is a miss at once."""
 
     model_config = FROZEN
     failures: Count = 3
@@ -55,7 +54,7 @@ class BreakerSettings(BaseModel):
 
 
 class IndexSettings(BaseModel):
-    """Where keys are looked up.
+    """Index of the stored chunks.
 
     path, map_bytes, timeout_s: of an embedded index; path None: chosen by the root's file system.
     url and below: of one in Redis. prefix: begins the names of all its keys, so that several can share a Redis.
@@ -89,7 +88,7 @@ class IndexSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take_credentials(cls, values: Any) -> Any:
-        """What stands before the @ of an URL is moved out of it: URLs are printed."""
+        """Move user and password out of the URL, which is printed."""
         if not isinstance(values, Mapping) or not isinstance(values.get("url"), str):
             return values
         match = _URL.fullmatch(values["url"])
@@ -121,7 +120,7 @@ class IndexSettings(BaseModel):
 
     @property
     def answer_timeout_s(self) -> float:
-        """How long a request waits for its lookup at most."""
+        """Longest time that a request waits for its lookup, seconds."""
         if self.kind == "redis":
             return (self.connect_timeout_ms + self.reply_timeout_ms) / 1000
         return self.timeout_s

@@ -47,7 +47,8 @@ class ServerSettings(BaseModel):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of this machine can reach it. A name other than localhost may mean anything."""
+        """Return whether only processes of this machine can reach the service. A name other than localhost may resolve
+        to any address."""
         if self.host == "localhost":
             return True
         try:
@@ -67,7 +68,7 @@ class ServerSettings(BaseModel):
             raise ConfigError(f"server.{'tls_cert' if missing == 'tls_key' else 'tls_key'}", str(given), fix)
         has_read = self.read_token is not None or self.read_token_file is not None
         if has_read and not self.has_token:
-            fix = "without server.admin_token nobody may do more than look: set that too, or admin_token_file"
+            fix = "without server.admin_token every change is refused: set that too, or admin_token_file"
             raise ConfigError("server.read_token", "***", fix)
         if not self.has_token and not self.is_loopback:
             raise self.too_open(self.host)

@@ -1,6 +1,6 @@
-"""The settings: one frozen tree. The only reader of the environment and of YAML files.
+"""Settings: one frozen tree. No other module reads the environment or YAML files.
 
-What wins, from the strongest: the connector's extra config, the environment, the YAML file, the defaults below.
+Precedence, highest first: the connector's extra config, the environment, the YAML file, the defaults below.
 
     connector config   {"root": "/mnt/kv", "io": {"threads": 16}, "config": "/etc/kvtier.yaml"}
     environment        KVTIER_ROOT=/mnt/kv  KVTIER_IO__THREADS=16  KVTIER_CONFIG=/etc/kvtier.yaml
@@ -48,17 +48,12 @@ _SERVICE_LINK = re.compile(
 )
 _NO_GROUP = ("model_type", "model_attributes_type")  # complaints of a value that stands for a whole group
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
-CHUNK_TOKENS_UNIT = 16
-"""The smallest block of any engine: a chunk is a whole number of them."""
-CODECS_WITHOUT_BOUNDARY = ("raw", "fp8", "k6v4")
-"""Those that treat all layers alike; what the others store of boundary layers is k6v4."""
-TURBOQUANT_CHUNK_TOKENS_MAX = 2048
-"""The most over which its sums for the mean of K stay exact."""
+CHUNK_TOKENS_UNIT = 16  # smallest block of any engine, tokens; a chunk is a whole number of blocks
+CODECS_WITHOUT_BOUNDARY = ("raw", "fp8", "k6v4")  # codecs without boundary layers; the others store those as k6v4
+TURBOQUANT_CHUNK_TOKENS_MAX = 2048  # longest chunk whose sums for the mean of K are exact, tokens
 SEGMENT_BYTES = 1 << 30  # default of segment_bytes
-SEGMENT_BYTES_MIN = 3 * PAGE_BYTES
-"""Its header page, and one record of a header page and a slab."""
-PIN_BYTES_MIN = 32 << 20
-"""Pinned in one call (kvtier.worker.arenas.PIN_BYTES): with less, none is made."""
+SEGMENT_BYTES_MIN = 3 * PAGE_BYTES  # segment header, record header and one slab of a page
+PIN_BYTES_MIN = 32 << 20  # bytes pinned by one call (kvtier.worker.arenas.PIN_BYTES); less pins nothing
 
 # Keys of earlier releases -> what to do instead, for the message that refuses them.
 REMOVED_KEYS: dict[tuple[str, ...], str] = {
@@ -67,8 +62,8 @@ REMOVED_KEYS: dict[tuple[str, ...], str] = {
 
 Admit = Literal["always", "saved", "second_hit", "never"]
 HOST_ARENA_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
+# By the device of the engine's KV: on a GPU, loads do not pass through the host arena.
 HOST_ADMIT: dict[str, Admit] = {"cpu": "always", "cuda": "saved"}
-"""By where the engine's KV lies: on a GPU loads do not pass through the host arena."""
 
 
 def _tokens_or_auto(value: object) -> object:
@@ -142,16 +137,16 @@ class QueueSettings(BaseModel):
 class Settings(BaseSettings):
     """The whole tree. `load` reads all sources; the constructor takes only what it is given.
 
-    root: the folder of the file-system tier, shared by all workers; capacity_bytes: what its segments may take.
-    require_mount: refuse a root on the machine's root file system, where it lies when its own is not mounted.
+    root: folder of the file-system tier, shared by all workers; capacity_bytes: limit of its segments.
+    require_mount: refuse a root on the machine's root file system, as when its own file system is not mounted.
     segment_bytes: of one rank's files in a segment set; chunk_tokens: tokens of a chunk, a multiple of the engine's
     block.
-    codec_boundary_layers: so many first and so many last layers are stored as k6v4 instead.
-    codec_accept_key_bias: whether fp8 is accepted for models whose K has biases, of which it loses most.
-    model_tag: stands for the weights where they do not lie in files; epoch: raise it to leave all stored KV behind.
-    save_generated: whether generated tokens are stored too; min_load_tokens: shorter hits are computed.
-    writer_lease_s: after so long without a sign of life a writer's open segments are taken for abandoned.
-    touch_interval_s: how often recency of use is written down; shutdown_drain_s: how long a stop waits for saves.
+    codec_boundary_layers: number of first and of last layers that are stored as k6v4 instead.
+    codec_accept_key_bias: accept fp8 for models whose K has biases, on which it loses most.
+    model_tag: identity of the weights where they are not in files; epoch: raise it to abandon all stored KV.
+    save_generated: store generated tokens too; min_load_tokens: shorter hits are computed.
+    writer_lease_s: time without a renewed lease after which a writer's open segments count as abandoned.
+    touch_interval_s: interval at which recency is written; shutdown_drain_s: time that a stop waits for saves.
     """
 
     model_config = SettingsConfigDict(
@@ -253,10 +248,10 @@ class Settings(BaseSettings):
             raise ConfigError("hbm.admit", self.hbm.admit, fix)
 
     def check_device(self, has_gpu: bool) -> None:
-        """Raises ConfigError for GPU memory that is asked for where the engine's KV lies in host memory."""
+        """Raises ConfigError for settings of GPU memory where the engine's KV is in host memory."""
         for key, n_bytes in (("hbm.arena_bytes", self.hbm.arena_bytes), ("hbm.staging_bytes", self.hbm.staging_bytes)):
             if n_bytes and not has_gpu:
-                fix = "there is no GPU here, so nothing would lie in it: leave it out, and use host.arena_bytes"
+                fix = "there is no GPU here, so it would stay empty: leave it out, and use host.arena_bytes"
                 raise ConfigError(key, n_bytes, fix)
 
     def check_capacity(self, set_bytes: int) -> None:
@@ -278,7 +273,7 @@ class Settings(BaseSettings):
 
 
 def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
-    """What KVTIER_* variables set. Raises ConfigError for one that no setting has."""
+    """Return the values that KVTIER_* variables set. Raises ConfigError for a variable without a setting."""
     paths = list(_paths(settings_cls))
     leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
     names = {_variable(path) for path in leaves} | {CONFIG_VARIABLE}
@@ -368,7 +363,7 @@ def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: l
 
 
 def _entry_error(whole: tuple[str, ...], complaint: ErrorDetails, origin: str) -> ConfigError:
-    """Of something within a list, such as ("capacity", "tenants", "0", "name"), which has no default of its own."""
+    """Return the error for an entry of a list, such as ("capacity", "tenants", "0", "name"): it has no default."""
     is_missing = complaint["type"] == "missing"
     known = {
         "missing": "not set, and it has no default",

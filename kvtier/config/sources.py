@@ -1,4 +1,4 @@
-"""Where settings come from: what each source says, which of them wins, and how messages name a key in it."""
+"""Sources of settings: YAML files, merging by precedence, and the names of keys in messages."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ CONNECTOR = "connector config"
 
 @dataclass(frozen=True, slots=True)
 class SettingsSource:
-    """The name of where values came from, and the values, nested as they were given."""
+    """One source: its name, and its values, nested as they were given."""
 
     name: str
     values: Mapping[str, Any]
 
     def describe(self, path: tuple[str, ...]) -> str:
-        """Where the key is set there, for messages."""
+        """Name the key as this source spells it, for messages."""
         if self.name == "environment":
             return f"environment variable {ENV_PREFIX}{'__'.join(path).upper()}"
         return self.name + self.written(path)
 
     def written(self, path: tuple[str, ...]) -> str:
-        """How a nested key is written there: messages name it with dots, which nobody can paste."""
+        """Spell a nested key as it is written in this source: a dotted name cannot be pasted there."""
         if len(path) < 2 or self.name == "environment":
             return ""
         if self.name == CONNECTOR:
@@ -37,7 +37,7 @@ class SettingsSource:
         return ", written " + ": {".join(path) + ": ..." + "}" * (len(path) - 1)
 
     def holds(self, path: tuple[str, ...]) -> bool:
-        """Whether this source sets the key."""
+        """Return whether this source sets the key."""
         values: object = self.values
         for name in path:
             if not isinstance(values, Mapping) or name not in values:
@@ -47,7 +47,7 @@ class SettingsSource:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` wins, key by key however deep."""
+    """Merge two trees of values, key by key at every depth. `over` wins."""
     both = dict(base)
     for name, value in over.items():
         below = both.get(name)
@@ -56,8 +56,8 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML would let the last one win in silence. Refuses an alias of more than a
-    single value: a few lines of them stand for gigabytes, or for what lies within itself."""
+    """Loader that refuses a key given twice, of which YAML would silently take the last, and an alias of a list or
+    mapping, which can expand to gigabytes or contain itself."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         is_alias = self.check_event(yaml.AliasEvent)

@@ -46,9 +46,9 @@ HBM_SPARE_BYTES = 512 << 20
 
 
 class Memory(NamedTuple):
-    """arena, host, order, sums: see worker.context.Worker. save_slots: of the arena, that saves may hold; held_slots:
-    beside those, that wait there for their records. pin: begins to pin, in the background, behind the loads that it is
-    given. make_way: the engine is at work now. release: after the last use."""
+    """Arenas of one worker. arena, host, order, sums: see worker.context.WorkerContext. save_slots: of the arena, that
+    saves may hold; held_slots: beside those, that wait there for their records. pin: begins to pin, in the background,
+    behind the loads that it is given. make_way: the engine is at work now. release: after the last use."""
 
     arena: ChunkArena
     host: ChunkArena | None

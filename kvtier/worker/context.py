@@ -52,7 +52,7 @@ class Quarantine:
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerContext:
     """One rank's place in the world.
 
     arena: the slots that gather and scatter work on, in the memory where the pages are.

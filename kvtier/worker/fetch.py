@@ -19,7 +19,7 @@ from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
-from kvtier.worker.context import ChunkArena, Worker
+from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.fetch_files import FetchFailed, FileReader, FileReads, place_of
 from kvtier.worker.keep import HostKeeper
@@ -67,7 +67,7 @@ class Fetch:
 class Fetcher:
     """Shared by all loads of a worker; thread-safe."""
 
-    def __init__(self, worker: Worker, admission: Admission, keeper: HostKeeper | None) -> None:
+    def __init__(self, worker: WorkerContext, admission: Admission, keeper: HostKeeper | None) -> None:
         self._worker = worker
         self._admission = admission
         self._keeper = keeper

@@ -22,7 +22,7 @@ from kvtier.runtime import metrics as names
 from kvtier.storage.open_segments import GONE, OpenSegment
 from kvtier.storage.segments import segment_name
 from kvtier.storage.stuck_files import StuckFiles
-from kvtier.worker.context import Worker
+from kvtier.worker.context import WorkerContext
 from kvtier.worker.read_plan import Source, place_in_file, sources_of
 
 UNSIGNED = "it was not signed with this engine's secret"
@@ -54,7 +54,7 @@ class FileReads:
 class FileReader:
     """Shared by all loads of a worker; thread-safe. arena: where the bytes land; what is signed, in host memory."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker
         self._signer = worker.io.signer
         is_staged = self._signer is not None and worker.host is not None

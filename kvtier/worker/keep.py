@@ -8,14 +8,14 @@ from functools import partial
 from kvtier.arena.admission import Admission
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.runtime.threads import Jobs
-from kvtier.worker.context import ChunkArena, Worker
+from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.read_plan import Source, end_of
 
 
 class HostKeeper:
     """For workers with a staging arena above the host arena. A full queue keeps nothing: it is a cache."""
 
-    def __init__(self, worker: Worker, host: ChunkArena, jobs: Jobs, admission: Admission) -> None:
+    def __init__(self, worker: WorkerContext, host: ChunkArena, jobs: Jobs, admission: Admission) -> None:
         self._worker = worker
         self._host = host
         self._jobs = jobs

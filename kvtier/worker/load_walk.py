@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.kernels.paged import Move
 from kvtier.plan import LoadChunk, LoadPlan
-from kvtier.worker.context import Worker
+from kvtier.worker.context import WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.fetch import Fetch, Fetcher, Origin
 from kvtier.worker.fetch_files import FetchFailed
@@ -44,7 +44,7 @@ class LoadWalk:
     """
 
     def __init__(
-        self, worker: Worker, fetcher: Fetcher, plan: LoadPlan, deadline_s: float, window: Callable[[], int]
+        self, worker: WorkerContext, fetcher: Fetcher, plan: LoadPlan, deadline_s: float, window: Callable[[], int]
     ) -> None:
         self.plan = plan
         self.deadline_s = deadline_s

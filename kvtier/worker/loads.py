@@ -14,7 +14,7 @@ from kvtier.plan import LoadDone, LoadPlan
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.runtime.threads import Jobs
-from kvtier.worker.context import Worker
+from kvtier.worker.context import WorkerContext
 from kvtier.worker.fetch import Fetcher
 from kvtier.worker.fetch_files import FetchFailed, SegmentGone
 from kvtier.worker.load_walk import LoadWalk
@@ -33,7 +33,7 @@ ANSWER_GRACE_S = 0.25
 class Loader:
     """See the module."""
 
-    def __init__(self, worker: Worker, jobs: Jobs, fetcher: Fetcher) -> None:
+    def __init__(self, worker: WorkerContext, jobs: Jobs, fetcher: Fetcher) -> None:
         self._worker = worker
         self._jobs = jobs
         self._fetcher = fetcher

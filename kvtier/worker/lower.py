@@ -9,7 +9,7 @@ from kvtier.codecs.base import slab_bytes
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.kernels.paged import SlabRun
 from kvtier.plan import SaveChunk
-from kvtier.worker.context import ChunkArena, Worker
+from kvtier.worker.context import ChunkArena, WorkerContext
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class Staged:
 class Lowering:
     """Thread-safe."""
 
-    def __init__(self, worker: Worker, host: ChunkArena, writes: Extent) -> None:
+    def __init__(self, worker: WorkerContext, host: ChunkArena, writes: Extent) -> None:
         self._worker = worker
         self._host = host
         self._writes = writes

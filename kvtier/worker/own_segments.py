@@ -21,13 +21,13 @@ from kvtier.plan import SaveChunk, SavePlan
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.segments import SegmentFiles, segment_name
-from kvtier.worker.context import Worker
+from kvtier.worker.context import WorkerContext
 
 
 class OwnSegments:
     """Thread-safe. `writes`: what a record of this rank holds."""
 
-    def __init__(self, worker: Worker, writes: Extent) -> None:
+    def __init__(self, worker: WorkerContext, writes: Extent) -> None:
         self._worker = worker
         self._writes = writes
         self._free = threading.Condition()

@@ -16,7 +16,7 @@ from kvtier.runtime.threads import Jobs, Ticker
 from kvtier.storage.open_segments import Name, OpenSegment
 from kvtier.storage.segments import SegmentFiles
 from kvtier.worker.arenas import PIN_BYTES
-from kvtier.worker.context import Worker
+from kvtier.worker.context import WorkerContext
 from kvtier.worker.cuda_events import Mark
 
 log = logging.getLogger("kvtier")
@@ -53,7 +53,7 @@ class PinnedSegments:
     """
 
     def __init__(
-        self, worker: Worker, files: Callable[[bytes], SegmentFiles], namespace: bytes, budget_bytes: int
+        self, worker: WorkerContext, files: Callable[[bytes], SegmentFiles], namespace: bytes, budget_bytes: int
     ) -> None:
         self._worker = worker
         self._files = files

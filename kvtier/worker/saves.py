@@ -34,7 +34,7 @@ from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.runtime.threads import Jobs
 from kvtier.storage.filesystem import FULL
 from kvtier.storage.open_segments import OpenSegment
-from kvtier.worker.context import Worker
+from kvtier.worker.context import WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.lower import Lowering, Staged
 from kvtier.worker.own_segments import OwnSegments
@@ -120,7 +120,7 @@ class SaveBounds(NamedTuple):
 class Saver:
     """Saves are bounded (SaveBounds), and a forward never waits (I4)."""
 
-    def __init__(self, worker: Worker, lower: Jobs, jobs: Jobs, bounds: SaveBounds, admit: Admissions) -> None:
+    def __init__(self, worker: WorkerContext, lower: Jobs, jobs: Jobs, bounds: SaveBounds, admit: Admissions) -> None:
         self._worker = worker
         self._lower_jobs = lower
         self._jobs = jobs

@@ -18,7 +18,7 @@ from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import Jobs, Ticker, run_within
 from kvtier.scheduler.engine_report import ArenaFill, RankFigures
 from kvtier.scheduler.load_threshold import LoadCost
-from kvtier.worker.context import Worker
+from kvtier.worker.context import WorkerContext
 from kvtier.worker.fetch import Fetcher
 from kvtier.worker.keep import HostKeeper
 from kvtier.worker.loads import Loader
@@ -69,7 +69,7 @@ class Transfer:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: WorkerContext,
         jobs: TransferJobs,
         admit: Admissions,
         bounds: SaveBounds,
@@ -178,4 +178,4 @@ class Transfer:
         self._worker.quarantine.sweep()
 
 
-_outlived: list[Worker] = []
+_outlived: list[WorkerContext] = []

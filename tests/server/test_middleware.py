@@ -218,7 +218,7 @@ def test_any_other_address_needs_one(host: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"read_token": READER}, "nobody may do more than look"),
+        ({"read_token": READER}, "every change is refused"),
         ({"admin_token": ADMIN, "admin_token_file": "/x"}, "leave one of them out"),
         ({"tls_cert": "/x"}, "TLS needs both"),
         ({"tls_key": "/x"}, "TLS needs both"),

@@ -36,7 +36,7 @@ from kvtier.scheduler.load_threshold import FixedLimit
 from kvtier.scheduler.store import Store
 from kvtier.storage.root import check_namespace, open_namespace
 from kvtier.storage.segments import SegmentFolders, Sharing
-from kvtier.worker.context import ChunkArena, Quarantine, Worker, arena_slot_bytes
+from kvtier.worker.context import ChunkArena, Quarantine, WorkerContext, arena_slot_bytes
 from kvtier.worker.cuda_events import HostOrder
 from kvtier.worker.saves import SaveBounds
 from kvtier.worker.transfer import Transfer, TransferJobs
@@ -133,7 +133,7 @@ class EngineProcess:
         self.ranks = [WorkerBridge(transfer, shape, StrictFaults(place)) for transfer in self.transfers]
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerContext]:
         return [transfer._worker for transfer in self.transfers]
 
     @property
@@ -220,7 +220,7 @@ class EngineProcess:
         slot_bytes = arena_slot_bytes(SHAPE, codec, share)
         ring = SimRing(place.disk, self.process)
         metrics = Metrics()
-        worker = Worker(
+        worker = WorkerContext(
             SHAPE,
             share,
             codec,

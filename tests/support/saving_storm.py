@@ -26,7 +26,7 @@ from kvtier.io.engines import Engines
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
-from kvtier.worker.context import Worker
+from kvtier.worker.context import WorkerContext
 from tests.support.lazy import LazyEngine
 from tests.support.rig import BLOCK_TOKENS, Engine, geometry
 from tests.support.saving_faults import Evictions, SlowIndex, StormyRing, cut_off, refuse_files
@@ -107,7 +107,7 @@ class Side:
     is_dead: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerContext]:
         return [transfer._worker for transfer in self.engine.transfers]
 
     @property
@@ -188,7 +188,7 @@ class SavingStorm:
         self.told["engines"] += 1
         return side
 
-    def _disturbed(self, worker: Worker, side: Side) -> Worker:
+    def _disturbed(self, worker: WorkerContext, side: Side) -> WorkerContext:
         """Its writes are slow, late or refused; it may be killed between a write and its publishing."""
         ring = StormyRing(worker.io.ring, random.Random(self._rng.getrandbits(32)), TIMEOUT_S)
         index = SlowIndex(worker.index, random.Random(self._rng.getrandbits(32)), side.is_dead)

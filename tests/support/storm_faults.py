@@ -22,7 +22,7 @@ from kvtier.index.base import Index
 from kvtier.io.engines import Reader, Reads
 from kvtier.io.ring import OpResult, ReadOp
 from kvtier.storage.segments import SegmentFiles
-from kvtier.worker.context import ChunkArena, Worker
+from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
 
 
@@ -135,7 +135,7 @@ def lose_answers(index: Index, reader: StormyReader) -> None:
     index.retract = lambda key, place: unless_gone(lambda _: retract(key, place), None)  # type: ignore[method-assign]
 
 
-def watch_copies(worker: Worker, reader: StormyReader) -> None:
+def watch_copies(worker: WorkerContext, reader: StormyReader) -> None:
     """Copies from the host arena land in the same slots as reads."""
     order, begin_copy = worker.order, worker.order.begin_copy
 

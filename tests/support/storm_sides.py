@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvtier.worker.context import Worker
+from kvtier.worker.context import WorkerContext
 from kvtier.worker.fetch import Fetch, Fetcher
 from tests.support.lazy import LazyEngine
 from tests.support.rig import BLOCK_TOKENS, Engine, geometry, make_pages, shares
@@ -69,7 +69,7 @@ class Side:
     n_saving: int = 0
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerContext]:
         return [transfer._worker for transfer in self.engine.transfers]
 
     def planes(self, rank: int) -> list[torch.Tensor]:

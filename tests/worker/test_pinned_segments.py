@@ -20,7 +20,7 @@ from kvtier.runtime.metrics import PINNED_FILE_BYTES, Metrics
 from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.worker import pinned_segments
 from kvtier.worker.arenas import PIN_BYTES
-from kvtier.worker.context import Worker
+from kvtier.worker.context import WorkerContext
 from kvtier.worker.pinned_segments import QUIET_S, PinnedSegments
 from kvtier.worker.transfer import Upkeep
 from tests.manual_jobs import ManualJobs
@@ -58,7 +58,7 @@ class Rig:
     def segments(self, budget_bytes: int = BUDGET_BYTES) -> PinnedSegments:
         return PinnedSegments(self.worker(), lambda namespace: self.files, NAMESPACE, budget_bytes)
 
-    def worker(self) -> Worker:
+    def worker(self) -> WorkerContext:
         """What of it is looked at."""
         order = SimpleNamespace(mark=lambda: "launched", is_done=lambda mark: not self.is_gpu_busy)
         ring = SimpleNamespace(pin_file=lambda fd, end: self.pin(fd, end))
@@ -69,7 +69,7 @@ class Rig:
             metrics=self.metrics,
             clock=lambda: self.now_s,
         )
-        return cast(Worker, worker)
+        return cast(WorkerContext, worker)
 
     def make(
         self, set_id: int, slots: int = SLOTS, extent: Extent = OURS, age_s: float = 0.0, namespace: bytes = NAMESPACE
