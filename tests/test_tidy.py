@@ -80,6 +80,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "kvtier.runtime",
     "kvtier.scheduler",
     "kvtier.server",
+    "kvtier.storage",
 )
 FIRST_WORDS = {"What", "Who", "Whose", "Whether", "Which", "How", "Where", "When"}
 FIRST_WORDS |= {"Of", "From", "Those", "That", "As", "So", "Until", "Beside"}

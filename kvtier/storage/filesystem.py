@@ -1,4 +1,7 @@
-"""What kind of file system a path is on, from /proc/self/mountinfo (format: proc_pid_mountinfo(5))."""
+"""File systems: kind, mount point and properties of the one that a path is on.
+
+The source is /proc/self/mountinfo (format: proc_pid_mountinfo(5)).
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,15 @@ from kvtier.runtime.units import size
 
 MOUNTINFO = "/proc/self/mountinfo"
 
-IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems whose reads and writes are copies by the processor."""
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose reads and writes are copies by the processor
 
+# File systems that other machines may have mounted at the same time. FUSE is added below: its daemon is unknown, and
+# nothing promises that memory mapped by two processes is the same memory.
 NETWORK_KINDS = frozenset({
     "9p", "acfs", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "exfs", "gfs", "gfs2", "glusterfs", "gpfs",
     "lustre", "mmfs", "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs",
     "virtiofs", "vxfs", "wekafs",
 })  # fmt: skip
-"""File systems that other machines may have mounted at the same time. FUSE is added below: its daemon is unknown, and
-nothing promises that memory mapped by two processes is the same memory."""
 
 # File systems that let several threads write one file at a time, with aligned direct writes into space that it has.
 # On all others writes to one file exclude each other. (tmpfs, 8 threads: 2.5 GiB/s into one file, 16.6 into eight.)
@@ -35,7 +37,7 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 class Visibility(Enum):
-    """When bytes that this node wrote can be read by other nodes.
+    """Time from which other nodes can read bytes that this node wrote.
 
     LOCAL: no other node mounts the file system. COHERENT: at once; locks keep the clients' caches coherent. FLUSHED:
     only after the writer's fdatasync, and in part only for descriptors that are opened after it.
@@ -113,14 +115,14 @@ class FileSystem:
 
 @dataclass(frozen=True, slots=True)
 class FreeSpace:
-    """What a file system has left for this user. n_files: inodes; None where it does not count any."""
+    """Space that a file system has left for this user. n_files: inodes; None where it does not count any."""
 
     n_bytes: int
     n_files: int | None = None
 
     @classmethod
     def of(cls, disk: os.statvfs_result) -> FreeSpace:
-        """From the answer of statvfs."""
+        """Convert the answer of statvfs."""
         is_counted = disk.f_files and disk.f_favail >= 0  # CephFS counts the files that exist, and answers -1 here
         return cls(disk.f_bavail * disk.f_frsize, disk.f_favail if is_counted else None)
 
@@ -157,7 +159,7 @@ def file_system_of(path: str | os.PathLike[str], mountinfo: str | None = None) -
 
 
 def mounted_at(path: str, mountinfo: str | None = None) -> FileSystem:
-    """As `file_system_of`, of an absolute path without links. Asks no file system, which may hang."""
+    """Return the file system of an absolute path without links. Makes no call of a file system, which may hang."""
     best = FileSystem("unknown", False, "/")
     for found in _mounts(_own_mountinfo() if mountinfo is None else mountinfo):
         # The later of two mounts at one place hides the earlier, hence >=.

@@ -20,8 +20,7 @@ OPEN_FILES_MAX = 256  # segments of a namespace kept open, where RLIMIT_NOFILE a
 
 GONE = (errno.ESTALE, errno.ENOENT)  # what fstat raises for a file that was unlinked elsewhere: NFS, and FUSE
 
-Name = tuple[int, int]
-"""(set id, part): see kvtier.format.record.part_of."""
+Name = tuple[int, int]  # (set id, part): see kvtier.format.record.part_of
 
 
 class OpenSegment:
@@ -85,7 +84,7 @@ class Descriptors:
         return segment
 
     def lease_anew(self, name: Name) -> OpenSegment | None:
-        """As `lease`, through a descriptor that is opened after this call: an open one may show stale bytes."""
+        """Lease the segment through a descriptor that is opened after this call: an open one may show stale bytes."""
         segment = self._take(name)
         if segment is not None:
             self._forget(name, segment)
@@ -121,7 +120,7 @@ class Descriptors:
             with self._lock:
                 if segment.is_forgotten:
                     continue
-                segment.users += 1  # so that nobody closes it while we look at it
+                segment.users += 1  # keeps it open during the check
             if meant(name, segment):
                 self._forget(name, segment)
             segment.release()
@@ -135,7 +134,7 @@ class Descriptors:
             return segment
 
     def _forget(self, name: Name, segment: OpenSegment) -> None:
-        """Nobody is given this descriptor any more; the last user closes it."""
+        """Stop giving out this descriptor; its last user closes it."""
         with self._lock:
             segment.is_forgotten = True
             if self._open.get(name) is segment:

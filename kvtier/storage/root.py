@@ -66,7 +66,7 @@ class Root:
 def open_root(settings: Settings, again: Root | None = None) -> Root:
     """Creates or checks the root for writing, and claims it for this node. Raises ConfigError.
 
-    again: the one that was opened here before; if nobody has claimed it meanwhile, it is claimed as it was.
+    again: the root as this process opened it before; an unclaimed one is claimed as it was.
     """
     path = settings.root
     if not path.is_absolute():
@@ -99,9 +99,9 @@ def _claim(settings: Settings, folder: Path, again: Root | None) -> Root:
 
 
 def open_again(settings: Settings, root: Root) -> None:
-    """Before anything is made in a root that was opened long ago. One that is gone is made anew, with all checks of a
-    start, and one that nobody owns any more is claimed again; but nothing is made in the place of a file system that is
-    not mounted any more: it would fill another disk.
+    """Check a root that was opened long ago before a file is created in it. A missing root is created again, with all
+    checks of a start, and one without an owner is claimed again; but no file is created where a file system is no
+    longer mounted: it would fill another disk.
 
     Raises TierUnavailable there, where a start would be refused, where the root is another one by now, and where its
     folder cannot be looked at. An owner.json that cannot be read says nothing: of a striped file system one target may
@@ -137,9 +137,9 @@ def _unusable(root: Root, fault: ConfigError | OSError) -> TierUnavailable:
 
 
 def is_in_place(root: Root) -> bool:
-    """Whether what lies at the root's path is the root that was opened, or made there anew, and not what is below it
-    while its file system is away. One that several nodes share is known by its id; another one by its file system or
-    its folder, which what a mount of the same disk hid has too."""
+    """Return whether the folder at the root's path is the root that was opened, or its replacement, and not the mount
+    point of a file system that is away. A root that nodes share is recognised by its id, another one by its file system
+    or its folder's inode, which a folder hidden by a mount of the same disk has too."""
     try:
         if root.root_id:
             owner = read_owner(root.folder)
@@ -200,14 +200,15 @@ def check_reserve(path: Path, reserve_bytes: int, needed_bytes: int) -> None:
 
 
 def check_mount(settings: Settings) -> None:
-    """Raises ConfigError for a root on the machine's root file system where a mount is required; OSError where nobody
-    can tell. A file system that is not mounted is an empty folder, and would fill the machine's own disk."""
+    """Raises ConfigError for a root on the machine's root file system where a mount is required; OSError where
+    that cannot be determined. The mount point of a file system that is not mounted is an empty folder, and writing there
+    would fill the machine's own disk."""
     if not settings.require_mount:
         return
     place = nearest(settings.root)
     if os.stat(place).st_dev == os.stat(MACHINE_ROOT).st_dev or file_system_of(place).mount_point == "/":
         fix = (
-            f"nothing is mounted there: {place} lies on the machine's root file system, and require_mount is true; "
+            f"nothing is mounted there: {place} is on the machine's root file system, and require_mount is true; "
             "mount the file system that is meant, or set require_mount to false"
         )
         raise ConfigError("root", str(settings.root), fix)
@@ -260,7 +261,7 @@ def _is_leftover(entry: os.DirEntry[str], before_s: float) -> bool:
 
 
 def read_namespace(folder: Path) -> Namespace:
-    """What `folder`'s namespace.json says, verified against the folder's name. Raises ConfigError."""
+    """Read `folder`'s namespace.json and verify it against the folder's name. Raises ConfigError."""
     path = folder / NAMESPACE_FILE
     try:
         with folder_within(folder) as opened:
@@ -272,7 +273,7 @@ def read_namespace(folder: Path) -> Namespace:
         raise ConfigError("root", str(path), f"cannot be read: {error.strerror}; may this user read it?") from None
     except (Corrupt, UnicodeDecodeError) as fault:
         fix = (
-            f"contradicts the name of its folder ({fault}), so nobody can tell whose KV lies there; stop all engines "
+            f"contradicts the name of its folder ({fault}), so the model of its KV is unknown; stop all engines "
             f"on this root and remove {folder}: it is a cache and will be filled again"
         )
         raise ConfigError("root", str(path), fix) from None
@@ -280,7 +281,7 @@ def read_namespace(folder: Path) -> Namespace:
 
 
 def check_namespace(root: Root, own: Namespace, namespace_id: bytes) -> None:
-    """Whether a worker whose own settings and weights make `own` may move KV of the namespace that its scheduler names.
+    """Check that a worker whose settings and weights give `own` may move KV of the namespace that its scheduler names.
 
     Where they differ in more than the epoch, one of the two processes was started with other settings or weights, and
     its bytes would be taken for something else. Positions are not compared: they come of a configuration that the

@@ -1,4 +1,4 @@
-"""Whom a root belongs to, and where its index lies: `<root>/v2/owner.json`.
+"""Owner of a root and place of its index: `<root>/v2/owner.json`.
 
 An index that lives on one node knows nothing of what others write or evict, so a root with such an index is one
 node's alone. The first process writes the file, and later ones only if the machine was started again since:
@@ -43,8 +43,7 @@ OWNER_FILE = "owner.json"
 INSIDE = "index"
 MACHINE_ID_FILE = Path("/etc/machine-id")
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-LOCAL_STATE = Path("/var/tmp")
-"""Local to the node and kept over a reboot: for what must not lie under a network root."""
+LOCAL_STATE = Path("/var/tmp")  # local to the node and kept over a reboot: for files that a network root must not hold
 
 INDEX_STAMP = "boot-id"  # file in an embedded index's folder: its format, and the boot that it was made in
 
@@ -64,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What owner.json says. index_path: folder of the embedded index, None for another. node: None when all nodes
+    """Content of owner.json. index_path: folder of the embedded index, None for another. node: None when all nodes
     share the root; then it has a root_id."""
 
     node: Node | None
@@ -121,7 +120,7 @@ def is_recognised(folder: Path, theirs: Owner, node: Node | None) -> bool:
 
 def private_folder(user: int | None = None) -> Path:
     """A user's folder on the node's own disk, 0700. user: None for this one; another's only as root. Raises ConfigError
-    when somebody else has taken its name."""
+    when another user owns a folder of that name."""
     user = os.getuid() if user is None else user
     folder = LOCAL_STATE / f"kvtier-{user}"
     try:
@@ -134,7 +133,7 @@ def private_folder(user: int | None = None) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user:
         raise ConfigError("index.path", str(folder), "this folder is another user's; set index.path to one of yours")
     if found.st_mode & 0o077:
-        folder.chmod(0o700)  # somebody made it by hand, or under a lax umask
+        folder.chmod(0o700)  # made by hand, or under a lax umask
     return folder
 
 
@@ -147,7 +146,8 @@ def index_stamp(path: Path) -> str:
 
 
 def default_index_path(root: Path, folder: Path) -> Path:
-    """Beside the segments in `folder` where processes of the node share memory maps of files, else on a local disk."""
+    """Return the path of the index: beside the segments in `folder` where processes of the node share memory maps of
+    files, else on a local disk."""
     if not file_system_of(folder).is_network:
         return folder / INSIDE
     name = blake3(os.path.realpath(root).encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -171,8 +171,8 @@ def check_claim(folder: Path, theirs: Owner, mine: Owner) -> None:
     _check_node(folder, theirs, mine.node)
     if None not in (mine.index_path, theirs.index_path) and theirs.index_path != mine.index_path:
         fix = (
-            f"the index of root {folder.parent} lies in {theirs.index_path}; two would not know of each other. Set "
-            f"index.path to that, or, to move it, stop all engines on this root and remove {folder / OWNER_FILE}"
+            f"the index of root {folder.parent} is in {theirs.index_path}; two indexes would not know of each other. "
+            f"Set index.path to that, or, to move it, stop all engines on this root and remove {folder / OWNER_FILE}"
         )
         raise ConfigError("index.path", str(mine.index_path), fix)
 
@@ -182,8 +182,8 @@ def _boot_of(owner: Owner) -> str:
 
 
 def claim_shared(folder: Path, root_id: str = "") -> str:
-    """Takes `folder` for all nodes, with that id or a new one, or agrees with whoever did; the root's id. Raises
-    ConfigError, OSError."""
+    """Claim `folder` for all nodes, with that id or a new one, unless it is claimed already. Return the root's id.
+    Raises ConfigError, OSError."""
     path = folder / OWNER_FILE
     mine = Owner(None, None, root_id or uuid.uuid4().hex)
     theirs = _parse(path, create_once(path, mine.to_json(folder)))
@@ -219,7 +219,7 @@ def _check_node(folder: Path, theirs: Owner, node: Node | None) -> None:
         raise ConfigError("root", str(folder.parent), fix)
     if not is_recognised(folder, theirs, node):
         fix = (
-            f"it belongs to node {theirs.node}, and its index lies there; this is {node}, of another machine id and "
+            f"it belongs to node {theirs.node}, and its index is there; this is {node}, of another machine id and "
             f"boot, or without that index. Give each node its own root, or all one index in Redis (index.kind: redis). "
             f"If that node is gone, or is this one under a new name, stop all engines on it and remove "
             f"{folder / OWNER_FILE}"
@@ -228,7 +228,7 @@ def _check_node(folder: Path, theirs: Owner, node: Node | None) -> None:
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Who `folder` belongs to; None when nobody has claimed it. Raises ConfigError when the file is damaged."""
+    """Return the owner of `folder`; None while it is unclaimed. Raises ConfigError when the file is damaged."""
     path = folder / OWNER_FILE
     try:
         return _parse(path, read_small(path))

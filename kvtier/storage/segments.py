@@ -60,7 +60,7 @@ def parse_segment_name(name: str) -> tuple[int, int] | None:
 
 
 class Sharing(NamedTuple):
-    """What holds of a root's files between the nodes that share it.
+    """Properties of a root's files between the nodes that share it.
 
     flushes: segments are flushed (fdatasync) before what was written to them is published.
     may_be_stale: a read may show what was there before another node wrote.
@@ -139,16 +139,16 @@ class SegmentFiles:
             os.fdatasync(fd)
 
     def lease(self, set_id: int, part: int) -> OpenSegment | None:
-        """The segment, open for reading and writing, until its `release`; None when its folder has no such segment.
+        """Return the segment, open for reading and writing until its `release`; None when there is no such file.
 
         Raises Corrupt when the file is not the segment that its name says; TierUnavailable also without the folder or
-        in another one, as on a mount that is away: what lies there is not gone.
+        in another one, as on a mount that is away: its files are not gone.
         """
         return self._descriptors.lease((set_id, part))
 
     def lease_anew(self, set_id: int, part: int) -> OpenSegment | None:
-        """As `lease`, through a descriptor that is opened after this call and without what the page cache has: both may
-        hold bytes from before another node wrote."""
+        """Lease the segment through a descriptor that is opened after this call, and drop its pages from the page
+        cache: both may hold bytes from before another node wrote."""
         segment = self._descriptors.lease_anew((set_id, part))
         if segment is not None:
             with suppress(OSError):  # a file system without page cache
@@ -156,7 +156,7 @@ class SegmentFiles:
         return segment
 
     def is_there(self) -> bool:
-        """Whether the folder is, in the root that was opened: else nothing in it is gone."""
+        """Return whether the folder exists in the root that was opened: else a missing file is not gone."""
         return self.folder.is_dir() and self._is_in_place()
 
     def open_sets(self) -> set[int]:
@@ -239,7 +239,7 @@ class SegmentFiles:
         return 0 if status is None else status.st_size
 
     def _status(self, set_id: int, part: int) -> os.stat_result | None:
-        """None when it is gone. Through no descriptor of the folder: sizes and times tell nobody what is in a file."""
+        """Return the file's status; None when it is gone. Uses the path: sizes and times reveal no content."""
         try:
             return os.lstat(self.folder / segment_name(set_id, part))
         except FileNotFoundError:
@@ -446,7 +446,8 @@ def _unavailable(path: Path, fault: OSError) -> TierUnavailable:
 
 
 def direct_io_works(folder: Path) -> bool:
-    """Whether a direct write and read of one page succeed in `folder`; raises TierUnavailable when no write does."""
+    """Return whether a direct write and read of one page succeed in `folder`. Raises TierUnavailable when no write
+    does."""
     path = folder / f".direct-io-probe-{uuid.uuid4().hex}"
     try:
         for flag in (os.O_DIRECT, 0):
