@@ -201,8 +201,8 @@ def check_reserve(path: Path, reserve_bytes: int, needed_bytes: int) -> None:
 
 def check_mount(settings: Settings) -> None:
     """Raises ConfigError for a root on the machine's root file system where a mount is required; OSError where
-    that cannot be determined. The mount point of a file system that is not mounted is an empty folder, and writing there
-    would fill the machine's own disk."""
+    that cannot be determined. Where a file system is not mounted, its mount point is an empty folder, and
+    writing there would fill the machine's own disk."""
     if not settings.require_mount:
         return
     place = nearest(settings.root)

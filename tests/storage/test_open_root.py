@@ -161,7 +161,7 @@ def test_a_file_system_that_is_not_mounted(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(root_module, "MACHINE_ROOT", tmp_path)
     settings = settings_for(tmp_path / "mnt/kv", require_mount=True)
     error = refusal(settings)
-    assert error.key == "root" and f"nothing is mounted there: {tmp_path} lies on" in error.fix
+    assert error.key == "root" and f"nothing is mounted there: {tmp_path} is on" in error.fix
     assert "require_mount to false" in error.fix and not list(tmp_path.iterdir())
     monkeypatch.setattr(root_module, "MACHINE_ROOT", Path("/proc"))  # of another device
     monkeypatch.setattr(root_module, "file_system_of", lambda path: FileSystem("ext4", False, "/"))  # a subvolume of it
