@@ -159,7 +159,9 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         for module in (kvtier.maintenance.sweeper, kvtier.eviction.set_removal, kvtier.storage.segments):
             put_function(module, "file_system_of", lambda path: SHARED_DISK if disk.is_shared else LOCAL_DISK)
         put_function(kvtier.storage.segments, "fallocate", calls.fallocate)
-        # Simulated processes are one real process: none closes the files of another.
+        # Simulated processes are one real process: none closes the files of another, and later tests that run out of
+        # descriptors close none of a simulated process, whose numbers are others' by then.
+        put_function(kvtier.storage.open_segments, "register", lambda pool: None)
         put_function(kvtier.storage.segments, "close_in_process", lambda folder, set_id: None)
         put_function(kvtier.index.async_lookup, "_Lookup", ask)
         put_function(kvtier.scheduler.engine_report, "_own_version", lambda: "simulated")
