@@ -31,7 +31,7 @@ def striped(tmp_path: Path) -> Iterator[Targets]:
 
 
 def engine_on(striped: Targets, **more: object) -> Engine:
-    io = {"threads": 4, "timeout_s": TIMEOUT_S}
+    io = {"threads": 4, "timeout_s": TIMEOUT_S, "stripes": 1}  # a set of each target
     never = {"arena_bytes": 8 << 20, "admit": "never"}
     index = {"path": str(striped.below.with_name("index"))}
     return Engine(striped.root, changes={"io": io, "host": never, "index": index, **more})
