@@ -64,6 +64,11 @@ def new_set_id(created_ms: int, stripes: int, random_bits: int) -> int:
     return created_ms << 20 | (stripes - 1) << 16 | random_bits
 
 
+def created_ms_of(set_id: int) -> int:
+    """Return the time at which the set was made by the index's clock, Unix ms."""
+    return set_id >> 20
+
+
 def stripes_of(set_id: int) -> int:
     """Return the number of files that each rank has in a set."""
     return (set_id >> 16) % STRIPES_MAX + 1
@@ -77,6 +82,11 @@ def part_of(set_id: int, rank: int, slot: int) -> int:
 def parts_of(set_id: int, rank: int) -> range:
     """Return all files that a rank can have in the set."""
     return range(rank * STRIPES_MAX, rank * STRIPES_MAX + stripes_of(set_id))
+
+
+def slot_start(set_id: int, slot: int, slot_bytes: int) -> int:
+    """Return the byte of its file at which a record slot of the set starts."""
+    return PAGE_BYTES + slot // stripes_of(set_id) * slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +114,7 @@ class SegmentHeader:
 
     def slot_offset(self, slot: int) -> int:
         """Return the byte at which the record slot starts: one of this stripe, numbered within the set."""
-        return PAGE_BYTES + slot // self.stripes * self.slot_bytes
+        return slot_start(self.set_id, slot, self.slot_bytes)
 
     def bytes_up_to(self, slots: int) -> int:
         """Return the bytes of the file that the first `slots` slots of the set take."""

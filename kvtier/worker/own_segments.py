@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import Extent
-from kvtier.format.record import SegmentHeader, part_of, parts_of, record_bytes, stripes_of
+from kvtier.format.record import SegmentHeader, created_ms_of, parts_of, record_bytes, stripes_of
 from kvtier.index.base import UNOWNED, slots_used
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.runtime.repeated_log import RepeatedLog
@@ -41,25 +41,23 @@ class OwnSegments:
         Raises TierUnavailable, Corrupt.
         """
         files = self._worker.files(plan.namespace)
-        part = part_of(chunk.set_id, self._worker.share.rank, chunk.slot)
+        header = self._header(plan, chunk)
         with self._alone({chunk.set_id}, deadline_s):  # a file that another job is just making has no header yet
-            header = self._header(plan, chunk)
-            leased = files.lease(chunk.set_id, part)
+            leased = files.lease(chunk.set_id, header.part)
             if leased is None:
                 files.create(header)
                 with suppress(IndexUnavailable):  # what is written waits for it, as all that is to be published does
                     self._leave_unknown(files, {chunk.set_id})
-                leased = files.lease(chunk.set_id, part)
+                leased = files.lease(chunk.set_id, header.part)
             if leased is not None and leased.header != header:
                 leased.release()
-                raise Corrupt(f"{segment_name(chunk.set_id, part)} is not the one that was made here")
+                raise Corrupt(f"{segment_name(chunk.set_id, header.part)} is not the one that was made here")
             return leased
 
     def _header(self, plan: SavePlan, chunk: SaveChunk) -> SegmentHeader:
         """What our segment says of itself. One that says otherwise was put in its place: a record is written as its
         header says, and one that lies would have other memory written into the file."""
         slab = slab_bytes(self._worker.codec, self._worker.geometry, self._writes)
-        created_ms = chunk.set_id >> 20  # set ids begin with their time by the index (kvtier.scheduler.background)
         slot = record_bytes(self._writes, slab)
         return SegmentHeader(
             plan.namespace,
@@ -69,7 +67,7 @@ class OwnSegments:
             slot,
             self._writes,
             slab,
-            created_ms,
+            created_ms_of(chunk.set_id),
             chunk.tenant,
             chunk.slot % stripes_of(chunk.set_id),
         )

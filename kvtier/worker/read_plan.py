@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvtier.format.geometry import PAGE_BYTES, Extent
-from kvtier.format.record import record_bytes, stripes_of
+from kvtier.format.record import record_bytes, slot_start
 from kvtier.index.base import Location
 from kvtier.kernels.paged import Patch
 
@@ -65,7 +65,7 @@ class Source:
 def place_in_file(location: Location) -> range:
     """Bytes of the segment file that the record takes, from its header page on: slots are as large as their records."""
     n_bytes = record_bytes(location.extent, location.slab_bytes)
-    start = PAGE_BYTES + location.slot // stripes_of(location.set_id) * n_bytes
+    start = slot_start(location.set_id, location.slot, n_bytes)
     return range(start, start + n_bytes)
 
 

@@ -23,7 +23,7 @@ from kvtier.doctor.report import _signing
 from kvtier.errors import ConfigError
 from kvtier.format.checksum import slab_checksum, slab_seed
 from kvtier.format.geometry import PAGE_BYTES, Extent
-from kvtier.format.record import HEADS_PER_SIGNED_RECORD_MAX, RecordHeader, SegmentHeader, is_blank, stripes_of, tags_in
+from kvtier.format.record import HEADS_PER_SIGNED_RECORD_MAX, RecordHeader, SegmentHeader, is_blank, slot_start, tags_in
 from kvtier.format.signing import Signer
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
@@ -361,7 +361,7 @@ def with_sums(engine: Engine, key: bytes, at: Location) -> Location:
     """As it must be for the bytes that lie there to pass for the key's."""
     (path,) = (engine.root / "v2" / engine.namespace.id.hex()).glob(f"{at.set_id:016x}-*.kvseg")
     record_bytes = PAGE_BYTES + at.extent.n_heads * at.slab_bytes
-    offset = PAGE_BYTES + at.slot // stripes_of(at.set_id) * record_bytes + PAGE_BYTES
+    offset = slot_start(at.set_id, at.slot, record_bytes) + PAGE_BYTES
     with path.open("rb") as file:
         file.seek(offset)
         content = file.read(at.extent.n_heads * at.slab_bytes)
