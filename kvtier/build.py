@@ -41,7 +41,7 @@ from kvtier.scheduler.cost_history import KeptCosts, note_name
 from kvtier.scheduler.engine_report import COUNT_MAX, About
 from kvtier.scheduler.load_threshold import BreakEven, FixedLimit, LoadLimit
 from kvtier.scheduler.store import Store
-from kvtier.storage.filesystem import Visibility, file_system_of
+from kvtier.storage.filesystem import Visibility, file_system_of, stripes_for
 from kvtier.storage.root import (
     Root,
     check_namespace,
@@ -52,7 +52,7 @@ from kvtier.storage.root import (
     open_namespace,
     open_root,
 )
-from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works, stripes_for
+from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works
 from kvtier.storage.start_wait import in_time, said
 from kvtier.worker.arenas import Memory, cuda_memory, host_memory
 from kvtier.worker.context import Quarantine, WorkerContext, arena_slot_bytes
@@ -153,8 +153,8 @@ def open_store(
     codec.check(namespace.geometry)
     signer_of(settings, namespace, shares)
     root = in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
-    stripes_max = in_time(root.path, "asking for its kind", partial(stripes_for, root.folder, settings.io.stripes))
-    shape = set_shape(settings, namespace.geometry, codec, shares, stripes_max)
+    kind = in_time(root.path, "asking for its kind", partial(file_system_of, root.folder)).kind
+    shape = set_shape(settings, namespace.geometry, codec, shares, stripes_for(kind, settings.io.stripes))
     settings.check_capacity(shape.set_bytes)
     in_time(root.path, "asking for its free space", partial(check_space, root.path, shape.set_bytes))
     reserve = partial(check_reserve, root.path, settings.capacity.reserve_bytes, shape.set_bytes)

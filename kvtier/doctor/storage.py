@@ -20,7 +20,7 @@ from kvtier.io.calibration import Calibration
 from kvtier.runtime.memory_limits import memory_here, pin_budget
 from kvtier.runtime.units import rate, size
 from kvtier.scheduler import capacity_warnings
-from kvtier.storage.filesystem import FileSystem, FreeSpace, file_system_of
+from kvtier.storage.filesystem import FileSystem, FreeSpace, file_system_of, stripes_for
 from kvtier.storage.root import check_mount, nearest, segments_bytes
 from kvtier.storage.root_owner import check_node
 
@@ -62,7 +62,8 @@ def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Pat
     if on_lustre:
         folder = root / f"v{FORMAT_VERSION}"
         segment_bytes = settings.segment_bytes if settings else SEGMENT_BYTES
-        yield from examine_lustre(host, folder if folder.is_dir() else place, segment_bytes)
+        stripes = stripes_for(kind.kind, "auto" if settings is None else settings.io.stripes)
+        yield from examine_lustre(host, folder if folder.is_dir() else place, segment_bytes // stripes)
     yield from examine_efa(host, on_lustre)
     yield from _measured(host, place, kind, settings)
     if peer is not None:

@@ -15,7 +15,7 @@ from kvtier.runtime.file_descriptors import most_open
 
 log = logging.getLogger("kvtier")
 
-OPEN_FILES_MAX = 64  # unused files kept open, where RLIMIT_NOFILE allows
+OPEN_FILES_MAX = 512  # unused files kept open, where RLIMIT_NOFILE allows
 UNUSED_S = 30.0  # time since the last read after which a file is closed, seconds
 FDS_PER_FILE = 2  # descriptors that KvikIO opens for a file: one with O_DIRECT, one without
 

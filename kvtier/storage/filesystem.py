@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from kvtier.runtime.units import size
 
@@ -156,6 +157,14 @@ def file_system_of(path: str | os.PathLike[str], mountinfo: str | None = None) -
     mountinfo: the text to read instead of this process's own mount table.
     """
     return mounted_at(os.path.realpath(path), mountinfo)
+
+
+def stripes_for(kind: str, wanted: int | Literal["auto"]) -> int:
+    """Return the number of files that a rank should have in a segment set: `wanted`, or what that kind of file system
+    needs."""
+    if wanted != "auto":
+        return wanted
+    return 1 if kind in SHARED_WRITE_KINDS else STRIPES
 
 
 def mounted_at(path: str, mountinfo: str | None = None) -> FileSystem:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from kvtier.format.record import SegmentHeader
 from kvtier.runtime.file_descriptors import close_file, most_open, register
 
-OPEN_FILES_MAX = 256  # segments of a namespace kept open, where RLIMIT_NOFILE allows; 256 GiB of KV at 1 GiB each
+OPEN_FILES_MAX = 2048  # segments of a namespace kept open, where RLIMIT_NOFILE allows: 256 sets of 8 files a rank
 
 GONE = (errno.ESTALE, errno.ENOENT)  # what fstat raises for a file that was unlinked elsewhere: NFS, and FUSE
 

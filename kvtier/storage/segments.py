@@ -19,13 +19,13 @@ from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import STRIPES_MAX, SegmentHeader, is_blank, parts_of, stripes_of
 from kvtier.runtime.file_descriptors import close_file, with_descriptors
-from kvtier.storage.filesystem import FULL, IN_MEMORY, SHARED_WRITE_KINDS, STRIPES, file_system_of
+from kvtier.storage.filesystem import FULL, IN_MEMORY, file_system_of
 from kvtier.storage.open_segments import Descriptors, OpenSegment
 from kvtier.storage.safe_open import folder_within, is_plain, once_free
 
@@ -35,13 +35,6 @@ _NAME = re.compile(r"([0-9a-f]{16})-([0-9]{4})-([0-9]{2})\.kvseg")
 KEPT_OPEN = re.compile(r"\.(nfs[0-9a-f]{24}|fuse_hidden[0-9a-f]{16})")
 _OFFSET_MAX = (1 << 63) - 1
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def stripes_for(folder: Path, wanted: int | Literal["auto"]) -> int:
-    """Return the number of files that a rank should have in a segment set: `wanted`, or what the file system needs."""
-    if wanted != "auto":
-        return wanted
-    return 1 if file_system_of(folder).kind in SHARED_WRITE_KINDS else STRIPES
 
 
 def segment_name(set_id: int, part: int) -> str:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.runtime import metrics as names
+from kvtier.runtime.file_descriptors import most_open
 from kvtier.runtime.threads import Jobs, Ticker
-from kvtier.storage.open_segments import Name, OpenSegment
+from kvtier.storage.open_segments import OPEN_FILES_MAX, Name, OpenSegment
 from kvtier.storage.segments import SegmentFiles
 from kvtier.worker.arenas import PIN_BYTES
 from kvtier.worker.context import WorkerContext
@@ -27,8 +28,7 @@ QUIET_S = 0.5
 """Without a step of the engine for so long, and with nothing of it left on the GPU, it has nothing to do. (Of a long
 prompt one step takes longer than that.)"""
 CLOSE_TIMEOUT_S = 1.0
-FILES_MAX = 128
-"""Half of what kvtier.storage.open_segments keeps open."""
+FILES_MAX = OPEN_FILES_MAX // 2  # segments held at most, where RLIMIT_NOFILE allows
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class PinnedSegments:
 
     def _say_if_full(self) -> None:
         """Once, until there is room again: no other sign tells why what is newest loads slower than what is older."""
-        was_full, self._is_full = self._is_full, self._has_no_room() or len(self._held) >= FILES_MAX
+        was_full, self._is_full = self._is_full, self._has_no_room() or len(self._held) >= files_max()
         if self._is_full and not was_full:
             log.info(
                 "%d MiB in %d segments are pinned, which is all that io.pin_bytes (%d MiB) and %d files allow: "
@@ -121,7 +121,7 @@ class PinnedSegments:
                 self.n_bytes >> 20,
                 len(self._held),
                 self._budget_bytes >> 20,
-                FILES_MAX,
+                files_max(),
             )
 
     def _has_no_room(self) -> bool:
@@ -191,7 +191,7 @@ class PinnedSegments:
             self._worker.metrics.add(names.PINNED_FILE_BYTES, step)
 
     def _hold(self, files: SegmentFiles, name: Name) -> Pinned | None:
-        if len(self._held) >= FILES_MAX:
+        if len(self._held) >= files_max():
             return None
         segment = files.lease(*name)
         if segment is None:
@@ -215,6 +215,11 @@ class PinnedSegments:
         if self._launched is not None and not self._worker.order.is_done(self._launched):
             self._busy_s = self._worker.clock()
         return self._worker.clock() - self._busy_s >= QUIET_S
+
+
+def files_max() -> int:
+    """Return how many segments may be held: half of those that may be open (kvtier.storage.open_segments)."""
+    return most_open(2 * FILES_MAX) // 2
 
 
 def written_up_to(fd: int, start: int) -> int:

@@ -17,8 +17,9 @@ from kvtier.format.record import SegmentHeader, new_set_id, part_of, parts_of, s
 from kvtier.maintenance.consistency_check import check_agreement
 from kvtier.maintenance.scrub import verify
 from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.storage.filesystem import stripes_for
 from kvtier.storage.root import find_root
-from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name, stripes_for
+from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
 from tests.support.rig import Engine, geometry, settings, shares
 from tests.waiting import wait_until
 
@@ -69,9 +70,9 @@ def test_a_stripe_that_the_set_does_not_have_is_refused() -> None:
     assert parse_segment_name(f"{set_id:016x}-0000.kvseg") is None
 
 
-def test_width_by_file_system_setting_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVTIER_IO__STRIPES", raising=False)
-    assert stripes_for(Path("/dev/shm"), "auto") == 8 and stripes_for(tmp_path, 3) == 3
+def test_width_by_file_system_setting_and_size(tmp_path: Path) -> None:
+    assert [stripes_for(kind, "auto") for kind in ("tmpfs", "lustre", "xfs", "nfs4")] == [8, 8, 1, 1]
+    assert stripes_for("xfs", 3) == 3
     shape = geometry()
     small, large = (
         set_shape(settings(tmp_path, segment_bytes=PAGE_BYTES + n * RECORD_BYTES), shape, RawCodec(), shares(shape), 8)
