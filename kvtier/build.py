@@ -68,7 +68,7 @@ CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "fp8": Fp8Codec}
 
 STEP_TOKENS = 8192  # tokens of an engine's step where the engine does not say
 PIN_JOBS = 2  # jobs that pin memory, on the threads of loads, beside the loads that an engine may have on their way
-STRIPE_SLOTS_MIN = 4  # chunks of a set in each of its files: more stripes are not made for fewer
+STRIPE_SLOTS_MIN = 4  # least slots in each file of a set: a smaller set has fewer files
 KEEP_CHUNKS_MAX = 8  # staging slots that wait to be copied into the host arena
 
 

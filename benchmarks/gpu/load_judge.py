@@ -15,8 +15,8 @@ from benchmarks.gpu.watch import compare
 
 COPIES_MAX = 1.2  # reads of the shared prefix for all requests on it, in multiples of its bytes
 EXCUSED_MAX = 0.1  # share of all tokens: a control that lets more pass for ties would show nothing
-# Beside kvtier's arenas, on the host and on the GPU: the rings' buffers (128 MiB), the index's map, what the watch
-# notes, and what allocators keep.
+# Memory of the host or the GPU that kvtier may take beside its arenas: the rings' buffers (128 MiB), the index's map,
+# the notes of the watch, and what allocators keep.
 SPARE_BYTES = 512 << 20
 
 Part = list[dict[str, Any]]  # answers of MeasuredEngine.ask with leads
@@ -66,7 +66,7 @@ def judge(stored: dict[str, Any], loaded: dict[str, Any], bare: dict[str, Any], 
     shared_hits = max(answer["hit_tokens"] for answer in shared["answers"])
     control = compared(bare["other_order"], parts(bare))
     leads = [lead for part in parts(bare) for answer in part for lead in answer["leads"]]
-    # What the kernel counted (rchar) has all reads of the process; kvtier's counter has those of segment files alone.
+    # The kernel's counter (rchar) counts all reads of the process, kvtier's counter only those of segment files.
     read_bytes = shared["counted"].get("file_read_bytes", shared["counted"]["rchar"])
     return compared(parts(loaded), parts(bare)) | {
         "control": {"other_order": control},

@@ -18,7 +18,7 @@ from benchmarks.gpu.setup import EngineSetup, parser
 SHAPE = {"requests": 32, "shared": 8192, "other": 2048, "others": 14, "tail": 40}
 TINY_SHAPE = {"requests": 8, "shared": 512, "other": 256, "others": 6, "tail": 10}
 ROUNDS, ANSWER_TOKENS = 4, 16
-# Of float32, 64 KiB a token: the shared prefix takes 512 MiB, another one 128 MiB, and 15 of them 2.3 GiB. With
+# A token takes 64 KiB in float32: the shared prefix 512 MiB, another one 128 MiB, and 15 of them 2.3 GiB. With
 # min_load_tokens at its default kvtier finds that so small a model computes faster than it loads.
 TIER: dict[str, Any] = {
     "capacity_bytes": 1536 << 20,

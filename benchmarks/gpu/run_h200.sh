@@ -19,7 +19,7 @@
 #   load         32 requests at capacity                                              110   330
 #   demo         what `make demo` runs, with this vLLM                                100   240
 #   ttft-tmpfs   kvtier, and the host arena                                          220   590
-#   ttft-disk    kvtier and vLLM's own tiering on the disk, its rate around each reload   500   540
+#   ttft-disk    kvtier from the disk                                                 300   540
 #   save         what saving costs, durable rate                                      260   400
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
 #   two-ttft     two GPUs: 70B's dimensions at TP=2, in one process                      85   450
@@ -36,16 +36,16 @@
 # Several at once on a machine of several GPUs, each lane on its own (CUDA_VISIBLE_DEVICES) and with its own folders, for
 # what is not timed, or is timed on its GPU alone:
 #
-#   benchmarks/gpu/run_h200.sh lanes 0,1:two-equal/two-ttft 2:SYSTEMS=none,kvtier/ttft-disk 3:quality/codecs
+#   benchmarks/gpu/run_h200.sh lanes 0,1:two-equal/two-ttft 2:ttft-disk 3:quality/codecs
 #
 # Among the stages, NAME=VALUE sets a variable of those below for the stages after it.
 #
-# Environment: OUT (where JSON and logs go), COUNT (prompts a length), SYSTEMS (empty, for ttft-tmpfs: the arenas
-# alone), SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, FOLDERS (of ceilings),
+# Environment: OUT (where JSON and logs go), COUNT (prompts a length), SYSTEMS (of versus and long-doc-qa),
+# SAVE_PARTS (of save: ttft,decode,burst), FOLDER (of save), SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, FOLDERS (of ceilings),
 # MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
 # BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
 # ceilings, kernels, doctor and demo).
-# ARENA (size; empty: none), NAME (of the JSON): the host arena in the README's table is ttft-tmpfs with SYSTEMS=
+# ARENA (size; empty: none), NAME (of the JSON): the host arena in the README's table is ttft-tmpfs with
 # LENGTHS=100000 NAME=ttft_arena, on a machine like that of versus-tmpfs. HBM_ARENA: also from an hbm arena of that
 # size (with EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions),
 # TOGETHER (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. EAGER (any text): engines that
@@ -209,7 +209,7 @@ stage() {
       local stage=${1%@*} codec=${1#*@} arena=""
       [ "$stage" = ttft-disk ] || [ -n "${TINY:-}" ] || arena=${HBM_ARENA:-4GiB}
       (
-        EXTRA=$(with_codec "$codec") NAME="${stage/-/_}_$codec" SYSTEMS=kvtier ARENA="" HBM_ARENA=$arena
+        EXTRA=$(with_codec "$codec") NAME="${stage/-/_}_$codec" ARENA="" HBM_ARENA=$arena
         stage "$stage"
       ) ;;
     smoke)

@@ -94,7 +94,7 @@ class EngineSetup:
         llm: dict[str, Any] = {"enforce_eager": True} if options.eager else dict(GRAPHS)
         llm |= {"max_model_len": size.context_tokens, "gpu_memory_utilization": options.gpu_memory}
         llm["tensor_parallel_size"] = options.tp
-        # What is timed is loaded, also where the engine found that computing is quicker.
+        # Every timed hit is loaded, also where the engine found that computing is quicker.
         extra: dict[str, Any] = {"capacity_bytes": "400GiB", "min_load_tokens": 256}
         if not size.is_saved:
             llm |= {"load_format": "dummy", "dtype": "bfloat16"}

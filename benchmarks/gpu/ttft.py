@@ -31,8 +31,8 @@ def summary(found: dict[str, Rows], name: str) -> Rows:
         computed, own, reloaded = (
             [row for row in found[kind] if row["tokens"] == n_tokens] for kind in ("computed", "own", "reloaded")
         )
-        # Of two hits the second: the first may still compile for the shape of a hit. Of reloads all but the first,
-        # which fills an arena.
+        # The first of two hits is left out, for it may still compile for the shape of a hit, and so is the first
+        # reload, which fills an arena.
         for system, measured in (("computed", computed), ("floor", own[1:]), (name, reloaded[1:])):
             times = [row["ttft_s"] for row in measured]
             counted = [row["counted"] for row in measured]

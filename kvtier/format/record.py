@@ -4,7 +4,8 @@ All integers are little-endian. Every header is one page (4096 bytes) whose CRC-
 field zero. Unused bytes are zero.
 
 A set has W files a rank, its stripes, because writes to one file exclude each other. Record slot s of a set is in
-stripe s mod W, at place s div W. W - 1 is in bits 16 to 19 of the set id, above them the time of its making in ms.
+stripe s mod W, at place s div W. Bits 16 to 19 of the set id are W - 1; the bits above them are its time of creation,
+Unix ms.
 
 Segment file `<set>-<rank>-<stripe>.kvseg`: a header page, then record slots of `slot_bytes` each; the one at place p
 starts at byte 4096 + p * slot_bytes.

@@ -26,10 +26,10 @@ NETWORK_KINDS = frozenset({
     "virtiofs", "vxfs", "wekafs",
 })  # fmt: skip
 
-# File systems that let several threads write one file at a time, with aligned direct writes into space that it has.
-# On all others writes to one file exclude each other. (tmpfs, 8 threads: 2.5 GiB/s into one file, 16.6 into eight.)
+# File systems on which several threads write one file at the same time, by aligned direct writes into allocated space.
+# On all others, writes to one file exclude each other. (tmpfs, 8 threads: 2.5 GiB/s into one file, 16.6 into eight.)
 SHARED_WRITE_KINDS = frozenset({"nfs", "nfs4", "xfs"})
-STRIPES = 8  # files of a segment set that a rank writes side by side, on the others
+STRIPES = 8  # files of a segment set that a rank writes at the same time, on the other file systems
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk, a quota or a file system without free inodes answers
 RESERVED_FILES = 8  # inodes left to files that are no segments: drafts, probes, locks

@@ -48,7 +48,7 @@ def process(parts: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def judged(loaded: list[list[dict[str, Any]]], other_order: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of a bare engine whose first pass answers `answer()` everywhere."""
+    """Judge against a bare engine whose first pass answers `answer()` everywhere."""
     bare = process(passed()) | {"other_order": other_order}
     found: dict[str, Any] = judge(process(passed()), process(loaded), bare, LIMITS)
     return deepcopy(found)

@@ -66,7 +66,7 @@ class TurboquantChunkShape(NamedTuple):
 
 
 def plane_code(size: int, bits: int, has_mean: bool, fast: bool) -> PlaneCode:
-    """Of a vector's `size` elements with codes of `bits`; K has a mean. fast: as in TurboquantChunkShape."""
+    """Return the code of vectors of `size` elements with `bits` each; K has a mean. fast: see TurboquantChunkShape."""
     book = CODEBOOKS[bits]
     # Operands of int8 have at least 32 columns, and bytes are taken four at a time.
     permuted = fast and (bits == 4 or (bits < 4 and size >= 96)) and size % 32 == 0
