@@ -38,6 +38,7 @@ from kvtier.config.sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged,
 from kvtier.config.types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, Timeout, absolute_path, multiple
 from kvtier.errors import HIDDEN, ConfigError
 from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import STRIPES_MAX
 from kvtier.runtime.units import exact
 
 CONFIG_VARIABLE = "KVTIER_CONFIG"
@@ -72,6 +73,12 @@ def _tokens_or_auto(value: object) -> object:
     return value
 
 
+def _files_or_auto(value: object) -> object:
+    if str(value).strip() not in ("auto", *map(str, range(1, STRIPES_MAX + 1))):  # as above
+        raise ValueError(f'must be a number of files from 1 to {STRIPES_MAX}, or "auto"')
+    return value
+
+
 class HostSettings(BaseModel):
     """The host arena: encoded chunks in memory of one worker, pinned where there is a GPU. None: chosen by the
     device, as HOST_ARENA_BYTES and HOST_ADMIT say."""
@@ -97,8 +104,8 @@ class IoSettings(BaseModel):
     pin_bytes: of segments in memory, that a GPU copies out of; None: half of the machine's memory.
     fdatasync: whether segments are flushed before their records are published; auto: unless the file system is known to
     be local or coherent between nodes.
-    stripes: files of a segment set that each rank writes side by side; auto: 1 where the file system lets threads write
-    one file at the same time (XFS, NFS), else 8."""
+    stripes: files of a segment set that each rank writes at the same time; auto: 1 where the file system lets threads
+    write one file at the same time (XFS, NFS), else 8."""
 
     model_config = FROZEN
     engine: Literal["auto", "ring", "kvikio"] = "auto"
@@ -108,7 +115,7 @@ class IoSettings(BaseModel):
     pin_bytes: BytesOrZero | None = None
     direct: Literal["auto", "require", "never"] = "auto"
     fdatasync: Literal["auto", "always", "never"] = "auto"
-    stripes: Annotated[int, Field(ge=1, le=16)] | Literal["auto"] = "auto"
+    stripes: Annotated[int | Literal["auto"], BeforeValidator(_files_or_auto)] = "auto"
     timeout_s: Timeout = 30.0
 
     @field_validator("piece_bytes")

@@ -547,3 +547,14 @@ def test_what_is_wrong_with_a_tenant_is_named(tmp_path: Path, tenant: dict[str, 
         Settings.load({"config": path})
     assert (caught.value.key, caught.value.fix.startswith(fix)) == (key, True)
     assert path in caught.value.fix and "KVTIER_" not in caught.value.fix
+
+
+@pytest.mark.parametrize("value", [0, 17, -1, True, "many", 2.5, None])
+def test_stripes_are_a_few_files_or_auto(value: object) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Settings.load({"root": "/x", "io": {"stripes": value}})
+    assert raised.value.key == "io.stripes"
+    assert raised.value.fix.startswith('must be a number of files from 1 to 16, or "auto"')
+    assert "more settings" not in raised.value.fix
+    for good in (1, "16", "auto"):
+        assert str(Settings.load({"root": "/x", "io": {"stripes": good}}).io.stripes) == str(good)
