@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.connectors.vllm import requests
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of, why_items_pass_by
 from kvtier.connectors.vllm.save_progress import final_frontier, step_frontier
+from kvtier.runtime.repeated_log import RepeatedLog
 
 CHUNK = 64
 
@@ -148,7 +150,10 @@ def test_whatever_is_not_true_opts_out(value: object) -> None:
     assert (view.may_load, view.may_save) == (True, False)
 
 
-def test_a_misspelt_switch_opts_out_of_everything(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_misspelt_switch_opts_out_of_everything(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "_repeated", RepeatedLog())  # other tests of this process may have logged the kind
     view = view_of(request(kv_transfer_params={"kvtier_saev": False}), 64, Adapters())
     assert (view.may_load, view.may_save) == (False, False)
     assert caplog.text.count("kvtier_saev") == 1
