@@ -356,7 +356,8 @@ def test_a_root_that_cannot_be_opened_is_named(served: Serving, monkeypatch: pyt
     def refuse() -> None:
         raise ConfigError("root", "/mnt/kv", "belongs to another deployment")
 
-    monkeypatch.setattr(served.service, "_open_root", refuse)  # first: the service's own thread may open it between
+    assert served.service.opened  # now no thread of the service is just opening it
+    monkeypatch.setattr(served.service, "_open_root", refuse)
     monkeypatch.setattr(served.service, "_opened", None)
     said = assert_problem(served.call("GET", "/api/v1/pins"), 503)
     assert said["detail"] == "kvtier: root = '/mnt/kv': belongs to another deployment"
