@@ -155,7 +155,6 @@ class RecordFile:
         while flying:
             self._landed(flying, sums)
         seconds = time.perf_counter() - started
-        self.ring.forget(fd)
         os.close(fd)
         return seconds, sums
 

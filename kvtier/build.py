@@ -31,9 +31,8 @@ from kvtier.index.guard import GuardedIndex
 from kvtier.index.open import open_index, open_lookups
 from kvtier.kernels.paged import PagedKV
 from kvtier.maintenance.sweeper import Housekeeper
-from kvtier.runtime.memory_limits import memory_here, pin_budget
 from kvtier.runtime.metrics import Metrics
-from kvtier.runtime.threads import Jobs, ThreadJobs
+from kvtier.runtime.threads import ThreadJobs
 from kvtier.runtime.units import exact
 from kvtier.scheduler.background import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.scheduler.capacity_warnings import CapacityWatch
@@ -57,7 +56,6 @@ from kvtier.storage.start_wait import in_time, said
 from kvtier.worker.arenas import Memory, cuda_memory, host_memory
 from kvtier.worker.context import Quarantine, WorkerContext, arena_slot_bytes
 from kvtier.worker.io_setup import open_io
-from kvtier.worker.pinned_segments import PinnedSegments
 from kvtier.worker.saves import SaveBounds
 from kvtier.worker.transfer import Transfer, TransferJobs, Upkeep
 
@@ -67,7 +65,6 @@ log = logging.getLogger("kvtier")
 CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "fp8": Fp8Codec}
 
 STEP_TOKENS = 8192  # tokens of an engine's step where the engine does not say
-PIN_JOBS = 2  # jobs that pin memory, on the threads of loads, beside the loads that an engine may have on their way
 STRIPE_SLOTS_MIN = 4  # least slots in each file of a set: a smaller set has fewer files
 KEEP_CHUNKS_MAX = 8  # staging slots that wait to be copied into the host arena
 
@@ -282,7 +279,7 @@ def open_transfer(
     jobs = _transfer_jobs(settings, memory)
     cost = io.cost.of_share(codec, geometry, share) if io.cost else None
     bounds = SaveBounds(min(settings.queues.save_chunks_max, memory.save_slots), memory.held_slots)
-    upkeep = _upkeep(settings, root, memory, worker, namespace.id, jobs.load)
+    upkeep = Upkeep(lambda: memory.pin(jobs.load), memory.make_way, memory.release)
     transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, upkeep)
     transfer.start()
     return transfer
@@ -292,33 +289,11 @@ def _transfer_jobs(settings: Settings, memory: Memory) -> TransferJobs:
     """Return the thread pools of a worker."""
     queues = settings.queues
     return TransferJobs(
-        ThreadJobs("load", queues.load_threads, queues.load_requests_max + PIN_JOBS),
+        ThreadJobs("load", queues.load_threads, queues.load_requests_max),
         ThreadJobs("lower", 1, queues.save_chunks_max),
         ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
         ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
     )
-
-
-def _upkeep(
-    settings: Settings, root: Root, memory: Memory, worker: WorkerContext, namespace: bytes, loads: Jobs
-) -> Upkeep:
-    """Return the upkeep of memory that devices copy from: the host arena, and segments on tmpfs."""
-    on_tmpfs = file_system_of(root.folder).kind == "tmpfs"  # ramfs does not tell where holes are
-    budget_bytes = pin_budget(settings.io.pin_bytes, memory_here())
-    is_ring = worker.io.reader is worker.io.ring and worker.io.signer is None  # what is signed lands in host memory
-    if not (worker.arena.is_device and on_tmpfs and is_ring and budget_bytes):
-        return Upkeep(lambda: memory.pin(loads), memory.make_way, release=memory.release)
-    segments = PinnedSegments(worker, worker.files, namespace, budget_bytes)
-
-    def begin() -> None:
-        memory.pin(loads)
-        segments.start(loads)
-
-    def at_work() -> None:
-        memory.make_way()
-        segments.at_work()
-
-    return Upkeep(begin, at_work, segments.moves_in, segments.close, memory.release)
 
 
 def _admissions(settings: Settings, device: str) -> Admissions:

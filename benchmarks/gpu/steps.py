@@ -11,7 +11,6 @@ from benchmarks.gpu.models import prompt
 
 STORE_PASSES = 3  # at most, to store a prompt whose chunks were skipped
 TURN_POLL_S = 0.02
-PINNED_WITHIN_S = 8.0  # after a save, until segments on tmpfs are pinned, as in an engine that was just started
 
 Row = dict[str, Any]
 
@@ -78,7 +77,6 @@ def in_one_process(engine: MeasuredEngine, lengths: list[int], reloads: int) -> 
         tokens = timed_prompt(engine, n_tokens)
         rows["computed"].append(_store_whole(engine, tokens))
         rows["own"] += [engine.first_token(tokens) for _ in range(2)]
-        time.sleep(PINNED_WITHIN_S)
         for _ in range(reloads):
             engine.settle()
             engine.forget()

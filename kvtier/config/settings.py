@@ -54,11 +54,11 @@ CODECS_WITHOUT_BOUNDARY = ("raw", "fp8", "k6v4")  # codecs without boundary laye
 TURBOQUANT_CHUNK_TOKENS_MAX = 2048  # longest chunk whose sums for the mean of K are exact, tokens
 SEGMENT_BYTES = 1 << 30  # default of segment_bytes
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES  # segment header, record header and one slab of a page
-PIN_BYTES_MIN = 32 << 20  # bytes pinned by one call (kvtier.worker.arenas.PIN_BYTES); less pins nothing
 
 # Keys of earlier releases -> what to do instead, for the message that refuses them.
 REMOVED_KEYS: dict[tuple[str, ...], str] = {
-    ("capacity", "policy"): "removed with S3-FIFO: the least recently used segment sets are evicted first; leave it out"
+    ("capacity", "policy"): "removed: the least recently used segment sets are evicted first; leave it out",
+    ("io", "pin_bytes"): "removed: files in memory are read as those of storage are; leave it out",
 }
 
 Admit = Literal["always", "saved", "second_hit", "never"]
@@ -101,7 +101,6 @@ class HbmSettings(BaseModel):
 class IoSettings(BaseModel):
     """Reading and writing segments. threads and piece_bytes None: as measured with a GPU, whose reads alone the
     latter cuts, else by the file system.
-    pin_bytes: of segments in memory, that a GPU copies out of; None: half of the machine's memory.
     fdatasync: whether segments are flushed before their records are published; auto: unless the file system is known to
     be local or coherent between nodes.
     stripes: files of a segment set that each rank writes at the same time; auto: 1 where the file system lets threads
@@ -112,7 +111,6 @@ class IoSettings(BaseModel):
     calibrate: bool = True
     threads: Annotated[Count, Field(le=256)] | None = None
     piece_bytes: Bytes | None = None
-    pin_bytes: BytesOrZero | None = None
     direct: Literal["auto", "require", "never"] = "auto"
     fdatasync: Literal["auto", "always", "never"] = "auto"
     stripes: Annotated[int | Literal["auto"], BeforeValidator(_files_or_auto)] = "auto"
@@ -122,13 +120,6 @@ class IoSettings(BaseModel):
     @classmethod
     def _whole_pages(cls, value: int | None) -> int | None:
         return None if value is None else multiple(value, PAGE_BYTES, "direct I/O moves whole pages")
-
-    @field_validator("pin_bytes")
-    @classmethod
-    def _none_or_some(cls, value: int | None) -> int | None:
-        if value is not None and 0 < value < PIN_BYTES_MIN:
-            raise ValueError(f"must be 0, which pins nothing, or at least {exact(PIN_BYTES_MIN)}")
-        return value
 
 
 class QueueSettings(BaseModel):

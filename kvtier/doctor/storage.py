@@ -17,7 +17,6 @@ from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import FORMAT_VERSION
 from kvtier.io.calibration import Calibration
-from kvtier.runtime.memory_limits import memory_here, pin_budget
 from kvtier.runtime.units import rate, size
 from kvtier.scheduler import capacity_warnings
 from kvtier.storage.filesystem import FileSystem, FreeSpace, file_system_of, stripes_for
@@ -144,19 +143,8 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
         yield Diagnosis("ok", "storage rates", f"{rates}{writes}{latency}")
     *tried, why = found.reasons or ("as it comes",)
     yield Diagnosis("ok", "I/O engine", f"{found.choice}; {why.removeprefix(f'{found.choice} is ')}")
-    if kind.kind == "tmpfs" and answer["device"] != "cpu" and found.choice.engine == "ring":
-        yield _pinned(host, settings)
     own_rate = re.compile(rf"{found.choice.engine} of .*: (again .* GB/s|[0-9.]+ GB/s|not tried, .*)")
     yield from (Diagnosis("ok", "I/O tried", reason) for reason in tried if not own_rate.fullmatch(reason))
-
-
-def _pinned(host: Host, settings: Settings | None) -> Diagnosis:
-    pin_bytes = None if settings is None else settings.io.pin_bytes
-    budget_bytes = pin_budget(pin_bytes, memory_here(host.proc, host.sys))
-    if not budget_bytes:
-        return Diagnosis("ok", "segments to pin", "none (io.pin_bytes): all is read through the ring")
-    value = f"up to {size(budget_bytes)} for each worker; what is pinned, which its log says, the GPU copies itself"
-    return Diagnosis("ok", "segments to pin", value)
 
 
 def _direct_io(alignment: int | None, wanted: bool, kind: FileSystem, settings: Settings | None) -> Diagnosis:

@@ -40,8 +40,7 @@ class Engines(NamedTuple):
             self.reader.files.reopen(fd)
 
     def forget(self, fd: int) -> None:
-        """Prepare for the caller's close of `fd`: unpin its file and close other handles of it. Does not wait."""
-        self.ring.forget(fd)
+        """Prepare for the caller's close of `fd`: close other handles of its file. Does not wait."""
         if isinstance(self.reader, KvikioReader):
             self.reader.files.forget(fd)
 
@@ -91,8 +90,8 @@ def open_engine(choice: EngineChoice, target: Target, direct: bool, in_memory: b
         sizes = KvikioSizes(choice.threads, choice.piece_bytes)
         return KvikioReader((target.address, target.n_bytes), sizes, direct=direct)
     if target.ordinal is None:
-        return Ring(choice.threads, choice.piece_bytes, touch_written=in_memory)
+        return Ring(choice.threads, choice.piece_bytes)
     host = sizes_for(in_memory)
     device = DeviceRing(target.ordinal, choice.piece_bytes, choice.slots)
     write_bytes = host.write_piece_bytes
-    return Ring(choice.threads, host.piece_bytes, write_piece_bytes=write_bytes, device=device, touch_written=in_memory)
+    return Ring(choice.threads, host.piece_bytes, write_piece_bytes=write_bytes, device=device)

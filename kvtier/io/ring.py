@@ -44,7 +44,7 @@ QUEUED_OPS_MAX = 16384  # operations with pieces that no thread has taken
 DEVICE_PIECE_BYTES, DEVICE_SLOTS = 4 << 20, 2
 
 _OP = struct.Struct("=iiqQQIIII16s")
-_OPTIONS = struct.Struct("=IIQQiIQII")
+_OPTIONS = struct.Struct("=IIQQiIQ")
 _READ, _WRITE, _FLUSH = 0, 1, 2
 _VERIFY, _ON_DEVICE = 1, 2
 _HUGE_PAGE_BYTES = 2 << 20
@@ -161,7 +161,6 @@ class Ring:
         piece_bytes: of reads; small enough to stay in a core's L2 cache until it is summed.
         write_piece_bytes: of writes; by default as large.
         queued_ops_max: operations that wait for a thread; more are refused.
-        touch_written: read each page once after it was written: on tmpfs the first load is then as fast as later ones.
         device: permits reads with `on_device`, which pass through pinned buffers of each thread. A piece is done when
             its copy to the device has ended.
 
@@ -176,7 +175,6 @@ class Ring:
         write_piece_bytes: int | None = None,
         queued_ops_max: int = QUEUED_OPS_MAX,
         device: DeviceRing | None = None,
-        touch_written: bool = False,
     ) -> None:
         handle = ctypes.c_void_p()
         write_bytes = write_piece_bytes or piece_bytes
@@ -185,7 +183,7 @@ class Ring:
         if device is not None and device.ordinal < 0:
             raise ValueError(described)
         try:
-            options = _OPTIONS.pack(threads, queued_ops_max, piece_bytes, write_bytes, *on_device, touch_written, 0)
+            options = _OPTIONS.pack(threads, queued_ops_max, piece_bytes, write_bytes, *on_device)
         except struct.error:
             raise ValueError(described) from None
         message = Message()
@@ -221,41 +219,6 @@ class Ring:
         if error:
             raise TierUnavailable(f"I/O queue: {os.strerror(error)}")
         return Batch(batch, slabs_of_ops)
-
-    def forget(self, fd: int) -> None:
-        """Unpin the file of `fd`, which the caller is about to close and has no read in flight of. Never waits.
-
-        Without this call the file may stay pinned, and keep its memory after it was unlinked.
-        """
-        with self._lock:
-            if self._handle is not None and self._pid == os.getpid():
-                quick.kvtier_ring_forget(self._handle, fd)
-
-    def pin_file(self, fd: int, end: int) -> None:
-        """Register a file's bytes before `end` with CUDA: until `forget`, the device copies straight from its pages.
-
-        The file must be on a file system in memory, `end` whole pages, and no hole before it. One call at a time; the
-        interpreter lock is released. Takes 0.13 s a GiB, during which the driver holds locks that launches and copies
-        need: pin in small steps.
-
-        Raises TierUnavailable with CUDA's error or when the ring is closed, and OSError when the file cannot be mapped
-        or is shorter.
-        """
-        with self._lock:
-            if self._handle is None or self._pid != os.getpid():
-                raise TierUnavailable("the I/O ring is closed")
-            shared = ctypes.c_void_p(quick.kvtier_ring_share(self._handle))
-        if shared.value is None:
-            raise TierUnavailable("no memory")
-        message = Message()
-        try:
-            error = library.kvtier_ring_pin_file(shared, fd, end, *message.room)
-        finally:
-            library.kvtier_ring_release(shared)
-        if error == errno.EREMOTEIO:
-            raise TierUnavailable(f"a file cannot be pinned: {message.of(error)}")
-        if error:
-            raise OSError(error, os.strerror(error))
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Cancel queued operations and end the threads. Return False if some hang in the kernel: they keep running."""

@@ -44,11 +44,6 @@ def check_host_arena(n_bytes: int, found: MachineMemory) -> None:
         raise arena_refused(n_bytes, f"{size(n_bytes)}, more than {found.limit} ({size(found.limit_bytes)})", found)
 
 
-def pin_budget(pin_bytes: int | None, found: MachineMemory) -> int:
-    """Return how many bytes of segments in memory a worker may pin. pin_bytes: as in the settings."""
-    return (found.limit_bytes or 0) // 2 if pin_bytes is None else pin_bytes
-
-
 def arena_refused(n_bytes: int, why: str, found: MachineMemory) -> ConfigError:
     """Return the error with its fix, which proposes half of the available memory: each worker has its own arena."""
     fix = "set it to less: each worker on this machine takes so much"

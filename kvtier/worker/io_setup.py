@@ -62,7 +62,7 @@ def open_io(
             sizes.write_piece_bytes >> 10,
             sizes.piece_bytes >> 10,
         )
-        ring = _ring(sizes, in_memory)
+        ring = _ring(sizes)
         return MountIo(Engines(ring, ring), None)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
@@ -109,12 +109,12 @@ def _open(settings: Settings, choice: EngineChoice, ask: Ask) -> Engines:
         raise ConfigError("io.engine", settings.io.engine, str(fault)) from fault
     if isinstance(reader, Ring):
         return Engines(reader, reader)
-    return Engines(reader, _ring(sizes_for(ask.in_memory), ask.in_memory))
+    return Engines(reader, _ring(sizes_for(ask.in_memory)))
 
 
-def _ring(sizes: RingSizes, in_memory: bool) -> Ring:
+def _ring(sizes: RingSizes) -> Ring:
     """Between files and host memory."""
-    return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes, touch_written=in_memory)
+    return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes)
 
 
 def _cost(measured: Calibration) -> MountCost | None:

@@ -49,13 +49,11 @@ class TransferJobs(NamedTuple):
 
 
 class Upkeep(NamedTuple):
-    """Of the memory that devices copy from. begin: as the engine starts. at_work: with each of the engine's steps.
-    moves_in: a namespace, with each plan. stop: before the I/O ends. release: when nothing moves any more."""
+    """Of the host arena, which is pinned in the background. begin: as the engine starts. at_work: with each of the
+    engine's steps. release: when nothing moves any more."""
 
     begin: Callable[[], None] = lambda: None
     at_work: Callable[[], None] = lambda: None
-    moves_in: Callable[[bytes], None] = lambda namespace: None
-    stop: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
 
 
@@ -108,12 +106,10 @@ class Transfer:
 
     def save(self, plan: SavePlan) -> None:
         """Gathers the plan's chunks before it returns. Each chunk is answered once, in some later `poll`."""
-        self._upkeep.moves_in(plan.namespace)
         self._saver.save(plan)
 
     def load(self, plan: LoadPlan) -> None:
         """Queues the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
-        self._upkeep.moves_in(plan.namespace)
         self._loader.load(plan)
 
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -154,7 +150,6 @@ class Transfer:
         """Ends the background work; what is still queued is dropped. Call `drain` first."""
         for ticker in self._tickers:
             ticker.close(CLOSE_TIMEOUT_S)
-        self._upkeep.stop()
         for jobs in self._jobs:
             jobs.close()
         has_tidied = run_within("trim", CLOSE_TIMEOUT_S, self._leave_files)

@@ -12,10 +12,9 @@ import yaml
 from pydantic import BaseModel
 
 from kvtier.cli.prompts import duration_argument
-from kvtier.config.settings import PIN_BYTES_MIN, Settings
+from kvtier.config.settings import Settings
 from kvtier.config.types import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.worker.arenas import PIN_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -227,8 +226,8 @@ def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
         ({"root": "/x", "io": {"threads": 0}}, "io.threads"),
         ({"root": "/x", "io": {"threads": True}}, "io.threads"),
         ({"root": "/x", "io": {"piece_bytes": 5000}}, "io.piece_bytes"),
-        ({"root": "/x", "io": {"pin_bytes": "31MiB"}}, "io.pin_bytes"),
-        ({"root": "/x", "io": {"pin_bytes": "9" * 400 + ".5"}}, "io.pin_bytes"),
+        ({"root": "/x", "io": {"pin_bytes": 0}}, "io.pin_bytes"),
+        ({"root": "/x", "hbm": {"arena_bytes": "9" * 400 + ".5"}}, "hbm.arena_bytes"),
         ({"root": "/x", "io": {"timeout_s": "inf"}}, "io.timeout_s"),
         ({"root": "/x", "io": {"direct": "yes"}}, "io.direct"),
         ({"root": "/x", "index": {"path": "here"}}, "index.path"),
@@ -243,12 +242,6 @@ def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
 )
 def test_bad_value_names_its_key(overrides: dict[Any, Any], key: str) -> None:
     assert refusal(overrides).key == key
-
-
-def test_the_least_that_can_be_pinned() -> None:
-    assert PIN_BYTES_MIN == PIN_BYTES
-    for n_bytes in (0, PIN_BYTES):
-        assert Settings.load({"root": "/x", "io": {"pin_bytes": n_bytes}}).io.pin_bytes == n_bytes
 
 
 def test_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

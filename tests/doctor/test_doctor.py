@@ -315,18 +315,6 @@ def test_a_shared_root_that_is_not_flushed_is_warned_of(host: Host, tmp_path: Pa
     assert verdict.level == "warn" and "set io.fdatasync to auto" in verdict.fix
 
 
-@pytest.mark.parametrize(("kind", "is_shown"), [("tmpfs", True), ("ext4", False)])
-def test_segments_that_a_gpu_copies_out_of(host: Host, tmp_path: Path, kind: str, is_shown: bool) -> None:
-    (host.proc / "self/mountinfo").write_text(f"30 27 0:40 / {tmp_path} rw - {kind} none rw\n")
-    (host.proc / "meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n")
-    found = by_name(list(examine_storage(measured(host), tmp_path, None)))
-    assert ("segments to pin" in found) is is_shown
-    if is_shown:
-        assert found["segments to pin"].value.startswith("up to 4.0 GiB for each worker")
-        off = Settings.load({"root": str(tmp_path), "io": {"pin_bytes": 0}})
-        assert "none" in by_name(list(examine_storage(measured(host), tmp_path, off)))["segments to pin"].value
-
-
 def test_a_root_that_is_to_be_made(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an engine's start makes it, with its parents; what is measured is the mount that it will lie on."""
     (host.proc / "self/mountinfo").write_text(f"30 27 0:40 / {tmp_path} rw - lustre 10.0.0.1@tcp:/kv rw\n")

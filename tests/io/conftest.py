@@ -20,7 +20,7 @@ SHM = Path("/dev/shm")
 
 @pytest.fixture(name="ring")
 def _ring() -> Iterator[Ring]:
-    with Ring(4, PIECE_BYTES, touch_written=True) as ring:
+    with Ring(4, PIECE_BYTES) as ring:
         yield ring
 
 

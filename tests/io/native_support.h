@@ -74,6 +74,3 @@ void neighbours_race(Engine& engine, uint32_t flags);
 
 // In native_device_test.cpp; `driver`: the double of CUDA's driver.
 void device_stage_is_clean(const std::string& driver);
-
-// In native_pinned_test.cpp, with the same double; `tmpfs`: a folder in memory, or none.
-void pinned_files_are_copied(const std::string& driver, const std::string& tmpfs);

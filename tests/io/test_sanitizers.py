@@ -20,14 +20,12 @@ SOURCES = [
     "engine.cpp",
     "neighbours.cpp",
     "pinned.cpp",
-    "pinned_files.cpp",
     "transfer.cpp",
 ]
 TESTS = [
     "native_test.cpp",
     "native_neighbours_test.cpp",
     "native_device_test.cpp",
-    "native_pinned_test.cpp",
 ]
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
@@ -51,7 +49,7 @@ def _build(command: list[str]) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_native_code_is_clean(sanitizer: str, tmp_path: Path, tmpfs: Path | None) -> None:
+def test_native_code_is_clean(sanitizer: str, tmp_path: Path) -> None:
     assert COMPILER is not None
     if not _has_sanitizer(COMPILER, sanitizer, tmp_path):
         pytest.skip(f"{COMPILER} has no runtime for -fsanitize={sanitizer} here")
@@ -80,6 +78,6 @@ def test_native_code_is_clean(sanitizer: str, tmp_path: Path, tmpfs: Path | None
         "TSAN_OPTIONS": f"halt_on_error=1:suppressions={silenced}",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    command = [str(program), str(tmp_path), str(double), str(tmpfs or "")]
+    command = [str(program), str(tmp_path), str(double)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert run.returncode == 0 and run.stdout == "passed\n", run.stderr[-5000:]

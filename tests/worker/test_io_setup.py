@@ -82,7 +82,7 @@ def test_pages_that_were_written_are_read_once_on_a_file_system_in_memory_only(
     own = settings(tmp_path)
     io_setup.open_io(own, root, True, arena, torch.device("cpu")).engines.close()
     sizes = sizes_for(in_memory, own.io.threads)
-    options = {"write_piece_bytes": sizes.write_piece_bytes, "touch_written": in_memory}
+    options = {"write_piece_bytes": sizes.write_piece_bytes}
     assert rings == [(sizes.threads, sizes.piece_bytes, options)]
 
 

@@ -19,12 +19,8 @@ Batch::Batch(const OpSpec* specs, size_t n_ops, const uint64_t* expected)
     ops_[i].spec = specs[i];
     ops_[i].first_sum = first_sum;
     first_sum += specs[i].n_slabs;
+    lanes_[ops_[i].lane()].ops.push_back(static_cast<uint32_t>(i));
   }
-}
-
-void Batch::fill_lanes() {
-  for (Lane& lane : lanes_) lane = {};
-  for (size_t i = 0; i < n_ops_; i++) lanes_[ops_[i].lane()].ops.push_back(static_cast<uint32_t>(i));
 }
 
 bool Batch::wait(std::chrono::nanoseconds timeout) {

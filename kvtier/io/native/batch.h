@@ -18,11 +18,8 @@ constexpr size_t kSlabsMax = (kPageBytes - kChecksumsOffset) / 8;
 
 enum Kind : int32_t { kRead = 0, kWrite = 1, kFlush = 2 };
 
-// Separate queues: reads (kRead), writes and flushes (kWrite), and device reads from pinned files.
-constexpr int kPinnedRead = 2;
-constexpr int kLanes = 3;
-
-class PinnedFile;
+// Separate queues: reads (kRead), and writes and flushes (kWrite).
+constexpr int kLanes = 2;
 
 // Bits of OpSpec::flags.
 constexpr uint32_t kVerify = 1;    // compare with the expected checksums; if a write differs, its header is not written
@@ -53,12 +50,11 @@ struct Op {
   uint32_t next_piece = 0;  // first piece not yet taken by a thread; guarded by the engine's mutex
   std::atomic<uint32_t> unfinished{0};
   std::atomic<int> error{0};
-  std::shared_ptr<const PinnedFile> pinned;  // source of a device read, if the file is pinned; reset at the last piece
 
   bool is_given_out() const { return next_piece == n_pieces; }
   bool verify() const { return (spec.flags & kVerify) != 0; }
   bool on_device() const { return (spec.flags & kOnDevice) != 0; }
-  int lane() const { return pinned ? kPinnedRead : spec.kind == kRead ? kRead : kWrite; }
+  int lane() const { return spec.kind == kRead ? kRead : kWrite; }
   uint64_t payload_bytes() const { return spec.slab_bytes * spec.n_slabs; }
   uint8_t* slabs() const {
     return reinterpret_cast<uint8_t*>(spec.address) + (spec.kind == kWrite ? kPageBytes : 0);
@@ -93,7 +89,6 @@ class Batch {
   size_t slabs() const { return sums_.size(); }
   Op& op(size_t i) { return ops_[i]; }
   Lane& lane(int lane) { return lanes_[lane]; }
-  void fill_lanes();  // after Op::pinned is set
   void add_to_sum(size_t slab, uint64_t summand) { sums_[slab].fetch_add(summand, std::memory_order_relaxed); }
   uint64_t sum(size_t slab) const { return sums_[slab].load(std::memory_order_relaxed); }
 

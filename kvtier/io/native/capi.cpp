@@ -95,25 +95,6 @@ EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
   return ended;
 }
 
-// Call before closing a descriptor of reads: unregisters the pinned parts of its file.
-EXPORT void kvtier_ring_forget(kvtier_ring* ring, int fd) {
-  try {
-    ring->engine->forget(fd);
-  } catch (const std::bad_alloc&) {  // the file was unregistered on this thread
-  }
-}
-
-// Another handle of the same ring, for a long call; free it by kvtier_ring_release.
-EXPORT kvtier_ring* kvtier_ring_share(const kvtier_ring* ring) { return new (std::nothrow) kvtier_ring{ring->engine}; }
-
-EXPORT void kvtier_ring_release(kvtier_ring* ring) { delete ring; }
-
-// Registers a file's bytes before `end` with CUDA, as far as they are not. EINVAL: the file cannot be mapped or is
-// shorter; ENODEV: the ring has no device.
-EXPORT int kvtier_ring_pin_file(kvtier_ring* ring, int fd, int64_t end, char* message, size_t message_bytes) {
-  return kvtier::without_exceptions(message, message_bytes, [&] { ring->engine->pin_file(fd, end); });
-}
-
 // EINVAL: an operation is not whole aligned pages; ENODEV: it is for a device, and the ring has none. `expected`: one
 // checksum a slab of the batch.
 EXPORT int kvtier_submit(kvtier_ring* ring, const OpSpec* specs, size_t n_ops, const uint64_t* expected,

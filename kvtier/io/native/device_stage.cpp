@@ -1,25 +1,10 @@
 #include "device_stage.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <utility>
 
 namespace kvtier {
-namespace {
-
-// Fails pieces beyond the end of a pinned file, which may have been truncated since, as a read of the file would.
-void fail_beyond_end(const Run& run) {
-  struct stat file;
-  if (fstat(run.fd(), &file) != 0) return run.fail(errno);
-  if (!run.pieces.front().op->pinned->is_of(file)) return run.fail(EBADF);
-  for (const Piece& piece : run.pieces)
-    if (piece.end() > file.st_size) piece.op->fail(ENODATA);
-}
-
-}  // namespace
-
 DeviceStage::DeviceStage(std::shared_ptr<PinnedBuffer> pool, uint8_t* slots, uint32_t n_slots, uint64_t slot_bytes)
     : pool_(std::move(pool)), driver_(pool_->context().driver) {
   const CurrentContext current(pool_->context());
@@ -65,14 +50,11 @@ bool DeviceStage::send(Run& run) {
     return false;
   }
   Slot& slot = slots_[(oldest_ + in_flight_) % slots_.size()];
-  if (run.is_pinned())
-    fail_beyond_end(run);
-  else
-    read_run(run, slot.data);
+  read_run(run, slot.data);
   if (!run.is_wanted()) return false;
   if (!copy(run, slot)) {
     run.fail(EREMOTEIO);
-    settle(run);
+    settle();
     return false;
   }
   slot.run = std::move(run);
@@ -84,21 +66,9 @@ bool DeviceStage::send(Run& run) {
 bool DeviceStage::copy(const Run& run, const Slot& slot) {
   for (const Piece& piece : run.pieces) {
     if (piece.op->error.load(std::memory_order_relaxed) != 0) continue;
-    const bool sent = run.is_pinned() ? copy_pinned(piece)
-                                      : copy(piece.target(), slot.data + (piece.offset() - run.offset()), piece.bytes);
-    if (!sent) return false;
+    if (!copy(piece.target(), slot.data + (piece.offset() - run.offset()), piece.bytes)) return false;
   }
   return driver_.cuEventRecord(slot.event, stream_) == 0;
-}
-
-bool DeviceStage::copy_pinned(const Piece& piece) {
-  for (uint64_t done = 0; done < piece.bytes;) {
-    const auto [source, left] = piece.op->pinned->at(piece.offset() + static_cast<int64_t>(done));
-    const uint64_t bytes = std::min(left, piece.bytes - done);
-    if (!copy(piece.target() + done, source, bytes)) return false;
-    done += bytes;
-  }
-  return true;
 }
 
 bool DeviceStage::copy(uint64_t target, const uint8_t* source, uint64_t bytes) {
@@ -111,7 +81,7 @@ Run DeviceStage::finish_oldest() {
   Slot& slot = slots_[oldest_];
   if (driver_.cuEventSynchronize(slot.event) != 0) {
     slot.run.fail(EREMOTEIO);
-    settle(slot.run);
+    settle();
   }
   oldest_ = (oldest_ + 1) % slots_.size();
   in_flight_--;
@@ -119,12 +89,9 @@ Run DeviceStage::finish_oldest() {
 }
 
 // Waits for the stream after a failed call, because a copy may still be in flight. If that fails too, the context is
-// lost: no kernel will run in it that could read late bytes as KV, the slots are never used again, and a pinned file
-// stays pinned.
-void DeviceStage::settle(const Run& run) {
-  if (driver_.cuStreamSynchronize(stream_) == 0) return;
-  broken_ = true;
-  if (run.is_pinned()) new std::shared_ptr<const PinnedFile>(run.pieces.front().op->pinned);
+// lost: no kernel will run in it that could read late bytes as KV, and the slots are never used again.
+void DeviceStage::settle() {
+  if (driver_.cuStreamSynchronize(stream_) != 0) broken_ = true;
 }
 
 std::vector<std::unique_ptr<DeviceStage>> open_stages(int ordinal, uint32_t threads, uint32_t slots,

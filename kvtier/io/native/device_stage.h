@@ -1,12 +1,10 @@
-// Second half of a device read: copies a pinned slot to device memory while the thread reads the next run. Pages of a
-// pinned file are copied directly.
+// Second half of a device read: copies a pinned slot to device memory while the thread reads the next run.
 #pragma once
 #include <memory>
 #include <vector>
 
 #include "neighbours.h"
 #include "pinned.h"
-#include "pinned_files.h"
 
 namespace kvtier {
 
@@ -27,7 +25,7 @@ class DeviceStage {
   bool empty() const { return in_flight_ == 0; }
   bool full() const { return in_flight_ == slots_.size(); }
 
-  // Reads a run into a free slot and starts its copies, or copies from the pages of a pinned file; moves from `run`.
+  // Reads a run into a free slot and starts its copies; moves from `run`.
   // Pieces that cannot be read are not copied, and their operations fail. False: no copy was started, and all
   // operations have failed. Not when full().
   bool send(Run& run);
@@ -47,8 +45,7 @@ class DeviceStage {
 
   bool copy(const Run& run, const Slot& slot);
   bool copy(uint64_t target, const uint8_t* source, uint64_t bytes);
-  bool copy_pinned(const Piece& piece);
-  void settle(const Run& run);
+  void settle();
   void destroy();
 
   const std::shared_ptr<PinnedBuffer> pool_;

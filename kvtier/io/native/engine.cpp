@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <future>
 #include <system_error>
 #include <thread>
 
@@ -19,39 +18,11 @@ constexpr uint32_t kReadsPerWrite = 8;
 // Batches searched for neighbours of a read: loads submit one batch a chunk, and those of several requests mix.
 constexpr size_t kLookAhead = 32;
 
-// Copies from pinned files use no slots and no cache, so they are large, and few are in flight at a time, so that they
-// end in the order of their submission. (H200, 128 chunks of 32 MiB: 51 GB/s with 4 MiB, 16 threads x 2 copies; 53.7
-// with 16 MiB, 8 threads x 2; 55 with one large copy.)
-constexpr uint64_t kPinnedPieceBytes = 16 << 20;
-constexpr uint32_t kPinnedRunsMax = 4;
-
 void become_worker() {
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, nullptr);  // the application's own threads handle signals
   pthread_setname_np(pthread_self(), "kvtier-io");
-}
-
-// Unregisters files on a thread, since it may take seconds, and waits for it until the deadline.
-void unregister_until(std::chrono::steady_clock::time_point deadline, PinnedFiles::ByDescriptor files) {
-  if (files.empty()) return;
-  auto done = std::make_shared<std::promise<void>>();
-  std::future<void> all_done = done->get_future();
-  try {
-    std::thread([files = std::move(files), done]() mutable {
-      files.clear();
-      done->set_value();
-    }).detach();
-  } catch (const std::system_error&) {
-    return;  // no thread: destroying the closure unregistered them
-  }
-  all_done.wait_until(deadline);
-}
-
-// Call when no piece of the operation is in flight.
-void end(Batch& batch, Op& op) {
-  op.pinned.reset();
-  batch.op_done();
 }
 
 bool is_any_bad(const Batch& batch, const Op& op) {
@@ -63,9 +34,7 @@ bool is_any_bad(const Batch& batch, const Op& op) {
 }  // namespace
 
 Engine::Engine(const EngineOptions& options)
-    : options_(options),
-      sum_(best_instruction_set().sum),
-      pinned_(options.device_ordinal) {}
+    : options_(options), sum_(best_instruction_set().sum) {}
 
 std::shared_ptr<Engine> Engine::start(const EngineOptions& options) {
   std::shared_ptr<Engine> engine(new Engine(options));
@@ -92,14 +61,12 @@ int Engine::submit(const std::shared_ptr<Batch>& batch) {
   uint64_t pieces = 0;
   for (size_t i = 0; i < batch->size(); i++) {
     Op& op = batch->op(i);
-    if (op.on_device()) op.pinned = pinned_.of(op.spec.fd, op.end());
     const uint64_t piece = piece_bytes(op);
     // A flush has no payload but is one piece.
     op.n_pieces = std::max<uint32_t>(1, static_cast<uint32_t>((op.payload_bytes() + piece - 1) / piece));
     op.unfinished.store(op.n_pieces, std::memory_order_relaxed);
     pieces += op.n_pieces;
   }
-  batch->fill_lanes();
   std::lock_guard<std::mutex> lock(mutex_);
   if (stop_) return ESHUTDOWN;
   if (queued_ops_ + batch->size() > options_.queued_ops_max) return EAGAIN;
@@ -112,43 +79,25 @@ int Engine::submit(const std::shared_ptr<Batch>& batch) {
 }
 
 void Engine::cancel(const std::shared_ptr<Batch>& batch) {
-  std::vector<Op*> ended;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    drop_queued(batch, &ended);
-    for (auto& lane : lanes_)
-      for (auto it = lane.begin(); it != lane.end();) it = *it == batch ? lane.erase(it) : it + 1;
-  }
-  for (Op* op : ended) end(*batch, *op);
+  std::lock_guard<std::mutex> lock(mutex_);
+  drop_queued(*batch);
+  for (auto& lane : lanes_)
+    for (auto it = lane.begin(); it != lane.end();) it = *it == batch ? lane.erase(it) : it + 1;
 }
 
-void Engine::drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended) {
+void Engine::drop_queued(Batch& batch) {
   for (int kind = 0; kind < kLanes; kind++) {
-    Lane& lane = batch->lane(kind);
+    Lane& lane = batch.lane(kind);
     for (; !lane.empty(); lane.next++) {
-      Op& op = batch->op(lane.ops[lane.next]);
+      Op& op = batch.op(lane.ops[lane.next]);
       if (op.is_given_out()) continue;
       queued_ops_--;
       op.fail(ECANCELED);
       const uint32_t dropped = op.n_pieces - op.next_piece;
       op.next_piece = op.n_pieces;
-      if (op.unfinished.fetch_sub(dropped, std::memory_order_acq_rel) == dropped) ended->push_back(&op);
+      if (op.unfinished.fetch_sub(dropped, std::memory_order_acq_rel) == dropped) batch.op_done();
     }
   }
-}
-
-void Engine::forget(int fd) {
-  std::shared_ptr<const PinnedFile> pinned = pinned_.take_out(fd);
-  if (!pinned) return;
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (stop_) return;
-  forgotten_.push_back(std::move(pinned));
-  work_or_stop_.notify_one();
-}
-
-void Engine::pin_file(int fd, int64_t end) {
-  if (!has_device()) throw std::system_error(ENODEV, std::generic_category());
-  pinned_.pin(fd, end);
 }
 
 bool Engine::close(std::chrono::nanoseconds timeout) {
@@ -156,20 +105,10 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   std::unique_lock<std::mutex> lock(mutex_);
   stop_ = true;
   for (auto& lane : lanes_) {
-    while (!lane.empty()) {
-      const std::shared_ptr<Batch> batch = lane.front();
-      lane.pop_front();
-      std::vector<Op*> ended;
-      drop_queued(batch, &ended);
-      for (Op* op : ended) end(*batch, *op);
-    }
+    for (; !lane.empty(); lane.pop_front()) drop_queued(*lane.front());
   }
   work_or_stop_.notify_all();
-  const bool ended = thread_ended_.wait_until(lock, deadline, [this] { return threads_alive_ == 0; });
-  const auto forgotten = std::move(forgotten_);  // batches may keep the engine for long, but not memory of files
-  lock.unlock();
-  unregister_until(deadline, pinned_.take_all());
-  return ended;
+  return thread_ended_.wait_until(lock, deadline, [this] { return threads_alive_ == 0; });
 }
 
 void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps) {
@@ -179,11 +118,6 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
     const bool copying = stage && !stage->empty();
-    // Unregistering a file takes long: one thread at a time does it, and none with copies to report.
-    if (!forgotten_.empty() && !unregistering_ && (!copying || options_.threads == 1)) {
-      unregister_one(lock);
-      continue;
-    }
     const int kind = choose();
     if (kind < 0 && !copying) {
       idle_++;
@@ -199,8 +133,6 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
       continue;
     }
     Run run = take(kind);
-    // A thread that returns from a pinned run takes the next one; if it took other work, wake another thread.
-    if (kind != kPinnedRead && may_take_pinned()) work_or_stop_.notify_one();
     const int fd = run.pieces.front().op->spec.fd;
     lock.unlock();
     // Copies that have ended are reported before this thread reads or writes something else.
@@ -221,31 +153,17 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
   if (--threads_alive_ == 0) thread_ended_.notify_all();
 }
 
-void Engine::unregister_one(std::unique_lock<std::mutex>& lock) {
-  std::shared_ptr<const PinnedFile> file = std::move(forgotten_.back());
-  forgotten_.pop_back();
-  unregistering_ = true;
-  lock.unlock();
-  file.reset();
-  lock.lock();
-  unregistering_ = false;
-}
-
 int Engine::choose() {
-  const bool others = !lanes_[kRead].empty(), pinned = may_take_pinned() && !(others && pinned_last_);
-  const bool reads = pinned || others, writes = !lanes_[kWrite].empty();
-  const int read = pinned ? kPinnedRead : kRead;
+  const bool reads = !lanes_[kRead].empty(), writes = !lanes_[kWrite].empty();
   if (reads && writes) {
     const bool turn = reads_in_a_row_ >= kReadsPerWrite - 1;
-    return turn && writing_ < (options_.threads + 1) / 2 ? kWrite : read;
+    return turn && writing_ < (options_.threads + 1) / 2 ? kWrite : kRead;
   }
-  if (reads) return read;
+  if (reads) return kRead;
   // One thread does not write, so that an arriving read never waits for writes alone.
   const uint32_t writers_max = options_.threads > 1 ? options_.threads - 1 : 1;
   return writes && writing_ < writers_max ? kWrite : -1;
 }
-
-bool Engine::may_take_pinned() const { return !lanes_[kPinnedRead].empty() && pinned_runs_.load() < kPinnedRunsMax; }
 
 Run Engine::take_write() {
   std::deque<std::shared_ptr<Batch>>& queue = lanes_[kWrite];
@@ -288,8 +206,6 @@ Run Engine::take(int kind) {
     take_neighbours(run, batch, kind);
     if (!batch->lane(kind).empty()) queue.push_back(batch);
   }
-  if (kind == kPinnedRead) pinned_runs_++;
-  pinned_last_ = kind == kPinnedRead;
   reads_in_a_row_ = lanes_[kWrite].empty() ? 0 : reads_in_a_row_ + 1;
   return run;
 }
@@ -338,7 +254,6 @@ bool Engine::give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piec
 }
 
 uint64_t Engine::piece_bytes(const Op& op) const {
-  if (op.pinned) return kPinnedPieceBytes;
   if (op.on_device()) return options_.device_piece_bytes;
   return op.spec.kind == kRead ? options_.read_piece_bytes : options_.write_piece_bytes;
 }
@@ -355,7 +270,6 @@ void Engine::perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer) {
 void Engine::finish_oldest(DeviceStage& stage, Writer& writer) { report(stage.finish_oldest(), writer); }
 
 void Engine::report(const Run& run, Writer& writer) {
-  if (run.is_pinned()) pinned_runs_--;  // no wake: this thread takes the next one
   for (const Piece& piece : run.pieces) piece_done(piece, writer);
 }
 
@@ -372,9 +286,7 @@ void Engine::store(const Piece& piece, Writer& writer) {
     return;
   }
   sum(piece);
-  const int error = writer.write_fully(op.spec.fd, piece.memory(), piece.bytes, piece.offset());
-  if (error != 0) return op.fail(error);
-  if (options_.touch_written) touch_pages(op.spec.fd, piece.offset(), piece.bytes);
+  if (const int error = writer.write_fully(op.spec.fd, piece.memory(), piece.bytes, piece.offset())) op.fail(error);
 }
 
 void Engine::sum(const Piece& piece) {
@@ -396,7 +308,7 @@ void Engine::piece_done(const Piece& piece, Writer& writer) {
   if (op.unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   if (op.spec.kind == kWrite && op.error.load() == 0 && !is_any_bad(*piece.batch, op))
     write_header(*piece.batch, op, writer);
-  end(*piece.batch, op);
+  piece.batch->op_done();
 }
 
 void Engine::write_header(Batch& batch, Op& op, Writer& writer) {

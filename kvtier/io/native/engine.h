@@ -15,7 +15,6 @@
 #include "batch.h"
 #include "checksum.h"
 #include "device_stage.h"
-#include "pinned_files.h"
 #include "transfer.h"
 
 namespace kvtier {
@@ -29,12 +28,10 @@ struct EngineOptions {
   int32_t device_ordinal = -1;  // -1: no device reads, and CUDA is not loaded
   uint32_t device_slots = 0;    // pinned buffers a thread, of a device piece each
   uint64_t device_piece_bytes = 0;
-  uint32_t touch_written = 0;   // for file systems in memory: see touch_pages()
-  uint32_t unused = 0;
 
   bool has_device() const { return device_ordinal >= 0; }
 };
-static_assert(sizeof(EngineOptions) == 48, "the layout is part of the C interface");
+static_assert(sizeof(EngineOptions) == 40, "the layout is part of the C interface");
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -47,13 +44,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Drops the pieces not yet taken; their operations end with ECANCELED once the pieces in flight have returned.
   void cancel(const std::shared_ptr<Batch>& batch);
 
-  // Call before closing a descriptor, without reads of it in flight. A thread of the engine unregisters its file, which
-  // takes 40 ns a page.
-  void forget(int fd);
-
-  // See PinnedFiles::pin. Throws std::system_error: ENODEV without a device.
-  void pin_file(int fd, int64_t end);
-
   // Cancels queued operations and waits for the threads until `timeout`; one that hangs in the kernel keeps its own
   // reference to the engine. True when all have ended.
   bool close(std::chrono::nanoseconds timeout);
@@ -63,17 +53,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   explicit Engine(const EngineOptions& options);
   void work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps);
-  void unregister_one(std::unique_lock<std::mutex>& lock);  // of forgotten_, which is not empty
   // Under mutex_:
   int choose();  // lane of the next run, or -1
-  bool may_take_pinned() const;
   Run take(int kind);
   Run take_write();  // of the file that the fewest threads write
   void take_neighbours(Run& run, const std::shared_ptr<Batch>& batch, int kind);
   Piece next_piece(Batch& batch, int kind) const;  // not taken yet: without its batch
   Piece piece_of(Op& op) const;  // its next piece, without its batch
   bool give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piece);  // true: its operation's last piece
-  void drop_queued(const std::shared_ptr<Batch>& batch, std::vector<Op*>* ended);
+  void drop_queued(Batch& batch);
   // Without it:
   uint64_t piece_bytes(const Op& op) const;
   void perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer);
@@ -87,17 +75,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   const EngineOptions options_;
   const SumFunction sum_;
-  PinnedFiles pinned_;
   std::mutex mutex_;
   std::condition_variable work_or_stop_, thread_ended_;
   std::deque<std::shared_ptr<Batch>> lanes_[kLanes];  // batches with pieces of that kind to take
-  std::vector<std::shared_ptr<const PinnedFile>> forgotten_;
-  bool unregistering_ = false;  // a thread unregisters one of those
   size_t queued_ops_ = 0;
   uint32_t threads_alive_ = 0;
   uint32_t idle_ = 0;                     // threads that wait for work
-  std::atomic<uint32_t> pinned_runs_{0};  // in flight
-  bool pinned_last_ = false;              // lane of the last read: the two lanes of reads alternate
   uint32_t writing_ = 0;                  // threads with a write piece
   uint32_t reads_in_a_row_ = 0;           // runs taken while writes waited
   std::unordered_map<int, uint32_t> writers_;  // threads that hold a write piece, by file descriptor; none of them 0

@@ -24,8 +24,7 @@ void read_alone(const Piece& piece, uint8_t* target) {
 bool Run::may_take(const Piece& next, uint64_t bytes_max) const {
   const int64_t gap = next.offset() - end();
   return next.op->spec.fd == fd() && next.op->on_device() == on_device() &&
-         next.op->pinned == pieces.front().op->pinned && gap >= 0 &&
-         gap <= static_cast<int64_t>(kGapBytesMax) && pieces.size() < kRunPiecesMax &&
+         gap >= 0 && gap <= static_cast<int64_t>(kGapBytesMax) && pieces.size() < kRunPiecesMax &&
          static_cast<uint64_t>(next.end() - offset()) <= bytes_max;
 }
 

@@ -31,7 +31,6 @@ struct Run {
   uint64_t bytes() const { return static_cast<uint64_t>(end() - offset()); }  // with gaps
   int fd() const { return pieces.front().op->spec.fd; }
   int kind() const { return pieces.front().op->spec.kind; }
-  bool is_pinned() const { return pieces.front().op->pinned != nullptr; }
   bool on_device() const { return pieces.front().op->on_device(); }
 
   // True if read `next` fits behind the others, all together at most `bytes_max` of the file.

@@ -49,14 +49,6 @@ int flush(int fd) {
 
 uint64_t reads_issued() { return n_reads.load(std::memory_order_relaxed); }
 
-void touch_pages(int fd, int64_t offset, size_t bytes) {
-  struct stat file;
-  if (fstat(fd, &file) != 0 || file.st_blksize <= 0) return;
-  char byte;
-  for (size_t page = 0; page < bytes; page += static_cast<size_t>(file.st_blksize))  // 2 MiB where pages are huge
-    if (pread(fd, &byte, 1, offset + static_cast<int64_t>(page)) != 1) return;
-}
-
 Writer::Writer() {
   if (syscall(SYS_io_setup, 1, &context_) != 0) context_ = 0;
 }

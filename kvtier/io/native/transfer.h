@@ -20,11 +20,6 @@ int flush(int fd);
 // Number of read calls of read_fully and read_once in this process.
 uint64_t reads_issued();
 
-// Reads a byte of each page just written to a file system in memory, and ignores errors. The kernel moves a page to its
-// active list at the first read, under one lock for all; this way no load waits for it. (tmpfs, 16 threads: first reads
-// at 26 GB/s, later ones at 75.)
-void touch_pages(int fd, int64_t offset, size_t bytes);
-
 // Writes of one thread through its own kernel AIO context: one request at a time, waited for; pwrite where AIO fails.
 //
 // On FUSE-like file systems a synchronous direct write holds the file's lock until it is done, so writers of one file
