@@ -12,7 +12,7 @@ import uuid
 from tests.network_fs.bed import SERVER_IP, START_TIMEOUT_S, Bed, run
 from tests.waiting import wait_until
 
-DISK_MB = 1024  # size of one server's disk, MiB
+DISK_MB = 4096  # size of one server's disk, MiB
 
 
 class Gluster(Bed):
@@ -102,7 +102,7 @@ class Moose(Bed):
     def start(self) -> None:
         master = self.folder / "master"
         master.mkdir()
-        self.disks = [self.disk(f"disk{n}", 2 * DISK_MB) for n in (1, 2)]
+        self.disks = [self.disk(f"disk{n}", DISK_MB) for n in (1, 2)]
         (self.folder / "exports.cfg").write_text("* / rw,alldirs,maproot=0\n")
         (self.folder / "topology.cfg").touch()
         shutil.copy("/var/lib/mfs/metadata.mfs.empty", master / "metadata.mfs")
@@ -160,7 +160,7 @@ class Juice(Bed):
 
     def start(self) -> None:
         meta = f"redis://{SERVER_IP}:6391/1"
-        self.daemon(
+        self._server = self.daemon(
             "servers",
             "redis",
             "redis-server",
@@ -186,7 +186,7 @@ class Juice(Bed):
             "--trash-days",
             "0",
             "--capacity",
-            "2",
+            "4",
             meta,
             "kvtier",
         )
@@ -207,6 +207,12 @@ class Juice(Bed):
 
     def versions(self) -> str:
         return run("juicefs", "version").strip()
+
+    def kill_server(self) -> None:
+        self._server.send_signal(signal.SIGSTOP)  # its end would be the end of all data
+
+    def restart_server(self) -> None:
+        self._server.send_signal(signal.SIGCONT)
 
     def limit_room(self, n_bytes: int) -> None:
         with (self.m1 / "ballast").open("wb") as file:
@@ -271,7 +277,7 @@ class Ceph(Bed):
             "mon": f"mon_data = {folder}/mon\nmon_data_avail_warn = 1\nmon_data_avail_crit = 1\n",
             "mgr": f"mgr_data = {folder}/mgr\nmgr_initial_modules =\n",
             "osd": f"osd_data = {folder}/osd\nosd_objectstore = bluestore\nbluestore_block_create = true\n"
-            f"bluestore_block_size = {2 * DISK_MB << 20}\nbluestore_cache_autotune = false\n"
+            f"bluestore_block_size = {DISK_MB << 20}\nbluestore_cache_autotune = false\n"
             "bluestore_cache_size = 67108864\nosd_memory_target = 939524096\nosd_op_num_shards = 2\n",
             "mds": f"mds_data = {folder}/mds\nmds_cache_memory_limit = 134217728\n",
         }

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.network_fs.bed import end
-from tests.network_fs.run import FULL_DISK_BYTES, ROOT
+from tests.network_fs.run import ROOT
 
 PROGRAMS = ("qemu-system-x86_64", "mmdebstrap", "mke2fs")
+FULL_DISK_BYTES = 300 << 20  # room of the full-disk measurement: 37 segment sets of one file, bytes
 TIMEOUT_S = 3000.0  # for all measurements in one guest, seconds
 
 

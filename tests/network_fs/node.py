@@ -24,7 +24,8 @@ CHUNKS = 5  # chunks of one prompt
 ANSWER_TIMEOUT_S = 180.0  # for one command, seconds
 REQUEST_TIMEOUT_S = 60.0  # until a save or a load counts as unanswered, seconds
 WATCH_TIMEOUT_S = 90.0  # until a prompt is published by the other node, seconds
-SHAPE = {"layers": 4, "k_head_size": 128, "v_head_size": 128}  # a chunk of 64 tokens has 1 MiB
+SHAPE = {"layers": 4, "k_head_size": 128, "v_head_size": 128}
+CHUNK_BYTES = 1 << 20  # of 64 tokens in SHAPE
 PER_CHUNK = 64 // BLOCK_TOKENS
 BLOCKS = list(range(PER_CHUNK * CHUNKS))
 

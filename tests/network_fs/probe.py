@@ -30,40 +30,53 @@ from typing import Any
 
 import yaml
 
+from kvtier.build import STRIPE_SLOTS_MIN
 from kvtier.scheduler.store import WantedChunk
+from kvtier.storage.filesystem import file_system_of, stripes_for
 from kvtier.worker.transfer import TIDY_INTERVAL_S
-from tests.network_fs.node import ANSWER_TIMEOUT_S, CHUNKS, Node, settings
+from tests.network_fs.node import ANSWER_TIMEOUT_S, CHUNK_BYTES, CHUNKS, Node, settings
 from tests.redis_server import standalone
 from tests.support.rig import Engine, geometry
 
 REREAD_AFTER_S = 3.0  # second look at what was read fresh, seconds after the last round
 FREED_WITHIN_S = 10.0  # time that the file system has to show what was evicted, seconds
-CAPACITY = 96 << 20  # capacity_bytes of the capacity measurement
+CAPACITY_SETS = 12  # capacity_bytes of the capacity measurement, segment sets
 POOL = 80  # prompts that are loaded under faults; most are not open on node 2 when the first fault comes
 STARTED = "started"  # line that says that faults may begin
 WHOLE_AFTER_S = 5.0  # pause between the end of all faults and the look for losses, seconds
 PROGRESS_PROMPTS = 20  # prompts between two lines that report how a long measurement goes on
-SEGMENT = 8 << 20  # segment_bytes of all nodes
+SEGMENT_MIN = 8 << 20  # least segment_bytes of all nodes, bytes
 RATE_BATCH = 8  # chunks of a batch
-RATE_SHAPE = {"layers": 2, "kv_heads": 8, "k_head_size": 128, "v_head_size": 128, "chunk_tokens": 256}  # 4 MiB
+RATE_CHUNK_BYTES = 4 << 20  # by RATE_SHAPE
+RATE_SEGMENT = 1 << 30  # segment_bytes as by default; all batches lie in one set
+RATE_SHAPE = {"layers": 2, "kv_heads": 8, "k_head_size": 128, "v_head_size": 128, "chunk_tokens": 256}
 PIECE = 1 << 20  # one plain direct write, bytes
 WRITERS = 4  # threads of plain writes, and of kvtier's ring
 
 
 @dataclass(frozen=True)
 class Place:
-    """Two mounts, the server's disks (empty: unknown), an index, and a folder for logs."""
+    """Two mounts, the server's disks (empty: unknown), an index, and a folder for logs.
+
+    stripes: files of a segment set, as by default on this file system.
+    """
 
     m1: Path
     m2: Path
     disks: Sequence[Path]
     url: str
     folder: Path
+    stripes: int = 1
+
+    @property
+    def segment_bytes(self) -> int:
+        """Return segment_bytes with which a set has all its stripes: a file holds at least STRIPE_SLOTS_MIN chunks."""
+        return max(SEGMENT_MIN, (self.stripes * STRIPE_SLOTS_MIN + 1) * CHUNK_BYTES)
 
     @contextmanager
     def nodes(self, name: str, **changes: Any) -> Iterator[list[Node]]:
         """Start two nodes on a root of this name, and end them."""
-        every = settings(self.url, **changes)
+        every = settings(self.url, **{"segment_bytes": self.segment_bytes} | changes)
         every["index"] = every["index"] | {"prefix": name}
         made: list[Node] = []
         try:
@@ -121,11 +134,19 @@ def fresh(place: Place, rounds: int) -> dict[str, Any]:
 
 
 def rate(place: Place, batches: int) -> dict[str, Any]:
-    """Write batches of chunks through kvtier and plain direct writes with one fdatasync a batch, in turn."""
-    every = settings(place.url, segment_bytes=132 << 20, host={"arena_bytes": 96 << 20, "admit": "never"})
+    """Write batches of chunks through kvtier and plain direct writes with one fdatasync a batch, in turn.
+
+    The first batch, in which kvtier creates the files of the set, is not part of the rates.
+    """
+    every = settings(
+        place.url,
+        segment_bytes=RATE_SEGMENT,
+        capacity_bytes=4 * RATE_SEGMENT,
+        host={"arena_bytes": 96 << 20, "admit": "never"},
+    )
     every["index"] = every["index"] | {"prefix": "rate"}
     engine = Engine(place.m1 / "rate", shape=geometry(**RATE_SHAPE), n_blocks=16 * RATE_BATCH, changes=every)
-    plain_writer = PlainWriter(place.m1 / "plain", batches + 1)
+    plain_writer = PlainWriter(place.m1 / "plain", batches + 1, place.stripes)
     seconds: dict[str, list[float]] = {"kvtier": [], "plain": []}
     try:
         for transfer in engine.transfers:
@@ -138,11 +159,13 @@ def rate(place: Place, batches: int) -> dict[str, Any]:
         engine.close()
         plain_writer.close()
         shutil.rmtree(place.m1 / "rate")
-        (place.m1 / "plain").unlink()
-    n_bytes = RATE_BATCH * 4 << 20
+        shutil.rmtree(place.m1 / "plain")
+    n_bytes = RATE_BATCH * RATE_CHUNK_BYTES
     speed = {name: batches * n_bytes / sum(found[1:]) / 1e6 for name, found in seconds.items()}  # the first one warms
     median = {name: n_bytes / sorted(found[1:])[batches // 2] / 1e6 for name, found in seconds.items()}
     return {
+        "files": place.stripes,
+        "first_batch_s": seconds["kvtier"][0],
         "kvtier_mb_s": speed["kvtier"],
         "plain_mb_s": speed["plain"],
         "share": speed["kvtier"] / speed["plain"],
@@ -172,35 +195,39 @@ def _save_batch(engine: Engine, number: int) -> float:
 
 
 class PlainWriter:
-    """A file that grows by direct writes of several threads, with one fdatasync a batch."""
+    """As many files as a segment set has, grown by direct writes of several threads, each flushed once a batch."""
 
-    def __init__(self, path: Path, batches: int) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        self._batch = RATE_BATCH * 4 << 20
+    def __init__(self, folder: Path, batches: int, n_files: int) -> None:
+        folder.mkdir()
+        flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT
+        self._fds = [os.open(folder / str(n), flags, 0o600) for n in range(n_files)]
+        self._share = RATE_BATCH * RATE_CHUNK_BYTES // n_files  # of one batch in each file
         libc = ctypes.CDLL(None, use_errno=True)  # not os.posix_fallocate: glibc emulates it by small writes
-        libc.fallocate(self._fd, 0, ctypes.c_long(0), ctypes.c_long(batches * self._batch))
+        for fd in self._fds:
+            libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(batches * self._share))
         self._page = mmap.mmap(-1, PIECE)
         self._page.write(os.urandom(PIECE))
         self._pool = ThreadPoolExecutor(WRITERS)
 
     def write(self, number: int) -> float:
         began = time.monotonic()
-        first = number * self._batch
-        offsets = range(first, first + self._batch, PIECE)
-        list(self._pool.map(lambda offset: os.pwritev(self._fd, [self._page], offset), offsets))
-        os.fdatasync(self._fd)
+        offsets = range(number * self._share, (number + 1) * self._share, PIECE)
+        pieces = [(fd, offset) for offset in offsets for fd in self._fds]
+        list(self._pool.map(lambda piece: os.pwritev(piece[0], [self._page], piece[1]), pieces))
+        list(self._pool.map(os.fdatasync, self._fds))
         return time.monotonic() - began
 
     def close(self) -> None:
         self._pool.shutdown()
-        os.close(self._fd)
+        for fd in self._fds:
+            os.close(fd)
 
 
 def capacity(place: Place, prompts: int) -> dict[str, Any]:
     """Save more than capacity_bytes from both nodes, and sample what the servers' disks hold."""
-    before = place.stored_bytes()
+    before, limit = place.stored_bytes(), CAPACITY_SETS * place.segment_bytes
     outcomes, most, indexed, began = Counter[str](), 0, 0, time.monotonic()
-    with place.nodes("capacity", capacity_bytes=CAPACITY) as nodes:
+    with place.nodes("capacity", capacity_bytes=limit) as nodes:
         for number in range(1, prompts + 1):
             outcomes.update(nodes[number % 2].ask("save", number)["outcomes"])
             if number % 2:
@@ -215,8 +242,9 @@ def capacity(place: Place, prompts: int) -> dict[str, Any]:
         idle = place.stored_bytes() - before
     # A node closes what the other one removed within TIDY_INTERVAL_S.
     return {
-        "capacity_mib": CAPACITY >> 20,
-        "limit_mib": (CAPACITY + 2 * SEGMENT) >> 20,
+        "files": place.stripes,
+        "capacity_mib": limit >> 20,
+        "limit_mib": (limit + 2 * place.segment_bytes) >> 20,
         "saved_between_looks_mib": round(speed * TIDY_INTERVAL_S) >> 20,
         "most_stored_mib": most >> 20,
         "stored_idle_mib": idle >> 20,
@@ -323,7 +351,8 @@ def config(place: Place, name: str) -> Path:
     """Write the settings file of a root, for the command line."""
     path = place.folder / f"{name}.yaml"
     index = settings(place.url)["index"] | {"prefix": name}
-    own = {"root": str(place.m1 / name), "index": index, "segment_bytes": SEGMENT, "capacity_bytes": 1 << 30}
+    own = {"root": str(place.m1 / name), "index": index, "segment_bytes": place.segment_bytes}
+    own["capacity_bytes"] = 1 << 30
     path.write_text(yaml.safe_dump(own))
     return path
 
@@ -348,7 +377,7 @@ def _wait_for(is_so: Callable[[], bool]) -> float | None:
 
 MEASUREMENTS = {
     "fresh": (fresh, 100),
-    "rate": (rate, 12),
+    "rate": (rate, 24),
     "capacity": (capacity, 200),
     "full": (full, 250),
     "faults": (faults, 70),
@@ -373,9 +402,10 @@ def main() -> None:
     parser.add_argument("--disks", nargs="*", type=Path, default=[])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    stripes = stripes_for(file_system_of(options.m1).kind, "auto")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, standalone(Path(folder) / "redis") as redis:
-        place = Place(options.m1, options.m2, options.disks, redis.url, Path(folder))
+        place = Place(options.m1, options.m2, options.disks, redis.url, Path(folder), stripes)
         for text in options.measurements:
             name, _, number = text.partition("=")
             measure, usual = MEASUREMENTS[name]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.network_fs import nfs
 from tests.network_fs.beds import BEDS
-from tests.network_fs.run import FULL_DISK_BYTES, measure
+from tests.network_fs.run import measure
 from tests.redis_server import has_redis
 
 pytestmark = has_redis
@@ -72,4 +72,4 @@ def test_two_nodes_on_kernel_nfs(options: str) -> None:
     found = nfs.measure(NFS_IMAGES, options, ["fresh=30", "rate=6", "capacity", "full"])
     for name in ("fresh", "rate", "capacity", "full"):
         check(name, found[name], "nfs")
-    assert found["full"]["fits_mib"] <= FULL_DISK_BYTES >> 20
+    assert found["full"]["fits_mib"] <= nfs.FULL_DISK_BYTES >> 20
