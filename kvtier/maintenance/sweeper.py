@@ -37,9 +37,10 @@ log = logging.getLogger("kvtier")
 SWEPT_NOTE = "swept"
 _TIME = struct.Struct("<d")
 MISSING_NOTE = "missing"
-_MISSING = struct.Struct("<Qd")
+_MISSING_LOOK, _MISSING = struct.Struct("<d"), struct.Struct("<Qd")  # time of the last look; set, missing since
 MISSING_SETS_MAX = 1024  # sets without files that are remembered between two looks
-MISSING_GRACE_S = 600.0  # time between two looks that found no file of a set, before the set is removed, seconds
+MISSING_GRACE_S = 600.0  # time in which all looks find no file of a set, before the set is removed, seconds
+MISSING_GAP_MAX_S = 300.0  # most of the time between two looks that counts: a clock may be set ahead, seconds
 CLOCK_TOLERANCE_S = 5.0  # difference of two clocks that is not corrected, seconds
 LOOKED_INTO_MAX = 1024  # closed sets whose records are counted in one sweep
 ORPHAN_GRACE_S = 600.0  # age from which on a segment in no index is collected, seconds: its writer may register it
@@ -226,7 +227,7 @@ class Housekeeper:
 
     def _remove_lost(self) -> int:
         """Take sets without files out of the index; return how many. Where files may be away for a while, only those
-        that an earlier look missed too, MISSING_GRACE_S ago or longer."""
+        that earlier looks missed too, for MISSING_GRACE_S."""
         unwritten = {info.set_id for info in self._index.sets() if not self._is_written(info)}
         missing = unwritten - self._on_disk()  # listed after the sets: a set is registered before it has files
         if self._may_be_away:
@@ -244,11 +245,17 @@ class Housekeeper:
         """Note in the index since when each of the sets has been missing; return those that are for long."""
         note = self._index.notes(MISSING_NOTE, self.clock()).get(MISSING_NOTE, b"")
         now_s = self._index.shared_s(self.clock())  # the next look may be another node's
-        known = dict(_MISSING.iter_unpack(note)) if len(note) % _MISSING.size == 0 else {}
-        since = {set_id: min(known.get(set_id, now_s), now_s) for set_id in missing}
+        known: dict[int, float] = {}
+        gap_s = 0.0
+        if len(note) % _MISSING.size == _MISSING_LOOK.size:
+            known = dict(_MISSING.iter_unpack(note[_MISSING_LOOK.size :]))
+            gap_s = now_s - _MISSING_LOOK.unpack_from(note)[0]
+        not_counted_s = max(0.0, gap_s - MISSING_GAP_MAX_S)
+        since = {set_id: min(known.get(set_id, now_s) + not_counted_s, now_s) for set_id in missing}
         oldest = sorted(since.items(), key=lambda found: found[1])[:MISSING_SETS_MAX]
         if oldest:
-            self._index.put_note(MISSING_NOTE, b"".join(_MISSING.pack(*found) for found in oldest), None)
+            listed = b"".join(_MISSING.pack(*found) for found in oldest)
+            self._index.put_note(MISSING_NOTE, _MISSING_LOOK.pack(now_s) + listed, None)
         elif note:
             self._index.drop_note(MISSING_NOTE)
         return {set_id for set_id, since_s in oldest if now_s - since_s >= MISSING_GRACE_S}

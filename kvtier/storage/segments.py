@@ -14,7 +14,7 @@ import re
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
@@ -177,6 +177,21 @@ class SegmentFiles:
         try:
             if os.fstat(segment.fd).st_size > segment.header.bytes_up_to(slots_used):
                 os.ftruncate(segment.fd, segment.header.bytes_up_to(slots_used))
+        except OSError as fault:
+            raise _unavailable(self.folder / segment_name(set_id, part), fault) from fault
+        finally:
+            segment.release()
+
+    def erase(self, set_id: int, part: int, slots: Iterable[int]) -> None:
+        """Blank the header pages of slots, so that no rebuild of the index reads their records."""
+        segment = self.lease(set_id, part)
+        if segment is None:
+            return
+        try:
+            for slot in slots:
+                _write_page(segment.fd, bytes(PAGE_BYTES), segment.header.slot_offset(slot))
+            if self._flushes:
+                os.fdatasync(segment.fd)
         except OSError as fault:
             raise _unavailable(self.folder / segment_name(set_id, part), fault) from fault
         finally:
@@ -488,10 +503,10 @@ def _allocate(fd: int, n_bytes: int) -> None:
         os.ftruncate(fd, n_bytes)
 
 
-def _write_page(fd: int, page: bytes) -> None:
+def _write_page(fd: int, page: bytes, offset: int = 0) -> None:
     with mmap.mmap(-1, PAGE_BYTES) as buffer:  # direct I/O wants a page-aligned address
         buffer[:] = page
-        if os.pwritev(fd, [buffer], 0) != PAGE_BYTES:
+        if os.pwritev(fd, [buffer], offset) != PAGE_BYTES:
             raise OSError(errno.EIO, "short write of a header page")
 
 

@@ -16,7 +16,7 @@ from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.format.record import SegmentHeader, created_ms_of, parts_of, record_bytes, stripes_of
-from kvtier.index.base import UNOWNED, slots_used
+from kvtier.index.base import UNOWNED, Location, slots_used
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage.open_segments import OpenSegment
@@ -89,16 +89,17 @@ class OwnSegments:
                 self._making.difference_update(set_ids)
                 self._free.notify_all()
 
-    def leave(self, namespace: bytes, set_ids: Collection[int], deadline_s: float) -> set[int]:
-        """After the index refused a record: those of the sets that are still ours. Our segments of those that it does
-        not know are unlinked; those of sets that were taken over are cut behind what is visible of them, as the sweeper
-        did before this record was written: it may have cut the record's bytes while they were on their way, and the
-        header page came last. Raises IndexUnavailable, TierUnavailable."""
+    def leave(self, namespace: bytes, written: Collection[Location], deadline_s: float) -> set[int]:
+        """After the index refused one of these records: the ids of the sets that are still ours. Our segments of those
+        that it does not know are unlinked; those of sets that were taken over are cut behind what is visible of them,
+        as the sweeper did before this record was written: it may have cut the record's bytes while they were on their
+        way, and the header page came last. Raises IndexUnavailable, TierUnavailable."""
         files = self._worker.files(namespace)
+        set_ids = {location.set_id for location in written}
         with self._alone(set_ids, deadline_s):
             ours, taken_over = self._leave_unknown(files, set_ids)
         for set_id in taken_over:
-            self._cut(files, set_id)
+            self._cut(files, set_id, [location for location in written if location.set_id == set_id])
         return ours
 
     def _leave_unknown(self, files: SegmentFiles, set_ids: Collection[int]) -> tuple[set[int], set[int]]:
@@ -116,11 +117,15 @@ class OwnSegments:
             self._unlink(files, set_id)
         return ours, {info.set_id for info in known} - ours
 
-    def _cut(self, files: SegmentFiles, set_id: int) -> None:
+    def _cut(self, files: SegmentFiles, set_id: int, written: Collection[Location]) -> None:
         used = slots_used(place for _, place in self._worker.index.members(set_id))
         try:
             for part in parts_of(set_id, self._worker.share.rank):
-                files.trim(set_id, part, used.get(part, 0))
+                if part in used or not self._worker.files.sharing.may_be_away:
+                    files.trim(set_id, part, used.get(part, 0))
+                else:
+                    # It may have been away when the index was rebuilt: a sweep reads its earlier records back.
+                    files.erase(set_id, part, [place.slot for place in written if place.part == part])
         except (Corrupt, TierUnavailable) as fault:
             self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
 

@@ -538,7 +538,7 @@ class Saver:
         index, whole = self._worker.index, self._worker.geometry.whole
         if index.publish([NewRecord(item.chunk.key, location, whole) for item, location in written]) == len(written):
             return written
-        ours = self._segments.leave(plan.namespace, {location.set_id for _, location in written}, deadline_s)
+        ours = self._segments.leave(plan.namespace, [location for _, location in written], deadline_s)
         return [(item, location) for item, location in written if location.set_id in ours]
 
     def _keep_slots(self, written: list[tuple[Staged, Location]], ours: list[Staged]) -> None:

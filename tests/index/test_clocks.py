@@ -13,6 +13,7 @@ from kvtier.eviction import pins
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Rules
 from kvtier.index.base import EVICT_LEASE, SetInfo, Use, writer_lease
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.redis.clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
 from kvtier.index.redis.index import RedisIndex
 from kvtier.index.redis.wire import open_wire
@@ -104,12 +105,33 @@ def test_a_set_is_missing_for_as_long_as_one_clock_says(
     other.create_set(SetInfo(1, bytes(16), "gone", 100, time.time(), time.time()))
     other.publish([record(1, 1, 0)])
     other.close_set(1, 100)
-    for after_s, left in ((0.0, [1]), (500.0, [1]), (601.0, [])):
+    for after_s, left in ((0.0, [1]), (290.0, [1]), (580.0, [1]), (601.0, [])):
         for index, now in ((far, clock), (other, time.time)):
             Housekeeper(index, tmp_path / "v2", "keeper", lambda now=now, s=after_s: now() + s).sweep()  # type: ignore[misc]
         assert [info.set_id for info in other.sets()] == left
     far.close()
     other.close()
+
+
+def test_a_clock_that_is_set_ahead_removes_no_set_whose_files_are_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedded index has no clock but the node's: an outage of seconds counted as one of an hour."""
+    monkeypatch.setattr(sweeper, "file_system_of", lambda _: FileSystem("nfs4", True, "/"))
+    (tmp_path / "v2").mkdir()
+    index = LmdbIndex(str(tmp_path / "v2" / "index"))
+    index.bind(tmp_path / "v2")
+    index.rebuilt(index.loss())
+    began_s = time.time()
+    index.create_set(SetInfo(1, bytes(16), "gone", 100, began_s, began_s))
+    index.publish([record(1, 1, 0)])
+    index.close_set(1, 100)
+    left = []
+    for after_s in (0.0, 10.0, FAR_S, FAR_S + 60.0, FAR_S + 3 * 60.0, FAR_S + 6 * 60.0):
+        Housekeeper(index, tmp_path / "v2", "keeper", lambda after_s=after_s: began_s + after_s).sweep()  # type: ignore[misc]
+        left.append(len(index.sets()))
+    assert left == [1, 1, 1, 1, 1, 0], "it is removed when it has been missing for ten minutes of looks"
+    index.close()
 
 
 def test_a_node_whose_clock_is_ahead_leaves_young_files_alone(

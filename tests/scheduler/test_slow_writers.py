@@ -4,6 +4,7 @@ there all the same, and what is no longer wanted of it is answered as failed (I1
 from __future__ import annotations
 
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +16,10 @@ from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import writer_lease
 from kvtier.maintenance.rebuild import ReadBack
 from kvtier.maintenance.sweep_lease import SWEEP_LEASE
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.scheduler.background import Keeper
-from kvtier.storage.segments import SegmentFiles
+from kvtier.storage.segments import SegmentFiles, Sharing
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 from tests.worker.test_trimming import RECORD_BYTES, engine_of
@@ -401,3 +402,31 @@ def test_the_slot_of_a_write_that_took_too_long_is_nobody_elses(
     late[0].land()
     writer.close()
     assert loads(tmp_path, tokens_of(2)) == 2
+
+
+def test_a_writer_that_is_refused_does_not_cut_a_file_that_was_away_when_the_index_was_rebuilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index knows no record of that file, but its records are not lost: a sweep reads them back."""
+    writer = Engine(tmp_path, tensor_size=2)
+    by_hand(writer)
+    writer.save(tokens_of(1), BLOCKS)
+    paths = segments(tmp_path)
+    assert len(paths) == 2
+    index, now_s = writer.store._keeper._index, [time.time()]
+    shutil.rmtree(tmp_path / "v2" / "index")
+    rebuilding = Housekeeper(index, tmp_path / "v2", "other", clock=lambda: now_s[0])
+    monkeypatch.setattr(rebuilding, "_may_be_away", True)
+    monkeypatch.setattr(rebuilding._read_back, "_may_be_away", True)
+    for transfer in writer.transfers:
+        monkeypatch.setattr(transfer._worker.files, "sharing", Sharing(may_be_away=True))
+    away = paths[1].rename(tmp_path / "away")
+    assert index.was_reset and rebuilding.rebuild() is not None
+    index.rebuilt(index.loss())
+    away.rename(paths[1])
+    assert told(writer, tokens_of(2)) == {SaveOutcome.FAILED}
+    now_s[0] += ORPHAN_GRACE_S + CLOCK_TOLERANCE_S
+    rebuilding.sweep()
+    assert len(index.resolve(writer.keys(tokens_of(1)))) == 2
+    assert index.resolve(writer.keys(tokens_of(2))) == [], "what was answered as failed does not come back"
+    writer.close()
