@@ -42,3 +42,11 @@ MLA = {
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 2,
 }
+GLM_MOE = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 40,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 2,
+}
+LLAMA4 = {"model_type": "llama4_text", "num_local_experts": 4, "intermediate_size_mlp": 300}

@@ -1,21 +1,22 @@
 """Reader of a model's config.json, without vLLM and transformers, which may not be installed.
 
 Keys that a file leaves out have the defaults of transformers' class for it, which differ from model to model:
-`FAMILIES` holds them, with facts that no key states. A model that kvtier cannot serve is refused with the connector's
-reason. A model type that is in no table is refused as well, for a guess could be wrong by any factor.
+`families` holds them, with facts that no key states. A model that kvtier cannot serve is refused with the connector's
+reason. A model type that is in no table is refused as well.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import AttentionKind, Geometry
-from kvtier.model.layer_kinds import FULL, WINDOW, refusal
+from kvtier.model.families import ENCODER, FAMILIES, REFUSED, ExpertKeys, Family
+from kvtier.model.layer_kinds import CHUNK, FULL, WINDOW, refusal
 
 KEY = "--model"
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -27,77 +28,6 @@ QUANTIZATION_FILE = "hf_quant_config.json"
 NUMBER_MAX = 1 << 53
 LAYERS_MAX = (1 << 16) - 1
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Facts about a model type that its config.json does not state.
-
-    mlp_matrices: 3 for gate, up and down; 2 for up and down. experts: the names of the keys that describe them.
-    The rest are transformers' defaults; kv_heads None: as many as query heads; head_size None: hidden size over heads;
-    window: of attention, and whether it is used where the file does not say; full_every: every so many layers one
-    attends to everything and the others within the window, where the file does not list them. usual: further keys that
-    published files of the family leave out.
-    """
-
-    mlp_matrices: int = 3
-    experts: Literal["", "mixtral", "gpt_oss", "qwen", "deepseek"] = ""
-    kv_heads: int | None = None
-    head_size: int | None = None
-    is_tied: bool = False
-    window: int | None = None
-    uses_window: bool = True
-    full_every: int = 0
-    usual: Mapping[str, int] = field(default_factory=dict)
-
-
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(kv_heads=8, window=4096),
-    "qwen2": Family(kv_heads=32, uses_window=False),
-    "qwen3": Family(kv_heads=32, head_size=128, uses_window=False),
-    "gemma": Family(kv_heads=16, head_size=256, is_tied=True),
-    "gemma2": Family(kv_heads=4, head_size=256, is_tied=True, window=4096, full_every=2),
-    "gemma3_text": Family(
-        kv_heads=4,
-        head_size=256,
-        is_tied=True,
-        window=4096,
-        full_every=6,
-        usual={"num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072},
-    ),
-    "gpt_oss": Family(experts="gpt_oss", kv_heads=8, head_size=64, window=128, full_every=2),
-    "cohere2": Family(is_tied=True, window=4096, full_every=4),
-    "olmo3": Family(window=4096, full_every=4),
-    "granite": Family(),
-    "olmo2": Family(),
-    "phi": Family(mlp_matrices=2),
-    "phi3": Family(),
-    "gpt_neox": Family(mlp_matrices=2),
-    "mixtral": Family(experts="mixtral", kv_heads=8),
-    "qwen2_moe": Family(experts="qwen", kv_heads=16, uses_window=False),
-    "qwen3_moe": Family(experts="qwen", kv_heads=4, uses_window=False),
-    "deepseek_v2": Family(experts="deepseek"),
-    "deepseek_v3": Family(experts="deepseek"),
-    "kimi_k2": Family(experts="deepseek"),
-}
-
-_UNLIKE = "its layers have KV of unlike sizes, or share it, and a record has one size for all"
-_STATES = "it has layers without attention, whose state is not KV of tokens"
-_SPARSE = "its attention is sparse or compressed"
-_ENCODER = "it is an encoder, or has one: its KV depends on tokens that come later"
-REFUSED = {
-    name: reason
-    for reason, names in {
-        _UNLIKE: ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "mimo_v2_flash"),
-        _STATES: ("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h",
-                  "granitemoehybrid", "recurrent_gemma", "rwkv", "xlstm", "qwen3_next", "qwen3_5", "qwen3_5_moe",
-                  "minimax", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid"),
-        _SPARSE: ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
-        _ENCODER: ("bert", "roberta", "xlm-roberta", "modernbert", "t5", "bart", "mllama", "whisper"),
-    }.items()
-    for name in names
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +164,15 @@ def read_model(folder: Path) -> ModelConfig:
         if family in REFUSED:
             values.refuse(f"{family}: {REFUSED[family]}; {_NOT_SERVED}")
     if found.get("is_encoder_decoder"):
-        values.refuse(f"{family}: {_ENCODER}; {_NOT_SERVED}")
+        values.refuse(f"{family}: {ENCODER}; {_NOT_SERVED}")
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        values.refuse(f"its model_type {family!r} is not known to this command, which knows {known}")
+        unknown = f"its model_type {family!r} is not known to this command, which knows {known}"
+        values.refuse(f"{unknown}; an engine serves other models too, if all their layers have full attention or MLA")
     kinds = _layer_kinds(values, FAMILIES[family])
+    if FAMILIES[family].window_from is not None and set(kinds) == {FULL, WINDOW}:
+        layers = f"max_window_layers and {values.number('num_hidden_layers')} layers"
+        values.refuse(f"some of its layers have a window and others none ({layers}), which vLLM does not run")
     if why := refusal(kinds):
         fix = "for a plan of vLLM's --disable-sliding-window, which keeps that many tokens, set sliding_window to 0"
         values.refuse(f"{why}; {fix if WINDOW in kinds else _NOT_SERVED}")
@@ -297,8 +231,8 @@ def _model(values: _Values, name: str, notes: list[str]) -> ModelConfig:
         hidden_size=values.number("hidden_size"),
         attention=_attention(values, family),
         mlp_matrices=family.mlp_matrices,
-        mlp_size=values.number("intermediate_size"),
-        experts=_experts(values, family, layers),
+        mlp_size=values.number(family.mlp_key),
+        experts=None if family.experts is None else _experts(values, family.experts, layers),
         vocabulary=values.number("vocab_size"),
         is_tied=values.get("tie_word_embeddings", family.is_tied, null=False),
         max_tokens=values.natural("max_position_embeddings"),
@@ -311,7 +245,7 @@ def _model(values: _Values, name: str, notes: list[str]) -> ModelConfig:
 
 def _attention(values: _Values, family: Family) -> Attention:
     heads = values.number("num_attention_heads")
-    if family.experts == "deepseek":
+    if family.is_mla:
         latent = LatentShape(
             values.natural("q_lora_rank") or None, values.number("kv_lora_rank"), values.number("qk_rope_head_dim")
         )
@@ -330,39 +264,61 @@ def _attention(values: _Values, family: Family) -> Attention:
     return Attention("heads", heads, kv_heads, size, size, size, size)
 
 
-def _experts(values: _Values, family: Family, layers: int) -> Experts | None:
-    if family.experts in ("mixtral", "gpt_oss"):
-        usual_n, usual_per_token = (8, 2) if family.experts == "mixtral" else (128, 4)
-        n = values.number("num_local_experts", usual_n)
-        per_token = values.number("num_experts_per_tok", usual_per_token)
-        return Experts(n, per_token, values.number("intermediate_size"), 0, frozenset(range(layers)))
-    if family.experts == "qwen":
-        dense: list[int] = values.get("mlp_only_layers", [])
-        step = values.number("decoder_sparse_step", 1)
-        sparse = frozenset(n for n in range(layers) if n not in dense and (n + 1) % step == 0)
-        shared = values.natural("shared_expert_intermediate_size")
-        size = values.number("moe_intermediate_size")
-        key = "num_experts" if "num_experts" in values else "num_local_experts"  # as transformers writes it since 5
-        return Experts(values.number(key), values.number("num_experts_per_tok"), size, shared, sparse)
-    if family.experts == "deepseek" and values.natural("n_routed_experts"):
-        first, step = values.natural("first_k_dense_replace"), values.number("moe_layer_freq", 1)
-        sparse = frozenset(n for n in range(first, layers) if n % step == 0)
-        size = values.number("moe_intermediate_size")
-        shared = values.natural("n_shared_experts") * size
-        return Experts(values.number("n_routed_experts"), values.number("num_experts_per_tok"), size, shared, sparse)
-    return None
+def _experts(values: _Values, keys: ExpertKeys, layers: int) -> Experts | None:
+    n_key = next((key for key in keys.n if key in values), keys.n[0])
+    if keys.is_optional and not values.natural(n_key):
+        return None
+    size = values.number(keys.size)
+    shared_size = values.natural(keys.shared_size)
+    n_shared = values.natural(keys.n_shared) if keys.n_shared in values else keys.n_shared_usual
+    sparse = _sparse_layers(values, keys, layers)
+    return Experts(values.number(n_key), values.number(keys.per_token), size, shared_size + n_shared * size, sparse)
+
+
+def _sparse_layers(values: _Values, keys: ExpertKeys, layers: int) -> frozenset[int]:
+    """Return the layers with experts, as the file lists them, else by its rule."""
+    kinds: list[str] = values.get("mlp_layer_types", [])
+    if kinds:
+        return frozenset(number for number, kind in enumerate(kinds[:layers]) if kind == "sparse")
+    listed: list[int] = values.get(keys.sparse, [])
+    if listed:
+        return frozenset(listed)
+    dense: list[int] = values.get(keys.dense, [])
+    first = values.natural(keys.first) if keys.first in values else keys.first_usual
+    step = values.number(keys.step, 1)
+    return frozenset(n for n in range(first, layers) if n not in dense and (n + keys.offset) % step == 0)
 
 
 def _layer_kinds(values: _Values, family: Family) -> list[str]:
-    """Return each layer's kind of attention, as the file lists them, else as the model's class has them."""
+    """Return each layer's kind of attention, as the file lists them, else as the model's class has them. A layer whose
+    window or chunk the file says to be null or 0 attends to everything."""
     listed: list[str] = values.get("layer_types", [])
-    if listed:
-        return [str(kind) for kind in listed]
     layers = values.number("num_hidden_layers")
+    if family.chunk:
+        return _chunked(values, layers) if _has_chunk(values, family) else [FULL] * layers
+    if listed:
+        is_off = "sliding_window" in values and not values.natural("sliding_window")
+        return [FULL if kind == WINDOW and is_off else str(kind) for kind in listed]
     window = values.natural("sliding_window") if "sliding_window" in values else family.window
     if not window or not values.get("use_sliding_window", family.uses_window, null=False):
         return [FULL] * layers
+    if family.window_from is not None:
+        first = values.natural("max_window_layers") if "max_window_layers" in values else family.window_from
+        return [WINDOW if number >= first else FULL for number in range(layers)]
     if not family.full_every:
         return [WINDOW] * layers
     every = values.number("sliding_window_pattern", family.full_every, null=family.full_every)
     return [WINDOW if number % every else FULL for number in range(1, layers + 1)]
+
+
+def _has_chunk(values: _Values, family: Family) -> bool:
+    size = values.natural("attention_chunk_size") if "attention_chunk_size" in values else family.chunk
+    return size > 0
+
+
+def _chunked(values: _Values, layers: int) -> list[str]:
+    """Return the kinds of a model whose layers attend within a chunk, but for those without rotary positions."""
+    with_positions: list[int] = values.get("no_rope_layers", [])  # 1 for a layer with positions, whatever its name
+    every = values.number("no_rope_layer_interval", 4)
+    found = with_positions or [number % every for number in range(1, layers + 1)]
+    return [CHUNK if has_positions else FULL for has_positions in found]

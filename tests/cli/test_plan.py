@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from tests.model_configs import LLAMA_8B, LLAMA_70B, MLA, SMALL
+from tests.model_configs import GLM_MOE, LLAMA4, LLAMA_8B, LLAMA_70B, MLA, SMALL
 
 GPU = ("--gpu-memory", "141GB")
 
@@ -201,6 +201,7 @@ def test_kv_that_a_checkpoint_asks_for(model: str, capsys: pytest.CaptureFixture
     assert planned(capsys, "--model", model)["geometry"]["dtype"] == "bfloat16", "that file is for older ones"
 
 
+QWEN_WINDOW = SMALL | {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True}
 NOT_SERVED = [
     ({"model_type": "gemma4"}, "gemma4: its layers have KV of unlike sizes"),
     ({"model_type": "mamba2"}, "mamba2: it has layers without attention"),
@@ -208,13 +209,16 @@ NOT_SERVED = [
     ({"model_type": "llama", "is_encoder_decoder": True}, "it is an encoder"),
     ({"model_type": "deepseek_v32"}, "its attention is sparse"),
     ({"model_type": "gemma3n", "text_config": SMALL | {"model_type": "gemma3n_text"}}, "gemma3n: its layers have KV"),
-    ({"model_type": "new_model"}, "model_type 'new_model' is not known"),
+    ({"model_type": "new_model"}, "model_type 'new_model' is not known to this command"),
     ({}, "model_type 'None' is not known"),
     (SMALL | {"model_type": "mistral"}, "all its layers attend within a window"),
-    (SMALL | {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True}, "within a window"),
+    (QWEN_WINDOW | {"max_window_layers": 0}, "all its layers attend within a window"),
     (SMALL | {"model_type": "gemma3_text", "sliding_window": 512}, "all its layers attend within a window"),
     (SMALL | {"model_type": "llama", "layer_types": ["sliding_attention"] * 5}, "all its layers attend within"),
     (SMALL | {"model_type": "llama", "layer_types": ["full_attention", "linear_attention"]}, "of linear_attention"),
+    (SMALL | LLAMA4 | {"no_rope_layers": [1] * 5}, "all its layers attend within a chunk"),
+    (QWEN_WINDOW | {"max_window_layers": 2}, "some of its layers have a window"),
+    (SMALL | {"model_type": "dots1", "max_window_layers": 0} | GLM_MOE, "all its layers attend within a window"),
     (SMALL | {"model_type": "llama", "layer_types": 5}, "its layer_types is 5"),
     (SMALL | {"model_type": "llama", "num_key_value_heads": 4}, "6 attention heads do not divide over 4 KV heads"),
     (SMALL | {"model_type": "llama", "hidden_size": 100}, "its hidden_size 100 does not divide over 6"),
@@ -239,6 +243,8 @@ TEXT = {"model_type": "mistral", "max_position_embeddings": 4096} | {
 }
 NESTED = {"model_type": "mistral3", "dtype": "bfloat16"}
 KV_HEAD_BYTES = 2 * 5 * 16 * 2  # K and V of 5 layers, heads of 16 elements in bfloat16
+CONTEXT = {"max_position_embeddings": 4096}
+EXAONE_LAYERS = ["sliding_attention"] * 3 + ["full_attention", "sliding_attention"]
 SERVED = [
     (SMALL | {"model_type": "gemma2", "head_dim": 16}, 2 * KV_HEAD_BYTES),
     (SMALL | {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4}, 2 * KV_HEAD_BYTES),
@@ -246,6 +252,19 @@ SERVED = [
     (SMALL | {"model_type": "olmo3"}, 2 * KV_HEAD_BYTES),
     (SMALL | {"model_type": "qwen3", "head_dim": None}, 2 * KV_HEAD_BYTES),
     (SMALL | {"model_type": "llama", "layer_types": ["full_attention", "sliding_attention"]}, 2 * KV_HEAD_BYTES),
+    (QWEN_WINDOW | {"max_window_layers": 5}, 2 * KV_HEAD_BYTES),
+    (QWEN_WINDOW, 2 * KV_HEAD_BYTES),  # as many as 28 without
+    (SMALL | LLAMA4 | {"head_dim": 16}, 2 * KV_HEAD_BYTES),
+    (SMALL | LLAMA4 | {"head_dim": 16, "no_rope_layers": [1] * 5, "attention_chunk_size": None}, 2 * KV_HEAD_BYTES),
+    ({"model_type": "llama4", "text_config": SMALL | LLAMA4 | {"head_dim": 16} | CONTEXT}, 2 * KV_HEAD_BYTES),
+    (SMALL | {"model_type": "exaone4", "sliding_window": 512, "layer_types": EXAONE_LAYERS}, 2 * KV_HEAD_BYTES),
+    (SMALL | {"model_type": "exaone4", "sliding_window": None, "sliding_window_pattern": None}, 2 * KV_HEAD_BYTES),
+    (SMALL | GLM_MOE | {"model_type": "glm4_moe"}, 2 * KV_HEAD_BYTES),
+    (SMALL | {"model_type": "qwen2_5_vl"}, 2 * KV_HEAD_BYTES),
+    (
+        SMALL | {"model_type": "olmo3", "sliding_window": None, "layer_types": ["sliding_attention"] * 5},
+        2 * KV_HEAD_BYTES,
+    ),
     (NESTED | {"text_config": TEXT | {"sliding_window": None}}, 2 * KV_HEAD_BYTES),
     (
         NESTED | {"text_config": TEXT | {"sliding_window": None, "dtype": None, "num_key_value_heads": None}},

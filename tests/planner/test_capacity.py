@@ -15,7 +15,7 @@ from kvtier.model.config_json import ModelConfig, read_model
 from kvtier.planner.capacity import ChunkBytes, EngineSizes, Prefill, TransferRates, plan_hbm, prefill_of, whole_chunks
 from kvtier.planner.codecs import CODECS, chunks_of_codecs
 from kvtier.planner.model_parameters import active_parameters, rank_parameters, total_parameters
-from tests.model_configs import EXPERTS, LLAMA_8B, LLAMA_70B, MLA, SMALL
+from tests.model_configs import EXPERTS, GLM_MOE, LLAMA4, LLAMA_8B, LLAMA_70B, MLA, SMALL
 
 
 def model_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
@@ -118,6 +118,31 @@ PARAMETERS = [
     (SMALL | MLA | {"model_type": "deepseek_v2"}, 841_728),
     (SMALL | MLA | {"model_type": "deepseek_v2", "q_lora_rank": None}, 864_768),
     (SMALL | MLA | {"model_type": "deepseek_v3"}, 841_728),
+    (SMALL | {"model_type": "exaone4"}, 637_440),
+    (SMALL | EXPERTS | {"model_type": "exaone_moe"}, 704_256),
+    (SMALL | LLAMA4 | {"interleave_moe_layer_step": 2}, 2_080_128),
+    (SMALL | LLAMA4 | {"moe_layers": [0, 3], "head_dim": 16}, 1_219_968),
+    (SMALL | GLM_MOE | {"model_type": "glm4_moe"}, 757_248),
+    (SMALL | GLM_MOE | {"model_type": "dots1"}, 757_248),
+    (SMALL | MLA | {"model_type": "glm4_moe_lite", "first_k_dense_replace": 1}, 893_184),
+    (SMALL | {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2}, 2_467_200),
+    (SMALL | {"model_type": "ernie4_5"}, 1_401_600),
+    # Less 4 x 8 corrections of routers. Its first layer has no experts.
+    (SMALL | {"model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 40}, 747_264),
+    (SMALL | {"model_type": "seed_oss"}, 1_497_600),
+    (SMALL | {"model_type": "smollm3"}, 541_440),
+    (SMALL | {"model_type": "olmo"}, 637_440),
+    (SMALL | {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2}, 2_253_120),
+    (SMALL | {"model_type": "phimoe", "num_local_experts": 4}, 1_607_040),
+    (SMALL | {"model_type": "starcoder2"}, 433_920),
+    (SMALL | {"model_type": "cohere"}, 541_440),
+    (SMALL | {"model_type": "hunyuan_v1_dense"}, 637_440),
+    (SMALL | EXPERTS | {"model_type": "hy_v3"}, 1_564_416),
+    (SMALL | {"model_type": "arcee"}, 529_920),
+    (SMALL | {"model_type": "nemotron"}, 529_920),
+    (SMALL | {"model_type": "granitemoe", "num_local_experts": 4}, 1_607_040),
+    (SMALL | {"model_type": "ministral3"}, 1_497_600),
+    (SMALL | {"model_type": "stablelm"}, 637_440),
 ]
 
 
