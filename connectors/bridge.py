@@ -20,6 +20,7 @@ from kvtier.index.async_lookup import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.load_threshold import LoadLimit
+from kvtier.scheduler.shared_loads import SharedLoads
 from kvtier.scheduler.store import Store, WantedChunk
 from kvtier.worker.transfer import Progress, Transfer
 
@@ -54,9 +55,10 @@ class Step:
 
 
 class LoadRoom:
-    """Requests whose loads are with the workers, at most `loads_max`."""
+    """Requests whose loads are with the workers, at most `loads_max`, and those that wait for another's load."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedLoads) -> None:
+        self.shared = shared
         self.loads_max = LOADS_MAX
         self.planned: list[LoadPlan] = []  # for the next step
         self.under_way: set[str] = set()
@@ -85,7 +87,7 @@ class SchedulerBridge:
         self._faults = faults
         self._clock = clock
         self.watcher = Watcher()
-        self.room = LoadRoom()
+        self.room = LoadRoom(SharedLoads(store.metrics, clock))
         self._requests: dict[str, TrackedRequest] = {}
         self._is_stopped = False
         self._has_old_blocks = False
@@ -126,6 +128,7 @@ class SchedulerBridge:
         if plan is not None:
             self.room.planned.append(plan)
             self.room.under_way.add(request_id)
+            self.room.shared.begin(request_id, [chunk.key for chunk in plan.chunks], n_tokens)
             request.own_tokens += n_tokens
             request.load_blocks = frozenset(block for chunk in plan.chunks for block in chunk.block_ids)
         else:
@@ -134,12 +137,17 @@ class SchedulerBridge:
             self._refused.append(LoadDone(request_id, failed))
             request.load_blocks = failed
 
+    def landed(self, request_id: str) -> None:
+        """Note that the engine has the blocks of a request's load, if there was one, in its own cache."""
+        self.room.shared.end(request_id)
+
     def begin(self, request_id: str, computed_tokens: int) -> None:
         """Note the first step of a request since it was given blocks; it computes from `computed_tokens` on.
 
         KV before that which neither the engine nor this tier supplied is another connector's: it may be lossy or
         incomplete, so the request is not saved.
         """
+        self.landed(request_id)
         request = self._requests.get(request_id)
         # The engine's own hit may go on within the block after the one where it asked.
         if request is None or computed_tokens < request.own_tokens + self._shape.block_tokens:
@@ -171,6 +179,7 @@ class SchedulerBridge:
     def finish(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
         """Queue the whole chunks of an ended request: its blocks are reused from the next step on, after these are
         gathered."""
+        self.room.shared.forget(request_id)
         ended = self._requests.pop(request_id, None)
         if ended is not None and ended.may_save and ended.load_blocks is None:
             self._before += self._take_wanted(ended, frontier_tokens, block_ids)
@@ -178,9 +187,10 @@ class SchedulerBridge:
     def loads_ended(self, received: Iterable[str], failed_blocks: AbstractSet[int]) -> None:
         """Take the workers' answers. Blocks may fail in an earlier step than the one that reports their request."""
         if failed_blocks:
-            for request in self._requests.values():
+            for request_id, request in self._requests.items():
                 if request.load_blocks is not None and not request.load_blocks.isdisjoint(failed_blocks):
                     request.may_load = False  # I11
+                    self.room.shared.end(request_id, has_failed=True)
         for request_id in received:
             self.room.under_way.discard(request_id)
             if request_id in self._requests:
@@ -221,6 +231,7 @@ class SchedulerBridge:
         self._is_stopped |= not has_begun
         self._has_old_blocks = blocks_in_use
         self._before.clear()
+        self.room.shared.clear()
         loading = False
         for request in self._requests.values():
             request.may_load = request.may_save = False
@@ -240,6 +251,8 @@ class SchedulerBridge:
         shortest = max(1, self._limit.min_tokens)
         if end * size - computed_tokens < shortest or computed_tokens % self._shape.block_tokens:
             return 0  # a load that begins within an engine block would write into one that others may share
+        if self.room.shared.is_waiting(request.view.request_id, computed_tokens):
+            return None
         # Without room among the workers' loads a request waits here, where it holds no blocks and has no deadline.
         waits = self.room.is_full
         entries = self._find(request, first, end, waits)
@@ -253,10 +266,15 @@ class SchedulerBridge:
         n_tokens = (first + len(entries)) * size - computed_tokens
         if n_tokens < shortest:
             return 0
-        if waits:
+        if waits or self._must_wait(request, first, len(entries), computed_tokens):
             return None
         request.offer = Offer(computed_tokens, first, entries, n_tokens)
         return n_tokens
+
+    def _must_wait(self, request: TrackedRequest, first: int, n_chunks: int, computed_tokens: int) -> bool:
+        size = self._shape.chunk_tokens
+        keys = request.keys_to(first + n_chunks, size)[first:]
+        return self.room.shared.must_wait(request.view.request_id, keys, size, computed_tokens)
 
     def _find(self, request: TrackedRequest, first: int, end: int, waits: bool) -> tuple[bytes, ...] | None:
         """Return the entries of the leading chunks of [first, end); None while a remote index has not answered.

@@ -100,6 +100,9 @@ class KVTierConnector(KVConnectorBase_V1):
 
     # In the scheduler's process
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.bind_blocks(gpu_block_pool)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 

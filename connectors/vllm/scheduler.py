@@ -33,6 +33,8 @@ from kvtier.scheduler.engine_report import About
 
 log = logging.getLogger("kvtier")
 
+SHORT_OF_BLOCKS = 0.1  # share of vLLM's blocks; with fewer free, requests wait for long loads of others, too
+
 
 class SchedulerHalf:
     """Called from the scheduler's thread only.
@@ -62,11 +64,14 @@ class SchedulerHalf:
         if kept is not None and kept.expected is not None:
             self._store.reporter.expect(kept.expected.prefill_token_s)
         self._step_times = StepTimes(self._saw_step, _steps_ahead(vllm_config))
+        self._block_tokens = spec.block_size
         shape = BlockShape(settings.chunk_tokens, spec.block_size)
         self._bridge = SchedulerBridge(
             self._store, shape, self._costs.limit, settings.index.answer_timeout_s, self._faults
         )
         self._bridge.room.loads_max = settings.queues.load_requests_max
+        if vllm_config.cache_config.enable_prefix_caching:  # else a request that waited would find nothing
+            self._bridge.room.shared.wait_s = settings.queues.shared_load_wait_s
         why_not = why_items_pass_by(vllm_config)
         if why_not:
             log.warning("requests with images, audio or video are neither loaded nor saved: %s", why_not)
@@ -97,6 +102,10 @@ class SchedulerHalf:
             self._events = dynamo.TierEvents(announcements, spec)
             announcements.start()
 
+    def bind_blocks(self, pool: Any) -> None:
+        """Watch how many of vLLM's blocks are free."""
+        self._bridge.room.shared.is_short = partial(self._is_short, pool)
+
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens of a waiting request can be loaded, and True if they are loaded in the background
         (always)."""
@@ -114,6 +123,8 @@ class SchedulerHalf:
         self._given.anew(request.request_id, blocks.blocks[0])
         if external_tokens > 0:
             self._bridge.begin_load(request.request_id, block_ids, external_tokens)
+        else:
+            self._bridge.landed(request.request_id)
 
     def build_step(self, scheduled: Any) -> StepMetadata:
         """Return the workers' work of this step. Must be called before vLLM counts the step's tokens as computed."""
@@ -185,6 +196,11 @@ class SchedulerHalf:
     def _saw_step(self, tokens: int, seconds: float) -> None:
         self._costs.saw_step(tokens, seconds)
         self._store.reporter.saw_step(tokens, seconds)
+
+    @contains_faults("counting free blocks", default=False)
+    def _is_short(self, pool: Any, n_tokens: int) -> bool:
+        left = pool.get_num_free_blocks() - n_tokens // self._block_tokens
+        return bool(left < pool.num_gpu_blocks * SHORT_OF_BLOCKS)
 
     @contains_faults("describing a chunk in KV events")
     def _describe(self, request_id: str, chunk: int, shape: BlockShape, hash_tokens: int) -> ChunkBlocks | None:

@@ -35,7 +35,18 @@ from kvtier.config.index import IndexSettings
 from kvtier.config.server import ServerSettings
 from kvtier.config.signing import SigningSettings
 from kvtier.config.sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
-from kvtier.config.types import FROZEN, Bytes, BytesOrZero, Count, Natural, Seconds, Timeout, absolute_path, multiple
+from kvtier.config.types import (
+    FROZEN,
+    Bytes,
+    BytesOrZero,
+    Count,
+    Natural,
+    Seconds,
+    SecondsOrZero,
+    Timeout,
+    absolute_path,
+    multiple,
+)
 from kvtier.errors import HIDDEN, ConfigError
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import STRIPES_MAX
@@ -123,11 +134,13 @@ class IoSettings(BaseModel):
 
 
 class QueueSettings(BaseModel):
-    """Bounds of the queues between the engine and the storage (I4)."""
+    """Bounds of the queues between the engine and the storage (I4). shared_load_wait_s: longest wait for another
+    request's load of the same chunks; 0: each request loads by itself."""
 
     model_config = FROZEN
     save_chunks_max: Count = 256
     load_requests_max: Count = 256
+    shared_load_wait_s: SecondsOrZero = 5.0
     save_threads: Annotated[Count, Field(le=64)] = 2
     load_threads: Annotated[Count, Field(le=64)] = 2
 

@@ -12,6 +12,7 @@ from adapters_scenario import adapters, adapters_in_use  # noqa: F401
 from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
 from events_log import EventsLog
 from failed_forward_scenario import failed_forward  # noqa: F401
+from shared_scenario import shared_prefix  # noqa: F401
 from vllm import PoolingParams, SamplingParams
 
 from kvtier.connectors.vllm.worker import FIGURES_INTERVAL_S

@@ -50,6 +50,7 @@ from tests.simulation.truth import BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, SHAPE, Pa
 TIMEOUT_S = 2.0
 WRITER_LEASE_S = 6.0
 N_BLOCKS = 40
+SHARED_WAIT_S = 0.5
 ANSWER_TIMEOUT_S = 1.0
 JOBS_MAX = 16
 CUTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
@@ -128,6 +129,7 @@ class EngineProcess:
         shape = BlockShape(CHUNK_TOKENS, BLOCK_TOKENS)
         faults = StrictFaults(place)
         self.scheduler = SchedulerBridge(self.store, shape, FixedLimit(1), ANSWER_TIMEOUT_S, faults, self._monotonic)
+        self.scheduler.room.shared.wait_s = SHARED_WAIT_S
         self.pages = [Pages(share, N_BLOCKS) for share in self.shares]
         self.transfers = [self._open_transfer(n, rng) for n in range(len(self.shares))]
         self.ranks = [WorkerBridge(transfer, shape, StrictFaults(place)) for transfer in self.transfers]
