@@ -174,6 +174,7 @@ def open_store(
         spares_max,
         set_files=writers * shape.stripes,
         stripes=shape.stripes,
+        reclaim_s=file_system_of(root.folder).reclaim_s,
     )
     evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
     housekeeper = Housekeeper(index, root.folder, owner)

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from collections import deque
 
-LATE_S = 60.0  # longest time for the space of evicted files to show on the disk, seconds
+LATE_S = 60.0  # longest time for the space of evicted files to show on most file systems, seconds
 SETTLE_FIRST_S, SETTLE_MAX_S = 5.0, 60.0  # time after an eviction in which a refusal says nothing new, seconds
 PROBE_INTERVAL_S = 60.0  # interval at which a limit that was learned from a refusal is raised, seconds
 
 
 class Room:
-    """Space of one root as one engine observes it. Times are seconds of any clock."""
+    """Space of one root as one engine observes it. Times are seconds of any clock.
 
-    def __init__(self) -> None:
+    reclaim_s: time in which the file system is known to free the space of removed files, seconds; 0: at once or soon.
+    """
+
+    def __init__(self, reclaim_s: float = 0.0) -> None:
+        self._late_s = max(LATE_S, reclaim_s)
+        self._is_late = reclaim_s > 0.0
         self._before = (0, 0)  # bytes of all sets at the last look; the room when no eviction was late
         self._late: deque[tuple[float, int]] = deque()  # (time, bytes) of evictions whose space may not show yet
         self._evicted_s = float("-inf")
@@ -56,7 +61,7 @@ class Room:
         room_bytes = set_bytes + free_bytes
         if room_bytes >= known_bytes:  # all of it shows
             self._late.clear()
-        while self._late and not 0.0 <= now_s - self._late[0][0] < LATE_S:
+        while self._late and not 0.0 <= now_s - self._late[0][0] < self._late_s:
             self._late.popleft()
         if self._late:
             room_bytes = min(known_bytes, room_bytes + sum(n_bytes for _, n_bytes in self._late))
@@ -69,7 +74,7 @@ class Room:
         """Take it as the limit that there was no room for a set beside `set_bytes`. Return whether it is news: soon
         after an eviction it is not, because the space of what was evicted may still be on its way."""
         self._refused_s = now_s
-        if 0.0 <= now_s - self._evicted_s < self._settle_s:
+        if 0.0 <= now_s - self._evicted_s < self._settle_s or self._is_on_its_way(now_s, need_bytes):
             return False
         self._settle_s = min(SETTLE_MAX_S, 2 * self._settle_s)
         self._evicted_s = now_s  # of what the caller evicts now
@@ -78,6 +83,11 @@ class Room:
         self._raise_s = now_s + PROBE_INTERVAL_S
         self._step_bytes = 0
         return True
+
+    def _is_on_its_way(self, now_s: float, need_bytes: int) -> bool:
+        """Return whether the file system is known to be late and the space of a whole set does not show yet."""
+        late = (n_bytes for at_s, n_bytes in self._late if 0.0 <= now_s - at_s < self._late_s)
+        return self._is_late and sum(late) >= need_bytes
 
     def worked(self, now_s: float, set_bytes: int, need_bytes: int) -> None:
         """Note that records were saved. Where nothing was refused for a while, there is room for what is written."""

@@ -58,7 +58,7 @@ class KeeperPlan:
     make_folder: checks the root and creates a namespace's folder where it is missing; called again now and then.
     about: description of the engine in its reports. spares_max: upper bound of the sets kept ready. with_beat: called
         with the time at each renewal of the lease and at the end; it may wait for the index and raise what that
-        raises. set_files: number of files of one set. stripes: those of one rank.
+        raises. set_files: number of files of one set. stripes: those of one rank. reclaim_s: see Room.
     """
 
     owner: str
@@ -73,6 +73,7 @@ class KeeperPlan:
     with_beat: Callable[[float], object] = lambda now_s: None
     set_files: int = 1
     stripes: int = 1
+    reclaim_s: float = 0.0
 
     def spares(self, capacity_bytes: int) -> int:
         """Return how many sets are kept ready: enough for a long prompt, and at most an eighth of what all sets may
@@ -98,7 +99,7 @@ class _Space:
     """State of the disk. was_refused, has_saved: a save was refused, or succeeded, since the last tick. refused_bytes:
     free bytes when a tenant's set could not be created; None while all could."""
 
-    room: Room = field(default_factory=Room)
+    room: Room
     was_refused: bool = False
     has_saved: bool = False
     refused_bytes: int | None = None
@@ -145,7 +146,7 @@ class Keeper:
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
         self._done_with = _DoneWith()
         self._due = _Due(SweepTurns(plan.owner), RepeatedLog(housekeeper.clock))
-        self._space = _Space()
+        self._space = _Space(Room(plan.reclaim_s))
 
     def start(self) -> None:
         """Ticks on a thread of its own until `close`; without it the caller ticks (simulation).

@@ -64,6 +64,9 @@ _VISIBILITY = {
 #   fuse.juicefs    23, 23, 22-23, 0       fuse.ceph, nfs, nfs4  0, 0, 0, 0
 # FLUSHED kinds whose clients send direct writes to the server before they return.
 _WRITES_THROUGH = frozenset({"nfs", "nfs4", "ceph", "fuse.ceph", "fuse.ceph-fuse"})
+# Time in which the space of removed files shows in statvfs where that takes minutes, seconds. MooseFS's master finds
+# the chunks of removed files in a loop of 300 s or more (CHUNKS_LOOP_MIN_TIME), and deletes some at a time.
+_RECLAIM_S = {"fuse.mfs": 900.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,11 @@ class FileSystem:
         """Tell whether bytes of a direct write may stay in the client until fdatasync, so that a write looks faster
         than the storage."""
         return self.visibility is Visibility.FLUSHED and self.kind not in _WRITES_THROUGH
+
+    @property
+    def reclaim_s(self) -> float:
+        """Return the time in which the space of removed files becomes free, seconds; 0: at once or within seconds."""
+        return _RECLAIM_S.get(self.kind, 0.0)
 
     def is_flushed(self, setting: str) -> bool:
         """Tell whether segments are flushed before their records are published. setting: io.fdatasync."""

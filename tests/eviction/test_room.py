@@ -110,6 +110,21 @@ def test_what_is_saved_beyond_a_limit_lifts_it_once_nothing_is_refused() -> None
     assert room.limit_bytes == 70
 
 
+def test_where_space_is_known_to_come_late_nothing_more_is_evicted_for_it() -> None:
+    """MooseFS frees the space of removed files after minutes; each refusal until then cost a further set."""
+    counts = {}
+    for reclaim_s in (0.0, 900.0):
+        room, n_bytes = Room(reclaim_s), 100
+        room.bytes_for_sets(0.0, n_bytes, 0, 10)
+        for second in range(1, 600):
+            room.refused(float(second), n_bytes, 0, 10)
+            n_bytes = min(n_bytes, room.bytes_for_sets(float(second), n_bytes, 0, 10) // 10 * 10)
+        counts[reclaim_s] = n_bytes
+    assert counts[900.0] == 90 and counts[0.0] < 50, counts
+    room.refused(1000.0, 90, 0, 10)
+    assert room.bytes_for_sets(1000.0, 90, 0, 10) == 80, "what did not come in that time is someone else's"
+
+
 def test_inodes_are_room_too(tmp_path: Path) -> None:
     assert FreeSpace(1000, None).for_sets(10, 2) == 1000
     assert FreeSpace(1000, RESERVED_FILES + 7).for_sets(10, 2) == 30
