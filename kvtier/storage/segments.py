@@ -182,16 +182,20 @@ class SegmentFiles:
         finally:
             segment.release()
 
-    def erase(self, set_id: int, part: int, slots: Iterable[int]) -> None:
-        """Blank the header pages of slots, so that no rebuild of the index reads their records."""
+    def erase(self, set_id: int, part: int, slots: Iterable[int]) -> bool:
+        """Blank the header pages of slots, so that no rebuild of the index reads their records. Return False if the
+        file is missing."""
         segment = self.lease(set_id, part)
         if segment is None:
-            return
+            return False
         try:
-            for slot in slots:
-                _write_page(segment.fd, bytes(PAGE_BYTES), segment.header.slot_offset(slot))
+            offsets = [segment.header.slot_offset(slot) for slot in slots]
+            for offset in offsets:
+                if any(_read_page(segment.fd, offset)):  # else a write might need space that a full disk has not
+                    _write_page(segment.fd, bytes(PAGE_BYTES), offset)
             if self._flushes:
                 os.fdatasync(segment.fd)
+            return True
         except OSError as fault:
             raise _unavailable(self.folder / segment_name(set_id, part), fault) from fault
         finally:

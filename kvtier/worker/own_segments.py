@@ -9,19 +9,22 @@ a segment is there, not before: who removes the set later than that finds the se
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import Extent
-from kvtier.format.record import SegmentHeader, created_ms_of, parts_of, record_bytes, stripes_of
+from kvtier.format.record import SegmentHeader, created_ms_of, part_of, parts_of, record_bytes, stripes_of
 from kvtier.index.base import UNOWNED, Location, slots_used
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.worker.context import WorkerContext
+
+UNPUBLISHED_MAX = 4096  # records whose saves failed that are remembered until they are erased
 
 
 class OwnSegments:
@@ -32,6 +35,7 @@ class OwnSegments:
         self._writes = writes
         self._free = threading.Condition()
         self._making: set[int] = set()  # sets whose segment is just made, opened or left
+        self._unpublished: deque[tuple[bytes, int, int]] = deque(maxlen=UNPUBLISHED_MAX)  # namespace, set, slot
         self._log = RepeatedLog(worker.clock)
 
     def lease(self, plan: SavePlan, chunk: SaveChunk, deadline_s: float) -> OpenSegment | None:
@@ -116,6 +120,32 @@ class OwnSegments:
         for set_id in sorted(unknown):
             self._unlink(files, set_id)
         return ours, {info.set_id for info in known} - ours
+
+    def note_unpublished(self, namespace: bytes, chunks: Iterable[SaveChunk]) -> None:
+        """Remember records whose saves failed: they may be whole in their files, or only their headers may be after a
+        failed flush, and a rebuild of the index would publish them. No write of them may be under way any more."""
+        self._unpublished.extend((namespace, chunk.set_id, chunk.slot) for chunk in chunks)
+
+    def has_unpublished(self) -> bool:
+        return bool(self._unpublished)
+
+    def erase_unpublished(self) -> None:
+        """Blank the headers of these records. What the storage refuses stays for the next call."""
+        for _ in range(len(self._unpublished)):
+            try:
+                namespace, set_id, slot = record = self._unpublished.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                part = part_of(set_id, self._worker.share.rank, slot)
+                is_done = self._worker.files(namespace).erase(set_id, part, [slot])
+                if not is_done and self._worker.files.sharing.may_be_away and self._worker.index.some_sets([set_id]):
+                    self._unpublished.append(record)
+            except (IndexUnavailable, TierUnavailable):
+                self._unpublished.append(record)
+                return
+            except Corrupt:  # no record of this file is read by a rebuild
+                continue
 
     def _cut(self, files: SegmentFiles, set_id: int, written: Collection[Location]) -> None:
         used = slots_used(place for _, place in self._worker.index.members(set_id))

@@ -200,6 +200,8 @@ class Saver:
 
     def trim(self) -> None:
         """After the last save: gives back the slots of our segments that will stay empty."""
+        if self._segments is not None:
+            self._segments.erase_unpublished()
         for (namespace, set_id), (used, slots) in self._slots_used.items():
             if used == slots:
                 continue
@@ -390,6 +392,8 @@ class Saver:
         finally:
             self._finish(write, outcomes)
         saved = sum(outcome is SaveOutcome.SAVED for outcome in outcomes.values())
+        if saved and self._segments is not None and self._segments.has_unpublished():  # the storage works again
+            self._jobs.submit(self._segments.erase_unpublished)
         self._worker.metrics.add(names.SAVE_TOKENS, saved * self._worker.geometry.chunk_tokens)
         self._worker.metrics.add(names.SAVE_BYTES, saved * record_bytes(writes, self._slab_bytes(writes)))
         self._worker.metrics.add(names.SAVE_SECONDS, time.perf_counter() - started)
@@ -476,14 +480,23 @@ class Saver:
                     ]
                 )
             if results is not None:
+                failed = [item.chunk for item, result in zip(begun, results, strict=True) if not result.ok]
+                self._segments.note_unpublished(plan.namespace, failed)
                 return list(zip(begun, results, strict=True))
             # Descriptors and slots stay taken until the kernel gives the last write back.
             for item in begun:
                 write.ours.remove(item)
             stack.callback(self._give_back, begun)
+            stack.callback(self._erase_late, plan.namespace, [item.chunk for item in begun])
             self._worker.quarantine.add(batch, stack.pop_all().close)
             self._rest(f"a write took more than {self._worker.timeout_s:.0f} s")
             return []
+
+    def _erase_late(self, namespace: bytes, chunks: Sequence[SaveChunk]) -> None:
+        """Erase records of a batch that returned after its deadline."""
+        assert self._segments is not None
+        self._segments.note_unpublished(namespace, chunks)
+        self._segments.erase_unpublished()
 
     def _left_s(self, write: _Write) -> float:
         return max(0.0, write.deadline_s - self._worker.clock())

@@ -11,9 +11,11 @@ import pytest
 
 from kvtier.index.base import NewRecord
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
+from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage.filesystem import file_system_of
 from tests.support.rig import Engine
+from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
 BLOCKS = list(range(20))
@@ -72,6 +74,22 @@ def test_what_could_not_be_flushed_is_not_published(engine: Engine, fault: int, 
     watched.faults.append(fault)
     assert {done.outcome for done in engine.save(TOKENS, BLOCKS)} == {outcome}
     assert engine.store.lookup(engine.keys(TOKENS)) == []
+
+
+def test_what_could_not_be_flushed_is_not_found_by_a_rebuild(engine: Engine) -> None:
+    """It was answered as failed, and some of its bytes may be lost behind a whole header."""
+    watched = Watched(engine)
+    watched.faults.append(errno.EIO)
+    engine.save(TOKENS, BLOCKS)
+    watched.faults.append(0)
+    other = list(range(5000, 5000 + 64 * 5))
+    wait_until(lambda: {done.outcome for done in engine.save(other, BLOCKS)} == {SaveOutcome.SAVED}, "the pause's end")
+    segments = engine.transfers[0]._saver._segments
+    wait_until(lambda: not segments.has_unpublished(), "erasing")
+    index = engine.store._keeper.index
+    rebuilt = Housekeeper(index, engine.root / "v2", "other").rebuild()
+    assert rebuilt is not None and rebuilt.records == 0
+    assert engine.store.lookup(engine.keys(TOKENS)) == [] and len(engine.store.lookup(engine.keys(other)) or ()) == 5
 
 
 @pytest.mark.parametrize("fdatasync", ["auto", "never"])
