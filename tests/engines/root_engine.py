@@ -1,4 +1,4 @@
-"""Runs real vLLM in this process with no connector but what the plugin supplies. Started by test_plugin.py as a script.
+"""Runs real vLLM in this process with no connector but what the plugin supplies. Started as a script.
 
 KVTIER_ROOT=DIR python root_engine.py MODEL OUT.json [JSON of a KVTransferConfig]
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,6 +21,8 @@ os.environ.update(
 )
 
 from vllm import LLM, SamplingParams
+
+import kvtier
 
 PROMPT = [number % 250 for number in range(300)]
 
@@ -40,6 +43,8 @@ def main(model: str, output: str, transfer: str | None = None) -> None:
     answer = llm.generate([{"prompt_token_ids": PROMPT}], parameters, use_tqdm=False)[0]
     config = llm.llm_engine.vllm_config.kv_transfer_config
     result = {
+        "kvtier": kvtier.__file__,
+        "compiler": shutil.which("c++") or shutil.which("g++") or shutil.which("cc") or shutil.which("gcc"),
         "cached": answer.num_cached_tokens or 0,
         "tokens": list(answer.outputs[0].token_ids),
         "connector": None if config is None else config.kv_connector,
