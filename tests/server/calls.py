@@ -108,6 +108,7 @@ NOWHERE = (
     ("POST", f"/api/v1/verify/{JOB}/cancel"),
     ("GET", "/api/v2/stats"),
     ("GET", "/x"),
+    ("GET", "/" + "a" * 10_000),  # the answer repeats no more of it than names it
     ("GET", "/ui/nothing.js"),
     ("GET", "/ui/../../../etc/passwd"),
 )

@@ -84,11 +84,11 @@ def test_head_is_answered_as_get_is_without_the_body(served: Serving, subtests: 
     assert served.call("HEAD", "/metrics", None).status_code == 401
 
 
-@pytest.mark.parametrize(("path", "leads_to"), [("/kv/", "/kv/ui/"), ("/kv/ui", "/kv/ui/"), ("/", "/ui/")])
-def test_redirects_stay_below_the_prefix_of_a_proxy(served: Serving, path: str, leads_to: str) -> None:
+def test_redirects_stay_below_the_prefix_of_a_proxy(served: Serving) -> None:
     """The proxy strips the prefix, so the service does not know it."""
-    answer = served.call("GET", path.removeprefix("/kv"))
-    assert urljoin(f"https://proxy{path}", answer.headers["location"]) == f"https://proxy{leads_to}"
+    for path, leads_to in (("/kv/", "/kv/ui/"), ("/kv/ui", "/kv/ui/"), ("/", "/ui/")):
+        answer = served.call("GET", path.removeprefix("/kv"))
+        assert urljoin(f"https://proxy{path}", answer.headers["location"]) == f"https://proxy{leads_to}"
 
 
 def test_a_right_call(served: Serving, subtests: Subtests) -> None:
@@ -231,9 +231,10 @@ def test_changes_are_written_to_the_log(served: Serving, subtests: Subtests, cap
             assert caplog.text and ADMIN not in caplog.text
 
 
-@pytest.mark.parametrize(("method", "path"), NOWHERE)
-def test_what_is_not_there(served: Serving, method: str, path: str) -> None:
-    assert_problem(served.call(method, path), 404)
+def test_what_is_not_there(served: Serving, subtests: Subtests) -> None:
+    for method, path in NOWHERE:
+        with subtests.test(path=path):
+            assert len(assert_problem(served.call(method, path), 404)["detail"]) < 200
 
 
 def test_other_methods(served: Serving, subtests: Subtests) -> None:

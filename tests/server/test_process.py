@@ -20,6 +20,7 @@ from tests.redis_server import Server, free_port, has_redis
 from tests.server.process import START_TIMEOUT_S, command, environment, running, write_config
 from tests.server.serving import ADMIN, CHUNKS, PROMPT, READER
 from tests.support.rig import Engine
+from tests.waiting import wait_until
 
 
 def refused(config: Path, **more: str) -> str:
@@ -138,10 +139,12 @@ def test_engines_do_not_need_it(tmp_path: Path) -> None:
     try:
         with running(write_config(tmp_path, root)) as served:
             engine.save(PROMPT, list(range(4 * CHUNKS)))
-            deadline = time.monotonic() + 20
-            while not (seen := json.loads(served.get("/api/v1/overview")[1]))["workers"] or not seen["index"]["chunks"]:
-                assert time.monotonic() < deadline, seen
-                time.sleep(0.2)
+
+            def overview() -> Any:
+                return json.loads(served.get("/api/v1/overview")[1])
+
+            wait_until(lambda: overview()["workers"] and overview()["index"]["chunks"])
+            seen = overview()
             report = seen["workers"][0]["report"]
             assert seen["index"]["chunks"] == CHUNKS and report["namespace"] == engine.store.namespace_id.hex()
             asked = json.dumps({"tokens": PROMPT})
@@ -172,10 +175,7 @@ def test_a_redis_that_comes_late_stops_and_dies(tmp_path: Path) -> None:
             return served.get(path)[0]
 
         def wait_for(wanted: int) -> None:
-            deadline = time.monotonic() + 60
-            while status() != wanted:
-                assert time.monotonic() < deadline, f"{status()} and not {wanted}"
-                time.sleep(0.1)
+            wait_until(lambda: status() == wanted, f"status {wanted}", 60)
 
         assert (status(), status("/readyz"), status("/healthz"), status("/metrics")) == (503, 503, 200, 200)
         redis = Server(tmp_path / "redis", port=port)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from kvtier.server.rotated import CHECK_INTERVAL_S, Rotated
 from tests.server.process import running, write_config
 from tests.server.serving import ADMIN, READER
 from tests.server.test_process import own_certificate
+from tests.waiting import wait_until
 
 
 class Clock:
@@ -55,13 +54,6 @@ def test_a_token_is_read_again_when_its_file_changes(tmp_path: Path, caplog: pyt
     assert len(caplog.records) == 3 and str(file) in caplog.text and new not in caplog.text
     put(file, ADMIN)
     assert roles(ADMIN, new) == [Role.ADMIN, None]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def test_a_running_service_takes_another_token_and_certificate(tmp_path: Path) -> None:
