@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,18 +14,10 @@ import pytest
 from kvtier.cli import freed, main
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.runtime.units import size
-from tests.cli.asking import refused
 from tests.eviction.test_capacity import small_disk
 from tests.support.rig import Engine
 
 CHUNKS = 5
-KILLED = """
-import os, pathlib, sys
-from tests.support.rig import Engine
-engine = Engine(pathlib.Path(sys.argv[1]), changes={"writer_lease_s": 1.0})
-assert engine.save(list(range(128)), list(range(8)))
-os._exit(0)
-"""  # an engine that ends without closing anything
 
 
 @pytest.fixture
@@ -61,13 +50,10 @@ def test_what_an_engine_fills_stays_and_is_named(live: Engine, how: str, capsys:
     assert kept["why"] == "open" and kept["n_sets"] >= 1 and kept["n_bytes"] > 0
     assert kept["owners"] == [live.store._keeper._plan.owner]
     assert len(said.splitlines()) == 1 and "not all of it" in said and kept["owners"][0] in said
-    assert live.load(list(range(64 * CHUNKS)), list(range(40, 40 + 4 * CHUNKS)))[0] == CHUNKS
-
-
-def test_people_read_the_same(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evict", str(live.root.parent / "kvtier.yaml"), "--all", "--yes"]) == 2
+    assert main(["evict", str(live.root.parent / "kvtier.yaml"), "--all", how]) == 2
     captured = capsys.readouterr()
-    assert captured.out.startswith("0 segment sets evicted, 0") and "open, for a running engine" in captured.err
+    assert captured.out.startswith("0 segment sets ") and "open, for a running engine" in captured.err
+    assert live.load(list(range(64 * CHUNKS)), list(range(40, 40 + 4 * CHUNKS)))[0] == CHUNKS
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -106,42 +92,8 @@ def test_enough_is_enough(live: Engine, capsys: pytest.CaptureFixture[str]) -> N
         other.close()
 
 
-def test_what_a_dead_engine_left_open_is_evicted(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    live.close()
-    assert evict(live, capsys, "--all", "--yes")[0] == 0
-    subprocess.run([sys.executable, "-c", KILLED, str(live.root)], check=True, timeout=120)
-    deadline = time.monotonic() + 30
-    while (found := evict(live, capsys, "--all", "--dry-run"))[0] and time.monotonic() < deadline:
-        time.sleep(0.2)  # its lease of a second has not run out
-    assert found[0] == 0 and found[1]["kept"] == [] and found[1]["n_sets"] >= 1
-    status, answer, said = evict(live, capsys, "--all", "--yes")
-    assert (status, answer["kept"], said) == (0, [], "") and answer["n_sets"] == found[1]["n_sets"]
-    assert not list(live.root.glob("v2/*/*.kvseg"))
-
-
-def test_pins_keep_what_they_keep(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    namespace = live.store.namespace_id.hex()
-    live.close()
-    config = str(live.root.parent / "kvtier.yaml")
-    assert main(["pin", config, "--namespace", namespace]) == 0
-    status, answer, said = evict(live, capsys, "--all", "--yes")
-    assert (status, answer["n_sets"], said) == (0, 0, "")
-    assert [row["why"] for row in answer["kept"]] == ["pinned"]
-    assert main(["evict", config, "--all", "--yes"]) == 0
-    assert "pinned (kvtier pin lists" in capsys.readouterr().out
-
-
-def test_a_label_of_no_tenant_is_refused_with_those_there_are(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(live.root.parent / "kvtier.yaml")
-    said = refused(capsys, "evict", config, "--tenant", "serch", "--yes")
-    assert "'serch'" in said and "known labels: 'search'" in said
-    assert evict(live, capsys, "--tenant", "search", "--yes")[0] == 0
-
-
 @pytest.mark.parametrize("given", ["7", "7.5", "0d", "d", "7 days", "-7d"])
 @pytest.mark.parametrize("command", [("evict", "--unused"), ("pin", "--for")])
-def test_a_time_needs_its_unit(
-    live: Engine, given: str, command: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command[0], str(live.root.parent / "kvtier.yaml"), f"{command[1]}={given}"]) == 2
+def test_a_time_needs_its_unit(given: str, command: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command[0], "kvtier.yaml", f"{command[1]}={given}"]) == 2
     assert '"12h", "7d"' in capsys.readouterr().err

@@ -20,10 +20,10 @@ from kvtier.index.open import look_at_redis, open_index
 from kvtier.index.redis.index import RedisIndex
 from kvtier.maintenance import consistency_check
 from kvtier.storage.root import open_root
+from tests.cli.asking import CHUNKS, printed, printed_json
 from tests.redis_server import GENEROUS_MS, has_redis, index_settings, standalone
 from tests.support.rig import Engine
 
-CHUNKS = 5
 PATIENT = {"reply_timeout_ms": GENEROUS_MS, "connect_timeout_ms": GENEROUS_MS}
 
 
@@ -60,26 +60,17 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield Place(tmp_path, index_settings(server.url))
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> Any:
-    return json.loads(capsys.readouterr().out)
-
-
 def check(place: Place, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+    capsys.readouterr()
     status = main(["index", "check", *place.words, "--json"])
-    return status, printed(capsys)
+    return status, json.loads(capsys.readouterr().out)
 
 
 def test_what_an_engine_left_agrees(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = check(place, capsys)
     assert status == 0
-    assert (found["chunks"], found["records"], found["indexed"], found["n_disagreements"]) == (
-        CHUNKS,
-        CHUNKS,
-        CHUNKS,
-        0,
-    )
-    assert main(["index", "check", *place.words]) == 0
-    assert "0 disagreements" in capsys.readouterr().out
+    assert [found[name] for name in ("chunks", "records", "indexed", "n_disagreements")] == [CHUNKS, CHUNKS, CHUNKS, 0]
+    assert "0 disagreements" in printed(capsys, "index", "check", *place.words)
 
 
 def test_a_lost_entry_is_found_and_a_rebuild_brings_it_back(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,8 +82,7 @@ def test_a_lost_entry_is_found_and_a_rebuild_brings_it_back(place: Place, capsys
     status, found = check(place, capsys)
     assert (status, found["n_disagreements"], found["disagreements"][0]["what"]) == (1, 1, "not in the index")
     assert found["disagreements"][0]["slot"] == location.slot
-    assert main(["index", "rebuild", *place.words, "--json"]) == 0
-    assert printed(capsys)["records"] == 1
+    assert printed_json(capsys, "index", "rebuild", *place.words)["records"] == 1
     assert check(place, capsys)[0] == 0
 
 
@@ -112,8 +102,7 @@ def test_an_entry_without_a_record_is_found_and_a_rebuild_takes_it_out(
     assert main(["index", "rebuild", *place.words]) == 0
     assert "1 record gone from their files, 0 bad records" in capsys.readouterr().out
     assert check(place, capsys)[0] == 0
-    assert main(["index", "rebuild", *place.words, "--json"]) == 0
-    again = printed(capsys)
+    again = printed_json(capsys, "index", "rebuild", *place.words)
     assert (again["gone_records"], again["bad_records"]) == (0, 0)
 
 
@@ -126,7 +115,7 @@ def test_a_set_without_files_and_files_without_a_set_are_found(
     assert status == 1
     said = [row["what"] for row in found["disagreements"]]
     assert said.count("the index names a record there, and there is none") == CHUNKS
-    assert len(said) == CHUNKS + 1 and "holds segment" in said[0], "nor is the segment what its name says"
+    assert len(said) == CHUNKS + 1 and "renamed or copied" in said[0], "nor is the segment what its name says"
     assert main(["index", "rebuild", *place.words]) in (0, 1)
     assert "1 set without files" in capsys.readouterr().out
 

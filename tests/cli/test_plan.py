@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import main
+from tests.cli.asking import printed, printed_json, refused
 from tests.model_configs import GLM_MOE, LLAMA4, LLAMA_8B, LLAMA_70B, MLA, SMALL
 
 GPU = ("--gpu-memory", "141GB")
@@ -27,22 +27,12 @@ def model(tmp_path: Path) -> str:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert main(["plan", "--json", *GPU, *arguments]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(["plan", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and len(captured.err.splitlines()) == 1
-    return captured.err
+    return printed_json(capsys, "plan", *GPU, *arguments)
 
 
 def test_plan_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     rates = ("--storage-rate", "2GB/s", "--pcie-rate", "55GB/s", "--prefill-rate", "40000@8192")
-    assert main(["plan", "--model", model, *GPU, *rates, "--storage", "1TB", "--host-memory", "64GiB"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "plan", "--model", model, *GPU, *rates, "--storage", "1TB", "--host-memory", "64GiB")
     assert "KV: 131,072 bytes a token, in bfloat16" in out and "context: 812,874 tokens in HBM" in out
     assert "by the parameters that config.json implies, all bfloat16" in out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("raw ", "k4v4 "))}
@@ -55,14 +45,12 @@ def test_plan_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_staging_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Three steps of 32 chunks and 32 for loads, each of a page and 32 MiB."""
-    assert main(["plan", "--model", model, *GPU]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "plan", "--model", model, *GPU)
     assert "13.1 GiB of each GPU, less 4.0 GiB for kvtier's staging (raw) and 512.0 MiB to spare: 8.6 GiB left" in out
     assert (
         "a step of the engine computes up to 8,192 tokens (--max-num-batched-tokens)" in out and "not with" not in out
     )
-    assert main(["plan", "--model", model, *GPU, "--gpu-memory-utilization", "0.98"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "plan", "--model", model, *GPU, "--gpu-memory-utilization", "0.98")
     assert "4.0 GiB for kvtier's staging (raw) and 512.0 MiB to spare: 1.9 GiB too little" in out
     assert "not with raw: hbm.staging_bytes: 128 slots for staging" in out
     assert "set gpu_memory_utilization to at most 0.95" in out and "not with k4v4" not in out
@@ -80,13 +68,12 @@ def test_staging_for_programs(model: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_where_no_codec_fits_the_status_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", model, *GPU, "--gpu-memory-utilization", "1"]) == 1
-    assert "not with k3v3" in capsys.readouterr().out
-    assert main(["plan", "--model", model, *GPU, "--max-num-batched-tokens", "1000000"]) == 1
-    out = capsys.readouterr().out
+    assert "not with k3v3" in printed(capsys, "plan", "--model", model, *GPU, "--gpu-memory-utilization", "1", status=1)
+    out = printed(capsys, "plan", "--model", model, *GPU, "--max-num-batched-tokens", "1000000", status=1)
     assert "set it to less (at least" in out and "at most 0.0" not in out, "no share of a GPU is that small"
-    assert main(["plan", "--model", model, *GPU, "--hbm-staging", "1MiB"]) == 1
-    assert "at least 4 of them must fit" in capsys.readouterr().out
+    assert "at least 4 of them must fit" in printed(
+        capsys, "plan", "--model", model, *GPU, "--hbm-staging", "1MiB", status=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,8 +87,7 @@ def test_what_a_codec_refuses_is_named(
     option: tuple[str, ...], setting: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the setting's name: "it may be 2048 at most" did not say what."""
-    assert main(["plan", "--model", model, *GPU, *option]) == 0
-    assert setting in capsys.readouterr().out
+    assert setting in printed(capsys, "plan", "--model", model, *GPU, *option)
 
 
 def test_first_and_last_layers_change_nothing_of_what_they_are_stored_as(
@@ -125,8 +111,7 @@ def test_plan_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_without_rates_no_time_is_made_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", model, *GPU]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "plan", "--model", model, *GPU)
     assert "give --tflops or --prefill-rate for its time" in out and "reload of" not in out
     assert all(row["break_even_tokens"] is None for row in planned(capsys, "--model", model)["codecs"].values())
 
@@ -145,7 +130,7 @@ def test_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert values["geometry"]["token_bytes"] == 327_680 and values["hbm"]["token_bytes"] == 81_920
     assert values["codecs"]["raw"]["from_host_s"] == pytest.approx(0.02 + 131_072 * 81_920 / 55e9)
     assert values["prefill_s"] == pytest.approx(values["prefill_flops"] / 400e12)
-    assert "raise --tensor-parallel" in refused(capsys, "--model", model, *GPU)  # 131 GiB of weights
+    assert "raise --tensor-parallel" in refused(capsys, "plan", "--model", model, *GPU)  # 131 GiB of weights
 
 
 def test_weights_are_those_of_the_files(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +155,7 @@ def test_weights_are_those_of_the_files(model: str, capsys: pytest.CaptureFixtur
     Path(model, "model.safetensors.index.json").write_text(json.dumps(index))
     assert planned(capsys, "--model", model)["weights"]["n_bytes"] == 1000
     Path(model, "model-1.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
-    assert "is no safetensors file" in refused(capsys, "--model", model, *GPU)
+    assert "is no safetensors file" in refused(capsys, "plan", "--model", model, *GPU)
 
 
 def test_quantized_weights_without_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +163,7 @@ def test_quantized_weights_without_files(tmp_path: Path, capsys: pytest.CaptureF
     found = planned(capsys, "--model", folder_of(tmp_path, awq))["weights"]["n_bytes"]
     assert found == 2 * 2 * 128_256 * 4096 + 32 * 218_103_808 // 2
     other = LLAMA_8B | {"quantization_config": {"quant_method": "quark"}}
-    assert "quantization 'quark'" in refused(capsys, "--model", folder_of(tmp_path, other), *GPU)
+    assert "quantization 'quark'" in refused(capsys, "plan", "--model", folder_of(tmp_path, other), *GPU)
 
 
 def test_kv_that_a_checkpoint_asks_for(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,12 +176,12 @@ def test_kv_that_a_checkpoint_asks_for(model: str, capsys: pytest.CaptureFixture
         file.write_text(json.dumps(values))
         assert planned(capsys, "--model", model)["geometry"]["dtype"] == dtype
     file.write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "NVFP4"}}))
-    said = refused(capsys, "--model", model, *GPU)
+    said = refused(capsys, "plan", "--model", model, *GPU)
     assert said.startswith("kvtier: --kv-dtype = 'auto': the checkpoint asks for KV in nvfp4")
     assert planned(capsys, "--model", model, "--kv-dtype", "fp8")["geometry"]["dtype"] == "fp8_e4m3"
     of_config = LLAMA_8B | {"quantization_config": {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 4}}}
     folder_of(Path(model), of_config)
-    assert "nvfp4" in refused(capsys, "--model", model, *GPU)
+    assert "nvfp4" in refused(capsys, "plan", "--model", model, *GPU)
     folder_of(Path(model), of_config | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}})
     assert planned(capsys, "--model", model)["geometry"]["dtype"] == "bfloat16", "that file is for older ones"
 
@@ -234,7 +219,7 @@ NOT_SERVED = [
 def test_what_is_not_served_is_named(
     values: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, "--model", folder_of(tmp_path, values), *GPU)
+    said = refused(capsys, "plan", "--model", folder_of(tmp_path, values), *GPU)
     assert said.startswith("kvtier: --model = ") and reason in said
 
 
@@ -336,25 +321,23 @@ BAD_OPTIONS = [
 
 @pytest.mark.parametrize(("arguments", "reason"), BAD_OPTIONS)
 def test_bad_options(arguments: tuple[str, ...], reason: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reason in refused(capsys, "--model", model, *arguments)
+    assert reason in refused(capsys, "plan", "--model", model, *arguments)
 
 
 def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "name the folder of a Hugging Face model" in refused(capsys, "--model", str(tmp_path), *GPU)
+    assert "name the folder of a Hugging Face model" in refused(capsys, "plan", "--model", str(tmp_path), *GPU)
     for text, reason in (("{", "it is not JSON"), ("[]", "it is not a JSON object")):
         (tmp_path / "config.json").write_text(text)
-        assert reason in refused(capsys, "--model", str(tmp_path), *GPU)
+        assert reason in refused(capsys, "plan", "--model", str(tmp_path), *GPU)
 
 
 def test_codecs_say_what_they_lose_and_fp8_is_not_offered_for_biased_keys(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As an engine would refuse it."""
-    assert main(["plan", "--model", model, *GPU]) == 0
-    assert "lossy: KL to raw KV in nats, measured on SmolLM2-135M, " in capsys.readouterr().out
+    assert "lossy: KL to raw KV in nats, measured on SmolLM2-135M, " in printed(capsys, "plan", "--model", model, *GPU)
     biased = folder_of(tmp_path / "qwen", LLAMA_8B | {"model_type": "qwen2"})
-    assert main(["plan", "--model", biased, *GPU]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "plan", "--model", biased, *GPU)
     assert "not with fp8: K of this model has biases (model_type qwen2)" in out
     values = planned(capsys, "--model", biased)
     assert "fp8" not in values["codecs"] and values["codecs"]["k6v4"]["kl_nats"]["Qwen2.5-Coder-1.5B"] == 7e-4

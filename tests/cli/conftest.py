@@ -1,0 +1,36 @@
+"""Roots for commands."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.config.settings import CONFIG_VARIABLE
+from kvtier.storage.root_owner import Owner, this_node
+from tests.cli.asking import TOKENS
+from tests.support.rig import Engine
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with the chunks of TOKENS, whose engine has ended."""
+    root = tmp_path_factory.mktemp("made") / "kv"
+    engine = Engine(root)
+    assert engine.save(TOKENS, list(range(len(TOKENS) // 16)))
+    engine.close()
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A copy to change, with an index of its own."""
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    copy = Path(shutil.copytree(made, tmp_path / "kv"))
+    (copy / "v2" / "owner.json").write_bytes(Owner(this_node(), copy / "v2" / "index").to_json(copy / "v2"))
+    shutil.rmtree(copy / "v2" / "index")
+    assert main(["index", "rebuild", str(copy)]) == 0
+    capsys.readouterr()
+    return copy
