@@ -14,6 +14,7 @@ from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.store import WantedChunk
 from kvtier.worker.cuda_events import CudaOrder, Mark
+from tests.damage import flip_slab
 from tests.support.rig import Engine, fill, geometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -108,15 +109,6 @@ def is_equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, two, strict=True))
 
 
-def flip_a_byte(segment: Path) -> None:
-    """Of its first record's slabs."""
-    with open(segment, "r+b") as file:
-        file.seek(4096 + 4096 + 12345)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 4]))
-
-
 def test_what_is_handed_on_and_zeroed_meanwhile(tmp_path: Path, engines: list[Engine]) -> None:
     assert save_late(start(tmp_path, engines)) == 5 * [SaveOutcome.SAVED]
     reader = start(tmp_path, engines)
@@ -201,7 +193,7 @@ def test_a_local_hit_that_ends_inside_a_chunk(tmp_path: Path, engines: list[Engi
 def test_a_flipped_byte_is_a_miss(tmp_path: Path, engines: list[Engine]) -> None:
     save_late(start(tmp_path, engines))
     (segment,) = tmp_path.rglob("*.kvseg")
-    flip_a_byte(segment)
+    flip_slab(segment, 0)
     reader = start(tmp_path, engines)
     n, failed = load_behind(reader)
     assert (n, failed) == (5, frozenset(TARGET))

@@ -61,7 +61,3 @@ class Host:
         done = self.wait([self.connector.submit_batch_delete(keys)])[0]
         assert done.ok and done.results is not None
         return done.results
-
-
-def expected(keys: Sequence[str], size: int = 5000) -> list[bytes]:
-    return [content(key, size) for key in keys]

@@ -18,6 +18,7 @@ from kvtier.format.record import is_blank
 from kvtier.index.open import open_index
 from kvtier.storage.root import open_root
 from kvtier.storage.segments import SegmentFiles
+from tests.damage import flip_slab
 from tests.lmcache.lmcache_environment import OUTSIDE, VERSIONS, environment
 from tests.lmcache.servers import CHUNKS, Request, Server, adapter, server_on
 from tests.lmcache.servers import OBJECT_BYTES as SERVER_OBJECT_BYTES
@@ -74,23 +75,13 @@ def test_store_restart_share_and_damage(programs: Path, tmp_path: Path) -> None:
         assert other.loaded()[-2:] == [(0, CHUNKS)] * 2, "what one server stored the other one loads"
         digests.append(new[3, "cold"].digest)
 
-    flip_a_byte(root)
+    flip_slab(max(segments(root), key=lambda path: path.stat().st_blocks), 0)
     with server_on(root, programs, tmp_path, "fourth") as server:
         damaged = server.ask(0, 4)
         hits = sorted(damaged[n, "cold"].hits for n in range(4))
         assert hits[0] < CHUNKS and hits[1:] == [CHUNKS] * 3, "the flipped byte is a miss, and it alone"
         assert all(is_whole_hit(damaged[n, "warm"], digests[n]) for n in range(4)), "no wrong byte came to anybody"
         assert "a checksum does not match" in server.log
-
-
-def flip_a_byte(root: Path) -> None:
-    path = max(segments(root), key=lambda path: path.stat().st_blocks)
-    with open(path, "r+b") as file:
-        at = 4096 + 4096 + (1 << 20)  # behind both header pages, in the middle of the first record
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_what_the_server_evicts_is_deleted_in_the_tier(programs: Path, tmp_path: Path) -> None:

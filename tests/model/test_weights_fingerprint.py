@@ -14,6 +14,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.model import weights_fingerprint as fingerprint
 from kvtier.model.weights_fingerprint import adapter_fingerprint, sampled_pages, weights_fingerprint
+from tests.damage import flip
 
 CONFIG = {"model_type": "llama", "hidden_size": 64, "rope_theta": 10000.0}
 PAGE = 4096
@@ -47,14 +48,6 @@ def make_model(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
 
 def copy(model: Path, to: Path) -> Path:
     return Path(shutil.copytree(model, to, symlinks=True))
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import random
 import shlex
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from kvtier.connectors import sglang
 from kvtier.connectors.sglang import KVTierHiCache
 from kvtier.errors import ConfigError
 from kvtier.runtime import metrics
-from tests.objects.rig import flip_byte_of, segments
+from tests.objects.rig import flip_byte_of
 from tests.sglang.hicache_rig import (
     PAGE_TOKENS,
     ROOM,
@@ -104,18 +102,6 @@ def test_after_a_restart_and_with_a_flipped_byte(tmp_path: Path) -> None:
         assert second.store(KEYS[3:4]) and second.load(KEYS) == second.expected(KEYS)
 
 
-def test_two_backends_on_one_root(tmp_path: Path) -> None:
-    with engine_at(tmp_path) as one, engine_at(tmp_path, config=Config(dp_rank=1), with_v1=False) as other:
-        one.store(KEYS[:4])
-        assert other.load(KEYS) == [*other.expected(KEYS[:4]), *[None] * 4], "replicas share"
-        threads = [threading.Thread(target=at.store, args=(KEYS,)) for at in (one, other)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert one.load(KEYS) == other.load(KEYS) == one.expected(KEYS)
-
-
 OTHERS: dict[str, Any] = {
     "tp_rank": {"config": Config(tp_rank=1, tp_size=2)},
     "tp_size": {"config": Config(tp_size=2)},
@@ -194,39 +180,6 @@ def test_a_fault_is_a_miss(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     engine.backend.close()
     assert engine.backend.batch_exists(KEYS) == 0 and engine.load(KEYS) == [None] * 8 and not engine.store(KEYS)
     assert engine.backend.counters() == {}
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_whatever_happens_pages_are_those_that_were_set(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    names = keys(range(15))
-    n_loaded = 0
-    with engine_at(tmp_path) as lasting:
-        for _ in range(2):
-            with engine_at(tmp_path, with_v1=False) as passing:
-                for _ in range(20):
-                    engine, wanted = rng.choice((lasting, passing)), rng.sample(names, rng.randrange(1, 9))
-                    what = rng.choice(("store", "store", "load", "load", "exists", "flip"))
-                    if what == "store":
-                        engine.store(wanted)
-                    elif what == "load":
-                        for got, want in zip(engine.load(wanted), engine.expected(wanted), strict=True):
-                            assert got in (None, want)
-                            n_loaded += got is not None
-                    elif what == "exists":
-                        assert 0 <= engine.backend.batch_exists(wanted) <= len(wanted)
-                    else:
-                        flip_somewhere(tmp_path, rng)
-    assert n_loaded
-
-
-def flip_somewhere(root: Path, rng: random.Random) -> None:
-    for path in rng.sample(segments(root), min(1, len(segments(root)))):
-        with open(path, "r+b") as file:
-            file.seek(rng.randrange(min(path.stat().st_size, 200_000)))
-            byte = file.read(1)
-            file.seek(-1, 1)
-            file.write(bytes([byte[0] ^ 1]))
 
 
 def made_with(config: Config, pool: Any = None) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from kvtier.format.geometry import PAGE_BYTES
-from kvtier.format.record import SegmentHeader
 from kvtier.maintenance import record_check
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
+from tests.damage import flip_slab
 from tests.redis_server import Server, has_redis
 from tests.storage.network.nodes import Nodes, engine_on
 from tests.support.rig import Engine
@@ -117,20 +115,11 @@ def test_where_nothing_reserves_space_a_full_disk_shows_at_a_write(nodes: Nodes,
     other.close()
 
 
-def flip_a_byte(nodes: Nodes, slot: int) -> None:
-    (segment,) = nodes.segments()
-    header = SegmentHeader.unpack(segment.read_bytes()[:PAGE_BYTES])
-    with segment.open("r+b") as file:
-        at = header.slot_offset(slot) + PAGE_BYTES + 1234
-        byte = os.pread(file.fileno(), 1, at)
-        os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), at)
-
-
 def test_a_bad_record_is_retracted_after_a_second_look(pair: tuple[Engine, Engine], nodes: Nodes) -> None:
     writer, reader = pair
     writer.save(prompt(0), BLOCKS)
     keys = reader.keys(prompt(0))
-    flip_a_byte(nodes, slot=1)
+    flip_slab(nodes.segments()[0], slot=1)
     assert loaded(reader, 0) == 1
     counts = {name: counted(reader, name) for name in (names.REREAD_CHUNKS, names.STALE_READS, names.GONE_CHUNKS)}
     assert counts == {names.REREAD_CHUNKS: 1, names.STALE_READS: 1, names.GONE_CHUNKS: 0}
