@@ -19,13 +19,10 @@ import torch
 from kvtier.build import open_transfer
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.eviction.evictor import Evictor
-from kvtier.eviction.limits import Need
-from kvtier.eviction.pins import Pin
 from kvtier.eviction.room import LATE_S, Room
 from kvtier.eviction.set_removal import Remover
 from kvtier.format.record import SegmentHeader
 from kvtier.index.base import SetInfo, writer_lease
-from kvtier.index.memory import MemoryIndex
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.maintenance.scrub import stats, verify
 from kvtier.maintenance.sweeper import Housekeeper
@@ -82,50 +79,18 @@ def test_two_engines_never_evict_more_than_is_needed(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_an_eviction_lease_of_another_engine_is_respected(tmp_path: Path) -> None:
-    index = MemoryIndex()
-    for number in range(4):
-        index.create_set(SetInfo(number, bytes(16), "gone", 100, 1.0, float(number), is_open=False))
-    one, two = (Evictor(index, tmp_path, name, clock=lambda: 50.0) for name in ("one", "two"))
-    assert index.acquire_lease("evict", "two", 50.0, 30.0) is not None
-    need = Need(100, bytes(16))
-    assert one.make_room(need, 400) is None and index.counts().sets == 4
-    assert two.make_room(need, 400) == 0  # no files; the set is out of the index all the same
-    assert {info.set_id for info in index.sets()} == {1, 2, 3}
-
-
-def test_open_and_pinned_sets_stay(tmp_path: Path) -> None:
-    index = MemoryIndex()
-    index.create_set(SetInfo(1, bytes(16), "writer", 100, 1.0, 1.0))
-    pin = Pin("p", b"p" * 16, None, "", 1.0, None)
-    index.create_set(SetInfo(2, pin.namespace, "gone", 100, 1.0, 2.0, is_open=False))
-    index.put_note(pin.name, pin.pack(), None)
-    index.create_set(SetInfo(3, bytes(16), "gone", 100, 1.0, 3.0, is_open=False))
-    evictor = Evictor(index, tmp_path, "one", clock=lambda: 50.0)
-    assert evictor.make_room(Need(100, bytes(16)), 300) is not None
-    assert {info.set_id for info in index.sets()} == {1, 2}
-    assert evictor.make_room(Need(200, bytes(16)), 300) is None, "nothing that may go is left"
-
-
-def test_capacity_smaller_than_one_set_stops_start_up(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="capacity_bytes") as fault:
-        Engine(tmp_path, tensor_size=2, changes={"segment_bytes": 1 << 20, "capacity_bytes": 3 << 19})
-    assert "one segment set takes" in str(fault.value)
-
-
-def test_segment_smaller_than_one_record_stops_start_up(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="segment_bytes"):
-        Engine(tmp_path, changes={"segment_bytes": 64 << 10})
-
-
-def test_arena_too_small_for_chunks_stops_start_up(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"host\.arena_bytes"):
-        Engine(tmp_path, changes={"host": {"arena_bytes": 512 << 10}})
-
-
-def test_gpu_memory_for_an_engine_without_a_gpu_stops_start_up(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"hbm\.arena_bytes = 1073741824: there is no GPU here"):
-        Engine(tmp_path, changes={"hbm": {"arena_bytes": 1 << 30}})
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"segment_bytes": 1 << 20, "capacity_bytes": 3 << 19}, "capacity_bytes.*one segment set takes"),
+        ({"segment_bytes": 64 << 10}, "segment_bytes"),
+        ({"host": {"arena_bytes": 256 << 10}}, r"host\.arena_bytes"),
+        ({"hbm": {"arena_bytes": 1 << 30}}, r"hbm\.arena_bytes = 1073741824: there is no GPU here"),
+    ],
+)
+def test_sizes_that_cannot_work_stop_start_up(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Engine(tmp_path, tensor_size=2, changes=changes)
 
 
 def test_kv_on_a_device_that_is_not_supported_stops_start_up(tmp_path: Path) -> None:
@@ -212,10 +177,7 @@ def small_disk(mib: int) -> Iterator[Path]:
 
 def test_a_disk_smaller_than_the_capacity_is_used_and_never_emptied() -> None:
     with small_disk(48) as root:
-        segment = 4096 + 8 * RECORD_BYTES
-        engine = Engine(
-            root, changes={"segment_bytes": segment, "capacity_bytes": 1 << 30, "index": {"path": f"{root}-index"}}
-        )
+        engine = tiny(root, capacity_bytes=1 << 30, index={"path": f"{root}-index"})
         saved, fewest = 0, 10**6
         for number in range(80):
             done = engine.save(tokens_of(number), BLOCKS)
@@ -242,14 +204,7 @@ def test_room_that_evicted_files_still_take_is_not_made_once_more() -> None:
 
 def test_a_full_disk_is_not_emptied_while_readers_hold_what_was_evicted() -> None:
     with small_disk(48) as root:
-        engine = Engine(
-            root,
-            changes={
-                "segment_bytes": 4096 + 8 * RECORD_BYTES,
-                "capacity_bytes": 1 << 30,
-                "index": {"path": f"{root}-index"},
-            },
-        )
+        engine = tiny(root, capacity_bytes=1 << 30, index={"path": f"{root}-index"})
         held: dict[int, tuple[int, float]] = {}  # inode -> its descriptor, and when it was seen with a name
         most, fewest = 0, 10**6
         for number in range(100):

@@ -106,22 +106,6 @@ def test_limits_are_kept_as_far_as_sets_may_go(sets: list[SetInfo], limits: Quot
             assert not any(info.tenant == tenant for info in may_go)
 
 
-def test_watermarks_leave_alone_what_is_between_them() -> None:
-    sets = [info(number, used_s=float(number)) for number in range(10)]
-    choice = EvictionChoice(sets, ())
-    choice.keep_watermarks(100, 80)
-    assert choice.victims == []
-    choice.keep_watermarks(99, 80)
-    assert ids(choice.victims) == [0, 1]
-
-
-def test_what_is_unused_for_too_long_goes_unless_it_is_pinned() -> None:
-    sets = [info(1, 10.0), info(2, 90.0), info(4, 10.0, is_open=True), info(5, 10.0)]
-    choice = EvictionChoice(sets, {5})
-    choice.drop_unused(since_s=50.0)
-    assert ids(choice.victims) == [1]
-
-
 def test_what_an_administrator_means() -> None:
     sets = [
         info(1, 10.0, tenant="t"),
@@ -164,14 +148,7 @@ def test_quotas_set_at_run_time_win(caplog: pytest.LogCaptureFixture) -> None:
             "quota/tenant/worse": b'{"bytes": true}',
         }
     )
-    assert [changed.of_tenant(name) for name in ("t", "new", "u", "bad", "worse", "")] == [
-        70,
-        0,
-        None,
-        None,
-        None,
-        None,
-    ]
+    assert [changed.of_tenant(name) for name in ("t", "new", "u", "bad", "worse", "")] == [70, 0] + [None] * 4
     assert changed.of_namespace(A) == 100 and changed.of_namespace(B) is None
     assert sum("is not a quota" in message for message in caplog.messages) == 3
     assert (

@@ -28,7 +28,7 @@ from kvtier.scheduler.segment_allocator import TENANT_IDLE_S
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles
-from tests.eviction.test_capacity import BLOCKS, RECORD_BYTES, TARGET, small_disk, tiny, tokens_of
+from tests.eviction.test_capacity import BLOCKS, RECORD_BYTES, SEGMENT_BYTES, TARGET, small_disk, tiny, tokens_of
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -90,15 +90,6 @@ def test_the_token_is_checked_by_the_index_itself(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(index, "put_note", be_replaced)
     assert slow.make_room(Need(100, SPACE), 300) is None
     assert ids(index) == [0, 1, 2] and index.notes("", 100.0) == {}
-
-
-def test_nothing_is_evicted_in_vain(tmp_path: Path) -> None:
-    index = MemoryIndex()
-    put(index, 1)
-    put(index, 2, is_open=True, n_bytes=800)
-    evictor = Evictor(index, tmp_path, "me", clock=lambda: 50.0)
-    assert evictor.make_room(Need(300, SPACE), 1000) is None and ids(index) == [1, 2]
-    assert evictor.make_room(Need(200, SPACE), 1000) is not None and ids(index) == [2]
 
 
 class Killed(BaseException):
@@ -259,19 +250,6 @@ def test_pins_hold_against_everything_but_their_cap_and_their_end(tmp_path: Path
     assert ids(index) == [] and index.notes("pin/", now[0]) == {}
 
 
-def test_a_pinned_prefix_stays_while_others_go(tmp_path: Path) -> None:
-    engine = tiny(tmp_path, sets=6, capacity={"pinned_max_fraction": 0.9})
-    engine.save(tokens_of(1), BLOCKS)
-    keys = engine.keys(tokens_of(1))
-    pin = Pin("p", engine.namespace.id, tuple(keys), "", time.time(), None)
-    engine.store._keeper._index.put_note(pin.name, pin.pack(), None)
-    for number in range(2, 30):
-        engine.save(tokens_of(number), BLOCKS)
-    assert engine.load(tokens_of(1), TARGET)[0] == 5
-    assert engine.load(tokens_of(3), TARGET)[0] == 0
-    engine.close()
-
-
 def test_an_administrator_sees_what_would_go_and_then_it_goes(tmp_path: Path) -> None:
     engine = tiny(tmp_path, sets=8)
     for number in range(5):
@@ -306,20 +284,12 @@ def test_room_is_made_in_the_background_before_a_writer_needs_it(tmp_path: Path)
 
 def test_a_reserve_of_the_disk_is_left_to_others() -> None:
     with small_disk(64) as root:
-        segment_bytes = 4096 + 8 * RECORD_BYTES
-        engine = Engine(
-            root,
-            changes={
-                "segment_bytes": segment_bytes,
-                "capacity_bytes": 1 << 30,
-                "index": {"path": f"{root}-index"},
-                "capacity": {"reserve_bytes": 32 << 20},
-            },
-        )
+        room = {"reserve_bytes": 32 << 20}
+        engine = tiny(root, capacity_bytes=1 << 30, index={"path": f"{root}-index"}, capacity=room)
         for number in range(30):
             engine.save(tokens_of(number), BLOCKS)
             disk = os.statvfs(root)
-            assert disk.f_bavail * disk.f_frsize >= (32 << 20) - 2 * segment_bytes
+            assert disk.f_bavail * disk.f_frsize >= (32 << 20) - 2 * SEGMENT_BYTES
         assert engine.store.metrics.total()["evicted_bytes"] > 0
         assert engine.load(tokens_of(29), TARGET)[0] == 5
         engine.close()
@@ -330,7 +300,7 @@ def test_a_reserve_of_the_disk_is_left_to_others() -> None:
 
 TENANTS = {
     "tenants": [
-        {"name": "red", "cache_salts": ["red-*"], "quota_bytes": 4 * (4096 + 8 * RECORD_BYTES)},
+        {"name": "red", "cache_salts": ["red-*"], "quota_bytes": 4 * SEGMENT_BYTES},
         {"name": "blue", "cache_salts": ["blue"]},
     ]
 }
@@ -378,24 +348,6 @@ def test_a_set_holds_chunks_of_one_tenant_and_a_rebuild_knows_whose(tmp_path: Pa
     Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert whose() == before
     index.close()
-
-
-def test_a_tenant_at_its_quota_loses_its_own_sets_and_no_others(tmp_path: Path) -> None:
-    engine = tiny(tmp_path, sets=20, capacity=TENANTS)
-    index = engine.store._keeper._index
-    for number in range(100, 103):
-        save_for(engine, "blue", number)
-        save_for(engine, "", number + 50)
-    quota_bytes = engine.settings.capacity.tenants[0].quota_bytes or 0
-    for number in range(25):
-        save_for(engine, "red", number)
-        taken = sum(info.n_bytes for info in index.sets() if info.tenant == "red")
-        assert taken <= quota_bytes, "the quota holds at every moment"
-    assert engine.load(tokens_of(24), TARGET)[0] > 0, "the newest are there"
-    assert engine.load(tokens_of(1), TARGET)[0] == 0, "the oldest went"
-    for number in range(100, 103):
-        assert engine.load(tokens_of(number), TARGET)[0] == 5 == engine.load(tokens_of(number + 50), TARGET)[0]
-    engine.close()
 
 
 def test_a_tenant_whose_sets_may_not_go_is_not_saved_and_that_is_counted(tmp_path: Path) -> None:

@@ -64,16 +64,16 @@ def test_a_quota_that_statvfs_does_not_show_is_learned_and_saving_goes_on(
         first = save_some(engine, range(40))
         fits, index = bytes_on(place), engine.store._keeper._index
         fewest, later = fits, Counter[str]()
-        for number in range(40, 80):
+        for number in range(40, 65):
             later += save_some(engine, range(number, number + 1), PACE_S)
             fewest = min(fewest, index.counts().n_bytes)
-        assert later["SAVED"] >= 0.7 * 5 * 40, (first, later)
+        assert later["SAVED"] >= 0.7 * 5 * 25, (first, later)
         assert fewest > fits / 2, (fewest, fits)
         assert sum("a quota of this user" in record.getMessage() for record in caplog.records) == 1
         engine.close()
         second = engine_on(place, sets=100)  # started on what is full
-        again = save_some(second, range(100, 130), PACE_S)
-        assert again["SAVED"] >= 0.6 * 5 * 30, again
+        again = save_some(second, range(100, 120), PACE_S)
+        assert again["SAVED"] >= 0.6 * 5 * 20, again
         second.close()
 
 
@@ -146,15 +146,15 @@ def test_inodes_that_a_file_system_does_not_count() -> None:
         assert FreeSpace.of(answer) == FreeSpace(413 * (4 << 20), counted)
 
 
-@pytest.mark.parametrize("tenths", [25, 120])
-def test_space_that_comes_late_empties_nothing(tenths: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tenths", "lasts_s"), [(25, 8), (120, 18)])
+def test_space_that_comes_late_empties_nothing(tenths: int, lasts_s: int, tmp_path: Path) -> None:
     """Gluster and Ceph free space seconds after an unlink; here later than the old wait of 8 s."""
     with faulty_disk(tmp_path / "disk", 64) as place:
         place.set("free after tenths of a second", tenths)
         engine = engine_on(place, sets=200)
         save_some(engine, range(50), 0.0)
         index, most, fewest = engine.store._keeper._index, 64 * MIB, 64 * MIB
-        ends_s, number, seen = time.monotonic() + 18, 50, Counter[str]()
+        ends_s, number, seen = time.monotonic() + lasts_s, 50, Counter[str]()
         while time.monotonic() < ends_s:
             seen += save_some(engine, range(number, number + 1))
             number, fewest = number + 1, min(fewest, index.counts().n_bytes)
@@ -234,12 +234,7 @@ def test_held_files_are_measured_and_given_up_after_a_while(tmp_path: Path) -> N
 def test_a_sweep_removes_what_crashed_nodes_left_open(tmp_path: Path) -> None:
     folder = tmp_path / "v2" / ("0" * 32)
     folder.mkdir(parents=True)
-    names = (
-        ".nfs000000000012ab3400000001",
-        ".fuse_hidden0000000200000001",
-        ".nfs-notes",
-        "nfs000000000012ab3400000001",
-    )
+    names = (".nfs000000000012ab3400000001", ".fuse_hidden0000000200000001", ".nfs-notes", "nfs00000001")
     for name in names:
         (folder / name).write_bytes(b"x")
         os.utime(folder / name, (1, 1))
