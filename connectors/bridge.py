@@ -76,14 +76,14 @@ class SchedulerBridge:
         store: Store,
         shape: BlockShape,
         limit: LoadLimit,
-        answer_timeout_s: float,
+        lookup_timeout_s: float,
         faults: Faults,
         clock: Clock = time.monotonic,
     ) -> None:
         self._store = store
         self._shape = shape
         self._limit = limit
-        self._answer_timeout_s = answer_timeout_s
+        self._lookup_timeout_s = lookup_timeout_s
         self._faults = faults
         self._clock = clock
         self.watcher = Watcher()
@@ -258,7 +258,7 @@ class SchedulerBridge:
         entries = self._find(request, first, end, waits)
         if entries is None:
             assert request.question is not None
-            if self._clock() - request.question.since_s < self._answer_timeout_s:
+            if self._clock() - request.question.since_s < self._lookup_timeout_s:
                 return None
             request.may_load = False
             self._store.gave_up(end - first)

@@ -144,8 +144,8 @@ def open_store(
     codec: Codec | None = None,
     spares_max: int = SPARES_MAX,
 ) -> Store:
-    """The deciding half, in the engine's scheduler process. `shares`: of all ranks; `about`: for its reports; `codec`:
-    None for the settings' own; `spares_max`: segment sets kept ready at most. Raises ConfigError."""
+    """Make the Store, which decides in the engine's scheduler process. `shares`: of all ranks; `about`: for its
+    reports; `codec`: None for the settings' own; `spares_max`: segment sets kept ready at most. Raises ConfigError."""
     codec = codec or make_codec(settings)
     codec.check(namespace.geometry)
     signer_of(settings, namespace, shares)
@@ -230,7 +230,7 @@ def open_transfer(
     work: Work | None = None,
     codec: Codec | None = None,
 ) -> Transfer:
-    """The moving half, in each worker. Raises ConfigError.
+    """Make the Transfer, which moves KV in each worker. Raises ConfigError.
 
     pages: the engine's KV cache on this rank. codec: None for the settings' own.
     """

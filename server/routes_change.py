@@ -197,7 +197,7 @@ def _set_quota(opened: Opened, service: Service, note: str, wanted: Quota) -> Qu
 def _drop_quota(opened: Opened, service: Service, note: str) -> None:
     if not change.drop_quota(opened, note):
         raise Refused(404, "no such quota was set at run time")
-    log.info("%s: as in the settings", note)
+    log.info("%s: reset to the quota of the settings", note)
     service.changed()
 
 

@@ -67,7 +67,7 @@ class SchedulerHalf:
         self._block_tokens = spec.block_size
         shape = BlockShape(settings.chunk_tokens, spec.block_size)
         self._bridge = SchedulerBridge(
-            self._store, shape, self._costs.limit, settings.index.answer_timeout_s, self._faults
+            self._store, shape, self._costs.limit, settings.index.lookup_timeout_s, self._faults
         )
         self._bridge.room.loads_max = settings.queues.load_requests_max
         if vllm_config.cache_config.enable_prefix_caching:  # else a request that waited would find nothing

@@ -119,7 +119,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._saves = ThreadJobs("tiering-save", SAVE_THREADS, TASKS_MAX)
         self._loads = ThreadJobs("tiering-load", LOAD_THREADS, TASKS_MAX)
         self._asking = ThreadJobs("tiering-lookup", 1, TASKS_MAX)
-        self._lookups = StepLookups(self._exist, self._asking, given.index.answer_timeout_s)
+        self._lookups = StepLookups(self._exist, self._asking, given.index.lookup_timeout_s)
         self._drain_s = given.shutdown_drain_s
         self._is_hurried = False
         self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()

@@ -47,7 +47,7 @@ class UnknownTenant(LookupError):
 
 
 def evict(opened: Opened, selection: Selection, dry_run: bool, include_pinned: bool = False) -> Evicted:
-    """Evicts whole sets. Raises Busy, UnknownTenant, UnknownNamespace, IndexUnavailable, TierUnavailable."""
+    """Evict whole sets. Raises Busy, UnknownTenant, UnknownNamespace, IndexUnavailable, TierUnavailable."""
     capacity_bytes = opened.settings.capacity_bytes
     sets = opened.index.sets()
     _check_known(opened, selection, sets)
@@ -82,7 +82,7 @@ def _check_known(opened: Opened, selection: Selection, sets: Sequence[SetInfo]) 
 
 
 def _kept(found: Sequence[Kept], why: KeptReason) -> KeptSets | None:
-    """None where nothing stays for this reason."""
+    """Summarize the sets that stay for this reason; None if there are none."""
     sets = [kept.info for kept in found if kept.why == why]
     owners = sorted({info.owner for info in sets if info.is_open and info.owner})[:KEPT_OWNERS_MAX]
     n_bytes = sum(info.n_bytes for info in sets)
@@ -141,7 +141,7 @@ def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
 
 
 def drop_pin(opened: Opened, pin_id: str) -> bool:
-    """False when there was none. Raises IndexUnavailable, TierUnavailable."""
+    """Remove a pin. Return False if there was none. Raises IndexUnavailable, TierUnavailable."""
     return pins_backup.drop(opened.index, opened.root.folder, pins.PREFIX + pin_id)
 
 
@@ -173,7 +173,7 @@ def list_quotas(opened: Opened) -> QuotaList:
 
 
 def tenant_note(label: str) -> str:
-    """The name of the note with a tenant's quota. Raises WrongLabel for one that no settings can have."""
+    """Return the name of the note with a tenant's quota. Raises WrongLabel for one that no settings can have."""
     is_plain = label.isprintable() and not set("/\ufffd") & set(label) and label == label.strip()
     if not is_plain or not 0 < len(label.encode()) <= TENANT_BYTES_MAX:
         what = "printable, without a / and without blanks around it"
@@ -194,7 +194,8 @@ def set_quota(opened: Opened, name: str, n_bytes: int | None) -> None:
 
 
 def drop_quota(opened: Opened, name: str) -> bool:
-    """Back to what the settings say; False when nothing else was set. Raises IndexUnavailable, TierUnavailable."""
+    """Go back to the quota of the settings. Return False if no other was set. Raises IndexUnavailable,
+    TierUnavailable."""
     return pins_backup.drop(opened.index, opened.root.folder, name)
 
 

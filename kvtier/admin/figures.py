@@ -26,7 +26,7 @@ def workers_of(reports: Sequence[WorkerReport], now_s: float) -> list[Worker]:
 
 
 def totals_of(reports: Sequence[WorkerReport]) -> Totals:
-    """Since each engine's start; engines that have ended are no longer in it."""
+    """Sum the counters since each engine's start. Engines that have ended do not count."""
     counters = _added([report.counters for report in reports], [1.0] * len(reports))
     ttft_saved_s = _known_sum(report.ttft_saved_s for report in reports)
     return Totals(hit_ratio=hit_ratio(counters), ttft_saved_s=ttft_saved_s, **_amounts(counters))
@@ -54,7 +54,7 @@ def latencies_of(reports: Sequence[WorkerReport]) -> Latencies:
 
 
 def arenas_of(reports: Sequence[WorkerReport]) -> list[TierFill]:
-    """Both upper tiers, over all engines; one that no engine has is left out."""
+    """Sum sizes and fills of both upper tiers over all engines, without a tier that no engine has."""
     fills = []
     for tier in ("hbm", "host"):
         arenas = [arena for report in reports for arena in report.arenas if arena.tier == tier]

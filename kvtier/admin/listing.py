@@ -23,7 +23,7 @@ class Filter:
 
 
 def list_sets(opened: Opened, wanted: Filter, after: int, limit: int) -> SetPage:
-    """By id, which grows with time: those after number `after`, at most `limit`. Raises IndexUnavailable."""
+    """List the sets after id `after`, at most `limit`, by id, which grows with time. Raises IndexUnavailable."""
     sets = opened.index.sets()
     found = [
         info
@@ -40,7 +40,7 @@ def list_sets(opened: Opened, wanted: Filter, after: int, limit: int) -> SetPage
 
 
 def describe_set(opened: Opened, set_id: int) -> SetDetails | None:
-    """None when the index has no such set. Raises IndexUnavailable."""
+    """Describe a set; None if the index has no such set. Raises IndexUnavailable."""
     sets = opened.index.sets()  # all of them: pins protect up to a cap, the older sets first
     info = next((info for info in sets if info.set_id == set_id), None)
     if info is None:
@@ -55,7 +55,7 @@ def describe_set(opened: Opened, set_id: int) -> SetDetails | None:
 
 
 def row_of(info: SetInfo, protected: Collection[int]) -> SetRow:
-    """protected: ids of the sets that pins keep."""
+    """Describe a set in a row. protected: ids of the sets that pins keep."""
     return SetRow(
         set_id=f"{info.set_id:016x}",
         namespace=info.namespace.hex(),

@@ -61,7 +61,7 @@ class Opened:
         object.__setattr__(self, "book", NamespaceBook(self.root))
 
     def protected(self, sets: Sequence[SetInfo]) -> frozenset[int]:
-        """Ids of those that pins keep from being evicted. Raises IndexUnavailable."""
+        """Return the ids of the sets that pins keep from being evicted. Raises IndexUnavailable."""
         return self.evictor.protected(sets, self.settings.capacity_bytes)
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ def open_for_admin(settings: Settings, clock: Callable[[], float] = time.time) -
 
 
 def opened(settings: Settings, root: Root, index: Index, clock: Callable[[], float] = time.time) -> Opened:
-    """Over an index that the caller has opened."""
+    """Return an Opened over an index that the caller has opened."""
     owner = f"admin-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
     return Opened(settings, root, index, evictor, clock)

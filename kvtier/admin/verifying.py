@@ -69,7 +69,7 @@ class Verifying:
         return job.answer
 
     def all(self) -> list[VerifyJob]:
-        """The latest first."""
+        """Return all jobs, the latest first."""
         with self._lock:
             return [job.answer for job in reversed(self._known.values())]
 
@@ -79,7 +79,7 @@ class Verifying:
             return None if job is None else job.answer
 
     def cancel(self, job_id: str) -> VerifyJob | None:
-        """Ends it after the segment that it reads; None when there is none."""
+        """End a job after the segment that it reads. Return None if there is no such job."""
         with self._lock:
             job = self._known.get(job_id)
             if job is None:

@@ -32,12 +32,12 @@ class SlotTable(Generic[Content]):
         self._dropped: dict[int, _Cached[Content]] = {}  # no longer findable, but still leased
 
     def grow(self, n_slots: int) -> None:
-        """Adds free slots, up to `n_slots` in all."""
+        """Add free slots, up to `n_slots` in all."""
         self._free[:0] = range(n_slots - 1, self.n_slots - 1, -1)
         self.n_slots = n_slots
 
     def reserve(self) -> int | None:
-        """A slot to fill, now the caller's; None when every slot is reserved or leased."""
+        """Return a slot to fill, which the caller then owns; None if every slot is reserved or leased."""
         if not self._free and not self._evict_one():
             return None
         slot = self._free.pop()
@@ -45,7 +45,7 @@ class SlotTable(Generic[Content]):
         return slot
 
     def commit(self, slot: int, key: bytes, content: Content) -> bool:
-        """The reserved slot now holds `key`. False (and the slot is free) when another slot holds it already."""
+        """Make the reserved slot hold `key`. Return False, and free the slot, if another slot holds it already."""
         self._reserved.remove(slot)
         if key in self._cached:
             self._free.append(slot)
@@ -54,12 +54,12 @@ class SlotTable(Generic[Content]):
         return True
 
     def discard(self, slot: int) -> None:
-        """Gives a reserved slot back unfilled."""
+        """Give a reserved slot back unfilled."""
         self._reserved.remove(slot)
         self._free.append(slot)
 
     def lease(self, key: bytes) -> tuple[int, Content] | None:
-        """The slot that holds `key`, protected until `release`; None when it is not here."""
+        """Return the slot that holds `key`, protected until `release`; None if it is not here."""
         cached = self._cached.get(key)
         if cached is None:
             return None
@@ -68,7 +68,7 @@ class SlotTable(Generic[Content]):
         return cached.slot, cached.content
 
     def release(self, slot: int, key: bytes) -> None:
-        """Ends one lease."""
+        """End one lease."""
         cached = self._dropped.get(slot) or self._cached[key]
         assert cached.slot == slot and cached.leases > 0
         cached.leases -= 1
@@ -77,7 +77,7 @@ class SlotTable(Generic[Content]):
             self._free.append(slot)
 
     def drop(self, key: bytes) -> None:
-        """Makes `key` unfindable (its bytes are bad); the slot is free once its leases end."""
+        """Make `key` unfindable (its bytes are bad); the slot is free once its leases end."""
         cached = self._cached.pop(key, None)
         if cached is None:
             return
@@ -98,7 +98,7 @@ class SlotTable(Generic[Content]):
         return len(self._free) + sum(1 for cached in self._cached.values() if cached.leases == 0)
 
     def check(self) -> None:
-        """Asserts that every slot is in exactly one state."""
+        """Assert that every slot is in exactly one state."""
         cached = [entry.slot for entry in self._cached.values()]
         slots = self._free + list(self._reserved) + cached + list(self._dropped)
         assert sorted(slots) == list(range(self.n_slots)), slots

@@ -68,7 +68,7 @@ class Trial:
         return self._records * RECORD_BYTES
 
     def write(self, ring: Ring) -> float:
-        """Return bytes a second. Raises OSError, TierUnavailable."""
+        """Write all records. Return bytes a second. Raises OSError, TierUnavailable."""
         ops = [
             WriteOp(self._fd, number * RECORD_BYTES, buffer.address, SLAB_BYTES, SLABS, KEY, 0, 0)
             for number, buffer in enumerate(self._buffers)

@@ -119,7 +119,7 @@ class IndexSettings(BaseModel):
         return parse_url(self.url)
 
     @property
-    def answer_timeout_s(self) -> float:
+    def lookup_timeout_s(self) -> float:
         """Longest time that a request waits for its lookup, seconds."""
         if self.kind == "redis":
             return (self.connect_timeout_ms + self.reply_timeout_ms) / 1000
@@ -166,7 +166,7 @@ class IndexSettings(BaseModel):
                 raise ConfigError(f"index.{name}", str(path), f"it cannot be read: {error.strerror}") from None
 
     def secret(self, name: str = "password") -> str | None:
-        """The password, or `sentinel_password`: as it was given, or out of its file. Raises ConfigError."""
+        """Return the password, or `sentinel_password`, as given or from its file. Raises ConfigError."""
         given: SecretStr | None = getattr(self, name)
         path: Path | None = getattr(self, f"{name}_file")
         if path is None:

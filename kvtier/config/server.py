@@ -75,7 +75,7 @@ class ServerSettings(BaseModel):
 
     @property
     def has_token(self) -> bool:
-        """The admin's, without which there is no other."""
+        """Return True if there is an admin token. Without it there is no other token."""
         return self.admin_token is not None or self.admin_token_file is not None
 
     def too_open(self, host: str) -> ConfigError:
@@ -86,7 +86,7 @@ class ServerSettings(BaseModel):
         return ConfigError("server.host", host, fix)
 
     def tokens(self) -> tuple[str | None, str | None]:
-        """(admin's, read-only one). Raises ConfigError, never with a token in it."""
+        """Return (the admin's token, the read-only token). Raises ConfigError, never with a token in it."""
         admin = _token("server.admin_token", self.admin_token, self.admin_token_file)
         read = _token("server.read_token", self.read_token, self.read_token_file)
         if admin is not None and admin == read:

@@ -323,7 +323,7 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def _paths(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
-    """Every key of the tree, groups too, as ("io", "threads")."""
+    """Yield every key of the tree, groups too, as ("io", "threads")."""
     for name, field in model.model_fields.items():
         yield (name,)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -337,7 +337,7 @@ def _near(name: str, names: set[str]) -> str:
 
 
 def _config_error(settings_cls: type[Settings], error: ValidationError, sources: list[SettingsSource]) -> ConfigError:
-    """Pydantic's complaints as one readable message."""
+    """Turn Pydantic's complaints into one readable message."""
     first, *others = [_one_error(settings_cls, complaint, sources) for complaint in error.errors()]
     if not others:
         return first

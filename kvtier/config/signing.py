@@ -34,7 +34,7 @@ class SigningSettings(BaseModel):
 
 
 def _secret(path: Path) -> bytes:
-    """The file's bytes, without line breaks at its end."""
+    """Return the file's bytes, without line breaks at its end."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())

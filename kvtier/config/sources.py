@@ -80,7 +80,7 @@ class _YamlLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: object, namer: str) -> Mapping[str, Any]:
-    """The mapping in a settings file. `namer`: the setting that named the file, for the message."""
+    """Return the mapping in a settings file. `namer`: the setting that named the file, for the message."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(namer, path, "must be the path of a YAML file")
     try:

@@ -27,7 +27,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(value: object) -> int:
-    """A byte size as a number. Raises ValueError when `value` is neither a whole number nor a text like "64GiB"."""
+    """Return a byte size as a number. Raises ValueError when `value` is neither a whole number nor a text like
+    "64GiB"."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None

@@ -117,7 +117,8 @@ def _pcie(host: Host, has_driver: bool) -> Diagnosis:
 
 
 def _link(host: Host) -> tuple[str, float]:
-    """The widest link of an NVIDIA GPU and its bytes a second; its speed is the possible one, as idle GPUs lower it."""
+    """Return the widest link of an NVIDIA GPU and its bytes a second; its speed is the possible one, as idle GPUs
+    lower it."""
     best = ("unknown", 0.0)
     for device in _pci_gpus(host):
         speed = host.text(device / "max_link_speed").split(" ")[0]

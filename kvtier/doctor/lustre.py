@@ -53,7 +53,7 @@ class Ost(NamedTuple):
 
 
 def examine_efa(host: Host, on_lustre: bool) -> Iterator[Diagnosis]:
-    """Nothing where there is neither EFA nor Lustre."""
+    """Judge EFA. Return nothing where there is neither EFA nor Lustre."""
     found = sorted((host.sys / "class/infiniband").glob("*"))
     devices = [path.name for path in found if (path / "device/driver").resolve().name == "efa"]
     if not devices and not on_lustre:
@@ -75,7 +75,7 @@ def examine_efa(host: Host, on_lustre: bool) -> Iterator[Diagnosis]:
 
 
 def _nids(host: Host) -> list[str]:
-    """The NIDs of this client, but for the loop-back."""
+    """Return the NIDs of this client, without the loopback."""
     shown = host.run("lnetctl", "net", "show")
     listed = shown if shown.status == 0 else host.run("lctl", "list_nids")
     found = re.findall(r"\S+@[a-z][a-z0-9]*", listed.output)

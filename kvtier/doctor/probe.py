@@ -98,7 +98,7 @@ def _refuses(folder: Path, n_bytes: int) -> bool:
 
 
 def _direct_alignment(folder: Path) -> int | None:
-    """The smallest of 512 and 4096 bytes that direct I/O takes; None: it takes none. Raises OSError."""
+    """Return the smallest of 512 and 4096 bytes that direct I/O takes; None: it takes none. Raises OSError."""
     buffer = AlignedBuffer(PAGE_BYTES)
     try:
         with scratch_file(folder, direct=True) as fd:
@@ -116,7 +116,8 @@ def _direct_alignment(folder: Path) -> int | None:
 
 
 def _target() -> tuple[Target, str, object]:
-    """Device memory where there is a GPU that torch can use, else host memory; its name; what keeps it alive."""
+    """Allocate device memory if torch can use a GPU, else host memory. Return it, its name, and the object that owns
+    it."""
     if driver_version() is not None:
         from kvtier.kernels.pcie import device_memory
 

@@ -87,7 +87,7 @@ class Evictor:
         return f"{of} is at its quota of {exact(quota_bytes or 0)}; raise {key}, or set another with `kvtier quota`"
 
     def _lacking(self, need: Need, capacity_bytes: int) -> Literal["capacity", "tenant", "namespace"] | None:
-        """The limit that the set would be above."""
+        """Return the limit that the set would exceed."""
         now_s, n_bytes = self._clock(), self._index.counts().n_bytes
         taken_bytes = n_bytes + self._remover.pending_bytes(now_s) + self._remover.held_bytes()
         if taken_bytes + need.n_bytes > capacity_bytes:
@@ -175,14 +175,14 @@ class Evictor:
         return self.rules.quotas.with_notes(self._index.notes(limits.PREFIX, self._clock()))
 
     def protected(self, sets: Sequence[SetInfo], capacity_bytes: int) -> frozenset[int]:
-        """Ids of the sets that pins protect, within their cap."""
+        """Return the ids of the sets that pins protect, within their cap."""
         found = pins.pins_in(self._index, self._clock())
         held = {pin.pin_id: self.sets_of(pin.keys) for pin in found if pin.keys}
         return pins.protected_sets(sets, found, held, int(capacity_bytes * self.rules.pinned_max_fraction))
 
     def _filled(self, sets: Sequence[SetInfo]) -> frozenset[int]:
-        """Ids of the open sets whose engine lives. What one that was killed left open needs no sweep before it is
-        removed: what its writer may yet publish is refused then."""
+        """Return the ids of the open sets whose engine lives. What one that was killed left open needs no sweep
+        before it is removed: what its writer may yet publish is refused then."""
         owners = {info.owner for info in sets if info.is_open}
         living = {o for o in owners if self._index.lease_owner(writer_lease(o), self._clock()) is not None}
         return frozenset(info.set_id for info in sets if info.is_open and info.owner in living)

@@ -86,7 +86,8 @@ class Remover:
         return total
 
     def remove(self, info: SetInfo, token: int | None = None) -> int:
-        """Bytes given back. `token`: see Index.remove_set. Raises StaleLease, IndexUnavailable, TierUnavailable."""
+        """Remove a set. Return the bytes given back. `token`: see Index.remove_set. Raises StaleLease,
+        IndexUnavailable, TierUnavailable."""
         note = f"{PREFIX}{info.set_id:016x}"
         removal = Removal(info.set_id, info.namespace, info.n_bytes, info.tenant)
         # Measured before the note: from then on a sweep, or the next evictor, may unlink the same files. What those

@@ -1,7 +1,8 @@
 """Prefix lookups of the scheduler: synchronous for an index on this machine, else on background threads.
 
 The scheduler's thread waits WAIT_S for a remote index, and otherwise repeats the call in its next step. After a slow
-answer it does not wait at all until a quick one arrives: a slow index delays new requests only, not running ones.
+answer it does not wait at all until a quick one arrives: a slow index delays new requests only, not running ones. The
+deadline, after which a request is computed, is index.lookup_timeout_s; connectors/bridge.py keeps it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Location(NamedTuple):
 
     @property
     def part(self) -> int:
-        """The file of the set that has the record (kvtier.format.record.part_of)."""
+        """Return the file of the set that has the record (kvtier.format.record.part_of)."""
         return part_of(self.set_id, self.rank, self.slot)
 
 

@@ -188,7 +188,7 @@ class _Check:
         place: tuple[str, str, int],
         members: dict[tuple[int, int], tuple[bytes, Location]],
     ) -> None:
-        """A header that was read, beside what the index says of its place."""
+        """Compare a header that was read with what the index says of its place."""
         result.records += 1
         named = parse_segment_name(place[1])
         assert named is not None
@@ -222,7 +222,7 @@ class _Check:
 
 
 def drop_lost(index: Index) -> int:
-    """Takes records out of entries whose set the index does not list: what a publisher left that died beside an
+    """Take records out of entries whose set the index does not list: what a publisher left that died beside an
     evictor. How many."""
     known = {info.set_id for info in index.sets()}
     lost = [

@@ -65,7 +65,7 @@ def _judge(segment: OpenSegment, key: bytes, location: Location) -> RecordVerdic
 
 
 def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) -> int | None:
-    """The checksum of a slab; None where the file ends before it."""
+    """Return the checksum of a slab; None where the file ends before it."""
     total = 0
     for done in range(0, n_bytes, buffer.n_bytes):
         piece = min(buffer.n_bytes, n_bytes - done)
@@ -76,7 +76,8 @@ def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) ->
 
 
 def _read_fully(fd: int, view: memoryview, offset: int) -> bool:
-    """False where the file ends before. A read may give less than it was asked for, and the rest when asked again."""
+    """Fill the buffer. Return False if the file ends before. A read may give less than it was asked for, and the
+    rest when asked again."""
     while view:
         n_read = os.preadv(fd, [view], offset)
         if n_read == 0:

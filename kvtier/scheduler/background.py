@@ -157,12 +157,12 @@ class Keeper:
         self._has_ticked.wait(FIRST_TICK_TIMEOUT_S)
 
     def refill(self) -> None:
-        """Slots were taken: makes further sets soon if they are needed."""
+        """Make further sets soon if the slots that were taken make them necessary."""
         if self._ticker is not None and self.supplies.want_sets(self._housekeeper.clock()):
             self._ticker.wake()
 
     def book_use(self, entry: bytes, now_s: float) -> None:
-        """A hit on this index entry; its set's recency follows in the background."""
+        """Book a hit on this index entry. The recency of its set follows in the background."""
         self._recent.append((now_s, entry))
 
     def report_full_disk(self) -> None:
@@ -339,7 +339,7 @@ class Keeper:
             self._due.sweep.want()
 
     def _make_sets(self, now: float) -> None:
-        """For each tenant in use; when one of them is at its quota, the others go on."""
+        """Make sets for each tenant in use; when one of them is at its quota, the others go on."""
         namespace, supplies = self._epoch
         if self._space.refused_bytes is not None:
             if not any(side.room.is_resting(now) for side in supplies.sides()):

@@ -242,7 +242,7 @@ class Reporter:
             self._seen.ceiling_bytes_s = figures.read_ceiling_bytes_s or self._seen.ceiling_bytes_s
 
     def saw_load(self, tokens: int, seconds: float) -> None:
-        """One rank's part of a load ended."""
+        """Book that one rank's part of a load ended."""
         self.took("load", seconds)
         with self._lock:
             self._seen.load_tokens += tokens / self._about.ranks
@@ -250,7 +250,7 @@ class Reporter:
             self._count_loads()
 
     def saw_step(self, tokens: int, seconds: float) -> None:
-        """One step of the engine that computed `tokens` tokens in all."""
+        """Book a step of the engine that computed `tokens` tokens in all."""
         if tokens >= PREFILL_TOKENS_MIN and seconds > 0:
             with self._lock:
                 self._seen.prefill_token_s = running_mean(self._seen.prefill_token_s, seconds / tokens)
@@ -271,7 +271,7 @@ class Reporter:
             seen.load_tokens = seen.load_s = 0.0
 
     def saw_hit(self, key: bytes, tokens: int) -> None:
-        """A load of the prefix that ends with chunk `key` was planned."""
+        """Book that a load of the prefix that ends with chunk `key` was planned."""
         with self._lock:
             hits, count = self._seen.hits, 0
             if key in hits:

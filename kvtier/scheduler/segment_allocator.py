@@ -82,24 +82,24 @@ class SetSupply:
 
     @property
     def n_unused(self) -> int:
-        """Sets of which no slot was taken."""
+        """Count the sets of which no slot was taken."""
         with self._lock:
             return len(self._spares)
 
     @property
     def n_pending(self) -> int:
-        """Chunks that took a slot and were not answered yet, of sets that are not settled."""
+        """Count the chunks that took a slot and were not answered yet, of sets that are not settled."""
         with self._lock:
             return sum(s.pending for s in self._sets())
 
     def offer(self, set_id: int) -> None:
-        """A new, registered set."""
+        """Add a new, registered set."""
         with self._lock:
             self._spares.append(_Set(set_id))
             self._missed_s = None
 
     def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
-        """One chunk of the set was saved, or will never be; `is_blank`: nothing was written into its slot."""
+        """Book that a chunk of the set was saved, or never will be; `is_blank`: nothing was written into its slot."""
         with self._lock:
             for candidate in (self._current, *self._full):
                 if candidate is not None and candidate.set_id == set_id:
@@ -171,7 +171,7 @@ class Supplies:
         self._sides = {"": Side("", self.common, 0.0)}
 
     def of(self, tenant: str, now_s: float) -> Side:
-        """The tenant's, from now on in use."""
+        """Return the supply of a tenant, and mark it used."""
         with self._lock:
             side = self._sides.get(tenant)
             if side is None:
@@ -188,7 +188,7 @@ class Supplies:
 
     @property
     def n_unused(self) -> int:
-        """Sets of which no slot was taken."""
+        """Count the sets of which no slot was taken."""
         return sum(side.supply.n_unused for side in self.sides())
 
     def answered(self, set_id: int, slot: int, is_blank: bool) -> None:

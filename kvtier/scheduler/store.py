@@ -119,7 +119,7 @@ class Store:
         return found.entries
 
     def gave_up(self, n_chunks: int) -> None:
-        """The answer to a lookup of so many chunks did not come in time: a miss, and counted as one."""
+        """Count a lookup of so many chunks that was not answered in time as a miss."""
         self.metrics.add(names.INDEX_ERRORS)
         self.metrics.add(names.LOOKUPS)
         self.metrics.add(names.LOOKUP_TOKENS, n_chunks * self._chunk_tokens)
@@ -132,7 +132,7 @@ class Store:
         block_ids: Sequence[int],
         first_token: int,
     ) -> LoadPlan:
-        """A plan for consecutive chunks.
+        """Plan a load of consecutive chunks.
 
         block_ids: the engine's blocks of exactly these chunks, in order.
         first_token: tokens of the first chunk that the engine has already; a multiple of its block size.
@@ -229,18 +229,18 @@ class Store:
         self._refused_until_s.clear()
 
     def forget_lost(self, keys: Sequence[bytes]) -> None:
-        """The index said that it does not have these: what was stored of them may be saved again."""
+        """Allow chunks that the index no longer has to be saved again."""
         now = self._clock()
         for key in keys:
             self._forget_lost(key, now)
 
     def close(self) -> None:
-        """Ends the background duties. Every wait in it is bounded (I10)."""
+        """End the background duties. Every wait in it is bounded (I10)."""
         self._keeper.close()
         self._lookups.close()
 
     def _forget_lost(self, key: bytes, now_s: float) -> None:
-        """A key that the index does not have was evicted, unless it is still on its way."""
+        """Forget a key that the index no longer has, unless its record is still on its way there."""
         known = self._known.get(key)
         if known is not None and (known.is_stored or now_s - known.since_s > ANSWER_LOST_S):
             del self._known[key]

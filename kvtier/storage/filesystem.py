@@ -104,7 +104,7 @@ class FileSystem:
 
     @property
     def nfs_version(self) -> str | None:
-        """The NFS protocol version in use ("3", "4.1", "4.2"); None where this is no NFS, or does not tell."""
+        """Return the NFS protocol version in use ("3", "4.1", "4.2"); None where this is no NFS, or does not tell."""
         if self.kind not in ("nfs", "nfs4"):
             return None
         found = (value for name, _, value in (option.partition("=") for option in self.options) if name == "vers")
@@ -112,7 +112,7 @@ class FileSystem:
 
     @property
     def nfs_fix(self) -> str | None:
-        """The advice for an NFS mount of a version below 4.2, which has no fallocate; None elsewhere."""
+        """Return the advice for an NFS mount of a version below 4.2, which has no fallocate; None elsewhere."""
         version = self.nfs_version
         if version is None or version >= "4.2":
             return None
@@ -160,7 +160,7 @@ class FreeSpace:
 
 
 def file_system_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> FileSystem:
-    """The file system that `path` is on, or would be on if it were created: symbolic links are followed.
+    """Return the file system that `path` is on, or would be on if it were created: symbolic links are followed.
 
     mountinfo: the text to read instead of this process's own mount table.
     """
@@ -198,7 +198,7 @@ def _own_mountinfo() -> str:
 
 
 def _mounts(mountinfo: str) -> list[FileSystem]:
-    """One of each line; the optional fields before the lone "-" vary in number."""
+    """Parse a mount of each line; the optional fields before the lone "-" vary in number."""
     found = []
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")
@@ -211,7 +211,7 @@ def _mounts(mountinfo: str) -> list[FileSystem]:
 
 
 def _unescape(text: str) -> str:
-    """The kernel writes space, tab, newline and backslash as three octal digits."""
+    """Decode space, tab, newline and backslash, which the kernel writes as three octal digits."""
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
 
 

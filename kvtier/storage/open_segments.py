@@ -65,7 +65,7 @@ class Descriptors:
         register(self)
 
     def lease(self, name: Name) -> OpenSegment | None:
-        """The segment, open; None when it is gone. Whatever `open_file` raises."""
+        """Return the segment, open; None if it is gone. Raises what `open_file` raises."""
         segment = self._take(name)
         if segment is not None:
             if segment.is_unlinked() is False:

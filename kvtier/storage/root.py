@@ -151,7 +151,7 @@ def is_in_place(root: Root) -> bool:
 
 
 def find_root(path: Path) -> Root:
-    """An existing root, for looking at; writes nothing. Raises ConfigError when there is none at `path`."""
+    """Find an existing root, to look at it. Writes nothing. Raises ConfigError when there is none at `path`."""
     folder = path.absolute() / f"v{FORMAT_VERSION}"  # what the owner says of the index is within it
     if fix := unreadable_name(path):
         raise ConfigError("root", str(path), fix)
@@ -232,7 +232,7 @@ def open_namespace(root: Root, namespace: Namespace, again: bool = False) -> Pat
 
 
 def namespace_folders(folder: Path) -> list[Path]:
-    """The folders of all namespaces in `<root>/v2`, also of those whose namespace.json is gone."""
+    """Return the folders of all namespaces in `<root>/v2`, also of those whose namespace.json is gone."""
     return sorted(path for path in folder.iterdir() if _NAMESPACE_FOLDER.fullmatch(path.name) and _is_folder(path))
 
 
@@ -310,7 +310,7 @@ def _make_root(path: Path) -> None:
 
 
 def _make_folder(path: Path) -> None:
-    """Within the root. Raises OSError; NotADirectoryError also when a file or a link has the name."""
+    """Make a folder within the root. Raises OSError; NotADirectoryError also when a file or a link has the name."""
     try:
         path.mkdir(mode=0o700)
         hand_over(path)
@@ -324,7 +324,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _is_folder(path: Path) -> bool:
-    """Not a link to one."""
+    """Return True for a folder, False for a link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except FileNotFoundError:
@@ -379,7 +379,7 @@ def segments_bytes(path: Path) -> int:
 
 
 def _described(path: Path) -> str:
-    """Kind and mount point, without asking the file system."""
+    """Describe kind and mount point without a call to the file system."""
     found = mounted_at(os.path.abspath(path))
     return f"{found.kind} mounted at {found.mount_point}"
 

@@ -119,8 +119,8 @@ def is_recognised(folder: Path, theirs: Owner, node: Node | None) -> bool:
 
 
 def private_folder(user: int | None = None) -> Path:
-    """A user's folder on the node's own disk, 0700. user: None for this one; another's only as root. Raises ConfigError
-    when another user owns a folder of that name."""
+    """Return a user's folder on the node's own disk, 0700. user: None for this one; another's only as root. Raises
+    ConfigError when another user owns a folder of that name."""
     user = os.getuid() if user is None else user
     folder = LOCAL_STATE / f"kvtier-{user}"
     try:

@@ -92,7 +92,7 @@ class SegmentFiles:
         self._descriptors = Descriptors(self._open_file, before_close)
 
     def create(self, header: SegmentHeader) -> None:
-        """Makes a whole segment of empty slots. Already there is fine if it was made by this very header.
+        """Make a whole segment of empty slots. One that exists with this very header will do.
 
         Raises TierUnavailable; its `is_full` tells whether space is what is missing.
         """
@@ -334,7 +334,8 @@ class SegmentFiles:
                 raise NeverBegun(f"{path}: its writer died before the header")
             header = SegmentHeader.unpack(page)
             if (header.set_id, header.part) != name or header.namespace.hex() != self.folder.name:
-                raise Corrupt(f"{path}: holds segment {segment_name(header.set_id, header.part)}")
+                named = segment_name(header.set_id, header.part)
+                raise Corrupt(f"{path}: was renamed or copied: its header names {named}")
         except OSError as fault:
             close_file(fd)
             raise _unavailable(path, fault) from fault
@@ -430,7 +431,7 @@ class SegmentFolders:
 
 
 def _open_to_write_or_read(name: str, folder: int, flags: int) -> int:
-    """Without waiting, as to open a pipe would."""
+    """Open a file without waiting, as opening a pipe would."""
     flags |= os.O_NONBLOCK
     try:
         return once_free(lambda: os.open(name, os.O_RDWR | flags, dir_fd=folder))
@@ -515,7 +516,7 @@ def _write_page(fd: int, page: bytes, offset: int = 0) -> None:
 
 
 def _read_page(fd: int, offset: int) -> bytes:
-    """One page; shorter at the end of the file."""
+    """Read one page; shorter at the end of the file."""
     with mmap.mmap(-1, PAGE_BYTES) as buffer:
         n_bytes = os.preadv(fd, [buffer], offset)
         return bytes(buffer[:n_bytes])

@@ -53,7 +53,7 @@ class StuckFiles:
 
     @property
     def has_any(self) -> bool:
-        """False: `why_not` need not be asked."""
+        """Return False if `why_not` need not be asked."""
         return bool(self._opening or self._stuck_until_s)
 
     def why_not(self, names: Collection[Name]) -> str:

@@ -111,5 +111,5 @@ def test_a_password_in_a_misspelt_variable_is_not_printed(tmp_path: Path, monkey
 
 
 def test_a_lookup_waits_as_long_as_its_kind_of_index_may(tmp_path: Path) -> None:
-    assert load(tmp_path, url="redis://h", connect_timeout_ms=100, reply_timeout_ms=50).index.answer_timeout_s == 0.15
-    assert Settings.load({"root": str(tmp_path), "index": {"timeout_s": 3}}).index.answer_timeout_s == 3
+    assert load(tmp_path, url="redis://h", connect_timeout_ms=100, reply_timeout_ms=50).index.lookup_timeout_s == 0.15
+    assert Settings.load({"root": str(tmp_path), "index": {"timeout_s": 3}}).index.lookup_timeout_s == 3

@@ -282,7 +282,7 @@ def test_a_segment_of_another_name_or_namespace_by_hard_link(folder: Path, tmp_p
     other = open_namespace(find_root(folder.parents[1]), namespace(geometry(), weights="others"))
     os.link(folder / segment_name(SET, RANK), other / segment_name(SET, RANK))
     for place, set_id in ((folder, SET + 1), (other, SET)):
-        with pytest.raises(Corrupt, match="holds segment"):
+        with pytest.raises(Corrupt, match="renamed or copied"):
             SegmentFiles(place, direct=False).lease(set_id, RANK)
 
 
