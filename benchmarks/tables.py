@@ -220,25 +220,6 @@ def redis_index() -> Lines:
 
 
 @table
-def eviction() -> Lines:
-    """Hit ratios of the eviction policies that were compared; the code of the comparison and of S3-FIFO was removed."""
-    result = read("eviction_policies")
-    cells: dict[str, dict[str, str]] = {}
-    for cell in result["cells"]:
-        of_trace = cells.setdefault(cell["trace"], {})
-        of_trace[f"{cell['policy']} {cell['sets']}"] = f"{cell['hit_ratio']:.1%}"
-    runs = [f"{policy} {sets}" for sets in (32, 64, 128) for policy in ("lru", "s3fifo", "belady")]
-    lines = [[trace, *(found[run] for run in ("infinite 0", *runs))] for trace, found in cells.items()]
-    lru, s3fifo = (f"{100 * sum(result['means'][name]) / len(result['seeds']):.1f}%" for name in ("lru", "s3fifo"))
-    return [
-        f"**Eviction policies on generated traces** (measured once, {source(result)}; share of the chunks asked for "
-        f"that were stored, median of {len(result['seeds'])} seeds, by policy and capacity in sets; belady knows the "
-        f"future and evicts single chunks; mean of all: lru {lru}, s3fifo {s3fifo}; kvtier has lru only):",
-        *rows(["trace", "unlimited", *runs], lines),
-    ]
-
-
-@table
 def aiperf() -> Lines:
     result = read("aiperf_ttft")
     return [
@@ -246,25 +227,6 @@ def aiperf() -> Lines:
         *rows(*aiperf_ttft.table_rows(result)),
         "",
         "![TTFT by aiperf, ms](results/aiperf_ttft.svg)",
-    ]
-
-
-@table
-def working_set() -> Lines:
-    """Hit ratios and TTFT as the working set outgrows each tier; the code of the benchmark was removed."""
-    result, lines = read("capacity"), []
-    for system, found in result["systems"].items():
-        for row in found["rows"]:
-            tokens, shares = row["working_set_tokens"], (f"{row[key]:.1%}" for key in ("prefix_share", "tier_share"))
-            size = f"{tokens / found['cache_tokens']:.2f}"
-            first_s, computed_s = row["ttft"]["mean"], row["computed_ttft"]["mean"]
-            times = (ms(first_s), ms(computed_s), f"{first_s / computed_s:.0%}", ms(row["ttft"]["p99"]))
-            lines.append([system, f"{row['documents']}", f"{tokens:,}", size, *shares, *times])
-    columns = ["system", "documents", "tokens", "of the engine's cache", "hits there", "hits in the tier"]
-    columns += ["mean TTFT", "computed", "TTFT of computed", "p99"]
-    return [
-        f"**A working set that outgrows each tier** (measured once, {source(result)}; ms; documents drawn at random):",
-        *rows(columns, lines),
     ]
 
 

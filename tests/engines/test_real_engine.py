@@ -163,12 +163,10 @@ def test_reset_cache_begins_an_epoch(damaged: dict[str, Any]) -> None:
     assert damaged["reset"] == {"found": 256, "gone": 0, "found_again": 256}
 
 
-@pytest.mark.parametrize("scheduling", ["async", "sync"])
-def test_preemption(lab: Any, scheduling: str) -> None:
+def test_preemption(lab: Any) -> None:
     """Blocks of preempted requests are handed on; what was saved of them, generated tokens too, is right."""
-    llm = {"async_scheduling": scheduling == "async", "num_gpu_blocks_override": 26, "max_model_len": 512}
-    spec = {"root": str(lab.folder / f"crowd-{scheduling}"), "llm": llm, "scenarios": ["preemption"]}
-    run = lab.run(f"crowd-{scheduling}", [spec])[0]
+    llm = WITHOUT_ASYNC | {"num_gpu_blocks_override": 26, "max_model_len": 512}
+    run = lab.run("crowd", [{"root": str(lab.folder / "crowd"), "llm": llm, "scenarios": ["preemption"]}])[0]
     results = run["preemption"]
     assert results["preempted"] > 0
     assert_like_recompute(results["crowded"])
