@@ -25,9 +25,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import track
+
 from benchmarks import plots, report
 from benchmarks.serving import arguments, counters, result
-from benchmarks.serving.arguments import ProgressBar, at_least, numbers
+from benchmarks.serving.arguments import at_least, numbers
 from benchmarks.serving.client import find_model
 
 QUESTION = "time to the first token over input length, by aiperf"
@@ -118,12 +121,10 @@ def sweep(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
     if program is None:
         raise SystemExit("there is no aiperf: run `make aiperf`, or give --aiperf PATH")
     cells = [(isl, concurrency) for isl in options.isl for concurrency in options.concurrency]
-    bar = ProgressBar(f"aiperf, {options.system}", len(cells))
-    for done, (isl, concurrency) in enumerate(cells, start=1):
+    for isl, concurrency in track(cells, f"aiperf, {options.system}", console=Console(stderr=True)):
         place = folder / f"ISL{isl}_CON{concurrency}"
         before = counters.read(options.base_url)
         row = run(command(program, options, isl, concurrency, place), place, options.requests)
-        bar.show(done)
         yield {"isl": isl, "concurrency": concurrency, **row, "tokens": counters.since(options.base_url, before)}
 
 

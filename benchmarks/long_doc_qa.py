@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.report import ms
 from benchmarks.serving import arguments, counters, result
-from benchmarks.serving.arguments import ProgressBar, at_least
+from benchmarks.serving.arguments import at_least, progress
 from benchmarks.serving.client import Endpoint, ask_all, find_model
 from benchmarks.serving.documents import PYTHON, DocumentSource, warming
 
@@ -67,7 +67,8 @@ def repeated(prompts: Sequence[str], count: int, mode: str, seed: int) -> list[s
 def ask(endpoint: Endpoint, name: str, prompts: Sequence[str], inflight: int = 1) -> dict[str, Any]:
     """Run one round and return its figures. Times are of the requests that succeeded."""
     before = counters.read(endpoint.url)
-    answers, seconds = asyncio.run(ask_all(endpoint, prompts, inflight, ProgressBar(name, len(prompts)).show))
+    with progress(name, len(prompts)) as show:
+        answers, seconds = asyncio.run(ask_all(endpoint, prompts, inflight, show))
     good = [answer for answer in answers if not answer.error]
     return {
         "round_time": seconds,

@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import lmdb
@@ -25,7 +25,7 @@ from blake3 import blake3
 from benchmarks import report
 from kvtier.format.geometry import Extent
 from kvtier.format.namespace import chunk_keys
-from kvtier.index.base import Location, NewRecord, SetInfo
+from kvtier.index.base import Index, Location, NewRecord, SetInfo
 from kvtier.index.lmdb.index import LmdbIndex
 
 CHUNK_TOKENS = 256
@@ -41,15 +41,20 @@ TARGETS_US = {"total": 5000.0, "index": 1000.0}  # of the medians
 RESULT = Path(__file__).parent / "results" / "lookup.json"
 
 
-def fill(index: LmdbIndex, keys: list[bytes], rng: random.Random) -> None:
-    """Publish a whole record for each key, in segment sets of SET_SLOTS slots."""
-    for first in range(0, len(keys), SET_SLOTS):
-        set_id = first // SET_SLOTS
-        index.create_set(SetInfo(set_id, NAMESPACE, "benchmark", 1 << 30, 0.0, 0.0))
-        records = []
-        for slot, key in enumerate(keys[first : first + SET_SLOTS]):
-            checksums = tuple(rng.getrandbits(64) for _ in range(WHOLE.n_heads))
-            records.append(NewRecord(key, Location(set_id, 0, slot, SLAB_BYTES, WHOLE, checksums), WHOLE))
+def records_of(set_id: int, keys: Sequence[bytes], rng: random.Random, first_slot: int = 0) -> list[NewRecord]:
+    records = []
+    for slot, key in enumerate(keys, start=first_slot):
+        checksums = tuple(rng.getrandbits(64) for _ in range(WHOLE.n_heads))
+        records.append(NewRecord(key, Location(set_id, 0, slot, SLAB_BYTES, WHOLE, checksums), WHOLE))
+    return records
+
+
+def fill(index: Index, keys: Sequence[bytes], rng: random.Random, first_id: int = 0, slots: int = SET_SLOTS) -> None:
+    """Publish a whole record for each key, in segment sets of `slots` slots."""
+    for first in range(0, len(keys), slots):
+        set_id = first_id + first // slots
+        index.create_set(SetInfo(set_id, NAMESPACE, "host-12345-0123abcd", 1 << 30, 0.0, 0.0))
+        records = records_of(set_id, keys[first : first + slots], rng)
         assert index.publish(records) == len(records), "every key is new"
 
 

@@ -31,6 +31,7 @@ from benchmarks import report
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import RecordHeader
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, WriteOp, sizes_for
+from kvtier.storage.filesystem import file_system_of
 
 HEADS = 8
 RECORD_MIB = (4, 32)
@@ -212,11 +213,6 @@ def measure(setup: FioSetup, ring: Ring, repeats: int) -> Iterator[FioCell]:
     kept.unlink()
 
 
-def file_system(folder: Path) -> str:
-    output = subprocess.run(["df", "--output=fstype", str(folder)], check=True, capture_output=True, text=True).stdout
-    return output.split()[-1]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.records_vs_fio", description=__doc__.splitlines()[0])
     parser.add_argument("--dir", action="append", type=Path, required=True, help="folder on a file system to measure")
@@ -227,7 +223,7 @@ def main() -> int:
         raise SystemExit("fio is the ceiling: install it (apt install fio)")
     cells: list[FioCell] = []
     for folder in options.dir:
-        kind = file_system(folder)
+        kind = file_system_of(folder).kind
         depth, sizes = MEMORY_DEPTH if kind == "tmpfs" else DEPTH, sizes_for(kind == "tmpfs")
         ring_of_kvtier = Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes)
         with tempfile.TemporaryDirectory(dir=folder) as work, ring_of_kvtier as ring:

@@ -28,18 +28,16 @@ from typing import Any
 import redis
 
 from benchmarks import report
+from benchmarks.lookup import N_CHUNKS, SET_SLOTS, fill, records_of
 from kvtier.config.index import IndexSettings
-from kvtier.format.geometry import Extent
-from kvtier.index.base import Location, NewRecord, SetInfo
+from kvtier.index.base import SetInfo
 from kvtier.index.redis.index import RedisIndex
 from kvtier.index.redis.keys import TAGS, Keys
 
-N_CHUNKS, N_OTHERS = 391, 100_000
+N_OTHERS = 100_000
 RUNS = 300
 PROCESSES, BATCH = 4, 16
-SET_SLOTS, FEW_SLOTS = 256, 32  # chunks of a segment set: a chunk's memory includes its share of its set
-WHOLE = Extent(0, 32, 0, 8)
-SLAB_BYTES = 32 * 2 * 128 * 2 * 256
+FEW_SLOTS = 32  # chunks of a small segment set: a chunk's memory includes its share of its set
 SEED = 7
 LOOKUP_TARGET_MS, PUBLISH_TARGET_S = 2.0, 10_000  # of one server: median; chunks a second
 RESULT = Path(__file__).parent / "results" / "redis_index.json"
@@ -91,22 +89,6 @@ def wait_for(is_true: Callable[[], object]) -> None:
 def open_index(ports: Sequence[int]) -> RedisIndex:
     url = f"redis://127.0.0.1:{ports[0]}/0" if len(ports) == 1 else f"redis+cluster://127.0.0.1:{ports[0]}"
     return RedisIndex(IndexSettings(kind="redis", url=url, reply_timeout_ms=30_000))
-
-
-def records_of(set_id: int, keys: Sequence[bytes], rng: random.Random, first_slot: int = 0) -> list[NewRecord]:
-    records = []
-    for slot, key in enumerate(keys, start=first_slot):
-        checksums = tuple(rng.getrandbits(64) for _ in range(WHOLE.n_heads))
-        records.append(NewRecord(key, Location(set_id, 0, slot, SLAB_BYTES, WHOLE, checksums), WHOLE))
-    return records
-
-
-def fill(index: RedisIndex, keys: Sequence[bytes], first_id: int, rng: random.Random, slots: int = SET_SLOTS) -> None:
-    for first in range(0, len(keys), slots):
-        set_id = first_id + first // slots
-        index.create_set(SetInfo(set_id, bytes(16), "host-12345-0123abcd", 1 << 30, 0.0, 0.0))
-        part = keys[first : first + slots]
-        assert index.publish(records_of(set_id, part, rng)) == len(part)
 
 
 def used_bytes(ports: Sequence[int]) -> int:
@@ -175,9 +157,9 @@ def measure(folder: Path, count: int, seconds: float) -> dict[str, Any]:
             for port in ports:
                 redis.Redis(port=port).flushall()
             empty = used_bytes(ports)
-            fill(index, others, 0, rng, slots)
+            fill(index, others, rng, slots=slots)
             per_chunk[str(slots)] = (used_bytes(ports) - empty) / len(others)
-        fill(index, prompt, 1 << 30, rng)
+        fill(index, prompt, rng, 1 << 30)
         found = {"bytes_per_chunk": per_chunk, "lookup": lookup(ports, index, prompt)}
         found["publish"] = publishing(ports, seconds)
         index.close()

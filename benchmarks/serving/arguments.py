@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-BAR_WIDTH = 30
+from rich.console import Console
+from rich.progress import Progress
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -46,21 +46,9 @@ def base_url(text: str) -> str:
     return text.rstrip("/").removesuffix("/v1")
 
 
-class ProgressBar:
-    """Bar of one line on a terminal, with estimated seconds to the end; elsewhere one line when the work is done."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total = what, total
-        self._start_s = time.monotonic()
-        self.show(0)
-
-    def show(self, done: int) -> None:
-        seconds = time.monotonic() - self._start_s
-        if not sys.stderr.isatty():
-            if done == self._total:
-                print(f"{self._what}: {done} in {seconds:.1f} s", file=sys.stderr, flush=True)
-            return
-        full = BAR_WIDTH * done // self._total if self._total else BAR_WIDTH
-        left = f", {seconds / done * (self._total - done):.0f} s left" if 0 < done < self._total else ""
-        line = f"{self._what} [{'#' * full}{'.' * (BAR_WIDTH - full)}] {done}/{self._total}, {seconds:.0f} s{left}"
-        print(f"\r\033[K{line}", end="\n" if done == self._total else "", file=sys.stderr, flush=True)
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Draw a bar on standard error. Yield a function that takes the number of what is done."""
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
