@@ -16,21 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.cli.asking import refused
 from tests.redis_server import Server, free_port, has_redis
-from tests.server.process import START_TIMEOUT_S, command, environment, running, write_config
+from tests.server.process import START_TIMEOUT_S, environment, running, write_config
 from tests.server.serving import ADMIN, CHUNKS, PROMPT, READER
 from tests.support.rig import Engine
 from tests.waiting import wait_until
-
-
-def refused(config: Path, **more: str) -> str:
-    """What it says when it does not start."""
-    done = subprocess.run(
-        command(config), capture_output=True, text=True, env=environment(**more), timeout=START_TIMEOUT_S
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr
 
 
 def own_certificate(folder: Path) -> dict[str, str]:
@@ -63,33 +54,22 @@ def own_certificate(folder: Path) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items()}
 
 
-def test_it_does_not_start_where_others_could_reach_it_without_a_token(tmp_path: Path) -> None:
-    said = refused(write_config(tmp_path, tmp_path / "kv", host="0.0.0.0"))
-    assert "server.host" in said and "no token is set" in said
-    assert not (tmp_path / "kv").exists()
-
-
-def test_it_does_not_start_on_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_it_does_not_start_with_what_cannot_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "kv"
+    said = refused(capsys, "serve", str(write_config(tmp_path, root, host="0.0.0.0")))
+    assert "server.host" in said and "no token is set" in said, "others could reach it without a token"
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        said = refused(write_config(tmp_path, tmp_path / "kv", port=taken.getsockname()[1]))
+        said = refused(capsys, "serve", str(write_config(tmp_path, root, port=taken.getsockname()[1])))
     assert "server.port" in said and "in use" in said
-    assert not (tmp_path / "kv").exists()
-
-
-def test_it_does_not_start_with_a_certificate_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("nothing")
     paths = {name: str(tmp_path / "cert.pem") for name in ("tls_cert", "tls_key")}
-    assert "server.tls_cert" in refused(write_config(tmp_path, tmp_path / "kv", **paths))
-    assert not (tmp_path / "kv").exists()
-
-
-def test_a_folder_in_place_of_settings_is_refused_with_what_to_name(tmp_path: Path) -> None:
-    assert f"name a settings file with `root: {tmp_path}`" in refused(tmp_path)
-
-
-def test_an_index_of_one_process_is_refused(tmp_path: Path) -> None:
-    said = refused(write_config(tmp_path, tmp_path / "kv"), KVTIER_INDEX__KIND="memory")
-    assert "index.kind" in said
+    assert "server.tls_cert" in refused(capsys, "serve", str(write_config(tmp_path, root, **paths)))
+    assert f"name a settings file with `root: {tmp_path}`" in refused(capsys, "serve", str(tmp_path))
+    monkeypatch.setenv("KVTIER_INDEX__KIND", "memory")
+    assert "index.kind" in refused(capsys, "serve", str(write_config(tmp_path, root)))
+    assert not root.exists()
 
 
 def test_tls_and_tokens_from_the_environment(tmp_path: Path) -> None:
