@@ -52,7 +52,7 @@ from kvtier.storage.root import (
     open_root,
 )
 from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works
-from kvtier.storage.start_wait import in_time, said
+from kvtier.storage.start_wait import in_time
 from kvtier.worker.arenas import Memory, cuda_memory, host_memory
 from kvtier.worker.context import Quarantine, WorkerContext, arena_slot_bytes
 from kvtier.worker.io_setup import open_io
@@ -252,8 +252,11 @@ def open_transfer(
         memory = cuda_memory(settings, slot_bytes, -(-work.step_tokens // geometry.chunk_tokens), device)
     codec.prepare(pages, geometry, share.reads)
     direct = in_time(root.path, "trying direct I/O", partial(use_direct_io, settings, root))
-    with said(root.path, "measuring its reads (io.calibrate)"):
-        io = open_io(settings, root, direct, memory.arena, device, work.ranks)
+    io = in_time(
+        root.path,
+        "measuring its reads (io.calibrate)",
+        partial(open_io, settings, root, direct, memory.arena, device, work.ranks),
+    )
     engines = io.engines._replace(signer=signer_of(settings, namespace, [share]))
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)

@@ -1,6 +1,6 @@
 """Calibration of a mount: engines and sizes to try, the choice among measured rates, and the result stored for a day.
 
-    <root>/calibration-<host>.json    {"key": {...}, "made_s": 1.7e9, "calibration": {...}}
+    <root>/calibration-<machine>.json    {"key": {...}, "made_s": 1.7e9, "calibration": {...}}
 
 A restarted engine must not wait for a measurement, and ranks of one host must not disturb each other's: one measures,
 under a lock of the node, and the others read its result.
@@ -14,13 +14,14 @@ import json
 import logging
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from blake3 import blake3
 
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.namespace import canonical_text
@@ -30,7 +31,7 @@ from kvtier.runtime.file_descriptors import close_file
 from kvtier.runtime.versions import installed
 from kvtier.storage.atomic_files import read_small, replace_small
 from kvtier.storage.filesystem import file_system_of
-from kvtier.storage.root_owner import private_folder
+from kvtier.storage.root_owner import host_key, private_folder
 
 log = logging.getLogger("kvtier")
 
@@ -216,8 +217,7 @@ def pick(rates: dict[EngineChoice, float], usual: EngineChoice) -> EngineChoice:
 
 def calibrated(root: Path, ask: Ask, measure: Callable[[Ask], Calibration], now_s: float | None = None) -> Calibration:
     """Return the calibration stored under `root`, or measure and store one. Logs the engine and why. Never raises."""
-    host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname()) or "host"
-    path = root / f"calibration-{host}.json"
+    path = root / f"calibration-{blake3(host_key().encode()).hexdigest()[:16]}.json"
     key = _key(ask)
     wall_s = time.time() if now_s is None else now_s
     found = _read(path, key, wall_s)
@@ -236,7 +236,7 @@ def _key(ask: Ask) -> dict[str, Any]:
     """Return everything that a calibration depends on."""
     mount = file_system_of(ask.folder)
     return {
-        "host": socket.gethostname(),
+        "host": host_key(),
         "version": installed("kvtier", "?"),
         "file_system": mount.kind,
         "mount": mount.mount_point,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 from contextlib import suppress
 
 from blake3 import blake3
@@ -21,6 +20,7 @@ from kvtier.format.namespace import canonical_text
 from kvtier.index.base import Index
 from kvtier.scheduler.engine_report import About
 from kvtier.scheduler.load_threshold import Costs, LoadCost
+from kvtier.storage.root_owner import host_key
 
 PREFIX = "costs/"
 KEPT_S = 30 * 86400.0
@@ -30,7 +30,7 @@ NOTE_BYTES_MAX = 1024  # longest record that is read, bytes
 
 def note_name(namespace_id: bytes, about: About) -> str:
     """Return the record's name, made of everything that costs depend on except the load on the machine."""
-    engine = [about.engine, about.engine_version, about.device, about.ranks, socket.gethostname()]
+    engine = [about.engine, about.engine_version, about.device, about.ranks, host_key()]
     return PREFIX + blake3(namespace_id + canonical_text(engine).encode()).hexdigest()[:32]
 
 

@@ -80,10 +80,7 @@ class Owner:
 
 def this_node() -> Node:
     """Raises ConfigError when there is neither a machine id nor a place to keep one."""
-    try:
-        machine = MACHINE_ID_FILE.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        machine = ""
+    machine = _machine_id()
     if not machine:
         path = private_folder() / "machine-id"
         try:
@@ -93,6 +90,23 @@ def this_node() -> Node:
                 "root", str(path), f"cannot keep an id of this node there: {error.strerror}; make it writable"
             ) from None
     return Node(machine, socket.gethostname(), _boot_id())
+
+
+def host_key() -> str:
+    """Return a name of this machine for what was measured on it: all its pods have the same, whatever their host names.
+
+    Machines of one image may share a machine id: what was measured on one of them is then used on all, until measured
+    again. A container without the file has the boot id of its host.
+    """
+    return _machine_id() or _boot_id() or socket.gethostname()
+
+
+def _machine_id() -> str:
+    """Return the content of /etc/machine-id, "" where it has none."""
+    try:
+        return MACHINE_ID_FILE.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _boot_id() -> str:

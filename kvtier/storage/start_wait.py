@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from kvtier.errors import ConfigError
-from kvtier.runtime.threads import Ticker, begin
+from kvtier.runtime.threads import begin
 from kvtier.storage.filesystem import mounted_at
 
 log = logging.getLogger("kvtier")
@@ -37,23 +35,6 @@ def in_time(root: Path, what: str, work: Callable[[], T]) -> T:
         )
         raise ConfigError("root", str(root), fix)
     return result.result()
-
-
-@contextmanager
-def said(root: Path, what: str) -> Iterator[None]:
-    """Say every SAID_AFTER_S that `what` is still waited for, until the end."""
-    begun_s = time.monotonic()
-
-    def tick() -> None:
-        waited_s = time.monotonic() - begun_s
-        if waited_s > SAID_AFTER_S / 2:
-            _say(root, what, waited_s)
-
-    ticker = Ticker("start", SAID_AFTER_S, tick)
-    try:
-        yield
-    finally:
-        ticker.close(0.0)
 
 
 def _say(root: Path, what: str, waited_s: float) -> None:

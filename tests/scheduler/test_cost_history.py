@@ -19,6 +19,7 @@ from kvtier.scheduler.cost_history import KEPT_S, PREFIX, KeptCosts, note_name, 
 from kvtier.scheduler.engine_report import About
 from kvtier.scheduler.load_threshold import NEVER, BreakEven, Costs, FixedLimit, LoadCost
 from kvtier.scheduler.store import Store
+from kvtier.storage import root_owner
 from tests.support.rig import geometry, namespace, settings, shares
 from tests.waiting import wait_until
 
@@ -72,6 +73,22 @@ def test_engines_that_differ_do_not_expect_the_same() -> None:
     names = [note_name(SPACE, about) for about in (GPU, *others)] + [note_name(bytes(16), GPU)]
     assert len(set(names)) == len(names)
     assert note_name(SPACE, GPU) == note_name(SPACE, replace(GPU, model="as others call it"))
+
+
+@pytest.mark.parametrize("machine_id", ["5d1c", ""])
+def test_a_pod_of_another_name_expects_the_costs_of_its_machine(
+    machine_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may have no machine id: then by the boot of its host."""
+    (tmp_path / "machine-id").write_text(machine_id)
+    (tmp_path / "boot-id").write_text("0c9f")
+    monkeypatch.setattr(root_owner, "MACHINE_ID_FILE", tmp_path / "machine-id")
+    monkeypatch.setattr(root_owner, "BOOT_ID_FILE", tmp_path / "boot-id")
+    name = note_name(SPACE, GPU)
+    monkeypatch.setattr("socket.gethostname", lambda: "pod-7f9c")
+    assert note_name(SPACE, GPU) == name
+    monkeypatch.setattr(root_owner, "BOOT_ID_FILE", tmp_path / "absent")
+    assert (note_name(SPACE, GPU) == name) == bool(machine_id)
 
 
 def test_little_changes_are_not_written() -> None:
