@@ -15,6 +15,8 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+Waiter = asyncio.Future[None]
+
 IDLE_S = 15  # from a connection's start, or its last answer, to the end of the next request's head; seconds
 HANDSHAKE_S = 10.0  # a connection's TLS handshake; seconds
 
@@ -27,6 +29,21 @@ class Connection(H11Protocol):
     exchange_s: ClassVar[float]
     _step: object = None
     _deadline: asyncio.TimerHandle | None = None
+
+    def handshake_begun(self, transport: asyncio.Transport, client: tuple[str, int] | None, done: Waiter) -> None:
+        """Count the connection, under its deadline, from the start of its TLS handshake. done: the handshake's end."""
+        self.transport, self.client = transport, client
+        self.connections.add(self)
+        done.add_done_callback(self._handshake_ended)
+        self._watch()
+        self._make_room()
+
+    def _handshake_ended(self, done: Waiter) -> None:
+        """Forget the connection if it failed, for then nothing else of the protocol is called."""
+        if done.cancelled() or done.exception() is not None:
+            self.connections.discard(self)
+            if self._deadline is not None:
+                self._deadline.cancel()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -78,7 +95,7 @@ class Connection(H11Protocol):
         waiting = [other for other in crowd if other is not self and other._is_waiting and other._deadline is not None]
         dropped = min(waiting, key=lambda other: other._ends_s, default=self)
         self.connections.discard(dropped)
-        dropped.transport.abort()
+        self.loop.call_soon(dropped.transport.abort)  # not now: asyncio may only be about to start its handshake
 
     @property
     def _host(self) -> str:
@@ -97,7 +114,17 @@ def bounded(connections_max: int, timeout_s: float) -> type[Connection]:
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Event loop whose servers wait less than a minute for a TLS handshake; uvicorn has no option for that."""
+    """Event loop whose servers wait less than a minute for a TLS handshake, and count connections from its start on.
+    uvicorn has no option for that, and learns of a connection only when its handshake is over."""
+
+    def _make_ssl_transport(  # type: ignore[no-untyped-def]  # a method of asyncio's that typeshed does not have
+        self, rawsock: socket.socket, protocol: asyncio.Protocol, sslcontext: SSLContext, waiter: Waiter, **options
+    ) -> asyncio.Transport:
+        made: asyncio.Transport = super()._make_ssl_transport(rawsock, protocol, sslcontext, waiter, **options)  # type: ignore[misc]
+        if isinstance(protocol, Connection):
+            client = (options.get("extra") or {}).get("peername")
+            protocol.handshake_begun(made, client[:2] if isinstance(client, tuple) else None, waiter)
+        return made
 
     async def create_server(  # type: ignore[override]
         self,

@@ -172,3 +172,23 @@ def test_handshakes_have_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for connection in idle:
             wait_until_closed(connection, 10)
             connection.close()
+
+
+def test_handshakes_of_an_address_are_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were not counted at all: 1,000 silent connections took 1,000 descriptors of the service for 10 s."""
+    paths = own_certificate(tmp_path)
+    trusting = ssl.create_default_context(cafile=paths["tls_cert"])
+    with served(tmp_path / "kv", monkeypatch, **paths) as port:
+        monkeypatch.setattr(connections, "IDLE_S", 60.0)
+        idle = [connect(port, b"\x16\x03\x01" if number % 2 else b"") for number in range(4 * MAX)]
+        with trusting.wrap_socket(connect(port), server_hostname="localhost") as client:
+            assert answer(client) == b"HTTP/1.1 200 OK"
+            assert sum(map(is_closed, idle)) >= 4 * MAX - MAX // 2, "an address has half of the connections"
+            assert answer(client) == b"HTTP/1.1 200 OK", "also while others wait"
+        for _ in range(2 * MAX):  # handshakes that fail leave nothing
+            with closing(connect(port, b"GET / HTTP/1.1\r\n\r\n")) as plain:
+                wait_until_closed(plain, 10)
+        with trusting.wrap_socket(connect(port), server_hostname="localhost") as client:
+            assert answer(client) == b"HTTP/1.1 200 OK"
+        for connection in idle:
+            connection.close()
