@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from functools import partial
 
@@ -43,6 +44,7 @@ class Loader:
         self._chunks_ahead_alone = max(self._chunks_ahead, alone)
         self._lock = threading.Condition()
         self._loads: dict[LoadWalk, None] = {}  # in the order in which they were asked for
+        self._waiting: deque[LoadWalk] = deque()  # beyond the bound of `jobs`; the scheduler bounds how many there are
         self._walking: dict[LoadWalk, None] = {}  # whose threads are in them, answered or not
         self._n_still = 0
         self._log = RepeatedLog(worker.clock)
@@ -50,13 +52,19 @@ class Loader:
         self._timings: list[tuple[int, float]] = []
 
     def load(self, plan: LoadPlan) -> None:
-        """Queues a plan; called on the engine's thread. Its answer comes with `take_done`, queued or not."""
+        """Queue a plan; called on the engine's thread. Its answer comes with `take_done`. One that finds no room among
+        the jobs waits here until another ends: a full queue is no fault of the storage."""
         deadline_s = self._worker.clock() + self._worker.timeout_s
         load = LoadWalk(self._worker, self._fetcher, plan, deadline_s, self._window)
         with self._lock:
             self._loads[load] = None
-        if not self._jobs.submit(partial(self._run, load)):
-            self._answer(load)
+            self._waiting.append(load)
+        self._submit_waiting()
+
+    def _submit_waiting(self) -> None:
+        with self._lock:
+            while self._waiting and self._jobs.submit(partial(self._run, self._waiting[0])):
+                self._waiting.popleft()
 
     def take_timings(self) -> list[tuple[int, float]]:
         """(tokens, seconds from asking to the end) of whole loads since the last take."""
@@ -118,6 +126,7 @@ class Loader:
         self._worker.metrics.add(names.LOAD_TOKENS, load.n_tokens)
         self._worker.metrics.add(names.LOAD_BYTES, load.n_bytes)
         self._worker.metrics.add(names.LOAD_SECONDS, time.perf_counter() - started)
+        self._submit_waiting()
 
     def _answer(self, load: LoadWalk, *, is_overdue: bool = False) -> None:
         """Ends the load and tells so, if nobody has yet; one that is overdue, unless its chunks are still moving."""

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.build import PIN_JOBS
 from kvtier.errors import IndexUnavailable
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
 from kvtier.kernels.paged import Move, PagedKV
-from kvtier.plan import SaveOutcome
+from kvtier.plan import LoadDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.segments import SegmentFiles
 from tests.support.rig import Engine
@@ -118,7 +117,8 @@ def test_saves_beyond_the_bound_are_skipped_and_counted_without_waiting(tmp_path
     engine.close()
 
 
-def test_loads_beyond_the_bound_are_answered_as_misses(tmp_path: Path) -> None:
+def test_loads_beyond_the_bound_wait(tmp_path: Path) -> None:
+    """They were answered as failed, as if the storage were at fault."""
     writer = Engine(tmp_path)
     writer.save(TOKENS, BLOCKS)
     writer.close()
@@ -126,17 +126,38 @@ def test_loads_beyond_the_bound_are_answered_as_misses(tmp_path: Path) -> None:
     ring = with_hung_ring(reader)
     keys = reader.keys(TOKENS)
     entries = reader.store.lookup(keys)
-    n_taken = 2 + PIN_JOBS  # at work, waiting, and what is kept free for other work on these threads
-    for number in range(n_taken + 2):
+    n_loads = 5  # at work, queued, and three beyond
+    for number in range(n_loads):
         blocks = list(range(20 * number, 20 * number + 20))
         reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
         wait_until(lambda: ring.submitted, "the first load at work")
-    refused = reader.transfers[0].poll().loads
-    assert {done.request_id for done in refused} == {f"r{n_taken}", f"r{n_taken + 1}"}
-    assert all(len(done.failed_blocks) == 20 for done in refused)
+    assert not reader.transfers[0].poll().loads
     ring.returned.set()
-    assert reader.transfers[0].drain(10)
-    assert {done.request_id for done in reader.transfers[0].poll().loads} == {f"r{n}" for n in range(n_taken)}
+    done: list[LoadDone] = []
+    wait_until(lambda: done.extend(reader.transfers[0].poll().loads) or len(done) == n_loads, "all loads")
+    assert [load.request_id for load in done] == [f"r{n}" for n in range(n_loads)]
+    assert not any(load.failed_blocks for load in done)
+    counted = reader.transfers[0].metrics.total()
+    assert (counted["load_requests"], counted.get("load_failures", 0)) == (n_loads, 0)
+    reader.close()
+
+
+def test_loads_beyond_the_bound_are_answered_by_their_deadline(tmp_path: Path) -> None:
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+    changes = {"queues": {"load_requests_max": 1, "load_threads": 1}, "io": {"threads": 2, "timeout_s": 0.5}}
+    reader = Engine(tmp_path, changes=changes)
+    ring = with_hung_ring(reader)
+    keys = reader.keys(TOKENS)
+    entries = reader.store.lookup(keys)
+    for number in range(8):
+        blocks = list(range(20 * number, 20 * number + 20))
+        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    done: list[LoadDone] = []
+    wait_until(lambda: done.extend(reader.transfers[0].poll().loads) or len(done) == 8, "all answers")
+    assert all(len(load.failed_blocks) == 20 for load in done)
+    ring.returned.set()
     reader.close()
 
 
