@@ -252,11 +252,8 @@ def open_transfer(
         memory = cuda_memory(settings, slot_bytes, -(-work.step_tokens // geometry.chunk_tokens), device)
     codec.prepare(pages, geometry, share.reads)
     direct = in_time(root.path, "trying direct I/O", partial(use_direct_io, settings, root))
-    io = in_time(
-        root.path,
-        "measuring its reads (io.calibrate)",
-        partial(open_io, settings, root, direct, memory.arena, device, work.ranks),
-    )
+    measure = partial(open_io, settings, root, direct, memory.arena, device, work.ranks)
+    io = in_time(root.path, "measuring its reads (io.calibrate)", measure)
     engines = io.engines._replace(signer=signer_of(settings, namespace, [share]))
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)
