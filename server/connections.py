@@ -11,7 +11,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from ssl import SSLContext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -117,13 +117,33 @@ class Loop(asyncio.SelectorEventLoop):
     """Event loop whose servers wait less than a minute for a TLS handshake, and count connections from its start on.
     uvicorn has no option for that, and learns of a connection only when its handshake is over."""
 
-    def _make_ssl_transport(  # type: ignore[no-untyped-def]  # a method of asyncio's that typeshed does not have
-        self, rawsock: socket.socket, protocol: asyncio.Protocol, sslcontext: SSLContext, waiter: Waiter, **options
+    def _make_ssl_transport(
+        self,
+        rawsock: socket.socket,
+        protocol: asyncio.Protocol,
+        sslcontext: SSLContext,
+        waiter: Waiter,
+        *,
+        server_side: bool,
+        extra: dict[str, Any],
+        server: asyncio.Server,
+        ssl_handshake_timeout: float | None,
+        ssl_shutdown_timeout: float | None,
     ) -> asyncio.Transport:
-        made: asyncio.Transport = super()._make_ssl_transport(rawsock, protocol, sslcontext, waiter, **options)  # type: ignore[misc]
+        """Make the transport of an accepted connection. A method of asyncio's own, with the arguments that it gives."""
+        made: asyncio.Transport = super()._make_ssl_transport(  # type: ignore[misc]
+            rawsock,
+            protocol,
+            sslcontext,
+            waiter,
+            server_side=server_side,
+            extra=extra,
+            server=server,
+            ssl_handshake_timeout=ssl_handshake_timeout,
+            ssl_shutdown_timeout=ssl_shutdown_timeout,
+        )
         if isinstance(protocol, Connection):
-            client = (options.get("extra") or {}).get("peername")
-            protocol.handshake_begun(made, client[:2] if isinstance(client, tuple) else None, waiter)
+            protocol.handshake_begun(made, extra["peername"][:2], waiter)
         return made
 
     async def create_server(  # type: ignore[override]
