@@ -118,33 +118,15 @@ class Loop(asyncio.SelectorEventLoop):
     uvicorn has no option for that, and learns of a connection only when its handshake is over."""
 
     def _make_ssl_transport(
-        self,
-        rawsock: socket.socket,
-        protocol: asyncio.Protocol,
-        sslcontext: SSLContext,
-        waiter: Waiter,
-        *,
-        server_side: bool,
-        extra: dict[str, Any],
-        server: asyncio.Server,
-        ssl_handshake_timeout: float | None,
-        ssl_shutdown_timeout: float | None,
+        self, rawsock: socket.socket, protocol: asyncio.Protocol, sslcontext: SSLContext, waiter: Waiter, **more: Any
     ) -> asyncio.Transport:
-        """Make the transport of an accepted connection. A method of asyncio's own, with the arguments that it gives."""
-        made: asyncio.Transport = super()._make_ssl_transport(  # type: ignore[misc]
-            rawsock,
-            protocol,
-            sslcontext,
-            waiter,
-            server_side=server_side,
-            extra=extra,
-            server=server,
-            ssl_handshake_timeout=ssl_handshake_timeout,
-            ssl_shutdown_timeout=ssl_shutdown_timeout,
+        """Make the transport of an accepted connection. A method of asyncio's own."""
+        transport: asyncio.Transport = super()._make_ssl_transport(  # type: ignore[misc]
+            rawsock, protocol, sslcontext, waiter, **more
         )
         if isinstance(protocol, Connection):
-            protocol.handshake_begun(made, extra["peername"][:2], waiter)
-        return made
+            protocol.handshake_begun(transport, more["extra"]["peername"][:2], waiter)
+        return transport
 
     async def create_server(  # type: ignore[override]
         self,

@@ -51,8 +51,8 @@ USES_TORCH += ("kvtier.arena.arena",)
 READS_THE_ENVIRONMENT = ("kvtier.config.settings", "kvtier.connectors.vllm.plugin", "benchmarks")
 STARTS_THREADS = ("kvtier.runtime.threads", "benchmarks")
 CATCHES_EVERYTHING = ("kvtier.connectors.faults", "kvtier.runtime.threads")  # the latter passes on to who waits
-# The engine's base class has them; any method is wrapped.
-OVERRIDES_OPEN_SIGNATURES = ("kvtier.connectors.vllm", "kvtier.connectors.faults")
+# The base class (of the engine, of asyncio) has them; any method is wrapped.
+OVERRIDES_OPEN_SIGNATURES = ("kvtier.connectors.vllm", "kvtier.connectors.faults", "kvtier.server.connections")
 ENGINES_AND_WEB = ("vllm", "lmcache", "dynamo", "fastapi", "starlette", "uvicorn")
 MAY_USE_THEM = ("benchmarks", "kvtier.connectors", "kvtier.server")
 
