@@ -50,29 +50,6 @@ def lines(path: Path, title: str, x_name: str, y_name: str, drawn: Sequence[Line
     save(figure, path)
 
 
-def kl(path: Path, result: dict[str, Any]) -> None:
-    """Draw the mean KL of each method of benchmarks.quality under each condition, with 95% intervals."""
-    figure, axes = page("KL to the model on bf16 KV, mean, nats a token")
-    methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
-    for number, condition in enumerate(dict.fromkeys(row["condition"] for row in result["rows"])):
-        for row in (row for row in result["rows"] if row["condition"] == condition):
-            found = row["kl_mean"]
-            axes.errorbar(
-                methods.index(row["method"]) + 0.15 * number,
-                found["value"],
-                [[found["value"] - found["low"]], [found["high"] - found["value"]]],
-                color=f"C{number}",
-                marker="o",
-                markersize=4,
-                markerfacecolor="white" if row["is_control"] else None,
-            )
-        axes.plot([], [], "o", color=f"C{number}", label=condition)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(methods)), methods, rotation=45, ha="right", fontsize=7)
-    axes.legend(fontsize=7)
-    save(figure, path)
-
-
 def versus(path: Path, result: dict[str, Any]) -> None:
     """Draw the TTFT of each system of benchmarks.versus over prompt length."""
     cells = Entries(result["runs"], result["settings"]["token_bytes"]).cells()
@@ -115,7 +92,6 @@ if __name__ == "__main__":
 
     for name, draw in (
         ("gpu/versus", versus),
-        ("gpu/quality", kl),
         ("aiperf_ttft", aiperf_ttft.draw),
     ):
         draw(RESULTS / f"{name}.svg", json.loads((RESULTS / f"{name}.json").read_text()))

@@ -347,21 +347,6 @@ def load_mix() -> Lines:
     ]
 
 
-@table
-def quality() -> Lines:
-    result = read("gpu/quality")
-    cells = []
-    for row in (row for row in result["rows"] if not row["is_control"]):
-        kl, top1, recall = (row[name]["value"] for name in ("kl_mean", "top1", "recall_all"))
-        figures = (f"{kl:.1e}", f"{top1:.1%}", f"{recall:.1%}")
-        cells.append([row["method"], f"{row['vector_bytes']:.0f}", row["condition"], *figures])
-    return [
-        f"**Codec quality on a 42M-parameter model trained for it** (`python -m benchmarks.quality`, {source(result)}; "
-        "KL to bf16 KV in nats; says nothing of other models):",
-        *rows(["codec", "bytes a K and V vector", "condition", "mean KL", "same top token", "recall"], cells),
-    ]
-
-
 # --- the files ---
 
 

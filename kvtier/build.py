@@ -16,7 +16,7 @@ from functools import partial
 
 from kvtier.arena.admission import Admission, Admissions
 from kvtier.codecs.base import Codec, slab_bytes
-from kvtier.codecs.fp8.codec import Fp8Codec
+from kvtier.codecs.int8.codec import Int8Codec
 from kvtier.codecs.raw import RawCodec
 from kvtier.codecs.turboquant.codec import Turboquant
 from kvtier.config.settings import HOST_ADMIT, Settings
@@ -62,7 +62,7 @@ from kvtier.worker.transfer import Transfer, TransferJobs, Upkeep
 log = logging.getLogger("kvtier")
 
 # Codecs without presets; the other codecs of the settings are presets of turboquant.
-CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "fp8": Fp8Codec}
+CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "int8": Int8Codec}
 
 STEP_TOKENS = 8192  # tokens of an engine's step where the engine does not say
 STRIPE_SLOTS_MIN = 4  # least slots in each file of a set: a smaller set has fewer files

@@ -1,4 +1,4 @@
-"""Rates of turboquant's and fp8's kernels (encode, verify, decode), beside the device's own copy.
+"""Rates of turboquant's and int8's kernels (encode, verify, decode), beside the device's own copy.
 
     python -m benchmarks.gpu.codec_kernels --out codec_kernels.json [--tune]
 
@@ -27,8 +27,8 @@ import triton.testing
 
 from benchmarks.gpu.kernel_cases import CHUNK_TOKENS, RUNS, TUNE_RUNS, DeviceClock, PagesCase, Row, Work, run
 from kvtier.codecs.coded_pages import SlabShape
-from kvtier.codecs.fp8 import device as fp8_device
-from kvtier.codecs.fp8.codec import Fp8Coder
+from kvtier.codecs.int8 import device as int8_device
+from kvtier.codecs.int8.codec import Int8Coder
 from kvtier.codecs.turboquant import device as turboquant_device
 from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
@@ -42,12 +42,12 @@ SEED = 7
 CACHES = 2
 GOALS = {"tb_s": 2.0}  # of GOAL_PRESETS at head size 128
 GOAL_PRESETS = ("k4v4", "k4v3")
-TUNED = (*GOAL_PRESETS, "fp8")
+TUNED = (*GOAL_PRESETS, "int8")
 
 
 @dataclass(frozen=True)
 class CodecCase(PagesCase):
-    """A KV cache and its codec: fp8, or a preset of turboquant."""
+    """A KV cache and its codec: int8, or a preset of turboquant."""
 
     chunks: int = 128
     codec: str = "k4v4"
@@ -62,8 +62,8 @@ class CodecCase(PagesCase):
 
     @property
     def _coding(self) -> Any:
-        if self.codec == "fp8":
-            return Fp8Coder(CHUNK_TOKENS, self.size, self.size)
+        if self.codec == "int8":
+            return Int8Coder(CHUNK_TOKENS, self.size, self.size)
         return SlabFormat(self.layers, CHUNK_TOKENS, self.size, self.size, PRESETS[self.codec], 0, SEED)
 
     @property
@@ -81,20 +81,20 @@ class CodecCase(PagesCase):
     @property
     def tilings(self) -> tuple[Any, Any]:
         """Candidates for encoding and for decoding; the first of each is in use."""
-        module = fp8_device if self.codec == "fp8" else turboquant_device
+        module = int8_device if self.codec == "int8" else turboquant_device
         return module.ENCODE_TILINGS, module.DECODE_TILINGS
 
     def mover(self, pages: PagedKV, encode: Any = None, decode: Any = None) -> Any:
         """Return the kernels. None: the tiling that is in use."""
         pair = (encode or self.tilings[0][0], decode or self.tilings[1][0])
-        if self.codec == "fp8":
-            return fp8_device.CudaFp8(pages, self._slabs, self.held, *pair)
+        if self.codec == "int8":
+            return int8_device.CudaInt8(pages, self._slabs, self.held, *pair)
         return turboquant_device.CudaTurboquant(pages, self._coding, self.held, *pair)
 
     def reference(self, pages: PagedKV) -> VectorPages:
         """Return the codec in torch operations, on the GPU."""
         coder = self._coding
-        if self.codec != "fp8":
+        if self.codec != "int8":
             coder = TurboquantCoder(coder, self.held, torch.device("cuda"))
         return VectorPages(pages, coder, self.held)
 
@@ -114,7 +114,7 @@ OTHER_PAGES = (
     *(("NHD", torch.bfloat16, size) for size in (64, 96, 80, 256)),
 )
 CASES = (
-    *(CodecCase(codec=codec) for codec in ("k4v4", "k4v3", "k6v4", "k5v3", "k3v3", "k4v2", "fp8")),
+    *(CodecCase(codec=codec) for codec in ("k4v4", "k4v3", "k6v4", "k5v3", "k3v3", "k4v2", "int8")),
     *(CodecCase(*pages, chunks=32, codec=codec) for codec in TUNED for pages in OTHER_PAGES),
 )
 

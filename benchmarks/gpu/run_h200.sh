@@ -27,7 +27,6 @@
 #   versus-lmcache  LMCache in its two ways, from tmpfs                                 270   560
 #   versus-disk  k4v4 and vLLM's tiering; LENGTHS=100000 in two calls of 430 and 75     500   560
 #   long-doc-qa  20 documents of 20,000 tokens over HTTP, one and two in flight        280   560
-#   quality      a small model trained here, its KV through each codec (MINUTES)      480   590
 #
 # ttft-tmpfs, ttft-disk and two-ttft take a codec: ttft-tmpfs@k4v4 has kvtier alone, also from an hbm arena, in
 # ttft_tmpfs_k4v4.json. The versus stages write to one file, versus.json, and go on with it while the machine is held:
@@ -36,12 +35,12 @@
 # Several at once on a machine of several GPUs, each lane on its own (CUDA_VISIBLE_DEVICES) and with its own folders, for
 # what is not timed, or is timed on its GPU alone:
 #
-#   benchmarks/gpu/run_h200.sh lanes 0,1:two-equal/two-ttft 2:ttft-disk 3:quality/codecs
+#   benchmarks/gpu/run_h200.sh lanes 0,1:two-equal/two-ttft 2:ttft-disk 3:codecs
 #
 # Among the stages, NAME=VALUE sets a variable of those below for the stages after it.
 #
 # Environment: OUT (where JSON and logs go), COUNT (prompts a length), SYSTEMS (of versus and long-doc-qa),
-# SAVE_PARTS (of save: ttft,decode,burst), FOLDER (of save), SHM (of /dev/shm), LANES_S (seconds for all lanes), MINUTES (of training), LENGTHS, FOLDERS (of ceilings),
+# SAVE_PARTS (of save: ttft,decode,burst), FOLDER (of save), SHM (of /dev/shm), LANES_S (seconds for all lanes), LENGTHS, FOLDERS (of ceilings),
 # MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
 # BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
 # ceilings, kernels, doctor and demo).
@@ -253,8 +252,6 @@ stage() {
       [ -z "${TINY:-}" ] || lengths=300,600
       ttft "${NAME:-two_gpus_ttft}" "$MEMORY" 450 --one-process --model 70b --tp 2 --gpu-memory 0.85 --timeout 280 \
         --lengths "${LENGTHS:-$lengths}" --count "${COUNT:-2}" ;;
-    quality)
-      timeout -k 10 590 python3 -m benchmarks.quality --out "$OUT/quality.json" --minutes "${MINUTES:-5}" ;;
     *)
       echo "no stage $1"
       return 2 ;;

@@ -24,12 +24,10 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 
 from kvtier.build import check_place
-from kvtier.codecs.measured_loss import check_key_bias
 from kvtier.config.kv_transfer import CONNECTOR, POLICY, check_policy, roles_of
 from kvtier.config.settings import HOST_ARENA_BYTES, Settings
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.kv_dtypes import check_cache_dtype
-from kvtier.connectors.vllm.namespace import folder_of
 from kvtier.errors import ConfigError
 from kvtier.model.layer_kinds import CHUNK, FULL, WINDOW, refusal
 from kvtier.runtime.memory_limits import check_host_arena, memory_here
@@ -112,7 +110,6 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
         _check_load(getattr(speculative, "draft_load_config", None))
         for loaded in (model, getattr(speculative, "draft_model_config", None)):
             check_sources(getattr(loaded, "architecture", None), getattr(loaded, "registry", None))
-    _check_codec(vllm_config, settings)
     overrides = getattr(model, "hf_overrides", None)
     if callable(overrides) and settings.model_tag is None:
         fix = (
@@ -131,20 +128,6 @@ def _check_index(parallel: Any, settings: Settings) -> None:
             f"{_plain(backend)}, {ranks} ranks): nothing would ever be found; set it to embedded or redis"
         )
         raise ConfigError("index.kind", "memory", fix)
-
-
-def _check_codec(vllm_config: Any, settings: Settings) -> None:
-    """Refuse a codec that is known to lose too much of this model's KV. Raises ConfigError."""
-    if settings.codec != "fp8":
-        return
-    model = vllm_config.model_config
-    try:
-        folder = folder_of(model.model, getattr(model, "revision", None), vllm_config.load_config)
-    except ConfigError:  # not downloaded yet, or named by a model_tag
-        folder = None
-    text = getattr(model, "hf_text_config", None)
-    config = {} if text is None else text.to_dict()
-    check_key_bias(settings.codec, settings.codec_accept_key_bias, folder, config)
 
 
 def check_model(vllm_config: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.codecs.measured_loss import check_key_bias
 from kvtier.config.settings import Settings
 from kvtier.format.geometry import share_of_rank
 from kvtier.model.config_json import read_model
@@ -21,7 +20,6 @@ def look_at_model(settings: Settings, folder: Path) -> str:
     codec = make_codec(settings)
     geometry = model.geometry("auto", settings.chunk_tokens)
     codec.check(geometry)
-    check_key_bias(settings.codec, settings.codec_accept_key_bias, folder, model.text)
     shares = (share_of_rank(geometry, 0, 1, 0, range(geometry.layers)),)
     shape = set_shape(settings, geometry, codec, shares)
     settings.check_capacity(shape.set_bytes)

@@ -1,10 +1,10 @@
-"""What a load brings back of what was saved, on plain tensors: for benchmarks of what the codecs cost."""
+"""Save and load of plain tensors through a codec: for benchmarks of what the codecs lose."""
 
 from __future__ import annotations
 
 import torch
 
-from kvtier.codecs.fp8.codec import Fp8Coder
+from kvtier.codecs.int8.codec import Int8Coder
 from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import LayerCoder
@@ -16,14 +16,16 @@ def round_trip(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as they come back, of the same shapes and dtype.
 
-    k, v: (layers, heads, tokens, size), on any device; tokens a multiple of `chunk_tokens`. preset: "fp8" or of
-    PRESETS. first_layer: number within the model of the first of `layers`. Raises ValueError where a chunk is refused.
+    k, v: (layers, heads, tokens, size), on any device; tokens a multiple of `chunk_tokens`. preset: "int8" or of
+    turboquant's PRESETS. first_layer: number within the model of the first of `layers`. Raises ValueError where a chunk
+    is refused.
     """
     layers, heads, tokens, _ = k.shape
     n_chunks, rest = divmod(tokens, chunk_tokens)
     if rest:
         raise ValueError(f"{tokens} tokens are not whole chunks of {chunk_tokens}")
-    coder = _coder(k, v, preset, seed, first_layer, chunk_tokens)
+    held = Extent(first_layer, layers, 0, heads)
+    coder = make_coder(preset, (k.shape[-1], v.shape[-1]), held, chunk_tokens, seed, k.device)
     back_k, back_v = torch.empty_like(k), torch.empty_like(v)
     for chunk in range(n_chunks):
         part = slice(chunk * chunk_tokens, (chunk + 1) * chunk_tokens)
@@ -36,10 +38,17 @@ def round_trip(
     return back_k, back_v
 
 
-def _coder(k: torch.Tensor, v: torch.Tensor, preset: str, seed: int, first_layer: int, chunk_tokens: int) -> LayerCoder:
-    layers, heads, _, k_size = k.shape
-    v_size = v.shape[-1]
-    if preset == "fp8":
-        return Fp8Coder(chunk_tokens, k_size, v_size)
-    slab_format = SlabFormat(first_layer + layers, chunk_tokens, k_size, v_size, PRESETS[preset], seed=seed)
-    return TurboquantCoder(slab_format, Extent(first_layer, layers, 0, heads), k.device)
+def make_coder(
+    preset: str, sizes: tuple[int, int], held: Extent, chunk_tokens: int, seed: int, device: torch.device
+) -> LayerCoder:
+    """Return the reference of a preset. sizes: of heads, of K and of V."""
+    if preset == "int8":
+        return Int8Coder(chunk_tokens, *sizes)
+    slab_format = SlabFormat(held.first_layer + held.n_layers, chunk_tokens, *sizes, PRESETS[preset], seed=seed)
+    return TurboquantCoder(slab_format, held, device)
+
+
+def bits_of(preset: str, size: int, chunk_tokens: int = 256) -> float:
+    """Return the bits that a preset stores for an element, all side information included. size: of a head."""
+    coder = make_coder(preset, (size, size), Extent(0, 1, 0, 1), chunk_tokens, 0, torch.device("cpu"))
+    return 8 * coder.n_bytes(range(1)) / (2 * size * chunk_tokens)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvtier.codecs.measured_loss import check_key_bias
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
 from kvtier.model.config_json import ModelConfig, read_model
@@ -107,12 +106,6 @@ def make_plan(asked: PlanRequest) -> CapacityPlan:
         )
         raise ConfigError("--gpu-memory", engine.gpu_bytes, fix)
     sizes, refused = chunks_of_codecs(geometry, shares, asked.boundary_layers)
-    for name in [name for name in sizes if name != "raw"]:
-        try:
-            check_key_bias(name, False, asked.model, model.text)
-        except ConfigError as fault:
-            del sizes[name]
-            refused[name] = fault.fix
     prefill, context = _prefill(asked, model), whole_chunks(_context(asked, model), asked.chunk_tokens)
     stagings = {
         name: staging_of(chunk, asked.staging_bytes, asked.step_tokens, engine) for name, chunk in sizes.items()

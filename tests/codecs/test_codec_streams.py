@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from kvtier.codecs.base import Mover
+from kvtier.codecs.int8.codec import Int8Coder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, Patch
-from tests.codecs import fp8_rig, turboquant_rig
+from tests.codecs import int8_rig, turboquant_rig
 from tests.kernels.device_pages import Cache, noise
 from tests.kernels.device_rig import INTERPRETED
 from tests.kernels.test_device_streams import busy_stream
@@ -23,8 +24,8 @@ CACHE = Cache("B2NHD", blocks=64)
 PATCH = Patch(0, 0, CACHE.layers, 0, CACHE.heads)
 HELD = Extent(0, CACHE.layers, 0, CACHE.heads)
 SIZES = (CACHE.k_size, CACHE.v_size)
-SLAB_BYTES = padded(CACHE.layers * 32 * (sum(SIZES) + 4))
-"""Of two blocks in fp8; those of turboquant fit as well."""
+SLAB_BYTES = padded(Int8Coder(32, *SIZES).n_bytes(range(CACHE.layers)))
+"""Of two blocks in int8; those of turboquant fit as well."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +35,10 @@ def own_stream() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-@pytest.fixture(params=["fp8", "k4v3"])
+@pytest.fixture(params=["int8", "k4v3"])
 def mover(request: pytest.FixtureRequest) -> Mover:
-    if request.param == "fp8":
-        return fp8_rig.mover(PAGES, 32, HELD)
+    if request.param == "int8":
+        return int8_rig.mover(PAGES, 32, HELD)
     return turboquant_rig.mover(PAGES, SlabFormat(CACHE.layers, 32, *SIZES, PRESETS["k4v3"], 0, 7), HELD)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvtier.codecs.base import Encoded, EncodeResult, slab_bytes
-from kvtier.codecs.fp8.codec import Fp8Coder
+from kvtier.codecs.int8.codec import Int8Coder
 from kvtier.codecs.turboquant.codec import Turboquant, TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import LayerCoder
@@ -50,8 +50,8 @@ def start(engines: list[Engine], root: Path, codec: str, cut: Any = (1, None), *
 
 
 def coder_of(codec: str, shape: Geometry = SHAPE, boundary: int = 0) -> LayerCoder:
-    if codec == "fp8":
-        return Fp8Coder(shape.chunk_tokens, shape.k_head_size, shape.v_head_size)
+    if codec == "int8":
+        return Int8Coder(shape.chunk_tokens, shape.k_head_size, shape.v_head_size)
     sizes = (shape.layers, shape.chunk_tokens, shape.k_head_size, shape.v_head_size)
     return TurboquantCoder(SlabFormat(*sizes, PRESETS[codec], boundary), shape.whole, torch.device("cpu"))
 
@@ -76,7 +76,7 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("codec", "writer", "reader"),
-    [*(("k4v3", writer, reader) for writer in CUTS for reader in CUTS[:2]), ("fp8", CUTS[1], CUTS[0])],
+    [*(("k4v3", writer, reader) for writer in CUTS for reader in CUTS[:2]), ("int8", CUTS[1], CUTS[0])],
 )
 def test_any_cut_reads_what_any_other_wrote(
     tmp_path: Path, engines: list[Engine], codec: str, writer: Any, reader: Any
@@ -151,7 +151,7 @@ def save_with(engine: Engine, spoil: float, block: int) -> dict[bytes, SaveOutco
 
 
 @pytest.mark.parametrize("spoil", (float("nan"), float("inf"), 1e38))
-@pytest.mark.parametrize("codec", ("k4v4", "fp8"))
+@pytest.mark.parametrize("codec", ("k4v4", "int8"))
 def test_a_chunk_that_cannot_be_kept_is_not_stored(
     tmp_path: Path, engines: list[Engine], codec: str, spoil: float
 ) -> None:
@@ -268,12 +268,12 @@ def test_models_that_a_codec_cannot_encode(tmp_path: Path) -> None:
     mla = geometry(kv_heads=1, k_head_size=576, v_head_size=0, attention="mla", dtype="bfloat16", element_bytes=2)
     error = refusal(tmp_path, mla, codec="k4v4")
     assert (error.key, error.value) == ("codec", "k4v4") and "MLA" in error.fix and "raw" in error.fix
-    assert refusal(tmp_path, mla, codec="fp8").key == "codec"
+    assert refusal(tmp_path, mla, codec="int8").key == "codec"
     fp8 = geometry(k_head_size=64, v_head_size=64, dtype="fp8_e4m3", element_bytes=1)
     error = refusal(tmp_path, fp8, codec="k4v4")
     assert error.key == "codec" and "fp8_e4m3" in error.fix and "raw" in error.fix
     error = refusal(tmp_path, geometry(k_head_size=112, v_head_size=112), codec="k3v3")
-    assert error.key == "codec" and "112" in error.fix and "fp8" in error.fix
+    assert error.key == "codec" and "112" in error.fix and "int8" in error.fix
     error = refusal(tmp_path, geometry(k_head_size=64, v_head_size=64, chunk_tokens=4096), codec="k3v3")
     assert (error.key, error.value) == ("chunk_tokens", 4096)
     error = refusal(tmp_path, geometry(), codec="raw", codec_boundary_layers=2)

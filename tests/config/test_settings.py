@@ -220,6 +220,8 @@ def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
         ({"root": "/x", "chunk_tokens": 4096, "codec": "k4v4"}, "chunk_tokens"),
         ({"root": "/x", "codec_boundary_layers": 2, "codec": "k6v4"}, "codec_boundary_layers"),
         ({"root": "/x", "codec": "zip"}, "codec"),
+        ({"root": "/x", "codec": "fp8"}, "codec"),
+        ({"root": "/x", "codec_accept_key_bias": True}, "codec_accept_key_bias"),
         ({"root": "/x", "model_tag": ""}, "model_tag"),
         ({"root": "/x", "epoch": -1}, "epoch"),
         ({"root": "/x", "save_generated": "maybe"}, "save_generated"),

@@ -165,16 +165,6 @@ def test_models_that_load_other_weights_need_a_model_tag(architecture: str, plac
     compatibility.check_engine(config, settings(model_tag="mine"))
 
 
-def test_fp8_is_refused_for_biased_keys(tmp_path: Any) -> None:
-    """By the model's own configuration, as no checkpoint is there yet when vLLM builds its configuration."""
-    text = SimpleNamespace(to_dict=lambda: {"model_type": "qwen2"})
-    config = engine(model__model=str(tmp_path), model__hf_text_config=text)
-    compatibility.check_engine(config, settings())
-    with pytest.raises(ConfigError, match="K of this model has biases"):
-        compatibility.check_engine(config, settings(codec="fp8"))
-    compatibility.check_engine(config, settings(codec="fp8", codec_accept_key_bias=True))
-
-
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2VLForConditionalGeneration", "NeverHeardOf"])
 def test_models_of_one_folder_pass(architecture: str) -> None:
     registry = pytest.importorskip("vllm.model_executor.models.registry").ModelRegistry

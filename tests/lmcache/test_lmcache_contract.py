@@ -183,8 +183,8 @@ def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
         made_with()
     with pytest.raises(ConfigError, match="capcity_bytes = .*unknown key; did you mean"):
         made_with(settings=room | {"capcity_bytes": "1GiB"})
-    with pytest.raises(ConfigError, match="codec = 'fp8': objects of lmcache are kept as they are"):
-        made_with(settings=room | {"codec": "fp8"})
+    with pytest.raises(ConfigError, match="codec = 'int8': objects of lmcache are kept as they are"):
+        made_with(settings=room | {"codec": "int8"})
     with pytest.raises(ConfigError, match="object_bytes = .* must be a list of sizes"):
         made_with(settings=room, object_bytes=5000)
     with pytest.raises(ConfigError, match="segment_bytes = 2097152"):

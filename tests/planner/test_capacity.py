@@ -33,9 +33,10 @@ def chunks_of(geometry: Geometry, engine: EngineSizes) -> dict[str, ChunkBytes]:
 
 # --- bytes ---
 
-# By hand. A token, layer and head of 128: raw 2 x 128 x 2 = 512 bytes, fp8 2 x 128 + 2 x 2 = 260; with bk and bv bits
+# By hand. A token, layer and head of 128: raw 2 x 128 x 2 = 512 bytes, int8 2 x 128 codes, 2 for
+# the scale of V, 3 (6 x 128 / 256) for middles and scales of K, 2 (4 x 128 / 256) for a raw token; with bk and bv bits
 # 16 (bk + bv) + 4, and 256 / 256 = 1 for the mean of K. So k4v4 has 133: 512 / 133 = 3.85 (512 / 132 = 3.88 without).
-BYTES = {"raw": 512, "fp8": 260, "k6v4": 165, "k5v3": 133, "k4v4": 133, "k4v3": 117, "k3v3": 101, "k4v2": 101}
+BYTES = {"raw": 512, "int8": 263, "k6v4": 165, "k5v3": 133, "k4v4": 133, "k4v3": 117, "k3v3": 101, "k4v2": 101}
 
 
 @pytest.mark.parametrize(("config", "token_bytes", "cells"), [(LLAMA_8B, 131_072, 256), (LLAMA_70B, 327_680, 640)])

@@ -198,7 +198,7 @@ def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
         ({"root": str(tmp_path)}, r"extra_config = .*'root'.*unknown keys of --hicache-storage-backend-extra-config"),
         ({"settings": 5}, "settings = 5: must be an object"),
         ({"settings": settings | {"model_tag": None}}, "model_tag = None: .*the model.s served name"),
-        ({"settings": settings | {"codec": "fp8"}}, "codec = 'fp8': objects of sglang-hicache are kept as they are"),
+        ({"settings": settings | {"codec": "int8"}}, "codec = 'int8': objects of sglang-hicache are kept as they are"),
         ({"settings": settings | {"capcity_bytes": "1GiB"}}, "capcity_bytes = .*unknown key; did you mean"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -257,9 +257,9 @@ def test_what_cannot_work_stops_the_start(tmp_path: Path) -> None:
         (right | {"root": "/mnt/kv"}, TypeError, "unexpected keyword argument 'root'"),
         (tier_config(tmp_path / "root", capcity_bytes="1GiB"), ConfigError, "capcity_bytes = .*did you mean"),
         (
-            tier_config(tmp_path / "root", codec="fp8"),
+            tier_config(tmp_path / "root", codec="int8"),
             ConfigError,
-            "codec = 'fp8': objects of vllm-offloading are kept",
+            "codec = 'int8': objects of vllm-offloading are kept",
         ),
         (tier_config(tmp_path / "file"), ConfigError, "a file, not a folder"),
         (tier_config(tmp_path / "root", segment_bytes="16KiB"), ConfigError, "segment_bytes = 16384"),

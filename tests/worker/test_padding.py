@@ -52,7 +52,7 @@ def check_files(engine: Engine) -> None:
     assert not any(bytes([OLDER]) * 64 in content for content in files)
 
 
-@pytest.mark.parametrize(("codec", "shape"), [("raw", ODD), ("fp8", ODD), ("fp8", SHAPE), ("k4v4", SHAPE)])
+@pytest.mark.parametrize(("codec", "shape"), [("raw", ODD), ("int8", ODD), ("int8", SHAPE), ("k4v4", SHAPE)])
 @pytest.mark.parametrize("cut", [(1, None), (2, [range(1), range(1, 3)])])
 def test_written_from_the_slots_it_was_gathered_into(
     tmp_path: Path, engines: list[Engine], codec: str, shape: Geometry, cut: tuple[int, list[range] | None]

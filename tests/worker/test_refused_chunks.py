@@ -21,7 +21,7 @@ SHAPE = geometry(k_head_size=64, v_head_size=64, dtype="bfloat16", element_bytes
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(tmp_path, SHAPE, request.param, changes={"codec": "fp8"})
+    engine = Engine(tmp_path, SHAPE, request.param, changes={"codec": "int8"})
     engine.wait_for_set()
     engine.prefill(TOKENS, BLOCKS)
     yield engine
@@ -88,4 +88,4 @@ def test_that_chunks_are_refused_is_told(engine: Engine, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "kvtier"):
         save(engine)
     (line,) = [record.getMessage() for record in caplog.records if "cannot keep" in record.getMessage()]
-    assert "codec fp8 cannot keep the KV of 1 chunks so far" in line and "codec: raw" in line
+    assert "codec int8 cannot keep the KV of 1 chunks so far" in line and "codec: raw" in line

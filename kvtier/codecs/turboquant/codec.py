@@ -34,7 +34,7 @@ class Turboquant:
         for size in (geometry.k_head_size, geometry.v_head_size):
             if size not in HEAD_SIZES:
                 fix = f"it takes heads of {', '.join(map(str, HEAD_SIZES))} elements, this model's have {size}"
-                raise ConfigError("codec", self._preset, f"{fix}: set it to fp8 or raw")
+                raise ConfigError("codec", self._preset, f"{fix}: set it to int8 or raw")
         if 2 * self._boundary_layers >= geometry.layers:
             fix = f"of {geometry.layers} layers none would be {self._preset}: set it to less, or to 0 with codec k6v4"
             raise ConfigError("codec_boundary_layers", self._boundary_layers, fix)

@@ -9,16 +9,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtier.codecs.fp8.chunks import Fp8ChunkShape, PlaneShape, decode_chunks, encode_chunks
-from kvtier.codecs.fp8.device import DECODE_TILINGS, ENCODE_TILINGS, Fp8Tiling
+from kvtier.codecs.int8.chunks import Int8ChunkShape, PlaneShape, decode_chunks, encode_chunks
+from kvtier.codecs.int8.device import DECODE_TILINGS, ENCODE_TILINGS, Int8Tiling
 from tests.codecs.compile_turboquant import INSTRUCTION
 
 TYPES = {"planes": "*i64", "table": "*i64", "answers": "*i64"}
 
 
-def compiled(kernel: triton.JITFunction, tiling: Fp8Tiling, size: int, is_bf16: bool) -> None:
+def compiled(kernel: triton.JITFunction, tiling: Int8Tiling, size: int, is_bf16: bool) -> None:
     plane = PlaneShape(size, 128 if size <= 128 else 256)
-    shape = Fp8ChunkShape(256, 16, is_bf16, tiling.elements // plane.padded, True)
+    shape = Int8ChunkShape(256, 16, is_bf16, tiling.elements // plane.padded, True)
     constants = {"K": plane, "V": plane, "C": shape, "PAIRS": 512}
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
     places = {(n,): constants[name] for n, name in enumerate(kernel.arg_names) if name in constants}

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.codecs.fp8_rig import fp8_device
+from tests.codecs.int8_rig import int8_device
 from tests.kernels.fresh_process import lines_of
 
 
 def test_accesses_are_wide_and_vectors_stay_where_they_are(tmp_path: Path) -> None:
-    kernels = lines_of("tests.codecs.compile_fp8", tmp_path, timeout_s=120)
+    kernels = lines_of("tests.codecs.compile_int8", tmp_path, timeout_s=120)
     encoded, decoded = (
         tilings[0].elements // (tilings[0].warps * 32) // 8  # a thread's vectors of 16 bytes, of each plane
-        for tilings in (fp8_device.ENCODE_TILINGS, fp8_device.DECODE_TILINGS)
+        for tilings in (int8_device.ENCODE_TILINGS, int8_device.DECODE_TILINGS)
     )
     for encode, decode in zip(kernels[::2], kernels[1::2], strict=True):
         assert encode["ld.global.v4.b32"] == encode["st.global.v2.b32"] == 2 * encoded

@@ -1,6 +1,6 @@
-"""fp8 on the device: the mover of kvtier.codecs.base over one engine's pages, in Triton.
+"""int8 on the device: the mover of kvtier.codecs.base over one engine's pages, in Triton.
 
-The same bytes as the reference (kvtier.codecs.fp8.codec). All chunks, layers and heads, K and V, are one launch.
+The same bytes as the reference (kvtier.codecs.int8.codec). All chunks, layers and heads, K and V, are one launch.
 """
 
 from __future__ import annotations
@@ -11,29 +11,27 @@ from typing import NamedTuple
 import torch
 
 from kvtier.codecs.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
-from kvtier.codecs.fp8.chunks import Fp8ChunkShape, PlaneShape, decode_chunks, encode_chunks
+from kvtier.codecs.int8.chunks import Int8ChunkShape, PlaneShape, decode_chunks, encode_chunks
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
 from kvtier.kernels.paged import Move, PagedKV
 
-_ELEMENTS, _TOKENS = 8, 16
-"""What sizes of heads and of chunks must be multiples of: vectors and planes of codes are aligned then."""
+_ELEMENTS, _TOKENS = 8, 16  # units of the sizes of heads and of chunks: vectors and planes of codes are aligned then
 
 
-class Fp8Tiling(NamedTuple):
-    """How many elements of a head a program works on at once, and its warps."""
+class Int8Tiling(NamedTuple):
+    """Elements of a head that a program works on at once, and its warps."""
 
     elements: int
     warps: int
 
 
-ENCODE_TILINGS = (Fp8Tiling(16384, 8), Fp8Tiling(4096, 4), Fp8Tiling(4096, 2), Fp8Tiling(8192, 4), Fp8Tiling(16384, 4))
-DECODE_TILINGS = (Fp8Tiling(4096, 4), Fp8Tiling(16384, 4), Fp8Tiling(16384, 8), Fp8Tiling(4096, 2), Fp8Tiling(8192, 4))
-"""What benchmarks/gpu/codec_kernels.py --tune tries. The first of each is the one in use: the quickest on an H200 at
-d=128, 2.23 TB/s of the engine's bytes to encode and 2.38 to decode, 79 and 85 % of what the bytes allow."""
+# benchmarks/gpu/codec_kernels.py --tune tries these. The first of each is in use; none was measured yet.
+ENCODE_TILINGS = (Int8Tiling(8192, 8), Int8Tiling(4096, 4), Int8Tiling(4096, 8), Int8Tiling(2048, 4))
+DECODE_TILINGS = (Int8Tiling(4096, 4), Int8Tiling(8192, 4), Int8Tiling(8192, 8), Int8Tiling(4096, 2))
 
 
-class CudaFp8:
+class CudaInt8:
     """kvtier.codecs.base.Mover. Keeps the pages' tensors alive. Thread-safe."""
 
     def __init__(
@@ -41,8 +39,8 @@ class CudaFp8:
         pages: PagedKV,
         slabs: SlabShape,
         held: Extent,
-        encode_tiling: Fp8Tiling = ENCODE_TILINGS[0],
-        decode_tiling: Fp8Tiling = DECODE_TILINGS[0],
+        encode_tiling: Int8Tiling = ENCODE_TILINGS[0],
+        decode_tiling: Int8Tiling = DECODE_TILINGS[0],
     ) -> None:
         """Compiles for these pages, which takes some seconds. Tilings: others than the first only to measure.
 
@@ -109,11 +107,11 @@ class CudaFp8:
         self._encode(NOTHING, table, table)
         self._decode(NOTHING, table)
 
-    def _shape(self, tiling: Fp8Tiling) -> Fp8ChunkShape:
+    def _shape(self, tiling: Int8Tiling) -> Int8ChunkShape:
         rows = max(1, tiling.elements // max(self._k.padded, self._v.padded))
-        return Fp8ChunkShape(self._tokens, self._block_tokens, self._pages.is_bf16, rows, self._is_fast)
+        return Int8ChunkShape(self._tokens, self._block_tokens, self._pages.is_bf16, rows, self._is_fast)
 
     @property
     def _is_fast(self) -> bool:
         device = self._pages.device  # on the CPU it is interpreted, for tests
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

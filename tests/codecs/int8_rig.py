@@ -1,4 +1,4 @@
-"""fp8's kernels for tests: compiled where there is a CUDA device, else interpreted, on tensors of the CPU.
+"""int8's kernels for tests: compiled where there is a CUDA device, else interpreted, on tensors of the CPU.
 
 As in tests.codecs.turboquant_rig: the interpreter takes the plain path, and with `ptx_interpreted` that of a GPU.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.codecs.fp8.codec import Fp8Coder
+from kvtier.codecs.int8.codec import Int8Coder
 from kvtier.codecs.vectors import VectorPages
 from kvtier.format.geometry import Extent
 from kvtier.kernels.paged import PagedKV
@@ -16,19 +16,19 @@ from tests.kernels.device_rig import INTERPRETED, as_interpreted
 
 with as_interpreted():
     from kvtier.codecs.coded_pages import SlabShape  # which knows of kernels, too
-    from kvtier.codecs.fp8 import device as fp8_device
+    from kvtier.codecs.int8 import device as int8_device
 
-CudaFp8, Fp8Tiling = fp8_device.CudaFp8, fp8_device.Fp8Tiling
-SMALL = Fp8Tiling(1024, 1) if INTERPRETED else fp8_device.ENCODE_TILINGS[0]
+CudaInt8, Int8Tiling = int8_device.CudaInt8, int8_device.Int8Tiling
+SMALL = Int8Tiling(1024, 1) if INTERPRETED else int8_device.ENCODE_TILINGS[0]
 
 
-def _coder_of(pages: PagedKV, tokens: int) -> Fp8Coder:
+def _coder_of(pages: PagedKV, tokens: int) -> Int8Coder:
     k_size, v_size = (plane.shape[3] for plane in pages.layers[0].planes)
-    return Fp8Coder(tokens, k_size, v_size)
+    return Int8Coder(tokens, k_size, v_size)
 
 
-def mover(pages: PagedKV, tokens: int, held: Extent, tiling: Fp8Tiling = SMALL) -> CudaFp8:
-    return CudaFp8(pages, SlabShape(tokens, _coder_of(pages, tokens).n_bytes), held, tiling, tiling)
+def mover(pages: PagedKV, tokens: int, held: Extent, tiling: Int8Tiling = SMALL) -> CudaInt8:
+    return CudaInt8(pages, SlabShape(tokens, _coder_of(pages, tokens).n_bytes), held, tiling, tiling)
 
 
 def reference(pages: PagedKV, tokens: int, held: Extent) -> VectorPages:
@@ -38,20 +38,20 @@ def reference(pages: PagedKV, tokens: int, held: Extent) -> VectorPages:
 def ptx_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels take the path of a GPU, in the interpreter."""
     turboquant_rig.ptx_interpreted(monkeypatch)
-    monkeypatch.setattr(CudaFp8, "_is_fast", True)
+    monkeypatch.setattr(CudaInt8, "_is_fast", True)
 
 
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels take the path of a GPU that has no fp8, or of the interpreter."""
-    monkeypatch.setattr(CudaFp8, "_is_fast", False)
+    """The kernels take the path of the interpreter."""
+    monkeypatch.setattr(CudaInt8, "_is_fast", False)
 
 
 __all__ = [
     "INTERPRETED",
     "SMALL",
-    "CudaFp8",
-    "Fp8Tiling",
-    "fp8_device",
+    "CudaInt8",
+    "Int8Tiling",
+    "int8_device",
     "mover",
     "plain",
     "ptx_interpreted",
