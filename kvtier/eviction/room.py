@@ -21,8 +21,8 @@ class Room:
     """
 
     def __init__(self, reclaim_s: float = 0.0) -> None:
-        self._late_s = max(LATE_S, reclaim_s)
-        self._is_late = reclaim_s > 0.0
+        self._reclaim_s = reclaim_s
+        self._awaited: tuple[float, int] | None = None  # where that takes minutes: until when, and for which free bytes
         self._before = (0, 0)  # bytes of all sets at the last look; the room when no eviction was late
         self._late: deque[tuple[float, int]] = deque()  # (time, bytes) of evictions whose space may not show yet
         self._evicted_s = float("-inf")
@@ -61,7 +61,7 @@ class Room:
         room_bytes = set_bytes + free_bytes
         if room_bytes >= known_bytes:  # all of it shows
             self._late.clear()
-        while self._late and not 0.0 <= now_s - self._late[0][0] < self._late_s:
+        while self._late and not 0.0 <= now_s - self._late[0][0] < max(LATE_S, self._reclaim_s):
             self._late.popleft()
         if self._late:
             room_bytes = min(known_bytes, room_bytes + sum(n_bytes for _, n_bytes in self._late))
@@ -74,8 +74,10 @@ class Room:
         """Take it as the limit that there was no room for a set beside `set_bytes`. Return whether it is news: soon
         after an eviction it is not, because the space of what was evicted may still be on its way."""
         self._refused_s = now_s
-        if 0.0 <= now_s - self._evicted_s < self._settle_s or self._is_on_its_way(now_s, need_bytes):
+        if 0.0 <= now_s - self._evicted_s < self._settle_s or self.is_waiting(now_s, free_bytes):
             return False
+        if self._reclaim_s:
+            self._awaited = now_s + self._reclaim_s, free_bytes + need_bytes
         self._settle_s = min(SETTLE_MAX_S, 2 * self._settle_s)
         self._evicted_s = now_s  # of what the caller evicts now
         self.limit_bytes = max(0, set_bytes - need_bytes)
@@ -84,15 +86,20 @@ class Room:
         self._step_bytes = 0
         return True
 
-    def _is_on_its_way(self, now_s: float, need_bytes: int) -> bool:
-        """Return whether the file system is known to be late and the space of a whole set does not show yet."""
-        late = (n_bytes for at_s, n_bytes in self._late if 0.0 <= now_s - at_s < self._late_s)
-        return self._is_late and sum(late) >= need_bytes
+    def is_waiting(self, now_s: float, free_bytes: int) -> bool:
+        """Return whether the space of what was evicted after a refusal is on its way and does not show yet. No set is
+        made then: saves that are refused use up its slots, and a further set would be evicted for the next one."""
+        if self._awaited is not None:
+            until_s, wanted_bytes = self._awaited
+            if free_bytes >= wanted_bytes or not until_s - self._reclaim_s <= now_s < until_s:
+                self._awaited = None
+        return self._awaited is not None
 
     def worked(self, now_s: float, set_bytes: int, need_bytes: int) -> None:
         """Note that records were saved. Where nothing was refused for a while, there is room for what is written."""
         if now_s - self._refused_s < SETTLE_FIRST_S:  # it may have been a segment that was made before
             return
         self._settle_s = SETTLE_FIRST_S
+        self._awaited = None
         if self.limit_bytes is not None and set_bytes > self.limit_bytes:
             self.limit_bytes = set_bytes + need_bytes

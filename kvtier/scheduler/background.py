@@ -328,9 +328,10 @@ class Keeper:
             return
         if is_first:
             log.warning(
-                "%s: sets are evicted until they take %s, and saving goes on",
+                "%s: sets are evicted until they take %s, and saving goes on%s",
                 space.why_full(set_bytes),
                 size(self._space.room.limit_bytes or 0),
+                " once their space is free, which takes minutes on this file system" if self._plan.reclaim_s else "",
             )
         self._due.limits_s = now + LIMITS_INTERVAL_S
         evicted = self._evictor.keep_limits(self._capacity_bytes(now))
@@ -341,6 +342,10 @@ class Keeper:
     def _make_sets(self, now: float) -> None:
         """Make sets for each tenant in use; when one of them is at its quota, the others go on."""
         namespace, supplies = self._epoch
+        if self._plan.reclaim_s:
+            free_bytes = self._housekeeper.free_space().for_sets(self._plan.set_bytes, self._plan.set_files)
+            if self._space.room.is_waiting(now, free_bytes):
+                return
         if self._space.refused_bytes is not None:
             if not any(side.room.is_resting(now) for side in supplies.sides()):
                 self._space.refused_bytes = None

@@ -121,8 +121,10 @@ def test_where_space_is_known_to_come_late_nothing_more_is_evicted_for_it() -> N
             n_bytes = min(n_bytes, room.bytes_for_sets(float(second), n_bytes, 0, 10) // 10 * 10)
         counts[reclaim_s] = n_bytes
     assert counts[900.0] == 90 and counts[0.0] < 50, counts
+    assert room.is_waiting(600.0, 0) and not Room().is_waiting(600.0, 0)
     room.refused(1000.0, 90, 0, 10)
     assert room.bytes_for_sets(1000.0, 90, 0, 10) == 80, "what did not come in that time is someone else's"
+    assert room.is_waiting(1001.0, 9) and not room.is_waiting(1001.0, 10), "it shows"
 
 
 def test_inodes_are_room_too(tmp_path: Path) -> None:
