@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from kvtier.connectors.vllm.requests import view_of
 from kvtier.model.tenants import NO_TENANTS, Tenants
 from kvtier.scheduler.load_threshold import FixedLimit
 from tests.engines.fakes import FakeStore
+from tests.engines.test_requests import request
 
 TENANTS = Tenants(
     (
@@ -24,25 +24,6 @@ TENANTS = Tenants(
         TenantSettings(name="exact", cache_salts=("abc", "?")),
     )
 )
-
-
-def request(salt: str | None, **changes: Any) -> SimpleNamespace:
-    plain = {
-        "request_id": "r",
-        "prompt_token_ids": [0] * 300,
-        "all_token_ids": list(range(300)),
-        "prompt_embeds": None,
-        "num_tokens": 300,
-        "num_prompt_tokens": 300,
-        "num_computed_tokens": 0,
-        "kv_transfer_params": None,
-        "lora_request": None,
-        "cache_salt": salt,
-        "mm_features": [],
-        "skip_reading_prefix_cache": False,
-        "resumable": False,
-    }
-    return SimpleNamespace(**plain | changes)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +61,7 @@ class ExpectingStore(FakeStore):
 def test_chunks_of_a_request_are_its_tenants_and_are_expected_when_it_comes() -> None:
     store = ExpectingStore()
     bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
-    bridge.track(view_of(request("abc"), 64, Adapters(), tenants=TENANTS))
+    bridge.track(view_of(request(cache_salt="abc", num_prompt_tokens=300), 64, Adapters(), tenants=TENANTS))
     assert store.expected == ["exact"]
     bridge.advance("r", 300, range(20))
     bridge.take_step()
@@ -91,5 +72,7 @@ def test_chunks_of_a_request_are_its_tenants_and_are_expected_when_it_comes() ->
 def test_nothing_is_made_ready_for_who_saves_nothing_or_is_nobody(changes: dict[str, Any]) -> None:
     store = ExpectingStore()
     bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
-    bridge.track(view_of(request("abc", **changes), 64, Adapters(), tenants=TENANTS))
+    bridge.track(
+        view_of(request(**{"cache_salt": "abc", "num_prompt_tokens": 300} | changes), 64, Adapters(), tenants=TENANTS)
+    )
     assert store.expected == []

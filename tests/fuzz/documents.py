@@ -171,7 +171,12 @@ def _index(folder: Path) -> LmdbIndex:
 
 
 def notes(data: bytes, folder: Path) -> None:
-    """As all notes that kvtier reads, in one index: room is made and the root is swept beside them all the same."""
+    """As all notes that kvtier reads, in one index: room is made and the root is swept beside them all the same, and
+    pins and quotas beside them count."""
+    mine = pins.Pin("mine", bytes(16), (bytes(16),), "", 1.0, None)
+    assert mine in pins.read_pins({"pin/other": data, mine.name: mine.pack()}, 5.0)
+    rows = {limits.tenant_note("other"): data, limits.tenant_note("mine"): limits.quota_value(5)}
+    assert limits.Quotas().with_notes(rows).of_tenant("mine") == 5
     index = _index(folder)
     name = data[:40].decode("utf-8", "replace")
     for place in (

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import struct
 import zlib
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 from kvtier.errors import Corrupt
 from kvtier.format.geometry import PAGE_BYTES, Extent
@@ -56,16 +59,14 @@ def index_entry(data: bytes, _: Path) -> None:
     try:
         locations = entry.unpack(data)
     except Corrupt:
-        for change in (
-            lambda: entry.first_set(data),
-            lambda: entry.add(data, AT, WHOLE),
-            lambda: entry.remove(data, (7, 1, 3)),
-        ):
-            try:
+        for change in (lambda: entry.add(data, AT, WHOLE), lambda: entry.remove(data, (7, 1, 3))):
+            with pytest.raises(Corrupt):
                 change()
-            except Corrupt:
-                continue
+        assert entry.locations_of(data) == []
+        with suppress(Corrupt):
+            entry.first_set(data)
         return
+    assert entry.locations_of(data) == locations
     assert entry.first_set(data) == locations[0].set_id
     head = struct.unpack_from("<4H", data, 1)
     assert entry.pack(locations, Extent(*head)) == data

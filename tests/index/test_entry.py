@@ -104,35 +104,6 @@ def test_a_cut_value_is_corrupt_or_the_entry_of_fewer_records(written: list[Loca
     assert cut == entry.pack(found, WHOLE)
 
 
-@given(st.binary(max_size=300))
-def test_noise_is_corrupt_or_a_value_that_pack_writes(noise: bytes) -> None:
-    check_noise(noise)
-
-
-@given(ENTRIES, st.data())
-def test_flipped_bytes_are_corrupt_or_a_value_that_pack_writes(written: list[Location], data: st.DataObject) -> None:
-    value = bytearray(entry.pack(written, WHOLE))
-    for _ in range(data.draw(st.integers(1, 3))):
-        value[data.draw(st.integers(0, len(value) - 1))] ^= data.draw(st.integers(1, 255))
-    check_noise(bytes(value))
-
-
-def check_noise(noise: bytes) -> None:
-    """Either Corrupt, from every function alike, or a well-formed value: nothing half-read."""
-    probe = Location(1, 2, 3, 4096, Extent(0, 1, 0, 1), (4,))
-    try:
-        found = entry.unpack(noise)
-    except Corrupt:
-        with pytest.raises(Corrupt):
-            entry.add(noise, probe, WHOLE)
-        with pytest.raises(Corrupt):
-            entry.remove(noise, entry.place(probe))
-        assert entry.locations_of(noise) == []
-        return
-    whole = Extent(*(int.from_bytes(noise[at : at + 2], "little") for at in (1, 3, 5, 7)))
-    assert entry.pack(found, whole) == noise and entry.locations_of(noise) == found
-
-
 @pytest.mark.parametrize("value", [b"", b"\x01", bytes(9), bytes(8), b"\x01" + bytes(38)])
 def test_short_and_empty_values_are_corrupt(value: bytes) -> None:
     with pytest.raises(Corrupt):
