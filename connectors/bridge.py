@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.kv_events import Watcher
+from kvtier.connectors.pending_saves import PendingSaves
 from kvtier.connectors.tracked_request import BlockShape, IndexAnswer, IndexQuestion, Offer, RequestView, TrackedRequest
 from kvtier.index.async_lookup import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
-from kvtier.runtime import metrics as names
 from kvtier.scheduler.load_threshold import LoadLimit
 from kvtier.scheduler.shared_loads import SharedLoads
-from kvtier.scheduler.store import Store, WantedChunk
+from kvtier.scheduler.store import Store
 from kvtier.worker.transfer import Progress, Transfer
 
 log = logging.getLogger("kvtier")
@@ -86,20 +86,29 @@ class SchedulerBridge:
         self._lookup_timeout_s = lookup_timeout_s
         self._faults = faults
         self._clock = clock
-        self.watcher = Watcher()
         self.room = LoadRoom(SharedLoads(store.metrics, clock))
         self._requests: dict[str, TrackedRequest] = {}
+        self._saves = PendingSaves(store, shape, self._requests, faults)
+        self._n_tracked = 0
         self._is_stopped = False
         self._has_old_blocks = False
         self._has_foreign_kv = False
-        self._before: list[WantedChunk] = []
-        self._after: list[WantedChunk] = []
         self._refused: list[LoadDone] = []
+
+    @property
+    def watcher(self) -> Watcher:
+        return self._saves.watcher
+
+    @watcher.setter
+    def watcher(self, watcher: Watcher) -> None:
+        self._saves.watcher = watcher
 
     def track(self, view: RequestView) -> None:
         """Begin to follow a request."""
         may_load, may_save = view.may_load and not self._is_stopped, view.may_save and not self._is_stopped
-        self._requests[view.request_id] = TrackedRequest(view, self._store.namespace_id, may_load, may_save)
+        request = TrackedRequest(view, self._store.namespace_id, may_load, may_save, self._n_tracked)
+        self._requests[view.request_id] = request
+        self._n_tracked += 1
         if view.tenant and may_save:
             self._expect(view.tenant)
 
@@ -158,31 +167,22 @@ class SchedulerBridge:
             log.warning("requests whose KV comes from another connector are not saved")
 
     def advance(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
-        """Queue chunks to save: after this step the KV of the first `frontier_tokens` tokens, in `block_ids`, is final.
-
-        While no segment set is ready yet, as for a tenant's first request in a while, the chunks stay in their blocks
-        and are saved in a later step of the request, or at its end.
-        """
-        request = self._requests[request_id]
-        if len(block_ids) * self._shape.block_tokens < frontier_tokens:
-            return  # not all of its blocks are known; `finish` gets them all
-        if request.may_save and request.load_blocks is None and not self._is_set_coming(request.view.tenant):
-            self._after += self._take_wanted(request, frontier_tokens, block_ids)
+        """Plan to save chunks of a running request: after this step the KV of its first `frontier_tokens` tokens, in
+        `block_ids`, is final. What cannot be saved yet is taken in a later step of the request, or at its end."""
+        self._saves.advance(self._requests[request_id], frontier_tokens, block_ids)
 
     def chunks_pending(self, request_id: str, frontier_tokens: int) -> bool:
         """Return True if `advance` with this frontier could find a chunk to save. Cheap: called for every request."""
         request = self._requests.get(request_id)
-        if request is None or not request.may_save:
-            return False
-        return frontier_tokens >= (request.saved_chunks + 1) * self._shape.chunk_tokens
+        return request is not None and self._saves.is_due(request, frontier_tokens)
 
     def finish(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
-        """Queue the whole chunks of an ended request: its blocks are reused from the next step on, after these are
-        gathered."""
+        """Plan to save the remaining whole chunks of an ended request: its blocks are reused from the next step on,
+        after these are gathered."""
         self.room.shared.forget(request_id)
         ended = self._requests.pop(request_id, None)
-        if ended is not None and ended.may_save and ended.load_blocks is None:
-            self._before += self._take_wanted(ended, frontier_tokens, block_ids)
+        if ended is not None:
+            self._saves.finish(ended, frontier_tokens, block_ids)
 
     def loads_ended(self, received: Iterable[str], failed_blocks: AbstractSet[int]) -> None:
         """Take the workers' answers. Blocks may fail in an earlier step than the one that reports their request."""
@@ -197,12 +197,11 @@ class SchedulerBridge:
                 self._requests[request_id].load_blocks = None
 
     def saved(self, done: Sequence[SaveDone]) -> None:
-        self._take_answers(done)
-        self._announce_saved(done)
+        self._saves.saved(done)
 
     def has_pending_gathers(self) -> bool:
         """Return True while chunks of ended requests wait for a step that takes them to the workers."""
-        return bool(self._before)
+        return self._saves.has_ended
 
     def take_step(self, is_idle: bool = False, rewritten: AbstractSet[int] | None = frozenset()) -> Step:
         """Return the work planned since the last step.
@@ -210,13 +209,9 @@ class SchedulerBridge:
         is_idle: the engine computes nothing in this step. rewritten: blocks that the engine may write to before the
         gather; None: unknown.
         """
-        whole = [] if rewritten is None else [w for w in self._before if rewritten.isdisjoint(w.block_ids)]
-        if len(whole) < len(self._before):
-            self._store.metrics.add(names.SKIPPED_OVERWRITTEN, len(self._before) - len(whole))
-        before = self._plan_save(whole)
-        after = self._plan_save(self._after)
+        before, after = self._saves.take_plans(rewritten)
         step = Step(before, after, tuple(self.room.planned), tuple(self._refused), is_idle)
-        self._before, self._after, self.room.planned, self._refused = [], [], [], []
+        self.room.planned, self._refused = [], []
         return step
 
     def reset(self, blocks_in_use: bool) -> bool:
@@ -230,7 +225,7 @@ class SchedulerBridge:
         has_begun = self._begin_epoch()
         self._is_stopped |= not has_begun
         self._has_old_blocks = blocks_in_use
-        self._before.clear()
+        self._saves.clear()
         self.room.shared.clear()
         loading = False
         for request in self._requests.values():
@@ -307,43 +302,9 @@ class SchedulerBridge:
         first_token = offer.computed_tokens - offer.first_chunk * shape.chunk_tokens
         return self._store.plan_load(request.view.request_id, keys, offer.entries, blocks, first_token)
 
-    def _take_wanted(self, request: TrackedRequest, frontier: int, block_ids: Sequence[int]) -> list[WantedChunk]:
-        wanted = self._choose(request, frontier, block_ids)
-        if wanted is None:
-            request.may_save = False
-            return []
-        self._announce_wanted(request.view.request_id, request.saved_chunks - len(wanted), [c.key for c in wanted])
-        return wanted
-
-    # --- one call of the tier each, so that a fault in one stops no other ---
-
     @contains_faults("expecting a tenant's chunks")
     def _expect(self, tenant: str) -> None:
         self._store.expect(tenant)
-
-    @contains_faults("choosing what to save")
-    def _choose(self, request: TrackedRequest, frontier: int, block_ids: Sequence[int]) -> list[WantedChunk] | None:
-        return request.take_wanted(frontier, block_ids, self._shape)
-
-    @contains_faults("looking for a set", default=False)
-    def _is_set_coming(self, tenant: str) -> bool:
-        return self._store.is_set_coming(tenant)
-
-    @contains_faults("planning a save")
-    def _plan_save(self, wanted: list[WantedChunk]) -> SavePlan | None:
-        return self._store.plan_save(wanted) if wanted else None
-
-    @contains_faults("taking the answers to saves")
-    def _take_answers(self, done: Sequence[SaveDone]) -> None:
-        self._store.saved(done)
-
-    @contains_faults("announcing chunks to be saved")
-    def _announce_wanted(self, request_id: str, first_chunk: int, keys: Sequence[bytes]) -> None:
-        self.watcher.wanted(request_id, first_chunk, keys)
-
-    @contains_faults("announcing saved chunks")
-    def _announce_saved(self, done: Sequence[SaveDone]) -> None:
-        self.watcher.saved(done)
 
 
 class WorkerBridge:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.format.namespace import chunk_keys
 from kvtier.scheduler.store import WantedChunk
+
+NO_END = sys.maxsize  # end_chunk of a request whose chunks may all be saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +75,34 @@ class IndexQuestion:
 
 
 @dataclass(slots=True)
+class SaveProgress:
+    """Progress of saving the chunks of a request.
+
+    planned_chunks: leading chunks that are stored or were planned to be saved; it goes back to a chunk that could not
+    be saved, which is planned again. whole_chunks: leading chunks that were whole in an earlier step.
+    end_chunk: a chunk that cannot be saved, so that none from there on is. n_failures: saves that failed.
+    """
+
+    planned_chunks: int = 0
+    whole_chunks: int = 0
+    end_chunk: int = NO_END
+    n_failures: int = 0
+
+    def plan_again(self, chunk: int) -> None:
+        """Note a chunk that was not saved: it is taken again, and those behind it that are not known by then."""
+        self.planned_chunks = min(self.planned_chunks, chunk)
+
+    def give_up(self, chunk: int) -> None:
+        """Note a chunk that cannot be saved."""
+        self.end_chunk = min(self.end_chunk, chunk)
+
+
+@dataclass(slots=True)
 class TrackedRequest:
     """State of one request while the engine has it.
 
+    arrival: number of the request, in the order in which requests came.
     keys: of its leading chunks, as far as they were needed, within `namespace`.
-    saved_chunks: leading chunks that were saved, found saved, or given up: never saved again.
     load_blocks: blocks of the load under way; None without one.
     computed_tokens: tokens that the engine had by itself when it last asked for a hit.
     own_tokens: these, and those of the load that it then waited for.
@@ -87,8 +113,9 @@ class TrackedRequest:
     namespace: bytes
     may_load: bool
     may_save: bool
+    arrival: int = 0
     keys: list[bytes] = field(default_factory=list)
-    saved_chunks: int = 0
+    progress: SaveProgress = field(default_factory=SaveProgress)
     offer: Offer | None = None
     load_blocks: frozenset[int] | None = None
     computed_tokens: int = 0
@@ -109,18 +136,33 @@ class TrackedRequest:
             )
         return self.keys[:chunk]
 
-    def take_wanted(self, frontier_tokens: int, block_ids: Sequence[int], shape: BlockShape) -> list[WantedChunk]:
-        """Return the chunks that are whole below `frontier_tokens` and were not taken before."""
-        end = min(frontier_tokens // shape.chunk_tokens, len(block_ids) // shape.blocks)
-        if end <= self.saved_chunks:
+    def take_wanted(
+        self,
+        frontier_tokens: int,
+        block_ids: Sequence[int],
+        shape: BlockShape,
+        is_known: Callable[[bytes], bool],
+        limit: int | None = None,
+    ) -> list[WantedChunk]:
+        """Return the chunks that are whole below `frontier_tokens`, were not taken before and are not known to be
+        stored or being saved; the first `limit` of them."""
+        progress = self.progress
+        end = min(frontier_tokens // shape.chunk_tokens, len(block_ids) // shape.blocks, progress.end_chunk)
+        if end <= progress.planned_chunks:
             return []
         keys = self.keys_to(end, shape.chunk_tokens)
+        while progress.planned_chunks < len(keys) and is_known(keys[progress.planned_chunks]):
+            progress.planned_chunks += 1
+        first = progress.planned_chunks
+        stop = len(keys) if limit is None else min(len(keys), first + limit)
         wanted = []
-        for chunk in range(self.saved_chunks, len(keys)):
+        for chunk in range(first, stop):
             parent = keys[chunk - 1] if chunk else self.namespace
             blocks = shape.blocks_of(block_ids, chunk, chunk + 1)
-            wanted.append(WantedChunk(keys[chunk], parent, blocks, self.view.tenant))
-        self.saved_chunks = len(keys)
+            owner, tenant = self.view.request_id, self.view.tenant
+            wanted.append(WantedChunk(keys[chunk], parent, blocks, tenant, owner, chunk, chunk < progress.whole_chunks))
+        progress.planned_chunks = max(first, stop)
+        progress.whole_chunks = max(progress.whole_chunks, len(keys))
         return wanted
 
 

@@ -19,9 +19,9 @@ SET_COMES_S = 2.0  # longest wait of chunks for a new set after the first one th
 TENANT_IDLE_S = 120.0  # time without a chunk after which a tenant's open sets are closed, seconds
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Set:
-    """A set in use. returned: slots that were taken but stayed blank; they are taken again first."""
+    """A set in use. returned: slots that were taken but stayed blank; they are taken again before others."""
 
     set_id: int
     taken: int = 0
@@ -41,13 +41,14 @@ class SetSupply:
         self._current: _Set | None = None
         self._spares: deque[_Set] = deque()
         self._full: list[_Set] = []
+        self._reopened: deque[_Set] = deque()  # full sets of which slots stayed blank
         self._missed_s: float | None = None
 
     def is_coming(self, now_s: float) -> bool:
         """Return True if no set is ready but one is expected within SET_COMES_S of the first such call, so that chunks
         which can wait should do so."""
         with self._lock:
-            if self._current is not None or self._spares:
+            if self._current is not None or self._reopened or self._spares:
                 return False
             self._missed_s = now_s if self._missed_s is None else self._missed_s
             return now_s - self._missed_s < SET_COMES_S
@@ -56,9 +57,10 @@ class SetSupply:
         """Take a slot for one chunk: (set id, slot), to be passed to `answered` later. None when no set is ready."""
         with self._lock:
             if self._current is None:
-                if not self._spares:
+                ready = self._reopened or self._spares
+                if not ready:
                     return None
-                self._current = self._spares.popleft()
+                self._current = ready.popleft()
             current = self._current
             slot = current.returned.pop() if current.returned else current.taken
             current.taken = max(current.taken, slot + 1)
@@ -101,11 +103,16 @@ class SetSupply:
     def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
         """Book that a chunk of the set was saved, or never will be; `is_blank`: nothing was written into its slot."""
         with self._lock:
-            for candidate in (self._current, *self._full):
-                if candidate is not None and candidate.set_id == set_id:
-                    candidate.pending -= 1
-            if is_blank and self._current is not None and self._current.set_id == set_id:
-                self._current.returned.append(slot)
+            for candidate in (self._current, *self._reopened, *self._full):
+                if candidate is None or candidate.set_id != set_id:
+                    continue
+                candidate.pending -= 1
+                if is_blank:
+                    candidate.returned.append(slot)
+                    if candidate in self._full:
+                        self._full.remove(candidate)
+                        self._reopened.append(candidate)
+                return
 
     def take_settled(self, now_s: float) -> list[int]:
         """Return the full sets that get no further records, each one once; the caller closes them."""
@@ -132,6 +139,7 @@ class SetSupply:
             if self._current is not None and self._current.set_id in lost:
                 self._current = None
             self._spares = deque(s for s in self._spares if s.set_id not in lost)
+            self._reopened = deque(s for s in self._reopened if s.set_id not in lost)
             self._full = [s for s in self._full if s.set_id not in lost]
             return n_lost
 
@@ -141,11 +149,12 @@ class SetSupply:
             sets = self._sets()
             self._current = None
             self._spares.clear()
+            self._reopened.clear()
             self._full = []
             return [s.set_id for s in sets if s.taken], [s.set_id for s in sets if not s.taken]
 
     def _sets(self) -> list[_Set]:
-        return [s for s in (self._current, *self._spares, *self._full) if s is not None]
+        return [s for s in (self._current, *self._reopened, *self._spares, *self._full) if s is not None]
 
 
 @dataclass(slots=True)

@@ -29,12 +29,34 @@ Clock = Callable[[], float]
 
 
 class WantedChunk(NamedTuple):
-    """A whole chunk whose KV the engine has, or will have after this step. tenant: label, or "" without one."""
+    """A whole chunk whose KV the engine has, or will have after this step. tenant: label, or "" without one.
+
+    owner, number: its request, and its place in the prompt, for the answer. is_late: it was whole in an earlier step.
+    """
 
     key: bytes
     parent: bytes
     block_ids: tuple[int, ...]
     tenant: str = ""
+    owner: str = ""
+    number: int = 0
+    is_late: bool = False
+
+
+class SaveSelection(NamedTuple):
+    """Result of `select_saves`. left: chunks that cannot be saved now, each with the counter of the cause."""
+
+    plan: SavePlan | None
+    left: list[tuple[WantedChunk, str]]
+
+
+class LostSave(NamedTuple):
+    """A planned chunk that some rank did not save. outcome: its reason."""
+
+    owner: str
+    number: int
+    key: bytes
+    outcome: SaveOutcome
 
 
 @dataclass(slots=True)
@@ -42,7 +64,7 @@ class _Known:
     """A chunk that is stored or being saved.
 
     missing: ranks that have not answered yet. is_blank: no rank wrote anything so far. took_s: time of the slowest
-    rank.
+    rank. wanted: the chunk, until it is stored. loss: why a rank did not save it.
     """
 
     set_id: int
@@ -50,8 +72,9 @@ class _Known:
     since_s: float
     missing: int
     is_blank: bool = True
-    has_failed: bool = False
     took_s: float = 0.0
+    wanted: WantedChunk | None = None
+    loss: SaveOutcome | None = None
 
     @property
     def is_stored(self) -> bool:
@@ -152,35 +175,49 @@ class Store:
         return LoadPlan(request_id, self.namespace_id, tuple(chunks))
 
     def plan_save(self, wanted: Sequence[WantedChunk]) -> SavePlan | None:
+        """Plan a save of chunks that are not offered again: those that are left are counted as skipped."""
+        plan, left = self.select_saves(wanted)
+        for _, cause in left:
+            self.metrics.add(cause)
+        return plan
+
+    def select_saves(self, wanted: Sequence[WantedChunk]) -> SaveSelection:
         """Allocate slots for the chunks of `wanted` that are not stored, not being saved and not refused by the codec
-        lately. None when nothing is to be saved.
+        lately. A chunk behind one that is left is left too: a lookup ends at the first chunk that is missing.
 
         No index I/O: the worker finds out before it writes whether another engine has stored a chunk.
         """
         now = self._clock()
-        chunks = []
+        chunks: list[SaveChunk] = []
+        left: dict[bytes, tuple[WantedChunk, str]] = {}
         for chunk in wanted:
             if chunk.key in self._known:
                 continue
-            if now < self._refused_until_s.get(chunk.key, now):
-                self.metrics.add(names.SKIPPED_REFUSED)
-                continue
-            if now < self._resume_at_s:
-                self.metrics.add(names.SKIPPED_RESTING)
-                continue
-            side = self._keeper.supplies.of(chunk.tenant, now)
-            place = side.supply.take(now)
-            if place is None:
-                is_refused = bool(chunk.tenant) and side.room.is_resting(now)
-                self.metrics.add(names.SKIPPED_QUOTA if is_refused else names.SKIPPED_NO_SPACE)
+            before = left.get(chunk.parent)
+            place = self._place_of(chunk, now) if before is None else before[1]
+            if isinstance(place, str):
+                left[chunk.key] = chunk, place
                 continue
             set_id, slot = place
-            self._remember(chunk.key, _Known(set_id, slot, now, self._writers))
+            known = _Known(set_id, slot, now, self._writers, wanted=chunk._replace(block_ids=()))
+            self._remember(chunk.key, known)
             chunks.append(SaveChunk(chunk.key, chunk.parent, set_id, slot, chunk.block_ids, chunk.tenant))
         self._keeper.refill()
-        if not chunks:
-            return None
-        return SavePlan(self.namespace_id, self._keeper.supplies.slots, tuple(chunks))
+        plan = SavePlan(self.namespace_id, self._keeper.supplies.slots, tuple(chunks)) if chunks else None
+        return SaveSelection(plan, list(left.values()))
+
+    def _place_of(self, chunk: WantedChunk, now_s: float) -> tuple[int, int] | str:
+        """Take a slot. Return (set, slot), or the counter of why there is none."""
+        if now_s < self._refused_until_s.get(chunk.key, now_s):
+            return names.SKIPPED_REFUSED
+        if now_s < self._resume_at_s:
+            return names.SKIPPED_RESTING
+        side = self._keeper.supplies.of(chunk.tenant, now_s)
+        place = side.supply.take(now_s)
+        if place is not None:
+            return place
+        is_refused = bool(chunk.tenant) and side.room.is_resting(now_s)
+        return names.SKIPPED_QUOTA if is_refused else names.SKIPPED_NO_SPACE
 
     def expect(self, tenant: str) -> None:
         """Have a set ready for chunks of this tenant, which are about to be computed."""
@@ -197,8 +234,10 @@ class Store:
         """Return True if the chunk is believed to be stored or being saved."""
         return key in self._known
 
-    def saved(self, done: Sequence[SaveDone]) -> None:
-        """Record the workers' answers. A chunk counts as stored once all ranks that write it have saved it."""
+    def saved(self, done: Sequence[SaveDone]) -> list[LostSave]:
+        """Record the workers' answers. A chunk counts as stored once all ranks that write it have saved it. Return the
+        chunks that all ranks answered and that some did not save."""
+        lost = []
         for answer in done:
             if answer.outcome is SaveOutcome.NO_SPACE:
                 self._keeper.report_full_disk()
@@ -214,13 +253,24 @@ class Store:
             known.missing -= 1
             known.took_s = max(known.took_s, answer.took_s)
             known.is_blank &= answer.outcome.wrote_nothing
-            known.has_failed |= answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT)
+            if answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT, known.loss):
+                known.loss = SaveOutcome.REFUSED if known.loss is SaveOutcome.REFUSED else answer.outcome
             if known.missing == 0:
-                self._keeper.supplies.answered(known.set_id, known.slot, known.is_blank)
-                if known.has_failed:
-                    del self._known[answer.key]
-                elif not known.is_blank:
-                    self.reporter.took("save", known.took_s)
+                lost += self._settle(answer.key, known)
+        return lost
+
+    def _settle(self, key: bytes, known: _Known) -> list[LostSave]:
+        """End a save that all ranks have answered."""
+        self._keeper.supplies.answered(known.set_id, known.slot, known.is_blank)
+        wanted, known.wanted = known.wanted, None
+        if known.loss is not None:
+            del self._known[key]
+            return [] if wanted is None else [LostSave(wanted.owner, wanted.number, key, known.loss)]
+        if wanted is not None and wanted.is_late:
+            self.metrics.add(names.SAVED_LATER)
+        if not known.is_blank:
+            self.reporter.took("save", known.took_s)
+        return []
 
     def reset(self) -> None:
         """Switch to a namespace that no other engine has: weights changed in place, or the engine's cache was reset."""

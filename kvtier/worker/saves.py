@@ -45,10 +45,10 @@ FULL_PAUSE_S = 0.5  # pause after a save met a full disk or quota; the next one 
 JOB_CHUNKS = 16
 """Chunks of one background job: one job copies down and the next writes."""
 
+# QUEUE_FULL and RESTING are not counted here: the scheduler's half plans those chunks again, and counts the ones that
+# are dropped in the end.
 _SKIPS = {
     SaveOutcome.PRESENT: names.SKIPPED_PRESENT,
-    SaveOutcome.QUEUE_FULL: names.SKIPPED_QUEUE_FULL,
-    SaveOutcome.RESTING: names.SKIPPED_RESTING,
     SaveOutcome.NO_SPACE: names.SKIPPED_NO_SPACE,
     SaveOutcome.FAILED: names.SKIPPED_FAILED,
     SaveOutcome.REFUSED: names.SKIPPED_REFUSED,

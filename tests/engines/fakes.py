@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime.metrics import Metrics
-from kvtier.scheduler.store import WantedChunk
+from kvtier.scheduler.store import LostSave, SaveSelection, WantedChunk
 from kvtier.worker.transfer import Progress
 
 
@@ -61,17 +61,21 @@ class FakeStore:
         )
         return LoadPlan(request_id, self.namespace_id, chunks)
 
-    def plan_save(self, wanted: Sequence[WantedChunk]) -> SavePlan | None:
+    def select_saves(self, wanted: Sequence[WantedChunk]) -> SaveSelection:
         self.wanted += wanted
         chunks = [SaveChunk(w.key, w.parent, 1, 0, w.block_ids) for w in wanted if w.key not in self.stored]
         self.stored.update(chunk.key for chunk in chunks)
-        return SavePlan(self.namespace_id, 1, tuple(chunks)) if chunks else None
+        return SaveSelection(SavePlan(self.namespace_id, 1, tuple(chunks)) if chunks else None, [])
+
+    def is_known(self, key: bytes) -> bool:
+        return key in self.stored
 
     def is_set_coming(self, tenant: str) -> bool:
         return self.set_is_coming
 
-    def saved(self, done: Sequence[SaveDone]) -> None:
+    def saved(self, done: Sequence[SaveDone]) -> list[LostSave]:
         self.answered += done
+        return []
 
     def reset(self) -> None:
         self.epoch += 1

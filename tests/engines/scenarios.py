@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from adapters_scenario import adapters, adapters_in_use  # noqa: F401
+from burst_scenario import burst  # noqa: F401
 from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
 from events_log import EventsLog
 from failed_forward_scenario import failed_forward  # noqa: F401
@@ -232,7 +233,7 @@ def tier_faults(engine: Engine) -> dict[str, Any]:
     engine.settle()
     store, transfer = engine.scheduler_half._store, engine.worker_half._bridge._transfer
     results = {}
-    for owner, method in ((store, "lookup"), (store, "plan_load"), (transfer, "load"), (store, "plan_save")):
+    for owner, method in ((store, "lookup"), (store, "plan_load"), (transfer, "load"), (store, "select_saves")):
         engine.forget()
         healthy = getattr(owner, method)
         setattr(owner, method, _explode)

@@ -123,14 +123,14 @@ def test_blocks_that_are_zeroed_or_copied_to_in_the_same_step_are_left(step: dic
     """The second model runner does that before `handle_preemptions`."""
     scene = Scene()
     assert scene.end(computed_at_its_end(scene), **step) == [(10, 11)]
-    assert scene.store.metrics.total() == {names.SKIPPED_OVERWRITTEN: 1}
+    assert scene.store.metrics.total() == {names.SKIPPED_OVERWRITTEN: 1, names.DROPPED_TAILS: 1}
 
 
 def test_nothing_is_gathered_when_what_is_rewritten_cannot_be_understood() -> None:
     scene = Scene()
     assert scene.end(computed_at_its_end(scene), new_block_ids_to_zero=[[13], [20]]) == []
     assert scene.half._faults.take() == 1
-    assert scene.store.metrics.total() == {names.SKIPPED_OVERWRITTEN: 2}
+    assert scene.store.metrics.total() == {names.SKIPPED_OVERWRITTEN: 2, names.DROPPED_TAILS: 1}
 
 
 def test_what_the_second_runner_writes_to_before_gathers_is_known_to_the_scheduler() -> None:

@@ -113,12 +113,12 @@ def test_aborts_at_any_time(run: str, request: pytest.FixtureRequest) -> None:
     assert aborts["cached"][0] == 640
 
 
-@pytest.mark.parametrize("method", ["lookup", "plan_load", "load", "plan_save", "healthy"])
+@pytest.mark.parametrize("method", ["lookup", "plan_load", "load", "select_saves", "healthy"])
 def test_faults_of_the_tier_are_misses(first: dict[str, Any], method: str) -> None:
     """I9: whatever raises, the request ends with the tokens of a recompute."""
     outcome = first["tier_faults"][method]
     assert_like_recompute(outcome)
-    assert outcome["cached"] == [448 if method in ("plan_save", "healthy") else 0]
+    assert outcome["cached"] == [448 if method in ("select_saves", "healthy") else 0]
 
 
 def test_stats_in_vllms_metrics(first: dict[str, Any]) -> None:

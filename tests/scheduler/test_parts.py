@@ -142,7 +142,25 @@ def test_a_slot_that_stayed_blank_is_given_again() -> None:
     supply.answered(1, 1, is_blank=False)
     assert [supply.take(0.0) for _ in range(2)] == [(1, 0), (1, 2)]
     supply.answered(1, 2, is_blank=True)
-    assert supply.take(0.0) is None, "a full set is not opened again"
+    assert supply.set_ids() == {1} and supply.take_settled(0.0) == []
+    assert supply.take(0.0) == (1, 2), "else refused saves would use up sets that nothing is written to"
+    for slot in (0, 2):
+        supply.answered(1, slot, is_blank=False)
+    assert supply.take(0.0) is None and supply.take_settled(0.0) == [1]
+
+
+def test_full_sets_with_blank_slots_are_filled_before_new_ones() -> None:
+    supply = SetSupply(slots=2, spares_max=2)
+    supply.offer(1)
+    supply.offer(2)
+    assert [supply.take(0.0) for _ in range(3)] == [(1, 0), (1, 1), (2, 0)]
+    supply.answered(1, 0, is_blank=True)
+    supply.answered(1, 1, is_blank=True)
+    assert [supply.take(0.0) for _ in range(4)] == [(2, 1), (1, 1), (1, 0), None]
+    supply.answered(1, 1, is_blank=True)
+    assert supply.forget([1]) == 1 and supply.take(0.0) is None
+    supply.answered(2, 0, is_blank=True)
+    assert supply.abandon() == ([2], []) and supply.take(0.0) is None
 
 
 def test_a_set_supply_keeps_as_many_ready_as_it_is_told() -> None:

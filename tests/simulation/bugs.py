@@ -268,16 +268,16 @@ def the_budget_is_not_kept(original: Any, keeper: Keeper) -> int:
     return 1 << 60
 
 
-@planted(Store, "plan_save", "calm")
+@planted(Store, "select_saves", "calm")
 def a_setting_is_looked_at_when_it_is_used(original: Any, store: Store, wanted: Any) -> Any:
     if wanted:
         raise ConfigError("segment_bytes", 1, "choose a larger one")
     return original(store, wanted)
 
 
-@planted(Store, "plan_save", "tenants")
+@planted(Store, "select_saves", "tenants")
 def a_full_queue_raises(original: Any, store: Store, wanted: Any) -> Any:
-    plan = original(store, wanted)
-    if wanted and plan is None:
+    selection = original(store, wanted)
+    if selection.left:
         raise RuntimeError("no room")
-    return plan
+    return selection

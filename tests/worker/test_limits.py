@@ -98,7 +98,7 @@ def test_a_hung_write_is_given_up_and_published_never(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_saves_beyond_the_bound_are_skipped_and_counted_without_waiting(tmp_path: Path) -> None:
+def test_saves_beyond_the_bound_are_refused_without_waiting(tmp_path: Path) -> None:
     engine = Engine(tmp_path, changes={"queues": {"save_chunks_max": 2}})
     ring = with_hung_ring(engine)
     engine.wait_for_set()
@@ -110,9 +110,11 @@ def test_saves_beyond_the_bound_are_skipped_and_counted_without_waiting(tmp_path
     engine.transfers[0].save(plan)
     assert time.monotonic() - started < 5, "of io.timeout_s"
     skipped = [answer for answer in engine.transfers[0].poll().saves if answer.outcome is SaveOutcome.QUEUE_FULL]
-    assert len(skipped) == 3 and engine.transfers[0].metrics.total()["skipped_chunks_queue_full"] == 3
+    assert len(skipped) == 3
+    assert "skipped_chunks_queue_full" not in engine.transfers[0].metrics.total(), "they are planned again"
     ring.returned.set()
-    engine.store.saved(skipped)
+    lost = engine.store.saved(skipped)
+    assert [(one.key, one.outcome) for one in lost] == [(key, SaveOutcome.QUEUE_FULL) for key in keys[2:5]]
     assert not engine.store.is_known(keys[4]) and engine.store.is_known(keys[0])
     engine.close()
 

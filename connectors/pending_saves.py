@@ -1,0 +1,204 @@
+"""PendingSaves: which chunks of the engine's requests are planned to be saved in a step, and what happens to those that
+could not be saved. Imports no engine.
+
+What cannot be taken now (a worker's queue is full, the storage rests, no set is ready) is planned again in later steps
+of the request, while its blocks are alive, and at its end. Chunks of a prompt are planned in order, and none behind one
+that could not be planned, so what is missing in the end is the tail of a prompt. Requests that came first are served
+first, so the newest lose their tails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.kv_events import Watcher
+from kvtier.connectors.tracked_request import BlockShape, TrackedRequest
+from kvtier.plan import SaveDone, SaveOutcome, SavePlan
+from kvtier.runtime import metrics as names
+from kvtier.scheduler.save_pacing import SavePacing
+from kvtier.scheduler.store import LostSave, SaveSelection, Store, WantedChunk
+
+FAILURES_MAX = 3  # failed saves of a request after which the rest of it is given up; the storage rests by itself before
+
+# Outcomes that are counted as skipped chunks here, once the request has ended; the workers count the others.
+_BUSY = {SaveOutcome.QUEUE_FULL: names.SKIPPED_QUEUE_FULL, SaveOutcome.RESTING: names.SKIPPED_RESTING}
+_NOTHING = SaveSelection(None, [])
+
+
+class _Frontier(NamedTuple):
+    """Tokens of a running request whose KV is final after this step, and all its blocks."""
+
+    tokens: int
+    block_ids: Sequence[int]
+
+
+class PendingSaves:
+    """Called from the engine's scheduler thread only.
+
+    requests: all requests that the engine has.
+    """
+
+    def __init__(self, store: Store, shape: BlockShape, requests: Mapping[str, TrackedRequest], faults: Faults) -> None:
+        self.watcher = Watcher()
+        self._store = store
+        self._shape = shape
+        self._requests = requests
+        self._faults = faults
+        self._pacing = SavePacing()
+        self._advanced: dict[str, _Frontier] = {}
+        self._ended: list[tuple[int, list[WantedChunk]]] = []  # arrival of the request, its chunks
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True while chunks of ended requests wait for a step that takes them to the workers."""
+        return bool(self._ended)
+
+    def is_due(self, request: TrackedRequest, frontier_tokens: int) -> bool:
+        """Return True if there may be a chunk to save. Cheap: called for every request in every step."""
+        whole = min(frontier_tokens // self._shape.chunk_tokens, request.progress.end_chunk)
+        return request.may_save and whole > request.progress.planned_chunks
+
+    def advance(self, request: TrackedRequest, frontier_tokens: int, block_ids: Sequence[int]) -> None:
+        """Note that after this step the KV of the first `frontier_tokens` tokens, in `block_ids`, is final.
+
+        While no segment set is ready yet, as for a tenant's first request in a while, the chunks stay in their blocks.
+        """
+        if len(block_ids) * self._shape.block_tokens < frontier_tokens:
+            return  # not all of its blocks are known; `finish` gets them all
+        if not request.may_save or request.load_blocks is not None:
+            return
+        if self._is_set_coming(request.view.tenant):
+            whole = frontier_tokens // self._shape.chunk_tokens
+            request.progress.whole_chunks = max(request.progress.whole_chunks, whole)
+        else:
+            self._advanced[request.view.request_id] = _Frontier(frontier_tokens, block_ids)
+
+    def finish(self, request: TrackedRequest, frontier_tokens: int, block_ids: Sequence[int]) -> None:
+        """Take all chunks of an ended request that are not stored or being saved by now, as its blocks are reused from
+        the next step on. Those of chunks that another request was to save, and could not, are among them."""
+        self._advanced.pop(request.view.request_id, None)
+        if not request.may_save or request.load_blocks is not None:
+            return
+        request.progress.plan_again(0)
+        wanted = self._take(request, _Frontier(frontier_tokens, block_ids), None)
+        if wanted:
+            self._ended.append((request.arrival, wanted))
+
+    def take_plans(self, rewritten: AbstractSet[int] | None) -> tuple[SavePlan | None, SavePlan | None]:
+        """Return the saves (before, after) the forward of this step.
+
+        rewritten: blocks that the engine may write to before the gather; None: unknown.
+        """
+        before = self._plan_ended(rewritten)
+        window = self._pacing.next_window()
+        if window is not None and before is not None:
+            window = max(0, window - len(before.chunks))
+        return before, self._plan_advanced(window)
+
+    def saved(self, done: Sequence[SaveDone]) -> None:
+        """Take the workers' answers."""
+        tails = set()
+        for lost in self._settle(done):
+            request = self._requests.get(lost.owner)
+            if request is not None and request.may_save:
+                self._plan_again(request, lost)
+            elif lost.outcome in _BUSY:
+                self._store.metrics.add(_BUSY[lost.outcome])
+                tails.add(lost.owner)
+        if tails:
+            self._store.metrics.add(names.DROPPED_TAILS, len(tails))
+        self._announce_saved(done)
+
+    def clear(self) -> None:
+        """Drop what is planned: no KV that is in the engine now may be saved."""
+        self._advanced.clear()
+        self._ended.clear()
+
+    def _plan_again(self, request: TrackedRequest, lost: LostSave) -> None:
+        if lost.outcome is SaveOutcome.REFUSED:
+            request.progress.give_up(lost.number)
+            return
+        request.progress.n_failures += lost.outcome is SaveOutcome.FAILED
+        if request.progress.n_failures > FAILURES_MAX:
+            request.progress.give_up(lost.number)
+            return
+        request.progress.plan_again(lost.number)
+        self._pacing.refused()
+
+    def _plan_ended(self, rewritten: AbstractSet[int] | None) -> SavePlan | None:
+        """Plan what is left of the requests that ended. What cannot be planned now is lost."""
+        wanted: list[WantedChunk] = []
+        tails = set()
+        for _, chunks in sorted(self._ended, key=lambda ended: ended[0]):
+            n_whole = 0
+            if rewritten is not None:
+                overwritten = (i for i, chunk in enumerate(chunks) if not rewritten.isdisjoint(chunk.block_ids))
+                n_whole = next(overwritten, len(chunks))
+            if n_whole < len(chunks):
+                self._store.metrics.add(names.SKIPPED_OVERWRITTEN, len(chunks) - n_whole)
+                tails.add(chunks[0].owner)
+            wanted += chunks[:n_whole]
+        self._ended.clear()
+        plan, left = self._select(wanted)
+        for chunk, cause in left:
+            self._store.metrics.add(cause)
+            tails.add(chunk.owner)
+        if tails:
+            self._store.metrics.add(names.DROPPED_TAILS, len(tails))
+        return plan
+
+    def _plan_advanced(self, window: int | None) -> SavePlan | None:
+        """Plan the next chunks of running requests, at most `window`, in the order in which the requests came."""
+        wanted: list[WantedChunk] = []
+        advanced = [(self._requests[name], frontier) for name, frontier in self._advanced.items()]
+        self._advanced.clear()
+        for request, frontier in sorted(advanced, key=lambda of: of[0].arrival):
+            wanted += self._take(request, frontier, None if window is None else window - len(wanted))
+        plan, left = self._select(wanted)
+        for chunk, cause in left:
+            request = self._requests[chunk.owner]
+            if cause == names.SKIPPED_REFUSED:
+                request.progress.give_up(chunk.number)
+                self._store.metrics.add(cause)
+            else:
+                request.progress.plan_again(chunk.number)
+                self._pacing.refused()
+        return plan
+
+    def _take(self, request: TrackedRequest, frontier: _Frontier, limit: int | None) -> list[WantedChunk]:
+        wanted = self._choose(request, frontier, limit)
+        if wanted is None:
+            request.may_save = False
+            return []
+        if wanted:
+            self._announce_wanted(request.view.request_id, wanted[0].number, [chunk.key for chunk in wanted])
+        return wanted
+
+    # --- one call of the tier each, so that a fault in one stops no other ---
+
+    @contains_faults("choosing what to save")
+    def _choose(self, request: TrackedRequest, frontier: _Frontier, limit: int | None) -> list[WantedChunk] | None:
+        return request.take_wanted(frontier.tokens, frontier.block_ids, self._shape, self._store.is_known, limit)
+
+    @contains_faults("looking for a set", default=False)
+    def _is_set_coming(self, tenant: str) -> bool:
+        return self._store.is_set_coming(tenant)
+
+    @contains_faults("planning a save", default=_NOTHING)
+    def _select(self, wanted: list[WantedChunk]) -> SaveSelection:
+        return self._store.select_saves(wanted) if wanted else _NOTHING
+
+    @contains_faults("taking the answers to saves", default=())
+    def _settle(self, done: Sequence[SaveDone]) -> Sequence[LostSave]:
+        return self._store.saved(done)
+
+    @contains_faults("announcing chunks to be saved")
+    def _announce_wanted(self, request_id: str, first_chunk: int, keys: Sequence[bytes]) -> None:
+        self.watcher.wanted(request_id, first_chunk, keys)
+
+    @contains_faults("announcing saved chunks")
+    def _announce_saved(self, done: Sequence[SaveDone]) -> None:
+        self.watcher.saved(done)
