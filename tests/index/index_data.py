@@ -14,7 +14,8 @@ from kvtier.index.lmdb.index import LmdbIndex
 
 WHOLE = Extent(0, 2, 0, 2)
 NAMESPACE = bytes(range(16))
-SPAWN = multiprocessing.get_context("spawn")
+FRESH = multiprocessing.get_context("forkserver")  # processes that share nothing, without the imports of "spawn"
+FRESH.set_forkserver_preload(["pytest", "kvtier.index.lmdb.index"])
 PROCESS_TIMEOUT_S = 60.0
 
 

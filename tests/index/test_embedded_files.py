@@ -20,7 +20,7 @@ from kvtier.index.base import Use
 from kvtier.index.lmdb.environment import _READERS_BYTES, RESERVE_BYTES
 from kvtier.index.lmdb.index import LmdbIndex
 
-from index_data import SPAWN, check, fill, join, key, record, set_info
+from index_data import FRESH, check, fill, join, key, record, set_info
 
 MAP_BYTES = 16 << 20
 KEYS = [key(number) for number in range(10)]
@@ -113,7 +113,7 @@ def start_after_boot(folder: Path, number: int) -> None:
 
 def test_processes_that_start_at_once_after_a_boot_throw_it_away_once(folder: Path) -> None:
     open_filled(folder, "boot-1").close()
-    processes = [SPAWN.Process(target=start_after_boot, args=(folder, number)) for number in range(2, 6)]
+    processes = [FRESH.Process(target=start_after_boot, args=(folder, number)) for number in range(2, 6)]
     for process in processes:
         process.start()
     join(list(processes))
@@ -209,7 +209,7 @@ def replace_index(folder: Path) -> None:
 
 def test_a_process_follows_when_another_starts_an_empty_index(folder: Path) -> None:
     index = open_filled(folder)
-    process = SPAWN.Process(target=replace_index, args=(folder,))
+    process = FRESH.Process(target=replace_index, args=(folder,))
     process.start()
     join([process])
     assert [info.set_id for info in index.sets()] == [2]
@@ -255,7 +255,7 @@ def fill_up_and_evict(folder: Path) -> None:
 
 def test_a_full_disk_stops_publishing_and_not_eviction(folder: Path) -> None:
     """LMDB copies pages to remove, too: without a reserve nobody could make room again."""
-    process = SPAWN.Process(target=fill_up_and_evict, args=(folder,))
+    process = FRESH.Process(target=fill_up_and_evict, args=(folder,))
     process.start()
     join([process])
 
@@ -312,7 +312,7 @@ def publish_much(folder: Path) -> None:
 def test_a_process_follows_when_another_grows_the_map(folder: Path) -> None:
     reader = LmdbIndex(str(folder), map_bytes=128 << 10)
     fill(reader, 1, range(100))
-    process = SPAWN.Process(target=publish_much, args=(folder,))
+    process = FRESH.Process(target=publish_much, args=(folder,))
     process.start()
     join([process])
     assert len(reader.resolve([key(number) for number in range(100)])) == 100

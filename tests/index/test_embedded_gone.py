@@ -20,7 +20,7 @@ from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.storage.root import open_root
 from tests.waiting import wait_until
 
-from index_data import PROCESS_TIMEOUT_S, SPAWN, check, fill, join, key, record, set_info, wait_for
+from index_data import FRESH, PROCESS_TIMEOUT_S, check, fill, join, key, record, set_info, wait_for
 
 
 def open_index(folder: Path, reopen: Callable[[], object] | None = None) -> LmdbIndex:
@@ -73,7 +73,7 @@ def test_locks_that_were_removed_alone(tmp_path: Path, name: str) -> None:
     """As by a removal of the whole folder that met an engine opening it. Who opens it then would share the data with
     those who have it open, but not the locks: with two writers, or pages that are given away under a reader."""
     folder, asks, answers = tmp_path / "index", tmp_path / "asks", tmp_path / "answers"
-    other = SPAWN.Process(target=use_again, args=(folder, asks, answers))
+    other = FRESH.Process(target=use_again, args=(folder, asks, answers))
     other.start()
     wait_for(answers)
     before = (folder / "data.mdb").stat().st_ino
@@ -113,7 +113,7 @@ def test_a_folder_that_is_removed_again_and_again(tmp_path: Path) -> None:
     """Under four processes that make it anew; file by file, as rm does. In the end all use the same files."""
     folder, stop = tmp_path / "index", tmp_path / "stop"
     index = open_index(folder)
-    processes = [SPAWN.Process(target=use_for_ever, args=(folder, number, stop)) for number in range(4)]
+    processes = [FRESH.Process(target=use_for_ever, args=(folder, number, stop)) for number in range(4)]
     for process in processes:
         process.start()
     rng = random.Random(0)

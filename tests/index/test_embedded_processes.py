@@ -19,7 +19,7 @@ from kvtier.index.lmdb import index as embedded
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.lmdb.view import View
 
-from index_data import PROCESS_TIMEOUT_S, SPAWN, check, fill, join, key, record, set_info, wait_for
+from index_data import FRESH, PROCESS_TIMEOUT_S, check, fill, join, key, record, set_info, wait_for
 
 SHARED_KEYS = range(100)
 
@@ -49,7 +49,7 @@ def publish_all(folder: Path, writer: int, taken_path: Path) -> None:
 
 def test_each_chunk_gets_one_place_however_many_publish_it(tmp_path: Path, index: LmdbIndex, folder: Path) -> None:
     writers = range(1, 5)
-    processes = [SPAWN.Process(target=publish_all, args=(folder, one, tmp_path / str(one))) for one in writers]
+    processes = [FRESH.Process(target=publish_all, args=(folder, one, tmp_path / str(one))) for one in writers]
     for process in processes:
         process.start()
     join(list(processes))
@@ -82,7 +82,7 @@ def test_eviction_races_with_publishing(tmp_path: Path, index: LmdbIndex, folder
     """Two processes publish into sets that two others remove and make again; every snapshot is consistent."""
     stop = tmp_path / "stop"
     targets = [(publish_for_ever, 1), (publish_for_ever, 2), (evict_for_ever, 3), (evict_for_ever, 4)]
-    processes = [SPAWN.Process(target=target, args=(folder, seed, stop)) for target, seed in targets]
+    processes = [FRESH.Process(target=target, args=(folder, seed, stop)) for target, seed in targets]
     for process in processes:
         process.start()
     deadline = time.monotonic() + 3.0
@@ -136,7 +136,7 @@ def hold_leases(folder: Path, owner: str, log_path: Path) -> None:
 
 def test_a_lease_has_one_winner_among_processes(tmp_path: Path, index: LmdbIndex, folder: Path) -> None:
     logs = [tmp_path / f"log-{number}" for number in range(4)]
-    processes = [SPAWN.Process(target=hold_leases, args=(folder, log.name, log)) for log in logs]
+    processes = [FRESH.Process(target=hold_leases, args=(folder, log.name, log)) for log in logs]
     for process in processes:
         process.start()
     join(list(processes))
@@ -160,7 +160,7 @@ def write_and_hang(folder: Path, ready: Path) -> None:
 
 
 def test_a_killed_writer_blocks_nobody(tmp_path: Path, index: LmdbIndex, folder: Path) -> None:
-    process = SPAWN.Process(target=write_and_hang, args=(folder, tmp_path / "ready"))
+    process = FRESH.Process(target=write_and_hang, args=(folder, tmp_path / "ready"))
     process.start()
     wait_for(tmp_path / "ready")
     assert process.pid is not None
@@ -176,7 +176,7 @@ def test_a_stopped_writer_costs_the_timeout_and_no_read(tmp_path: Path, folder: 
     """LMDB's own mutex would wait for ever (I10)."""
     index = LmdbIndex(str(folder), map_bytes=64 << 20, timeout_s=0.3)
     fill(index, 1, range(10))
-    process = SPAWN.Process(target=write_and_hang, args=(folder, tmp_path / "ready"))
+    process = FRESH.Process(target=write_and_hang, args=(folder, tmp_path / "ready"))
     process.start()
     wait_for(tmp_path / "ready")
     assert process.pid is not None
@@ -199,7 +199,7 @@ def test_writers_killed_at_random_moments_leave_a_consistent_index(
     for set_id in range(6):
         index.create_set(set_info(set_id))
     for seed in range(4):
-        process = SPAWN.Process(target=publish_for_ever, args=(folder, 10 + seed, tmp_path / "never"))
+        process = FRESH.Process(target=publish_for_ever, args=(folder, 10 + seed, tmp_path / "never"))
         before = index.counts().records
         process.start()
         deadline = time.monotonic() + PROCESS_TIMEOUT_S
