@@ -15,20 +15,30 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-_SECRET_NAME = re.compile(r"(pas+(w(or)?d|phrase)?|pwd|secret|token)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(pas+(w(or)?d|phrase)?|pwd|secret|token|salts?)(\.\d+)*$", re.IGNORECASE)
+_SECRET_FILE_NAME = re.compile(r"(pas+(w(or)?d|phrase)?_file|token_file|key_file|tls_key)$", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=:/)(/?).*@", re.DOTALL)
+_URL_CREDENTIALS = re.compile(r"^([\w+.-]*:/?/?|).*@", re.DOTALL)  # of a text that is meant as an URL: also without //
+_URL_REST = re.compile(r"(?<=[?&])(?!db=\d*(?:[&#]|$))([^=&#]*=)[^&#]+|(#).+", re.DOTALL)
 HIDDEN = "***"  # stands for a value that may be a secret
 
 
 def without_secrets(key: str, value: object) -> object:
     """Return a setting's value for printing: without passwords, tokens, and credentials within an URL."""
-    if value is not None and _SECRET_NAME.search(key):
+    if value is not None and (_SECRET_NAME.search(key) or _may_be_secret(key, value)):
         return HIDDEN
+    if isinstance(value, str) and key.endswith("url"):
+        return _URL_REST.sub(rf"\1\2{HIDDEN}", _URL_CREDENTIALS.sub(rf"\1{HIDDEN}@", value))
     if isinstance(value, Mapping):
         return {name: without_secrets(str(name), below) for name, below in value.items()}
     if isinstance(value, list | tuple):
         return [without_secrets(key, below) for below in value]
     return _CREDENTIALS.sub(rf"\1{HIDDEN}@", value) if isinstance(value, str) else value
+
+
+def _may_be_secret(key: str, value: object) -> bool:
+    """Return whether a setting that names a secret's file seems to hold the secret itself: paths are absolute."""
+    return _SECRET_FILE_NAME.search(key) is not None and not str(value).startswith(("/", "~"))
 
 
 class KVTierError(Exception):

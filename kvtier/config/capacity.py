@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 from kvtier.config.types import FROZEN, Bytes, BytesOrZero, Seconds, no_bool
-from kvtier.errors import ConfigError
+from kvtier.errors import HIDDEN, ConfigError
 from kvtier.runtime.units import exact
 
 HIGH_WATERMARK, LOW_WATERMARK = 0.95, 0.9  # defaults, as parts of capacity_bytes
@@ -69,7 +69,10 @@ class CapacitySettings(BaseModel):
             raise ConfigError("capacity.low_watermark", self.low_watermark, fix)
         _check_unlike([tenant.name for tenant in self.tenants], "two tenants have this name: give each its own")
         salts = [salt for tenant in self.tenants for salt in tenant.cache_salts]
-        _check_unlike(salts, "this cache salt stands twice: name it with one tenant, and there once")
+        if len(set(salts)) < len(salts):
+            whose = ", ".join(tenant.name for tenant in self.tenants if _has_one_of(tenant, salts))
+            fix = f"a cache salt stands twice (tenants: {whose}): name it with one tenant, and there once"
+            raise ConfigError("capacity.tenants", HIDDEN, fix)
 
     def check_sets(self, set_bytes: int, capacity_bytes: int) -> None:
         """Raises ConfigError for a quota, or a watermark, that not even one segment set (`set_bytes` over all ranks)
@@ -92,6 +95,11 @@ class CapacitySettings(BaseModel):
                     "times that, or lower segment_bytes"
                 )
                 raise ConfigError(key, quota_bytes, fix)
+
+
+def _has_one_of(tenant: TenantSettings, salts: Sequence[str]) -> bool:
+    """Return whether a salt of the tenant stands more than once among all."""
+    return any(salts.count(salt) > 1 for salt in tenant.cache_salts)
 
 
 def _check_unlike(values: Sequence[str], fix: str) -> None:

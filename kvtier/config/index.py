@@ -27,7 +27,8 @@ _FORMS = "redis://host:6379/0, rediss://..., unix:///path, redis+sentinel://host
 # Of the index's map: tables need the least; it may grow eightfold, within a process's 128 TiB of addresses.
 MAP_BYTES_MIN, MAP_BYTES_MAX = 1 << 20, 8 << 40
 _PORTS = {"sentinel": 26379}
-_FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file", "password_file", "sentinel_password_file")
+_FILES = ("tls_ca_file", "tls_cert_file")
+_SECRET_FILES = ("tls_key_file", "password_file", "sentinel_password_file")
 
 Milliseconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=60_000, allow_inf_nan=False)]
 
@@ -105,6 +106,11 @@ class IndexSettings(BaseModel):
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else absolute_path(value)
+
+    @field_validator(*_SECRET_FILES)
+    @classmethod
+    def _absolute_of_secret(cls, value: Path | None) -> Path | None:
+        return None if value is None else absolute_path(value, is_secret=True)
 
     @field_validator("url")
     @classmethod

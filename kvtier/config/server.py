@@ -40,10 +40,15 @@ class ServerSettings(BaseModel):
     connections_max: Count = 256
     history_s: Seconds = 5.0
 
-    @field_validator("admin_token_file", "read_token_file", "tls_cert", "tls_key")
+    @field_validator("tls_cert")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else absolute_path(value)
+
+    @field_validator("admin_token_file", "read_token_file", "tls_key")
+    @classmethod
+    def _absolute_of_secret(cls, value: Path | None) -> Path | None:
+        return None if value is None else absolute_path(value, is_secret=True)
 
     @property
     def is_loopback(self) -> bool:

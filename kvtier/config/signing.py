@@ -26,7 +26,7 @@ class SigningSettings(BaseModel):
     @field_validator("key_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else absolute_path(value)
+        return None if value is None else absolute_path(value, is_secret=True)
 
     def signer(self) -> Signer | None:
         """Reads the secret; None where nothing is signed. Raises ConfigError, never with the secret in it."""

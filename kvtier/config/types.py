@@ -72,12 +72,16 @@ def unreadable_name(path: Path) -> str:
     return ""
 
 
-def absolute_path(value: Path) -> Path:
+def absolute_path(value: Path, is_secret: bool = False) -> Path:
+    """Check a path. is_secret: of a file with a secret, so that a text that is no path may be the secret itself and is
+    not repeated. Raises ValueError."""
     if fix := unreadable_name(value):
         raise ValueError(fix)
     if "\0" in str(value):
         raise ValueError("must be a path, and those hold no NUL byte")
     if not value.is_absolute():
+        if is_secret and not str(value).startswith("~"):
+            raise ValueError("must be the absolute path of a file that holds it")
         better = value.expanduser() if str(value).startswith("~") else value.absolute()
         raise ValueError(f"must be an absolute path: processes start in different folders; try {better}")
     return value

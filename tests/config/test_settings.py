@@ -440,6 +440,37 @@ def test_values_of_unknown_keys_are_not_shown(overrides: Any) -> None:
     assert SECRET not in str(caught.value) and "***" in str(caught.value)
 
 
+REDIS = {"kind": "redis", "url": "redis://host:6379/0"}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"index": REDIS | {"url": f"redis://host:6379/0?password={SECRET}"}},
+        {"index": REDIS | {"url": f"redis://host:6379/0?db=0&pasword={SECRET}"}},
+        {"index": REDIS | {"url": f"unix:///run/redis.sock?password={SECRET}"}},
+        {"index": REDIS | {"url": f"redis://host:6379/0#{SECRET}"}},
+        {"index": REDIS | {"url": f":{SECRET}@host:6379"}},
+        {"index": REDIS | {"url": f"user:{SECRET}@host:6379"}},
+        {"index": REDIS | {"password_file": SECRET}},
+        {"index": REDIS | {"sentinel_password_file": SECRET}},
+        {"index": REDIS | {"url": "rediss://host:6379/0", "tls_key_file": SECRET}},
+        {"server": {"admin_token_file": SECRET}},
+        {"server": {"read_token_file": SECRET}},
+        {"server": {"tls_key": SECRET, "tls_cert": "/x"}},
+        {"signing": {"key_file": SECRET}},
+        {"capacity": {"tenants": [{"name": "a", "cache_salts": SECRET}]}},
+        {"capacity": {"tenants": [{"name": "a", "cache_salts": [[SECRET]]}]}},
+        {"capacity": {"tenants": [{"name": n, "cache_salts": [SECRET]} for n in "ab"]}},
+    ],
+)
+def test_secrets_in_the_wrong_place_are_not_shown(overrides: Any) -> None:
+    """In the query of a URL, in a URL without a scheme, and instead of the name of their file: these were printed."""
+    with pytest.raises(ConfigError) as caught:
+        Settings.load({"root": "/x"} | overrides)
+    assert SECRET not in str(caught.value) and "***" in str(caught.value)
+
+
 def test_values_of_unknown_variables_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_SERVER__ADMIN_TOKN", SECRET)
     error = refusal({"root": "/x"})
