@@ -112,11 +112,17 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
     if error.body and isinstance(error.body, bytes):  # FastAPI has not parsed it
         return problem(415, "the body must be JSON: send the header Content-Type: application/json", {"Accept": JSON})
     found = [
-        FieldError(where=".".join(map(str, one["loc"]))[:WHERE_CHARS_MAX], what=str(one["msg"]))
+        FieldError(where=".".join(map(str, one["loc"]))[:WHERE_CHARS_MAX], what=_what(one))
         for one in error.errors()[:FIELD_ERRORS_MAX]
     ]
     more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
     return problem(422, f"{found[0].where}: {found[0].what}{more}", errors=found)
+
+
+def _what(fault: Mapping[str, Any]) -> str:
+    if fault["type"] == "missing" and tuple(fault["loc"]) == ("body",):
+        return "it is missing: send an object of values by name, as GET /api/v1/openapi.json describes it"
+    return str(fault["msg"])
 
 
 async def _index_is_down(request: Request, fault: IndexUnavailable) -> Response:

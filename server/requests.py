@@ -30,9 +30,18 @@ class Named(BaseModel):
         unknown = [str(name) for name in values if name not in cls.model_fields] if isinstance(values, dict) else []
         if unknown:
             names = ", ".join(name[:NAME_CHARS_MAX] for name in unknown[:NAMES_SHOWN_MAX])
-            context = {"names": names, "valid": ", ".join(cls.model_fields)}
+            context = {"names": names, "valid": cls._valid_names()}
             raise PydanticCustomError("unknown_name", "unknown: {names}; valid names: {valid}", context)
+        if not isinstance(values, dict | cls):
+            context = {"valid": cls._valid_names()}
+            raise PydanticCustomError(
+                "no_object", "it must be an object of values by name; valid names: {valid}", context
+            )
         return values
+
+    @classmethod
+    def _valid_names(cls) -> str:
+        return ", ".join(cls.model_fields)
 
 
 def _request(*examples: dict[str, JsonValue]) -> ConfigDict:

@@ -15,7 +15,7 @@ from kvtier.admin.verifying import TooMany
 from kvtier.config.capacity import TENANT_BYTES_MAX
 from kvtier.eviction.choice import Selection
 from kvtier.eviction.limits import namespace_note
-from kvtier.server.access import AnAdmin, TheRoot, TheService, no_parameters, problems
+from kvtier.server.access import AnAdmin, TheRoot, TheService, no_parameters, no_values, problems
 from kvtier.server.problems import RETRY_AFTER_S, Refused
 from kvtier.server.requests import Clearing, Eviction, PinRequest, PromptPrefix, Quota
 from kvtier.server.routes_look import JobId
@@ -149,7 +149,14 @@ def drop_namespace_quota(role: AnAdmin, opened: TheRoot, service: TheService, na
     _drop_quota(opened, service, namespace_note(bytes.fromhex(namespace)))
 
 
-@router.post("/verify", summary="Begin a verify job", tags=["verify"], status_code=202, responses=problems(429))
+@router.post(
+    "/verify",
+    summary="Begin a verify job",
+    tags=["verify"],
+    status_code=202,
+    responses=problems(429),
+    dependencies=[Depends(no_values)],
+)
 def start_verify(role: AnAdmin, service: TheService) -> VerifyJob:
     """Begin a background job that reads every record and checks every checksum."""
     try:
@@ -160,7 +167,13 @@ def start_verify(role: AnAdmin, service: TheService) -> VerifyJob:
     return job
 
 
-@router.post("/verify/{job_id}/cancel", summary="End a verify job", tags=["verify"], responses=problems(404))
+@router.post(
+    "/verify/{job_id}/cancel",
+    summary="End a verify job",
+    tags=["verify"],
+    responses=problems(404),
+    dependencies=[Depends(no_values)],
+)
 def cancel_verify(role: AnAdmin, service: TheService, job_id: JobId) -> VerifyJob:
     """End a job after the segment that it reads."""
     job = service.verifying.cancel(job_id)

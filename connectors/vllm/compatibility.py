@@ -12,6 +12,7 @@ checks run in that call, so a refusal ends the front end itself, with the reason
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from functools import wraps
@@ -24,13 +25,15 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 
 from kvtier.build import check_place
-from kvtier.config.kv_transfer import CONNECTOR, POLICY, check_policy, roles_of
+from kvtier.config.kv_transfer import CONNECTOR, MULTI, POLICY, check_policy, policy_of_multi, roles_of
 from kvtier.config.settings import HOST_ARENA_BYTES, Settings
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.kv_dtypes import check_cache_dtype
 from kvtier.errors import ConfigError
 from kvtier.model.layer_kinds import CHUNK, FULL, WINDOW, refusal
 from kvtier.runtime.memory_limits import check_host_arena, memory_here
+
+log = logging.getLogger("kvtier")
 
 # Kinds of layers by the class of their spec. A windowed layer beside full ones comes as a full one (`layer_kinds`).
 SPECS = {
@@ -291,7 +294,12 @@ def check_start(vllm_config: Any) -> None:
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is None or hasattr(transfer, MARK):
         return
-    for own in _own_configs(vllm_config):
+    own_configs = list(_own_configs(vllm_config))
+    if own_configs and transfer.kv_connector == MULTI:
+        warning = policy_of_multi(getattr(transfer, "kv_load_failure_policy", POLICY))
+        if warning:
+            log.warning("%s", warning)
+    for own in own_configs:
         settings = Settings.load(own.kv_transfer_config.kv_connector_extra_config)
         check_engine(own, settings)
         check_model(own)
@@ -310,7 +318,7 @@ def _own_configs(vllm_config: Any) -> Iterator[Any]:
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_connector == CONNECTOR:
         yield vllm_config
-    elif transfer.kv_connector == "MultiConnector":
+    elif transfer.kv_connector == MULTI:
         for child in transfer.kv_connector_extra_config.get("connectors") or ():
             if child.get("kv_connector") == CONNECTOR:
                 own = copy.copy(vllm_config)

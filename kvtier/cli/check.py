@@ -109,11 +109,11 @@ def run_check(asked: CheckRequest, as_json: bool, shows_all: bool) -> int:
     """Print the settings that an engine would use. Return 1 if it would not start (one line on standard error has the
     reason) or would cache nothing."""
     try:
-        settings = _settings(asked)
+        settings, warning = _settings(asked)
         settings.signing.signer()
         _look_at_gpu(settings)
         found = _look_at_root(settings)
-        found.but.extend([*_look_at_rooms(settings), *_look_at_service(settings)])
+        found.but.extend([*([warning] if warning else []), *_look_at_rooms(settings), *_look_at_service(settings)])
         if asked.model is not None:
             found.root["model is"] = look_at_model(settings, asked.model)
     except OSError as fault:
@@ -138,15 +138,16 @@ def run_check(asked: CheckRequest, as_json: bool, shows_all: bool) -> int:
     return status
 
 
-def _settings(asked: CheckRequest) -> Settings:
-    """Load the settings. Raises ConfigError."""
-    given = {} if asked.transfer is None else dict(read_transfer_config(asked.transfer))
+def _settings(asked: CheckRequest) -> tuple[Settings, str]:
+    """Load the settings. Return them, and a warning or "". Raises ConfigError."""
+    found, warning = ({}, "") if asked.transfer is None else read_transfer_config(asked.transfer)
+    given = dict(found)
     if asked.config is not None:
         if given.get("config") not in (None, str(asked.config)):
             fix = f"--kv-transfer-config names it, and {asked.config} was given: leave one of them out"
             raise ConfigError("config", given["config"], fix)
         given["config"] = str(asked.config)
-    return Settings.load(given)
+    return Settings.load(given), warning
 
 
 def _lines(settings: Settings, shows_all: bool) -> list[str]:
@@ -284,7 +285,8 @@ def _look_at_root(settings: Settings) -> CheckResult:
 
 def _look_at_index(settings: Settings, folder: Path, found: CheckResult) -> str:
     if settings.index.kind == "memory":
-        return "in memory: forgotten when the engine ends"
+        ends = "forgotten when the engine ends"
+        return f"in memory: {ends}, and refused by an engine whose workers are processes of their own"
     owner = read_owner(folder) if folder.is_dir() else None
     if settings.index.kind == "redis":
         if owner is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from kvtier.errors import HIDDEN, ConfigError
 
 CONNECTOR, MODULE = "KVTierConnector", "kvtier.connectors.vllm"
+MULTI = "MultiConnector"  # of vLLM: several connectors, each with a configuration of its own
 ROLES = {"kv_both": (True, True), "kv_consumer": (True, False), "kv_producer": (False, True)}  # role -> (loads, saves)
 POLICY = "recompute"
 VLLM_POLICY = "fail"  # vLLM's default of kv_load_failure_policy
@@ -30,8 +31,29 @@ def check_policy(policy: object) -> None:
         raise ConfigError("kv_load_failure_policy", policy, f"{fix} computed, instead of ending its request")
 
 
-def read_transfer_config(text: str) -> Mapping[str, Any]:
-    """Check the JSON of --kv-transfer-config as an engine would. Return kvtier's settings in it. Raises ConfigError."""
+def policy_of_multi(policy: object) -> str:
+    """Return a warning where a MultiConnector's own policy, the one that vLLM reads, ends requests; "" where not."""
+    if policy == POLICY:
+        return ""
+    fix = f'set "kv_load_failure_policy": "{POLICY}" at the {MULTI} too'
+    return f"{fix}: vLLM reads it there, and ends a request of which a block cannot be loaded"
+
+
+def _child(multi: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return kvtier's configuration among those of a MultiConnector. Raises ConfigError."""
+    settings = multi.get(SETTINGS_KEY)
+    children = settings.get("connectors") if isinstance(settings, dict) else None
+    for child in children if isinstance(children, list) else []:
+        if isinstance(child, dict) and child.get("kv_connector") == CONNECTOR:
+            return child
+    raise ConfigError("kv_connector", MULTI, f"vLLM would not load kvtier: add {CONNECTOR} to its connectors")
+
+
+def read_transfer_config(text: str) -> tuple[Mapping[str, Any], str]:
+    """Check the JSON of --kv-transfer-config as an engine would. Return kvtier's settings in it, and a warning or "".
+
+    Raises ConfigError.
+    """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -39,6 +61,10 @@ def read_transfer_config(text: str) -> Mapping[str, Any]:
         raise ConfigError("--kv-transfer-config", HIDDEN, f"it is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError("--kv-transfer-config", HIDDEN, "it must be a JSON object, as vLLM takes it")
+    but = ""
+    if found.get("kv_connector") == MULTI:
+        but = policy_of_multi(found.get("kv_load_failure_policy", VLLM_POLICY))
+        found = _child(found)
     for key, wanted in (("kv_connector", (CONNECTOR,)), ("kv_connector_module_path", (MODULE, None))):
         if found.get(key) not in wanted:
             raise ConfigError(key, found.get(key), f"vLLM would not load kvtier: set it to {wanted[0]}")
@@ -47,4 +73,4 @@ def read_transfer_config(text: str) -> Mapping[str, Any]:
     settings = found.get(SETTINGS_KEY, {})
     if not isinstance(settings, dict):
         raise ConfigError(SETTINGS_KEY, HIDDEN, 'it must be an object of settings, as {"config": "/etc/kvtier.yaml"}')
-    return settings
+    return settings, but

@@ -231,6 +231,28 @@ def test_check_takes_what_vllm_is_given(config: Path, capsys: pytest.CaptureFixt
     assert "it is not JSON" in (said := capsys.readouterr().err) and "S3CRET" not in said
 
 
+def test_check_finds_kvtier_in_a_multi_connector(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It said that vLLM would not load kvtier. vLLM reads the failure policy of the whole."""
+    child, other = json.loads(transfer_of(config)), {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+    def multi(*children: object, **changes: object) -> str:
+        extra = {"connectors": list(children)}
+        whole = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        return json.dumps(whole | {"kv_load_failure_policy": "recompute"} | changes)
+
+    assert main(["check", "--kv-transfer-config", multi(other, child)]) == 0
+    assert "MultiConnector" not in capsys.readouterr().out
+    assert main(["check", "--kv-transfer-config", multi(other, child, kv_load_failure_policy="fail")]) == 0
+    assert "at the MultiConnector too: vLLM reads it there" in capsys.readouterr().out
+    for children, said in (
+        ((other,), "add KVTierConnector to its connectors"),
+        ((other, child | {"kv_role": "both"}), "kv_role = 'both'"),
+        ((child | {"kv_load_failure_policy": "fail"},), "kv_load_failure_policy = 'fail'"),
+    ):
+        assert main(["check", "--kv-transfer-config", multi(*children)]) == 1
+        assert said in capsys.readouterr().err
+
+
 def test_check_looks_at_a_model(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model"
     model.mkdir()

@@ -75,7 +75,7 @@ def test_the_root_of_another_machine_is_left_alone(elsewhere: dict[str, Any], tm
         Executor.get_class(asked({"no_such_key": 1}, **changes))
 
 
-def test_children_of_a_multi_connector_are_checked(tmp_path: Path) -> None:
+def test_children_of_a_multi_connector_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     child = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": "kvtier.connectors.vllm",
@@ -92,5 +92,6 @@ def test_children_of_a_multi_connector_are_checked(tmp_path: Path) -> None:
 
     Executor.get_class(several(child))
     assert (tmp_path / "root" / "v2").is_dir()
+    assert "at the MultiConnector too" in caplog.text
     with pytest.raises(ConfigError, match="/proc/nope"):
         Executor.get_class(several(child | {"kv_connector_extra_config": settings_at(Path("/proc/nope"))}))

@@ -206,6 +206,24 @@ def test_an_unknown_name_is_answered_with_those_there_are(served: Serving, subte
     )
 
 
+def test_a_body_that_is_no_object_is_answered_with_the_names(served: Serving) -> None:
+    names = "valid names: n_bytes, unused_s, namespace, tenant, prefix, dry_run"
+    for body in ([], "all", 7):
+        assert names in assert_problem(served.call("POST", "/api/v1/evict", json=body), 422)["detail"]
+    assert "send an object" in assert_problem(served.call("POST", "/api/v1/evict"), 422)["detail"]
+
+
+def test_what_takes_no_values_refuses_them(served: Serving) -> None:
+    """A verify job of one namespace was answered with one of everything."""
+    said = assert_problem(served.call("POST", "/api/v1/verify", json={"namespace": "0" * 32}), 422)
+    assert said["detail"] == "body: /api/v1/verify takes no values; valid names: none"
+    job = served.call("POST", "/api/v1/verify", json={})
+    assert job.status_code == 202
+    path = f"/api/v1/verify/{job.json()['id']}/cancel"
+    assert "valid names: none" in assert_problem(served.call("POST", path, json={"now": True}), 422)["detail"]
+    assert served.call("POST", path).status_code == 200
+
+
 def test_a_parameter_that_does_nothing_is_refused(served: Serving, subtests: Subtests) -> None:
     for call in CALLS:
         path, body = call.made(served)
