@@ -26,7 +26,7 @@ from kvtier.worker.transfer import Progress, Transfer
 
 log = logging.getLogger("kvtier")
 
-ANSWER_GOOD_S = 1.0  # a request that waits for blocks does not query a remote index again for so long, seconds
+ANSWER_GOOD_S = 1.0  # a request that waits for blocks does not query the index again for so long, seconds
 
 LOADS_MAX = 256  # requests with loads under way, unless the settings limit them
 
@@ -130,7 +130,7 @@ class SchedulerBridge:
         block_ids: all blocks of the request, in order; n_tokens: tokens that the engine expects to be loaded.
         """
         request = self._requests[request_id]
-        offer, request.offer = request.offer, None
+        offer, request.offer, request.answer = request.offer, None, None
         plan = None
         if offer is not None and offer.n_tokens == n_tokens:
             plan = self._plan_load(request, offer, block_ids)
@@ -188,6 +188,7 @@ class SchedulerBridge:
         """Take the workers' answers. Blocks may fail in an earlier step than the one that reports their request."""
         if failed_blocks:
             for request_id, request in self._requests.items():
+                request.answer = None  # it may name what failed
                 if request.load_blocks is not None and not request.load_blocks.isdisjoint(failed_blocks):
                     request.may_load = False  # I11
                     self.room.shared.end(request_id, has_failed=True)
@@ -288,8 +289,7 @@ class SchedulerBridge:
             since_s = asked.since_s if asked is not None and now - asked.at_s <= ANSWER_KEPT_S else now
             request.question = IndexQuestion(begin, end, since_s, now)
             return None
-        if asked is not None or waits:
-            request.question, request.answer = None, IndexAnswer(begin, end, tuple(entries), now)
+        request.question, request.answer = None, IndexAnswer(begin, end, tuple(entries), now)
         self.watcher.found(request.view.request_id, begin, keys, entries)
         return tuple(entries)[first - begin :]
 

@@ -48,8 +48,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class IndexAnswer:
-    """Entries of chunks [first_chunk, end_chunk) from a remote index, kept for a moment: the engine may ask repeatedly
-    until it has blocks for the request."""
+    """Entries of chunks [first_chunk, end_chunk), kept for a moment: the engine may ask repeatedly until it has blocks
+    for the request."""
 
     first_chunk: int
     end_chunk: int
@@ -106,7 +106,7 @@ class TrackedRequest:
     load_blocks: blocks of the load under way; None without one.
     computed_tokens: tokens that the engine had by itself when it last asked for a hit.
     own_tokens: these, and those of the load that it then waited for.
-    question: lookup pending in a remote index; answer: the last one received.
+    question: lookup pending in a remote index; answer: the last one received from any index.
     """
 
     view: RequestView

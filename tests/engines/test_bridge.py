@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.bridge import SchedulerBridge, Step, WorkerBridge
+from kvtier.connectors.bridge import ANSWER_GOOD_S, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.format.namespace import chunk_keys
@@ -57,6 +57,7 @@ def test_a_hit_is_the_longest_stored_prefix() -> None:
     scene = Scene()
     assert scene.bridge.hit_tokens("r", 0) == 0
     scene.store_chunks(3)
+    scene.clock.now += ANSWER_GOOD_S
     assert scene.bridge.hit_tokens("r", 0) == 192
     scene.bridge.begin_load("r", BLOCKS, 192)
     (plan,) = scene.bridge.take_step().loads

@@ -149,6 +149,9 @@ class RecordingBridge:
     def track(self, view: Any) -> None:
         pass
 
+    def landed(self, request_id: str) -> None:
+        pass
+
     def begin_load(self, request_id: str, block_ids: Any, n_tokens: int) -> None:
         pass
 
