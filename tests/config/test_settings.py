@@ -141,32 +141,113 @@ def test_byte_sizes(value: object, n_bytes: int) -> None:
 # --- unknown and misspelt keys ---
 
 
-def test_misspelt_key_in_the_connector_config() -> None:
-    error = refusal({"root": "/x", "capacty_bytes": "1GiB"})
-    assert error.key == "capacty_bytes" and error.value == "***"
-    assert "did you mean 'capacity_bytes'?" in error.fix and "connector config" in error.fix
+# (overrides of a root, or a settings file; key; what the fix says, with PATH for that file's)
+REFUSED: list[tuple[dict[Any, Any] | str, str, tuple[str, ...]]] = [
+    ({"capacty_bytes": "1GiB"}, "capacty_bytes", ("did you mean 'capacity_bytes'?", "connector config")),
+    ({"io": {"thread": 4}}, "io.thread", ("'io.threads'",)),
+    ({"save_threads": 4}, "save_threads", ('\'queues.save_threads\', written {"queues": {"save_threads": ...}}?',)),
+    ({"host": {"zzz": 1}}, "host.zzz", ("known here: admit, arena_bytes",)),
+    ({"host.arena_bytes": 1}, "host.arena_bytes", ('\'host.arena_bytes\', written {"host": {"arena_bytes": ...}}?',)),
+    ("root: /x\nio.threads: 4\n", "io.threads", ("did you mean 'io.threads', written io: {threads: ...}?",)),
+    ("root: /x\nindex:\n  knd: memory\n", "index.knd", ("'index.kind', written index: {kind: ...}?", "PATH")),
+    (
+        "root: /x\nio: {threads: 3}\n\nio: {direct: never}\n",
+        "config",
+        ("'io' stands twice, in line 2 and in \"PATH\", line 4",),
+    ),
+    ("&a root: /x\n*a : /y\n", "config", ("'root' stands twice",)),
+    *[(text, "config", ("PATH",)) for text in ("- a list\n", "3: 4\n", "io: [\n", "just words")],
+    # values
+    ("root: /x\nepoch: first\n", "epoch", ("file PATH",)),
+    ("root: /x\nepoch: -1\n", "epoch", ("(from file PATH)",)),
+    ("root: /x\nqueues: {load_threads: 0}\n", "queues.load_threads", ("PATH, written queues: {load_threads: ...})",)),
+    ({"io": {"threads": 0}}, "io.threads", ('(from connector config, written {"io": {"threads": ...}})',)),
+    ({"epoch": -1, "io": {"threads": 0}}, "epoch", ("1 more settings are wrong",)),
+    (
+        {"epoch": -1, "io": {"threads": 0}, "hots": 1},
+        "epoch",
+        ("2 more settings are wrong: io.threads = 0: must be", "; hots = '***': unknown key; did you mean 'host'"),
+    ),
+    ({"capacity_bytes": "x"}, "capacity_bytes", ("; the default is 64GiB (from",)),
+    ({"segment_bytes": 1}, "segment_bytes", ("; the default is 1GiB (from",)),
+    ({"host": {"arena_bytes": "x"}}, "host.arena_bytes", ("; it may be left out (from",)),
+    ({"require_mount": "x"}, "require_mount", ("; the default is false (from",)),
+    # values together
+    (
+        {"capacity_bytes": "512MiB"},
+        "capacity_bytes",
+        ("one segment set takes 1GiB; raise capacity_bytes", "lower segment_bytes (1GiB)", "connector config"),
+    ),
+    ({"segment_bytes": "4KiB", "capacity_bytes": "4KiB"}, "segment_bytes", ("12288",)),
+    ({"hbm": {"admit": "saved"}}, "hbm.admit", ("hbm.arena_bytes is 0", "connector config")),
+    # a tier that would keep nothing, or wait for ever
+    ({"io": {"timeout_s": 1e10}}, "io.timeout_s", ("less than or equal to 86400",)),
+    ({"io": {"timeout_s": 1e-6}}, "io.timeout_s", ("greater than or equal to 0.1",)),
+    ({"index": {"timeout_s": 1e10}}, "index.timeout_s", ("less than or equal to 86400",)),
+    ({"server": {"timeout_s": 1e10}}, "server.timeout_s", ("less than or equal to 86400",)),
+    ({"touch_interval_s": 1e300}, "touch_interval_s", ("less than or equal to",)),
+    ({"writer_lease_s": "9999999w"}, "writer_lease_s", ("less than or equal to",)),
+    ({"index": {"map_bytes": 1}}, "index.map_bytes", ("greater than or equal to 1048576",)),
+    ({"index": {"map_bytes": 1 << 60}}, "index.map_bytes", ("less than or equal to",)),
+    ({"capacity": {"ttl_s": 0.001}}, "capacity.ttl_s", ("set it to at least 10",)),
+    (
+        {"capacity": {"high_watermark": 0.001, "low_watermark": 0.001}},
+        "capacity.high_watermark",
+        ("nothing would stay",),
+    ),
+    ({"capacity": {"low_watermark": 0.001}}, "capacity.low_watermark", ("less than one segment set (1GiB)",)),
+    (
+        {"capacity": {"namespace_quota_bytes": "1MiB"}},
+        "capacity.namespace_quota_bytes",
+        ("nothing would ever be stored",),
+    ),
+    # lists of models
+    ("root: /x\ncapacity: {tenants: [{cache_salts: [a]}]}\n", "capacity.tenants.0.name", ("not set", "PATH")),
+    ("root: /x\ncapacity: {tenants: [{name: a}]}\n", "capacity.tenants.0.cache_salts", ("not set", "PATH")),
+    (
+        "root: /x\ncapacity: {tenants: [{name: a, cache_salts: [a], quota: 1GiB}]}\n",
+        "capacity.tenants.0.quota",
+        ("unknown key", "PATH"),
+    ),
+    (
+        "root: /x\ncapacity: {tenants: [{name: a, cache_salts: a-*}]}\n",
+        "capacity.tenants.0.cache_salts",
+        ("must be a list", "PATH"),
+    ),
+]
+# Settings of two types, of which each complained once.
+REFUSED += [
+    ({"min_load_tokens": value}, "min_load_tokens", ('number of tokens or "auto"',))
+    for value in ("soon", True, -1, 3.5, None)
+]
+REFUSED += [
+    ({"io": {"stripes": value}}, "io.stripes", ('must be a number of files from 1 to 16, or "auto"',))
+    for value in (0, 17, -1, True, "many", 2.5, None)
+]
 
 
-def test_misspelt_nested_key_in_the_connector_config() -> None:
-    error = refusal({"root": "/x", "io": {"thread": 4}})
-    assert error.key == "io.thread" and "'io.threads'" in error.fix
+@pytest.mark.parametrize(("given", "key", "said"), REFUSED)
+def test_a_refusal_names_key_source_and_fix(
+    given: dict[Any, Any] | str, key: str, said: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "kvtier.yaml")
+    error = refusal({"config": yaml_file(tmp_path, given)} if isinstance(given, str) else {"root": "/x"} | given)
+    assert error.key == key
+    for part in said:
+        assert part.replace("PATH", path) in str(error)
+    assert error.value == "***" or not error.fix.startswith("unknown key")
+    assert ("more settings" in error.fix) is any("more settings" in part for part in said), "one complaint a key"
+    assert "KVTIER_" not in error.fix
 
 
-def test_key_in_the_wrong_place_is_shown_the_right_one() -> None:
-    fix = refusal({"root": "/x", "save_threads": 4}).fix
-    assert """did you mean 'queues.save_threads', written {"queues": {"save_threads": ...}}?""" in fix
-
-
-def test_misspelt_key_in_yaml(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, "root: /x\nindex:\n  knd: memory\n")
-    error = refusal({"config": path})
-    assert error.key == "index.knd" and error.value == "***"
-    assert "'index.kind', written index: {kind: ...}?" in error.fix and path in error.fix
-
-
-def test_key_that_is_like_no_other(tmp_path: Path) -> None:
-    error = refusal({"root": "/x", "host": {"zzz": 1}})
-    assert "known here: admit, arena_bytes" in error.fix
+def test_what_is_just_enough_is_taken() -> None:
+    for given in (
+        {"segment_bytes": 12288, "capacity_bytes": 12288},
+        {"hbm": {"admit": "second_hit", "arena_bytes": 0}},  # as default.yaml has it
+        {"hbm": {"admit": "saved", "arena_bytes": "4GiB"}},
+        *({"io": {"stripes": stripes}} for stripes in (1, "16", "auto")),
+    ):
+        Settings.load({"root": "/x", **given})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
@@ -195,14 +276,6 @@ def test_a_removed_key_is_refused_with_its_replacement(tmp_path: Path, monkeypat
     assert error.key == "KVTIER_CAPACITY__POLICY" and "leave it out" in error.fix
 
 
-def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, "root: /x\nio: {threads: 3}\n\nio: {direct: never}\n")
-    error = refusal({"config": path})
-    assert error.key == "config" and f"'io' stands twice, in line 2 and in \"{path}\", line 4" in error.fix
-    error = refusal({"config": yaml_file(tmp_path, "&a root: /x\n*a : /y\n")})
-    assert "'root' stands twice" in error.fix
-
-
 # --- bad values ---
 
 
@@ -210,6 +283,11 @@ def test_key_that_stands_twice_in_yaml(tmp_path: Path) -> None:
     ("overrides", "key"),
     [
         ({"root": "relative/path"}, "root"),
+        ({"root": "/x\0y"}, "root"),
+        *[
+            ({"root": "/x", "capacity": {"ttl_s": text}}, "capacity.ttl_s")
+            for text in ("7 days", "d", "-7d", True, "0x10", "1_0")
+        ],
         ({"root": 5}, "root"),
         ({"root": "/x", "capacity_bytes": "64XB"}, "capacity_bytes"),
         ({"root": "/x", "capacity_bytes": 0}, "capacity_bytes"),
@@ -253,79 +331,15 @@ def test_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.Mon
     assert "environment variable KVTIER_QUEUES__LOAD_THREADS" in error.fix and "the default is 2" in error.fix
 
 
-@pytest.mark.parametrize(
-    ("overrides", "default"),
-    [
-        ({"capacity_bytes": "x"}, "the default is 64GiB"),
-        ({"segment_bytes": 1}, "the default is 1GiB"),
-        ({"host": {"arena_bytes": "x"}}, "it may be left out"),
-        ({"require_mount": "x"}, "the default is false"),
-    ],
-)
-def test_defaults_are_said_as_they_are_written(overrides: dict[str, object], default: str) -> None:
-    assert f"; {default} (from" in refusal({"root": "/x", **overrides}).fix
-
-
-def test_sizes_that_do_not_go_together_are_said_in_units() -> None:
-    fix = refusal({"root": "/x", "capacity_bytes": "1MiB"}).fix
-    assert "one segment set takes 1GiB; raise capacity_bytes" in fix and "lower segment_bytes (1GiB)" in fix
-
-
-def test_bad_value_in_yaml_names_the_file(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, "root: /x\nepoch: first\n")
-    error = refusal({"config": path})
-    assert error.key == "epoch" and error.value == "first" and f"file {path}" in error.fix
-
-
-def test_nested_key_is_shown_as_it_is_written(tmp_path: Path) -> None:
-    assert (
-        '(from connector config, written {"io": {"threads": ...}})' in refusal({"root": "/x", "io": {"threads": 0}}).fix
-    )
-    path = yaml_file(tmp_path, "root: /x\nqueues: {load_threads: 0}\n")
-    assert f"(from file {path}, written queues: {{load_threads: ...}})" in refusal({"config": path}).fix
-    path = yaml_file(tmp_path, "root: /x\nepoch: -1\n")
-    assert refusal({"config": path}).fix.endswith(f"(from file {path})")
-
-
-def test_several_bad_values_are_counted_and_listed() -> None:
-    assert "1 more settings are wrong" in refusal({"root": "/x", "epoch": -1, "io": {"threads": 0}}).fix
-    error = refusal({"root": "/x", "epoch": -1, "io": {"threads": 0}, "hots": 1})
-    assert error.key == "epoch" and "2 more settings are wrong: io.threads = 0: must be" in error.fix
-    assert "; hots = '***': unknown key; did you mean 'host'" in error.fix
-
-
-def test_key_that_is_written_with_dots(tmp_path: Path) -> None:
-    """As kvtier's own messages name it."""
-    error = refusal({"root": "/x", "host.arena_bytes": "1GiB"})
-    assert error.key == "host.arena_bytes" and error.value == "***"
-    assert """did you mean 'host.arena_bytes', written {"host": {"arena_bytes": ...}}?""" in error.fix
-    error = refusal({"config": yaml_file(tmp_path, "root: /x\nio.threads: 4\n")})
-    assert "did you mean 'io.threads', written io: {threads: ...}?" in error.fix
-
-
 def test_root_in_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """It suggested /current/folder/~/tier."""
     monkeypatch.setenv("HOME", "/home/someone")
     assert "try /home/someone/tier" in refusal({"root": "~/tier"}).fix
 
 
-def test_segment_without_room_for_a_record() -> None:
-    """With a capacity of 4KiB it passed every check that needs no model."""
-    error = refusal({"root": "/x", "segment_bytes": "4KiB", "capacity_bytes": "4KiB"})
-    assert error.key == "segment_bytes" and "12288" in error.fix
-    Settings.load({"root": "/x", "segment_bytes": 12288, "capacity_bytes": 12288})
-
-
 def test_root_has_no_default() -> None:
     error = refusal({})
     assert error.key == "root" and "KVTIER_ROOT" in error.fix
-
-
-@pytest.mark.parametrize("text", ["- a list\n", "3: 4\n", "io: [\n", "just words"])
-def test_file_that_is_no_mapping_of_settings(text: str, tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, text)
-    error = refusal({"config": path})
-    assert error.key == "config" and error.value == path
 
 
 def test_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,12 +356,6 @@ def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
 # --- checks that need more than one value ---
 
 
-def test_capacity_smaller_than_a_segment() -> None:
-    error = refusal({"root": "/x", "capacity_bytes": "512MiB"})
-    assert error.key == "capacity_bytes" and error.value == 512 << 20
-    assert "1GiB" in error.fix and "connector config" in error.fix
-
-
 def test_capacity_smaller_than_one_segment_set() -> None:
     settings = Settings.load({"root": "/x", "capacity_bytes": "4GiB"})
     settings.check_capacity(4 << 30)
@@ -360,13 +368,6 @@ def test_chunk_that_is_not_whole_blocks() -> None:
     settings.check_block(16)
     with pytest.raises(ConfigError, match="chunk_tokens = 48: .*block of 32 tokens; set it to 64"):
         settings.check_block(32)
-
-
-def test_an_admission_without_an_hbm_arena() -> None:
-    error = refusal({"root": "/x", "hbm": {"admit": "saved"}})
-    assert error.key == "hbm.admit" and "hbm.arena_bytes is 0" in error.fix and "connector config" in error.fix
-    Settings.load({"root": "/x", "hbm": {"admit": "second_hit", "arena_bytes": 0}})  # as default.yaml has it
-    Settings.load({"root": "/x", "hbm": {"admit": "saved", "arena_bytes": "4GiB"}})
 
 
 @pytest.mark.parametrize("key", ["staging_bytes", "arena_bytes"])
@@ -477,36 +478,6 @@ def test_values_of_unknown_variables_are_not_shown(monkeypatch: pytest.MonkeyPat
     assert SECRET not in str(error) and "'KVTIER_SERVER__ADMIN_TOKEN'" in error.fix
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key", "fix"),
-    [
-        ({"io": {"timeout_s": 1e10}}, "io.timeout_s", "less than or equal to 86400"),
-        ({"io": {"timeout_s": 1e-6}}, "io.timeout_s", "greater than or equal to 0.1"),
-        ({"index": {"timeout_s": 1e10}}, "index.timeout_s", "less than or equal to 86400"),
-        ({"server": {"timeout_s": 1e10}}, "server.timeout_s", "less than or equal to 86400"),
-        ({"touch_interval_s": 1e300}, "touch_interval_s", "less than or equal to"),
-        ({"writer_lease_s": "9999999w"}, "writer_lease_s", "less than or equal to"),
-        ({"index": {"map_bytes": 1}}, "index.map_bytes", "greater than or equal to 1048576"),
-        ({"index": {"map_bytes": 1 << 60}}, "index.map_bytes", "less than or equal to"),
-        ({"capacity": {"ttl_s": 0.001}}, "capacity.ttl_s", "set it to at least 10"),
-        (
-            {"capacity": {"high_watermark": 0.001, "low_watermark": 0.001}},
-            "capacity.high_watermark",
-            "nothing would stay",
-        ),
-        ({"capacity": {"low_watermark": 0.001}}, "capacity.low_watermark", "less than one segment set (1GiB)"),
-        (
-            {"capacity": {"namespace_quota_bytes": "1MiB"}},
-            "capacity.namespace_quota_bytes",
-            "nothing would ever be stored",
-        ),
-    ],
-)
-def test_settings_of_a_tier_that_keeps_nothing_are_refused(overrides: dict[str, Any], key: str, fix: str) -> None:
-    error = refusal({"root": "/x"} | overrides)
-    assert error.key == key and fix in error.fix
-
-
 def test_the_default_watermarks_pass_for_a_capacity_of_one_set() -> None:
     assert Settings.load({"root": "/x", "capacity_bytes": "1GiB"}).capacity.low_watermark == 0.9
 
@@ -535,52 +506,7 @@ def test_times_have_units_as_on_the_command_line(
         assert duration_argument(str(written)) == seconds
 
 
-@pytest.mark.parametrize("written", ["7 days", "d", "-7d", True, "0x10", "1_0"])
-def test_times_that_are_none_are_refused(written: object) -> None:
-    assert refusal({"root": "/x", "capacity": {"ttl_s": written}}).key == "capacity.ttl_s"
-
-
-def test_a_root_with_a_nul_byte_is_refused() -> None:
-    assert refusal({"root": "/x\0y"}).key == "root"
-
-
-@pytest.mark.parametrize("value", ["soon", True, -1, 3.5, None])
-def test_what_is_no_number_of_tokens_is_one_complaint(value: object) -> None:
-    """`min_load_tokens: yes` in YAML is True: a setting of two types, and once each of them complained."""
-    with pytest.raises(ConfigError, match='number of tokens or "auto"') as refused:
-        Settings.load({"root": "/x", "min_load_tokens": value})
-    assert "more settings" not in str(refused.value)
-
-
 def test_tokens_are_a_number_a_text_of_one_or_auto() -> None:
     for value in (512, "512"):
         assert Settings.load({"root": "/x", "min_load_tokens": value}).min_load_tokens == 512
     assert Settings.load({"root": "/x", "min_load_tokens": "auto"}).min_load_tokens == "auto"
-
-
-@pytest.mark.parametrize(
-    ("tenant", "key", "fix"),
-    [
-        ({"cache_salts": ["a"]}, "capacity.tenants.0.name", "not set"),
-        ({"name": "a"}, "capacity.tenants.0.cache_salts", "not set"),
-        ({"name": "a", "cache_salts": ["a"], "quota": "1GiB"}, "capacity.tenants.0.quota", "unknown key"),
-        ({"name": "a", "cache_salts": "a-*"}, "capacity.tenants.0.cache_salts", "must be a list"),
-    ],
-)
-def test_what_is_wrong_with_a_tenant_is_named(tmp_path: Path, tenant: dict[str, Any], key: str, fix: str) -> None:
-    path = yaml_file(tmp_path, yaml.safe_dump({"root": str(tmp_path), "capacity": {"tenants": [tenant]}}))
-    with pytest.raises(ConfigError) as caught:
-        Settings.load({"config": path})
-    assert (caught.value.key, caught.value.fix.startswith(fix)) == (key, True)
-    assert path in caught.value.fix and "KVTIER_" not in caught.value.fix
-
-
-@pytest.mark.parametrize("value", [0, 17, -1, True, "many", 2.5, None])
-def test_stripes_are_a_few_files_or_auto(value: object) -> None:
-    with pytest.raises(ConfigError) as raised:
-        Settings.load({"root": "/x", "io": {"stripes": value}})
-    assert raised.value.key == "io.stripes"
-    assert raised.value.fix.startswith('must be a number of files from 1 to 16, or "auto"')
-    assert "more settings" not in raised.value.fix
-    for good in (1, "16", "auto"):
-        assert str(Settings.load({"root": "/x", "io": {"stripes": good}}).io.stripes) == str(good)
