@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +79,51 @@ def test_same_weights_behind_symbolic_links(model: Path, tmp_path: Path) -> None
     assert print_of(model) == links
 
 
-def test_where_the_config_came_from(model: Path) -> None:
-    before = print_of(model)
-    origin = {"_name_or_path": "/home/me", "transformers_version": "9.9"}
-    (model / "config.json").write_text(json.dumps(dict(reversed(list({**CONFIG, **origin}.items()))), indent=4))
-    assert print_of(model) == before
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+ORIGIN = {"_name_or_path": "/home/me", "transformers_version": "9.9"}
 
 
-def test_files_that_are_no_weights(model: Path) -> None:
+def write_index(model: Path, *files: str, name: str = "model") -> Path:
+    path = model / f"{name}.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": {f"t{n}": file for n, file in enumerate(files)}}))
+    return path
+
+
+def swap_shards(model: Path) -> None:
+    first, second = (model / name for name in SHARDS)
+    first.rename(model / "x")
+    second.rename(first)
+    (model / "x").rename(second)
+
+
+def write_config(model: Path, **changes: Any) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | changes))
+
+
+UNNOTICED: dict[str, Callable[[Path], object]] = {
+    "where the config came from": lambda model: (model / "config.json").write_text(
+        json.dumps(dict(reversed(list({**CONFIG, **ORIGIN}.items()))), indent=4)
+    ),
+    "files that are no weights": lambda model: [
+        (model / name).write_text("x") for name in ("README.md", "tokenizer.json", "training_args.bin", "optimizer.pt")
+    ],
+    # so the fingerprints of models without other files are those of releases that did not look at the index
+    "an index that names all files": lambda model: write_index(model, *SHARDS),
+}
+NOTICED: dict[str, Callable[[Path], object]] = {
+    "a value in another shard": lambda model: flip(model / SHARDS[1], (model / SHARDS[1]).stat().st_size - 1),
+    "swapped shards": swap_shards,
+    "rope_theta": lambda model: write_config(model, rope_theta=10001.0),
+    "rope_scaling": lambda model: write_config(model, rope_scaling={"factor": 2}),
+    "quantization": lambda model: write_config(model, quantization="x"),
+}
+
+
+@pytest.mark.parametrize("what", [*UNNOTICED, *NOTICED])
+def test_changes_that_count(model: Path, what: str) -> None:
     before = print_of(model)
-    for name in ("README.md", "tokenizer.json", "training_args.bin", "optimizer.pt"):
-        (model / name).write_text("x")
-    assert print_of(model) == before
+    (UNNOTICED | NOTICED)[what](model)
+    assert (print_of(model) != before) is (what in NOTICED)
 
 
 # --- what must change it ---
@@ -110,21 +144,6 @@ def test_another_value_in_one_tensor(model: Path, where: str) -> None:
     assert print_of(model) == before
 
 
-def test_another_value_in_another_shard(model: Path) -> None:
-    before = print_of(model)
-    flip(model / "model-00002-of-00002.safetensors", (model / "model-00002-of-00002.safetensors").stat().st_size - 1)
-    assert print_of(model) != before
-
-
-def test_swapped_shards(model: Path) -> None:
-    before = print_of(model)
-    first, second = sorted(model.glob("*.safetensors"))
-    first.rename(model / "x")
-    second.rename(first)
-    (model / "x").rename(second)
-    assert print_of(model) != before
-
-
 def test_renamed_tensors(model: Path) -> None:
     data = bytes(8192)
     seen = set()
@@ -132,13 +151,6 @@ def test_renamed_tensors(model: Path) -> None:
         write_safetensors(model / "model-00001-of-00002.safetensors", sizes, data)
         seen.add(print_of(model))
     assert len(seen) == 4
-
-
-@pytest.mark.parametrize("change", [{"rope_theta": 10001.0}, {"rope_scaling": {"factor": 2}}, {"quantization": "x"}])
-def test_another_config(model: Path, change: dict[str, Any]) -> None:
-    before = print_of(model)
-    (model / "config.json").write_text(json.dumps(CONFIG | change))
-    assert print_of(model) != before
 
 
 @pytest.mark.parametrize(
@@ -335,19 +347,18 @@ def refusal(model: Path) -> ConfigError:
     return caught.value
 
 
-def test_no_config(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "model.safetensors", {"a": 8}, bytes(8))
-    assert "no config.json" in refusal(tmp_path).fix
-
-
-def test_no_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert "no weight files" in refusal(tmp_path).fix
-
-
-def test_config_that_is_not_json(model: Path) -> None:
-    (model / "config.json").write_text("{")
-    assert "not JSON" in refusal(model).fix
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"model.safetensors": "x"}, "no config.json"),
+        ({"config.json": "{}"}, "no weight files"),
+        ({"config.json": "{", "model.safetensors": "x"}, "not JSON"),
+    ],
+)
+def test_a_folder_without_a_model(tmp_path: Path, files: dict[str, str], said: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert said in refusal(tmp_path).fix
 
 
 @pytest.mark.parametrize(
@@ -389,15 +400,6 @@ def test_adapters(tmp_path: Path) -> None:
 # --- an index that chooses among the files ---
 
 
-def write_index(model: Path, *files: str, name: str = "model") -> Path:
-    path = model / f"{name}.safetensors.index.json"
-    path.write_text(json.dumps({"metadata": {}, "weight_map": {f"t{n}": file for n, file in enumerate(files)}}))
-    return path
-
-
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-
 @pytest.mark.parametrize("name", ["model", "consolidated"])
 def test_an_index_that_leaves_files_out_is_part_of_it(model: Path, name: str) -> None:
     """vLLM loads the files that it names and no others."""
@@ -406,13 +408,6 @@ def test_an_index_that_leaves_files_out_is_part_of_it(model: Path, name: str) ->
         write_index(model, *files, name=name)
         prints.add(print_of(model))
     assert len(prints) == 3
-
-
-def test_an_index_that_names_all_files_is_not(model: Path) -> None:
-    """So the fingerprints of models that have no other files are those of releases that did not look at the index."""
-    before = print_of(model)
-    write_index(model, *SHARDS)
-    assert print_of(model) == before
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 1}', '{"weight_map": {"a": []}}', "{}"])
