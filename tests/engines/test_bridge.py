@@ -102,29 +102,25 @@ def test_a_local_hit_inside_a_chunk_moves_only_the_first_token() -> None:
     assert plan.chunks[0].block_ids == (104, 105, 106, 107)
 
 
-@pytest.mark.parametrize(("computed", "expected"), [(0, 256), (64, 192), (128, 0), (256, 0), (288, 0)])
-def test_short_hits_are_left(computed: int, expected: int) -> None:
-    scene = Scene(min_load_tokens=129)
+@pytest.mark.parametrize(
+    ("n_tokens", "least", "computed", "expected"),
+    [
+        *[(300, 129, computed, hit) for computed, hit in ((0, 256), (64, 192), (128, 0), (256, 0), (288, 0))],
+        (300, 64, 7, 0),  # it would begin within a block
+        (300, 64, 16, 240),
+        (256, 64, 0, 256),  # all of the prompt
+    ],
+)
+def test_hits_that_are_offered(n_tokens: int, least: int, computed: int, expected: int) -> None:
+    scene = Scene(n_tokens, min_load_tokens=least)
     scene.store_chunks(4)
     assert scene.bridge.hit_tokens("r", computed) == expected
-
-
-def test_what_would_begin_within_a_block_is_left() -> None:
-    scene = Scene()
-    scene.store_chunks(4)
-    assert (scene.bridge.hit_tokens("r", 7), scene.bridge.hit_tokens("r", 16)) == (0, 240)
 
 
 def test_a_prompt_shorter_than_a_chunk_asks_nobody() -> None:
     scene = Scene(n_tokens=63)
     scene.store.answers = False
     assert scene.bridge.hit_tokens("r", 0) == 0
-
-
-def test_a_full_prompt_hit_is_offered_whole() -> None:
-    scene = Scene(n_tokens=256)
-    scene.store_chunks(4)
-    assert scene.bridge.hit_tokens("r", 0) == 256
 
 
 def test_requests_may_switch_loading_and_saving_off() -> None:
