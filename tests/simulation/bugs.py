@@ -154,9 +154,9 @@ def a_slot_that_was_written_to_is_given_again(
 
 @planted(OwnSegments, "leave", "slow_writers")
 def what_the_index_refused_is_called_saved(
-    original: Any, segments: OwnSegments, namespace: bytes, set_ids: Any, deadline_s: float
+    original: Any, segments: OwnSegments, namespace: bytes, written: Any, deadline_s: float
 ) -> Any:
-    return set(set_ids)
+    return {location.set_id for location in written}
 
 
 # --- loading ---
