@@ -78,6 +78,10 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
     check_policy(getattr(transfer, "kv_load_failure_policy", POLICY))
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     _check_index(parallel, settings)
+    longest = getattr(model, "max_model_len", None)
+    if isinstance(longest, int) and settings.chunk_tokens > longest:
+        fix = f"only whole chunks are stored, and no prompt here is longer than {longest} tokens (max_model_len)"
+        raise ConfigError("chunk_tokens", settings.chunk_tokens, f"{fix}: set it to less")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:

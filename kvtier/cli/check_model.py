@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtier.config.settings import Settings
+from kvtier.errors import ConfigError
 from kvtier.format.geometry import share_of_rank
 from kvtier.model.config_json import read_model
 from kvtier.runtime.units import size
@@ -17,6 +18,9 @@ def look_at_model(settings: Settings, folder: Path) -> str:
     from kvtier.build import make_codec, set_shape  # with torch, which takes seconds
 
     model = read_model(folder)
+    if 0 < model.max_tokens < settings.chunk_tokens:
+        fix = f"only whole chunks are stored, and the model's longest context is {model.max_tokens} tokens"
+        raise ConfigError("chunk_tokens", settings.chunk_tokens, f"{fix}: set it to less")
     codec = make_codec(settings)
     geometry = model.geometry("auto", settings.chunk_tokens)
     codec.check(geometry)

@@ -31,6 +31,8 @@ _FILES = ("tls_ca_file", "tls_cert_file")
 _SECRET_FILES = ("tls_key_file", "password_file", "sentinel_password_file")
 
 Milliseconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=60_000, allow_inf_nan=False)]
+Reply = Annotated[Milliseconds, Field(ge=1)]  # below, no Redis answers in time
+QUEUE_BYTES_MIN = 64 << 10  # of a queue that holds the records of a save, bytes
 
 
 class RedisPlace(NamedTuple):
@@ -80,11 +82,11 @@ class IndexSettings(BaseModel):
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_check_hostname: bool = True
-    connect_timeout_ms: Milliseconds = 500.0
-    reply_timeout_ms: Milliseconds = 250.0
+    connect_timeout_ms: Reply = 500.0
+    reply_timeout_ms: Reply = 250.0
     breaker: BreakerSettings = BreakerSettings()
     publish_queue_records: Count = 65_536
-    publish_queue_bytes: Bytes = 64 << 20
+    publish_queue_bytes: Annotated[Bytes, Field(ge=QUEUE_BYTES_MIN)] = 64 << 20
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from kvtier.config.types import FROZEN, Bytes, Count, Seconds, Timeout, absolute
 from kvtier.errors import ConfigError
 
 TOKEN_CHARS_MIN = 16
+HISTORY_S_MIN = 0.1  # least interval of points of the dashboard's curves, seconds
 
 Port = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65535)]
 
@@ -38,7 +39,7 @@ class ServerSettings(BaseModel):
     body_bytes_max: Bytes = 4 << 20
     timeout_s: Timeout = 30.0
     connections_max: Count = 256
-    history_s: Seconds = 5.0
+    history_s: Annotated[Seconds, Field(ge=HISTORY_S_MIN)] = 5.0
 
     @field_validator("tls_cert")
     @classmethod

@@ -37,6 +37,7 @@ from kvtier.config.signing import SigningSettings
 from kvtier.config.sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
 from kvtier.config.types import (
     FROZEN,
+    TIMEOUT_S_MIN,
     Bytes,
     BytesOrZero,
     Count,
@@ -62,6 +63,8 @@ _NO_GROUP = ("model_type", "model_attributes_type")  # complaints of a value tha
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 CHUNK_TOKENS_UNIT = 16  # smallest block of any engine, tokens; a chunk is a whole number of blocks
 CODECS_WITHOUT_BOUNDARY = ("raw", "int8", "k6v4")  # codecs without boundary layers; the others store those as k6v4
+PIECE_BYTES_MAX = 1 << 30  # longest piece of an I/O operation, bytes
+TOUCH_S_MIN = 0.01  # least interval at which recency is written, seconds
 TURBOQUANT_CHUNK_TOKENS_MAX = 2048  # longest chunk whose sums for the mean of K are exact, tokens
 SEGMENT_BYTES = 1 << 30  # default of segment_bytes
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES  # segment header, record header and one slab of a page
@@ -126,7 +129,7 @@ class IoSettings(BaseModel):
     engine: Literal["auto", "ring", "kvikio"] = "auto"
     calibrate: bool = True
     threads: Annotated[Count, Field(le=256)] | None = None
-    piece_bytes: Bytes | None = None
+    piece_bytes: Annotated[Bytes, Field(le=PIECE_BYTES_MAX)] | None = None
     direct: Literal["auto", "require", "never"] = "auto"
     fdatasync: Literal["auto", "always", "never"] = "auto"
     stripes: Annotated[int | Literal["auto"], BeforeValidator(_files_or_auto)] = "auto"
@@ -186,8 +189,8 @@ class Settings(BaseSettings):
     capacity: CapacitySettings = CapacitySettings()
     signing: SigningSettings = SigningSettings()
     server: ServerSettings = ServerSettings()
-    writer_lease_s: Seconds = 30.0
-    touch_interval_s: Seconds = 5.0
+    writer_lease_s: Annotated[Seconds, Field(ge=TIMEOUT_S_MIN)] = 30.0
+    touch_interval_s: Annotated[Seconds, Field(ge=TOUCH_S_MIN)] = 5.0
     shutdown_drain_s: Seconds = 5.0
 
     @field_validator("root")

@@ -262,6 +262,9 @@ def test_check_looks_at_a_model(config: Path, tmp_path: Path, capsys: pytest.Cap
     config.write_text(config.read_text() + "segment_bytes: 16MiB\n")
     assert main(["check", str(config), "--model", str(model)]) == 1
     assert "segment_bytes" in capsys.readouterr().err
+    (model / "config.json").write_text(json.dumps(LLAMA_8B | {"max_position_embeddings": 255}))
+    assert main(["check", str(config), "--model", str(model)]) == 1
+    assert "chunk_tokens = 256: only whole chunks are stored" in capsys.readouterr().err
     (model / "config.json").write_text(json.dumps(LLAMA_8B | {"model_type": "mamba2"}))
     assert main(["check", str(config), "--model", str(model)]) == 1
     assert "layers without attention" in capsys.readouterr().err

@@ -136,6 +136,13 @@ def test_refused_engine_settings(changes: dict[str, Any], key: str, fix: str) ->
     assert fix in caught.value.fix
 
 
+def test_chunks_longer_than_any_prompt_are_refused() -> None:
+    """Nothing was ever stored, and nothing said why."""
+    compatibility.check_engine(engine(model__max_model_len=64), settings(chunk_tokens=64))
+    with pytest.raises(ConfigError, match="chunk_tokens = 128: only whole chunks are stored.*longer than 64 tokens"):
+        compatibility.check_engine(engine(model__max_model_len=64), settings(chunk_tokens=128))
+
+
 @pytest.mark.parametrize("kind", ["is_hybrid", "is_diffusion"])
 def test_models_are_refused_before_vllm_lays_out_their_kv(kind: str) -> None:
     """Of hybrid ones it cannot, without a connector that takes several groups of layers, and does not say why."""
