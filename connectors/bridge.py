@@ -8,6 +8,7 @@ miss and never ends a request (I9; kvtier.connectors.faults).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -29,6 +30,9 @@ log = logging.getLogger("kvtier")
 ANSWER_GOOD_S = 1.0  # a request that waits for blocks does not query the index again for so long, seconds
 
 LOADS_MAX = 256  # requests with loads under way, unless the settings limit them
+
+# Longest wait for a lookup while the index answers others, in lookup time-outs: a burst of requests waits for its turn.
+LOOKUP_TURNS_MAX = 40
 
 # Longest pause of an idle engine step while a load is under way, seconds; a new request waits that long at worst. Every
 # step in between takes the interpreter lock from the load: on an H200 host, pauses of 2 ms halved the load rate.
@@ -94,6 +98,7 @@ class SchedulerBridge:
         self._has_old_blocks = False
         self._has_foreign_kv = False
         self._refused: list[LoadDone] = []
+        self._answered_s = -math.inf  # when the index last answered any lookup
 
     @property
     def watcher(self) -> Watcher:
@@ -254,7 +259,7 @@ class SchedulerBridge:
         entries = self._find(request, first, end, waits)
         if entries is None:
             assert request.question is not None
-            if self._clock() - request.question.since_s < self._lookup_timeout_s:
+            if not self._is_overdue(request.question):
                 return None
             request.may_load = False
             self._store.gave_up(end - first)
@@ -266,6 +271,12 @@ class SchedulerBridge:
             return None
         request.offer = Offer(computed_tokens, first, entries, n_tokens)
         return n_tokens
+
+    def _is_overdue(self, question: IndexQuestion) -> bool:
+        """Return whether a lookup took too long. One that others were answered before only waits for its turn."""
+        now = self._clock()
+        since_s = max(question.since_s, self._answered_s)
+        return max(now - since_s, (now - question.since_s) / LOOKUP_TURNS_MAX) >= self._lookup_timeout_s
 
     def _must_wait(self, request: TrackedRequest, first: int, n_chunks: int, computed_tokens: int) -> bool:
         size = self._shape.chunk_tokens
@@ -289,6 +300,7 @@ class SchedulerBridge:
             since_s = asked.since_s if asked is not None and now - asked.at_s <= ANSWER_KEPT_S else now
             request.question = IndexQuestion(begin, end, since_s, now)
             return None
+        self._answered_s = now
         request.question, request.answer = None, IndexAnswer(begin, end, tuple(entries), now)
         self.watcher.found(request.view.request_id, begin, keys, entries)
         return tuple(entries)[first - begin :]

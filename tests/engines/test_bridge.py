@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.bridge import ANSWER_GOOD_S, SchedulerBridge, Step, WorkerBridge
+from kvtier.connectors.bridge import ANSWER_GOOD_S, LOOKUP_TURNS_MAX, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.format.namespace import chunk_keys
@@ -151,6 +151,28 @@ def test_an_unanswered_lookup_is_asked_again_until_its_deadline() -> None:
     scene.store_chunks(4)
     assert scene.bridge.hit_tokens("r", 0) == 0, "once per request"
     assert len(scene.store.given_up) == 1
+
+
+def test_a_lookup_waits_its_turn_while_the_index_answers_others() -> None:
+    """Of 2,500 stored prompts at once, 1,750 were computed: their lookups had stood in a queue for too long."""
+    scene = Scene()
+    scene.store.answers = False
+    assert scene.bridge.hit_tokens("r", 0) is None
+    for number in range(2 * LOOKUP_TURNS_MAX):
+        other = RequestView(f"other-{number}", scene.tokens, 300, {}, may_load=True, may_save=True)
+        scene.bridge.track(other)
+        scene.store.answers = True
+        scene.bridge.hit_tokens(other.request_id, 0)
+        scene.store.answers = False
+        scene.clock.now += 1.9
+        if scene.bridge.hit_tokens("r", 0) == 0:
+            break
+    assert scene.clock.now == pytest.approx(LOOKUP_TURNS_MAX * 2.0, abs=2.0), "it has a deadline all the same"
+    again = Scene()
+    again.store.answers = False
+    assert again.bridge.hit_tokens("r", 0) is None
+    again.clock.now = 2.1
+    assert again.bridge.hit_tokens("r", 0) == 0, "an index that answers nothing is not waited for"
 
 
 def test_chunks_are_saved_once_as_the_frontier_moves() -> None:
