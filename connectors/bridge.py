@@ -8,7 +8,6 @@ miss and never ends a request (I9; kvtier.connectors.faults).
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.kv_events import Watcher
+from kvtier.connectors.lookup_deadline import LookupDeadline
 from kvtier.connectors.pending_saves import PendingSaves
 from kvtier.connectors.tracked_request import BlockShape, IndexAnswer, IndexQuestion, Offer, RequestView, TrackedRequest
 from kvtier.index.async_lookup import ANSWER_KEPT_S
@@ -30,9 +30,6 @@ log = logging.getLogger("kvtier")
 ANSWER_GOOD_S = 1.0  # a request that waits for blocks does not query the index again for so long, seconds
 
 LOADS_MAX = 256  # requests with loads under way, unless the settings limit them
-
-# Longest wait for a lookup while the index answers others, in lookup time-outs: a burst of requests waits for its turn.
-LOOKUP_TURNS_MAX = 40
 
 # Longest pause of an idle engine step while a load is under way, seconds; a new request waits that long at worst. Every
 # step in between takes the interpreter lock from the load: on an H200 host, pauses of 2 ms halved the load rate.
@@ -87,7 +84,7 @@ class SchedulerBridge:
         self._store = store
         self._shape = shape
         self._limit = limit
-        self._lookup_timeout_s = lookup_timeout_s
+        self._deadline = LookupDeadline(lookup_timeout_s)
         self._faults = faults
         self._clock = clock
         self.room = LoadRoom(SharedLoads(store.metrics, clock))
@@ -98,7 +95,6 @@ class SchedulerBridge:
         self._has_old_blocks = False
         self._has_foreign_kv = False
         self._refused: list[LoadDone] = []
-        self._answered_s = -math.inf  # when the index last answered any lookup
 
     @property
     def watcher(self) -> Watcher:
@@ -218,6 +214,7 @@ class SchedulerBridge:
         before, after = self._saves.take_plans(rewritten)
         step = Step(before, after, tuple(self.room.planned), tuple(self._refused), is_idle)
         self.room.planned, self._refused = [], []
+        self._deadline.end_step()
         return step
 
     def reset(self, blocks_in_use: bool) -> bool:
@@ -259,7 +256,7 @@ class SchedulerBridge:
         entries = self._find(request, first, end, waits)
         if entries is None:
             assert request.question is not None
-            if not self._is_overdue(request.question):
+            if not self._deadline.is_over(request.question, self._clock()):
                 return None
             request.may_load = False
             self._store.gave_up(end - first)
@@ -272,12 +269,6 @@ class SchedulerBridge:
         request.offer = Offer(computed_tokens, first, entries, n_tokens)
         return n_tokens
 
-    def _is_overdue(self, question: IndexQuestion) -> bool:
-        """Return whether a lookup took too long. One that others were answered before only waits for its turn."""
-        now = self._clock()
-        since_s = max(question.since_s, self._answered_s)
-        return max(now - since_s, (now - question.since_s) / LOOKUP_TURNS_MAX) >= self._lookup_timeout_s
-
     def _must_wait(self, request: TrackedRequest, first: int, n_chunks: int, computed_tokens: int) -> bool:
         size = self._shape.chunk_tokens
         keys = request.keys_to(first + n_chunks, size)[first:]
@@ -289,6 +280,7 @@ class SchedulerBridge:
         waits: the request waits for room; an older answer will do, because it asks again once there is room.
         """
         now, last, asked = self._clock(), request.answer, request.question
+        self._deadline.ask(now)
         if last is not None and last.covers(first, end) and (waits or now - last.at_s < ANSWER_GOOD_S):
             return last.entries[first - last.first_chunk :]
         is_same = asked is not None and asked.first_chunk <= first and asked.end_chunk == end
@@ -300,7 +292,7 @@ class SchedulerBridge:
             since_s = asked.since_s if asked is not None and now - asked.at_s <= ANSWER_KEPT_S else now
             request.question = IndexQuestion(begin, end, since_s, now)
             return None
-        self._answered_s = now
+        self._deadline.answered(now)
         request.question, request.answer = None, IndexAnswer(begin, end, tuple(entries), now)
         self.watcher.found(request.view.request_id, begin, keys, entries)
         return tuple(entries)[first - begin :]

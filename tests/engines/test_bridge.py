@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.bridge import ANSWER_GOOD_S, LOOKUP_TURNS_MAX, SchedulerBridge, Step, WorkerBridge
+from kvtier.connectors.bridge import ANSWER_GOOD_S, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.lookup_deadline import TURNS_MAX
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.format.namespace import chunk_keys
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
@@ -158,7 +159,7 @@ def test_a_lookup_waits_its_turn_while_the_index_answers_others() -> None:
     scene = Scene()
     scene.store.answers = False
     assert scene.bridge.hit_tokens("r", 0) is None
-    for number in range(2 * LOOKUP_TURNS_MAX):
+    for number in range(2 * TURNS_MAX):
         other = RequestView(f"other-{number}", scene.tokens, 300, {}, may_load=True, may_save=True)
         scene.bridge.track(other)
         scene.store.answers = True
@@ -167,7 +168,18 @@ def test_a_lookup_waits_its_turn_while_the_index_answers_others() -> None:
         scene.clock.now += 1.9
         if scene.bridge.hit_tokens("r", 0) == 0:
             break
-    assert scene.clock.now == pytest.approx(LOOKUP_TURNS_MAX * 2.0, abs=2.0), "it has a deadline all the same"
+    assert scene.clock.now == pytest.approx(TURNS_MAX * 2.0, abs=2.0), "it has a deadline all the same"
+    slow = Scene()
+    slow.bridge.track(RequestView("other", slow.tokens, 300, {}, may_load=True, may_save=True))
+    slow.bridge.hit_tokens("other", 0)
+    slow.store.answers = False
+    assert slow.bridge.hit_tokens("r", 0) is None
+    slow.bridge.take_step()
+    slow.clock.now += 3.0
+    assert slow.bridge.hit_tokens("r", 0) is None, "the engine's step took long, not the index"
+    slow.bridge.take_step()
+    slow.clock.now += 3.0
+    assert slow.bridge.hit_tokens("r", 0) == 0
     again = Scene()
     again.store.answers = False
     assert again.bridge.hit_tokens("r", 0) is None
