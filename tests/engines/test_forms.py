@@ -44,6 +44,7 @@ from kvtier.connectors.vllm.platform import Packing
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import LayerForm
+from tests.engines.test_identity import engine as plain_engine
 
 LAYERS, HEADS, BLOCK_TOKENS = 8, 4, 64
 NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
@@ -72,27 +73,12 @@ def spec_of(cache_dtype: str, head_size: int = 128) -> Any:
 
 
 def engine(cache_dtype: str, skipped: list[str], stages: int = 1, **model: Any) -> SimpleNamespace:
-    text = SimpleNamespace(rope_theta=10000.0, max_position_embeddings=4096)
-    values = {
-        "model": "m",
-        "revision": None,
-        "dtype": torch.bfloat16,
-        "quantization": None,
-        "hf_text_config": text,
-        "hf_overrides": {},
-        "max_model_len": 4096,
-        "get_total_num_kv_heads": lambda: HEADS,
-        "get_total_num_hidden_layers": lambda: LAYERS,
-    }
-    return SimpleNamespace(
-        model_config=SimpleNamespace(**(values | model)),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=stages),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=skipped),
-        load_config=SimpleNamespace(download_dir=None),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
-        attention_config=SimpleNamespace(hisparse_config=None),
-        speculative_config=None,
-    )
+    sizes = {"get_total_num_kv_heads": lambda: HEADS, "get_total_num_hidden_layers": lambda: LAYERS}
+    config = plain_engine(Path("m"), stages=stages, cache_dtype=cache_dtype, **sizes | model)
+    config.cache_config.kv_cache_dtype_skip_layers = skipped
+    config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=True)
+    config.attention_config = SimpleNamespace(hisparse_config=None)
+    return config
 
 
 def specs_of(cache_dtype: str, skipped: list[str], head_size: int = 128, names: list[str] = NAMES) -> dict[str, Any]:
