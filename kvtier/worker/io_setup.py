@@ -65,7 +65,7 @@ def open_io(
         ring = _ring(sizes)
         return MountIo(Engines(ring, ring), None)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.set_device(ordinal)  # the start measures on a thread of its own, which begins with device 0
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
     ask = Ask(
