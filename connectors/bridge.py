@@ -193,6 +193,7 @@ class SchedulerBridge:
                 if request.load_blocks is not None and not request.load_blocks.isdisjoint(failed_blocks):
                     request.may_load = False  # I11
                     self.room.shared.end(request_id, has_failed=True)
+                    self._forget_loaded(request)
         for request_id in received:
             self.room.under_way.discard(request_id)
             if request_id in self._requests:
@@ -305,6 +306,11 @@ class SchedulerBridge:
         blocks = shape.blocks_of(block_ids, offer.first_chunk, end)
         first_token = offer.computed_tokens - offer.first_chunk * shape.chunk_tokens
         return self._store.plan_load(request.view.request_id, keys, offer.entries, blocks, first_token)
+
+    @contains_faults("noting a failed load")
+    def _forget_loaded(self, request: TrackedRequest) -> None:
+        """Have the chunks of a failed load saved again once they are computed: workers skip those that are there."""
+        self._store.forget_lost(request.keys)
 
     @contains_faults("expecting a tenant's chunks")
     def _expect(self, tenant: str) -> None:

@@ -31,6 +31,7 @@ class FakeStore:
         self.given_up: list[int] = []
         self.metrics = Metrics()
         self.n_lookups = 0
+        self.forgotten: list[bytes] = []
 
     def lookup(self, keys: Sequence[bytes], asker: str = "") -> list[bytes] | None:
         self.n_lookups += 1
@@ -66,6 +67,9 @@ class FakeStore:
         chunks = [SaveChunk(w.key, w.parent, 1, 0, w.block_ids) for w in wanted if w.key not in self.stored]
         self.stored.update(chunk.key for chunk in chunks)
         return SaveSelection(SavePlan(self.namespace_id, 1, tuple(chunks)) if chunks else None, [])
+
+    def forget_lost(self, keys: Sequence[bytes]) -> None:
+        self.forgotten += keys
 
     def is_known(self, key: bytes) -> bool:
         return key in self.stored

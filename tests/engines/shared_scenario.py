@@ -6,7 +6,7 @@ import random
 import time
 from typing import Any
 
-from engine import Engine
+from engine import BLOCK_TOKENS, Engine
 from vllm import SamplingParams
 
 from kvtier.plan import LoadDone
@@ -84,6 +84,7 @@ def shared_prefix(engine: Engine, n: int) -> dict[str, Any]:
     engine.forget()
     results["salts"] = _run(engine, "salts", apart) | {"loads": _loads(held)}
     held.close()
+    results["short"] = [shared.is_short(BLOCK_TOKENS), shared.is_short(10**9)]
     return results | {"left": len(engine.scheduler.requests), "counters": engine.counters()}
 
 

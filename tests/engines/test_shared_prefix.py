@@ -60,6 +60,10 @@ def test_each_tenant_loads_its_own(found: dict[str, Any]) -> None:
     assert found["salts"]["loads"] == [CHUNKS, CHUNKS]
 
 
+def test_vllms_free_blocks_are_watched(found: dict[str, Any]) -> None:
+    assert found["short"] == [False, True]
+
+
 def test_nothing_is_left(found: dict[str, Any]) -> None:
     assert found["left"] == 0
     assert found["counters"]["shared_wait_requests"] > 0
