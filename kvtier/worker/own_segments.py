@@ -131,21 +131,31 @@ class OwnSegments:
 
     def erase_unpublished(self) -> None:
         """Blank the headers of these records. What the storage refuses stays for the next call."""
-        for _ in range(len(self._unpublished)):
-            try:
-                namespace, set_id, slot = record = self._unpublished.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            try:
-                part = part_of(set_id, self._worker.share.rank, slot)
-                is_done = self._worker.files(namespace).erase(set_id, part, [slot])
-                if not is_done and self._worker.files.sharing.may_be_away and self._worker.index.some_sets([set_id]):
-                    self._unpublished.append(record)
-            except (IndexUnavailable, TierUnavailable):
-                self._unpublished.append(record)
-                return
-            except Corrupt:  # no record of this file is read by a rebuild
-                continue
+        records = []
+        with suppress(IndexError):  # another thread may take them as well
+            while True:
+                records.append(self._unpublished.popleft())
+        by_file: dict[tuple[bytes, int, int], list[int]] = {}
+        for namespace, set_id, slot in records:
+            file = namespace, set_id, part_of(set_id, self._worker.share.rank, slot)
+            by_file.setdefault(file, []).append(slot)
+        is_refused = False
+        for (namespace, set_id, part), slots in by_file.items():
+            is_erased = False
+            with suppress(Corrupt):  # no record of this file is read by a rebuild
+                try:
+                    is_erased = not is_refused and self._erase(namespace, set_id, part, slots)
+                except (IndexUnavailable, TierUnavailable):
+                    is_refused = True
+                if not is_erased:
+                    self._unpublished.extend((namespace, set_id, slot) for slot in slots)
+
+    def _erase(self, namespace: bytes, set_id: int, part: int, slots: Collection[int]) -> bool:
+        """Return False if the file is missing now and may come back."""
+        is_there = self._worker.files(namespace).erase(set_id, part, slots)
+        if is_there or not self._worker.files.sharing.may_be_away:
+            return True
+        return not self._worker.index.some_sets([set_id])
 
     def _cut(self, files: SegmentFiles, set_id: int, written: Collection[Location]) -> None:
         used = slots_used(place for _, place in self._worker.index.members(set_id))

@@ -28,9 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from kvtier.build import STRIPE_SLOTS_MIN
+from kvtier.io.ring import THREADS
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.filesystem import file_system_of, stripes_for
 from kvtier.worker.transfer import TIDY_INTERVAL_S
@@ -51,7 +53,7 @@ RATE_CHUNK_BYTES = 4 << 20  # by RATE_SHAPE
 RATE_SEGMENT = 1 << 30  # segment_bytes as by default; all batches lie in one set
 RATE_SHAPE = {"layers": 2, "kv_heads": 8, "k_head_size": 128, "v_head_size": 128, "chunk_tokens": 256}
 PIECE = 1 << 20  # one plain direct write, bytes
-WRITERS = 4  # threads of plain writes, and of kvtier's ring
+WRITERS = THREADS  # of plain writes; kvtier has as many as by default
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,13 @@ def rate(place: Place, batches: int) -> dict[str, Any]:
 
     The first batch, in which kvtier creates the files of the set, is not part of the rates.
     """
+    torch.set_num_threads(1)  # as nodes do: OpenMP's threads wait for each other where processors are busy
     every = settings(
         place.url,
         segment_bytes=RATE_SEGMENT,
         capacity_bytes=4 * RATE_SEGMENT,
         host={"arena_bytes": 96 << 20, "admit": "never"},
+        io={"timeout_s": 30.0},
     )
     every["index"] = every["index"] | {"prefix": "rate"}
     engine = Engine(place.m1 / "rate", shape=geometry(**RATE_SHAPE), n_blocks=16 * RATE_BATCH, changes=every)
