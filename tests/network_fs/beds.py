@@ -111,7 +111,8 @@ class Moose(Bed):
             f"TOPOLOGY_FILENAME = {self.folder}/topology.cfg\n"
         )
         self.daemon("servers", "master", "mfsmaster", "-f", "-c", str(self.folder / "master.cfg"), "start")
-        time.sleep(1)
+        probe = ("bash", "-c", f"exec 3<> /dev/tcp/{SERVER_IP}/9421")  # mfsmount does not try again
+        wait_until(lambda: _succeeds(self.command, *probe), "the master", START_TIMEOUT_S)
         self._servers = [self._chunk_server(n) for n in (1, 2)]
         for node, path in ((1, self.m1), (2, self.m2)):
             # A full disk answers ENOSPC only with the option; else it is tried again for minutes.

@@ -35,7 +35,6 @@ from kvtier.build import STRIPE_SLOTS_MIN
 from kvtier.io.ring import THREADS
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.filesystem import file_system_of, stripes_for
-from kvtier.worker.transfer import TIDY_INTERVAL_S
 from tests.network_fs.node import ANSWER_TIMEOUT_S, CHUNK_BYTES, CHUNKS, Node, settings
 from tests.redis_server import standalone
 from tests.support.rig import Engine, geometry
@@ -230,7 +229,7 @@ class PlainWriter:
 def capacity(place: Place, prompts: int) -> dict[str, Any]:
     """Save more than capacity_bytes from both nodes, and sample what the servers' disks hold."""
     before, limit = place.stored_bytes(), CAPACITY_SETS * place.segment_bytes
-    outcomes, most, indexed, began = Counter[str](), 0, 0, time.monotonic()
+    outcomes, most, indexed = Counter[str](), 0, 0
     with place.nodes("capacity", capacity_bytes=limit) as nodes:
         for number in range(1, prompts + 1):
             outcomes.update(nodes[number % 2].ask("save", number)["outcomes"])
@@ -241,15 +240,12 @@ def capacity(place: Place, prompts: int) -> dict[str, Any]:
             if number % PROGRESS_PROMPTS == 0:
                 now = place.stored_bytes() - before
                 print(f"capacity: {number} prompts, {now >> 20} MiB stored, {dict(outcomes)}", flush=True)
-        speed = (outcomes["SAVED"] << 20) / (time.monotonic() - began)
         time.sleep(FREED_WITHIN_S)
         idle = place.stored_bytes() - before
-    # A node closes what the other one removed within TIDY_INTERVAL_S.
     return {
         "files": place.stripes,
         "capacity_mib": limit >> 20,
         "limit_mib": (limit + 2 * place.segment_bytes) >> 20,
-        "saved_between_looks_mib": round(speed * TIDY_INTERVAL_S) >> 20,
         "most_stored_mib": most >> 20,
         "stored_idle_mib": idle >> 20,
         "most_indexed_mib": indexed >> 20,
