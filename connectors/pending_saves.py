@@ -21,7 +21,7 @@ from kvtier.runtime import metrics as names
 from kvtier.scheduler.save_pacing import SavePacing
 from kvtier.scheduler.store import LostSave, SaveSelection, Store, WantedChunk
 
-FAILURES_MAX = 3  # failed saves of a request after which the rest of it is given up; the storage rests by itself before
+FAILURES_MAX = 3  # failed saves of a chunk after which it is given up, with those behind it
 
 # Outcomes that are counted as skipped chunks here, once the request has ended; the workers count the others.
 _BUSY = {SaveOutcome.QUEUE_FULL: names.SKIPPED_QUEUE_FULL, SaveOutcome.RESTING: names.SKIPPED_RESTING}
@@ -121,11 +121,13 @@ class PendingSaves:
         if lost.outcome is SaveOutcome.REFUSED:
             request.progress.give_up(lost.number)
             return
-        request.progress.n_failures += lost.outcome is SaveOutcome.FAILED
-        if request.progress.n_failures > FAILURES_MAX:
-            request.progress.give_up(lost.number)
+        progress = request.progress
+        if lost.outcome is SaveOutcome.FAILED:
+            progress.failures[lost.number] += 1
+        if progress.failures[lost.number] > FAILURES_MAX:
+            progress.give_up(lost.number)
             return
-        request.progress.plan_again(lost.number)
+        progress.plan_again(lost.number)
         self._pacing.refused()
 
     def _plan_ended(self, rewritten: AbstractSet[int] | None) -> SavePlan | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -80,13 +81,13 @@ class SaveProgress:
 
     planned_chunks: leading chunks that are stored or were planned to be saved; it goes back to a chunk that could not
     be saved, which is planned again. whole_chunks: leading chunks that were whole in an earlier step.
-    end_chunk: a chunk that cannot be saved, so that none from there on is. n_failures: saves that failed.
+    end_chunk: a chunk that cannot be saved, so that none from there on is. failures: failed saves, by chunk.
     """
 
     planned_chunks: int = 0
     whole_chunks: int = 0
     end_chunk: int = NO_END
-    n_failures: int = 0
+    failures: Counter[int] = field(default_factory=Counter)
 
     def plan_again(self, chunk: int) -> None:
         """Note a chunk that was not saved: it is taken again, and those behind it that are not known by then."""

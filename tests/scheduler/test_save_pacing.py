@@ -196,6 +196,15 @@ def test_a_chunk_that_fails_again_and_again_is_given_up(scene: Scene) -> None:
     assert scene.planned == 6 + FAILURES_MAX
 
 
+def test_a_job_of_many_chunks_that_fails_once_costs_nothing(scene: Scene) -> None:
+    scene.request("r", 8)
+    scene.fails.update({("r", number): FAILED for number in range(8)})
+    scene.step("r")
+    scene.fails.clear()
+    scene.step("r")
+    assert scene.taken["r"] == list(range(8))
+
+
 def test_a_chunk_that_another_request_could_not_save_is_saved_at_the_end(scene: Scene) -> None:
     """Both have the prompt: the first plans all of it, is refused its tail, and ends."""
     scene.request("first", 4)
