@@ -2,7 +2,7 @@
 
 The scheduler's thread waits WAIT_S for a remote index, and otherwise repeats the call in its next step. After a slow
 answer it does not wait at all until a quick one arrives: a slow index delays new requests only, not running ones. The
-deadline, after which a request is computed, is index.lookup_timeout_s; connectors/bridge.py keeps it.
+deadline, after which a request is computed, is index.lookup_timeout_s (see connectors/lookup_deadline.py).
 """
 
 from __future__ import annotations
