@@ -228,7 +228,8 @@ def drafts(engine: Engine) -> dict[str, Any]:
 def tier_faults(engine: Engine) -> dict[str, Any]:
     """Whatever raises inside the tier is a miss (I9)."""
     prompt = prompts_of(8, (500,))[0]
-    reference = engine.recompute([prompt])
+    longer = prompt + prompts_of(13, (150,))[0]  # has chunks to save
+    reference, longer_reference = engine.recompute([prompt]), engine.recompute([longer])
     engine.ask([prompt])
     engine.settle()
     store, transfer = engine.scheduler_half._store, engine.worker_half._bridge._transfer
@@ -237,7 +238,10 @@ def tier_faults(engine: Engine) -> dict[str, Any]:
         engine.forget()
         healthy = getattr(owner, method)
         setattr(owner, method, _explode)
-        results[method] = compared(engine.ask([prompt]), reference)
+        if method == "select_saves":
+            results[method] = compared(engine.ask([longer]), longer_reference)
+        else:
+            results[method] = compared(engine.ask([prompt]), reference)
         setattr(owner, method, healthy)
     engine.forget()
     results["healthy"] = compared(engine.ask([prompt]), reference)
