@@ -52,13 +52,13 @@ class PrefixKV:
     k: Tensor
     v: Tensor
 
-    def through(self, preset: str) -> PrefixKV:
-        """Return the KV as a load brings it back to an engine that keeps it in bf16."""
+    def through(self, preset: str, rope_base: float) -> PrefixKV:
+        """Return the KV as a load brings it back to an engine that keeps it in bf16. rope_base: of K."""
         k, v = self.k.bfloat16(), self.v.bfloat16()
         if preset == "kivi4":
             k, v = uniform(k.unflatten(2, (-1, 32)), 3).flatten(2, 3), uniform(v.unflatten(3, (-1, 32)), 4).flatten(3)
         elif preset != "raw":
-            k, v = round_trip(k, v, preset, chunk_tokens=CHUNK_TOKENS)
+            k, v = round_trip(k, v, preset, rope_base, chunk_tokens=CHUNK_TOKENS)
         return PrefixKV(k.float(), v.float())
 
 
@@ -79,6 +79,8 @@ class Model:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._needs_bos = str(self._model.config.model_type).startswith("gemma")
+        rope = self._model.config.rope_parameters
+        self.rope_base = float(rope["rope_theta"]) if rope.get("rope_type") == "default" else 0.0
 
     def ids(self, text: str, is_start: bool = False) -> list[int]:
         """Return the tokens of a text; of a prompt's start with the mark that the model wants there."""
@@ -176,7 +178,7 @@ def measure_text(
         reference = model.log_p(own, ids)
         expected = model.greedy(own, ids[:, :1], GREEDY_TOKENS) if first < n_greedy else None
         for preset, loss in losses.items():
-            loaded = [prefix.through(preset) for prefix in own]
+            loaded = [prefix.through(preset, model.rope_base) for prefix in own]
             found = model.log_p(loaded, ids)
             loss.kl[kind] += list((reference.exp() * (reference - found)).sum(-1).double().numpy())
             loss.same[kind] += list((reference.argmax(-1) == found.argmax(-1)).double().numpy())
@@ -197,7 +199,7 @@ def measure_recall(model: Model, n_prompts: int, losses: dict[str, Loss]) -> int
             hay[place * 256 : place * 256] = model.ids(f"\n\nThe pass code of {name} is {code}.\n\n")
         own = model.prefill(hay[:RECALL_TOKENS])
         for preset, loss in losses.items():
-            loaded = own.through(preset)
+            loaded = own.through(preset, model.rope_base)
             loss.recalled += sum(_is_recalled(model, loaded, *asked) for asked in zip(NAMES, codes, strict=True))
     return n_prompts * len(NAMES)
 

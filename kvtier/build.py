@@ -18,7 +18,7 @@ from kvtier.arena.admission import Admission, Admissions
 from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.codecs.int8.codec import Int8Codec
 from kvtier.codecs.raw import RawCodec
-from kvtier.codecs.turboquant.codec import Turboquant
+from kvtier.codecs.turboquant.codec import Turboquant, rope_base_of
 from kvtier.config.settings import HOST_ADMIT, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.eviction.evictor import Evictor
@@ -69,11 +69,17 @@ STRIPE_SLOTS_MIN = 4  # least slots in each file of a set: a smaller set has few
 KEEP_CHUNKS_MAX = 8  # staging slots that wait to be copied into the host arena
 
 
-def make_codec(settings: Settings) -> Codec:
-    """Return the configured codec. Raises ConfigError for settings that contradict each other."""
+def make_codec(settings: Settings, rope_base: float = 0.0) -> Codec:
+    """Return the configured codec. rope_base: of the rotary embedding of the model's K, 0 where it stays as it is.
+    Raises ConfigError for settings that contradict each other."""
     settings.check_codec()
     made = CODECS.get(settings.codec)
-    return Turboquant(settings.codec, settings.codec_boundary_layers) if made is None else made()
+    return Turboquant(settings.codec, rope_base) if made is None else made()
+
+
+def codec_of(settings: Settings, namespace: Namespace) -> Codec:
+    """Return the configured codec for a namespace, whose id names the base. Raises as `make_codec` does."""
+    return make_codec(settings, rope_base_of(namespace.codec.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +152,7 @@ def open_store(
 ) -> Store:
     """Make the Store, which decides in the engine's scheduler process. `shares`: of all ranks; `about`: for its
     reports; `codec`: None for the settings' own; `spares_max`: segment sets kept ready at most. Raises ConfigError."""
-    codec = codec or make_codec(settings)
+    codec = codec or codec_of(settings, namespace)
     codec.check(namespace.geometry)
     signer_of(settings, namespace, shares)
     root = in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
@@ -242,7 +248,7 @@ def open_transfer(
         fix = f"KV is moved to and from {where} only; run the engine there, or without the kvtier connector"
         raise ConfigError("device", device.type, fix)
     settings.check_device(has_gpu=device.type == "cuda")
-    codec, geometry = codec or make_codec(settings), namespace.geometry
+    codec, geometry = codec or codec_of(settings, namespace), namespace.geometry
     codec.check(geometry)
     root = in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
     slot_bytes = arena_slot_bytes(geometry, codec, share)

@@ -64,6 +64,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "kvtier.arena",
     "kvtier.build",
     "kvtier.cli",
+    "kvtier.codecs",
     "kvtier.config",
     "kvtier.connectors",
     "kvtier.doctor",

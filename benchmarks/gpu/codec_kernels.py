@@ -40,9 +40,9 @@ from kvtier.kernels.paged import Move, PagedKV, Patch, SlabRun
 
 SEED = 7
 CACHES = 2
-GOALS = {"tb_s": 2.0}  # of GOAL_PRESETS at head size 128
-GOAL_PRESETS = ("k4v4", "k4v3")
-TUNED = (*GOAL_PRESETS, "int8")
+CODECS = ("int8", "k6v5", "k4v4")
+ROPE_BASE = 1e6  # of the rotary embedding that the presets of turboquant take off K
+GOALS = {"encode": 1.0, "verify+decode": 1.6}  # TB/s of each codec at head size 128
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class CodecCase(PagesCase):
     def _coding(self) -> Any:
         if self.codec == "int8":
             return Int8Coder(CHUNK_TOKENS, self.size, self.size)
-        return SlabFormat(self.layers, CHUNK_TOKENS, self.size, self.size, PRESETS[self.codec], 0, SEED)
+        return SlabFormat(CHUNK_TOKENS, self.size, self.size, PRESETS[self.codec], ROPE_BASE, SEED)
 
     @property
     def _slabs(self) -> SlabShape:
@@ -114,8 +114,8 @@ OTHER_PAGES = (
     *(("NHD", torch.bfloat16, size) for size in (64, 96, 80, 256)),
 )
 CASES = (
-    *(CodecCase(codec=codec) for codec in ("k4v4", "k4v3", "k6v4", "k5v3", "k3v3", "k4v2", "int8")),
-    *(CodecCase(*pages, chunks=32, codec=codec) for codec in TUNED for pages in OTHER_PAGES),
+    *(CodecCase(codec=codec) for codec in CODECS),
+    *(CodecCase(*pages, chunks=32, codec=codec) for codec in CODECS for pages in OTHER_PAGES),
 )
 
 
@@ -209,7 +209,7 @@ def measure(clock: DeviceClock, is_tuned: bool) -> Iterator[Row]:
         rig = CodecRig(case)
         for name, work in rig.work().items():
             yield rig.row(clock, name, work, RUNS) | {"faults": wrong}
-    for codec in TUNED if is_tuned else ():
+    for codec in CODECS if is_tuned else ():
         rig = CodecRig(CodecCase(codec=codec))
         for kernel, encode, decode in candidates(rig.case):
             work = rig.work(encode, decode)[kernel]
@@ -233,15 +233,15 @@ def compile_all(with_candidates: bool) -> None:
     """Compile in many processes at once: one after the other takes longer than all that is measured."""
     jobs: list[tuple[CodecCase, Any, Any]] = [(case, None, None) for case in CASES]
     if with_candidates:
-        cases = [CodecCase(codec=codec) for codec in TUNED]
+        cases = [CodecCase(codec=codec) for codec in CODECS]
         jobs += [(case, encode, decode) for case in cases for _, encode, decode in candidates(case)]
     with ProcessPoolExecutor(12, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs))
 
 
 def is_met(row: Row) -> bool:
-    is_goal = row["case"] in [CodecCase(codec=codec).name for codec in GOAL_PRESETS]
-    return not is_goal or row["kernel"] not in ("encode", "verify+decode") or bool(row["tb_s"] >= GOALS["tb_s"])
+    is_goal = row["case"] in [CodecCase(codec=codec).name for codec in CODECS]
+    return not is_goal or bool(row["tb_s"] >= GOALS.get(row["kernel"], 0.0))
 
 
 if __name__ == "__main__":

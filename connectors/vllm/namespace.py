@@ -13,6 +13,7 @@ The module also finds the files of a model on this machine by the name that vLLM
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -35,6 +36,8 @@ from kvtier.model.weights_fingerprint import config_fingerprint, file_fingerprin
 
 # Drafting methods that keep no KV of their own.
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+# Model types whose rotary embedding turns neighbouring elements, not those of a vector's two halves.
+INTERLEAVED_ROPES = frozenset({"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj", "llama4_text"})
 LENGTH_DEPENDENT_ROPES = frozenset({"longrope", "su", "dynamic"})  # encodings that depend on the maximum length
 # vLLM's MLA models rename these encodings in the processes that build them; other models keep both names, as different
 # encodings.
@@ -109,7 +112,7 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
         plain_layers=forms.plain_layers,
         plain=forms.plain,
     )
-    codec, signer = make_codec(settings), settings.signing.signer()
+    codec, signer = make_codec(settings, rope_base(model)), settings.signing.signer()
     packing = packing_of(spec, vllm_config)
     namespace = Namespace(
         engine=packing.family,
@@ -164,6 +167,16 @@ def positions_text(model: Any) -> str:
     if kind in LENGTH_DEPENDENT_ROPES:
         settings["max_model_len"] = model.max_model_len
     return canonical_text({name: value for name, value in settings.items() if value is not None})
+
+
+def rope_base(model: Any) -> float:
+    """Return the base of the rotary embedding that a codec may take off K; 0 where K has another embedding or none."""
+    found = json.loads(positions_text(model))["rope"]
+    base, share = found.get("rope_theta"), found.get("partial_rotary_factor", 1.0)
+    is_plain = "rope_type" not in found and share == 1.0 and isinstance(base, float)
+    if getattr(model, "use_mla", False) or getattr(model.hf_text_config, "model_type", "") in INTERLEAVED_ROPES:
+        return 0.0
+    return base if is_plain else 0.0
 
 
 def _number(value: Any) -> Any:

@@ -47,7 +47,6 @@ def plan(
     reserve: Annotated[str, typer.Option(metavar="SIZE", help="Of that, for activations and CUDA graphs.")] = "4GiB",
     kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="In which the engine keeps KV.")] = "auto",
     chunk_tokens: Annotated[str, typer.Option(metavar="N", help="As in the settings.")] = "256",
-    codec_boundary_layers: Annotated[str, typer.Option(metavar="N", help="As in the settings.")] = "0",
     max_num_batched_tokens: Annotated[str, typer.Option(metavar="N", help="Of a step.")] = str(STEP_TOKENS),
     hbm_staging: Annotated[
         str | None, typer.Option(metavar="SIZE", help="hbm.staging_bytes of the settings; without it, by the step.")
@@ -86,7 +85,6 @@ def plan(
         engine=engine,
         kv_dtype=kv_dtype,
         chunk_tokens=_chunk_tokens("--chunk-tokens", chunk_tokens),
-        boundary_layers=_count("--codec-boundary-layers", codec_boundary_layers, least=0),
         step_tokens=_count("--max-num-batched-tokens", max_num_batched_tokens),
         staging_bytes=_given("--hbm-staging", hbm_staging, _bytes),
         host_bytes=_given("--host-memory", host_memory, _bytes),

@@ -49,12 +49,12 @@ class BandedPages:
             first += len(layers)
 
     def gather(self, moves: Sequence[Move]) -> None:
-        """As kvtier.kernels.paged.gather, a launch a band. Raises ValueError where a move is out of range."""
+        """Gather like kvtier.kernels.paged.gather, a launch a band. Raises ValueError where a move is out of range."""
         for band, parts in self._split(moves):
             band.copier.gather(parts)
 
     def scatter(self, moves: Sequence[Move]) -> None:
-        """As kvtier.kernels.paged.scatter. Raises as `gather` does."""
+        """Scatter like kvtier.kernels.paged.scatter. Raises as `gather` does."""
         for band, parts in self._split(moves):
             band.copier.scatter(parts)
 
@@ -65,7 +65,7 @@ class BandedPages:
         return [(band, parts) for band, parts in split if parts]
 
     def _part(self, band: _Band, move: Move) -> Move | None:
-        """What of a move lies in the band. Its slabs hold the record's other layers too, and some come before these."""
+        """Return the part of a move in the band. Its slabs hold the record's other layers, too."""
         patch, begin = move.patch, self._begin(move)
         first = max(band.layers.start, begin + patch.slab_layer)
         end = min(band.layers.stop, begin + patch.slab_layer + patch.n_layers)
@@ -79,7 +79,7 @@ class BandedPages:
         return self._held.first_layer + move.patch.page_layer - move.patch.slab_layer
 
     def _offset(self, begin: int, layer: int) -> int:
-        """Byte of a slab that begins with layer `begin` at which `layer` lies."""
+        """Byte of a slab that begins with layer `begin` where `layer` begins."""
         return self._geometry.chunk_tokens * self._geometry.vectors_bytes(range(begin, layer))
 
     def _check(self, move: Move) -> None:

@@ -4,7 +4,7 @@ A slab is one KV head of a record's layers, encoded, padded with zeros to whole 
 from the engine's blocks and decoding with the scatter into them, because on a GPU either is one launch.
 
 A codec may treat layers and heads differently, by their numbers within the whole model. Pages and slabs count from
-starts of their own, so `prepare` is told which part of the model the pages are: a move's layers begin at
+starts of their own, so `prepare` gets the part of the model that the pages are: a move's layers begin at
 held.first_layer + patch.page_layer, its heads at held.first_head + patch.page_head, and the record that its slabs are
 of begins patch.slab_layer layers before the move does.
 """
@@ -19,7 +19,7 @@ from kvtier.kernels.paged import Move, PagedKV
 
 
 class EncodeResult(NamedTuple):
-    """What encoding made of one move.
+    """Result of encoding one move.
 
     is_refused: the blocks hold what the codec cannot keep; the slabs mean nothing and must not be stored.
     sums: checksums of the slabs (kvtier.format.checksum), where the same launch took them.

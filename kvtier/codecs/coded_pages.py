@@ -1,4 +1,4 @@
-"""What kernels of codecs have in common: moves are checked, put together into launches, and told to the device.
+"""Launches of the codecs' kernels: moves are checked, put together into launches, and passed to the device.
 
 A codec's mover (kvtier.codecs.base) hands over what launches its kernels; verdicts and sums come back from here.
 """
@@ -30,7 +30,7 @@ class SlabShape(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Moves of one launch, by their places among all. slab_start: where in a slab the first of their layers lies."""
+    """Moves of one launch, by their places among all. slab_start: byte of a slab where their first layer begins."""
 
     patch: Patch
     slab_bytes: int
@@ -38,12 +38,13 @@ class Group(NamedTuple):
     places: list[int]
 
 
-NOTHING = Group(Patch(0, 0, 0, 0, 0), 0, 0, [])
-"""To compile and load a kernel with."""
+NOTHING = Group(Patch(0, 0, 0, 0, 0), 0, 0, [])  # to compile and load a kernel with
 
 
 class _GroupAnswers(NamedTuple):
-    """Of one group. values: (moves, heads + 1) int64 on the device: sums, and what is not 0 where a move is refused.
+    """Answers of one group.
+
+    values: (moves, heads + 1) int64 on the device: sums, and what is not 0 where a move is refused.
     places: of the moves."""
 
     values: torch.Tensor
@@ -135,11 +136,11 @@ class CodedPages:
                 torch.cuda.current_stream(self.device).synchronize()
 
     def first_layer(self, patch: Patch) -> int:
-        """Of a patch's layers, the first one's number within the model."""
+        """Return the number within the model of a patch's first layer."""
         return self._held.first_layer + patch.page_layer
 
     def _start(self, patch: Patch) -> int:
-        """Where in a slab the patch's first layer lies."""
+        """Return the byte of a slab at which the patch's first layer begins."""
         first = self.first_layer(patch)
         return self._slabs.n_bytes(range(first - patch.slab_layer, first))
 

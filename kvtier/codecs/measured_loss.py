@@ -1,7 +1,7 @@
-"""Loss of the lossy codecs on trained models: the figures of docs/codecs.md, for `kvtier plan` and an engine's log.
+"""Loss of the lossy codecs on trained models, for `kvtier plan` and an engine's log.
 
-The loss is the KL divergence of the next token's distribution to that with raw KV, in nats, mean over text whose first
-tokens went through the codec.
+The loss is the KL divergence of the next token's distribution to that with KV in float32, in nats, mean over text whose
+first tokens went through the codec: benchmarks/results/quality has it, and its intervals.
 """
 
 from __future__ import annotations
@@ -10,13 +10,9 @@ from collections.abc import Iterable, Mapping
 
 MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Qwen2.5-Coder-1.5B", "Gemma 3 270M")  # those of KL_NATS, in its order
 KL_NATS: Mapping[str, tuple[float | None, ...]] = {
-    "int8": (5.1e-5, 7.8e-5, 3.6e-5, 5.0e-5),
-    "k6v4": (1.6e-3, 1.2e-3, 7e-4, 2.0e-3),
-    "k5v3": (6.3e-3, None, None, None),
-    "k4v4": (1.1e-2, 5.9e-2, 3.6e-3, 1.4e-2),
-    "k4v3": (1.4e-2, None, None, None),
-    "k3v3": (3.8e-2, None, None, None),
-    "k4v2": (2.7e-2, None, None, None),
+    "int8": (3.7e-5, 3.9e-5, None, 3.8e-5),
+    "k6v5": (3.8e-4, 3.1e-4, None, 7.7e-4),
+    "k4v4": (3.4e-3, 3.1e-3, None, 1.1e-2),
 }
 
 

@@ -12,20 +12,20 @@ from kvtier.format.geometry import Extent
 
 
 def round_trip(
-    k: torch.Tensor, v: torch.Tensor, preset: str, seed: int = 0, first_layer: int = 0, chunk_tokens: int = 256
+    k: torch.Tensor, v: torch.Tensor, preset: str, rope_base: float = 0.0, first_layer: int = 0, chunk_tokens: int = 256
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as they come back, of the same shapes and dtype.
 
     k, v: (layers, heads, tokens, size), on any device; tokens a multiple of `chunk_tokens`. preset: "int8" or of
-    turboquant's PRESETS. first_layer: number within the model of the first of `layers`. Raises ValueError where a chunk
-    is refused.
+    turboquant's PRESETS. rope_base: of K's rotary embedding, for the presets that take it off. first_layer: number
+    within the model of the first of `layers`. Raises ValueError where a chunk is refused.
     """
     layers, heads, tokens, _ = k.shape
     n_chunks, rest = divmod(tokens, chunk_tokens)
     if rest:
         raise ValueError(f"{tokens} tokens are not whole chunks of {chunk_tokens}")
     held = Extent(first_layer, layers, 0, heads)
-    coder = make_coder(preset, (k.shape[-1], v.shape[-1]), held, chunk_tokens, seed, k.device)
+    coder = make_coder(preset, (k.shape[-1], v.shape[-1]), held, chunk_tokens, rope_base, k.device)
     back_k, back_v = torch.empty_like(k), torch.empty_like(v)
     for chunk in range(n_chunks):
         part = slice(chunk * chunk_tokens, (chunk + 1) * chunk_tokens)
@@ -39,16 +39,16 @@ def round_trip(
 
 
 def make_coder(
-    preset: str, sizes: tuple[int, int], held: Extent, chunk_tokens: int, seed: int, device: torch.device
+    preset: str, sizes: tuple[int, int], held: Extent, chunk_tokens: int, rope_base: float, device: torch.device
 ) -> LayerCoder:
     """Return the reference of a preset. sizes: of heads, of K and of V."""
     if preset == "int8":
         return Int8Coder(chunk_tokens, *sizes)
-    slab_format = SlabFormat(held.first_layer + held.n_layers, chunk_tokens, *sizes, PRESETS[preset], seed=seed)
+    slab_format = SlabFormat(chunk_tokens, *sizes, PRESETS[preset], rope_base)
     return TurboquantCoder(slab_format, held, device)
 
 
 def bits_of(preset: str, size: int, chunk_tokens: int = 256) -> float:
     """Return the bits that a preset stores for an element, all side information included. size: of a head."""
-    coder = make_coder(preset, (size, size), Extent(0, 1, 0, 1), chunk_tokens, 0, torch.device("cpu"))
+    coder = make_coder(preset, (size, size), Extent(0, 1, 0, 1), chunk_tokens, 0.0, torch.device("cpu"))
     return 8 * coder.n_bytes(range(1)) / (2 * size * chunk_tokens)

@@ -62,7 +62,6 @@ _SERVICE_LINK = re.compile(
 _NO_GROUP = ("model_type", "model_attributes_type")  # complaints of a value that stands for a whole group
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 CHUNK_TOKENS_UNIT = 16  # smallest block of any engine, tokens; a chunk is a whole number of blocks
-CODECS_WITHOUT_BOUNDARY = ("raw", "int8", "k6v4")  # codecs without boundary layers; the others store those as k6v4
 PIECE_BYTES_MAX = 1 << 30  # longest piece of an I/O operation, bytes
 TOUCH_S_MIN = 0.01  # least interval at which recency is written, seconds
 TURBOQUANT_CHUNK_TOKENS_MAX = 2048  # longest chunk whose sums for the mean of K are exact, tokens
@@ -73,11 +72,14 @@ SEGMENT_BYTES_MIN = 3 * PAGE_BYTES  # segment header, record header and one slab
 REMOVED_KEYS: dict[tuple[str, ...], str] = {
     ("capacity", "policy"): "removed: the least recently used segment sets are evicted first; leave it out",
     ("io", "pin_bytes"): "removed: files in memory are read as those of storage are; leave it out",
+    ("codec_boundary_layers",): "removed: leave it out, and set codec to k6v5 for all layers",
     ("codec_accept_key_bias",): "removed with codec fp8: leave it out, and set codec to int8",
 }
 # Codecs of earlier releases -> what to set instead.
 REMOVED_CODECS = {
     "fp8": "removed: where K has biases (Qwen2.5) it lost up to 0.78 nats. Set it to int8, which has as many bytes",
+    "k6v4": "removed: set it to k6v5, which loses a third of it",
+    **dict.fromkeys(("k5v3", "k4v3", "k3v3", "k4v2"), "removed: set it to k4v4, which loses less, or to k6v5"),
 }
 
 Admit = Literal["always", "saved", "second_hit", "never"]
@@ -160,7 +162,6 @@ class Settings(BaseSettings):
     require_mount: refuse a root on the machine's root file system, as when its own file system is not mounted.
     segment_bytes: of one rank's files in a segment set; chunk_tokens: tokens of a chunk, a multiple of the engine's
     block.
-    codec_boundary_layers: number of first and of last layers that are stored as k6v4 instead.
     model_tag: identity of the weights where they are not in files; epoch: raise it to abandon all stored KV.
     save_generated: store generated tokens too; min_load_tokens: shorter hits are computed.
     writer_lease_s: time without a renewed lease after which a writer's open segments count as abandoned.
@@ -175,8 +176,7 @@ class Settings(BaseSettings):
     capacity_bytes: Bytes = 64 << 30
     segment_bytes: Annotated[Bytes, Field(ge=SEGMENT_BYTES_MIN)] = SEGMENT_BYTES
     chunk_tokens: Count = 256
-    codec: Literal["raw", "int8", "k6v4", "k5v3", "k4v4", "k4v3", "k3v3", "k4v2"] = "raw"
-    codec_boundary_layers: Natural = 0
+    codec: Literal["raw", "int8", "k6v5", "k4v4"] = "raw"
     model_tag: Annotated[str, Field(min_length=1)] | None = None
     epoch: Natural = 0
     save_generated: bool = True
@@ -258,9 +258,6 @@ class Settings(BaseSettings):
 
     def check_codec(self) -> None:
         """Raises ConfigError for settings of the codec that do not go together."""
-        if self.codec_boundary_layers and self.codec in CODECS_WITHOUT_BOUNDARY:
-            fix = f"codec {self.codec} treats all layers alike: set it to 0, or codec to k4v4 or the like"
-            raise ConfigError("codec_boundary_layers", self.codec_boundary_layers, fix)
         if self.codec not in ("raw", "int8") and self.chunk_tokens > TURBOQUANT_CHUNK_TOKENS_MAX:
             fix = f"with codec {self.codec} it may be {TURBOQUANT_CHUNK_TOKENS_MAX} at most"
             raise ConfigError("chunk_tokens", self.chunk_tokens, fix)

@@ -4,7 +4,7 @@ A tile is some tokens' vectors of one plane and head. It is loaded and stored as
 (rows, groups, 16 words): so four threads share a row, each has 16 bytes of every group, and what is reduced over a row
 is mostly reduced within a thread. (Of dimensions that it cannot order by addresses, Triton gives threads to the first.)
 
-P stands for a plane's PlaneCode or PlaneShape, C for the launch's Fp8ChunkShape or TurboquantChunkShape.
+P stands for a plane's PlaneCode or PlaneShape, C for the launch's Int8ChunkShape or TurboquantChunkShape.
 """
 
 # mypy: disallow-untyped-decorators=False

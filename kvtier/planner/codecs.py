@@ -8,7 +8,7 @@ from typing import NamedTuple, get_args
 
 from kvtier.build import make_codec, set_shape
 from kvtier.codecs.base import slab_bytes
-from kvtier.config.settings import CODECS_WITHOUT_BOUNDARY, HbmSettings, Settings
+from kvtier.config.settings import HbmSettings, Settings
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
 from kvtier.format.record import record_bytes
@@ -19,15 +19,13 @@ from kvtier.worker.context import arena_slot_bytes
 CODECS: tuple[str, ...] = get_args(Settings.model_fields["codec"].annotation)  # by the names of the settings
 
 
-def chunks_of_codecs(
-    geometry: Geometry, shares: Sequence[RankShare], boundary_layers: int
-) -> tuple[dict[str, ChunkBytes], dict[str, str]]:
+def chunks_of_codecs(geometry: Geometry, shares: Sequence[RankShare]) -> tuple[dict[str, ChunkBytes], dict[str, str]]:
     """Return by codec the bytes of a chunk, and the reasons of codecs with which an engine would not start. Raises
     ConfigError if none works."""
     sizes, refused = {}, {}
     for name in CODECS:
         try:
-            sizes[name] = _chunk_of(name, geometry, shares, 0 if name in CODECS_WITHOUT_BOUNDARY else boundary_layers)
+            sizes[name] = _chunk_of(name, geometry, shares)
         except ConfigError as fault:
             if name == "raw":  # it takes any KV: the fault is with the rest
                 raise
@@ -35,12 +33,11 @@ def chunks_of_codecs(
     return sizes, refused
 
 
-def _chunk_of(name: str, geometry: Geometry, shares: Sequence[RankShare], boundary_layers: int) -> ChunkBytes:
+def _chunk_of(name: str, geometry: Geometry, shares: Sequence[RankShare]) -> ChunkBytes:
     settings = Settings.model_validate(
         {
             "root": Path("/"),
             "codec": name,
-            "codec_boundary_layers": boundary_layers,
             "chunk_tokens": geometry.chunk_tokens,
         }
     )

@@ -38,7 +38,6 @@ class PlanRequest:
     engine: EngineSizes
     kv_dtype: Literal["auto", "fp8"]
     chunk_tokens: int
-    boundary_layers: int
     step_tokens: int
     staging_bytes: int | None
     host_bytes: int | None
@@ -105,7 +104,7 @@ def make_plan(asked: PlanRequest) -> CapacityPlan:
             f"{size(engine.gpu_bytes * engine.utilization)}: raise --tensor-parallel or --pipeline-parallel"
         )
         raise ConfigError("--gpu-memory", engine.gpu_bytes, fix)
-    sizes, refused = chunks_of_codecs(geometry, shares, asked.boundary_layers)
+    sizes, refused = chunks_of_codecs(geometry, shares)
     prefill, context = _prefill(asked, model), whole_chunks(_context(asked, model), asked.chunk_tokens)
     stagings = {
         name: staging_of(chunk, asked.staging_bytes, asked.step_tokens, engine) for name, chunk in sizes.items()

@@ -25,6 +25,7 @@ class ByteModel(quality.Model):
         self.folder, self._cache_folder, self._make_cache = Path("bytes"), cache, transformers.DynamicCache
         self._model, self._needs_bos = transformers.LlamaForCausalLM(config).eval(), False
         self._model.requires_grad_(False)
+        self.rope_base = 10_000.0
 
     def ids(self, text: str, is_start: bool = False) -> list[int]:
         return list(text.encode())
@@ -75,4 +76,4 @@ def test_kivi_has_sixteen_levels_a_group() -> None:
 
 def test_raw_is_what_bf16_holds() -> None:
     x = torch.randn(1, 1, 256, 64)
-    assert torch.equal(PrefixKV(x, x).through("raw").k, x.bfloat16().float())
+    assert torch.equal(PrefixKV(x, x).through("raw", 0.0).k, x.bfloat16().float())

@@ -23,6 +23,7 @@ TYPES = {
     "signs": "*i32",
     "k_rotation": "*i16",
     "v_rotation": "*i16",
+    "angles": "*fp32",
     "k_squares": "*i32",
     "v_squares": "*i32",
     "k_matrix": "*i8",
@@ -34,7 +35,7 @@ UNALIGNED = ("planes", "table", "answers")  # as the kernels are declared
 
 
 def compiled(kernel: triton.JITFunction, tiling: TurboquantTiling, size: int, by_warps: bool = False) -> None:
-    k, v = plane_code(size, 4, True, True), plane_code(size, 3, False, True)
+    k, v = plane_code(size, 4, True, size != 96, True), plane_code(size, 4, False, False, True)
     shape = TurboquantChunkShape(
         256,
         16,

@@ -35,11 +35,11 @@ def own_stream() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-@pytest.fixture(params=["int8", "k4v3"])
+@pytest.fixture(params=["int8", "k4v4"])
 def mover(request: pytest.FixtureRequest) -> Mover:
     if request.param == "int8":
         return int8_rig.mover(PAGES, 32, HELD)
-    return turboquant_rig.mover(PAGES, SlabFormat(CACHE.layers, 32, *SIZES, PRESETS["k4v3"], 0, 7), HELD)
+    return turboquant_rig.mover(PAGES, SlabFormat(32, *SIZES, PRESETS["k4v4"], 1e4, 7), HELD)
 
 
 def _pages() -> PagedKV:

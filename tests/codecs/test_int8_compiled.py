@@ -1,5 +1,5 @@
-"""What the compiler makes of fp8's kernels for an H200. It needs no GPU, and sees what no result shows: data that moves
-between threads, or an access that is not believed to be aligned, costs much time and not one wrong byte."""
+"""Instructions of int8's kernels as compiled for an H200. It needs no GPU, and sees what no result shows: data that
+moves between threads, or an access that is not believed to be aligned, costs much time and not one wrong byte."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tests.kernels.fresh_process import lines_of
 
 
 def test_accesses_are_wide_and_vectors_stay_where_they_are(tmp_path: Path) -> None:
-    kernels = lines_of("tests.codecs.compile_int8", tmp_path, timeout_s=120)
+    kernels = lines_of("tests.codecs.compile_int8", tmp_path, timeout_s=280)
     encoded, decoded = (
         tilings[0].elements // (tilings[0].warps * 32) // 8  # a thread's vectors of 16 bytes, of each plane
         for tilings in (int8_device.ENCODE_TILINGS, int8_device.DECODE_TILINGS)
     )
     for encode, decode in zip(kernels[::2], kernels[1::2], strict=True):
-        assert encode["ld.global.v4.b32"] == encode["st.global.v2.b32"] == 2 * encoded
+        loads = sum(n for name, n in encode.items() if name.startswith("ld.global") and name.endswith("v4.b32"))
+        assert loads == 3 * encoded, "K twice, V once"
+        assert encode["st.global.v2.b32"] == 2 * encoded, "codes"
         assert decode["ld.global.v2.b32"] == decode["st.global.v4.b32"] == 2 * decoded
-        assert not any("shared" in name or name == "bar.sync" for name in decode)
-        shared = sum(count for name, count in encode.items() if "st.shared" in name)
-        assert shared <= 10, "scales of two tiles, and sums over the warps: no vector"
+        assert not any("shared" in name or name == "bar.sync" for name in decode), "no data moves between threads"
         for kernel in (encode, decode):
             assert not any("local" in name or name.startswith("div") for name in kernel), "spilled, or divided slowly"
             assert not any(".ftz" in name and "approx" not in name for name in kernel), "denormals count"

@@ -167,9 +167,9 @@ def test_awkward_vectors(change: Change, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x: x * 2.0**-95,
-        lambda x: x * 2.0**110,
-        lambda x: x * 1e30,
+        lambda x: x * 2.0**-45,
+        lambda x: x * 2.0**46,
+        lambda x: x * 1e10,
         lambda x: x * 1e-40 * (x > 0) + (x < -1) * 1.0,
     ],
     ids=["scales below the least", "huge", "large", "denormals"],
@@ -186,7 +186,7 @@ def test_what_only_bf16_holds(change: Change) -> None:
         (float("nan"), 1.0),
         (float("inf"), 1.0),
         (float("-inf"), 1.0),
-        (2.0**120, 1.0),
+        (2.0**50, 1.0),
         (-3e38, 1.0),
     ],
 )
@@ -213,7 +213,7 @@ def test_every_slab_comes_back_as_the_reference_has_it(dtype: torch.dtype) -> No
     slabs = model.slabs(model.whole)
     n_codes, n_columns = model.tokens * 512, 256
     rest = slabs[0, n_codes : n_codes + 2 * model.tokens + 6 * n_columns]
-    scales = torch.tensor([0.0, 2.0**-100, 2.0**-20, 3e-6, 0.1, 1.0, 1.7, 65504.0], device=slabs.device)
+    scales = torch.tensor([0.0, 2.0**-50, 2.0**-20, 3e-6, 0.1, 1.0, 1.7, 65504.0], device=slabs.device)
     rest[: 2 * model.tokens] = scales.bfloat16().repeat(model.tokens // 8).view(torch.uint8)
     middles = torch.linspace(-400, 400, n_columns, device=slabs.device)
     rest[2 * model.tokens :][: 4 * n_columns] = middles.view(torch.uint8)

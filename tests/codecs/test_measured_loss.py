@@ -1,11 +1,17 @@
-"""Figures of what the codecs lose, as `kvtier plan` and an engine's log give them."""
+"""Figures of what the codecs lose, as `kvtier plan` and an engine's log give them: those of benchmarks/results."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import get_args
+
+import pytest
 
 from kvtier.codecs.measured_loss import KL_NATS, MODELS, loss_text, losses_line
 from kvtier.config.settings import Settings
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "quality"
 
 
 def test_each_lossy_codec_says_on_what_it_was_measured() -> None:
@@ -13,3 +19,10 @@ def test_each_lossy_codec_says_on_what_it_was_measured() -> None:
     assert loss_text("raw") == "" == losses_line(["raw"])
     assert loss_text("int8").startswith("codec int8 is lossy") and "SmolLM2-135M" in loss_text("int8")
     assert all(len(figures) == len(MODELS) for figures in KL_NATS.values())
+
+
+@pytest.mark.parametrize("codec", KL_NATS)
+def test_losses_are_those_of_the_results(codec: str) -> None:
+    results = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    found = {result["model"]: float(f"{result['presets'][codec]['kl_mean']['value']:.1e}") for result in results}
+    assert {model: kl for model, kl in zip(MODELS, KL_NATS[codec], strict=True) if kl is not None} == found

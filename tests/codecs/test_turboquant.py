@@ -23,10 +23,11 @@ from kvtier.codecs.turboquant.reference import (
     signs_of,
 )
 from kvtier.codecs.turboquant.rotation import HEAD_SIZES, hadamard
+from kvtier.codecs.turboquant.turns import turned
 from kvtier.format.geometry import Extent
 
 CPU = torch.device("cpu")
-THEORY = {2: 0.1175, 3: 0.0345, 4: 0.0095, 5: 0.0025047, 6: 0.00064424}
+THEORY = {4: 0.0095, 5: 0.0025047, 6: 0.00064424}
 
 
 @cache
@@ -60,26 +61,22 @@ def layout_of(size: int = 128, preset: str = "k4v4", tokens: int = 256) -> Layer
 @pytest.mark.parametrize(
     ("preset", "size", "n_bytes"),
     [
-        ("k4v4", 128, 34048),
-        ("k5v3", 128, 34048),
-        ("k6v4", 128, 42240),
-        ("k4v3", 128, 29952),
-        ("k3v3", 128, 25856),
-        ("k4v2", 128, 25856),
-        ("k4v4", 64, 17536),
-        ("k4v4", 80, 21664),
-        ("k3v3", 96, 19648),
-        ("k6v4", 256, 83456),
+        ("k4v4", 128, 34560),
+        ("k6v5", 128, 46848),
+        ("k4v4", 64, 17792),
+        ("k4v4", 80, 21984),
+        ("k6v5", 96, 35392),
+        ("k6v5", 256, 92672),
     ],
 )
 def test_layer_bytes(preset: str, size: int, n_bytes: int) -> None:
     layout = layout_of(size, preset)
     assert layout.n_bytes == n_bytes
-    assert n_bytes == 256 * size * sum(PRESETS[preset]) // 8 + 4 * 256 + 2 * size
+    assert n_bytes == 256 * size * sum(PRESETS[preset]) // 8 + 4 * 256 + 2 * size + 4 * size
 
 
 def test_thirty_two_layers_are_whole_pages() -> None:
-    assert 32 * layout_of().n_bytes == 266 * 4096
+    assert 32 * layout_of().n_bytes == 270 * 4096
 
 
 @pytest.mark.parametrize("bits", PLANE_WIDTHS)
@@ -104,7 +101,7 @@ def test_every_bit_of_every_plane(bits: int, size: int) -> None:
 
 def test_order_of_the_parts() -> None:
     """Each part of a layer, found by what only it depends on."""
-    layout = LayerLayout(16, 64, 128, Bits(3, 4))
+    layout = LayerLayout(16, 64, 128, Bits(5, 4))
     signs = signs_of(0, Extent(0, 1, 0, 1), layout, CPU)
     k, v = normal((1, 1, 16, 64)), normal((1, 1, 16, 128), 1)
     base = encode_layer(k, v, layout, signs).data[0, 0]
@@ -121,6 +118,7 @@ def test_order_of_the_parts() -> None:
             "k scales": layout.k_scales,
             "v scales": layout.v_scales,
             "k mean": layout.k_mean,
+            "raw": layout.raw,
             "": layout.n_bytes,
         }
         names, starts = list(edges), list(edges.values())
@@ -130,39 +128,34 @@ def test_order_of_the_parts() -> None:
             if not torch.equal(base[start:end], other[start:end])
         }
 
-    assert changed(scaled_k) == {"k scales"}
-    assert changed(scaled_v) == {"v scales"}
-    assert changed(other_v, base_single) == {"v codes"}
-    assert changed(offset_k) >= {"k mean"} and not changed(offset_k) & {"v codes", "v scales"}
+    assert changed(scaled_k) == {"k scales", "k mean", "raw"}
+    assert changed(scaled_v) == {"v scales", "raw"}
+    assert changed(other_v, base_single) == {"v codes", "raw"}
+    assert changed(offset_k) >= {"k mean", "raw"} and not changed(offset_k) & {"v codes", "v scales"}
     scales = base[layout.k_scales : layout.v_scales].view(torch.float16).float()
-    deviations = scales * decode_unit(3, 64) * 8 / CODEBOOKS[3].unit
+    deviations = scales * decode_unit(5, 64) * 8 / CODEBOOKS[5].unit
     assert deviations.sub(1).abs().max() < 0.4
-    mean = offset_k_mean = encode_layer(k + 4, v, layout, signs).data[0, 0, layout.k_mean :].view(torch.bfloat16)
-    part = 2.0 ** (math.floor(math.log2((k + 4).abs().max())) - 5)
-    assert torch.allclose(mean.float(), torch.round((k + 4) / part).mean(-2).flatten() * part, rtol=0.004)
-    assert torch.allclose(mean.float(), (k + 4).mean(-2).flatten(), atol=part / 2, rtol=0)
-    assert not base[layout.k_mean :].any() and len(offset_k_mean) == 64
+    mean = encode_layer(k + 4, v, layout, signs).data[0, 0, layout.k_mean : layout.raw].view(torch.bfloat16)
+    assert torch.allclose(mean.float(), (k + 4).mean(-2).flatten(), rtol=0.004) and len(mean) == 64
+    raw = base[layout.raw :].view(torch.bfloat16)
+    assert torch.equal(raw, torch.cat([k[0, 0, 0], v[0, 0, 0]]).bfloat16())
 
 
 # --- bytes ---
 
 VECTORS = {
-    ("k6v4", 128): "5a167ea32501229d25c77f465c3c733e",
-    ("k5v3", 128): "21e84d902f8da469a37308edd6d0d93c",
-    ("k4v4", 128): "185c3b4c7a0a41377a5c28d8c4034e53",
-    ("k4v3", 128): "30007f55142d15cc70d31407cb04a7ba",
-    ("k3v3", 128): "5e161d791dbaadadceea23f9b2e3a094",
-    ("k4v2", 128): "a835e08fdddfbb9ba2d513ea7de2fa04",
-    ("k4v4", 64): "9f29e4463b6a7f504476e0c028597b32",
-    ("k4v4", 80): "b44b961c13f7cbe7e671d5db4da76b91",
-    ("k4v4", 96): "2a7b4ffc1f2cd299e5e0b33b0d50a2aa",
-    ("k4v4", 256): "fb43d867420722b6cc384d3f8163b38a",
+    ("k6v5", 128): "a69a250802c6b3d5e93828fed800be8a",
+    ("k4v4", 128): "920245e65c56fcb5b19ccd2085f137f2",
+    ("k4v4", 64): "9a6ca5f419cc9ad2296f17733e2bc4bf",
+    ("k4v4", 80): "46d2594ac0b19762982713b6c13e52cf",
+    ("k4v4", 96): "7ca573ab467e1e148191e95769829361",
+    ("k4v4", 256): "baafabbd53065babd9150d273b746254",
 }
 """blake3 of the bytes of `vector_input`: what the format is, once and for all."""
 
 
 def vector_input(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(2 layers, 3 heads, 32 tokens, size) bf16; the second layer's K has a mean that pays."""
+    """(2 layers, 3 heads, 32 tokens, size) bf16; the second layer's K has a mean."""
     k, v = whole((2, 3, 32, size), 1), whole((2, 3, 32, size), 2)
     k[1] += 64
     v[0, 1, 5], k[0, 2, 7] = 0, 0
@@ -172,7 +165,7 @@ def vector_input(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def digest(preset: str, size: int) -> str:
     k, v = vector_input(size)
     layout = layout_of(size, preset, tokens=32)
-    encoded = encode_layer(k, v, layout, signs_of(9, Extent(4, 2, 1, 3), layout, CPU))
+    encoded = encode_layer(k, v, layout, signs_of(9, Extent(4, 2, 1, 3), layout, CPU), 1e4)
     assert not encoded.refused.any()
     return blake3(encoded.data.numpy().tobytes()).hexdigest()[:32]
 
@@ -221,7 +214,7 @@ def test_scales_and_decoding_to_the_letter() -> None:
     assert encoded[0, 0, layout.v_scales :].view(torch.float16)[0] == float(scale)
     back = np.array([f32(a) * (f32(scale) * f32(unit)) for a in h.T @ c]) * s
     _, decoded = decode_layer(encoded, layout, signs, torch.float32)
-    assert (decoded[0, 0, 0].numpy() == back).all()
+    assert (decoded[0, 0, 1].numpy() == back).all()
     assert not decode_layer(encoded, layout, signs, torch.bfloat16)[0].any()
 
 
@@ -252,7 +245,7 @@ def test_precision_of_fp32_products_changes_nothing(monkeypatch: pytest.MonkeyPa
         return product(left, right)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", rough)
-    assert digest("k6v4", 128) == VECTORS["k6v4", 128]
+    assert digest("k6v5", 128) == VECTORS["k6v5", 128]
 
 
 # --- error ---
@@ -271,20 +264,20 @@ def test_error_on_gaussian_data(preset: str, size: int) -> None:
 
 def test_norms_are_kept() -> None:
     v = normal((1, 4, 256, 128), 8)
-    _, back = round_trip(v, v, "k4v2")
+    _, back = round_trip(v, v, "k4v4")
     assert torch.allclose(back.norm(dim=-1), v.norm(dim=-1), rtol=6e-4)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_coding_what_was_decoded_changes_no_code(preset: str) -> None:
-    """Without a mean. The scale may move by what fp16 and bf16 round away."""
+    """Codes of V, from which no mean is taken off. The scale may move by what fp16 and bf16 round away."""
     k, v = normal((2, 4, 256, 128), 9).bfloat16(), normal((2, 4, 256, 128), 10).bfloat16()
     layout = layout_of(128, preset)
     signs = signs_of(0, Extent(0, 2, 0, 4), layout, CPU)
     first = encode_layer(k, v, layout, signs).data
     again = encode_layer(*decode_layer(first, layout, signs, torch.bfloat16), layout, signs).data
-    assert torch.equal(first[..., : layout.k_scales], again[..., : layout.k_scales])
-    assert not first[..., layout.k_mean :].any()
+    codes = slice(layout.v_codes, layout.k_scales)
+    assert torch.equal(first[..., codes], again[..., codes])
 
 
 def test_drift_over_five_generations_with_a_mean() -> None:
@@ -294,7 +287,7 @@ def test_drift_over_five_generations_with_a_mean() -> None:
         now, _ = round_trip(now, now, "k4v4")
         errors.append(nmse(k, now))
     print("\nNMSE over five generations, K with a mean:", [f"{error:.6f}" for error in errors])
-    assert errors[-1] <= 1.2 * errors[0]
+    assert errors[-1] <= 1.25 * errors[0]
 
 
 # --- hard input ---
@@ -314,7 +307,7 @@ def hard(kind: str, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ("offset", "walsh", "channel", "sink"))
-@pytest.mark.parametrize("preset", ("k4v4", "k3v3", "k4v2"))
+@pytest.mark.parametrize("preset", ("k6v5", "k4v4"))
 def test_error_on_hard_data(kind: str, preset: str) -> None:
     k, v = hard(kind, 12), hard(kind, 13)
     back_k, back_v = round_trip(k, v, preset)
@@ -336,16 +329,41 @@ def test_what_is_not_a_number_or_too_large_is_refused(bad: float, plane: int) ->
     assert refused(*planes)
 
 
-@pytest.mark.parametrize("plane", (0, 1))
 @pytest.mark.parametrize("tiny", (1e-8, 1e-30, 1e-38, 1e-40, 1e-45))
-def test_vectors_of_next_to_nothing_are_refused(tiny: float, plane: int) -> None:
-    planes = [normal((1, 1, 32, 128), 14).clone(), normal((1, 1, 32, 128), 15).clone()]
-    planes[plane][0, 0, 3] = 0
-    assert not refused(*planes)
-    planes[plane][0, 0, 3, 5] = tiny
-    assert refused(*planes)
-    planes[plane][0, 0] = tiny
-    assert refused(*planes)
+def test_vectors_of_next_to_nothing_are_refused(tiny: float) -> None:
+    """V. Of K a vector less the mean is not next to nothing."""
+    k, v = normal((1, 1, 32, 128), 14), normal((1, 1, 32, 128), 15).clone()
+    v[0, 0, 3] = 0
+    assert not refused(k, v)
+    v[0, 0, 3, 5] = tiny
+    assert refused(k, v)
+    v[0, 0] = tiny
+    assert refused(k, v)
+
+
+def test_a_bias_that_rope_turned_is_taken_off() -> None:
+    """K of Qwen2.5's layer 0: nearly all bias. With its rotary embedding on, the mean over the chunk misses it."""
+    bias, own = 40 * normal((1, 1, 1, 128), 22), normal((1, 1, 512, 128), 23)
+    k = torch.cat([turned(bias + part, 1e6, True) for part in own.split(256, 2)], 2)
+    errors = []
+    for base in (0.0, 1e6):
+        back, _ = round_trip(k, own, "k4v4", base)
+        errors.append(float((back - k).square().mean()))
+    assert errors[1] < 0.012 and errors[0] > 100 * errors[1]
+
+
+def test_turning_back_and_forth_changes_next_to_nothing() -> None:
+    k = normal((2, 3, 256, 128), 24)
+    assert torch.allclose(turned(turned(k, 1e4, False), 1e4, True), k, atol=2e-6)
+    assert torch.equal(turned(k, 0.0, False), k)
+    assert torch.equal(turned(normal((1, 1, 16, 80)), 1e4, False), normal((1, 1, 16, 80))), "not of this head size"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_first_token_comes_back_as_it_was(preset: str) -> None:
+    k, v = (1000 * normal((1, 2, 512, 64), seed).bfloat16() for seed in (25, 26))
+    for x, back in zip((k, v), round_trip(k, v, preset, 1e4), strict=True):
+        assert torch.equal(back[:, :, ::256], x[:, :, ::256]) and not torch.equal(back[:, :, 1], x[:, :, 1])
 
 
 def test_tiny_elements_of_ordinary_vectors_are_fine() -> None:
@@ -366,17 +384,17 @@ def test_zero_vectors_come_back_as_zeros() -> None:
 def test_a_mean_of_nothing_is_plus_zero() -> None:
     """Its bytes are stored: a sum of whole numbers that are all -0 must be that of whole numbers."""
     k = normal((1, 1, 16, 64), 21) + 3
-    k[..., 5] = -1e-6
+    k[..., 5] = -1e-9
     layout = LayerLayout(16, 64, 64, PRESETS["k4v4"])
     data = encode_layer(k, k, layout, signs_of(0, Extent(0, 1, 0, 1), layout, CPU)).data
-    mean = data[0, 0, layout.k_mean :].view(torch.int16)
+    mean = data[0, 0, layout.k_mean : layout.raw].view(torch.int16)
     assert mean[5] == 0 and mean[4] != 0
 
 
 def test_decoded_fp16_is_finite() -> None:
     """A decoded element may lie above the largest of its vector."""
     v = torch.full((1, 1, 256, 128), 60000.0) * (1 - 0.2 * normal((1, 1, 256, 128), 18).abs().clamp(max=3))
-    _, back = round_trip(v.half(), v.half(), "k4v2")
+    _, back = round_trip(v.half(), v.half(), "k4v4")
     assert back.isfinite().all() and (back == 65504).any()
 
 

@@ -19,7 +19,7 @@ from triton.language.standard import _elementwise_max, _elementwise_min
 
 from kvtier.codecs.int8.codec import CODE_MAX, CODE_UNIT, ELEMENT_MAX, RAW_TOKENS, SCALE_MIN
 from kvtier.kernels.device_part_sum import sum_part
-from kvtier.kernels.tiles import floats, load_words, plane_of_head, tile_columns, tile_words, words_of
+from kvtier.kernels.tiles import floats, load_words, plane_of_head, quotient, tile_columns, tile_words, words_of
 
 _CODE_MAX, _CODE_UNIT, _SCALE_MIN, _ELEMENT_MAX = (
     tl.constexpr(number) for number in (CODE_MAX, CODE_UNIT, SCALE_MIN, ELEMENT_MAX)
@@ -72,10 +72,10 @@ def _scale_bits(reach: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _inverse(scale_bits: tl.tensor) -> tl.tensor:
+def _inverse(scale_bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
     scale = (scale_bits << 16).to(tl.float32, bitcast=True)
     one = tl.full(scale.shape, 1.0, tl.float32)
-    return tl.where(scale == 0.0, 0.0, tl.div_rn(one, tl.where(scale == 0.0, 1.0, scale)))
+    return tl.where(scale == 0.0, 0.0, quotient(one, tl.where(scale == 0.0, 1.0, scale), C.fast))
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def _encode_k(
     tl.store(middles + 2 * column, low_middle, mask=is_column)
     tl.store(middles + 2 * column + 1, high_middle, mask=is_column)
     tl.store(scales + column, low_scale | (high_scale << 16), mask=is_column)
-    low_inverse, high_inverse = _inverse(low_scale), _inverse(high_scale)
+    low_inverse, high_inverse = _inverse(low_scale, C), _inverse(high_scale, C)
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
         words = load_words(vectors, blocks, row, P, C, "evict_first")
@@ -170,7 +170,7 @@ def _encode_v(
         low, high = floats(words, C.is_bf16)
         top = tl.reduce(tl.reduce(_magnitudes(low, high), 1, _elementwise_max), 1, _elementwise_max)
         scale = _scale_bits(top.to(tl.float32, bitcast=True))
-        inverse = _inverse(scale)[:, None, None]
+        inverse = _inverse(scale, C)[:, None, None]
         place, inside = _code_places(row, P, C)
         tl.store(codes + place, _codes(low * inverse, high * inverse), mask=inside)
         tl.store(scales + row, scale.to(tl.int16), mask=row < C.tokens)

@@ -3,7 +3,7 @@
 For one head and layer of a chunk of T tokens, K as it is after RoPE, of which the first RAW_TOKENS are left out:
 
     K, each channel:  low, high = least and largest k;  middle = (low + high) / 2
-                      scale = bf16(max(high - middle, middle - low) * fp32(1 / 127)), 0 where it is below 2^-100
+                      scale = bf16(max(high - middle, middle - low) * fp32(1 / 127)), 0 where it is below 2^-50
     V, each token:    scale = bf16(max |v| * fp32(1 / 127)), likewise;  middle = 0
 
     inverse = 1 / scale, 0 where scale is 0
@@ -23,7 +23,7 @@ A slab is the record's layers one after the other, then padding. A layer of head
     dk * 4, dk * 2            middles of K, fp32; scales of K, bf16
     RAW_TOKENS * (dk + dv) * 2    K, then V of the first tokens: in the engine's dtype, bf16 where that is fp32
 
-Refused: a chunk with NaN, or an element whose magnitude is 2^120 or more.
+Refused: a chunk with NaN, or an element whose magnitude is 2^50 or more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger("kvtier")
 
 CODE_MAX = 127.0
 CODE_UNIT = float(np.float32(1 / 127))  # the share of a range that one step of a code is
-SCALE_MIN, ELEMENT_MAX = 2.0**-100, 2.0**120
+SCALE_MIN, ELEMENT_MAX = 2.0**-50, 2.0**50  # kernels invert scales between 2^-60 and 2^60
 RAW_TOKENS = 1  # tokens at the start of a chunk that are stored as they are
 
 

@@ -1,4 +1,4 @@
-"""From an element of a rotated vector to its code, where no table is at hand: a curve, rounded.
+"""Codes of elements of a rotated vector without a table: a curve, rounded.
 
     v = 1/2 + z * n, rounded to fp16, held within [0, 1]     z: the element, n: makes 1 / (2 * reach) of a deviation
     code = curve(v), rounded to a whole number               0 is the most negative, 2^bits - 1 the most positive
@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from kvtier.codecs.turboquant.codebooks import CODEBOOKS
 
-WHOLE16, WHOLE32 = 1024.0, 8388608.0
-"""From here on fp16 and fp32 have whole numbers only, as many as codes are: so the last sum rounds."""
+WHOLE16, WHOLE32 = 1024.0, 8388608.0  # from here on fp16 and fp32 have whole numbers only: so the last sum rounds
 
 
 def codes(bits: int, v: npt.NDArray[np.float16]) -> npt.NDArray[np.int64]:
@@ -37,7 +36,7 @@ def codes(bits: int, v: npt.NDArray[np.float16]) -> npt.NDArray[np.int64]:
 def thresholds(bits: int) -> tuple[float, ...]:
     """2^bits - 1 fp32 numbers, ascending: the code of z is how many of them are at most z * n, exactly.
 
-    z and n are fp16, so that fp32 holds their product. Between the last v of one code and the first of the next lies
+    z and n are fp16, so that fp32 holds their product. Between the last v of one code and the first of the next is
     the place from which on 1/2 + z * n is rounded up; of two equally near numbers to the even one.
     """
     every = np.arange(0x3C01, dtype=np.uint16).view(np.float16)

@@ -6,8 +6,6 @@ them are exact in any order: at most 127 up to 4 bits (they fit int8), else at m
 what gives the curve the least error, `unit` what gives it to these whole numbers.
 
     bits   error of the exact quantizer   of this one (of a variance of 1)
-       2   0.117482                       0.117482
-       3   0.034548                       0.034551
        4   0.009501                       0.009553
        5   0.0025047                      0.0025097
        6   0.00064424                     0.00065581
@@ -35,18 +33,6 @@ class Codebook:
 CODEBOOKS = {
     book.bits: book
     for book in (
-        Codebook(
-            2, 0.0503439269, 2.0375, (0.0, 9.0, -6.0),
-            (
-                9, 30,
-            ),
-        ),
-        Codebook(
-            3, 0.0188895449, 2.598, (0.0, 21.0, -14.0),
-            (
-                13, 40, 71, 114,
-            ),
-        ),
         Codebook(
             4, 0.0226636716, 3.0365, (0.0, 45.0, -30.0),
             (

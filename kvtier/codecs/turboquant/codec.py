@@ -1,4 +1,4 @@
-"""Codec `turboquant`: 2 to 6 bits an element and a scale a vector (the settings k6v4 ... k4v2)."""
+"""Codec `turboquant`: 4 to 6 bits an element and a scale a vector (the settings k6v5 and k4v4)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.paged import Move, PagedKV
 
+ROPE_MARK = "+rope"  # before the base in a codec's name
+
 
 class Turboquant:
     """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
 
-    version = 2
+    version = 3
+    seed = 0
 
-    def __init__(self, preset: str, boundary_layers: int = 0, seed: int = 0) -> None:
-        """preset: of PRESETS. boundary_layers: first and last layers of the model that have BOUNDARY's bits instead."""
-        self.name = f"turboquant-{preset}" + (f"+b{boundary_layers}" if boundary_layers else "")
-        self.seed = seed
+    def __init__(self, preset: str, rope_base: float = 0.0) -> None:
+        """preset: of PRESETS. rope_base: of the rotary embedding of K, which is taken off; 0: K stays as it is."""
+        self.name = f"turboquant-{preset}" + (f"{ROPE_MARK}{rope_base!r}" if rope_base else "")
         self._preset = preset
-        self._boundary_layers = boundary_layers
+        self._rope_base = rope_base
         self._movers = Movers()
 
     def check(self, geometry: Geometry) -> None:
@@ -35,9 +37,6 @@ class Turboquant:
             if size not in HEAD_SIZES:
                 fix = f"it takes heads of {', '.join(map(str, HEAD_SIZES))} elements, this model's have {size}"
                 raise ConfigError("codec", self._preset, f"{fix}: set it to int8 or raw")
-        if 2 * self._boundary_layers >= geometry.layers:
-            fix = f"of {geometry.layers} layers none would be {self._preset}: set it to less, or to 0 with codec k6v4"
-            raise ConfigError("codec_boundary_layers", self._boundary_layers, fix)
 
     def layers_bytes(self, geometry: Geometry, layers: range) -> int:
         return self._format(geometry).n_bytes(layers)
@@ -57,15 +56,14 @@ class Turboquant:
         self._movers.of(pages).decode(moves)
 
     def _format(self, geometry: Geometry) -> SlabFormat:
-        return SlabFormat(
-            geometry.layers,
-            geometry.chunk_tokens,
-            geometry.k_head_size,
-            geometry.v_head_size,
-            PRESETS[self._preset],
-            self._boundary_layers,
-            self.seed,
-        )
+        sizes = (geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size)
+        return SlabFormat(*sizes, PRESETS[self._preset], self._rope_base, self.seed)
+
+
+def rope_base_of(codec_name: str) -> float:
+    """Return the base in the name of a namespace's codec, 0 if it has none."""
+    _, mark, base = codec_name.partition(ROPE_MARK)
+    return float(base) if mark else 0.0
 
 
 class TurboquantCoder:
@@ -74,16 +72,16 @@ class TurboquantCoder:
     def __init__(self, slab_format: SlabFormat, held: Extent, device: torch.device) -> None:
         self._format = slab_format
         self._held = held
-        self._signs = signs_of(slab_format.seed, held, slab_format.layer(0), device)
+        self._signs = signs_of(slab_format.seed, held, slab_format.layer, device)
 
     def n_bytes(self, layers: range) -> int:
         return self._format.n_bytes(layers)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent) -> EncodedLayer:
-        return encode_layer(k, v, self._format.layer(cells.first_layer), self._signs_of(cells))
+        return encode_layer(k, v, self._format.layer, self._signs_of(cells), self._format.rope_base)
 
     def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return decode_layer(data, self._format.layer(cells.first_layer), self._signs_of(cells), dtype)
+        return decode_layer(data, self._format.layer, self._signs_of(cells), dtype, self._format.rope_base)
 
     def _signs_of(self, cells: Extent) -> Signs:
         """(heads, size) each, of one layer."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvtier.codecs.turboquant.layout import RAW_TOKENS
+from kvtier.codecs.turboquant.mean import turned
 from kvtier.kernels.tiles import (
     floats,
     fused,
@@ -27,14 +29,7 @@ from kvtier.kernels.tiles import (
     words_of,
 )
 
-# Of four bytes with fields of two bits: those at even places of a byte, in its nibbles, and those at odd places.
-_SELECT = tl.constexpr("{ and.b32 $0, $2, 0x33333333; shr.u32 $1, $2, 2; and.b32 $1, $1, 0x33333333; }")
-# The same, with signs ($3) upon them; they begin at bit 0, or at bit 1 where the bytes of $4 are 1.
-_SELECT_SIGNED = tl.constexpr(
-    "{ .reg .b32 s; and.b32 s, $4, 1; shr.u32 s, $3, s; "
-    "and.b32 $0, s, 0x11111111; shl.b32 $0, $0, 2; and.b32 $1, $2, 0x33333333; or.b32 $0, $0, $1; "
-    "shr.u32 $1, $2, 2; and.b32 $1, $1, 0x33333333; and.b32 s, s, 0x44444444; or.b32 $1, $1, s; }"
-)
+_RAW_TOKENS = tl.constexpr(RAW_TOKENS)
 
 
 @triton.jit
@@ -43,7 +38,7 @@ def _plane_bytes(
 ) -> tl.tensor:
     """(rows, n, padded / 8) uint8: for each eighth of a vector (`eighth`, (1, n, 1)) the bytes that have its fields.
 
-    Four bytes a thread and no more, though more lie side by side: that is how an operand of the tensor cores wants
+    Four bytes a thread and no more, though more are side by side: that is how an operand of the tensor cores wants
     them, and moving them between threads costs more than four loads for one.
     """
     N_BYTES: tl.constexpr = P.size * WIDTH // 8
@@ -61,7 +56,7 @@ def _looked_up(
 ) -> tl.tensor:
     """(rows, padded) fp32: the codes' centroids, turned back. Any number of bits and any head size."""
     ROWS: tl.constexpr = C.rows
-    FIRST: tl.constexpr = 4 if P.bits >= 4 else 2
+    FIRST: tl.constexpr = 4
     eighth = tl.arange(0, 8)[None, :, None]
     bytes = _plane_bytes(codes, row, eighth, FIRST, P, C).to(tl.int32)
     code = (bytes >> (eighth // FIRST * FIRST)) & ((1 << FIRST) - 1)
@@ -73,24 +68,10 @@ def _looked_up(
 
 
 @triton.jit
-def _matrix_rows(matrix: tl.tensor, PART: tl.constexpr, N_PARTS: tl.constexpr, P: tl.constexpr) -> tl.tensor:
-    """Rows [PART / N_PARTS, (PART + 1) / N_PARTS) of the matrix; it lies column after column, as int8 operands must."""
-    row = PART * (P.padded // N_PARTS) + tl.arange(0, P.padded // N_PARTS)
+def _matrix_half(matrix: tl.tensor, HALF: tl.constexpr, P: tl.constexpr) -> tl.tensor:
+    """Half of the rows of the matrix, which is stored column after column for int8 operands."""
+    row = HALF * (P.padded // 2) + tl.arange(0, P.padded // 2)
     return tl.load(matrix + row[:, None] + tl.arange(0, P.padded)[None, :] * P.padded)
-
-
-@triton.jit
-def _matrix_parts(matrix: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """What `_permuted` multiplies each of its outputs with."""
-    if P.bits == 4:
-        return _matrix_rows(matrix, 0, 2, P), _matrix_rows(matrix, 1, 2, P)
-    else:
-        return (
-            _matrix_rows(matrix, 0, 4, P),
-            _matrix_rows(matrix, 1, 4, P),
-            _matrix_rows(matrix, 2, 4, P),
-            _matrix_rows(matrix, 3, 4, P),
-        )
 
 
 @triton.jit
@@ -101,37 +82,15 @@ def _centroids(fields: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor
 
 
 @triton.jit
-def _permuted(codes: tl.tensor, row: tl.tensor, parts: tl.tuple, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
-    """(rows, padded) fp32, as `_looked_up`: of 2, 3 or 4 bits, by prmt. parts: of the matrix.
+def _permuted(codes: tl.tensor, row: tl.tensor, halves: tl.tuple, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """(rows, padded) fp32, as `_looked_up`: of 4 bits, by prmt. halves: of the matrix.
 
     The assembly works on four bytes that a thread has side by side; each output is four centroids.
     """
-    ROWS: tl.constexpr = C.rows
-    HALF: tl.constexpr = P.padded // 2
-    QUARTER: tl.constexpr = P.padded // 4
-    if P.bits == 4:
-        bytes = _plane_bytes(codes, row, tl.arange(0, 4)[None, :, None], 4, P, C)
-        c0, c1 = _centroids(operand_rows(bytes.reshape(ROWS, HALF), C), P)
-        found = tl.dot(c0, parts[0], out_dtype=tl.int32)
-        found = tl.dot(c1, parts[1], found, out_dtype=tl.int32)
-    else:
-        half = tl.arange(0, 2)[None, :, None]
-        bytes = _plane_bytes(codes, row, half, 2, P, C)
-        if P.bits == 3:
-            signs = _plane_bytes(codes + C.tokens * P.size // 4, row, half, 1, P, C)
-            which = tl.broadcast_to(half, bytes.shape).to(tl.int8)
-            lower, upper = tl.inline_asm_elementwise(
-                _SELECT_SIGNED, "=&r,=&r,r,r,r", [bytes, signs, which], (tl.int8, tl.int8), True, 4
-            )
-        else:
-            lower, upper = tl.inline_asm_elementwise(_SELECT, "=&r,=&r,r", [bytes], (tl.int8, tl.int8), True, 4)
-        c0, c1 = _centroids(operand_rows(lower.reshape(ROWS, QUARTER), C), P)
-        c2, c3 = _centroids(operand_rows(upper.reshape(ROWS, QUARTER), C), P)
-        found = tl.dot(c0, parts[0], out_dtype=tl.int32)
-        found = tl.dot(c1, parts[1], found, out_dtype=tl.int32)
-        found = tl.dot(c2, parts[2], found, out_dtype=tl.int32)
-        found = tl.dot(c3, parts[3], found, out_dtype=tl.int32)
-    return found.to(tl.float32)
+    bytes = _plane_bytes(codes, row, tl.arange(0, 4)[None, :, None], 4, P, C)
+    c0, c1 = _centroids(operand_rows(bytes.reshape(C.rows, P.padded // 2), C), P)
+    found = tl.dot(c0, halves[0], out_dtype=tl.int32)
+    return tl.dot(c1, halves[1], found, out_dtype=tl.int32).to(tl.float32)
 
 
 @triton.jit
@@ -142,9 +101,11 @@ def _decode_plane(
     signs: tl.tensor,
     matrix: tl.tensor,
     centroids: tl.tensor,
+    angles: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
     mean: tl.tensor,
+    raw: tl.tensor,
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
@@ -153,26 +114,36 @@ def _decode_plane(
     column = tile_columns(P)
     place = tl.arange(0, P.padded)
     if P.permuted:
-        parts = _matrix_parts(matrix, P)
+        halves = _matrix_half(matrix, 0, P), _matrix_half(matrix, 1, P)
     else:
         whole = tl.load(matrix + place[:, None] * P.padded + place[None, :])
     first_token = tl.load(move + 1).to(tl.int32) * C.block_tokens
     for start in range(first_token // ROWS * ROWS, C.tokens, ROWS):
         row = start + tl.arange(0, ROWS)
         if P.permuted:  # noqa: SIM108  # the compiler looks at one branch only
-            product = _permuted(codes, row, parts, P, C)
+            product = _permuted(codes, row, halves, P, C)
         else:
             product = _looked_up(codes, row, whole, centroids, P, C)
         low, high = in_order(tile_rows(product, C), 8).reshape(ROWS, P.padded // 32, 16, 2).split()
         scale = tl.load(scales + row, mask=row < C.tokens, other=0.0).to(tl.float32) * P.decode_unit
         scale = scale[:, None, None]
         flip = tl.load(signs + column)
-        if P.has_mean:  # flipped as the vector is, which is flipped back with it
+        if P.is_k:  # flipped as the vector is, which is flipped back with it
             low_mean, high_mean = floats(tl.load(mean + column, mask=column < P.size // 2, other=0) ^ flip, True)
             low, high = fused(low, scale, low_mean, C.fast), fused(high, scale, high_mean, C.fast)
         else:
             low, high = low * scale, high * scale
-        words = words_of(low, high, C.is_bf16, C.fast) ^ flip
+        if P.is_turned:
+            low = (low.to(tl.int32, bitcast=True) ^ (flip << 16)).to(tl.float32, bitcast=True)
+            high = (high.to(tl.int32, bitcast=True) ^ (flip & -65536)).to(tl.float32, bitcast=True)
+            low, high = turned(low, high, angles, row, True, P, C)
+            words = words_of(low, high, C.is_bf16, C.fast)
+        else:
+            words = words_of(low, high, C.is_bf16, C.fast) ^ flip
+        is_raw = row[:, None, None] < _RAW_TOKENS
+        raw_place = row[:, None, None] * (P.size // 2) + column
+        stored = tl.load(raw + raw_place, mask=is_raw & (column < P.size // 2), other=0)
+        words = tl.where(is_raw, stored, words)
         base, place_of_words, inside = tile_words(plane_of_head(plane, head), move + 2, row, P, C)
         tl.store(base + place_of_words, words, mask=inside & (row[:, None, None] >= first_token))
 
@@ -187,6 +158,7 @@ def decode_chunks(
     v_matrix: tl.tensor,
     k_centroids: tl.tensor,
     v_centroids: tl.tensor,
+    angles: tl.tensor,
     page_layer: tl.tensor,
     first_head: tl.tensor,
     page_heads: tl.tensor,
@@ -200,7 +172,9 @@ def decode_chunks(
     N_BLOCKS: tl.constexpr = C.tokens // C.block_tokens
     K_BYTES: tl.constexpr = C.tokens * K.size * K.bits // 8
     V_BYTES: tl.constexpr = C.tokens * V.size * V.bits // 8
-    LAYER_BYTES: tl.constexpr = K_BYTES + V_BYTES + 4 * C.tokens + 2 * K.size
+    MEAN: tl.constexpr = K_BYTES + V_BYTES + 4 * C.tokens
+    RAW: tl.constexpr = MEAN + 2 * K.size
+    LAYER_BYTES: tl.constexpr = RAW + 2 * _RAW_TOKENS * (K.size + V.size)
     WIDEST: tl.constexpr = K.padded if K.padded > V.padded else V.padded
     head = tl.program_id(0)
     move = table + tl.program_id(2).to(tl.int64) * (2 + N_BLOCKS)
@@ -210,8 +184,8 @@ def decode_chunks(
     first = (slab_start + tl.program_id(1) * LAYER_BYTES).to(tl.int64) + head.to(tl.int64) * slab_bytes
     start = tl.multiple_of((tl.load(move) + first).to(tl.pointer_type(tl.int8)), 16)
     scales = (start + (K_BYTES + V_BYTES)).to(tl.pointer_type(tl.float16))
-    mean = (start + (LAYER_BYTES - 2 * K.size)).to(tl.pointer_type(tl.int32))
-    _decode_plane(plane, first_head + head, move, flips, k_matrix, k_centroids, start, scales, mean, K, C)
+    mean, raw = (start + MEAN).to(tl.pointer_type(tl.int32)), (start + RAW).to(tl.pointer_type(tl.int32))
+    _decode_plane(plane, first_head + head, move, flips, k_matrix, k_centroids, angles, start, scales, mean, raw, K, C)
     _decode_plane(
         plane + 4,
         first_head + head,
@@ -219,9 +193,11 @@ def decode_chunks(
         flips + WIDEST // 2,
         v_matrix,
         v_centroids,
+        angles,
         start + K_BYTES,
         scales + C.tokens,
         mean,
+        raw + _RAW_TOKENS * K.size // 2,
         V,
         C,
     )

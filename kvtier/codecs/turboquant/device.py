@@ -1,13 +1,12 @@
 """Turboquant on the device: the mover of kvtier.codecs.base over one engine's pages, in Triton.
 
 The same bytes as the reference (kvtier.codecs.turboquant.reference). All chunks, layers and heads, K and V, are one
-launch; where first and last layers have other bits, one for each run of layers that are alike.
+launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from kvtier.codecs.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
 from kvtier.codecs.turboquant.decode import decode_chunks
 from kvtier.codecs.turboquant.encode import encode_chunks
-from kvtier.codecs.turboquant.layout import Bits, SlabFormat
+from kvtier.codecs.turboquant.layout import SlabFormat
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE
 from kvtier.codecs.turboquant.rotation import signs as signs_of
 from kvtier.codecs.turboquant.tables import (
@@ -30,6 +29,7 @@ from kvtier.codecs.turboquant.tables import (
     signed_centroids,
     squares,
 )
+from kvtier.codecs.turboquant.turns import takes_turns, tile_angles
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
 from kvtier.kernels.launch import on_device
@@ -37,7 +37,7 @@ from kvtier.kernels.paged import Move, PagedKV
 
 
 class TurboquantTiling(NamedTuple):
-    """How many tokens of a head a program works on at once, a multiple of 16 a warp; warps; registers a thread at most,
+    """Tokens of a head that a program works on at once, a multiple of 16 a warp; warps; registers a thread at most,
     0 for what the compiler likes.
 
     Of the encoding by warps (kvtier.codecs.turboquant.warps) a multiple of 8 a warp is enough; for mean_rows (0: as
@@ -57,43 +57,33 @@ class TurboquantTiling(NamedTuple):
         return self.registers if is_small and self.registers else None
 
 
-# H200, TB/s of k4v4 and k4v3: 2.29 and 2.25, 2.24 and 2.24, 2.08 and 2.17, 1.97 and 1.99.
+# benchmarks/gpu/codec_kernels.py --tune tries all of these. The first of each is in use; none was measured with version
+# 3 of the format, which takes K's rotary embedding off. With fewer registers the kernels spill.
 ENCODE_TILINGS = (
-    TurboquantTiling(32, 4, 80, 32, True, True),
-    TurboquantTiling(32, 4, 80, 32, False, True),
-    TurboquantTiling(32, 4, 72, 32, True),
-    TurboquantTiling(64, 8, 64, 128),
+    TurboquantTiling(32, 4, 128, 32, True, True),
+    TurboquantTiling(32, 4, 96, 32, True, True),
+    TurboquantTiling(32, 4, 128, 32, True),
+    TurboquantTiling(64, 8, 128, 64),
 )
-WHOLE_TILING = TurboquantTiling(64, 4, 128)
-"""Of the encoding that is not by warps."""
+WHOLE_TILING = TurboquantTiling(64, 4, 128)  # of the encoding that is not by warps
 DECODE_TILINGS = (
-    TurboquantTiling(64, 4, 128),
     TurboquantTiling(64, 4),
-    TurboquantTiling(64, 4, 96),
+    TurboquantTiling(64, 4, 128),
+    TurboquantTiling(32, 2),
     TurboquantTiling(128, 8),
     TurboquantTiling(128, 8, 128),
     TurboquantTiling(128, 4),
 )
-"""What benchmarks/gpu/codec_kernels.py --tune tries. The first of each is the one in use."""
 
 
 class _DeviceTables(NamedTuple):
-    """Of K or V with some number of bits, in device memory."""
+    """Tables of K or V with some number of bits, in device memory."""
 
     code: PlaneCode
     encode_matrix: torch.Tensor
     squares: torch.Tensor
     decode_matrix: torch.Tensor
     centroids: torch.Tensor
-
-
-class _LayerRun(NamedTuple):
-    """Layers next to each other that are coded alike: of the pages, how many, and where in a slab they begin."""
-
-    page_layer: int
-    n_layers: int
-    slab_start: int
-    bits: Bits
 
 
 class CudaTurboquant:
@@ -118,7 +108,9 @@ class CudaTurboquant:
         self._tilings, self._whole_tiling = (encode_tiling, decode_tiling), whole_tiling
         with on_device(self._device):
             self._signs = self._to_device(_sign_words(slab_format, held))
-            self._tables = {layer.bits: self._tables_of(layer.bits) for layer in map(slab_format.layer, _layers(held))}
+            self._tables = self._make_tables()
+            angles = tile_angles(slab_format.tokens, slab_format.k_size, slab_format.rope_base)
+            self._angles = self._to_device(angles.reshape(-1))
         self._pages.prepare(self._launch_nothing)
 
     def encode(self, moves: Sequence[Move]) -> PendingVerdicts:
@@ -126,28 +118,17 @@ class CudaTurboquant:
 
         Sums and errors: see kvtier.codecs.coded_pages.CodedPages.encode.
         """
-        return self._pages.encode(moves, self._encode_group)
+        return self._pages.encode(moves, self._encode)
 
     def decode(self, moves: Sequence[Move]) -> None:
         """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream."""
-        self._pages.decode(moves, self._decode_group)
+        self._pages.decode(moves, self._decode)
 
-    def _encode_group(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
-        runs = self._runs(group)
-        for run in runs:
-            self._encode(run, group, table, answers, run is runs[-1])
-
-    def _decode_group(self, group: Group, table: torch.Tensor) -> None:
-        for run in self._runs(group):
-            self._decode(run, group, table)
-
-    def _encode(
-        self, run: _LayerRun, group: Group, table: torch.Tensor, answers: torch.Tensor, ends_slab: bool
-    ) -> object:
-        """Returns the compiled kernel, for those who measure it."""
-        k, v = self._tables[run.bits]
+    def _encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> object:
+        """Return the compiled kernel, for those who measure it."""
+        k, v = self._tables
         tiling, shape = self._encoding(k.code, v.code)
-        return encode_chunks[(group.patch.n_heads, run.n_layers, len(group.places))](
+        return encode_chunks[(group.patch.n_heads, group.patch.n_layers, len(group.places))](
             self._pages.planes,
             table,
             self._signs,
@@ -155,13 +136,13 @@ class CudaTurboquant:
             v.encode_matrix,
             k.squares,
             v.squares,
+            self._angles,
             answers,
-            run.page_layer,
+            group.patch.page_layer,
             group.patch.page_head,
             self._held.n_heads,
-            run.slab_start,
+            group.slab_start,
             group.slab_bytes,
-            int(ends_slab),
             k.code,
             v.code,
             shape,
@@ -172,10 +153,10 @@ class CudaTurboquant:
             enable_fp_fusion=False,
         )
 
-    def _decode(self, run: _LayerRun, group: Group, table: torch.Tensor) -> None:
-        k, v = self._tables[run.bits]
+    def _decode(self, group: Group, table: torch.Tensor) -> None:
+        k, v = self._tables
         tiling = self._tilings[1]
-        decode_chunks[(group.patch.n_heads, run.n_layers, len(group.places))](
+        decode_chunks[(group.patch.n_heads, group.patch.n_layers, len(group.places))](
             self._pages.planes,
             table,
             self._signs,
@@ -183,10 +164,11 @@ class CudaTurboquant:
             v.decode_matrix,
             k.centroids,
             v.centroids,
-            run.page_layer,
+            self._angles,
+            group.patch.page_layer,
             group.patch.page_head,
             self._held.n_heads,
-            run.slab_start,
+            group.slab_start,
             group.slab_bytes,
             k.code,
             v.code,
@@ -220,20 +202,14 @@ class CudaTurboquant:
     def _is_fast(self) -> bool:
         return self._device.type == "cuda"  # else it is interpreted, for tests
 
-    def _runs(self, group: Group) -> list[_LayerRun]:
-        patch, runs, start = group.patch, [], group.slab_start
-        first = self._pages.first_layer(patch)
-        numbers = range(first, first + patch.n_layers)
-        for bits, alike in groupby(numbers, lambda number: self._format.layer(number).bits):
-            layers = list(alike)
-            runs.append(_LayerRun(layers[0] - self._held.first_layer, len(layers), start, bits))
-            start += self._format.n_bytes(range(layers[0], layers[-1] + 1))
-        return runs
-
-    def _tables_of(self, bits: Bits) -> tuple[_DeviceTables, _DeviceTables]:
-        """Of K and V."""
-        sizes = (self._format.k_size, self._format.v_size)
-        codes = (plane_code(sizes[plane], bits[plane], plane == K_PLANE, self._is_fast) for plane in (K_PLANE, V_PLANE))
+    def _make_tables(self) -> tuple[_DeviceTables, _DeviceTables]:
+        """Return those of K and of V."""
+        sizes, bits = (self._format.k_size, self._format.v_size), self._format.bits
+        is_turned = takes_turns(self._format.k_size, self._format.rope_base)
+        codes = (
+            plane_code(sizes[plane], bits[plane], plane == K_PLANE, is_turned and plane == K_PLANE, self._is_fast)
+            for plane in (K_PLANE, V_PLANE)
+        )
         k, v = (
             _DeviceTables(
                 code,
@@ -250,14 +226,8 @@ class CudaTurboquant:
         return torch.from_numpy(values).to(self._device)
 
     def _launch_nothing(self, table: torch.Tensor) -> None:
-        for bits in self._tables:
-            run = _LayerRun(0, 0, 0, bits)
-            self._encode(run, NOTHING, table, table, True)
-            self._decode(run, NOTHING, table)
-
-
-def _layers(held: Extent) -> range:
-    return range(held.first_layer, held.end_layer)
+        self._encode(NOTHING, table, table)
+        self._decode(NOTHING, table)
 
 
 def _sign_words(slab_format: SlabFormat, held: Extent) -> npt.NDArray[np.int32]:

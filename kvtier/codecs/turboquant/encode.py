@@ -19,14 +19,26 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
-from kvtier.codecs.turboquant.mean import take_mean
+from kvtier.codecs.turboquant.layout import RAW_TOKENS
+from kvtier.codecs.turboquant.mean import take_mean, turned
 from kvtier.codecs.turboquant.pack import store_codes
 from kvtier.codecs.turboquant.warps import energies, hadamard16, rotated
-from kvtier.codecs.turboquant.whole import largest, less_mean, matrices, power_below, value_of, whole_and_energy
+from kvtier.codecs.turboquant.whole import largest, matrices, power_below, value_of, whole_and_energy
 from kvtier.kernels.device_part_sum import sum_part
-from kvtier.kernels.tiles import in_order, load_words, plane_of_head, quotient, square_root, tile_columns, tile_rows
+from kvtier.kernels.tiles import (
+    floats,
+    in_order,
+    load_words,
+    plane_of_head,
+    quotient,
+    square_root,
+    tile_columns,
+    tile_rows,
+    words_of,
+)
 
 _ELEMENT_MAX = tl.constexpr(65536.0)
+_RAW_TOKENS = tl.constexpr(RAW_TOKENS)
 _SCALE_MIN = tl.constexpr(2.0**-20)
 _SCALE_MAX = tl.constexpr(65504.0)
 
@@ -39,9 +51,11 @@ def _encode_plane(
     signs: tl.tensor,
     rotation: tl.tensor,
     squares: tl.tensor,
+    angles: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
     mean: tl.tensor,
+    raw: tl.tensor,
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:
@@ -65,10 +79,16 @@ def _encode_plane(
         else:
             words = load_words(vectors, blocks, row, P, C, "evict_first")
         flip = tl.load(signs + column)
-        if P.has_mean:
-            words = less_mean(words, tl.load(mean + column, mask=column < P.size // 2, other=0), flip, C)
-        else:
-            words = words ^ flip
+        raw_place = row[:, None, None] * (P.size // 2) + column
+        tl.store(raw + raw_place, words, mask=(row[:, None, None] < _RAW_TOKENS) & (column < P.size // 2))
+        if P.is_k:
+            original = value_of(largest(words, C), C)
+            low, high = floats(words, C.is_bf16)
+            if P.is_turned:
+                low, high = turned(low, high, angles, row, False, P, C)
+            low_mean, high_mean = floats(tl.load(mean + column, mask=column < P.size // 2, other=0), True)
+            words = words_of(low - low_mean, high - high_mean, C.is_bf16, C.fast)
+        words ^= flip
         top = value_of(largest(words, C), C)
         power = power_below(top)
         if C.by_warps:
@@ -85,7 +105,10 @@ def _encode_plane(
         scale = tl.where(top == 0.0, 0.0, scale * (power * (1 / 32768)))
         sound = (top < _ELEMENT_MAX) & (scale >= _SCALE_MIN) & (scale <= _SCALE_MAX)  # not if anything is NaN
         inside = row < C.tokens
-        refused |= (inside & (top != 0.0) & (sound == 0)).to(tl.int32)
+        is_bad = (top != 0.0) & (sound == 0)
+        if P.is_k:  # also where turning, or holding within fp16's values, makes it look finite
+            is_bad |= (original < _ELEMENT_MAX) == 0
+        refused |= (inside & is_bad).to(tl.int32)
         if C.by_warps:  # from one of each row's four lanes, without a barrier
             lane = tl.arange(0, 4)[:, None]
             at = tl.max_contiguous(row[None, :] + lane, (1, 1))  # else 32 rows would go to one warp
@@ -100,7 +123,6 @@ def _encode_plane(
 @triton.jit(
     do_not_specialize=(
         "planes", "table", "answers", "page_layer", "first_head", "page_heads", "slab_start", "slab_bytes",
-        "ends_slab",
     )
 )  # fmt: skip
 def encode_chunks(
@@ -111,13 +133,13 @@ def encode_chunks(
     v_rotation: tl.tensor,
     k_squares: tl.tensor,
     v_squares: tl.tensor,
+    angles: tl.tensor,
     answers: tl.tensor,
     page_layer: tl.tensor,
     first_head: tl.tensor,
     page_heads: tl.tensor,
     slab_start: tl.tensor,
     slab_bytes: tl.tensor,
-    ends_slab: tl.tensor,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -127,13 +149,16 @@ def encode_chunks(
 
     planes: (layers, 2, 4) int64. table: (moves, 2 + n_blocks + heads) int64: address of the slabs, first block (not
     looked at), block ids, seeds. signs: (layers, page_heads, 2, words) int32. answers: (moves, heads + 1) int64, zeros
-    at first: sums of slabs, and not zero where a chunk is refused. slab_start: where in a slab the first of these
-    layers lies. ends_slab: whether what lies behind the last, up to the slab's end, is summed with it.
+    at first: sums of slabs, and not zero where a chunk is refused. angles: tile_angles.
+    slab_start: place in a slab of the first of these layers. The rest behind the last one, up to the slab's end, is
+    summed with it.
     """
     N_BLOCKS: tl.constexpr = C.tokens // C.block_tokens
     K_BYTES: tl.constexpr = C.tokens * K.size * K.bits // 8
     V_BYTES: tl.constexpr = C.tokens * V.size * V.bits // 8
-    LAYER_BYTES: tl.constexpr = K_BYTES + V_BYTES + 4 * C.tokens + 2 * K.size
+    MEAN: tl.constexpr = K_BYTES + V_BYTES + 4 * C.tokens
+    RAW: tl.constexpr = MEAN + 2 * K.size
+    LAYER_BYTES: tl.constexpr = RAW + 2 * _RAW_TOKENS * (K.size + V.size)
     WIDEST: tl.constexpr = K.padded if K.padded > V.padded else V.padded
     n_heads = tl.num_programs(0)
     head = tl.program_id(0)
@@ -145,20 +170,19 @@ def encode_chunks(
     first = slab_start + tl.program_id(1) * LAYER_BYTES
     start = tl.multiple_of((slab + first).to(tl.pointer_type(tl.int8)), 16)
     scales = (start + (K_BYTES + V_BYTES)).to(tl.pointer_type(tl.float16))
-    mean = (start + (LAYER_BYTES - 2 * K.size)).to(tl.pointer_type(tl.int32))
-    if K.has_mean:
-        take_mean(plane, first_head + head, move + 2, mean, K, C)
-        tl.debug_barrier()
+    mean, raw = (start + MEAN).to(tl.pointer_type(tl.int32)), (start + RAW).to(tl.pointer_type(tl.int32))
+    take_mean(plane, first_head + head, move + 2, angles, mean, K, C)
+    tl.debug_barrier()
     refused = _encode_plane(
-        plane, first_head + head, move + 2, flips, k_rotation, k_squares, start, scales, mean, K, C
+        plane, first_head + head, move + 2, flips, k_rotation, k_squares, angles, start, scales, mean, raw, K, C
     )  # fmt: skip
     refused |= _encode_plane(
-        plane + 4, first_head + head, move + 2, flips + WIDEST // 2, v_rotation, v_squares, start + K_BYTES,
-        scales + C.tokens, mean, V, C,
+        plane + 4, first_head + head, move + 2, flips + WIDEST // 2, v_rotation, v_squares, angles, start + K_BYTES,
+        scales + C.tokens, mean, raw + _RAW_TOKENS * K.size // 2, V, C,
     )  # fmt: skip
     tl.debug_barrier()
     end = first + LAYER_BYTES
-    if (tl.program_id(1) == tl.num_programs(1) - 1) & (ends_slab != 0):
+    if tl.program_id(1) == tl.num_programs(1) - 1:
         end = slab_bytes
     seed = tl.load(move + 2 + N_BLOCKS + head).to(tl.uint64, bitcast=True)
     AT_ONCE: tl.constexpr = PAIRS if C.warps >= 4 else 128 * C.warps

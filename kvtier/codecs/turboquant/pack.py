@@ -1,4 +1,4 @@
-"""From rotated vectors to packed codes, on the device.
+"""Packing of rotated vectors into codes, on the device.
 
 A code is a curve's value, rounded (kvtier.codecs.turboquant.buckets): up to 4 bits in fp16, two elements at a time,
 without a comparison. Four codes are four bytes of a word, and fields of some words become one by shifts.
@@ -26,12 +26,12 @@ _PLACE = tl.constexpr(  # of |v| <= 1 on the curve: v, two of them
 
 @triton.jit
 def _codes_in_words(low: tl.tensor, high: tl.tensor, normal: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
-    """Words with two codes, in the lower bytes of their halves; what lies in the upper bytes means nothing.
+    """Words with two codes, in the lower bytes of their halves; the upper bytes mean nothing.
 
     low, high: rotated elements. normal: (rows,) fp32, the reference's n * sqrt(E) over sqrt(E).
     """
     factor = twice(normal, False, C.fast)[:, None, None]
-    if C.fast and P.bits <= 4:
+    if C.fast and P.bits == 4:
         words = tl.inline_asm_elementwise(P.curve, "=r,f,f,r", [low, high, factor], tl.int32, True, 1)
     elif C.fast:
         words = tl.inline_asm_elementwise(_PLACE, "=r,f,f,r", [low, high, factor], tl.int32, True, 1)
@@ -90,7 +90,7 @@ def _store_plane(
     row: (rows,), the tokens. plane: where the plane begins.
     """
     if C.by_warps:
-        _store_where_they_are(nibbles, row, plane, WIDTH, P, C)
+        _store_where_they_are(nibbles, row, plane, P, C)
         return
     EIGHTH: tl.constexpr = P.size // 8
     N_WORDS: tl.constexpr = P.padded // 32
@@ -113,22 +113,13 @@ def _store_plane(
 
 @triton.jit
 def _store_where_they_are(
-    nibbles: tl.tensor, row: tl.tensor, plane: tl.tensor, WIDTH: tl.constexpr, P: tl.constexpr, C: tl.constexpr
+    nibbles: tl.tensor, row: tl.tensor, plane: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> None:
-    """As _store_plane, of 64 or 128 elements, in accesses of 8 bytes: words stay in the lanes that made them."""
+    """Store 4 bits each of 64 or 128 elements in accesses of 8 bytes: words stay in the lanes that made them."""
     N: tl.constexpr = P.padded // 32
-    if WIDTH == 4:
-        first, second = nibbles.reshape(C.rows, 2, 2 * N).permute(0, 2, 1).split()
-        _store_twos(first, row, plane, 0, 4 * N, 2 * N, C)
-        _store_twos(second, row, plane, 2 * N, 4 * N, 2 * N, C)
-    else:
-        words = _upper_upon_lower(nibbles, 4)
-        if WIDTH == 2:
-            _store_twos(words.reshape(C.rows, 2 * N), row, plane, 0, 2 * N, 2 * N, C)
-        else:  # a word's two parts are in two lanes: both get the sum, the first stores it
-            part = tl.arange(0, 2)[None, :, None]
-            both = total(words << part, 1)[:, None, :] + part * 0
-            _store_twos(both.reshape(C.rows, 2 * N), row, plane, 0, N, N, C)
+    first, second = nibbles.reshape(C.rows, 2, 2 * N).permute(0, 2, 1).split()
+    _store_twos(first, row, plane, 0, 4 * N, C)
+    _store_twos(second, row, plane, 2 * N, 4 * N, C)
 
 
 @triton.jit
@@ -138,19 +129,18 @@ def _store_twos(
     plane: tl.tensor,
     AT: tl.constexpr,
     ROW: tl.constexpr,
-    KEEP: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Stores the first KEEP of (rows, n) words from word AT of a row of ROW words on."""
+    """Store (rows, n) words from word AT of a row of ROW words on."""
     word = tl.arange(0, words.shape[1])[None, :]
     at = tl.max_contiguous(tl.multiple_of(row[:, None] * ROW + AT + word, (1, 2)), (1, 2))
-    tl.store(plane.to(tl.pointer_type(tl.int32)) + at, words, mask=(row[:, None] < C.tokens) & (word < KEEP))
+    tl.store(plane.to(tl.pointer_type(tl.int32)) + at, words, mask=row[:, None] < C.tokens)
 
 
 @triton.jit
 def _energy(bytes: tl.tensor, nibbles: tl.tensor, squares: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
     """(rows,) int32: the sum of the squares of the codes' centroids, places behind a vector's end among them."""
-    if C.fast and P.bits <= 4:
+    if C.fast and P.bits == 4:
         sums = tl.inline_asm_elementwise(P.energy, "=&r,r", [nibbles], tl.int32, True, 1)
     else:
         sums = tl.load(squares + (bytes & 0xFF)) + tl.load(squares + ((bytes >> 8) & 0xFF))
@@ -175,17 +165,14 @@ def store_codes(
     """
     low, high = product.reshape(C.rows, 8, P.padded // 16, 2).split()
     bytes = _bytes_of(_codes_in_words(low, high, normal, P, C), C)
-    upper_plane = codes + C.tokens * P.size * (P.bits - P.bits % 2 - (P.bits == 6) * 2) // 8
-    if P.bits <= 4:
+    upper_plane = codes + C.tokens * P.size * 4 // 8
+    if P.bits == 4:
         nibbles = _upper_upon_lower(bytes, 16)
     else:
         nibbles = _upper_upon_lower(bytes & 0x0F0F0F0F, 16)
         upper = _upper_upon_lower((bytes >> 4) & 0x0F0F0F0F, 16)
-    if P.bits == 3:
-        _store_plane(nibbles & 0x33333333, row, codes, 2, P, C)
-        _store_plane((nibbles >> 2) & 0x11111111, row, upper_plane, 1, P, C)
-    elif P.bits <= 4:
-        _store_plane(nibbles, row, codes, P.bits, P, C)
+    if P.bits == 4:
+        _store_plane(nibbles, row, codes, 4, P, C)
     else:
         _store_plane(nibbles, row, codes, 4, P, C)
         _store_plane(upper, row, upper_plane, P.bits - 4, P, C)

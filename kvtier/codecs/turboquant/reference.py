@@ -15,17 +15,19 @@ off, or V), where 2^e <= max |x| < 2^(e + 1):
 
 `unit` is the least power of two not below the centroids' unit / sqrt d. Square roots and quotients are of fp32.
 
-The mean of K over the chunk is taken off where it has an eighth of the energy or more: that gains a tenth of a bit. It
-is that of every `mean_step`-th token, T of them: of 128 it has an error of a 128th of what is left of the energy.
-Coded again, a K with a mean has another one, and some other codes: five times add a fifth or a quarter to the error of
-4 bits, two thirds to that of 6.
+K first has its rotary embedding taken off (turns.py), then its mean over the chunk, which is where biases of K are.
+The mean is that of every `mean_step`-th token, the last of each so many: of 128 it has an error of a 128th of what is
+left of the energy. Coded again, K has another mean, and some other codes: five times add a fifth or a quarter to the
+error of 4 bits, two thirds to that of 6.
 
-    2^e <= max |k| < 2^(e + 1), or e = -16 if that is more;   g = rint(k * 2^(5 - e))          |g| <= 64
-    S[j] = sum over tokens of g;   G = sum of g^2
-    where 8 * sum S[j]^2 >= T * G:  mean[j] = bf16((S[j] * fp32(1 / T)) * 2^(e - 5)), else 0
-    x = k - mean, of the engine's dtype, the mean rounded to it first;   k' = fp32(x' + mean)
+    2^e <= max |k| < 2^(e + 1), or e = -16 if that is more;   g = rint(k * 2^(15 - e))         |g| <= 2^16
+    mean[j] = bf16((S[j] * fp32(1 / n)) * 2^(e - 15)), S[j] the sum of g over the n tokens
+    x = k - mean, in fp32, rounded to the engine's dtype;   k' = fp32(x' + mean), turned back
 
-All that is rounded to the engine's dtype, but for x, is held within its finite values (that matters for fp16).
+The first RAW_TOKENS tokens are stored as they are too, and decoding takes those: the first token of a prompt is unlike
+all others, and all heads lean on it. Every chunk has room for them, because all slabs have one size.
+
+All that is rounded to the engine's dtype is held within its finite values (that matters for fp16).
 
 Refused: a vector with NaN, infinity or an element of 65536 or more, and one that is not zero and whose scale, in fp32,
 is below 2^-20 or above 65504. The tests are written so that NaN fails them.
@@ -42,23 +44,20 @@ import torch
 
 from kvtier.codecs.turboquant.buckets import thresholds
 from kvtier.codecs.turboquant.codebooks import CODEBOOKS
-from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, LayerLayout
+from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, RAW_TOKENS, LayerLayout
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE, hadamard, signs
+from kvtier.codecs.turboquant.turns import turned
 from kvtier.codecs.vectors import EncodedLayer
 from kvtier.format.geometry import Extent
 
+# The largest element of a vector becomes a whole number of so many bits and one: 256 of them sum to 2^24, fp32's.
 TOP_EXPONENT = 15
-"""The largest element of a vector becomes a whole number of so many bits and one: 256 of them sum to 2^24, fp32's."""
+# Exponents of the powers of two that rotated elements, and squares, are divided by: so that fp16 holds the former, and
+# sums of the latter are exact in fp32.
 ROTATED_SHIFT, ENERGY_SHIFT = 9, 17
-"""What rotated elements, and squares, are divided by, as powers of two: so that fp16 holds the former, and sums of the
-latter are exact in fp32."""
 ELEMENT_MAX = 65536.0
 SCALE_MIN, SCALE_MAX = 2.0**-20, 65504.0
-MEAN_SHARE = 8
-"""The mean is taken off when it has one part in so many of the energy."""
-MEAN_TOKENS, MEAN_EXPONENT, MEAN_LEAST = 128, 5, -16
-"""The mean is that of so many tokens of a chunk, fewer than twice as many; its largest element has 6 bits, or
-fewer where it is so small that fp16 does not hold what makes them 6."""
+MEAN_TOKENS, MEAN_LEAST = 128, -16  # least number of tokens that the mean is taken of; least exponent of its elements
 
 
 class Signs(NamedTuple):
@@ -83,13 +82,17 @@ def signs_of(seed: int, extent: Extent, layout: LayerLayout, device: torch.devic
     return Signs(*(torch.from_numpy(plane).to(device, torch.float32) for plane in (k, v)))
 
 
-def encode_layer(k: torch.Tensor, v: torch.Tensor, layout: LayerLayout, signs: Signs) -> EncodedLayer:
-    """Of one or more layers, heads and chunks alike.
+def encode_layer(
+    k: torch.Tensor, v: torch.Tensor, layout: LayerLayout, signs: Signs, rope_base: float = 0.0
+) -> EncodedLayer:
+    """Encode one or more layers, heads and chunks alike.
 
     k: (..., T, k_size), v: (..., T, v_size): bf16, fp16 or fp32. signs: of shapes that broadcast to (..., size).
     """
-    mean = _mean(k.float())
-    coded_k = _encode_vectors(k - _rounded(mean.float(), k.dtype).unsqueeze(-2), signs.k, layout.bits.k)
+    raw = [x[..., :RAW_TOKENS, :].to(_raw_dtype(x.dtype)).flatten(-2) for x in (k, v)]
+    whole = turned(k.float(), rope_base, False)
+    mean = _mean(whole)
+    coded_k = _encode_vectors(_rounded(whole - mean.float().unsqueeze(-2), k.dtype), signs.k, layout.bits.k)
     coded_v = _encode_vectors(v, signs.v, layout.bits.v)
     parts = [
         *_pack(coded_k.codes, layout.bits.k),
@@ -97,12 +100,14 @@ def encode_layer(k: torch.Tensor, v: torch.Tensor, layout: LayerLayout, signs: S
         _bytes(coded_k.scales),
         _bytes(coded_v.scales),
         _bytes(mean),
+        *(_bytes(part) for part in raw),
     ]
-    return EncodedLayer(torch.cat(parts, -1), coded_k.refused | coded_v.refused)
+    is_turnable = (k.abs() < ELEMENT_MAX).all(-1).all(-1)  # what is not finite may look finite once it is turned
+    return EncodedLayer(torch.cat(parts, -1), coded_k.refused | coded_v.refused | ~is_turnable)
 
 
 def decode_layer(
-    data: torch.Tensor, layout: LayerLayout, signs: Signs, dtype: torch.dtype
+    data: torch.Tensor, layout: LayerLayout, signs: Signs, dtype: torch.dtype, rope_base: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K (..., T, k_size) and V (..., T, v_size) in `dtype`. data: (..., layout.n_bytes) uint8. signs: as encoded."""
     tokens = layout.tokens
@@ -114,17 +119,24 @@ def decode_layer(
     flips = signs.k.double().unsqueeze(-2)
     k = _decode_vectors(k_codes, k_scales, layout.bits.k) + mean * flips  # in fp64, so that it is rounded once
     v = _decode_vectors(v_codes, v_scales, layout.bits.v)
-    return _rounded(k.float() * flips.float(), dtype), _rounded(v.float() * signs.v.unsqueeze(-2), dtype)
+    k = _rounded(turned(k.float() * flips.float(), rope_base, True), dtype)
+    v = _rounded(v.float() * signs.v.unsqueeze(-2), dtype)
+    raw_k = _floats(data, layout.raw, RAW_TOKENS * layout.k_size, _raw_dtype(dtype))
+    raw_v = _floats(data, layout.raw + raw_k.shape[-1] * 2, RAW_TOKENS * layout.v_size, _raw_dtype(dtype))
+    k[..., :RAW_TOKENS, :] = raw_k.reshape(*k.shape[:-2], RAW_TOKENS, -1).to(dtype)
+    v[..., :RAW_TOKENS, :] = raw_v.reshape(*v.shape[:-2], RAW_TOKENS, -1).to(dtype)
+    return k, v
 
 
 def decode_unit(bits: int, size: int) -> float:
-    """What an element of H^T C is worth, in units of the scale: a power of two, so that its product with scales and
-    whole numbers has few bits."""
+    """Return the value of an element of H^T C in units of the scale: a power of two, so that its product with scales
+    and whole numbers has few bits."""
     return 2.0 ** math.ceil(math.log2(CODEBOOKS[bits].unit / math.sqrt(size)))
 
 
 def scale_unit(bits: int, size: int) -> float:
-    """What makes sqrt(E / F) the scale of a vector whose r is 1: about the root mean square of its elements."""
+    """Return the factor that makes sqrt(E / F) the scale of a vector whose r is 1, about the root mean square of its
+    elements."""
     return _fp32(2 ** (ENERGY_SHIFT / 2) / (decode_unit(bits, size) * math.sqrt(size)))
 
 
@@ -134,22 +146,19 @@ def spread(bits: int) -> float:
 
 
 def mean_step(tokens: int) -> int:
-    """Of how many tokens one counts for the mean of K."""
+    """Return the number of tokens of which one counts for the mean of K."""
     return max(1, tokens // MEAN_TOKENS)
 
 
 def _mean(k: torch.Tensor) -> torch.Tensor:
     """(..., d) bf16 of (..., T, d) fp32. Where k is not finite or hardly anything at all, it is as it comes: there the
     vectors are refused."""
-    k = k[..., :: mean_step(k.shape[-2]), :].double()
-    tokens = k.shape[-2]
+    step = mean_step(k.shape[-2])
+    k = k[..., step - 1 :: step, :].double()
     exponent = _exponent(k.abs().amax((-2, -1), keepdim=True)).clamp(min=MEAN_LEAST)
-    unit = _power(exponent - MEAN_EXPONENT)
-    whole = torch.round(k / unit)
-    sums = whole.sum(-2, keepdim=True) + 0.0  # whole numbers have no -0
-    pays = MEAN_SHARE * sums.square().sum(-1, keepdim=True) >= tokens * whole.square().sum((-2, -1), keepdim=True)
-    mean = (sums.float() * _fp32(1 / tokens)) * unit.float()
-    return torch.where(pays, mean, 0.0).to(torch.bfloat16).squeeze(-2)
+    unit = _power(exponent - TOP_EXPONENT)
+    sums = torch.round(k / unit).sum(-2, keepdim=True) + 0.0  # whole numbers have no -0
+    return ((sums.float() * _fp32(1 / k.shape[-2])) * unit.float()).to(torch.bfloat16).squeeze(-2)
 
 
 def _encode_vectors(x: torch.Tensor, signs: torch.Tensor, bits: int) -> _Vectors:
@@ -245,6 +254,10 @@ def _unpack(data: torch.Tensor, tokens: int, bits: int) -> torch.Tensor:
     return codes
 
 
+def _raw_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
 def _bytes(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(torch.uint8)
 
@@ -261,7 +274,7 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _square_root(x: torch.Tensor) -> torch.Tensor:
-    """Of fp32, rounded to nearest even. torch's own on a CPU may be MKL's, which is not on all processors."""
+    """Return the root of fp32, rounded to nearest even. torch's own may be MKL's, which is not on all processors."""
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else torch.sqrt(x)
 
 

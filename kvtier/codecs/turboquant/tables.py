@@ -1,4 +1,4 @@
-"""What turboquant's kernels are compiled for, and the matrices and tables that they read."""
+"""Constants that turboquant's kernels are compiled for, and the matrices and tables that they read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvtier.codecs.turboquant.codebooks import CODEBOOKS
 from kvtier.codecs.turboquant.reference import decode_unit, scale_unit, spread
 from kvtier.codecs.turboquant.rotation import hadamard
 
-IN_A_WORD = 4
-"""Bytes of codes that a thread has side by side after the rotation."""
+IN_A_WORD = 4  # bytes of codes that a thread has side by side after the rotation
 
 
 class PlaneCode(NamedTuple):
-    """How K, or V, is coded: what the compiler must know.
+    """Code of K or V: all that the compiler must know.
 
-    size: elements of a vector; padded: of one in a tile. thresholds, coefficients: as in
+    size: elements of a vector; padded: of one in a tile. is_k: a mean is taken off, is_turned: and before it the
+    rotary embedding. thresholds, coefficients: as in
     kvtier.codecs.turboquant.buckets. curve: PTX that makes codes of two elements, energy: one that sums the squares of
     the centroids of eight codes, both up to 4 bits. least: the square of the first centroid. centroids: PTX that makes
     centroids of four bytes of codes. permuted: whether that is how they are decoded.
@@ -28,7 +28,8 @@ class PlaneCode(NamedTuple):
     size: int
     padded: int
     bits: int
-    has_mean: bool
+    is_k: bool
+    is_turned: bool
     thresholds: tuple[float, ...]
     coefficients: tuple[float, ...]
     spread: float
@@ -42,8 +43,8 @@ class PlaneCode(NamedTuple):
 
     @property
     def suits_warps(self) -> bool:
-        """Whether turboquant_warps can encode it."""
-        return self.size in (64, 128) and self.bits <= 4
+        """Tell whether kvtier.codecs.turboquant.warps can encode it."""
+        return self.size in (64, 128) and self.bits == 4
 
 
 class TurboquantChunkShape(NamedTuple):
@@ -65,17 +66,17 @@ class TurboquantChunkShape(NamedTuple):
     early: bool = False
 
 
-def plane_code(size: int, bits: int, has_mean: bool, fast: bool) -> PlaneCode:
-    """Return the code of vectors of `size` elements with `bits` each; K has a mean. fast: see TurboquantChunkShape."""
+def plane_code(size: int, bits: int, is_k: bool, is_turned: bool, fast: bool) -> PlaneCode:
+    """Return the code of vectors of `size` elements with `bits` each. fast: see TurboquantChunkShape."""
     book = CODEBOOKS[bits]
-    # Operands of int8 have at least 32 columns, and bytes are taken four at a time.
-    permuted = fast and (bits == 4 or (bits < 4 and size >= 96)) and size % 32 == 0
-    is_small = bits <= 4
+    permuted = fast and bits == 4 and size % 32 == 0  # bytes are taken four at a time
+    is_small = bits == 4
     return PlaneCode(
         size,
         padded_size(size),
         bits,
-        has_mean,
+        is_k,
+        is_turned,
         thresholds(bits),
         book.curve,
         spread(bits),
@@ -95,7 +96,7 @@ def padded_size(size: int) -> int:
 
 
 def places(size: int) -> npt.NDArray[np.int64]:
-    """(padded,): which element lies at each place of a tile; -1 where none does."""
+    """(padded,): the element at each place of a tile; -1 where there is none."""
     part = padded_size(size) // 8
     eighth, within = np.divmod(np.arange(8 * part), part)
     return np.where(within < size // 8, eighth * (size // 8) + within, -1)
@@ -131,7 +132,7 @@ def encode_matrix(size: int, is_bf16: bool, fast: bool) -> npt.NDArray[np.int16 
 
 
 def decode_matrix(code: PlaneCode) -> npt.NDArray[np.int8 | np.float16]:
-    """What centroids are multiplied with from the right, in the order of the accumulators' columns.
+    """Return the matrix that centroids are multiplied with from the right, in the order of the accumulators' columns.
 
     (padded, padded) int8, or fp16 where centroids have more than 7 bits. Where the code is `permuted`: column after
     column, and its rows in the order in which the PTX puts out elements.
@@ -177,22 +178,15 @@ def _energy_ptx(centroids: tuple[int, ...]) -> str:
     """PTX of eight codes, one a nibble ($1), to the sum of their centroids' squares ($0).
 
     prmt takes bytes out of a table of eight by the low three bits of each nibble, and dp4a sums products of bytes.
-    Codes of 4 bits are folded first: those of bit 3 count upwards, the others downwards.
+    Codes are folded first: those of bit 3 count upwards, the others downwards.
     """
-    table = (*centroids, *(0,) * (8 - len(centroids)))
-    lines = [".reg .b32 m, c;"]
-    if len(centroids) == 8:
-        lines += [
-            "shr.u32 c, $1, 3;",
-            "and.b32 c, c, 0x11111111;",
-            "mul.lo.u32 c, c, 7;",
-            "lop3.b32 m, $1, c, 0x77777777, 0x82;",
-        ]
-    else:
-        table = (*reversed(centroids), *centroids)
-        lines += ["mov.b32 m, $1;"]
-    low, high = (int.from_bytes(bytes((*table, 0, 0, 0, 0)[part : part + 4]), "little") for part in (0, 4))
-    lines += [
+    low, high = (int.from_bytes(bytes(centroids[part : part + 4]), "little") for part in (0, 4))
+    lines = [
+        ".reg .b32 m, c;",
+        "shr.u32 c, $1, 3;",
+        "and.b32 c, c, 0x11111111;",
+        "mul.lo.u32 c, c, 7;",
+        "lop3.b32 m, $1, c, 0x77777777, 0x82;",
         f"prmt.b32 c, {low}, {high}, m;",
         "mov.b32 $0, 0;",
         "dp4a.u32.u32 $0, c, c, $0;",
@@ -204,18 +198,14 @@ def _energy_ptx(centroids: tuple[int, ...]) -> str:
 
 
 def _permuted_places(code: PlaneCode) -> npt.NDArray[np.int64]:
-    """(padded,): which element lies at each place of the operands that the PTX makes, one after the other; or -1.
+    """(padded,): the element at each place of the operands that the PTX makes, one after the other; or -1.
 
-    Of four bytes, a nibble is two fields' worth or one. An output has the nibbles of two bytes, first byte first:
-    of 4 bits the first and the second two bytes; of 2 bits likewise, of the lower field of each nibble, then the upper.
+    The first output has the nibbles of the first two of four bytes, first byte first, the second those of the others.
     """
     part = code.padded // 8
-    width = 4 if code.bits == 4 else 2
-    n_outputs = 8 // width
-    output, group, within = np.unravel_index(np.arange(code.padded), (n_outputs, width, part))
-    byte = within // 4 * 4 + output % 2 * 2 + within % 4 // 2
-    field = within % 2 * (4 // width) + output // 2
-    element = field * (code.size * width // 8) + group * (code.size // 8) + byte
+    output, group, within = np.unravel_index(np.arange(code.padded), (2, 4, part))
+    byte = within // 4 * 4 + output * 2 + within % 4 // 2
+    element = within % 2 * (code.size // 2) + group * (code.size // 8) + byte
     return np.where(within // 4 * 4 < code.size // 8, element, -1)
 
 
@@ -223,19 +213,11 @@ def _centroid_ptx(centroids: tuple[int, ...]) -> str:
     """PTX of four bytes, a code in each nibble ($2), to centroids, four int8 each in $0 and $1: those of the first two
     bytes, and of the others.
 
-    prmt selects by the low three bits of a nibble. Of codes of 4 bits: once in a table of the negative centroids and
+    prmt selects by the low three bits of a nibble: once in a table of the negative centroids and
     once in one of the positive; where bit 3 is set it spreads a byte's top bit, which makes a mask of the signs.
     """
-    signed = [*(-c for c in reversed(centroids)), *centroids, *(0,) * 6]
+    signed = [*(-c for c in reversed(centroids)), *centroids]
     tables = [int.from_bytes(bytes(c & 255 for c in signed[n : n + 4]), "little") for n in (0, 4, 8, 12)]
-    if len(centroids) < 8:
-        lines = [
-            ".reg .b32 m;",
-            f"prmt.b32 $0, {tables[0]}, {tables[1]}, $2;",
-            "shr.u32 m, $2, 16;",
-            f"prmt.b32 $1, {tables[0]}, {tables[1]}, m;",
-        ]
-        return "{ " + " ".join(lines) + " }"
     lines = [".reg .b32 m, u, p, n, s;", "and.b32 m, $2, 0x77777777;", "shl.b32 u, $2, 4;"]
     # The top bits of a word's first two bytes' codes are those of u's byte 0, $2's 0, u's 1 and $2's 1.
     for output, signs in (("$0", "0x9d8c"), ("$1", "0xbfae")):

@@ -1,7 +1,7 @@
 """The rotation for short vectors and few bits: by warps that do not wait for each other.
 
 A warp's tile is 8 rows, or a multiple. The rotation of 64 or 128 elements is one of order 16, over those four of the
-bits of an element's index that lie within a group's half of four lanes, and sums and differences over the others,
+bits of an element's index that are within a group's half of four lanes, and sums and differences over the others,
 which a thread has by itself. So the matrix is a few registers, and nothing passes through shared memory. A dot's first
 dimension are the warps: Triton gives each its own part, and takes the tensor cores' instructions of one warp (wgmma
 would be one of four, which wait for each other).

@@ -1,4 +1,4 @@
-"""From the engine's elements to whole numbers that the tensor cores can sum exactly, two at a time, on the device.
+"""The engine's elements as whole numbers that the tensor cores can sum exactly, two at a time, on the device.
 
 A vector times a power of two, rounded to whole numbers, is what subnormal numbers are: with max |x| at 2^15 or more of
 the least subnormal, 2^-133 in bf16 and 2^-24 in fp16, one multiplication is enough, and the tensor cores take the
@@ -24,7 +24,6 @@ from kvtier.kernels.tiles import floats, operand_rows, tile_rows, total, words_o
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + this - this is x rounded to a whole number, half to even
 
 _LARGER = "max.NaN.xorsign.abs.T $0, $1, $2;"
-_LESS = "{ .reg .b32 d; sub.rn.T d, $1, $2; xor.b32 $0, d, $3; }"
 _TIMES = "mul.rn.T $0, $1, $2;"
 # The square of $2 times $3 (in fp16 half of it) in two parts.
 SQUARE_BF16 = tl.constexpr(
@@ -35,13 +34,12 @@ SQUARE_FP16 = tl.constexpr(
     "mul.rn.f16x2 $0, t, h; neg.f16x2 n, $0; fma.rn.f16x2 $1, t, h, n; }"
 )
 _LARGER_BF16, _LARGER_FP16 = (tl.constexpr(_LARGER.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
-_LESS_BF16, _LESS_FP16 = (tl.constexpr(_LESS.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
 TIMES_BF16, TIMES_FP16 = (tl.constexpr(_TIMES.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
 
 
 @triton.jit
 def _larger(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Of two words the larger magnitudes; NaN where either is."""
+    """Return the larger magnitudes of two words; NaN where either is."""
     ASM: tl.constexpr = _LARGER_BF16 if C.is_bf16 else _LARGER_FP16
     return tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
 
@@ -107,28 +105,6 @@ def twice(x: tl.tensor, IS_BF16: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def less_mean(words: tl.tensor, mean: tl.tensor, flip: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Words less the mean's (bf16 both in memory and here), rounded to the engine's dtype; then flipped."""
-    if not C.is_bf16:
-        low, high = floats(mean, True)
-        mean = words_of(low, high, False, C.fast)
-    if C.fast:
-        ASM: tl.constexpr = _LESS_BF16 if C.is_bf16 else _LESS_FP16
-        words = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [words, mean, flip], tl.int32, True, 1)
-    elif C.is_bf16:
-        low, high = floats(words, True)
-        low_mean, high_mean = floats(mean, True)
-        words = words_of(low - low_mean, high - high_mean, True, False) ^ flip
-    else:
-        low, high = floats(words, False)
-        low_mean, high_mean = floats(mean, False)
-        low, high = (low - low_mean).to(tl.float16), (high - high_mean).to(tl.float16)  # infinities stay
-        low, high = low.to(tl.int16, bitcast=True), high.to(tl.int16, bitcast=True)
-        words = ((low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)) ^ flip
-    return words
-
-
-@triton.jit
 def _operand(low: tl.tensor, high: tl.tensor, C: tl.constexpr) -> tl.tensor:
     """(rows, 32 n): elements as the tensor cores want them, in registers. low, high: of words (rows, n, 16)."""
     N_GROUPS: tl.constexpr = low.shape[1]
@@ -145,10 +121,11 @@ def _operand_of(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def matrices(rotation: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """What `whole_and_energy` gives is multiplied with the first. The second sums squares: all that is in it is the
-    positive number of the first's first column, of whose first 32 places none is 0.
+    """Return two factors of the result of `whole_and_energy`: the matrix, and one that sums squares.
 
-    rotation: turboquant_tables.encode_matrix.
+    The second holds nothing but the positive number of the first's first column, of whose first 32 places none is 0.
+
+    rotation: kvtier.codecs.turboquant.tables.encode_matrix.
     """
     place = tl.arange(0, P.padded)
     matrix = tl.load(rotation + place[:, None] * P.padded + place[None, :])
