@@ -124,11 +124,10 @@ class CudaTurboquant:
         """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream."""
         self._pages.decode(moves, self._decode)
 
-    def _encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> object:
-        """Return the compiled kernel, for those who measure it."""
+    def _encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
         k, v = self._tables
         tiling, shape = self._encoding(k.code, v.code)
-        return encode_chunks[(group.patch.n_heads, group.patch.n_layers, len(group.places))](
+        encode_chunks[(group.patch.n_heads, group.patch.n_layers, len(group.places))](
             self._pages.planes,
             table,
             self._signs,
