@@ -44,6 +44,29 @@ _SCALE_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
+def _centred(
+    words: tl.tensor, angles: tl.tensor, mean: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tl.tensor:
+    """Words of K without its rotary embedding and mean, rounded to the engine's dtype."""
+    column = tile_columns(P)
+    low, high = floats(words, C.is_bf16)
+    if P.is_turned:
+        low, high = turned(low, high, angles, row, False, P, C)
+    low_mean, high_mean = floats(tl.load(mean + column, mask=column < P.size // 2, other=0), True)
+    return words_of(low - low_mean, high - high_mean, C.is_bf16, C.fast)
+
+
+@triton.jit
+def _store_scales(scales: tl.tensor, scale: tl.tensor, row: tl.tensor, inside: tl.tensor, C: tl.constexpr) -> None:
+    if C.by_warps:  # from one of each row's four lanes, without a barrier
+        lane = tl.arange(0, 4)[:, None]
+        at = tl.max_contiguous(row[None, :] + lane, (1, 1))  # else 32 rows would go to one warp
+        tl.store(scales + at, tl.broadcast_to(scale[None, :], (4, C.rows)), mask=inside[None, :] & (lane == 0))
+    else:
+        tl.store(scales + row, scale, mask=inside)
+
+
+@triton.jit
 def _encode_plane(
     plane: tl.tensor,
     head: tl.tensor,
@@ -83,11 +106,7 @@ def _encode_plane(
         tl.store(raw + raw_place, words, mask=(row[:, None, None] < _RAW_TOKENS) & (column < P.size // 2))
         if P.is_k:
             original = value_of(largest(words, C), C)
-            low, high = floats(words, C.is_bf16)
-            if P.is_turned:
-                low, high = turned(low, high, angles, row, False, P, C)
-            low_mean, high_mean = floats(tl.load(mean + column, mask=column < P.size // 2, other=0), True)
-            words = words_of(low - low_mean, high - high_mean, C.is_bf16, C.fast)
+            words = _centred(words, angles, mean, row, P, C)
         words ^= flip
         top = value_of(largest(words, C), C)
         power = power_below(top)
@@ -109,13 +128,7 @@ def _encode_plane(
         if P.is_k:  # also where turning, or holding within fp16's values, makes it look finite
             is_bad |= (original < _ELEMENT_MAX) == 0
         refused |= (inside & is_bad).to(tl.int32)
-        if C.by_warps:  # from one of each row's four lanes, without a barrier
-            lane = tl.arange(0, 4)[:, None]
-            at = tl.max_contiguous(row[None, :] + lane, (1, 1))  # else 32 rows would go to one warp
-            four = tl.broadcast_to(scale.to(tl.float16)[None, :], (4, C.rows))
-            tl.store(scales + at, four, mask=inside[None, :] & (lane == 0))
-        else:
-            tl.store(scales + row, scale.to(tl.float16), mask=inside)
+        _store_scales(scales, scale.to(tl.float16), row, inside, C)
     return tl.reduce(refused, 0, _elementwise_max)
 
 
