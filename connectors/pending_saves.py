@@ -23,8 +23,6 @@ from kvtier.scheduler.store import LostSave, SaveSelection, Store, WantedChunk
 
 FAILURES_MAX = 3  # failed saves of a chunk after which it is given up, with those behind it
 
-# Outcomes that are counted as skipped chunks here, once the request has ended; the workers count the others.
-_BUSY = {SaveOutcome.QUEUE_FULL: names.SKIPPED_QUEUE_FULL, SaveOutcome.RESTING: names.SKIPPED_RESTING}
 _NOTHING = SaveSelection(None, [])
 
 
@@ -105,8 +103,7 @@ class PendingSaves:
             request = self._requests.get(lost.owner)
             if request is not None and request.may_save:
                 self._plan_again(request, lost)
-            elif lost.outcome in _BUSY:
-                self._store.metrics.add(_BUSY[lost.outcome])
+            elif self._store.count_dropped(lost):
                 tails.add(lost.owner)
         if tails:
             self._store.metrics.add(names.DROPPED_TAILS, len(tails))

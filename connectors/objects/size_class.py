@@ -218,7 +218,8 @@ class SizeClass:
         """Take the answers that arrived, for all callers."""
         progress = self._transfer.poll(POLL_S)
         with self._lock:
-            self._store.saved(progress.saves)
+            for lost in self._store.saved(progress.saves):
+                self._store.count_dropped(lost)
             self._room += len(progress.saves)
             for save in progress.saves:
                 answer = self._awaited.pop((save.key, save.set_id, save.slot), None)

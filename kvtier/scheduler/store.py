@@ -25,6 +25,9 @@ ANSWER_LOST_S = 60.0  # time after which a save without an answer counts as lost
 REFUSED_KEYS_MAX = 4096  # keys remembered of chunks that the codec refused: their prompts may be asked again
 REFUSED_S = 600.0  # time until a refused chunk is tried again, seconds: the cause may have been one request's
 
+# Outcomes that workers do not count, because most of these chunks are planned again.
+_BUSY = {SaveOutcome.QUEUE_FULL: names.SKIPPED_QUEUE_FULL, SaveOutcome.RESTING: names.SKIPPED_RESTING}
+
 Clock = Callable[[], float]
 
 
@@ -271,6 +274,14 @@ class Store:
         if not known.is_blank:
             self.reporter.took("save", known.took_s)
         return []
+
+    def count_dropped(self, lost: LostSave) -> bool:
+        """Count a chunk that is not planned again. Return True if workers had no room for it; they count the other
+        outcomes themselves."""
+        cause = _BUSY.get(lost.outcome)
+        if cause is not None:
+            self.metrics.add(cause)
+        return cause is not None
 
     def reset(self) -> None:
         """Switch to a namespace that no other engine has: weights changed in place, or the engine's cache was reset."""
