@@ -7,9 +7,9 @@ copy of one large buffer to another in the same run. 128 chunks of 256 tokens, b
 caches take turns, each many times what the L2 holds. (With 64 chunks the host's part of a launch takes as long as the
 device's.) `verify+decode` is the two launches of a load, without the comparison between them on the CPU.
 
-Before anything is timed, chunks of fresh random data are encoded and decoded by the kernels and by the torch reference
-into poisoned memory: every byte and sum must be equal. (tests/codecs have awkward data, and the errors that theory
-gives.) Rates are medians of triton.testing.do_bench. --tune also tries all tilings.
+Before anything is timed, chunks of fresh random data, each channel with a bias, are encoded and decoded by the kernels
+and by the reference on the CPU into poisoned memory: every byte and sum must be equal. (tests/codecs have awkward data,
+and the errors that theory gives.) Rates are medians of triton.testing.do_bench. --tune also tries all tilings.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class CodecCase(PagesCase):
         return turboquant_device.CudaTurboquant(pages, self._coding, self.held, *pair)
 
     def reference(self, pages: PagedKV) -> VectorPages:
-        """Return the codec in torch operations, on the GPU."""
+        """Return the codec in torch operations, on the pages' device."""
         coder = self._coding
         if self.codec != "int8":
-            coder = TurboquantCoder(coder, self.held, torch.device("cuda"))
+            coder = TurboquantCoder(coder, self.held, pages.layers[0].k.device)
         return VectorPages(pages, coder, self.held)
 
     def buffer(self) -> torch.Tensor:
@@ -120,35 +120,37 @@ CASES = (
 
 
 def fill(pages: PagedKV, seed: int) -> None:
-    """Fill with Gaussian values."""
+    """Fill with Gaussian values; each channel has a bias."""
     generator = torch.Generator("cuda").manual_seed(seed)
     for layer in pages.layers:
         for plane in layer.planes:
-            plane.copy_(torch.randn(plane.shape, generator=generator, device="cuda"))
+            bias = 8 * torch.randn(plane.shape[2:], generator=generator, device="cuda")
+            plane.copy_(torch.randn(plane.shape, generator=generator, device="cuda") + bias)
 
 
 def faults(case: CodecCase, seed: int) -> list[str]:
-    """Return what differs from the reference on two small chunks of fresh data."""
+    """Return the differences from the reference on the CPU, on two small chunks of fresh data."""
     small = replace(case, chunks=2, layers=4)
     source, ours, theirs = small.buffer(), small.buffer(), small.buffer()
     pages = small.pages(source)
     fill(pages, seed)
     slabs = torch.full((2, small.heads, small.slab_bytes), 0xA5, dtype=torch.uint8, device="cuda")
-    expected = slabs.clone()
+    expected = slabs.cpu()
     moves = small.moves(slabs, seed)
     moves_expected = [replace(move, slabs=expected[n]) for n, move in enumerate(moves)]
     verdicts = small.mover(pages).encode(moves).wait()
-    small.reference(pages).encode(moves_expected).wait()
-    found = [] if torch.equal(slabs, expected) else ["encode"]
+    small.reference(small.pages(source.cpu())).encode(moves_expected).wait()
+    found = [] if torch.equal(slabs.cpu(), expected) else ["encode"]
     found += ["refused"] if any(verdict.is_refused for verdict in verdicts) else []
     for number, move in enumerate(moves):
         seeds = [slab_seed(move.key, head, 0) for head in range(small.heads)]
-        sums = [slab_checksum(expected[number, head].cpu().numpy(), one) for head, one in enumerate(seeds)]
+        sums = [slab_checksum(expected[number, head].numpy(), one) for head, one in enumerate(seeds)]
         found += [] if verdicts[number].sums == tuple(sums) else ["sums"]
-    first = [replace(move, first_block=3 * n) for n, move in enumerate(moves_expected)]
+    first = [replace(move, first_block=3 * n) for n, move in enumerate(moves)]
     small.mover(small.pages(ours)).decode(first)
-    small.reference(small.pages(theirs)).decode(first)
-    return found if torch.equal(ours, theirs) else [*found, "decode"]
+    there = theirs.cpu()
+    small.reference(small.pages(there)).decode([replace(one, slabs=expected[n]) for n, one in enumerate(first)])
+    return found if torch.equal(ours.cpu(), there) else [*found, "decode"]
 
 
 class CodecRig:

@@ -38,6 +38,8 @@ from kvtier.model.weights_fingerprint import config_fingerprint, file_fingerprin
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 # Model types whose rotary embedding turns neighbouring elements, not those of a vector's two halves.
 INTERLEAVED_ROPES = frozenset({"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj", "llama4_text"})
+# Encodings that scale only the frequencies that turn little within a chunk.
+NEARLY_PLAIN_ROPES = ("yarn", "llama3")
 LENGTH_DEPENDENT_ROPES = frozenset({"longrope", "su", "dynamic"})  # encodings that depend on the maximum length
 # vLLM's MLA models rename these encodings in the processes that build them; other models keep both names, as different
 # encodings.
@@ -173,10 +175,10 @@ def rope_base(model: Any) -> float:
     """Return the base of the rotary embedding that a codec may take off K; 0 where K has another embedding or none."""
     found = json.loads(positions_text(model))["rope"]
     base, share = found.get("rope_theta"), found.get("partial_rotary_factor", 1.0)
-    is_plain = "rope_type" not in found and share == 1.0 and isinstance(base, float)
+    is_known = found.get("rope_type") in (None, *NEARLY_PLAIN_ROPES) and share == 1.0 and isinstance(base, float)
     if getattr(model, "use_mla", False) or getattr(model.hf_text_config, "model_type", "") in INTERLEAVED_ROPES:
         return 0.0
-    return base if is_plain else 0.0
+    return base if is_known else 0.0
 
 
 def _number(value: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvtier.build import codec_of
 from kvtier.config.settings import Settings
 from kvtier.connectors.vllm import kv_dtypes, namespace
 from kvtier.connectors.vllm.platform import Packing
@@ -139,6 +140,31 @@ def test_what_deepseek_models_make_of_their_configuration_changes_nothing(folder
         for is_mla in (True, False)
     ]
     assert [len(found) for found in positions] == [1, 3] and positions[0] < positions[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_mla", "base"),
+    [
+        ({"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}}, False, 1e6),
+        ({"rope_theta": 1e4, "rope_parameters": None}, False, 1e4),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}}, False, 1e4),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}}, False, 0.0),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, False, 0.0),
+        ({"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, False, 0.0),
+        ({"rope_theta": 1e4, "model_type": "glm4"}, False, 0.0),
+        ({"rope_theta": 1e4}, True, 0.0),
+    ],
+)
+def test_rotary_embedding_that_a_codec_may_take_off(
+    folder: Path, text: dict[str, Any], is_mla: bool, base: float
+) -> None:
+    """Both halves have it by the name of the namespace's codec."""
+    config = engine(folder, text=text, use_mla=is_mla)
+    assert namespace.rope_base(config.model_config) == base
+    if not is_mla:
+        made = identity(config, codec="k4v4").namespace
+        assert made.codec.name == "turboquant-k4v4" + (f"+rope{base}" if base else "")
+        assert codec_of(settings(codec="k4v4"), made).name == made.codec.name
 
 
 @pytest.mark.parametrize(("kind", "differs"), [("longrope", True), ("yarn", False)])
