@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from kvtier.cli import bench, check, doctor, evict, index, lookup, pins, plan, quotas, serve, stats, verify
-from kvtier.cli.app import app
+from kvtier.cli.app import app, drop_output
 from kvtier.runtime.exit_status import NOT_DONE, OK
 
 __all__ = [
@@ -41,4 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         typer.main.get_command(app).main(arguments, prog_name="kvtier")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else OK
+    except OSError as error:  # of --version and --help, which end before a command begins
+        drop_output()
+        if not isinstance(error, BrokenPipeError):
+            print(" ".join(str(error).split()), file=sys.stderr)
+            return NOT_DONE
     return OK

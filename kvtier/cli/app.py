@@ -43,14 +43,14 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             return INTERRUPTED
         except BrokenPipeError:  # its reader has seen enough, as `head` does
-            _drop_output()
+            drop_output()
             return OK
         except (KVTierError, OSError) as error:
             print(" ".join(str(error).split()), file=sys.stderr)
             try:
                 sys.stdout.flush()
             except OSError:  # it is full; the interpreter would say so once more as it ends
-                _drop_output()
+                drop_output()
             return NOT_DONE
 
 
@@ -69,7 +69,7 @@ def refuse_together(ctx: typer.Context, given: dict[str, object]) -> None:
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print("kvtier", installed("kvtier", "of a checkout"), f"({commit() or 'unknown commit'})")
+        print("kvtier", installed("kvtier", "of a checkout"), f"({commit() or 'unknown commit'})", flush=True)
         raise typer.Exit
 
 
@@ -90,5 +90,6 @@ def _start(
     return NOT_DONE
 
 
-def _drop_output() -> None:
+def drop_output() -> None:
+    """Send what is left of the standard output nowhere: it cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

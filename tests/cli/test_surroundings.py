@@ -55,6 +55,13 @@ def test_a_closed_output_is_said(root: Path) -> None:
     assert status == 2 and err.splitlines() == ["standard output is closed: send it to a file, or to /dev/null"]
 
 
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["plan", "--help"]])
+def test_what_ends_before_a_command_begins_meets_a_full_output_too(words: list[str]) -> None:
+    """These ended in a traceback."""
+    status, _, err = run(*words, shell=">/dev/full")
+    assert status == 2 and len(err.splitlines()) == 1 and "No space left" in err
+
+
 def test_a_full_output_is_said_once(root: Path) -> None:
     status, _, err = run("stats", root, shell=">/dev/full")
     assert status == 2 and len(err.splitlines()) == 1 and "No space left" in err
