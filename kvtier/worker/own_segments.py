@@ -151,8 +151,12 @@ class OwnSegments:
                     self._unpublished.extend((namespace, set_id, slot) for slot in slots)
 
     def _erase(self, namespace: bytes, set_id: int, part: int, slots: Collection[int]) -> bool:
-        """Return False if the file is missing now and may come back."""
-        is_there = self._worker.files(namespace).erase(set_id, part, slots)
+        """Return False if the file is missing now and may come back.
+
+        A record that a rebuild of the index has published by now is whole, and stays (I1).
+        """
+        visible = {place.slot for _, place in self._worker.index.members(set_id) if place.part == part}
+        is_there = self._worker.files(namespace).erase(set_id, part, set(slots) - visible)
         if is_there or not self._worker.files.sharing.may_be_away:
             return True
         return not self._worker.index.some_sets([set_id])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.index.base import NewRecord
+from kvtier.index.memory import MemoryIndex
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
@@ -90,6 +91,23 @@ def test_what_could_not_be_flushed_is_not_found_by_a_rebuild(engine: Engine) -> 
     rebuilt = Housekeeper(index, engine.root / "v2", "other").rebuild()
     assert rebuilt is not None and rebuilt.records == 0
     assert engine.store.lookup(engine.keys(TOKENS)) == [] and len(engine.store.lookup(engine.keys(other)) or ()) == 5
+
+
+def test_what_a_rebuild_published_meanwhile_is_not_erased(engine: Engine) -> None:
+    """Its record stood in the index with a blank header (seeds 700004 and 700033 of the simulation)."""
+    watched = Watched(engine)
+    watched.faults.append(errno.EIO)
+    engine.save(TOKENS, BLOCKS)
+    segments = engine.transfers[0]._saver._segments
+    assert segments.has_unpublished()
+    keeper = engine.store._keeper
+    rebuilt = Housekeeper(keeper._index, engine.root / "v2", "other").rebuild()
+    assert rebuilt is not None and rebuilt.records == 5
+    segments.erase_unpublished()
+    assert not segments.has_unpublished()
+    assert len(engine.store.lookup(engine.keys(TOKENS)) or ()) == 5
+    again = Housekeeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
+    assert again is not None and again.records == 5, "their headers are whole"
 
 
 @pytest.mark.parametrize("fdatasync", ["auto", "never"])
