@@ -105,11 +105,15 @@ class Remover:
         return freed_bytes
 
     def _missing_bytes(self, removal: Removal) -> int:
-        """Return what files of the set should take that are missing now, as on a brick that is down."""
+        """Return what files of the set should take that are missing now, as on a brick that is down. Files without a
+        record do not count: they may never have been made."""
         if not self._may_be_away:
             return 0
-        files = SegmentFiles(self._folder / removal.namespace.hex(), direct=False)
-        return removal.n_bytes - files.set_bytes_of(removal.set_id)
+        sizes = SegmentFiles(self._folder / removal.namespace.hex(), direct=False).part_bytes(removal.set_id)
+        missing_bytes = removal.n_bytes - sum(sizes.values())
+        if missing_bytes <= 0 or sizes.keys() >= {place.part for _, place in self._index.members(removal.set_id)}:
+            return 0
+        return missing_bytes
 
     def _expect_back(self, removal: Removal, missing_bytes: int) -> None:
         """Note what is away: those files come back and take their space again."""

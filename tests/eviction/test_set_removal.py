@@ -9,7 +9,8 @@ import pytest
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need
 from kvtier.eviction.set_removal import AWAY_S, Remover
-from kvtier.index.base import SetInfo
+from kvtier.format.geometry import Extent
+from kvtier.index.base import Location, NewRecord, SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.storage.segments import segment_name
 
@@ -23,6 +24,11 @@ class Clock:
         return self.now_s
 
 
+def record(rank: int) -> NewRecord:
+    extent = Extent(0, 1, rank, 1)
+    return NewRecord(bytes(16), Location(SET_ID, rank, 0, 4096, extent, (1,)), Extent(0, 1, 0, 2))
+
+
 @pytest.fixture
 def removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Remover, MemoryIndex, Path, Path, Clock]:
     """A remover after it removed a set of two files, of which the second was away."""
@@ -34,6 +40,7 @@ def removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Remover, M
     index = MemoryIndex()
     info = SetInfo(SET_ID, NAMESPACE, "engine", 2 * FILE_BYTES, clock.now_s, clock.now_s, is_open=False)
     index.create_set(info)
+    index.publish([record(rank) for rank in (0, 1)])
     remover = Remover(index, tmp_path / "v2", clock)
     monkeypatch.setattr(remover, "_may_be_away", True)
     files[1].rename(tmp_path / "away")
@@ -70,6 +77,24 @@ def test_a_set_that_was_taken_in_again_is_left_to_the_index(
     index.create_set(SetInfo(SET_ID, NAMESPACE, "", FILE_BYTES, clock.now_s, clock.now_s, is_open=False))
     remover.finish(clock.now_s)
     assert file.exists() and remover.pending_bytes(clock.now_s) == 0
+
+
+@pytest.mark.parametrize("ranks", [(), (0,)], ids=["no file yet", "one file of two"])
+def test_files_that_were_never_made_are_not_away(
+    ranks: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sets that a killed engine kept ready counted for AWAY_S, and as much less was stored for so long."""
+    folder, clock, index = tmp_path / "v2" / NAMESPACE.hex(), Clock(), MemoryIndex()
+    folder.mkdir(parents=True)
+    info = SetInfo(SET_ID, NAMESPACE, "killed", 2 * FILE_BYTES, clock.now_s, clock.now_s)
+    index.create_set(info)
+    for rank in ranks:
+        (folder / segment_name(SET_ID, 16 * rank)).write_bytes(b"k" * FILE_BYTES)
+        index.publish([record(rank)])
+    remover = Remover(index, tmp_path / "v2", clock)
+    monkeypatch.setattr(remover, "_may_be_away", True)
+    assert remover.remove(info) == len(ranks) * FILE_BYTES
+    assert remover.pending_bytes(clock.now_s) == 0
 
 
 def test_what_a_sweep_unlinked_in_between_is_not_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
