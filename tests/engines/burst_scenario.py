@@ -50,12 +50,12 @@ def burst(engine: Engine) -> dict[str, Any]:
     engine.settle()
     queue.close()
     engine.forget()
-    counters = engine.counters()
     warm = engine.ask(prompts, max_tokens=60)
+    engine.settle()
     return {
         "refused": queue.refused,
         "same_tokens": [a.tokens == b.tokens for a, b in zip(cold, warm, strict=True)],
         "cached": [answer.cached for answer in warm],
         "whole": PROMPT_CHUNKS * CHUNK_TOKENS,
-        "counters": counters,
+        "counters": engine.counters(),  # by now the last answers of the first round are in
     }
