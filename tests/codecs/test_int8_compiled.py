@@ -20,7 +20,8 @@ def test_accesses_are_wide_and_vectors_stay_where_they_are(tmp_path: Path) -> No
         assert loads == 3 * encoded, "K twice, V once"
         assert encode["st.global.v2.b32"] == 2 * encoded, "codes"
         assert decode["ld.global.v2.b32"] == decode["st.global.v4.b32"] == 2 * decoded
-        assert not any("shared" in name or name == "bar.sync" for name in decode), "no data moves between threads"
+        moved = sum(n for name, n in decode.items() if name.startswith("st.shared"))
+        assert moved <= 2, "middles and scales of 256 channels, once a chunk: no vector moves between threads"
         for kernel in (encode, decode):
             assert not any("local" in name or name.startswith("div") for name in kernel), "spilled, or divided slowly"
             assert not any(".ftz" in name and "approx" not in name for name in kernel), "denormals count"

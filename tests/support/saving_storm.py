@@ -43,7 +43,7 @@ SHAPES = {
     "k4v4": geometry(layers=2, k_head_size=64, v_head_size=64, chunk_tokens=CHUNK_BLOCKS * BLOCK_TOKENS),
 }
 RECORD_BYTES = {"raw": PAGE_BYTES + 4 * 8192, "k4v4": PAGE_BYTES + 4 * 12288}
-"""Of an engine of one rank; k4v4: 4480 bytes a layer."""
+"""Of an engine of one rank; k4v4: 4736 bytes a layer."""
 
 Key = bytes
 
