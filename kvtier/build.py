@@ -32,7 +32,7 @@ from kvtier.index.open import open_index, open_lookups
 from kvtier.kernels.paged import PagedKV
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.runtime.metrics import Metrics
-from kvtier.runtime.threads import ThreadJobs
+from kvtier.runtime.threads import EXTRA_THREADS_MAX, ThreadJobs
 from kvtier.runtime.units import exact
 from kvtier.scheduler.background import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.scheduler.capacity_warnings import CapacityWatch
@@ -66,7 +66,6 @@ CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "int8": Int8Codec}
 
 STEP_TOKENS = 8192  # tokens of an engine's step where the engine does not say
 STRIPE_SLOTS_MIN = 4  # least slots in each file of a set: a smaller set has fewer files
-KEEP_CHUNKS_MAX = 8  # staging slots that wait to be copied into the host arena
 
 
 def make_codec(settings: Settings, rope_base: float = 0.0) -> Codec:
@@ -286,7 +285,7 @@ def open_transfer(
     jobs = _transfer_jobs(settings, memory)
     cost = io.cost.of_share(codec, geometry, share) if io.cost else None
     bounds = SaveBounds(min(settings.queues.save_chunks_max, memory.save_slots), memory.held_slots)
-    upkeep = Upkeep(lambda: memory.pin(jobs.load), memory.make_way, memory.release)
+    upkeep = Upkeep(lambda: memory.pin(jobs.loop), memory.make_way, memory.release)
     transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, upkeep)
     transfer.start()
     return transfer
@@ -296,10 +295,10 @@ def _transfer_jobs(settings: Settings, memory: Memory) -> TransferJobs:
     """Return the thread pools of a worker."""
     queues = settings.queues
     return TransferJobs(
-        ThreadJobs("load", queues.load_threads, queues.load_requests_max),
+        ThreadJobs("loop", 1, 1),
+        ThreadJobs("load", queues.load_threads, queues.load_threads + EXTRA_THREADS_MAX),
         ThreadJobs("lower", 1, queues.save_chunks_max),
         ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
-        ThreadJobs("keep", 1, KEEP_CHUNKS_MAX),
     )
 
 

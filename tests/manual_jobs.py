@@ -8,6 +8,8 @@ from kvtier.runtime.threads import Job
 class ManualJobs:
     """Runs nothing by itself: queued jobs are run one at a time, in the order that a test or the simulation chooses."""
 
+    threads = 1
+
     def __init__(self, queued_max: int) -> None:
         self._queued_max = queued_max
         self._queue: list[Job] = []

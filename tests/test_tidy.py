@@ -34,7 +34,7 @@ NEVER_REACHES = {
         "torch",
         "kvtier.worker.transfer",
         "kvtier.worker.saves",
-        "kvtier.worker.loads",
+        "kvtier.worker.loop",
         "kvtier.worker.context",
     ),
     "kvtier.worker.transfer": (

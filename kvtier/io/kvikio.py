@@ -97,6 +97,9 @@ class KvikioBatch:
         """Drop the pieces that KvikIO has not got; those in flight complete first."""
         self.is_cancelled = True
 
+    def is_clean(self) -> bool:
+        return all(result.ok for result in self.results())
+
     def results(self) -> list[OpResult]:
         """Return one result an operation, without checksums: those are computed on the device."""
         if not self.is_done:

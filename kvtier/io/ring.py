@@ -133,6 +133,15 @@ class Batch:
             first += n
         return results
 
+    def is_clean(self) -> bool:
+        """Return True if no operation failed and no checksum differs. Only after `wait` has returned True."""
+        n_ops, n_slabs = len(self._slabs_of_ops), sum(self._slabs_of_ops)
+        errors, sums = (ctypes.c_int32 * n_ops)(), (ctypes.c_uint64 * n_slabs)()
+        bad = ctypes.create_string_buffer(n_slabs)
+        if quick.kvtier_batch_results(self._handle, errors, sums, bad) != 0:
+            raise RuntimeError("results of a batch that is not done")
+        return not any(errors) and 1 not in bad.raw
+
     def __del__(self) -> None:
         if self._pid == os.getpid():
             quick.kvtier_batch_free(self._handle)

@@ -20,6 +20,11 @@ EXTRA_THREADS_MAX = 16  # threads of one queue beside its own, while jobs hang i
 
 
 class Jobs(Protocol):
+    @property
+    def threads(self) -> int:
+        """Return how many jobs run at a time."""
+        ...
+
     def submit(self, job: Job) -> bool:
         """Queue a job. Return False when the queue is full or closed."""
         ...
@@ -54,6 +59,10 @@ class ThreadJobs:
         self._n_own = self._n_wanted = self._n_threads = threads
         for _ in range(threads):
             self._start_thread()
+
+    @property
+    def threads(self) -> int:
+        return self._n_own
 
     def submit(self, job: Job) -> bool:
         with self._changed:

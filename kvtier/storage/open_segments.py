@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
@@ -17,6 +18,8 @@ from kvtier.format.record import SegmentHeader
 from kvtier.runtime.file_descriptors import close_file, most_open, register
 
 OPEN_FILES_MAX = 2048  # segments of a namespace kept open, where RLIMIT_NOFILE allows: 256 sets of 8 files a rank
+
+CHECKED_FOR_S = 1.0  # seconds for which an open segment is known to have a name: many reads need one question
 
 GONE = (errno.ESTALE, errno.ENOENT)  # what fstat raises for a file that was unlinked elsewhere: NFS, and FUSE
 
@@ -31,6 +34,7 @@ class OpenSegment:
         self.header = header
         self.users = 0
         self.is_forgotten = False
+        self.checked_s = time.monotonic()  # when the file was last known to have a name
         self._release = release
 
     def release(self) -> None:
@@ -64,11 +68,12 @@ class Descriptors:
         self._most_open = most_open(OPEN_FILES_MAX)
         register(self)
 
-    def lease(self, name: Name) -> OpenSegment | None:
-        """Return the segment, open; None if it is gone. Raises what `open_file` raises."""
+    def lease(self, name: Name, *, for_writing: bool = False) -> OpenSegment | None:
+        """Return the segment, open, or None when it is gone. Raises as `open_file` does. A segment that is written is
+        asked for its name each time: what goes into an unlinked file is lost."""
         segment = self._take(name)
         if segment is not None:
-            if segment.is_unlinked() is False:
+            if self._has_name(segment, for_writing):
                 return segment  # else its mount may have been made anew, and this would never be of use again
             self._forget(name, segment)
             segment.release()
@@ -82,6 +87,15 @@ class Descriptors:
             close_file(found[0])  # another thread opened it at the same time
         self._close_all(self._unused(beyond=self._most_open))
         return segment
+
+    @staticmethod
+    def _has_name(segment: OpenSegment, asks_now: bool) -> bool:
+        now_s = time.monotonic()
+        if asks_now or now_s - segment.checked_s > CHECKED_FOR_S:
+            if segment.is_unlinked() is not False:
+                return False
+            segment.checked_s = now_s
+        return True
 
     def lease_anew(self, name: Name) -> OpenSegment | None:
         """Lease the segment through a descriptor that is opened after this call: an open one may show stale bytes."""

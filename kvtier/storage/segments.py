@@ -131,13 +131,13 @@ class SegmentFiles:
         if self._flushes:
             os.fdatasync(fd)
 
-    def lease(self, set_id: int, part: int) -> OpenSegment | None:
-        """Return the segment, open for reading and writing until its `release`; None when there is no such file.
+    def lease(self, set_id: int, part: int, *, for_writing: bool = False) -> OpenSegment | None:
+        """Return the segment, open until its `release`; None when there is no such file. See `Descriptors.lease`.
 
         Raises Corrupt when the file is not the segment that its name says; TierUnavailable also without the folder or
         in another one, as on a mount that is away: its files are not gone.
         """
-        return self._descriptors.lease((set_id, part))
+        return self._descriptors.lease((set_id, part), for_writing=for_writing)
 
     def lease_anew(self, set_id: int, part: int) -> OpenSegment | None:
         """Lease the segment through a descriptor that is opened after this call, and drop its pages from the page

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -40,12 +41,20 @@ class Order(Protocol):
         """Returns when all that the mark stands for is done."""
         ...
 
+    def wait_within(self, mark: Mark, timeout_s: float) -> None:
+        """Return once the mark is done, or after `timeout_s` at the latest."""
+        ...
+
     def is_done(self, mark: Mark) -> bool:
         """Whether `wait` would return at once."""
         ...
 
     def moving(self, *after: Mark) -> AbstractContextManager[None]:
         """A place for copies and launches, behind the marks; leaving it waits until they are done."""
+        ...
+
+    def launching(self) -> AbstractContextManager[None]:
+        """A place for launches that are waited for by what they return."""
         ...
 
     def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
@@ -70,10 +79,16 @@ class HostOrder:
     def wait(self, mark: Mark) -> None:
         pass
 
+    def wait_within(self, mark: Mark, timeout_s: float) -> None:
+        pass
+
     def is_done(self, mark: Mark) -> bool:
         return True
 
     def moving(self, *after: Mark) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def launching(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
@@ -105,6 +120,9 @@ class CudaOrder:
         self._enter()
         mark.synchronize()
 
+    def wait_within(self, mark: Mark, timeout_s: float) -> None:
+        time.sleep(timeout_s)  # CUDA has no wait with a time-out
+
     def is_done(self, mark: Mark) -> bool:
         self._enter()
         return bool(mark.query())
@@ -116,6 +134,11 @@ class CudaOrder:
                 yield
             finally:
                 self.wait(self._record(stream))
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        with self._launching("moving"):
+            yield
 
     def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
         with self._launching("moving", *after) as stream:

@@ -47,12 +47,12 @@ class OwnSegments:
         files = self._worker.files(plan.namespace)
         header = self._header(plan, chunk)
         with self._alone({chunk.set_id}, deadline_s):  # a file that another job is just making has no header yet
-            leased = files.lease(chunk.set_id, header.part)
+            leased = files.lease(chunk.set_id, header.part, for_writing=True)
             if leased is None:
                 files.create(header)
                 with suppress(IndexUnavailable):  # what is written waits for it, as all that is to be published does
                     self._leave_unknown(files, {chunk.set_id})
-                leased = files.lease(chunk.set_id, header.part)
+                leased = files.lease(chunk.set_id, header.part, for_writing=True)
             if leased is not None and leased.header != header:
                 leased.release()
                 raise Corrupt(f"{segment_name(chunk.set_id, header.part)} is not the one that was made here")

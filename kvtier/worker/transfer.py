@@ -19,9 +19,7 @@ from kvtier.runtime.threads import Jobs, Ticker, run_within
 from kvtier.scheduler.engine_report import ArenaFill, RankFigures
 from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.worker.context import WorkerContext
-from kvtier.worker.fetch import Fetcher
-from kvtier.worker.keep import HostKeeper
-from kvtier.worker.loads import Loader
+from kvtier.worker.loop import LoadLoop
 from kvtier.worker.saves import SaveBounds, Saver
 
 TIDY_INTERVAL_S = 2.0  # interval at which segments of removed sets are looked for and closed, seconds
@@ -39,13 +37,13 @@ class Progress(NamedTuple):
 
 
 class TransferJobs(NamedTuple):
-    """The background work of each kind, in the order in which it drains. lower: copies of gathered chunks into the
-    host arena; keep: of loaded ones."""
+    """The background work of each kind. loop: of all loads; load: what of them waits for the storage or the index;
+    lower: copies of gathered chunks into the host arena; save: their writes."""
 
+    loop: Jobs
     load: Jobs
     lower: Jobs
     save: Jobs
-    keep: Jobs
 
 
 class Upkeep(NamedTuple):
@@ -80,10 +78,7 @@ class Transfer:
         self._upkeep = upkeep or Upkeep()
         self._tickers: list[Ticker] = []
         self._saver = Saver(worker, jobs.lower, jobs.save, bounds, admit)
-        keeper = None if worker.host is None else HostKeeper(worker, worker.host, jobs.keep, admit.host)
-        fetcher = Fetcher(worker, admit.arena, keeper)
-        self._rechecks = fetcher.rechecks
-        self._loader = Loader(worker, jobs.load, fetcher)
+        self._loader = LoadLoop(worker, admit, jobs.loop, jobs.load)
 
     @property
     def metrics(self) -> Metrics:
@@ -131,7 +126,7 @@ class Transfer:
         self._upkeep.begin()
         self._tickers.append(Ticker("tidy", TIDY_INTERVAL_S, self.tidy))
         if self._worker.files.sharing.may_be_away:
-            self._tickers.append(Ticker("recheck", RECHECK_INTERVAL_S, self._rechecks.run))
+            self._tickers.append(Ticker("recheck", RECHECK_INTERVAL_S, self._loader.rechecks.run))
 
     def tidy(self) -> None:
         """Take back slots of I/O that hung and has returned; close segments whose sets were removed."""
@@ -143,8 +138,10 @@ class Transfer:
     def drain(self, timeout_s: float) -> bool:
         """Waits for what is queued; False when `timeout_s` was not enough."""
         deadline_s = time.monotonic() + timeout_s
-        done = [jobs.drain(max(0.0, deadline_s - time.monotonic())) for jobs in self._jobs]
-        return all(done)
+        while all(jobs.drain(max(0.0, deadline_s - time.monotonic())) for jobs in self._jobs):
+            if not any(jobs.pending() for jobs in self._jobs):  # what one kind ends may give another kind work
+                return True
+        return False
 
     def close(self) -> None:
         """Ends the background work; what is still queued is dropped. Call `drain` first."""

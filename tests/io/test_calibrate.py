@@ -105,6 +105,9 @@ class FakeReads:
 
     def cancel(self) -> None: ...
 
+    def is_clean(self) -> bool:
+        return all(result.ok for result in self.results())
+
     def results(self) -> list[OpResult]:
         return [OpResult(self.error, (), (0,))]
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import TierUnavailable
 from kvtier.runtime.repeated_log import INTERVAL_FIRST_S, INTERVAL_MAX_S, KINDS_MAX, RepeatedLog
-from kvtier.worker.fetch_files import FileReader
+from kvtier.worker.record_reader import RecordReader
 from tests.support.rig import Engine, reader_of_saved
 
 TOKENS = list(range(64 * 2))
@@ -77,7 +77,7 @@ def test_loads_that_fail_alike_are_one_line(
     def away(*args: object) -> None:
         raise TierUnavailable(f"{tmp_path}/x{len(caplog.records)}.kvseg: Input/output error")
 
-    monkeypatch.setattr(FileReader, "_open", away)
+    monkeypatch.setattr(RecordReader, "_open", away)
     for _ in range(50):
         planned, answers = reader.load(TOKENS, BLOCKS)
         assert planned == 2 and answers[0].failed_blocks

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +16,7 @@ from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.errors import ConfigError
 from kvtier.eviction.set_removal import Remover
 from kvtier.format.namespace import chunk_keys
+from kvtier.format.record import stripes_of
 from kvtier.index import entry
 from kvtier.index.base import NewRecord, SetInfo
 from kvtier.index.memory import MemoryIndex
@@ -27,11 +27,11 @@ from kvtier.scheduler.background import Keeper
 from kvtier.scheduler.segment_allocator import SetSupply
 from kvtier.scheduler.store import Store
 from kvtier.worker.context import Quarantine
-from kvtier.worker.fetch import Fetch, Fetcher
-from kvtier.worker.fetch_files import FileReader
-from kvtier.worker.load_walk import LoadWalk, Moving
-from kvtier.worker.loads import Loader
+from kvtier.worker.loading import ChunkLoader, Fetch, Part, State
+from kvtier.worker.loop import LoadLoop
 from kvtier.worker.own_segments import OwnSegments
+from kvtier.worker.read_plan import Source
+from kvtier.worker.record_reader import RecordReader
 from kvtier.worker.saves import Saver
 
 Patch = AbstractContextManager[object]
@@ -70,14 +70,15 @@ def planted(target: object, attribute: str, recipe: str = "random") -> Callable[
 # --- verification and identity ---
 
 
-@planted(FileReader, "_op", "damage")
-def what_is_read_is_not_verified(original: Any, reader: FileReader, *args: Any) -> Any:
+@planted(RecordReader, "_op", "damage")
+def what_is_read_is_not_verified(original: Any, reader: RecordReader, *args: Any) -> Any:
     return original(reader, *args)._replace(checksums=None)
 
 
-@planted(Fetcher, "check", "damage")
-def what_lies_in_an_arena_is_not_verified(original: Any, fetcher: Fetcher, fetches: Sequence[Fetch]) -> int:
-    return len(fetches)
+@planted(ChunkLoader, "verify", "damage")
+def what_lies_in_an_arena_is_not_verified(original: Any, chunks: ChunkLoader, fetches: Sequence[Fetch]) -> None:
+    for fetch in fetches:
+        fetch.state = State.VERIFIED
 
 
 @planted(tracked_request, "chunk_keys", "calm")
@@ -162,13 +163,13 @@ def what_the_index_refused_is_called_saved(
 # --- loading ---
 
 
-@planted(FileReader, "may_be_stale", "shared_disk")
-def a_stale_read_is_taken_for_damage(original: Any, reader: FileReader, error: int = 0) -> bool:
+@planted(RecordReader, "may_be_stale", "shared_disk")
+def a_stale_read_is_taken_for_damage(original: Any, reader: RecordReader, error: int = 0) -> bool:
     return False
 
 
-@planted(FileReader, "_known_sets", "shared_disk")
-def what_is_away_is_taken_for_gone(original: Any, reader: FileReader, set_ids: set[int]) -> set[int]:
+@planted(RecordReader, "_known_sets", "shared_disk")
+def what_is_away_is_taken_for_gone(original: Any, reader: RecordReader, set_ids: set[int]) -> set[int]:
     return set()
 
 
@@ -181,26 +182,76 @@ def a_leased_slot_is_given_to_another(original: Any, table: SlotTable[Any]) -> b
     return False
 
 
-@planted(LoadWalk, "_scatter", "hung_calls")
-def a_late_load_still_writes_into_blocks(original: Any, walk: LoadWalk, fetches: Sequence[Fetch]) -> None:
-    worker = walk._worker
-    moves = [walk._move(fetch, source) for fetch in fetches for source in fetch.sources]
-    mark = worker.order.begin(partial(worker.codec.decode, worker.pages, moves), walk._after)
-    walk.moving.append(Moving(tuple(fetches), mark))
-    for _ in fetches:
-        walk._coming.popleft()
+@planted(LoadLoop, "_expire", "hung_calls")
+def a_late_load_still_writes_into_blocks(original: Any, loop: LoadLoop) -> bool:
+    now_s = loop._worker.clock()
+    late = [load for load in loop._loads if load.deadline_s <= now_s]
+    for load in late:
+        loop._loads.remove(load)
+        loop._answer(load)
+    return bool(late)
 
 
-@planted(LoadWalk, "_first_block", "calm")
-def blocks_that_the_engine_had_are_written(original: Any, walk: LoadWalk, chunk: Any) -> int:
+@planted(LoadLoop, "_expire", "hung_calls")
+def a_load_has_no_deadline(original: Any, loop: LoadLoop) -> bool:
+    return False
+
+
+@planted(ChunkLoader, "first_block", "calm")
+def blocks_that_the_engine_had_are_written(original: Any, chunks: ChunkLoader, chunk: Any) -> int:
     return 0
 
 
-@planted(Loader, "take_done", "hung_calls")
-def nobody_answers_for_a_load_that_hangs(original: Any, loader: Loader, timeout_s: float) -> Any:
-    with loader._lock:
-        done, loader._done = loader._done, []
-    return done
+@planted(LoadLoop, "_look_for_deadlines", "hung_calls")
+def nobody_wakes_the_loop_for_a_load_that_hangs(original: Any, loop: LoadLoop) -> None:
+    return None
+
+
+@planted(ChunkLoader, "read_ended", "calm")
+def a_completion_is_lost(original: Any, chunks: ChunkLoader, fetch: Fetch) -> None:
+    if fetch.chunk.key[0] % 4:
+        original(chunks, fetch)
+    else:
+        fetch.state = State.JUDGING
+
+
+@planted(ChunkLoader, "leave", "calm")
+def a_slot_is_freed_twice(original: Any, chunks: ChunkLoader, fetch: Fetch) -> None:
+    slot = fetch.slot
+    original(chunks, fetch)
+    chunks._worker.arena.discard(slot)
+
+
+@planted(ChunkLoader, "leave", "calm")
+def a_slot_is_never_freed(original: Any, chunks: ChunkLoader, fetch: Fetch) -> None:
+    return None
+
+
+@planted(ChunkLoader, "_move", "calm")
+def two_chunks_are_swapped(original: Any, chunks: ChunkLoader, fetch: Fetch, source: Source, part: Part) -> Any:
+    other = part.number ^ 1
+    n_chunks = len(part.load.plan.chunks)
+    return original(chunks, fetch, source, part._replace(number=other) if other < n_chunks else part)
+
+
+@planted(LoadLoop, "_landed", "slow_disk")
+def a_chunk_is_counted_before_it_lands(original: Any, loop: LoadLoop, moved: Any) -> None:
+    original(loop, moved)
+    for _, (load, _) in moved:
+        if load.n_pending:
+            load.n_landed += 1
+            load.n_pending -= 1
+
+
+@planted(OwnSegments, "_header", "calm")
+def a_record_goes_into_the_file_of_another_stripe(original: Any, segments: OwnSegments, plan: Any, chunk: Any) -> Any:
+    header = original(segments, plan, chunk)
+    return replace(header, stripe=(header.stripe + 1) % stripes_of(chunk.set_id))
+
+
+@planted(LoadLoop, "_join", "calm")
+def who_joins_anothers_read_is_forgotten(original: Any, loop: LoadLoop, fetch: Fetch, part: Part) -> None:
+    return None
 
 
 @planted(SchedulerBridge, "loads_ended", "damage")
@@ -208,14 +259,9 @@ def a_failed_load_is_offered_again(original: Any, bridge: SchedulerBridge, recei
     original(bridge, received, frozenset())
 
 
-@planted(FileReader, "retract", "damage")
-def a_bad_record_ends_the_request(original: Any, reader: FileReader, key: bytes, location: Any) -> None:
+@planted(RecordReader, "retract", "damage")
+def a_bad_record_ends_the_request(original: Any, reader: RecordReader, key: bytes, location: Any) -> None:
     raise KeyError("no such location")
-
-
-@planted(Fetcher, "_end_claim", "calm")
-def a_claim_is_never_ended(original: Any, fetcher: Fetcher, fetch: Fetch) -> None:
-    return None
 
 
 # --- the index, eviction and upkeep ---

@@ -289,8 +289,8 @@ class Checks:
             yield "chunks were believed to be on their way"
         for transfer, worker in zip(serving.engine.transfers, serving.engine.workers, strict=True):
             loader, saver = transfer._loader, transfer._saver
-            if loader._loads or loader._fetcher._reading or loader._fetcher._wanted_twice:
-                yield "a load or its claim was left"
+            if loader._answers.unanswered() or loader._loads or loader._fetches or loader._pending:
+                yield "a load or a chunk of it was left"
             if saver._in_flight or saver._n_held or any(jobs.pending() for jobs in transfer._jobs):
                 yield "a save was left"
             if len(worker.quarantine):

@@ -245,10 +245,10 @@ class EngineProcess:
             self._monotonic,
         )
         jobs = TransferJobs(
+            self._jobs("loop", 1),
             self._jobs("load", build.threads),
             self._jobs("lower", 1),
             self._jobs("save", build.threads),
-            self._jobs("keep", 1),
         )
         host = Admission(build.admit)
         arena = Admission(rng.choice(["saved", "never"])) if build.has_host else host

@@ -35,11 +35,10 @@ import kvtier.storage.safe_open
 import kvtier.storage.segments
 import kvtier.storage.stuck_files
 import kvtier.worker.context
-import kvtier.worker.fetch
-import kvtier.worker.load_walk
-import kvtier.worker.loads
+import kvtier.worker.loop
 import kvtier.worker.own_segments
 import kvtier.worker.saves
+import kvtier.worker.task_pool
 import kvtier.worker.transfer
 from kvtier.eviction.limits import UNLIMITED, Rules
 from kvtier.format.namespace import Namespace
@@ -54,11 +53,10 @@ from tests.simulation.runtime import Runtime
 from tests.simulation.truth import Truth
 
 THREADED = (
-    kvtier.worker.fetch,
     kvtier.index.guard,
     kvtier.scheduler.background,
-    kvtier.worker.load_walk,
-    kvtier.worker.loads,
+    kvtier.worker.loop,
+    kvtier.worker.task_pool,
     kvtier.index.async_lookup,
     kvtier.worker.own_segments,
     kvtier.maintenance.record_check,
@@ -74,8 +72,8 @@ TIMED = (
     kvtier.maintenance.sweeper,
     kvtier.index.lmdb.environment,
     kvtier.index.lmdb.locks,
-    kvtier.worker.loads,
     kvtier.storage.atomic_files,
+    kvtier.storage.open_segments,
     kvtier.storage.safe_open,
     kvtier.worker.saves,
     kvtier.arena.arena,

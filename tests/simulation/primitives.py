@@ -147,7 +147,7 @@ class SimJobs:
         self._runtime = runtime
         self._process = process
         self._name = name
-        self._threads = threads
+        self.threads = threads
         self._n_stuck = 0
         self._running = 0
         self._closed = False
@@ -180,7 +180,7 @@ class SimJobs:
         self._queue.clear()
 
     def _start(self, n_jobs: int) -> None:
-        for _ in range(min(n_jobs, self._threads + self._n_stuck - self._running)):
+        for _ in range(min(n_jobs, self.threads + self._n_stuck - self._running)):
             self._running += 1
             self._runtime.spawn(self._process, self._name, self._work)
 

@@ -60,6 +60,9 @@ class SimBatch:
             if not has_begun and self.found[number] is None:
                 self.end(number, CANCELLED)
 
+    def is_clean(self) -> bool:
+        return all(result.ok for result in self.results())
+
     def results(self) -> list[OpResult]:
         assert not self.n_left
         return [result for result in self.found if result is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ class Stream:
     work: list[Work] = field(default_factory=list)
     n_done: int = 0
     is_scatter: bool = False
+    is_copy: bool = False
 
     def run_to(self, position: int) -> None:
         while self.n_done < position:
@@ -74,13 +75,20 @@ class LazyOrder:
         return Mark(self.engine, len(self.engine.work))
 
     def wait(self, mark: Mark) -> None:
-        if (mark.stream is self.engine and self._out.gathered) or (mark.stream.is_scatter and self._out.scattered):
+        if (mark.stream is self.engine and self._out.gathered) or self._is_left_out(mark):
             return
         with self._lock:
             mark.stream.run_to(mark.position)
 
+    def wait_within(self, mark: Mark, timeout_s: float) -> None:
+        self.wait(mark)
+
     def is_done(self, mark: Mark) -> bool:
-        return mark.stream.n_done >= mark.position
+        return mark.stream.n_done >= mark.position or self._is_left_out(mark)
+
+    def _is_left_out(self, mark: Mark) -> bool:
+        stream = mark.stream
+        return (stream.is_scatter and self._out.scattered) or (stream.is_copy and self._out.copied)
 
     @contextmanager
     def moving(self, *after: Mark) -> Iterator[None]:
@@ -91,6 +99,9 @@ class LazyOrder:
             del self._own.stream
             with self._lock:
                 stream.run_to(len(stream.work))
+
+    def launching(self) -> AbstractContextManager[None]:
+        return self.moving()
 
     def begin(self, work: Work, *after: Mark) -> Mark:
         stream = self._own.stream = self._behind(after)
@@ -113,7 +124,7 @@ class LazyOrder:
         self.launch(lambda: target.copy_(source))
 
     def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        return Mark(Stream([lambda: target.copy_(source)]), 1)
+        return Mark(Stream([lambda: target.copy_(source)], is_copy=True), 1)
 
     def sums(self, runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
         stream: Stream = self._own.stream
@@ -198,9 +209,15 @@ class LazyEngine(Engine):
     def on_threads(self) -> None:
         """Background jobs run on threads after all. Call before anything is moved."""
         self.jobs = TransferJobs(
-            *(ThreadJobs(name, n, 64) for name, n in zip(TransferJobs._fields, (2, 1, 2, 1), strict=True))
+            *(ThreadJobs(name, n, 64) for name, n in zip(TransferJobs._fields, (1, 2, 1, 2), strict=True))
         )
         self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
+
+    def run_loads(self) -> None:
+        """What loads can do now is done."""
+        while self.jobs.loop.pending() or self.jobs.load.pending():
+            self.jobs.loop.drain(10)
+            self.jobs.load.drain(10)
 
     def in_engine(self, work: Work) -> None:
         """The engine launches something of its own."""

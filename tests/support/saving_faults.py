@@ -29,6 +29,9 @@ class LateWrites(LateReads):
         super().__init__(ring, ops, begins_s, False)  # type: ignore[arg-type]
         self._error = error
 
+    def is_clean(self) -> bool:
+        return all(result.ok for result in self.results())
+
     def results(self) -> list[OpResult]:
         results = super().results()
         if self._error and results:

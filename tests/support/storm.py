@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.engines import Engines
-from kvtier.plan import LoadChunk, LoadDone
+from kvtier.plan import LoadDone
 from kvtier.scheduler.store import WantedChunk
-from kvtier.worker.fetch_files import FetchFailed
 from tests.support.lazy import LazyEngine
 from tests.support.rig import BLOCK_TOKENS, Engine
 from tests.support.storm_faults import (
@@ -109,8 +107,6 @@ class Storm:
         acts = {
             self._ask: 50,
             self._save: 20,
-            self._begin_fetch: 8,
-            self._end_fetch: 10,
             self._flip: 3,
             self._strike: 3,
             self._tidy: 4,
@@ -169,33 +165,6 @@ class Storm:
             for transfer in side.engine.transfers:
                 transfer.save(plan)
         side.free.append((blocks, self._refill(side, blocks)))
-
-    def _begin_fetch(self, side: Side) -> None:
-        """Somebody wants one chunk of a prompt, as a load would that is about to be given up."""
-        transfer = self._rng.choice(side.engine.transfers)
-        keys = side.engine.keys(self._rng.choice(self._truth.prompts))
-        entries = side.engine.store.lookup(keys)
-        if not entries or len(side.held) >= 2:
-            return
-        number = self._rng.randrange(len(entries))
-        chunk = LoadChunk(keys[number], entries[number], tuple(range(CHUNK_BLOCKS)), 0)
-        fetcher = transfer._loader._fetcher
-        try:
-            fetch = fetcher.begin(side.engine.store.namespace_id, chunk, 0.0)
-        except (FetchFailed, TierUnavailable):
-            return
-        if fetch is not None:
-            side.held.append((fetcher, fetch))
-
-    def _end_fetch(self, side: Side) -> None:
-        """It gives up; or, if the chunk has come, leaves it to the arena."""
-        if not side.held:
-            return
-        fetcher, fetch = side.held.pop(self._rng.randrange(len(side.held)))
-        if self._rng.random() < 0.5 and fetcher.is_here(fetch) and fetcher.check([fetch]) == 1:
-            fetcher.keep_or_free(fetch)
-        else:
-            fetcher.abandon(fetch)
 
     def _flip(self, side: Side) -> None:
         worker = self._rng.choice(side.workers)
@@ -266,8 +235,6 @@ class Storm:
         for side in self.sides:
             for reader in self._readers(side):
                 reader.is_calm = True
-            while side.held:
-                self._end_fetch(side)
         for side in self.sides:
             while list(self._left_over(side)):
                 self._look(side)
@@ -290,8 +257,8 @@ class Storm:
             worker, loader = transfer._worker, transfer._loader
             if not transfer.drain(0.0) or loader._loads:
                 yield "jobs are under way"
-            if loader._fetcher._reading or loader._fetcher._wanted_twice:
-                yield "a claim was left"
+            if loader._fetches or loader._pending:
+                yield "a chunk was left"
             for arena in {id(a): a for a in (worker.arena, worker.host) if a is not None}.values():
                 arena.check()
                 if arena._table.available != arena.n_slots:

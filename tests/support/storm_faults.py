@@ -52,6 +52,9 @@ class LateReads:
     def cancel(self) -> None:
         """Too late."""
 
+    def is_clean(self) -> bool:
+        return all(result.ok for result in self.results())
+
     def results(self) -> list[OpResult]:
         assert self._inner is not None
         results = self._inner.results()

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from kvtier.worker.context import WorkerContext
-from kvtier.worker.fetch import Fetch, Fetcher
 from tests.support.lazy import LazyEngine
 from tests.support.rig import BLOCK_TOKENS, Engine, geometry, make_pages, shares
 
@@ -64,7 +63,6 @@ class Side:
     engine: Engine
     free: list[tuple[range, float]] = field(default_factory=list)
     loads: dict[str, Asked] = field(default_factory=dict)
-    held: list[tuple[Fetcher, Fetch]] = field(default_factory=list)
     stale: list[tuple[list[bytes], list[bytes]]] = field(default_factory=list)
     n_saving: int = 0
 

@@ -90,7 +90,7 @@ def begin_load(engine: LazyEngine, computed: int = 0, tokens: Sequence[int] = TO
 def load(engine: LazyEngine, computed: int = 0, tokens: Sequence[int] = TOKENS) -> LoadDone:
     """Asks for the load, and has it done."""
     begin_load(engine, computed, tokens)
-    engine.jobs.load.drain(10)
+    engine.run_loads()
     (done,) = engine.transfers[0].poll().loads
     engine.run_engine()  # what was launched before the load began runs before it at the latest
     return done

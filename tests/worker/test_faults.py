@@ -219,7 +219,7 @@ def test_a_folder_that_is_away_takes_no_more_than_one_chunk_along(tmp_path: Path
     folder = segments(tmp_path)[0].parent
     folder.rename(folder.with_suffix(".away"))
     chunks = reader.store.plan_load("r", keys, entries_before, TARGET, 0).chunks
-    reader.transfers[0]._loader._fetcher.retract_gone(reader.store.namespace_id, chunks)
+    reader.transfers[0]._loader._chunks.reader.retract_gone(reader.store.namespace_id, chunks)
     assert all(reader.store._keeper._index.resolve([key]) for key in keys)
     folder.with_suffix(".away").rename(folder)
     reader.close()

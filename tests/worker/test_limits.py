@@ -38,6 +38,9 @@ class HungBatch:
     def cancel(self) -> None:
         """Too late: the kernel has it."""
 
+    def is_clean(self) -> bool:
+        return all(result.ok for result in self.results())
+
     def results(self) -> list[OpResult]:
         return self._inner.results()
 

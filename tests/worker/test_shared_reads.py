@@ -1,116 +1,152 @@
-"""One chunk that several loads want at a time: one of them reads it, whichever of them gives up meanwhile."""
+"""One chunk that several loads want at a time: it is read once, whichever of them gives up meanwhile."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtier.io.engines import Engines
-from kvtier.io.ring import Batch, ReadOp, Ring, WriteOp
-from kvtier.plan import LoadChunk
-from kvtier.worker.fetch import Fetch, Fetcher
-from kvtier.worker.fetch_files import FetchFailed
+from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
+from kvtier.plan import LoadDone
 from tests.support.rig import Engine, reader_of_saved
+from tests.waiting import wait_until
 
-TOKENS = list(range(1000, 1064))
-BLOCKS = list(range(4))
+TOKENS = list(range(1000, 1128))
+BLOCKS = list(range(8))
+N_CHUNKS = 2
 SOON_S = 5.0
 
 
-class CountingRing:
+class HeldBatch:
+    """Reads that seem to be under way until they are let go."""
+
+    def __init__(self, inner: Batch, let_go: threading.Event) -> None:
+        self._inner = inner
+        self._let_go = let_go
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._let_go.wait(timeout_s) and self._inner.wait(timeout_s)
+
+    def cancel(self) -> None:
+        pass
+
+    def is_clean(self) -> bool:
+        return all(result.ok for result in self.results())
+
+    def results(self) -> list[OpResult]:
+        return self._inner.results()
+
+
+class HeldRing:
     def __init__(self, inner: Ring) -> None:
         self._inner = inner
         self.n_reads = 0
+        self.let_go = threading.Event()
 
-    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> Batch:
+    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> HeldBatch:
         self.n_reads += len(ops)
-        return self._inner.submit(ops)
+        return HeldBatch(self._inner.submit(ops), self.let_go)
 
     def close(self, timeout_s: float = 1.0) -> bool:
         return self._inner.close(timeout_s)
 
 
 class Readers:
-    """The loads of one worker, a step at a time: one chunk, stored and in no arena."""
+    """Loads of one worker that want the same two chunks, each into blocks of its own."""
 
     def __init__(self, engine: Engine) -> None:
-        worker = engine.transfers[0]._worker
-        self.ring = CountingRing(worker.io.ring)
-        object.__setattr__(worker, "io", Engines(self.ring, self.ring))  # type: ignore[arg-type]
-        self.arena = worker.arena
-        self._tidy = engine.transfers[0].tidy
-        self.fetcher: Fetcher = engine.transfers[0]._loader._fetcher
-        self._namespace = engine.store.namespace_id
-        (key,) = engine.keys(TOKENS)
-        (entry,) = engine.store.lookup([key])
-        self.chunk = LoadChunk(key, entry, tuple(BLOCKS), 0)
+        self.engine = engine
+        self.transfer = engine.transfers[0]
+        self.worker = self.transfer._worker
+        self.ring = HeldRing(self.worker.io.ring)
+        object.__setattr__(self.worker, "io", Engines(self.ring, self.worker.io.ring))
+        self._keys = engine.keys(TOKENS)
+        entries = engine.store.lookup(self._keys)
+        assert entries is not None
+        self._entries = entries
+        self._done: dict[str, LoadDone] = {}
 
-    def begin(self) -> Fetch:
-        fetch = self.fetcher.begin(self._namespace, self.chunk, 0.0)
-        assert fetch is not None
-        return fetch
+    def ask(self, name: str, first: int) -> list[int]:
+        blocks = list(range(first, first + len(BLOCKS)))
+        self.transfer.load(self.engine.store.plan_load(name, self._keys, self._entries, blocks, 0))
+        return blocks
 
-    def complete(self, fetch: Fetch, within_s: float = SOON_S) -> None:
-        assert self.fetcher.complete(self._namespace, fetch, time.monotonic() + within_s, 0.0)
-        assert self.fetcher.check([fetch]) == 1
+    def answer(self, name: str) -> LoadDone:
+        def has_come() -> bool:
+            self._done |= {done.request_id: done for done in self.transfer.poll(0.05).loads}
+            return name in self._done
 
-    def end(self, *fetches: Fetch) -> None:
-        """All is given back: no slot, no claim."""
-        for fetch in fetches:
-            self.fetcher.abandon(fetch)
-        self._tidy()
-        assert self.arena._table.available == self.arena.n_slots
-        assert not self.fetcher._reading and not self.fetcher._wanted_twice
+        wait_until(has_come, f"{name} is answered", SOON_S)
+        return self._done[name]
+
+    def holds_what_was_saved(self, blocks: Sequence[int]) -> bool:
+        found = self.engine.blocks(blocks)
+        self.engine.prefill(TOKENS, BLOCKS)
+        return all(torch.equal(a, b) for a, b in zip(found, self.engine.blocks(BLOCKS), strict=True))
+
+    def all_is_given_back(self) -> bool:
+        self.transfer.tidy()
+        arena = self.worker.arena
+        return arena._table.available == arena.n_slots and not self.transfer._loader._fetches
 
 
 @pytest.fixture(name="readers")
 def _readers(tmp_path: Path) -> Iterator[Readers]:
     engine = reader_of_saved(tmp_path, TOKENS, BLOCKS)
-    yield Readers(engine)
+    readers = Readers(engine)
+    yield readers
+    readers.ring.let_go.set()
+    wait_until(readers.all_is_given_back, "a slot or a fetch was left")
     engine.close()
 
 
-def test_when_the_reader_gives_up_one_of_those_who_waited_reads_for_all(readers: Readers) -> None:
-    first, second, third = readers.begin(), readers.begin(), readers.begin()
-    readers.fetcher.abandon(first)
-    readers.complete(second)
-    assert readers.ring.n_reads == 2
-    late = readers.begin()
-    waiting = [threading.Thread(target=readers.complete, args=(fetch,)) for fetch in (third, late)]
-    for thread in waiting:
-        thread.start()
-    time.sleep(0.05)
-    assert all(thread.is_alive() for thread in waiting), "they wait for the second reader"
-    readers.fetcher.keep_or_free(second)
-    for thread in waiting:
-        thread.join(SOON_S)
-    assert third.slot == late.slot >= 0 and readers.ring.n_reads == 2
-    readers.end(third, late)
+def test_a_chunk_is_read_once_for_all_loads_that_want_it(readers: Readers) -> None:
+    asked = {name: readers.ask(name, 16 * number + 16) for number, name in enumerate(("first", "second", "third"))}
+    wait_until(lambda: readers.ring.n_reads == N_CHUNKS)
+    readers.ring.let_go.set()
+    for name, blocks in asked.items():
+        assert readers.answer(name).failed_blocks == frozenset()
+        assert readers.holds_what_was_saved(blocks)
+    assert readers.ring.n_reads == N_CHUNKS
 
 
-def test_who_gives_up_ends_no_other_loads_read(readers: Readers) -> None:
-    """A copy in the arena is found bad while another load reads the chunk anew: there are two readers of one key."""
-    reader, other = readers.begin(), readers.begin()
-    readers.complete(reader)
-    readers.fetcher.keep_or_free(reader)
-    readers.complete(other)  # from the arena
-    readers.arena.slabs(other.slot, other.sources[0].slot_offset, 4, other.sources[0].slab_bytes)[1, 77] ^= 1
-    holder = readers.begin()
-    assert holder.slot == other.slot and readers.fetcher.check([holder]) == 0
-    readers.fetcher.reject(readers._namespace, holder)
-    anew = readers.begin()
-    assert readers.ring.n_reads == 2
-    with pytest.raises(FetchFailed, match="takes too long"):
-        readers.complete(holder, within_s=0.0)
-    readers.fetcher.abandon(holder)
-    late = readers.begin()
-    assert late.awaited is not None and readers.ring.n_reads == 2, "it is being read"
-    readers.complete(anew)
-    readers.fetcher.keep_or_free(anew)
-    readers.complete(late)
-    assert readers.ring.n_reads == 2
-    readers.end(other, late)
+def test_a_load_that_gives_up_ends_no_other_loads_read(readers: Readers) -> None:
+    now_s = readers.worker.clock()
+    object.__setattr__(readers.worker, "clock", lambda: now_s)
+    first = readers.ask("first", 16)
+    wait_until(lambda: readers.ring.n_reads == N_CHUNKS)
+    object.__setattr__(readers.worker, "clock", lambda: now_s + readers.worker.timeout_s / 2)
+    second = readers.ask("second", 32)
+    fetches = readers.transfer._loader._fetches
+    wait_until(lambda: [fetch.n_loads for fetch in fetches.values()] == [2, 2], "it waits for the same reads")
+    object.__setattr__(readers.worker, "clock", lambda: now_s + readers.worker.timeout_s + 0.1)
+    assert readers.answer("first").failed_blocks == frozenset(first)
+    readers.ring.let_go.set()
+    assert readers.answer("second").failed_blocks == frozenset()
+    assert readers.holds_what_was_saved(second) and readers.ring.n_reads == N_CHUNKS
+    assert all(not plane.any() for plane in readers.engine.blocks(first)), "written after its answer"
+
+
+def test_a_copy_that_went_bad_is_read_anew_once(tmp_path: Path) -> None:
+    engine = reader_of_saved(tmp_path, TOKENS, BLOCKS)
+    readers = Readers(engine)
+    readers.ring.let_go.set()
+    readers.transfer._loader._chunks._admit.arena.keeps_loaded = lambda key: True  # type: ignore[method-assign]
+    readers.ask("fills the arena", 16)
+    readers.answer("fills the arena")
+    arena, key = readers.worker.arena, engine.keys(TOKENS)[1]
+    leased = arena.lease(key)
+    assert leased is not None
+    arena.slabs(leased[0], leased[1][0].slot_offset, 4, leased[1][0].slab_bytes)[1, 77] ^= 1
+    arena.release(leased[0], key)
+    asked = {name: readers.ask(name, 16 * number + 32) for number, name in enumerate(("first", "second"))}
+    for name, blocks in asked.items():
+        assert readers.answer(name).failed_blocks == frozenset()
+        assert readers.holds_what_was_saved(blocks)
+    assert readers.ring.n_reads == N_CHUNKS + 1
+    wait_until(readers.all_is_given_back, "a slot or a fetch was left")
+    engine.close()

@@ -1,5 +1,7 @@
 """Reading one chunk's records from segments into an arena slot: which reads that takes, what became of them, and that
-what is bad or gone is not offered again."""
+what is bad or gone is not offered again.
+
+All of it may wait for the storage or for the index, so it runs on threads of the pool, but for `is_clean`."""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ UNSIGNED = "it was not signed with this engine's secret"
 
 
 class FetchFailed(Exception):
-    """This chunk can't be had; the request is recomputed from here on. Never leaves kvtier.worker.loads."""
+    """The chunk can't be had; the request is recomputed from it on. Never leaves kvtier.worker.loop."""
 
 
 class SegmentGone(FetchFailed):
@@ -51,7 +53,7 @@ class FileReads:
     is_reread: bool = False  # the segments were opened for these reads
 
 
-class FileReader:
+class RecordReader:
     """Shared by all loads of a worker; thread-safe. arena: where the bytes land; what is signed, in host memory."""
 
     def __init__(self, worker: WorkerContext) -> None:
@@ -102,22 +104,24 @@ class FileReader:
         if why:
             raise FetchFailed(why)
 
-    def have_arrived(self, reads: FileReads) -> bool:
-        """Whether all of the chunk is in the slot by now."""
-        has_arrived = reads.batch.wait(0) and self._first_bad(reads) is None
-        if has_arrived:
-            self.stuck.answered()
-        return has_arrived
+    @property
+    def signs(self) -> bool:
+        """Return True if records are signed, so that `judge` has to look at each chunk."""
+        return self._signer is not None
 
-    def wait(self, reads: FileReads, deadline_s: float) -> bool:
-        """Returns when all of the chunk is in the slot; False where what came may be stale, and is to be read anew.
-        Raises FetchFailed, then and if it takes too long."""
-        if not reads.batch.wait(max(0.0, deadline_s - self._worker.clock())):
-            self.stuck.note_read(_names(source.location for source in reads.sources), reads.begun_s)
-            raise FetchFailed("the storage does not answer in time")
+    def is_clean(self, reads: FileReads) -> bool:
+        """Return True if nothing of reads that have ended is left to `judge`."""
+        return self._signer is None and reads.batch.is_clean()
+
+    def note_slow(self, reads: FileReads) -> None:
+        """Note that reads have not ended by their load's deadline."""
+        self.stuck.note_read(_names(source.location for source in reads.sources), reads.begun_s)
+
+    def judge(self, reads: FileReads) -> bool:
+        """Return True if reads that have ended are good, False where what came may be stale and is to be read anew.
+        Raises FetchFailed."""
         failed = self._first_bad(reads)
         if failed is None:
-            self.stuck.answered()
             return True
         location, error, what = failed
         if not reads.is_reread and error in (0, errno.ENODATA, *GONE) and self.may_be_stale(error):
@@ -131,6 +135,19 @@ class FileReader:
         # A file that was cut short says nothing of the storage; bytes that are others do.
         self._worker.metrics.add(names.GONE_CHUNKS if error else names.CHECKSUM_FAILURES)
         raise (SegmentGone if error else FetchFailed)(f"{place_of(location)}: {what}")
+
+    def doubt(self, namespace: bytes, key: bytes, bad: Sequence[Location]) -> None:
+        """Records that do not match even when their segments are opened anew are looked at once more later. Raises
+        FetchFailed."""
+        for location in bad:
+            self.rechecks.add(namespace, key, location)
+        raise FetchFailed(f"{place_of(bad[0])}: a checksum does not match, also when it is opened again")
+
+    def condemn(self, key: bytes, bad: Sequence[Location]) -> None:
+        """Records that do not match are not offered again. Raises FetchFailed."""
+        for location in bad:
+            self.retract(key, location)
+        raise FetchFailed(f"{place_of(bad[0])}: a checksum does not match")
 
     def may_be_stale(self, error: int = 0) -> bool:
         """Whether a read that ended with `error` (0: with other bytes) tells nothing yet of what is stored."""
