@@ -136,8 +136,8 @@ class LoadLoop:
         deadline_s = now_s + self._worker.timeout_s
         after = self._worker.order.mark()
         load = Load(plan, after, now_s, deadline_s, turn_s, waiting, n_chunks, n_chunks)
-        self._answers.expect(load)
         with self._changed:
+            self._answers.expect(load)
             self._asked.append(load)
             is_taken = self._wake()
             if not is_taken:
@@ -188,10 +188,8 @@ class LoadLoop:
                     self._pause_s = PAUSE_MIN_S
                 else:
                     self._pause()
-        except BaseException as fault:  # our bug, or CUDA's: nobody is to wait for an answer
-            with self._changed:
-                self._is_running = False
-            self._give_up(fault)
+        except BaseException:  # our bug, or CUDA's: no load is left without an answer, and no slot is lost
+            self._give_up()
             raise
 
     def turn(self) -> bool:
@@ -497,18 +495,23 @@ class LoadLoop:
             self._worker.metrics.add(names.LOAD_FAILURES)
         self._answers.add(load, LoadDone(load.plan.request_id, failed))
 
-    def _give_up(self, fault: BaseException) -> None:
-        """Answer all loads as failed after what was launched has ended."""
-        for mark, _ in self._pending:
+    def _give_up(self) -> None:
+        """End all loads after what was launched for them has ended."""
+        pending, self._pending = self._pending, []
+        for mark, then in pending:
             with suppress(Exception):
                 self._worker.order.wait(mark)
-        self._pending.clear()
+                then()
+        for fetch in list(self._fetches.values()):
+            fetch.wanted_by = []
+            with suppress(Exception):
+                self._drop(fetch)
         self._loads.clear()
-        self._fetches.clear()
         with self._changed:
+            unanswered = self._answers.unanswered()
             self._asked.clear()
-        for load in self._answers.unanswered():
-            load.n_landed = 0
+            self._is_running = False
+        for load in unanswered:
             self._answer(load)
 
 

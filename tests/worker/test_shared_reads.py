@@ -150,3 +150,23 @@ def test_a_copy_that_went_bad_is_read_anew_once(tmp_path: Path) -> None:
     assert readers.ring.n_reads == N_CHUNKS + 1
     wait_until(readers.all_is_given_back, "a slot or a fetch was left")
     engine.close()
+
+
+def test_a_decode_that_raises_costs_its_loads_and_no_slot(readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the driver refuses a launch. The thread ends with its traceback, and another one goes on."""
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    readers.ring.let_go.set()
+    decode = readers.worker.codec.decode
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no launch")
+
+    readers.worker.codec.decode = refuse  # type: ignore[method-assign]
+    first = readers.ask("first", 16)
+    assert readers.answer("first").failed_blocks == frozenset(first)
+    wait_until(readers.all_is_given_back, "a slot was lost")
+    readers.worker.codec.decode = decode  # type: ignore[method-assign]
+    second = readers.ask("second", 32)
+    assert readers.answer("second").failed_blocks == frozenset()
+    assert readers.holds_what_was_saved(second) and len(raised) == 1
