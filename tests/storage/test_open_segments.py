@@ -16,6 +16,11 @@ from kvtier.storage.open_segments import Descriptors
 from tests.support.rig import Engine
 
 
+@pytest.fixture(autouse=True)
+def _asks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_segments, "CHECKED_FOR_S", 0.0)
+
+
 @pytest.mark.parametrize("gone", [errno.ESTALE, errno.ENOENT])
 def test_a_segment_that_another_node_unlinked_is_opened_anew(
     gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
