@@ -76,12 +76,12 @@ class _TableRing:
         return not self._tables[(self._next + 1) % TABLES_AHEAD][2].query()  # type: ignore[no-untyped-call]
 
 
-class _Tables(threading.local):
+class _ThreadTables(threading.local):
     def __init__(self) -> None:
         self.of_device: dict[torch.device, _TableRing] = {}
 
 
-_tables = _Tables()
+_tables = _ThreadTables()
 _Answer = tuple[torch.Tensor, torch.cuda.Event]
 _answers: defaultdict[torch.device, deque[_Answer]] = defaultdict(deque)  # pinned memory and an event, not in use
 

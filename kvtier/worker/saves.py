@@ -151,11 +151,11 @@ class Saver:
         staged: list[Staged] = []  # ours to give back until a job has them
         outcomes = {chunk.key: SaveOutcome.FAILED for chunk in plan.chunks}  # of those that no job answers
         try:
-            for chunk in plan.chunks:
+            for number, chunk in enumerate(plan.chunks):
                 slot, refusal = self._take_slot()
-                if slot is None:
-                    outcomes[chunk.key] = refusal
-                    continue
+                if slot is None:  # nor are those behind it taken: a chunk behind a hole is of no use
+                    outcomes.update((refused.key, refusal) for refused in plan.chunks[number:])
+                    break
                 staged.append(Staged(chunk, self._worker.arena, slot, len(staged)))
             gathered = self._gather(staged, writes)
             outcomes.update((item.chunk.key, SaveOutcome.QUEUE_FULL) for item in staged)

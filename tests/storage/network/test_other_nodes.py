@@ -136,7 +136,7 @@ def test_what_shows_late_is_a_miss_and_is_kept(nodes: Nodes, server: Server, mon
     assert loaded(reader, 0) == 0  # not even the segment's header is there
     writer.close()  # its last close writes back what it wrote
     assert loaded(reader, 0) == CHUNKS
-    wait_until(lambda: not reader.transfers[0]._rechecks._waiting, "the second look")
+    wait_until(lambda: not reader.transfers[0]._loader.rechecks._waiting, "the second look")
     assert loaded(reader, 0) == CHUNKS
     assert counted(reader, names.CHECKSUM_FAILURES) == 0 and counted(reader, names.STALE_READS) > 0
     reader.close()
