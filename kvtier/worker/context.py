@@ -23,6 +23,9 @@ from kvtier.worker.read_plan import Source
 ChunkArena = Arena[tuple[Source, ...]]
 
 
+SWEEP_INTERVAL_S = 0.05
+
+
 class Quarantine:
     """I/O that outlived its deadline. A read or write that hangs in the kernel can't be taken back, so its buffers
     stay out of use until it returns: late bytes land in slots, never in engine blocks (I10)."""
@@ -30,6 +33,7 @@ class Quarantine:
     def __init__(self) -> None:
         self._late: list[tuple[Reads, Callable[[], None]]] = []
         self._lock = threading.Lock()
+        self._next_sweep_s = 0.0
 
     def add(self, batch: Reads, release: Callable[[], None]) -> None:
         """Cancels what has not begun; calls `release` (from `sweep`) when nothing of the batch is under way."""
@@ -45,6 +49,14 @@ class Quarantine:
         with ExitStack() as stack:  # each is released, also if another one's release raises
             for _, release in returned:
                 stack.callback(release)
+
+    def is_due(self, now_s: float) -> bool:
+        """Return True if a sweep may find something, at most once in SWEEP_INTERVAL_S."""
+        with self._lock:
+            if not self._late or now_s < self._next_sweep_s:
+                return False
+            self._next_sweep_s = now_s + SWEEP_INTERVAL_S
+            return True
 
     def __len__(self) -> int:
         with self._lock:

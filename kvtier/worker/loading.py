@@ -70,9 +70,10 @@ class Part(NamedTuple):
 class Load:
     """One plan on its way. after: the engine's work that a scatter must not overtake, such as zeroing these blocks.
 
-    waiting: numbers of chunks that are in no fetch. n_scattered: chunks whose scatter was launched, in the order of the
-    prompt; n_landed: of them, those in the engine's blocks. end: number of the first chunk that is given up. n_pending:
-    chunks that are neither landed nor given up; the load is answered when there are none.
+    moved_s: when it was begun, or a chunk of it was scattered last. waiting: numbers of chunks that are in no fetch.
+    n_scattered: chunks whose scatter was launched, in the order of the prompt; n_landed: of them, those in the engine's
+    blocks. end: number of the first chunk that is given up. n_pending: chunks that are neither landed nor given up; the
+    load is answered when there are none.
     """
 
     plan: LoadPlan
@@ -83,6 +84,7 @@ class Load:
     waiting: list[int]  # descending: the next one is the last
     end: int
     n_pending: int
+    moved_s: float = 0.0
     n_scattered: int = 0
     n_landed: int = 0
     n_bytes: int = 0
@@ -170,20 +172,19 @@ class ChunkLoader:
         slot = self._worker.arena.reserve()
         if slot is None:
             return False
-        if self._landing is not None:
+        host = self._worker.host
+        in_host = None if host is None else host.lease(key)  # first: a slot to land in might be taken from this chunk
+        if in_host is None and self._landing is not None:
             landing = self._landing.reserve()
             if landing is None:
                 self._worker.arena.discard(slot)
                 return False
             fetch.landing = landing
         fetch.slot = slot
-        host = self._worker.host
-        in_host = None if host is None else host.lease(key)
         if host is None or in_host is None:
             self._open(fetch)
             return True
         self._worker.metrics.add(names.HOST_HIT_CHUNKS)
-        self._free_landing(fetch)
         self._copy_up(host, fetch, *in_host)
         return True
 
@@ -236,8 +237,8 @@ class ChunkLoader:
         if not stays:
             self._keep_below(slot, fetch, partial(arena.discard, slot), goes_down)
             return
-        arena.commit(slot, key, fetch.sources)
-        cached = arena.lease(key) if goes_down else None
+        is_new = arena.commit(slot, key, fetch.sources)
+        cached = arena.lease(key) if goes_down and is_new else None
         if cached is not None:  # else it was pushed out already
             self._keep_below(cached[0], fetch, partial(arena.release, cached[0], key), goes_down)
 
@@ -296,7 +297,8 @@ class ChunkLoader:
             slot = fetch.slot if self._landing is None else fetch.landing
             anew = fetch.was_reread
             try:
-                results.append(self.reader.begin(fetch.namespace, fetch.chunk, slot, fetch.held, anew=anew))
+                fetch.reads = self.reader.begin(fetch.namespace, fetch.chunk, slot, fetch.held, anew=anew)
+                results.append(fetch.reads)  # `abandon` knows of them even if a later chunk's fault is unexpected
             except (FetchFailed, KVTierError, OSError) as failure:
                 results.append(failure)
                 break
@@ -311,7 +313,7 @@ class ChunkLoader:
                 self._end_in_pool(fetch, result)
                 continue
             if result is not None:
-                fetch.reads, fetch.sources, fetch.state = result, result.sources, State.READING
+                fetch.sources, fetch.state = result.sources, State.READING
             if not fetch.wanted_by:  # all loads gave it up meanwhile
                 self.abandon(fetch)
             elif result is None:
@@ -415,11 +417,6 @@ class ChunkLoader:
 
         self._loop.when_done(mark, end)
 
-    def _free_landing(self, fetch: Fetch) -> None:
-        if self._landing is not None and fetch.landing >= 0:
-            self._landing.discard(fetch.landing)
-            fetch.landing = -1
-
     def _close(self, fetch: Fetch) -> None:
         """Let go of what is held: open segments with the next `close_segments`."""
         held = fetch.held.pop_all()
@@ -455,5 +452,6 @@ def _first_load(fetch: Fetch) -> Load | None:
 
 
 def _close_all(held: Sequence[ExitStack]) -> None:
-    for stack in held:
-        stack.close()
+    with ExitStack() as all_of_them:  # each is closed, also if another one's close raises
+        for stack in held:
+            all_of_them.callback(stack.close)

@@ -240,25 +240,22 @@ class LoadLoop:
             asked = list(self._asked)
             self._asked.clear()
         for load in asked:
-            load.begun_s = self._worker.clock()
+            load.begun_s = load.moved_s = self._worker.clock()
             insort(self._loads, load, key=lambda known: known.turn_s)
         return bool(asked)
 
     def _take_ended(self) -> bool:
-        with self._changed:
-            ended = list(self._ended)
-            self._ended.clear()
-        for then, result in ended:
+        n_ended = len(self._ended)
+        for _ in range(n_ended):  # one at a time: if one raises, the others are not lost
+            then, result = self._ended.popleft()
             then(result)
-        return bool(ended)
+        return n_ended > 0
 
     def _take_marks(self) -> bool:
-        order, pending = self._worker.order, self._pending
-        done = [(mark, then) for mark, then in pending if order.is_done(mark)]
-        if done:
-            self._pending = [entry for entry in pending if entry not in done]
-        for _, then in done:
-            then()
+        done = [entry for entry in self._pending if self._worker.order.is_done(entry[0])]
+        for entry in done:
+            self._pending.remove(entry)
+            entry[1]()
         return bool(done)
 
     def _take_reads(self) -> bool:
@@ -292,6 +289,7 @@ class LoadLoop:
             fetch.wanted_by.remove(part)
             fetch.n_moving += 1
             part.load.n_scattered += 1
+            part.load.moved_s = self._worker.clock()
         self.when_done(mark, partial(self._landed, moving))
         return True
 
@@ -355,7 +353,8 @@ class LoadLoop:
     def _begin(self) -> bool:
         """Begin chunks of the loads in their order, as many as the window and the arena have room for."""
         self._lacks_slot = False
-        n_begun = 0
+        n_begun, is_full = 0, False
+        held_up = self._held_up()
         for load in self._loads:
             while load.waiting:
                 part = Part(load, load.waiting[-1])
@@ -363,10 +362,30 @@ class LoadLoop:
                 if fetch is not None:
                     load.waiting.pop()
                     self._join(fetch, part)
-                elif len(self._fetches) >= self._window or not self._begin_one(part):
-                    return n_begun > 0
+                elif is_full or load in held_up or len(self._fetches) >= self._window or not self._begin_one(part):
+                    is_full |= load not in held_up  # others may still join what is under way
+                    break
                 n_begun += 1
         return n_begun > 0
+
+    def _held_up(self) -> set[Load]:
+        """Return the loads whose next chunk has not come for long while other loads wait: they begin nothing more, and
+        give the slots of chunks behind it to the others, for one segment that hangs is not to stop all loads."""
+        long_ago_s = self._worker.clock() - self._worker.timeout_s / 4
+        coming = (State.OPENING, State.READING)
+        held_up = set()
+        for load in self._loads:
+            if load.moved_s < long_ago_s and load.n_scattered < load.end:
+                fetch = self._fetches.get(load.plan.chunks[load.n_scattered].key)
+                if fetch is not None and fetch.state in coming:
+                    held_up.add(load)
+        if not held_up or not any(load.waiting for load in self._loads if load not in held_up):
+            return set()
+        for fetch in list(self._fetches.values()):
+            is_idle = fetch.state is State.VERIFIED and not fetch.n_moving
+            if is_idle and all(part.load in held_up for part in fetch.wanted_by):
+                self.begin_again(fetch)
+        return held_up
 
     def _begin_one(self, part: Part) -> bool:
         fetch = Fetch(part.load.plan.namespace, part.chunk, [part])
@@ -377,9 +396,10 @@ class LoadLoop:
         del self._fetches[part.chunk.key]
         part.load.wait_again(part.number)
         self._lacks_slot = True
-        if len(self._worker.quarantine):
+        if self._worker.quarantine.is_due(self._worker.clock()):
             self.in_pool(self._worker.quarantine.sweep, lambda result: None)
-        if self._fetches and not (self._pending or self._pool.is_busy or self._oldest_read()):
+        waits = (State.VERIFIED, State.SUSPECT)  # chunks in all other states go on by themselves
+        if self._fetches and not self._pending and all(fetch.state in waits for fetch in self._fetches.values()):
             # What holds all slots waits for this very chunk, or for one behind it in the order: the last one gives way.
             self.begin_again(next(reversed(self._fetches.values())))
         return False

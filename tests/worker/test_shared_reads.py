@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
 from kvtier.plan import LoadDone
+from kvtier.worker import loop
 from tests.support.rig import Engine, reader_of_saved
 from tests.waiting import wait_until
 
@@ -170,3 +172,51 @@ def test_a_decode_that_raises_costs_its_loads_and_no_slot(readers: Readers, monk
     second = readers.ask("second", 32)
     assert readers.answer("second").failed_blocks == frozenset()
     assert readers.holds_what_was_saved(second) and len(raised) == 1
+
+
+def test_one_free_slot_is_enough(readers: Readers) -> None:
+    """Who looked for a slot in vain took the slot of the chunk before away again, for ever."""
+    readers.ring.let_go.set()
+    arena = readers.worker.arena
+    taken = [arena.reserve() for _ in range(arena.n_slots - 1)]
+    readers.ask("first", 16)
+    assert readers.answer("first").failed_blocks == frozenset()
+    assert readers.ring.n_reads == N_CHUNKS
+    for slot in taken:
+        assert slot is not None
+        arena.discard(slot)
+
+
+def test_a_read_that_hangs_keeps_no_slots_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks behind the one that hangs hold the whole window: they give way to other loads."""
+    monkeypatch.setattr(loop, "WINDOW_MIN", 4)
+    monkeypatch.setattr(loop, "WINDOW_MAX", 4)
+    long, short = list(range(64 * 6)), list(range(5000, 5128))
+    writer = Engine(tmp_path)
+    writer.save(long, list(range(24)))
+    writer.save(short, BLOCKS)
+    writer.close()
+    engine = Engine(tmp_path, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}, "io": {"timeout_s": 8.0}})
+    transfer, ring = engine.transfers[0], engine.transfers[0]._worker.io.ring
+    first_key, let_go = engine.keys(long)[0], threading.Event()
+    hanging = SimpleNamespace(close=ring.close)
+
+    def submit(ops: Sequence[ReadOp]) -> Batch | HeldBatch:
+        batch = ring.submit(ops)
+        return HeldBatch(batch, let_go) if ops[0].key == first_key else batch
+
+    hanging.submit = submit
+    object.__setattr__(transfer._worker, "io", Engines(hanging, ring))
+    for name, tokens, first in (("long", long, 100), ("short", short, 200)):
+        keys = engine.keys(tokens)
+        blocks = list(range(first, first + len(tokens) // 16))
+        entries = engine.store.lookup(keys)
+        assert entries is not None
+        transfer.load(engine.store.plan_load(name, keys, entries, blocks, 0))
+    done: list[LoadDone] = []
+    wait_until(lambda: done.extend(transfer.poll(0.05).loads) or len(done) == 1, "the short load ends", 6.0)
+    assert done[0].request_id == "short" and not done[0].failed_blocks
+    let_go.set()
+    wait_until(lambda: done.extend(transfer.poll(0.05).loads) or len(done) == 2, "the long load ends", 6.0)
+    assert not done[1].failed_blocks
+    engine.close()
