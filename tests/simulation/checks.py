@@ -134,8 +134,10 @@ class Checks:
         self._removing.pop(process, None)
 
     def look_at_unlink(self, process: Process | None, set_id: int) -> None:
-        """First out of the index, then off the disk: who is killed in between leaves nothing visible that is gone."""
-        if self._removing.get(process) == set_id:
+        """First out of the index, then off the disk: who is killed in between leaves nothing visible that is gone.
+        Another evictor may have taken the set out of the index meanwhile."""
+        is_indexed = any(info.set_id == set_id for info in self._place.index.real.sets())
+        if self._removing.get(process) == set_id and is_indexed:
             self._violate(f"the files of set {set_id:016x} go before the index forgets them (I1)")
 
     def _look_at_token(self, set_id: int, process: Process) -> None:
