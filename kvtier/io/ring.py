@@ -19,7 +19,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
@@ -117,12 +117,7 @@ class Batch:
 
     def results(self) -> list[OpResult]:
         """Return one result an operation, in the order submitted. Only after `wait` has returned True."""
-        n_ops, n_slabs = len(self._slabs_of_ops), sum(self._slabs_of_ops)
-        errors = (ctypes.c_int32 * n_ops)()
-        sums = (ctypes.c_uint64 * n_slabs)()
-        bad = ctypes.create_string_buffer(n_slabs)
-        if quick.kvtier_batch_results(self._handle, errors, sums, bad) != 0:
-            raise RuntimeError("results of a batch that is not done")
+        errors, sums, bad = self._fetch_results()
         flags, values = bad.raw, sums[:]
         results = []
         first = 0
@@ -135,12 +130,17 @@ class Batch:
 
     def is_clean(self) -> bool:
         """Return True if no operation failed and no checksum differs. Only after `wait` has returned True."""
+        errors, _, bad = self._fetch_results()
+        return not any(errors) and 1 not in bad.raw
+
+    def _fetch_results(self) -> tuple[ctypes.Array[ctypes.c_int32], ctypes.Array[ctypes.c_uint64], Any]:
+        """Return the errno of each operation, the checksum of each slab, and a byte a slab: 1 where it differs."""
         n_ops, n_slabs = len(self._slabs_of_ops), sum(self._slabs_of_ops)
         errors, sums = (ctypes.c_int32 * n_ops)(), (ctypes.c_uint64 * n_slabs)()
         bad = ctypes.create_string_buffer(n_slabs)
         if quick.kvtier_batch_results(self._handle, errors, sums, bad) != 0:
             raise RuntimeError("results of a batch that is not done")
-        return not any(errors) and 1 not in bad.raw
+        return errors, sums, bad
 
     def __del__(self) -> None:
         if self._pid == os.getpid():

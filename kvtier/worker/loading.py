@@ -48,7 +48,7 @@ class State(Enum):
 
 
 class Origin(Enum):
-    """Where the bytes of a slot come from, which decides how the slot is given back."""
+    """Source of the bytes in a slot. It decides how the slot is given back."""
 
     ARENA = auto()  # the slot is leased: others may use it too
     HOST = auto()  # the slot is reserved; copied from a leased slot of the host arena
@@ -121,9 +121,12 @@ class Fetch:
     was_reread: bool = False
     bad: tuple[Source, ...] = ()  # those whose checksums do not match
 
+    def is_wanted_by(self, load: Load) -> bool:
+        return any(part.load is load for part in self.wanted_by)
+
 
 class Background(Protocol):
-    """What the steps need of the loop."""
+    """Services of the loop that the steps call."""
 
     def in_pool(self, work: Callable[[], object], then: Callable[[object], None]) -> None:
         """Run `work` on a thread of the pool, and `then` with its result or its exception on the loop's thread."""
@@ -234,13 +237,15 @@ class ChunkLoader:
         stays = any(self._admit.arena.keeps_loaded(key) for _ in range(fetch.n_loads))
         is_for_host = self._worker.host is not None and fetch.origin is Origin.FILES
         goes_down = is_for_host and any(self._admit.host.keeps_loaded(key) for _ in range(fetch.n_loads))
-        if not stays:
-            self._keep_below(slot, fetch, partial(arena.discard, slot), goes_down)
-            return
-        is_new = arena.commit(slot, key, fetch.sources)
-        cached = arena.lease(key) if goes_down and is_new else None
-        if cached is not None:  # else it was pushed out already
-            self._keep_below(cached[0], fetch, partial(arena.release, cached[0], key), goes_down)
+        if stays:
+            is_new = arena.commit(slot, key, fetch.sources)
+            cached = arena.lease(key) if goes_down and is_new else None
+            if cached is not None:  # else it was pushed out already
+                self._keep_below(cached[0], fetch, partial(arena.release, cached[0], key))
+        elif goes_down:
+            self._keep_below(slot, fetch, partial(arena.discard, slot))
+        else:
+            arena.discard(slot)
 
     def abandon(self, fetch: Fetch) -> None:
         """Give back what a chunk holds that nobody waits for. Reads under way keep their slots until they return."""
@@ -397,12 +402,12 @@ class ChunkLoader:
         fetch.held.close()
         self._open(fetch)
 
-    def _keep_below(self, slot: int, fetch: Fetch, give_back: Callable[[], None], is_wanted: bool) -> None:
+    def _keep_below(self, slot: int, fetch: Fetch, give_back: Callable[[], None]) -> None:
         """Copy a verified chunk down into the host arena, then give its slot back. Nothing is kept in a full arena, nor
         while the loop itself limits the loads."""
         host, order = self._worker.host, self._worker.order
         has_time = self._n_kept_now < KEPT_AT_ONCE_MAX and self._loop.waits_for_storage()
-        host_slot = host.reserve() if host is not None and is_wanted and has_time else None
+        host_slot = host.reserve() if host is not None and has_time else None
         if host is None or host_slot is None:
             give_back()
             return

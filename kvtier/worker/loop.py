@@ -101,13 +101,13 @@ class LoadLoop:
         self._chunks = ChunkLoader(worker, admit, self)
         self._answers = LoadAnswers(worker)
         self._log = RepeatedLog(worker.clock)
-        # Of the loop's thread alone:
+        # Only the loop's thread uses these:
         self._loads: list[Load] = []  # in the order in which they are served
         self._fetches: dict[bytes, Fetch] = {}
         self._pending: list[tuple[Mark, Callable[[], None]]] = []
         self._lacks_slot = False
         self._pause_s = PAUSE_MIN_S
-        # Shared, under the lock:
+        # All threads use these, under the lock:
         self._changed = threading.Condition()
         self._is_running = False
         self._asked: deque[Load] = deque()
@@ -217,13 +217,13 @@ class LoadLoop:
     def _polls(self) -> bool:
         """Return True while something is under way that wakes nobody: reads, marks, slots that others give back."""
         is_slot_to_come = self._lacks_slot and not self._pool.is_busy
-        return is_slot_to_come or bool(self._pending) or self._oldest_read() is not None
+        return is_slot_to_come or bool(self._pending or self._in_state(State.READING))
 
     def _pause(self) -> None:
         """Wait in native code for what ends next, without the interpreter lock."""
-        reading = self._oldest_read()
-        if reading is not None and reading.reads is not None:
-            reading.reads.batch.wait(self._pause_s)
+        reads = [fetch.reads for fetch in self._in_state(State.READING) if fetch.reads is not None]
+        if reads:
+            reads[0].batch.wait(self._pause_s)
         elif self._pending:
             self._worker.order.wait_within(self._pending[0][0], self._pause_s)
         else:
@@ -232,8 +232,9 @@ class LoadLoop:
                     self._changed.wait(self._pause_s)
         self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
 
-    def _oldest_read(self) -> Fetch | None:
-        return next((fetch for fetch in self._fetches.values() if fetch.state is State.READING), None)
+    def _in_state(self, state: State) -> list[Fetch]:
+        """Return the chunks in that state, the one that was begun first at the head."""
+        return [fetch for fetch in self._fetches.values() if fetch.state is state]
 
     def _take_plans(self) -> bool:
         with self._changed:
@@ -259,17 +260,14 @@ class LoadLoop:
         return bool(done)
 
     def _take_reads(self) -> bool:
-        ended = [
-            fetch
-            for fetch in self._fetches.values()
-            if fetch.state is State.READING and fetch.reads is not None and fetch.reads.batch.wait(0)
-        ]
+        reading = self._in_state(State.READING)
+        ended = [fetch for fetch in reading if fetch.reads is not None and fetch.reads.batch.wait(0)]
         for fetch in ended:
             self._chunks.read_ended(fetch)
         return bool(ended)
 
     def _verify(self) -> bool:
-        arrived = [fetch for fetch in self._fetches.values() if fetch.state is State.ARRIVED][: self._together]
+        arrived = self._in_state(State.ARRIVED)[: self._together]
         if arrived:
             self._chunks.verify(arrived)
         return bool(arrived)
@@ -297,10 +295,9 @@ class LoadLoop:
         """Return what may be scattered now, in the order of the loads: of each the next chunks of its prompt, as far as
         they are verified."""
         by_load: dict[Load, dict[int, Fetch]] = {}
-        for fetch in self._fetches.values():
-            if fetch.state is State.VERIFIED:
-                for load, number in fetch.wanted_by:
-                    by_load.setdefault(load, {})[number] = fetch
+        for fetch in self._in_state(State.VERIFIED):
+            for load, number in fetch.wanted_by:
+                by_load.setdefault(load, {})[number] = fetch
         found = []
         for load in self._loads:
             fetches, number = by_load.get(load, {}), load.n_scattered
@@ -324,8 +321,8 @@ class LoadLoop:
         bad like them, and need not be looked at."""
         next_ones = [
             fetch
-            for fetch in self._fetches.values()
-            if fetch.state is State.SUSPECT and any(load.n_scattered == number for load, number in fetch.wanted_by)
+            for fetch in self._in_state(State.SUSPECT)
+            if any(load.n_scattered == number for load, number in fetch.wanted_by)
         ]
         for fetch in next_ones:
             self._chunks.judge(fetch)
@@ -335,20 +332,13 @@ class LoadLoop:
         now_s = self._worker.clock()
         late = [load for load in self._loads if load.deadline_s <= now_s and load.end]
         for load in late:
-            slow = next((fetch for fetch in self._reading_for(load) if fetch.reads is not None), None)
-            if slow is not None and slow.reads is not None:
-                self._chunks.reader.note_slow(slow.reads)
+            reads = next((fetch.reads for fetch in self._in_state(State.READING) if fetch.is_wanted_by(load)), None)
+            if reads is not None:
+                self._chunks.reader.note_slow(reads)
                 self._cut(load, 0, FetchFailed("the storage does not answer in time"))
             else:
                 self._cut(load, 0, FetchFailed("its time is over"))
         return bool(late)
-
-    def _reading_for(self, load: Load) -> list[Fetch]:
-        return [
-            fetch
-            for fetch in self._fetches.values()
-            if fetch.state is State.READING and any(part.load is load for part in fetch.wanted_by)
-        ]
 
     def _begin(self) -> bool:
         """Begin chunks of the loads in their order, as many as the window and the arena have room for."""
@@ -381,9 +371,8 @@ class LoadLoop:
                     held_up.add(load)
         if not held_up or not any(load.waiting for load in self._loads if load not in held_up):
             return set()
-        for fetch in list(self._fetches.values()):
-            is_idle = fetch.state is State.VERIFIED and not fetch.n_moving
-            if is_idle and all(part.load in held_up for part in fetch.wanted_by):
+        for fetch in self._in_state(State.VERIFIED):
+            if not fetch.n_moving and all(part.load in held_up for part in fetch.wanted_by):
                 self.begin_again(fetch)
         return held_up
 
@@ -400,7 +389,7 @@ class LoadLoop:
             self.in_pool(self._worker.quarantine.sweep, lambda result: None)
         waits = (State.VERIFIED, State.SUSPECT)  # chunks in all other states go on by themselves
         if self._fetches and not self._pending and all(fetch.state in waits for fetch in self._fetches.values()):
-            # What holds all slots waits for this very chunk, or for one behind it in the order: the last one gives way.
+            # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
             self.begin_again(next(reversed(self._fetches.values())))
         return False
 
@@ -459,8 +448,9 @@ class LoadLoop:
             part.load.wait_again(part.number)
 
     def waits_for_storage(self) -> bool:
-        n_reading = sum(fetch.state is State.READING for fetch in self._fetches.values())
-        return n_reading >= self._window // 2 or not any(load.waiting for load in self._loads)
+        if not any(load.waiting for load in self._loads):
+            return True
+        return len(self._in_state(State.READING)) >= self._window // 2
 
     def when_done(self, mark: Mark, then: Callable[[], None]) -> None:
         self._pending.append((mark, then))
