@@ -47,8 +47,8 @@ class TransferJobs(NamedTuple):
 
 
 class Upkeep(NamedTuple):
-    """Of the host arena, which is pinned in the background. begin: as the engine starts. at_work: with each of the
-    engine's steps. release: when nothing moves any more."""
+    """Calls that pin the host arena in the background. begin: as the engine starts. at_work: with each of the engine's
+    steps. release: when nothing moves any more."""
 
     begin: Callable[[], None] = lambda: None
     at_work: Callable[[], None] = lambda: None

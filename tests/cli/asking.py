@@ -1,4 +1,4 @@
-"""What commands answer."""
+"""Run commands and read their answers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PATCH = Patch(0, 0, CACHE.layers, 0, CACHE.heads)
 HELD = Extent(0, CACHE.layers, 0, CACHE.heads)
 SIZES = (CACHE.k_size, CACHE.v_size)
 SLAB_BYTES = padded(Int8Coder(32, *SIZES).n_bytes(range(CACHE.layers)))
-"""Of two blocks in int8; those of turboquant fit as well."""
+"""The slab of two blocks in int8; one of turboquant fits as well."""
 
 
 @pytest.fixture(autouse=True)

@@ -166,7 +166,7 @@ def _biased(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("tokens", [16, 256])
 def test_biases(tokens: int) -> None:
-    """Of 256 tokens every second counts for the mean."""
+    """The mean of 256 tokens takes every second one."""
     check_whole(Model(replace(SMALLEST, blocks=16), tokens=tokens, layers=1), _biased)
 
 

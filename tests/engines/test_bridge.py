@@ -155,7 +155,7 @@ def test_an_unanswered_lookup_is_asked_again_until_its_deadline() -> None:
 
 
 def test_a_lookup_waits_its_turn_while_the_index_answers_others() -> None:
-    """Of 2,500 stored prompts at once, 1,750 were computed: their lookups had stood in a queue for too long."""
+    """1,750 of 2,500 stored prompts were computed, for their lookups had waited in a queue for too long."""
     scene = Scene()
     scene.store.answers = False
     assert scene.bridge.hit_tokens("r", 0) is None

@@ -35,7 +35,7 @@ def test_one_load_and_one_copy(found: dict[str, Any], way: str) -> None:
 
 
 def test_without_waiting_each_loads_its_own(found: dict[str, Any]) -> None:
-    """What the wait is measured against."""
+    """The control: without waiting, several requests load the same prefix."""
     assert len(found["never"]["loads"]) > 2
     assert found["never"]["blocks"] > 3 * found["own"]["blocks"]
 

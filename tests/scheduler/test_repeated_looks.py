@@ -1,4 +1,4 @@
-"""What a long prompt costs the scheduler's thread in each step: nothing is hashed twice, nor looked up in each step."""
+"""The scheduler hashes no chunk of a long prompt twice, and does not look it up in each step."""
 
 from __future__ import annotations
 

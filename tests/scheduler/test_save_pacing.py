@@ -1,4 +1,4 @@
-"""What workers cannot take now is planned again, in order, and in the end only tails of prompts are missing."""
+"""Chunks that workers refuse are planned again in order, and in the end only tails of prompts are missing."""
 
 from __future__ import annotations
 
