@@ -32,22 +32,29 @@ KVIKIO_THREADS, KVIKIO_TASK_BYTES = 16, 4 << 20  # the fastest on tmpfs
 KVIKIO_PIECE_BYTES = 32 << 20  # a chunk of an 8B model
 
 
-def direct_writes(folder: Path, n_bytes: int, keep: bool = False) -> dict[str, Any]:
-    """Measure direct writes to a new fallocated file, as kvtier writes: `bytes_s` of the first pass over its blocks.
+def direct_writes(folder: Path, n_bytes: int, keep: bool = False, files: int = 1) -> dict[str, Any]:
+    """Measure direct writes to new fallocated files, as kvtier writes: `bytes_s` of the first pass over their blocks.
 
-    keep: the file stays, as `ceiling.bin`.
+    keep: the first file stays, as `ceiling.bin`. files: pieces go to so many files in turn.
     """
-    path = folder / "ceiling.bin"
-    flags, is_direct = direct_flags(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    fd = os.open(path, flags, 0o600)
+    paths = [folder / f"ceiling{number or ''}.bin" for number in range(files)]
+    flags, is_direct = direct_flags(paths[0], os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    fds = [os.open(path, flags, 0o600) for path in paths]
+
+    def write(view: memoryview, offset: int) -> int:
+        piece, file = divmod(offset // PIECE_BYTES, files)
+        return os.pwritev(fds[file], [view], piece * PIECE_BYTES)
+
     try:
-        os.posix_fallocate(fd, 0, n_bytes)
-        seconds = each_piece(n_bytes, lambda view, offset: os.pwritev(fd, [view], offset), THREADS, PIECE_BYTES)
+        for fd in fds:
+            os.posix_fallocate(fd, 0, -(-n_bytes // files // PIECE_BYTES) * PIECE_BYTES)
+        seconds = each_piece(n_bytes, write, THREADS, PIECE_BYTES)
     finally:
-        os.close(fd)
-        if not keep:
-            path.unlink()
-    return {"bytes_s": n_bytes / seconds, "bytes": n_bytes, "direct": is_direct, "threads": THREADS}
+        for number, (path, fd) in enumerate(zip(paths, fds, strict=True)):
+            os.close(fd)
+            if number or not keep:
+                path.unlink()
+    return {"bytes_s": n_bytes / seconds, "bytes": n_bytes, "direct": is_direct, "threads": THREADS, "files": files}
 
 
 def direct_reads(path: Path) -> dict[str, Any]:

@@ -160,16 +160,17 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
     faulthandler.dump_traceback_later(max(10.0, timeout_s - DUMP_BEFORE_END_S), exit=False)
-    from benchmarks.gpu import steps, steps_decode, steps_equality, steps_load
+    from benchmarks.gpu import steps, steps_decode, steps_equality, steps_load, steps_under_load
 
-    modules = (steps, steps_decode, steps_equality, steps_load)
+    modules = (steps, steps_decode, steps_equality, steps_load, steps_under_load)
     known = {name: step for module in modules for name, step in vars(module).items()}
     job = json.loads(job_path.read_text())
     engine = MeasuredEngine(job)
     results: dict[str, Any] = {"start_s": round(engine.start_s, 2)}
     for name, *arguments in job["steps"]:
         started = time.monotonic()
-        results[name] = known[name](engine, *arguments)
+        label = name if name not in results else f"{name} {arguments[0]}"
+        results[label] = known[name](engine, *arguments)
         print(f"step {name}: {time.monotonic() - started:.1f} s", flush=True)
     if job.get("watch"):
         results["watch"] = engine.llm.collective_rpc(inside.take_watch)

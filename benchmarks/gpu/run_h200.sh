@@ -16,6 +16,7 @@
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
 #   codecs       the codecs' kernels (TUNE: other tilings too)                           90   200
 #   equality     blocks and tokens, CUDA graphs on; of each of MODELS                 150   280 each
+#   under-load   bursts of saves and loads, and decoding beside them; of each of SYSTEMS     220   580
 #   load         32 requests at capacity                                              110   330
 #   demo         what `make demo` runs, with this vLLM                                100   240
 #   ttft-tmpfs   kvtier, and the host arena                                          220   590
@@ -233,6 +234,9 @@ stage() {
           --timeout 120 || bad=1
       done
       return $bad ;;
+    under-load)
+      bench under_load 580 --folder "${FOLDER:-$MEMORY}" --out "$OUT/${NAME:-under_load}.json" --logs "$WORK/logs" \
+        --extra "$EXTRA" --systems "${SYSTEMS:-kvtier,native}" ${EAGER:+--eager} ;;
     load)
       bench load_mix 330 --folder "$MEMORY" --out "$OUT/load_mix.json" --logs "$WORK/logs" ;;
     demo)

@@ -1,0 +1,198 @@
+"""Steps of under_load.py: bursts of saves and of loads, and decoding beside them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from benchmarks.gpu import inside
+from benchmarks.gpu.engine import NO_TIER, MeasuredEngine, grown, parameters
+from benchmarks.gpu.models import prompt
+from benchmarks.gpu.systems import stored_bytes
+
+SAMPLE_S = 0.02
+DECODER_TOKENS = 256  # of each decoder's prompt
+ANSWER_TOKENS_MAX = 6000  # of each decoder
+ALONE_S = 2.0  # of decoding before others come
+SAVED, LOADED = {"kvtier_load": False}, {"kvtier_save": False}
+
+Found = dict[str, Any]
+
+
+class GrowthWatch:
+    """Samples of a growing number of bytes, taken every SAMPLE_S by a thread: (seconds, bytes) whenever it grew."""
+
+    def __init__(self, measure: Callable[[], float]) -> None:
+        self._measure = measure
+        self._samples = [(time.perf_counter(), measure())]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> list[tuple[float, float]]:
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+        return self._samples
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            self._sample()
+
+    def _sample(self) -> None:
+        value = self._measure()
+        if value != self._samples[-1][1]:
+            self._samples.append((time.perf_counter(), value))
+
+
+def save_burst(engine: MeasuredEngine, kind: str, count: int, n_tokens: int) -> Found:
+    """Compute `count` prompts at once with saving on and wait until what was taken is durable.
+
+    `durable_bytes_s` is the mean over the time in which the durable bytes grew.
+    """
+    half = inside.worker_half()
+    transfer = half._bridge._transfer if engine.system == "kvtier" else None
+
+    def durable() -> float:
+        return stored_bytes(engine.data) if transfer is None else transfer.metrics.total().get("save_bytes", 0.0)
+
+    before, watch = engine.counters(), GrowthWatch(durable)
+    started = time.perf_counter()
+    _ask_at_once(engine, kind, count, n_tokens, SAVED)
+    computed_s = time.perf_counter() - started
+    engine.settle()
+    samples = watch.close()
+    growth = samples[1:]
+    grew_s = growth[-1][0] - growth[0][0] if len(growth) > 1 else 0.0
+    found: Found = {
+        "computed_s": computed_s,
+        "durable_after_s": samples[-1][0] - started,
+        "saved_bytes": samples[-1][1] - samples[0][1],
+        "durable_bytes_s": (growth[-1][1] - growth[0][1]) / grew_s if grew_s else 0.0,
+        "counted": grown(before, engine.counters()),
+    }
+    if transfer is not None:
+        prompts = [_tokens(engine, kind, number, n_tokens) for number in range(count)]
+        found["stored_chunks"] = [sum(pair) for pair in zip(*map(engine.stored_chunks, prompts), strict=True)]
+    engine.forget()
+    return found
+
+
+def load_burst(engine: MeasuredEngine, kind: str, count: int, n_tokens: int) -> Found:
+    """Ask `count` stored prompts at once, for one token each."""
+    before = engine.counters()
+    first_token_s, hits = _ask_at_once(engine, kind, count, n_tokens, LOADED)
+    found = {
+        "last_first_token_s": max(first_token_s),
+        "median_first_token_s": median(first_token_s),
+        "hit_tokens": hits,
+        "tokens": count * n_tokens,
+        "counted": grown(before, engine.counters()),
+    }
+    engine.forget()
+    return found
+
+
+def shared_burst(engine: MeasuredEngine, count: int, n_tokens: int, tail: int) -> Found:
+    """Ask `count` requests at once that have one stored prefix of `n_tokens` in common."""
+    prefix = _tokens(engine, "shared", 0, n_tokens)
+    prompts = [prefix + prompt(f"tail-{number}", tail, engine.vocabulary) for number in range(count)]
+    before = engine.counters()
+    first_token_s, hits = _run(engine, {f"shared-{n}": tokens for n, tokens in enumerate(prompts)}, LOADED)
+    counted = grown(before, engine.counters())
+    engine.forget()
+    return {"last_first_token_s": max(first_token_s), "hit_tokens": hits, "counted": counted}
+
+
+def decode_beside(engine: MeasuredEngine, decoders: int, kind: str, count: int, n_tokens: int) -> Found:
+    """Measure `decoders` requests that decode, alone and while `count` stored prompts are asked for at once.
+
+    `gaps_s`: between two tokens of a decoder, of all decoders, the longest last.
+    """
+    llm = engine.llm.llm_engine
+    times: dict[str, list[float]] = {f"decoder-{number}": [] for number in range(decoders)}
+    for name in times:
+        tokens = prompt(name, DECODER_TOKENS, engine.vocabulary)
+        llm.add_request(name, {"prompt_token_ids": tokens}, parameters(ANSWER_TOKENS_MAX, NO_TIER))
+    until = None
+    while until is None or time.perf_counter() < until:
+        _note_tokens(llm.step(), times)
+        if until is None and all(len(noted) > 3 for noted in times.values()):
+            until = time.perf_counter() + ALONE_S
+    alone = _pace(times, until - ALONE_S, until)
+    started, before = time.perf_counter(), engine.counters()
+    wanted = {f"{kind}-{number}": _tokens(engine, kind, number, n_tokens) for number in range(count)}
+    first_token_s, hits = _run(engine, wanted, LOADED, times)
+    ended = time.perf_counter()
+    found = {
+        "alone": alone,
+        "beside": _pace(times, started, ended),
+        "last_first_token_s": max(first_token_s),
+        "median_first_token_s": median(first_token_s),
+        "hit_tokens": hits,
+        "counted": grown(before, engine.counters()),
+    }
+    llm.abort_request(list(times))
+    while llm.has_unfinished_requests():
+        llm.step()
+    engine.forget()
+    return found
+
+
+def _tokens(engine: MeasuredEngine, kind: str, number: int, n_tokens: int) -> list[int]:
+    return prompt(f"{kind}-{number}", n_tokens, engine.vocabulary)
+
+
+def _ask_at_once(
+    engine: MeasuredEngine, kind: str, count: int, n_tokens: int, switches: dict[str, bool]
+) -> tuple[list[float], int]:
+    wanted = {f"{kind}-{number}": _tokens(engine, kind, number, n_tokens) for number in range(count)}
+    return _run(engine, wanted, switches)
+
+
+def _run(
+    engine: MeasuredEngine,
+    wanted: dict[str, list[int]],
+    switches: dict[str, bool],
+    others: dict[str, list[float]] | None = None,
+) -> tuple[list[float], int]:
+    """Ask all prompts at once for one token each; return the seconds until each one's token, and the hit tokens.
+
+    others: requests under way; the times of their tokens are noted too.
+    """
+    llm, first_token_s, n_hits = engine.llm.llm_engine, {}, 0
+    started = time.perf_counter()
+    for name, tokens in wanted.items():
+        llm.add_request(name, {"prompt_token_ids": tokens}, parameters(1, switches))
+    while len(first_token_s) < len(wanted):
+        outputs = llm.step()
+        _note_tokens(outputs, others or {})
+        for output in outputs:
+            if output.request_id in wanted and output.finished:
+                first_token_s[output.request_id] = time.perf_counter() - started
+                n_hits += output.num_cached_tokens or 0
+    return list(first_token_s.values()), n_hits
+
+
+def _note_tokens(outputs: list[Any], times: dict[str, list[float]]) -> None:
+    now = time.perf_counter()
+    for output in outputs:
+        noted = times.get(output.request_id)
+        if noted is not None:
+            noted.extend([now] * (len(output.outputs[0].token_ids) - len(noted)))
+
+
+def _pace(times: dict[str, list[float]], start: float, end: float) -> Found:
+    """Return how the decoders went between two times: tokens of each a second, and the gaps between tokens."""
+    within = [[noted for noted in one if start <= noted <= end] for one in times.values()]
+    gaps = sorted(later - earlier for one in within for earlier, later in zip([start, *one], [*one, end], strict=True))
+    return {
+        "seconds": end - start,
+        "tokens_each": sum(map(len, within)) / len(within),
+        "tokens_each_s": sum(map(len, within)) / len(within) / (end - start),
+        "median_gap_s": median(gaps),
+        "longest_gaps_s": gaps[-20:],
+    }

@@ -1,0 +1,111 @@
+"""Many requests at once: rates at which bursts are saved and loaded, and of decoding beside them.
+
+    python -m benchmarks.gpu.under_load --folder /dev/shm/kv --out OUT/under_load.json [--systems kvtier,native]
+
+For each system one process computes and saves bursts (32 x 6,144 tokens, whose durable rate is compared with direct
+writes over as many files; 16 x 12,000, 64 x 4,000, one prefix of 8,000), and a fresh one loads them all at once, then
+the 16 prompts beside 16 requests that decode. Rates are shares of what pinned copies, direct reads and direct writes
+reach in the same run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import report
+from benchmarks.gpu.ceilings import copies, direct_writes, read_rate
+from benchmarks.gpu.setup import EngineSetup, add_timed_engine, parser
+from benchmarks.report import ms
+
+FILES = 12  # that plain writers write at once
+SHAPES = {"save": (32, 6144), "long": (16, 12_000), "short": (64, 4000), "shared": (64, 8000)}
+TINY_SHAPES = {"save": (4, 256), "long": (3, 512), "short": (6, 192), "shared": (6, 256)}
+DECODERS, TAIL_TOKENS = 16, 60
+
+
+def ceilings(setup: EngineSetup, is_tiny: bool) -> dict[str, float]:
+    n_bytes = (64 << 20) if is_tiny else (12 << 30)
+    path = setup.folder / "ceiling.bin"
+    found = {f"writes_{files}": direct_writes(setup.folder, n_bytes, files=files)["bytes_s"] for files in (1, FILES)}
+    direct_writes(setup.folder, n_bytes // 4, keep=True)
+    found["reads"] = read_rate(path, repeats=3)
+    path.unlink()
+    if not is_tiny:
+        found |= copies()
+    return found
+
+
+def measure(setup: EngineSetup, system: str, shapes: dict[str, tuple[int, int]], is_tiny: bool) -> dict[str, Any]:
+    """Run the two processes of a system, with an empty folder before and after."""
+    decoders = 2 if is_tiny else DECODERS
+    warm_up = ["warm_up", 256 if is_tiny else 2048]
+    setup.clear(system)
+    burst = setup.run(f"burst-{system}", system, [warm_up, ["save_burst", "save", *shapes["save"]]])
+    setup.clear(system)
+    kept = [["save_burst", kind, *shapes[kind]] for kind in ("long", "short")]
+    kept.append(["save_burst", "shared", 1, shapes["shared"][1]])
+    stored = setup.run(f"store-{system}", system, [warm_up, *([*step] for step in kept)])
+    loads = [["load_burst", kind, *shapes[kind]] for kind in ("long", "short")]
+    loads.append(["shared_burst", *shapes["shared"], TAIL_TOKENS])
+    loads.append(["decode_beside", decoders, "long", *shapes["long"]])
+    loaded = setup.run(f"load-{system}", system, [warm_up, *loads])
+    setup.clear(system)
+    return {"burst": burst, "stored": stored, "loaded": loaded}
+
+
+def rows_of(system: str, found: dict[str, Any], limits: dict[str, float], token_bytes: int) -> list[tuple[str, ...]]:
+    """Return the rows of the table: system, measure, value, share of a ceiling."""
+    burst, loaded = found["burst"]["save_burst"], found["loaded"]
+    writes = limits[f"writes_{FILES}"]
+    rate = min(limits["reads"], limits.get("h2d_bytes_s", limits["reads"]))
+    stored = " of ".join(map(str, burst.get("stored_chunks", ())))
+    rows = [
+        (
+            system,
+            "burst durable, GB/s",
+            f"{burst['durable_bytes_s'] / 1e9:.1f}",
+            f"{burst['durable_bytes_s'] / writes:.0%}",
+        ),
+        (
+            system,
+            "burst computed / durable after, s",
+            f"{burst['computed_s']:.2f} / {burst['durable_after_s']:.2f}",
+            "",
+        ),
+        (system, "burst: chunks stored", stored, ""),
+    ]
+    for name, one in loaded.items():
+        if not isinstance(one, dict) or "last_first_token_s" not in one:
+            continue
+        got = one["hit_tokens"] * token_bytes / one["last_first_token_s"]
+        times = f"{ms(one.get('median_first_token_s', 0))} / {ms(one['last_first_token_s'])}"
+        rows.append((system, f"{name}: median / last first token, ms", times, f"{got / rate:.0%}"))
+    beside = loaded["decode_beside"]
+    paces = f"{beside['alone']['tokens_each_s']:.0f} / {beside['beside']['tokens_each_s']:.0f}"
+    share = beside["beside"]["tokens_each_s"] / beside["alone"]["tokens_each_s"]
+    rows.append((system, "decoder's tokens a second, alone / beside", paces, f"{share:.0%}"))
+    rows.append((system, "longest gap beside, ms", ms(beside["beside"]["longest_gaps_s"][-1]), ""))
+    return rows
+
+
+def main() -> int:
+    made = parser("gpu.under_load", __doc__, 200.0)
+    add_timed_engine(made, 0.85)
+    made.add_argument("--systems", default="kvtier,native", help="separated by commas")
+    options = made.parse_args()
+    setup, shapes = EngineSetup.timed(options), TINY_SHAPES if options.tiny else SHAPES
+    setup.folder.mkdir(parents=True, exist_ok=True)
+    limits = ceilings(setup, options.tiny)
+    content: dict[str, Any] = {"folder": str(setup.folder), "shapes": shapes, "ceilings": limits, "systems": {}}
+    rows: list[tuple[str, ...]] = []
+    for system in options.systems.split(","):
+        found = content["systems"][system] = measure(setup, system, shapes, options.tiny)
+        report.write(options.out, "bursts of saves and loads, and decoding beside them", content)
+        rows += rows_of(system, found, limits, setup.token_bytes)
+    report.table(("system", "measure", "value", "share"), rows)
+    print("ceilings, GB/s: " + ", ".join(f"{name} {value / 1e9:.1f}" for name, value in limits.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
